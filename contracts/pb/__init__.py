@@ -1,0 +1,1 @@
+"""Generated protobuf and gRPC code: `make proto` rewrites this package."""

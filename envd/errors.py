@@ -1,0 +1,27 @@
+"""Errors of the environment plane."""
+
+from contracts.errors import TriplaneError
+
+
+class EnvdError(TriplaneError):
+    """Any failure of the environment plane that is not a tool's own answer."""
+
+
+class TemplateError(EnvdError):
+    """A template that can't be stored, or that the server does not have."""
+
+
+class SandboxGone(EnvdError):
+    """The sandbox does not exist any more: finished, crashed, or past its lifetime."""
+
+
+class SandboxStartError(EnvdError):
+    """A sandbox could not be started."""
+
+
+class ServerUnavailable(EnvdError):
+    """The envd server can't be reached, or did not answer in time."""
+
+
+class BackendUnavailable(EnvdError):
+    """A backend that was asked for does not work on this machine."""
