@@ -1,0 +1,302 @@
+"""Artifacts: immutable groups of files under a manifest that is written last.
+
+    artifacts/<kind>/<action key>/<attempt>/...files        any number of attempts, at most one survives
+    artifacts/<kind>/<action key>/manifest.json             created exclusively; names the attempt that won
+
+Same action key, same work: `find` before working, `ArtifactWriter.commit` after. Whoever commits second adopts the first one's result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import shutil
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from contracts.digests import canonical_json, digest_of, sha256, table_digest
+from contracts.errors import ArtifactCorrupt, ArtifactMissing
+from contracts.store import Store, check_key, scratch_directory
+
+MANIFEST = "manifest.json"
+SCHEMA_VERSION = 1
+_VERIFIED: set[tuple[str, int, int]] = set()
+
+
+class Frozen(BaseModel):
+    """Base of the models that are written to disk: immutable, no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ArtifactRef(Frozen):
+    """What passes between steps instead of data: where an artifact is, and what must be found there."""
+
+    kind: str
+    key: str
+    """Action key, 64 hex digits."""
+    digest: str
+    """Content digest, 64 hex digits."""
+
+    @property
+    def uri(self) -> str:
+        """The artifact's folder, relative to its store."""
+        return f"artifacts/{self.kind}/{self.key}"
+
+    @property
+    def short(self) -> str:
+        """Twelve digits of the content digest, for people."""
+        return self.digest[:12]
+
+
+class FileEntry(Frozen):
+    """One file of an artifact."""
+
+    path: str
+    size: int
+    """Bytes."""
+    sha256: str
+    digest: str | None
+    """Its share of the content digest; None for telemetry, which is outside it."""
+
+
+class Manifest(Frozen):
+    """What `manifest.json` says. The artifact exists if and only if this file does."""
+
+    kind: str
+    schema_version: int
+    action_key: str
+    content_digest: str
+    attempt: str
+    files: list[FileEntry]
+    parents: dict[str, ArtifactRef]
+    """By role, e.g. {"policy": ...}."""
+    config: dict[str, Any]
+    """The step's own slice of the experiment."""
+    code_version: str
+    meta: dict[str, Any]
+    """Small facts worth reading without opening a file."""
+    tool_versions: dict[str, str]
+    created_unix: float
+
+
+class Artifact:
+    """A committed artifact, opened for reading. Every file is checked against the manifest when first touched."""
+
+    def __init__(self, store: Store, manifest: Manifest) -> None:
+        self.store = store
+        self.manifest = manifest
+
+    @property
+    def ref(self) -> ArtifactRef:
+        """The reference to pass on."""
+        return ArtifactRef(kind=self.manifest.kind, key=self.manifest.action_key, digest=self.manifest.content_digest)
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """The manifest's small facts."""
+        return self.manifest.meta
+
+    def names(self) -> list[str]:
+        """Paths of all files, sorted."""
+        return sorted(entry.path for entry in self.manifest.files)
+
+    def path(self, name: str) -> Path:
+        """A verified local file. Raises ArtifactMissing for an unknown name, ArtifactCorrupt when its bytes are not the committed ones."""
+        entry = next((entry for entry in self.manifest.files if entry.path == name), None)
+        if entry is None:
+            raise ArtifactMissing(f"{self.ref.uri} has no file {name}: it holds {', '.join(self.names())}")
+        try:
+            path = self.store.local_path(f"{self.ref.uri}/{self.manifest.attempt}/{name}")
+        except ArtifactMissing:
+            raise ArtifactCorrupt(
+                f"{self.ref.uri}/{name} is named by its manifest but gone: delete the artifact's folder and run its step again"
+            ) from None
+        _verify(path, entry, self.ref.uri)
+        return path
+
+    def directory(self) -> Path:
+        """A local directory with all files, verified: what an engine or `from_pretrained` loads."""
+        paths = [self.path(name) for name in self.names()]
+        return paths[0].parents[len(Path(self.names()[0]).parts) - 1]
+
+    def table(self, name: str, columns: list[str] | None = None) -> pa.Table:
+        """A Parquet file as a table."""
+        return pq.read_table(self.path(name), columns=columns)
+
+    def json(self, name: str) -> Any:
+        """A JSON file, parsed."""
+        import json
+
+        return json.loads(self.path(name).read_bytes())
+
+
+def artifact_exists(store: Store, kind: str, key: str) -> bool:
+    """Whether the work named `key` is committed."""
+    return store.exists(f"artifacts/{kind}/{key}/{MANIFEST}")
+
+
+def find_artifact(store: Store, kind: str, key: str) -> Artifact | None:
+    """The committed artifact of this action key, or None."""
+    try:
+        data = store.get(f"artifacts/{kind}/{key}/{MANIFEST}")
+    except ArtifactMissing:
+        return None
+    try:
+        return Artifact(store, Manifest.model_validate_json(data))
+    except ValidationError as error:
+        raise ArtifactCorrupt(
+            f"artifacts/{kind}/{key}/{MANIFEST} is damaged ({error.error_count()} errors): delete the folder and run its step again"
+        ) from None
+
+
+def open_artifact(store: Store, ref: ArtifactRef) -> Artifact:
+    """The artifact behind a reference. Raises ArtifactMissing, or ArtifactCorrupt when it holds something else."""
+    artifact = find_artifact(store, ref.kind, ref.key)
+    if artifact is None:
+        raise ArtifactMissing(
+            f"store {store.url} has no {ref.uri}: materialize {ref.kind} again, or point TRIPLANE_STORE at the store that has it"
+        )
+    if artifact.manifest.content_digest != ref.digest:
+        raise ArtifactCorrupt(
+            f"{ref.uri} holds {artifact.ref.short}, but {ref.short} was asked for: this store is not the one the reference came from"
+        )
+    return artifact
+
+
+def list_artifacts(store: Store, kind: str | None = None) -> Iterator[Artifact]:
+    """Every committed artifact, in order of kind and key."""
+    prefix = f"artifacts/{kind}/" if kind else "artifacts/"
+    for key in store.list(prefix):
+        parts = key.split("/")
+        if len(parts) == 4 and parts[3] == MANIFEST:
+            found = find_artifact(store, parts[1], parts[2])
+            if found is not None:
+                yield found
+
+
+class ArtifactWriter:
+    """Stages files in a temporary directory, then commits them as one artifact.
+
+    with ArtifactWriter(store, "dataset", key, parents={...}, config={...}, code_version="1") as out:
+        out.add_table("rows.parquet", table)
+        artifact = out.commit(meta={"rows": table.num_rows})
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        kind: str,
+        key: str,
+        *,
+        parents: Mapping[str, ArtifactRef],
+        config: Mapping[str, Any],
+        code_version: str,
+    ) -> None:
+        check_key(f"{kind}/{key}")
+        self._store, self._kind, self._key = store, kind, key
+        self._parents, self._config, self._code_version = dict(parents), dict(config), code_version
+        self._digests: dict[str, str | None] = {}
+        self._stage = scratch_directory(store)
+        self.directory = Path(self._stage.name)
+        """Where the caller may write files itself before naming them with `add_file`."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stage.cleanup()
+
+    def add_table(self, name: str, table: pa.Table, *, telemetry: bool = False) -> None:
+        """Write a Parquet file. telemetry: keep it outside the content digest (timings, costs, host names)."""
+        pq.write_table(table, self.directory / name, compression="zstd")
+        self._digests[name] = None if telemetry else table_digest(table)
+
+    def add_json(self, name: str, value: Any) -> None:
+        """Write canonical JSON."""
+        (self.directory / name).write_bytes(canonical_json(value))
+        self._digests[name] = digest_of(value)
+
+    def add_bytes(self, name: str, data: bytes) -> None:
+        """Write raw bytes."""
+        (self.directory / name).write_bytes(data)
+        self._digests[name] = sha256(data)
+
+    def add_file(self, name: str, digest: str | None = None, *, telemetry: bool = False) -> None:
+        """Name a file already in `directory`. digest: of its content where the file format adds framing of its own (safetensors)."""
+        self._digests[name] = None if telemetry else digest or _file_sha256(self.directory / name)
+
+    def commit(self, meta: Mapping[str, Any] | None = None) -> Artifact:
+        """Publish. If the same work was committed meanwhile, this attempt is dropped and the earlier artifact returned."""
+        attempt = uuid.uuid4().hex[:12]
+        folder = f"artifacts/{self._kind}/{self._key}"
+        entries = [self._upload(f"{folder}/{attempt}", name) for name in sorted(self._digests)]
+        content = {entry.path: entry.digest for entry in entries if entry.digest is not None}
+        manifest = Manifest(
+            kind=self._kind, schema_version=SCHEMA_VERSION, action_key=self._key, attempt=attempt, files=entries,
+            content_digest=digest_of({"kind": self._kind, "schema_version": SCHEMA_VERSION, "files": content}),
+            parents=self._parents, config=self._config, code_version=self._code_version, meta=dict(meta or {}),
+            tool_versions=tool_versions(), created_unix=time.time(),
+        )  # fmt: skip
+        won = self._store.create(f"{folder}/{MANIFEST}", manifest.model_dump_json(indent=1).encode())
+        winner = Artifact(self._store, manifest) if won else find_artifact(self._store, self._kind, self._key)
+        assert winner is not None, "a manifest that exists can be read"
+        self._sweep(folder, winner.manifest.attempt)
+        return winner
+
+    def _upload(self, folder: str, name: str) -> FileEntry:
+        source = self.directory / name
+        size, checksum = source.stat().st_size, _file_sha256(source)
+        self._store.create_file(f"{folder}/{name}", source)
+        return FileEntry(path=name, size=size, sha256=checksum, digest=self._digests[name])
+
+    def _sweep(self, folder: str, winner: str) -> None:
+        for key in self._store.list(f"{folder}/"):
+            if key != f"{folder}/{MANIFEST}" and not key.startswith(f"{folder}/{winner}/"):
+                self._store.delete(key)
+
+
+def tool_versions() -> dict[str, str]:
+    """Versions of what shapes an artifact's bytes. Recorded, never part of a digest."""
+    found = {"python": platform.python_version()}
+    for package in ("triplane", "torch", "pyarrow", "duckdb", "tokenizers", "dagster"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def copy_into(artifact: Artifact, target: Path) -> None:
+    """Copy every file of `artifact` below `target`, verified."""
+    for name in artifact.names():
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(artifact.path(name), target / name)
+
+
+def _file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _verify(path: Path, entry: FileEntry, uri: str) -> None:
+    stat = path.stat()
+    seen = (str(path), stat.st_mtime_ns, stat.st_size)
+    if seen in _VERIFIED:
+        return
+    if stat.st_size != entry.size or _file_sha256(path) != entry.sha256:
+        raise ArtifactCorrupt(
+            f"{uri}/{entry.path} does not match its manifest (truncated or changed): delete the artifact's folder and run its step again"
+        )
+    _VERIFIED.add(seen)

@@ -1,0 +1,180 @@
+"""Messages to tokens and back: ChatML with `<tool_call>` and `<tool_response>`, as Qwen3 uses it.
+
+    <|im_start|>user\\n{instruction}<|im_end|>\\n<|im_start|>assistant\\n          prompt tokens
+    <tool_call>{"name":"read","arguments":{"path":"a.py"}}</tool_call><|im_end|>  policy tokens, kept as sampled
+    \\n<|im_start|>user\\n<tool_response>1 def f():...</tool_response><|im_end|>\\n<|im_start|>assistant\\n   environment tokens
+    ...
+
+Markup is encoded by token id; text from outside is encoded with special tokens disabled, so no file content can close a turn.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from contracts.errors import SchemaError
+
+END_OF_TEXT = "<|endoftext|>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
+CALL_START, CALL_END = "<tool_call>", "</tool_call>"
+RESPONSE_START, RESPONSE_END = "<tool_response>", "</tool_response>"
+SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END, CALL_START, CALL_END, RESPONSE_START, RESPONSE_END)
+_CALL = re.compile(re.escape(CALL_START) + r"(.*?)" + re.escape(CALL_END), re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ToolCallText:
+    """A tool call as the policy wrote it."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ParsedTurn:
+    """What a policy's turn asks for."""
+
+    calls: tuple[ToolCallText, ...]
+    """In order; several are meant to run in parallel."""
+    error: str | None
+    """Why the turn can't be executed, or None. One bad call spoils the turn."""
+
+
+def render_call(call: ToolCallText, *, spaced: bool = False) -> str:
+    """The text of one call. spaced: Qwen's own layout, with newlines and blanks."""
+    body = {"name": call.name, "arguments": dict(call.arguments)}
+    if spaced:
+        return f"{CALL_START}\n{json.dumps(body, ensure_ascii=False)}\n{CALL_END}"
+    return f"{CALL_START}{json.dumps(body, ensure_ascii=False, separators=(',', ':'))}{CALL_END}"
+
+
+def parse_turn(text: str) -> ParsedTurn:
+    """Read the tool calls of a turn's text (without its end token). A turn without any call ends the episode."""
+    calls: list[ToolCallText] = []
+    for match in _CALL.finditer(text):
+        try:
+            body = json.loads(match.group(1))
+        except (json.JSONDecodeError, RecursionError):
+            return ParsedTurn((), "tool call is not JSON")
+        if not (
+            isinstance(body, dict)
+            and set(body) == {"name", "arguments"}
+            and isinstance(body["name"], str)
+            and isinstance(body["arguments"], dict)
+        ):
+            return ParsedTurn((), 'tool call is not {"name": ..., "arguments": {...}}')
+        calls.append(ToolCallText(body["name"], body["arguments"]))
+    rest = _CALL.sub("", text)
+    if CALL_START in rest or CALL_END in rest:
+        return ParsedTurn((), "tool call is not closed")
+    return ParsedTurn(tuple(calls), None)
+
+
+class ChatTokenizer:
+    """A tokenizer that knows the chat markup. Thread-safe for reading."""
+
+    def __init__(self, tokenizer: Tokenizer, *, spaced: bool = False) -> None:
+        self._text = tokenizer
+        self._text.encode_special_tokens = True
+        self._spaced = spaced
+        missing = [token for token in SPECIAL_TOKENS if tokenizer.token_to_id(token) is None]
+        if missing:
+            raise SchemaError(
+                f"tokenizer lacks the chat tokens {', '.join(missing)}: train it with contracts.chat.SPECIAL_TOKENS, or import a Qwen-style one"
+            )
+        self._ids: dict[str, int] = {token: int(tokenizer.token_to_id(token) or 0) for token in SPECIAL_TOKENS}
+        self.end_of_turn: int = self._ids[TURN_END]
+        self.pad: int = self._ids[END_OF_TEXT]
+
+    @classmethod
+    def from_directory(cls, directory: Path, *, spaced: bool = False) -> ChatTokenizer:
+        """Load `tokenizer.json`. Raises SchemaError when it is absent or lacks the markup."""
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise SchemaError(f"{directory} has no tokenizer.json: is it a checkpoint directory?")
+        return cls(Tokenizer.from_file(str(path)), spaced=spaced)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of ids, markup included."""
+        return int(self._text.get_vocab_size(with_added_tokens=True))
+
+    def encode_text(self, text: str) -> list[int]:
+        """Tokens of untrusted text: markup inside it stays plain characters."""
+        return list(self._text.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, markup included."""
+        return str(self._text.decode(list(token_ids), skip_special_tokens=False))
+
+    def prompt(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+        """Prompt tokens of (role, content) messages, ending where the policy's first turn begins."""
+        parts: list[tuple[str, bool]] = []
+        for role, content in messages:
+            parts += [(TURN_START, True), (f"{role}\n{content}", False), (TURN_END, True), ("\n", False)]
+        return self._encode([*parts, (TURN_START, True), ("assistant\n", False)])
+
+    def environment_turn(self, responses: Sequence[str]) -> list[int]:
+        """Tokens that follow a policy's turn (which ended with its own end token): the tools' answers, in call order."""
+        glue = "\n" if self._spaced else ""
+        parts: list[tuple[str, bool]] = [("\n", False), (TURN_START, True), ("user\n", False)]
+        for index, response in enumerate(responses):
+            parts += [("\n", False)] if index else []
+            parts += [(RESPONSE_START, True), (glue + response + glue, False), (RESPONSE_END, True)]
+        return self._encode([*parts, (TURN_END, True), ("\n", False), (TURN_START, True), ("assistant\n", False)])
+
+    def policy_turn(self, calls: Sequence[ToolCallText], text: str = "") -> list[int]:
+        """Tokens of a scripted policy's turn, its end token included: what SFT teaches."""
+        parts: list[tuple[str, bool]] = [(text, False)]
+        for index, call in enumerate(calls):
+            body = render_call(call, spaced=self._spaced)[len(CALL_START) : -len(CALL_END)]
+            parts += [("\n", False)] if index or text else []
+            parts += [(CALL_START, True), (body, False), (CALL_END, True)]
+        return self._encode([*parts, (TURN_END, True)])
+
+    def _encode(self, parts: Sequence[tuple[str, bool]]) -> list[int]:
+        """Encode (text, is markup) parts; neighbouring texts are joined first, as encoding the whole string would."""
+        ids: list[int] = []
+        pending = ""
+        for text, markup in parts:
+            if not markup:
+                pending += text
+                continue
+            ids += self.encode_text(pending) if pending else []
+            pending = ""
+            ids.append(self._ids[text])
+        return ids + (self.encode_text(pending) if pending else [])
+
+
+def chat_template(*, spaced: bool = False) -> str:
+    """The Jinja template that renders the same tokens through `transformers`; stored in every checkpoint."""
+    text = (Path(__file__).parent / "chat_template.jinja").read_text()
+    return text.replace("__GLUE__", "\\n" if spaced else "").replace(
+        "__SEPARATORS__", "" if spaced else ", separators=(',', ':')"
+    )
+
+
+def message_views(tokenizer: ChatTokenizer, token_ids: Sequence[int], roles: Sequence[int]) -> list[Mapping[str, Any]]:
+    """Runs of equal role as {"role": int, "text": str, "start": int, "end": int}: an episode as a person reads it."""
+    views: list[Mapping[str, Any]] = []
+    start = 0
+    for end in range(1, len(roles) + 1):
+        if end == len(roles) or roles[end] != roles[start]:
+            views.append(
+                {
+                    "role": int(roles[start]),
+                    "text": tokenizer.decode(token_ids[start:end]),
+                    "start": start,
+                    "end": end,
+                }
+            )
+            start = end
+    return views

@@ -1,0 +1,105 @@
+"""What a policy checkpoint is made of: the Hugging Face layout of Qwen3-MoE with FP8 block-quantized linear weights.
+
+    config.json  model.safetensors  tokenizer.json  tokenizer_config.json  chat_template.jinja  generation_config.json
+
+Every `*_proj.weight` is float8_e4m3fn [N, K] beside `*_proj.weight_scale_inv` float32 [ceil(N/128), ceil(K/128)], a multiplier:
+weight = code * scale. Embeddings, lm_head, norms and routers are float32. Layout: that of DeepSeek-V3 and Qwen3-FP8, which vLLM loads as is.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any, Literal
+
+from contracts.errors import SchemaError
+
+BLOCK = 128
+WEIGHTS = "model.safetensors"
+ForwardRecipe = Literal["w8", "w8a8-1x128", "full"]
+"""Which rounding the forward pass applies: weights, weights and activations, or none. Trainer and engine run the manifest's."""
+
+UNQUANTIZED = ("lm_head", "model.embed_tokens", "model.norm")
+
+
+def quantization_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The `quantization_config` entry of config.json for a model config with `num_hidden_layers`."""
+    layers = range(config["num_hidden_layers"])
+    kept = [*UNQUANTIZED, *(f"model.layers.{index}.mlp.gate" for index in layers)]
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+        "ignored_layers": kept,
+        "modules_to_not_convert": kept,
+    }
+
+
+def is_quantized(name: str) -> bool:
+    """Whether the weight called `name` is stored as FP8 codes with a scale beside it."""
+    return name.endswith("_proj.weight")
+
+
+def expected_tensors(config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name -> (safetensors dtype, shape) of every tensor that a checkpoint with this config.json must hold, no more and no less."""
+    hidden, width = config["hidden_size"], config["moe_intermediate_size"]
+    query, keys = (
+        config["num_attention_heads"] * config["head_dim"],
+        config["num_key_value_heads"] * config["head_dim"],
+    )
+    weights: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config["tie_word_embeddings"]:
+        weights["lm_head.weight"] = (config["vocab_size"], hidden)
+    for index in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{index}"
+        weights |= {f"{layer}.{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")}
+        weights |= {f"{layer}.self_attn.{norm}_norm.weight": (config["head_dim"],) for norm in ("q", "k")}
+        weights |= {
+            f"{layer}.self_attn.{name}_proj.weight": (rows, hidden)
+            for name, rows in (("q", query), ("k", keys), ("v", keys))
+        }
+        weights[f"{layer}.self_attn.o_proj.weight"] = (hidden, query)
+        weights[f"{layer}.mlp.gate.weight"] = (config["num_experts"], hidden)
+        for expert in range(config["num_experts"]):
+            weights |= {f"{layer}.mlp.experts.{expert}.{name}_proj.weight": (width, hidden) for name in ("gate", "up")}
+            weights[f"{layer}.mlp.experts.{expert}.down_proj.weight"] = (hidden, width)
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, shape in weights.items():
+        found[name] = ("F8_E4M3" if is_quantized(name) else "F32", shape)
+        if is_quantized(name):
+            found[f"{name}_scale_inv"] = ("F32", tuple(-(-size // BLOCK) for size in shape))
+    return found
+
+
+def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name -> (dtype, shape) of a safetensors file, from its header alone. Source: the safetensors format description."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+    except (OSError, struct.error, ValueError) as error:
+        raise SchemaError(f"{path} is not a readable safetensors file ({error}): export the checkpoint again") from None
+    return {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items() if name != "__metadata__"}
+
+
+def check_checkpoint(directory: Path) -> dict[str, Any]:
+    """Check an FP8 checkpoint directory tensor by tensor and return its config. Raises SchemaError naming the first fault."""
+    path = directory / "config.json"
+    if not path.is_file():
+        raise SchemaError(f"{directory} has no config.json: is it a checkpoint directory?")
+    config: dict[str, Any] = json.loads(path.read_text())
+    found, expected = read_header(directory / WEIGHTS), expected_tensors(config)
+    for name, form in expected.items():
+        if name not in found:
+            raise SchemaError(f"checkpoint {directory} lacks tensor {name}: export it again from its trainer_state")
+        if found[name] != form:
+            raise SchemaError(f"checkpoint {directory}: tensor {name} is {found[name]}, expected {form}")
+    surplus = sorted(set(found) - set(expected))
+    if surplus:
+        raise SchemaError(f"checkpoint {directory} holds tensors its config does not name: {', '.join(surplus[:3])}")
+    return config

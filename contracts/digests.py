@@ -1,0 +1,111 @@
+"""Names for content: SHA-256 over canonical bytes, never over a file format's own framing.
+
+Source of the canonical JSON form: RFC 8785 restricted to what we use (sorted keys, no white space, UTF-8; floats by `repr`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from contracts.errors import SchemaError
+
+
+def sha256(data: bytes) -> str:
+    """Hex SHA-256 of `data`."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def canonical_json(value: Any) -> bytes:
+    """Serialize JSON-like `value` so that equal values give equal bytes. Raises SchemaError for NaN, infinity or foreign types."""
+    try:
+        text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise SchemaError(
+            f"value has no canonical JSON form ({error}): pass only str, int, finite float, bool, None, list, dict"
+        ) from None
+    return text.encode()
+
+
+def digest_of(value: Any) -> str:
+    """Digest of a JSON-like value."""
+    return sha256(canonical_json(value))
+
+
+def action_key(step: str, inputs: Mapping[str, str], config: Mapping[str, Any], code_version: str) -> str:
+    """The name of a piece of work: same key, same work.
+
+    inputs: digests by role. config: the step's OWN slice, nothing more. code_version: bumped by hand when the step's meaning changes.
+    """
+    return digest_of({"step": step, "inputs": dict(inputs), "config": dict(config), "code_version": code_version})
+
+
+def tensors_digest(tensors: Iterable[tuple[str, str, tuple[int, ...], bytes]]) -> str:
+    """Digest over (name, dtype, shape, little-endian bytes) of each tensor, in order of name."""
+    total = hashlib.sha256()
+    for name, dtype, shape, data in sorted(tensors, key=lambda item: item[0]):
+        total.update(canonical_json([name, dtype, list(shape)]))
+        total.update(hashlib.sha256(data).digest())
+    return total.hexdigest()
+
+
+def table_digest(table: pa.Table) -> str:
+    """Digest over a table's schema and values in row order; independent of chunking, compression, offsets and writer version.
+
+    Field and schema metadata are left out. Nested lists and structs are walked column-wise.
+    """
+    total = hashlib.sha256()
+    for field in table.schema:
+        total.update(canonical_json([field.name, str(field.type)]))
+        _hash_array(total, table.column(field.name).combine_chunks())
+    total.update(struct.pack("<q", table.num_rows))
+    return total.hexdigest()
+
+
+def _hash_array(total: hashlib._Hash, array: pa.Array | pa.ChunkedArray) -> None:
+    if isinstance(array, pa.ChunkedArray):
+        array = (
+            array.chunk(0)
+            if array.num_chunks == 1
+            else pa.concat_arrays(array.chunks)
+            if array.num_chunks
+            else pa.array([], array.type)
+        )
+    total.update(b"N" + np.packbits(array.is_valid().to_numpy(zero_copy_only=False)).tobytes())
+    kind = array.type
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        lengths = array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+        total.update(b"L" + np.ascontiguousarray(lengths, dtype="<i8").tobytes())
+        _hash_array(total, array.flatten())
+    elif pa.types.is_struct(kind):
+        for index in range(kind.num_fields):
+            _hash_array(total, array.field(index))
+    elif pa.types.is_dictionary(kind):
+        _hash_array(total, array.dictionary_decode())
+    elif (
+        pa.types.is_string(kind)
+        or pa.types.is_binary(kind)
+        or pa.types.is_large_string(kind)
+        or pa.types.is_large_binary(kind)
+    ):
+        for item in array:
+            data = item.as_py()
+            raw = b"" if data is None else data.encode() if isinstance(data, str) else data
+            total.update(struct.pack("<q", len(raw)) + raw)
+    elif pa.types.is_boolean(kind):
+        total.update(b"B" + np.packbits(array.fill_null(False).to_numpy(zero_copy_only=False)).tobytes())
+    elif pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        values = array.fill_null(0).to_numpy(zero_copy_only=False)
+        total.update(b"V" + np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<")).tobytes())
+    elif pa.types.is_map(kind):
+        raise SchemaError(f"map columns have no canonical order (column type {kind}): use list<struct<key, value>>")
+    else:
+        raise SchemaError(
+            f"no canonical form for column type {kind}: use integers, floats, strings, binary, lists or structs"
+        )

@@ -1,0 +1,255 @@
+"""Episodes as tables. One episode is one attempt at a task by a policy in a sandbox; its sequences hold the tokens, which are the truth.
+
+Text is a view of tokens: nothing re-tokenizes what a policy sampled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from typing import Any
+
+import pyarrow as pa
+
+from contracts.digests import digest_of
+
+
+class TokenRole(IntEnum):
+    """Who put a token into a sequence. Only POLICY tokens carry a logprob and a gradient."""
+
+    PROMPT = 0
+    POLICY = 1
+    ENVIRONMENT = 2
+    FORCED = 3
+
+
+class Outcome(StrEnum):
+    """How an episode ended. `INFRA_ERROR` is retried and never scored."""
+
+    SOLVED = "solved"
+    FAILED = "failed"
+    COMPLETED = "completed"
+    """Ended by the policy, not graded yet: what rollouts write. Grading tells solved from failed."""
+    TRUNCATED = "truncated"
+    """Out of tokens or turns."""
+    TIMED_OUT = "timed_out"
+    FORMAT_ERROR = "format_error"
+    """A tool call that can't be parsed ended the episode."""
+    ABORTED = "aborted"
+    INFRA_ERROR = "infra_error"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place an episode fills; it seeds the episode. Independent of who fills it and when."""
+
+    experiment: str
+    iteration: str
+    """Partition key such as "0003", or the name of an evaluation split."""
+    task_id: str
+    sample: int
+    seed: int
+    """The experiment's seed."""
+
+    @property
+    def digest(self) -> str:
+        """Name of the slot."""
+        return digest_of([self.experiment, self.iteration, self.task_id, self.sample, self.seed])
+
+    @property
+    def token_seed(self) -> int:
+        """63-bit seed of this slot's sampling."""
+        return int(self.digest[:16], 16) >> 1
+
+
+def episode_id(slot: Slot, action_key: str, attempt: int = 0) -> str:
+    """H(slot, action key, attempt), 32 hex digits."""
+    return digest_of([slot.digest, action_key, attempt])[:32]
+
+
+_TOOL_CALL = pa.struct(
+    [
+        ("turn", pa.int32()),
+        ("name", pa.string()),
+        ("arguments", pa.string()),
+        ("ok", pa.bool_()),
+        ("result", pa.string()),
+    ]
+)
+_STATE = pa.struct([("kind", pa.string()), ("digest", pa.string())])
+_SPAN = pa.struct([("version", pa.string()), ("start", pa.int32()), ("end", pa.int32())])
+
+EPISODES = pa.schema(
+    [
+        ("episode_id", pa.string()),
+        ("group_id", pa.string()),
+        ("task_id", pa.string()),
+        ("task_digest", pa.string()),
+        ("image_digest", pa.string()),
+        ("sample", pa.int32()),
+        ("attempt", pa.int32()),
+        ("seed", pa.int64()),
+        ("policy_version", pa.string()),
+        ("temperature", pa.float32()),
+        ("max_tokens", pa.int32()),
+        ("outcome", pa.string()),
+        ("turns", pa.int32()),
+        ("tool_calls", pa.list_(_TOOL_CALL)),
+        ("format_errors", pa.int32()),
+        ("policy_tokens", pa.int32()),
+        ("final_state", pa.list_(_STATE)),
+        ("final_diff", pa.binary()),
+    ]
+)
+"""One row an episode. `tool_calls.arguments` is canonical JSON; `final_state` digests what `final_diff` (git format) holds."""
+
+SEQUENCES = pa.schema(
+    [
+        ("episode_id", pa.string()),
+        ("index", pa.int32()),
+        ("token_ids", pa.list_(pa.int32())),
+        ("token_role", pa.list_(pa.uint8())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("policy_spans", pa.list_(_SPAN)),
+    ]
+)
+"""One row a sequence; the three lists have equal length. `logprobs` (of the distribution really sampled from) is null off POLICY tokens."""
+
+TELEMETRY = pa.schema(
+    [
+        ("episode_id", pa.string()),
+        ("seconds", pa.float64()),
+        ("sampling_seconds", pa.float64()),
+        ("tool_seconds", pa.float64()),
+        ("host", pa.string()),
+        ("engine_tokens", pa.int64()),
+        ("retries", pa.int32()),
+    ]
+)
+"""Costs and timings, outside every digest."""
+
+
+@dataclass(frozen=True)
+class ToolCallRecord:
+    """One executed tool call. turn counts the policy's turns from 0."""
+
+    turn: int
+    name: str
+    arguments: str
+    ok: bool
+    result: str
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """Tokens of one context, in order. All lists have the same length."""
+
+    token_ids: list[int]
+    token_role: list[int]
+    logprobs: list[float | None]
+    policy_spans: list[tuple[str, int, int]]
+    """(policy version, start, end) over token positions, half open."""
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One attempt at a task: what happened, the tokens, and what it cost."""
+
+    episode_id: str
+    group_id: str
+    task_id: str
+    task_digest: str
+    image_digest: str
+    sample: int
+    attempt: int
+    seed: int
+    policy_version: str
+    temperature: float
+    max_tokens: int
+    outcome: Outcome
+    turns: int
+    tool_calls: list[ToolCallRecord]
+    format_errors: int
+    final_diff: bytes
+    sequences: list[TokenSequence]
+    telemetry: dict[str, Any] = field(default_factory=dict)
+    """Columns of TELEMETRY beside episode_id."""
+
+    @property
+    def final_state(self) -> str:
+        """Digest of the final diff."""
+        from contracts.digests import sha256
+
+        return sha256(self.final_diff)
+
+    @property
+    def policy_tokens(self) -> int:
+        """How many tokens the policy sampled."""
+        return sum(role == TokenRole.POLICY for sequence in self.sequences for role in sequence.token_role)
+
+
+def episodes_table(episodes: list[Episode]) -> pa.Table:
+    """Rows of EPISODES in the order given."""
+    rows = []
+    for episode in episodes:
+        row: dict[str, Any] = {
+            name: getattr(episode, name)
+            for name in EPISODES.names
+            if name not in ("tool_calls", "final_state", "outcome")
+        }
+        row["outcome"] = episode.outcome.value
+        row["tool_calls"] = [vars(call) for call in episode.tool_calls]
+        row["final_state"] = [{"kind": "diff", "digest": episode.final_state}]
+        rows.append(row)
+    return pa.Table.from_pylist(rows, schema=EPISODES)
+
+
+def sequences_table(episodes: list[Episode]) -> pa.Table:
+    """Rows of SEQUENCES, episode by episode."""
+    rows = [
+        {
+            "episode_id": episode.episode_id,
+            "index": index,
+            "token_ids": sequence.token_ids,
+            "token_role": sequence.token_role,
+            "logprobs": sequence.logprobs,
+            "policy_spans": [
+                {"version": version, "start": start, "end": end} for version, start, end in sequence.policy_spans
+            ],
+        }
+        for episode in episodes
+        for index, sequence in enumerate(episode.sequences)
+    ]
+    return pa.Table.from_pylist(rows, schema=SEQUENCES)
+
+
+def telemetry_table(episodes: list[Episode]) -> pa.Table:
+    """Rows of TELEMETRY; a column an episode does not know is null."""
+    return pa.Table.from_pylist(
+        [{"episode_id": episode.episode_id, **episode.telemetry} for episode in episodes], schema=TELEMETRY
+    )
+
+
+def read_episodes(episodes: pa.Table, sequences: pa.Table) -> list[Episode]:
+    """The inverse of `episodes_table` and `sequences_table`, without telemetry, in the order of `episodes`."""
+    by_episode: dict[str, list[TokenSequence]] = {}
+    for row in sorted(sequences.to_pylist(), key=lambda row: (row["episode_id"], row["index"])):
+        spans = [(span["version"], span["start"], span["end"]) for span in row["policy_spans"]]
+        by_episode.setdefault(row["episode_id"], []).append(
+            TokenSequence(row["token_ids"], row["token_role"], row["logprobs"], spans)
+        )
+    found = []
+    for row in episodes.to_pylist():
+        known = {
+            name: row[name] for name in row if name not in ("tool_calls", "final_state", "outcome", "policy_tokens")
+        }
+        calls = [ToolCallRecord(**call) for call in row["tool_calls"]]
+        found.append(
+            Episode(
+                **known,
+                outcome=Outcome(row["outcome"]),
+                tool_calls=calls,
+                sequences=by_episode.get(row["episode_id"], []),
+            )
+        )
+    return found
