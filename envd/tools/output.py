@@ -1,0 +1,39 @@
+"""Output of bounded size: the head and the tail are kept, the true size is stated."""
+
+from __future__ import annotations
+
+MAX_OUTPUT_BYTES = 16 * 1024
+"""What a policy is shown of one call, in bytes; half from the head, half from the tail."""
+
+
+class Output:
+    """Collects bytes in constant memory. The same bytes give the same text, however they were chunked."""
+
+    def __init__(self, limit: int = MAX_OUTPUT_BYTES) -> None:
+        self._half = limit // 2
+        self._head = bytearray()
+        self._tail = bytearray()
+        self.true_bytes = 0
+
+    def feed(self, data: bytes) -> None:
+        """Add output."""
+        self.true_bytes += len(data)
+        room = self._half - len(self._head)
+        self._head += data[:room]
+        self._tail += data[room:] if room > 0 else data
+        if len(self._tail) > 4 * self._half:
+            del self._tail[: -self._half]
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the text leaves anything out."""
+        return self.true_bytes > 2 * self._half
+
+    def text(self) -> str:
+        """The output as UTF-8 text (invalid bytes replaced), cut in the middle where it is too long."""
+        if not self.truncated:
+            return (self._head + self._tail).decode(errors="replace")
+        cut = self.true_bytes - 2 * self._half
+        head = self._head.decode(errors="replace")
+        tail = self._tail[-self._half :].decode(errors="replace")
+        return f"{head}\n[{cut} of {self.true_bytes} bytes cut]\n{tail}"
