@@ -1,0 +1,205 @@
+"""What a training job is told: the model's shape, the recipe, and the artifacts it reads. Importing this needs no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+from contracts.artifacts import ArtifactRef, Frozen
+from contracts.checkpoints import quantization_config
+from trainer.errors import TrainingConfigError
+
+SFT_VERSION = "1"
+"""Code version of supervised training: bump when the same job would give another checkpoint."""
+GRPO_VERSION = "1"
+"""Code version of policy-gradient training: bump when the same job would give another checkpoint."""
+IMPORT_VERSION = "1"
+"""Code version of `trainer.import_hf`."""
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelConfig(_Settings):
+    """Shape of a Qwen3-MoE decoder."""
+
+    hidden_size: int = Field(default=128, ge=8)
+    """Width of the residual stream. Multiples of 128 fill whole FP8 blocks."""
+    layers: int = Field(default=3, ge=1)
+    """Decoder layers."""
+    experts: int = Field(default=8, ge=1)
+    """Experts a layer."""
+    expert_width: int = Field(default=128, ge=8)
+    """Inner width of one expert."""
+    experts_per_token: int = Field(default=2, ge=1)
+    """Experts the router picks for a token."""
+    heads: int = Field(default=4, ge=1)
+    """Query heads."""
+    kv_heads: int = Field(default=4, ge=1)
+    """Key and value heads; divides `heads`."""
+    head_dim: int = Field(default=32, ge=2, multiple_of=2)
+    """Width of one head."""
+    max_positions: int = Field(default=512, ge=8)
+    """Longest context, tokens."""
+    rope_theta: float = Field(default=10_000.0, gt=0)
+    """Base of the rotary position frequencies."""
+    rms_norm_eps: float = Field(default=1e-6, gt=0)
+    """Added to the mean square before its root."""
+    tie_word_embeddings: bool = True
+    """Whether the output head is the embedding matrix."""
+    initializer_range: float = Field(default=0.02, gt=0)
+    """Standard deviation of freshly drawn weights."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.experts_per_token > self.experts:
+            raise ValueError(f"experts_per_token {self.experts_per_token} exceeds experts {self.experts}: lower it")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}: choose a divisor")
+        return self
+
+    def hf_config(self, vocab_size: int, end_of_turn: int | None = None) -> dict[str, Any]:
+        """The `config.json` of a Qwen3MoeForCausalLM checkpoint of this shape, FP8 blocks declared."""
+        config: dict[str, Any] = {
+            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": vocab_size,
+            "hidden_size": self.hidden_size, "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim, "num_experts": self.experts,
+            "num_experts_per_tok": self.experts_per_token, "moe_intermediate_size": self.expert_width,
+            "intermediate_size": self.expert_width, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+            "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "use_sliding_window": False,
+            "sliding_window": None, "max_position_embeddings": self.max_positions, "rope_theta": self.rope_theta,
+            "rms_norm_eps": self.rms_norm_eps, "tie_word_embeddings": self.tie_word_embeddings,
+            "initializer_range": self.initializer_range, "router_aux_loss_coef": 0.0, "use_cache": True,
+            "torch_dtype": "float32",
+        }  # fmt: skip
+        if end_of_turn is not None:
+            config["eos_token_id"] = end_of_turn
+        config["quantization_config"] = quantization_config(config)
+        return config
+
+
+class SftConfig(_Settings):
+    """Supervised warm start. It stops on a criterion, not on time: see `expected_solve`."""
+
+    learning_rate: float = Field(default=3e-3, ge=0)
+    """Of Muon, for the quantized matrices."""
+    adamw_learning_rate: float = Field(default=3e-3, ge=0)
+    """Of AdamW, for embeddings, norms and routers."""
+    batch_size: int = Field(default=16, ge=1)
+    """Demonstrations a step."""
+    warmup_steps: int = Field(default=50, ge=0)
+    """Steps over which the learning rates rise linearly."""
+    max_gradient_norm: float = Field(default=1.0, gt=0)
+    """Gradients of a greater global norm are scaled down to it."""
+    router_balance: float = Field(default=0.0, ge=0)
+    """Weight of the load-balance loss of the routers."""
+    max_steps: int = Field(default=4000, ge=1)
+    """Bound on the steps. Reaching it without meeting the criterion is reported in the metrics."""
+    evaluate_every: int = Field(default=100, ge=1)
+    """Steps between looks at the validation demonstrations."""
+    probe_episodes: int = Field(default=128, ge=1)
+    """Clean validation demonstrations a look reads while the criterion is still far."""
+    evaluation_episodes: int = Field(default=640, ge=1)
+    """Clean validation demonstrations that decide."""
+    expected_solve: float = Field(default=0.40, gt=0, le=1)
+    """Stop at this mean probability that a sampled episode equals the clean expert's: mean of exp(sum of log p over policy tokens)."""
+    expected_form: float = Field(default=0.95, gt=0, le=1)
+    """Stop also needs this mean probability of the episode's first turn."""
+    consecutive: int = Field(default=2, ge=1)
+    """Looks in a row that must meet both."""
+    snapshot_every: int = Field(default=200, ge=1)
+    """Steps between snapshots from which a killed job resumes, with the same result bit for bit."""
+
+
+class GrpoConfig(_Settings):
+    """One iteration of group-relative policy optimization."""
+
+    learning_rate: float = Field(default=5e-4, ge=0)
+    """Of AdamW, for all weights. 0 leaves every code and scale as it is."""
+    optimizer_steps: int = Field(default=8, ge=1)
+    """Minibatches the iteration's groups are cut into."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """AdamW's decay of the first moment."""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """AdamW's decay of the second moment."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay."""
+    clip_low: float = Field(default=0.2, ge=0, lt=1)
+    """The probability ratio is clipped below 1 - clip_low."""
+    clip_high: float = Field(default=0.28, ge=0)
+    """The probability ratio is clipped above 1 + clip_high."""
+    importance_cap: float = Field(default=2.0, gt=0)
+    """Cap of the trainer / sampler probability ratio that corrects for their difference."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Of the rollouts: logits are divided by it. Must equal the rollouts' own."""
+    max_gradient_norm: float = Field(default=1.0, gt=0)
+    """Gradients of a greater global norm are scaled down to it."""
+    router_balance: float = Field(default=0.0, ge=0)
+    """Weight of the load-balance loss of the routers."""
+    microbatch_tokens: int = Field(default=4096, ge=64)
+    """Most tokens, padding included, a forward pass holds. Bounds memory; the gradient is that of the whole minibatch."""
+    permute_rewards: bool = False
+    """A control: rewards are permuted within each group by the seed, so nothing can be learned from them."""
+
+
+class _Job(Frozen):
+    store: str
+    """What `contracts.store.open_store` takes."""
+    key: str
+    """Action key of the checkpoint and of the trainer state."""
+    seed: int
+    """Of initialization and order."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads. Another count may give other bits."""
+
+
+class SftJob(_Job):
+    """Train a fresh model on demonstrations."""
+
+    kind: Literal["sft"] = "sft"
+    tokenizer: ArtifactRef
+    demonstrations: ArtifactRef
+    model: ModelConfig = ModelConfig()
+    config: SftConfig = SftConfig()
+
+
+class GrpoJob(_Job):
+    """Train a checkpoint on one iteration's dataset."""
+
+    kind: Literal["grpo"] = "grpo"
+    dataset: ArtifactRef
+    checkpoint: ArtifactRef
+    trainer_state: ArtifactRef
+    config: GrpoConfig = GrpoConfig()
+
+
+Job = Annotated[SftJob | GrpoJob, Field(discriminator="kind")]
+_JOB: TypeAdapter[SftJob | GrpoJob] = TypeAdapter(Job)
+
+
+def parse_job(text: str) -> SftJob | GrpoJob:
+    """A job from JSON or YAML text. Raises TrainingConfigError naming the field, the value and the fix."""
+    try:
+        return _JOB.validate_python(yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        raise TrainingConfigError(
+            f"the job is neither JSON nor YAML ({str(error).splitlines()[0]}): correct it"
+        ) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "job"
+        raise TrainingConfigError(f"job field {where}: {first['msg']} (got {first.get('input')!r:.80})") from None
+
+
+def read_job(source: str) -> SftJob | GrpoJob:
+    """A job from inline JSON or from the file named `source`. Raises TrainingConfigError."""
+    if source.lstrip().startswith("{"):
+        return parse_job(source)
+    path = Path(source)
+    if not path.is_file():
+        raise TrainingConfigError(f"job file {source} does not exist: pass a JSON or YAML file, or inline JSON")
+    return parse_job(path.read_text())

@@ -1,0 +1,25 @@
+"""What can go wrong in training, in words that name the fix."""
+
+from __future__ import annotations
+
+from contracts.errors import ConfigError, TriplaneError
+
+
+class TrainingConfigError(ConfigError):
+    """A job is malformed or contradicts the artifacts it names."""
+
+
+class TrainingError(TriplaneError):
+    """Training can't go on."""
+
+
+class TrainingDataError(TrainingError):
+    """Demonstrations or a dataset lack what training needs."""
+
+
+class TrainingDiverged(TrainingError):
+    """The loss or the gradient is no longer finite."""
+
+
+class TrainingStopped(TrainingError):
+    """The process was asked to stop (SIGTERM or Ctrl-C)."""
