@@ -62,10 +62,19 @@ def table_digest(table: pa.Table) -> str:
     """
     total = hashlib.sha256()
     for field in table.schema:
-        total.update(canonical_json([field.name, str(field.type)]))
+        total.update(canonical_json([field.name, _type_name(field.type)]))
         _hash_array(total, table.column(field.name).combine_chunks())
     total.update(struct.pack("<q", table.num_rows))
     return total.hexdigest()
+
+
+def _type_name(kind: pa.DataType) -> str:
+    """A type's name without the names of list items, which Parquet changes."""
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return f"list<{_type_name(kind.value_type)}>"
+    if pa.types.is_struct(kind):
+        return f"struct<{', '.join(f'{field.name}: {_type_name(field.type)}' for field in kind)}>"
+    return str(kind)
 
 
 def _hash_array(total: hashlib._Hash, array: pa.Array | pa.ChunkedArray) -> None:
@@ -84,8 +93,8 @@ def _hash_array(total: hashlib._Hash, array: pa.Array | pa.ChunkedArray) -> None
         total.update(b"L" + np.ascontiguousarray(lengths, dtype="<i8").tobytes())
         _hash_array(total, array.flatten())
     elif pa.types.is_struct(kind):
-        for index in range(kind.num_fields):
-            _hash_array(total, array.field(index))
+        for child in array.flatten():
+            _hash_array(total, child)
     elif pa.types.is_dictionary(kind):
         _hash_array(total, array.dictionary_decode())
     elif (

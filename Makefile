@@ -1,0 +1,54 @@
+# Everything a newcomer or CI runs. Each target installs what it needs first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export DAGSTER_DISABLE_TELEMETRY := 1
+
+.PHONY: help install demo test test-slow test-gpu lint types format proto ui bench clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+install: $(STAMP)  ## virtual environment in .venv with everything the demo and the tests need
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Triplane needs Python 3.11 or newer: set PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch numpy
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(STAMP)  ## one small model learns to fix code, on this CPU, in minutes
+	$(BIN)/triplane demo
+
+test: lint  ## lint, types, floors and the whole default suite
+	$(BIN)/pytest
+
+test-slow: $(STAMP)  ## minutes-long suites: end to end, the web server, kill and resume
+	$(BIN)/pytest -m slow
+
+test-gpu: $(STAMP)  ## needs a CUDA device
+	$(BIN)/pytest -m gpu
+
+lint: $(STAMP)  ## ruff, mypy (strict), import floors
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest tests/test_floors.py
+
+format: $(STAMP)  ## reformat in place
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: $(STAMP)  ## regenerate contracts/pb from contracts/protos
+	$(BIN)/python contracts/protos/generate.py
+
+ui: $(STAMP)  ## the Dagster web server and daemon on http://127.0.0.1:3000
+	$(BIN)/triplane ui
+
+bench: $(STAMP)  ## every benchmark against its goal
+	for name in $$($(BIN)/python -m benchmarks list --names); do $(BIN)/python -m benchmarks $$name || exit 1; done
+
+clean:  ## remove the virtual environment and caches; keeps .triplane
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

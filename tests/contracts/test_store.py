@@ -1,0 +1,166 @@
+"""The store keeps whole objects or none, never overwrites, and says clearly what is wrong; locally and on S3 alike."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+from contracts.artifacts import ArtifactWriter, find_artifact, list_artifacts, open_artifact
+from contracts.errors import ArtifactCorrupt, ArtifactMissing, StoreError
+from contracts.pointers import Pointer
+from contracts.s3store import S3Store
+from contracts.store import LocalStore, Store, open_store
+
+
+@pytest.fixture(scope="module")
+def s3_endpoint() -> Iterator[str]:
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture(params=["local", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    if request.param == "local":
+        return open_store(str(tmp_path / "store"))
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": request.getfixturevalue("s3_endpoint"), "TRIPLANE_CACHE": str(tmp_path / "cache"),
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    bucket = tmp_path.name.replace("_", "-").lower()
+    boto3.client("s3").create_bucket(Bucket=bucket)
+    return open_store(f"s3://{bucket}/some/prefix")
+
+
+def write(store: Store, key: str, data: bytes) -> str:
+    with ArtifactWriter(store, "thing", key, parents={}, config={"a": 1}, code_version="1") as out:
+        out.add_bytes("data.bin", data)
+        (out.directory / "time.txt").write_text("now")
+        out.add_file("time.txt", telemetry=True)
+        return out.commit({"size": len(data)}).ref.digest
+
+
+def test_create_is_exclusive_and_keeps_the_first_bytes(store: Store) -> None:
+    assert store.create("a/b.txt", b"first")
+    assert not store.create("a/b.txt", b"second")
+    assert store.get("a/b.txt") == b"first"
+    assert store.local_path("a/b.txt").read_bytes() == b"first"
+    assert store.exists("a/b.txt") and not store.exists("a/c.txt")
+
+
+def test_list_is_sorted_and_by_prefix(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(b"3")
+    store.create("x/2", b"")
+    store.create("x/1", b"")
+    store.create("xy/1", b"")
+    assert store.create_file("z/1", tmp_path / "source")
+    assert not store.create_file("z/1", tmp_path / "source")
+    assert store.list("x/") == ["x/1", "x/2"]
+    assert store.list("x") == ["x/1", "x/2", "xy/1"]
+    store.delete("x/1")
+    store.delete("x/1")
+    assert store.list("x/") == ["x/2"]
+
+
+def test_missing_key_is_named(store: Store) -> None:
+    with pytest.raises(ArtifactMissing, match="nothing/here"):
+        store.get("nothing/here")
+    with pytest.raises(ArtifactMissing, match="nothing/here"):
+        store.local_path("nothing/here")
+
+
+@pytest.mark.parametrize("key", ["/etc/passwd", "a/../b", "..", "a//b", "", "a b"])
+def test_keys_never_climb(store: Store, key: str) -> None:
+    with pytest.raises(StoreError, match="store key"):
+        store.create(key, b"")
+
+
+def test_racing_creators_have_one_winner(store: Store) -> None:
+    results: list[bool] = []
+    threads = [
+        threading.Thread(target=lambda i=i: results.append(store.create("race", str(i).encode()))) for i in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(results) == 1
+
+
+def test_pointer_is_compare_and_swap_with_history(store: Store) -> None:
+    pointer = Pointer(store, "quickstart/live")
+    assert pointer.current() is None
+    assert pointer.advance({"policy": "a"}, 0)
+    assert not pointer.advance({"policy": "b"}, 0)
+    assert pointer.advance({"policy": "c"}, 1)
+    assert [(entry.number, entry.value["policy"]) for entry in pointer.history()] == [(1, "a"), (2, "c")]
+
+
+def test_artifact_round_trip_and_second_writer_adopts_the_first(store: Store) -> None:
+    first = write(store, "k" * 64, b"hello")
+    assert write(store, "k" * 64, b"other") == first
+    artifact = find_artifact(store, "thing", "k" * 64)
+    assert artifact is not None
+    assert artifact.path("data.bin").read_bytes() == b"hello"
+    assert (artifact.directory() / "data.bin").read_bytes() == b"hello"
+    assert open_artifact(store, artifact.ref).meta == {"size": 5}
+    assert [found.ref for found in list_artifacts(store)] == [artifact.ref]
+    assert len(store.list("artifacts/")) == 3, "the loser's files are gone"
+
+
+def test_telemetry_and_key_stay_outside_the_content_digest(store: Store) -> None:
+    assert write(store, "1" * 64, b"same") == write(store, "2" * 64, b"same")
+    assert write(store, "3" * 64, b"else") != write(store, "1" * 64, b"same")
+
+
+def test_uncommitted_artifact_does_not_exist(store: Store) -> None:
+    with ArtifactWriter(store, "thing", "u" * 64, parents={}, config={}, code_version="1") as out:
+        out.add_bytes("data.bin", b"x")
+    assert find_artifact(store, "thing", "u" * 64) is None
+    assert list(list_artifacts(store)) == []
+
+
+def test_reference_from_another_store_is_refused(store: Store) -> None:
+    write(store, "a" * 64, b"1")
+    artifact = find_artifact(store, "thing", "a" * 64)
+    assert artifact is not None
+    with pytest.raises(ArtifactCorrupt, match="asked for"):
+        open_artifact(store, artifact.ref.model_copy(update={"digest": "0" * 64}))
+    with pytest.raises(ArtifactMissing, match="materialize thing again"):
+        open_artifact(store, artifact.ref.model_copy(update={"key": "0" * 64}))
+
+
+def test_tampered_file_is_detected(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    write(store, "t" * 64, b"honest")
+    artifact = find_artifact(store, "thing", "t" * 64)
+    assert artifact is not None
+    path = store.local_path(f"{artifact.ref.uri}/{artifact.manifest.attempt}/data.bin")
+    path.chmod(0o644)
+    path.write_bytes(b"forged")
+    with pytest.raises(ArtifactCorrupt, match=r"data\.bin does not match"):
+        artifact.path("data.bin")
+
+
+def test_local_store_leaves_no_temporary_files(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    write(store, "t" * 64, b"x")
+    store.create("a", b"1")
+    store.create("a", b"2")
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_unknown_scheme_and_missing_bucket_say_the_fix(store: Store) -> None:
+    with pytest.raises(StoreError, match="unknown scheme 'gs'"):
+        open_store("gs://bucket")
+    if isinstance(store, S3Store):
+        with pytest.raises(StoreError, match="bucket absent-bucket does not exist"):
+            open_store("s3://absent-bucket/x").create("a", b"")

@@ -1,0 +1,152 @@
+"""Tables keep what was put in, and a digest names content, not the way it is stored."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from contracts.digests import action_key, canonical_json, table_digest, tensors_digest
+from contracts.episodes import (
+    Episode,
+    Outcome,
+    Slot,
+    TokenRole,
+    TokenSequence,
+    ToolCallRecord,
+    episode_id,
+    episodes_table,
+    read_episodes,
+    sequences_table,
+    telemetry_table,
+)  # fmt: skip
+from contracts.errors import SchemaError
+from contracts.tasks import Split, Task, read_tasks, tasks_table
+
+TEXT = st.text(st.characters(codec="utf-8"), max_size=12)
+FLOATS32 = st.floats(-100, 0, width=32)
+
+
+@st.composite
+def sequences(draw: st.DrawFn) -> TokenSequence:
+    roles = draw(st.lists(st.sampled_from(TokenRole), max_size=20))
+    ids = [draw(st.integers(0, 2**31 - 1)) for _ in roles]
+    logprobs = [draw(FLOATS32) if role == TokenRole.POLICY else None for role in roles]
+    return TokenSequence(ids, [int(role) for role in roles], logprobs, [("v1", 0, len(roles))])
+
+
+@st.composite
+def episodes(draw: st.DrawFn) -> Episode:
+    slot = Slot("e", "0001", draw(TEXT), draw(st.integers(0, 9)), 7)
+    calls = draw(st.lists(st.builds(ToolCallRecord, st.integers(0, 9), TEXT, TEXT, st.booleans(), TEXT), max_size=3))
+    return Episode(
+        episode_id=episode_id(slot, "k"), group_id="g", task_id=slot.task_id, task_digest="t", image_digest="i", sample=slot.sample, attempt=0,
+        seed=slot.token_seed, policy_version="v1", temperature=1.0, max_tokens=64, outcome=draw(st.sampled_from(Outcome)), turns=2, tool_calls=calls,
+        format_errors=0, final_diff=draw(st.binary(max_size=30)), sequences=draw(st.lists(sequences(), max_size=2)), telemetry={"seconds": 1.5},
+    )  # fmt: skip
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(episodes(), max_size=4, unique_by=lambda episode: episode.episode_id))
+def test_episodes_survive_parquet(found: list[Episode]) -> None:
+    tables = []
+    for table in (episodes_table(found), sequences_table(found)):
+        buffer = io.BytesIO()
+        pq.write_table(table, buffer)
+        tables.append(pq.read_table(io.BytesIO(buffer.getvalue())))
+    again = read_episodes(*tables)
+    assert [{**vars(episode), "telemetry": {}} for episode in found] == [vars(episode) for episode in again]
+    assert telemetry_table(found).num_rows == len(found)
+
+
+VALUES: st.SearchStrategy[Any] = st.fixed_dictionaries(
+    {
+        "n": st.none() | st.integers(-(2**62), 2**62),
+        "x": st.none() | st.floats(allow_nan=False),
+        "s": st.none() | TEXT,
+        "b": st.none() | st.binary(max_size=4),
+        "flag": st.none() | st.booleans(),
+        "list": st.none() | st.lists(st.none() | FLOATS32, max_size=4),
+        "nested": st.none() | st.lists(st.fixed_dictionaries({"k": TEXT, "v": st.integers(0, 9)}), max_size=3),
+    }
+)
+SCHEMA = pa.schema(
+    [
+        ("n", pa.int64()), ("x", pa.float64()), ("s", pa.string()), ("b", pa.binary()), ("flag", pa.bool_()), ("list", pa.list_(pa.float32())),
+        ("nested", pa.list_(pa.struct([("k", pa.string()), ("v", pa.int64())]))),
+    ]
+)  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(VALUES, max_size=8), st.integers(0, 8))
+def test_table_digest_ignores_chunks_and_parquet(rows: list[dict[str, Any]], cut: int) -> None:
+    table = pa.Table.from_pylist(rows, schema=SCHEMA)
+    chunked = pa.concat_tables([table.slice(0, cut), table.slice(cut)])
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer, compression="gzip", row_group_size=2)
+    stored = pq.read_table(io.BytesIO(buffer.getvalue()))
+    assert table_digest(table) == table_digest(chunked) == table_digest(stored)
+    rebuilt = pa.Table.from_pylist(table.slice(cut).to_pylist(), schema=SCHEMA)
+    assert table_digest(table.slice(cut)) == table_digest(rebuilt)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(VALUES, max_size=5), st.lists(VALUES, max_size=5))
+def test_table_digest_tells_different_rows_apart(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
+    left, right = (pa.Table.from_pylist(rows, schema=SCHEMA) for rows in (one, other))
+    same = canonical_rows(left) == canonical_rows(right)
+    assert (table_digest(left) == table_digest(right)) == same
+
+
+def canonical_rows(table: pa.Table) -> str:
+    return repr(table.to_pylist())
+
+
+def test_table_digest_depends_on_names_and_types() -> None:
+    base = pa.table({"a": pa.array([1], pa.int64())})
+    assert table_digest(base) != table_digest(pa.table({"b": pa.array([1], pa.int64())}))
+    assert table_digest(base) != table_digest(pa.table({"a": pa.array([1], pa.int32())}))
+    with pytest.raises(SchemaError, match="timestamp"):
+        table_digest(pa.table({"a": pa.array([1], pa.timestamp("s"))}))
+
+
+def test_canonical_json_refuses_what_has_no_one_form() -> None:
+    assert canonical_json({"b": 1, "a": [None, True, 0.1]}) == b'{"a":[null,true,0.1],"b":1}'
+    for bad in (float("nan"), {1, 2}, object()):
+        with pytest.raises(SchemaError):
+            canonical_json(bad)
+
+
+def test_action_key_depends_on_every_part_and_not_on_order() -> None:
+    base = action_key("s", {"a": "1", "b": "2"}, {"x": 1}, "1")
+    assert base == action_key("s", {"b": "2", "a": "1"}, {"x": 1}, "1")
+    assert len({base, action_key("t", {"a": "1", "b": "2"}, {"x": 1}, "1"), action_key("s", {"a": "2", "b": "1"}, {"x": 1}, "1"), action_key("s", {"a": "1", "b": "2"}, {"x": 1}, "2")}) == 4  # fmt: skip
+
+
+def test_tensors_digest_ignores_order_of_files() -> None:
+    one, two = ("a", "F32", (1,), b"1234"), ("b", "F32", (1,), b"5678")
+    assert tensors_digest([one, two]) == tensors_digest([two, one])
+    assert tensors_digest([one]) != tensors_digest([("a", "I32", (1,), b"1234")])
+
+
+def test_tasks_round_trip() -> None:
+    task = Task(
+        "t",
+        "sum",
+        Split.GATE,
+        "fix it",
+        {"b.py": b"\x00", "a.py": b"1"},
+        {"tests/t.py": b""},
+        ("tests/t.py::test_a",),
+        b"diff",
+        {"line": 2},
+    )
+    assert read_tasks(tasks_table([task])) == [task]
+    assert task.digest != Task(**{**vars(task), "instruction": "other"}).digest
+    assert task.image_digest == Task(**{**vars(task), "instruction": "other"}).image_digest

@@ -1,0 +1,95 @@
+"""The import rules of the house: a file imports only from its own package or from a lower floor."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FLOORS = [
+    {"contracts", "triplane_kernels"},
+    {"envd", "inference", "trainer", "curation"},
+    {"resources"},
+    {"ops"},
+    {"assets"},
+    {"triplane_dagster"},
+    {"benchmarks"},
+]
+LEVEL = {package: level for level, packages in enumerate(FLOORS) for package in packages}
+FOLDERS = {
+    package: ROOT / ("kernels/triplane_kernels" if package == "triplane_kernels" else package) for package in LEVEL
+}
+OPEN_DOORS = {
+    ("inference", "envd.client"),
+    ("inference", "envd.tools"),
+    ("curation", "envd.client"),
+    ("curation", "envd.tools"),
+}
+DAGSTER_FLOORS = {"resources", "ops", "assets", "triplane_dagster", "benchmarks"}
+
+
+def imports_of(path: Path) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import; name the package"
+            yield node.module or "", node.lineno
+
+
+def violation(package: str, imported: str) -> str | None:
+    top = imported.split(".")[0]
+    if top == "dagster" or (top.startswith("dagster_") and top != "dagster_pipes"):
+        return None if package in DAGSTER_FLOORS else "only the top floors import dagster"
+    if top not in LEVEL or top == package:
+        return None
+    if LEVEL[top] < LEVEL[package] or any((package, ".".join(imported.split(".")[:2])) == door for door in OPEN_DOORS):
+        return None
+    return f"{package} may not import {top}: it is on the same floor or above"
+
+
+@pytest.mark.parametrize("package", sorted(LEVEL))
+def test_package_imports_only_from_lower_floors(package: str) -> None:
+    files = sorted(FOLDERS[package].rglob("*.py"))
+    assert files, f"{package} has no files"
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: imports {name}: {reason}"
+        for path in files
+        for name, line in imports_of(path)
+        if (reason := violation(package, name))
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("package", "imported", "allowed"),
+    [
+        ("envd", "inference.engines", False),
+        ("inference", "envd.client", True),
+        ("inference", "envd.server", False),
+        ("trainer", "dagster", False),
+        ("trainer", "dagster_pipes", True),
+        ("ops", "assets.rollouts", False),
+        ("assets", "ops.rollouts", True),
+        ("contracts", "envd.client", False),
+    ],
+)
+def test_the_rule_itself(package: str, imported: str, allowed: bool) -> None:
+    assert (violation(package, imported) is None) == allowed
+
+
+@pytest.mark.parametrize(
+    ("package", "banned"),
+    [("envd", "torch,dagster"), ("contracts", "torch,grpc,dagster"), ("trainer", "dagster,transformers")],
+)
+def test_package_stays_light(package: str, banned: str) -> None:
+    code = f"import sys, pkgutil, importlib, {package}\n"
+    if package == "contracts":
+        code += "[importlib.import_module('contracts.' + m.name) for m in pkgutil.iter_modules(contracts.__path__) if m.name not in ('pb', 'protos')]\n"
+    code += f"found = [name for name in '{banned}'.split(',') if name in sys.modules]\nassert not found, found"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
