@@ -1,0 +1,9 @@
+"""The inference plane: policies that sample, and the agent loop that joins a policy and a sandbox into episodes.
+
+In:  a checkpoint directory (contracts.checkpoints), prompts as token ids, tasks, sandboxes.
+Out: completions with log-probabilities and policy versions; episodes and sequences as tables.
+
+    rollouts (agent loop) --token ids--> engines (builtin, openai) <--HTTP-- server (`python -m inference serve`)
+
+Imports contracts, triplane_kernels and, in rollouts, `envd.client` and `envd.tools`; nothing else of ours.
+"""
