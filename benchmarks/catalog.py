@@ -1,0 +1,35 @@
+"""Which benchmarks exist. A module is imported only when it is asked for, so that listing them needs no torch."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from benchmarks.result import Options, Result
+from contracts.errors import ConfigError
+
+CATALOG: Mapping[str, str] = {
+    "learning": "held-out pass rate gained over the base policy, by seed, with controls that must not learn",
+    "overhead": "the share of an iteration that is not sampling, tools, grading or optimizing",
+    "engine": "tokens a second of the built-in engine beside HF generate of the same checkpoint",
+    "envd": "latency of creating, calling and verifying in a sandbox beside a bare unshare",
+}
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A loaded benchmark."""
+
+    name: str
+    options: type[Options]
+    run: Callable[[Options], Result]
+
+
+def load_benchmark(name: str) -> Benchmark:
+    """Import the benchmark called `name`. Raises ConfigError for an unknown one."""
+    if name not in CATALOG:
+        raise ConfigError(f"no benchmark is called {name!r}: choose one of {', '.join(CATALOG)}")
+    module = importlib.import_module(f"benchmarks.{name}")
+    return Benchmark(name, cast(type[Options], module.OPTIONS), cast(Callable[[Options], Result], module.run))

@@ -1,0 +1,106 @@
+"""Finding one episode among all artifacts: by id or by an unambiguous beginning of it.
+
+An episode's rows lie in `rollouts` (an iteration's) or `evaluation_run` (a policy's examination); in `group` alone while its
+iteration is still sampling. Which datasets took it, and why not, stands in their `members.parquet`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from contracts.artifacts import Artifact, list_artifacts
+from contracts.episodes import Episode, read_episodes
+from contracts.errors import ArtifactMissing
+from contracts.store import Store
+
+EPISODE_KINDS = ("rollouts", "evaluation_run", "group")
+"""Artifact kinds with an `episodes.parquet`, the most telling first."""
+
+
+@dataclass(frozen=True)
+class EpisodeHome:
+    """Where an episode is: the artifact with its rows."""
+
+    episode_id: str
+    artifact: Artifact
+
+    def read(self) -> Episode:
+        """The episode with its tokens."""
+        wanted = pc.field("episode_id") == self.episode_id
+        episodes = self.artifact.table("episodes.parquet").filter(wanted)
+        sequences = self.artifact.table("sequences.parquet").filter(wanted)
+        return read_episodes(episodes, sequences)[0]
+
+    def telemetry(self) -> dict[str, Any]:
+        """Its row of TELEMETRY, empty when the artifact keeps none."""
+        if "telemetry.parquet" not in self.artifact.names():
+            return {}
+        rows = self.artifact.table("telemetry.parquet").filter(pc.field("episode_id") == self.episode_id).to_pylist()
+        return rows[0] if rows else {}
+
+
+@dataclass(frozen=True)
+class Membership:
+    """What one dataset did with an episode."""
+
+    dataset: Artifact
+    kept: bool
+    reason: str | None
+    """Why it was left out."""
+    reward: float | None
+
+
+def find_episodes(store: Store, prefix: str) -> list[EpisodeHome]:
+    """The episodes whose id starts with `prefix`, each once, in its most telling artifact."""
+    found: dict[str, EpisodeHome] = {}
+    for kind in EPISODE_KINDS:
+        for artifact in list_artifacts(store, kind):
+            for episode_id in _ids_starting_with(artifact, prefix):
+                found.setdefault(episode_id, EpisodeHome(episode_id, artifact))
+    return [found[episode_id] for episode_id in sorted(found)]
+
+
+def find_episode(store: Store, prefix: str) -> EpisodeHome:
+    """The one episode whose id starts with `prefix`. Raises ArtifactMissing when there is none, or more than one."""
+    found = find_episodes(store, prefix) if prefix else []
+    if not found:
+        raise ArtifactMissing(
+            f"store {store.url} has no episode {prefix!r}: `triplane episodes list` shows those it has"
+        )
+    if len(found) > 1:
+        some = ", ".join(home.episode_id[:16] for home in found[:4])
+        raise ArtifactMissing(f"{prefix!r} begins {len(found)} episode ids ({some}, ...): give more digits")
+    return found[0]
+
+
+def memberships(store: Store, episode_id: str) -> list[Membership]:
+    """Every dataset that looked at the episode, in order of key."""
+    found = []
+    for dataset in list_artifacts(store, "dataset"):
+        rows = dataset.table("members.parquet").filter(pc.field("episode_id") == episode_id).to_pylist()
+        found += [Membership(dataset, row["kept"], row["reason"], row["reward"]) for row in rows]
+    return found
+
+
+def rewards_of(store: Store, rollouts: Artifact) -> dict[str, dict[str, Any]]:
+    """Rows of `rewards.parquet` by episode id: the artifact's own file (evaluation_run), else the rewards graded from it."""
+    if "rewards.parquet" in rollouts.names():
+        return _by_episode(rollouts.table("rewards.parquet"))
+    for rewards in list_artifacts(store, "rewards"):
+        if rollouts.ref in rewards.manifest.parents.values():
+            return _by_episode(rewards.table("rewards.parquet"))
+    return {}
+
+
+def _by_episode(table: pa.Table) -> dict[str, dict[str, Any]]:
+    return {row["episode_id"]: row for row in table.to_pylist()}
+
+
+def _ids_starting_with(artifact: Artifact, prefix: str) -> Iterator[str]:
+    column = artifact.table("episodes.parquet", columns=["episode_id"]).column("episode_id")
+    yield from column.filter(pc.starts_with(column, prefix)).to_pylist()

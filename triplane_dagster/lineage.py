@@ -1,0 +1,180 @@
+"""Who made what: the artifacts of a store as a graph, walked both ways from an episode, a checkpoint or any digest.
+
+    manifests' parents  ->  Graph  ->  trace(query)  ->  ancestors: what made it    descendants: what was made of it
+
+Pure functions over committed manifests; nothing here is written or remembered.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from contracts.artifacts import Artifact, ArtifactRef, list_artifacts
+from contracts.errors import ArtifactMissing
+from contracts.store import Store
+from triplane_dagster.episode_index import EpisodeHome, Membership, find_episodes, memberships
+
+
+@dataclass(frozen=True)
+class Node:
+    """One artifact. Its uri is its identity: equal content may have been made twice, under two keys."""
+
+    ref: ArtifactRef
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    code_version: str = ""
+    present: bool = True
+    """False: a manifest names it as a parent, but this store does not hold it."""
+
+
+@dataclass(frozen=True)
+class Edge:
+    """`parent` was an input of `child`, in the role that the child's manifest gives it. Both are uris."""
+
+    parent: str
+    child: str
+    role: str
+
+
+@dataclass(frozen=True)
+class Graph:
+    """All artifacts of a store by uri, and the edges into and out of each."""
+
+    nodes: Mapping[str, Node]
+    parents: Mapping[str, tuple[Edge, ...]]
+    children: Mapping[str, tuple[Edge, ...]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A node met on a walk, the edge it was first met by, and how many edges away it is."""
+
+    node: Node
+    edge: Edge
+    distance: int
+
+
+@dataclass(frozen=True)
+class EpisodeUse:
+    """What one dataset did with the traced episode, and the checkpoints trained on that dataset."""
+
+    membership: Membership
+    checkpoints: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The answer to `triplane lineage`."""
+
+    starts: tuple[Node, ...]
+    """Artifacts with the digest asked for, or the one that holds the episode asked for."""
+    episode: EpisodeHome | None
+    ancestors: tuple[Step, ...]
+    descendants: tuple[Step, ...]
+    uses: tuple[EpisodeUse, ...]
+    """Of an episode only."""
+
+
+def build_graph(store: Store) -> Graph:
+    """Index every committed artifact of `store`."""
+    nodes: dict[str, Node] = {}
+    edges: list[Edge] = []
+    referenced: dict[str, ArtifactRef] = {}
+    for artifact in list_artifacts(store):
+        node = _node(artifact)
+        nodes[node.ref.uri] = node
+        for role, ref in sorted(artifact.manifest.parents.items()):
+            referenced[ref.uri] = ref
+            edges.append(Edge(ref.uri, node.ref.uri, role))
+    for uri, ref in referenced.items():
+        nodes.setdefault(uri, Node(ref, present=False))
+    return Graph(nodes, parents=_grouped(nodes, edges, "child"), children=_grouped(nodes, edges, "parent"))
+
+
+def resolve(graph: Graph, prefix: str) -> tuple[Node, ...]:
+    """The artifacts whose content digest or action key starts with `prefix`; several only if their content is the same.
+
+    Raises ArtifactMissing when nothing matches or contents differ.
+    """
+    found = _named(graph, prefix)
+    if not found:
+        raise ArtifactMissing(
+            f"no artifact's digest or key starts with {prefix!r}: `triplane status` shows those of an experiment"
+        )
+    if len({node.ref.digest for node in found}) > 1:
+        some = ", ".join(f"{node.ref.kind} {node.ref.short}" for node in found[:4])
+        raise ArtifactMissing(f"{prefix!r} begins {len(found)} digests or keys ({some}): give more digits")
+    return tuple(found)
+
+
+def ancestors(graph: Graph, starts: tuple[Node, ...]) -> tuple[Step, ...]:
+    """Everything that `starts` were made of, nearest first."""
+    return _walk(graph, starts, graph.parents, "parent")
+
+
+def descendants(graph: Graph, starts: tuple[Node, ...]) -> tuple[Step, ...]:
+    """Everything that was made of `starts`, nearest first."""
+    return _walk(graph, starts, graph.children, "child")
+
+
+def trace(store: Store, query: str) -> Trace:
+    """Walk both ways from an episode id or an artifact's digest or key; each may be shortened to an unambiguous beginning."""
+    graph = build_graph(store)
+    homes = find_episodes(store, query) if query else []
+    if not homes:
+        starts = resolve(graph, query)
+        return Trace(starts, None, ancestors(graph, starts), descendants(graph, starts), ())
+    others = _named(graph, query)
+    if len(homes) > 1 or others:
+        some = [f"episode {home.episode_id[:16]}" for home in homes[:3]]
+        some += [f"{node.ref.kind} {node.ref.short}" for node in others[:3]]
+        raise ArtifactMissing(f"{query!r} is ambiguous ({', '.join(some)}): give more digits")
+    starts = (graph.nodes[homes[0].artifact.ref.uri],)
+    uses = tuple(_use(graph, membership) for membership in memberships(store, homes[0].episode_id))
+    learned = tuple(node for use in uses if use.membership.kept for node in use.checkpoints)
+    return Trace(starts, homes[0], ancestors(graph, starts), descendants(graph, learned), uses)
+
+
+def _named(graph: Graph, prefix: str) -> list[Node]:
+    matches = [
+        node for node in graph.nodes.values() if node.ref.digest.startswith(prefix) or node.ref.key.startswith(prefix)
+    ]
+    return sorted(matches, key=lambda node: node.ref.uri) if prefix else []
+
+
+def _use(graph: Graph, membership: Membership) -> EpisodeUse:
+    edges = graph.children[membership.dataset.ref.uri]
+    trained = tuple(graph.nodes[edge.child] for edge in edges if graph.nodes[edge.child].ref.kind == "checkpoint")
+    return EpisodeUse(membership, trained)
+
+
+def _node(artifact: Artifact) -> Node:
+    manifest = artifact.manifest
+    return Node(artifact.ref, manifest.meta, manifest.config, manifest.code_version)
+
+
+def _grouped(nodes: Mapping[str, Node], edges: list[Edge], end: str) -> dict[str, tuple[Edge, ...]]:
+    found: dict[str, list[Edge]] = {uri: [] for uri in nodes}
+    for edge in edges:
+        found[getattr(edge, end)].append(edge)
+    return {uri: tuple(group) for uri, group in found.items()}
+
+
+def _walk(
+    graph: Graph, starts: tuple[Node, ...], edges: Mapping[str, tuple[Edge, ...]], far_end: str
+) -> tuple[Step, ...]:
+    seen = {node.ref.uri for node in starts}
+    queue = deque((node.ref.uri, 0) for node in starts)
+    steps: list[Step] = []
+    while queue:
+        uri, distance = queue.popleft()
+        for edge in edges[uri]:
+            other: str = getattr(edge, far_end)
+            if other not in seen:
+                seen.add(other)
+                steps.append(Step(graph.nodes[other], edge, distance + 1))
+                queue.append((other, distance + 1))
+    return tuple(steps)
