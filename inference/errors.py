@@ -23,3 +23,19 @@ class EngineUnreachable(EngineError):
 
 class StaleVersion(EngineError):
     """A remote engine serves another policy version than the caller expects."""
+
+
+class RolloutError(InferenceError):
+    """An iteration's episodes can't be sampled or merged."""
+
+
+class PlanError(RolloutError):
+    """A rollout plan asks for what does not exist: a shard, a task, a prompt."""
+
+
+class GroupsMissing(RolloutError):
+    """A merge was asked for before every expected group was committed."""
+
+
+class InfraFault(RolloutError):
+    """The engine or the sandboxes failed, not the policy: worth another attempt, never a score."""

@@ -1,0 +1,53 @@
+"""How episodes are sampled."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Profile = Literal["deterministic", "throughput"]
+
+
+class RolloutConfig(BaseModel):
+    """The rollouts' own slice of an experiment. Every field is part of the rollouts' action key."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    group_size: int = Field(default=8, ge=1, le=1024)
+    """Episodes kept for each prompt."""
+    oversample: int = Field(default=0, ge=0, le=1024)
+    """Episodes started for each prompt beyond `group_size`; `profile` says which are kept."""
+    temperature: float = Field(default=1.0, ge=0.0, le=10.0)
+    """Sampling temperature; 0 is greedy."""
+    max_turns: int = Field(default=6, ge=1, le=1000)
+    """Turns of the policy in one episode."""
+    max_tokens: int = Field(default=256, ge=2)
+    """Tokens of the whole context: prompt, policy and environment together."""
+    max_turn_tokens: int = Field(default=64, ge=1)
+    """Tokens the policy may sample in one turn; a turn that needs more ends the episode as truncated."""
+    max_format_errors: int = Field(default=1, ge=0, le=1000)
+    """Unparsable tool calls that are answered with their error; one more ends the episode as a format error."""
+    tool_timeout_s: float = Field(default=10.0, gt=0.0, le=86_400.0)
+    """Seconds that one tool call may take."""
+    episode_timeout_s: float = Field(default=120.0, gt=0.0, le=604_800.0)
+    """Seconds that one attempt at an episode may take, waiting for the engine included. Under the deterministic profile no outcome may
+    depend on the clock: running out of it is an infrastructure fault there, and retried."""
+    concurrency: int = Field(default=256, ge=1, le=65_536)
+    """Episodes in flight in one worker."""
+    refill: bool = True
+    """Whether a group whose episodes were all solved, or none, draws another one from the reserve. All groups are kept."""
+    max_attempts: int = Field(default=3, ge=1, le=100)
+    """Attempts at an episode that meets infrastructure faults; then it is recorded as an infra error, which is never scored."""
+    system_prompt: str = ""
+    """First message of every episode; empty for none."""
+    profile: Profile = "deterministic"
+    """deterministic: of over-sampled episodes the lowest sample indices are kept. throughput: the first to arrive, the rest is aborted."""
+
+    @model_validator(mode="after")
+    def _turn_fits(self) -> RolloutConfig:
+        if self.max_turn_tokens > self.max_tokens:
+            raise ValueError(
+                f"max_turn_tokens {self.max_turn_tokens} exceeds max_tokens {self.max_tokens}: lower it, or allow a longer context"
+            )
+        return self
