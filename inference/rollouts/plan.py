@@ -39,7 +39,7 @@ class RolloutPlan(Frozen):
     """Drawn from, in order, when a group shows no variance."""
     workers: int = Field(ge=1)
     config: RolloutConfig
-    inputs: dict[str, ArtifactRef] = {}
+    inputs: dict[str, ArtifactRef] = Field(default_factory=dict)
     """Further artifacts the plan was made from, by role (prompts, task_suite): recorded as parents."""
 
     @model_validator(mode="after")
@@ -81,7 +81,9 @@ def draw_prompts(
     if not suite:
         raise PlanError("the task suite has no training task: build it with a larger train split")
     if count < 1 or reserve < 0 or cursor < 0:
-        raise PlanError(f"can't draw {count} groups and {reserve} in reserve from place {cursor}: draw at least one group")
+        raise PlanError(
+            f"can't draw {count} groups and {reserve} in reserve from place {cursor}: draw at least one group"
+        )
     drawn: list[str] = []
     orders: dict[int, list[str]] = {}
     while len(drawn) < wanted:
