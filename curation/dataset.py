@@ -10,13 +10,16 @@ says so, and the trainer takes no step.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import duckdb
 import pyarrow as pa
+import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict, Field
 
 from contracts.artifacts import Artifact, ArtifactWriter, Frozen
+from contracts.episodes import TokenRole
 from curation.errors import RewardsMismatch
 
 DATASET_VERSION = "1"
@@ -91,3 +94,121 @@ class DatasetReport(Frozen):
     def empty(self) -> bool:
         """Nothing to learn from: the trainer takes no step."""
         return self.sequences == 0
+
+
+def build_dataset(rollouts: Artifact, rewards: Artifact, config: DatasetConfig, out: ArtifactWriter) -> DatasetReport:
+    """Stage train.parquet and members.parquet in `out`; the caller commits. Raises RewardsMismatch when the two don't belong together."""
+    train, members = select_rows(
+        rollouts.path("episodes.parquet"), rollouts.path("sequences.parquet"), rewards.path("rewards.parquet"), config
+    )
+    out.add_table("train.parquet", train)
+    out.add_table("members.parquet", members)
+    return report(train, members)
+
+
+def select_rows(episodes: Path, sequences: Path, rewards: Path, config: DatasetConfig) -> tuple[pa.Table, pa.Table]:
+    """(TRAIN rows, MEMBERS rows) from three Parquet files of EPISODES, SEQUENCES and REWARDS. Deterministic, row order included."""
+    with duckdb.connect() as db:
+        db.execute("SET threads = 1")  # floating-point sums must not depend on the machine
+        for name, path in (("episodes", episodes), ("sequences", sequences), ("rewards", rewards)):
+            db.read_parquet(str(path), file_row_number=True).create_view(name)
+        _check_belong(db)
+        db.execute(
+            _MEMBERS,
+            {
+                "drop_zero_variance": config.drop_zero_variance,
+                "drop_truncated": config.drop_truncated,
+                "max_tokens": config.max_tokens,
+            },
+        )
+        members = db.sql("SELECT * FROM members ORDER BY position").to_arrow_table()
+        train = db.sql(_TRAIN).to_arrow_table()
+    return train.select(TRAIN.names).cast(TRAIN), members.select(MEMBERS.names).cast(MEMBERS)
+
+
+def report(train: pa.Table, members: pa.Table) -> DatasetReport:
+    """Count what was kept and what was left out."""
+    rewards = [value for value in members["reward"].to_pylist() if value is not None]
+    reasons = members["reason"].to_pylist()
+    roles = pc.list_flatten(train["token_role"])
+    return DatasetReport(
+        episodes=members.num_rows,
+        groups=len(pc.unique(members["group_id"])),
+        kept_episodes=sum(members["kept"].to_pylist()),
+        kept_groups=len(pc.unique(train["group_id"])),
+        sequences=train.num_rows,
+        tokens=len(roles),
+        policy_tokens=pc.sum(pc.equal(roles, int(TokenRole.POLICY))).as_py() or 0,
+        reward_mean=math.fsum(rewards) / len(rewards) if rewards else None,
+        reasons={reason: reasons.count(reason) for reason in REASONS},
+    )
+
+
+_MEMBERS = """
+CREATE TABLE members AS
+WITH lengths AS (
+    SELECT episode_id, max(len(token_ids)) AS length, sum(len(list_filter(token_role, lambda role: role = 1))) AS policy_tokens
+    FROM sequences GROUP BY episode_id
+),
+graded_groups AS (
+    SELECT
+        e.group_id,
+        min(r.reward) = max(r.reward) AS zero_variance,
+        avg(r.reward::DOUBLE ORDER BY e.file_row_number) AS group_reward_mean,
+        stddev_pop(r.reward::DOUBLE ORDER BY e.file_row_number) AS group_reward_std
+    FROM episodes e JOIN rewards r USING (episode_id)
+    WHERE r.reward IS NOT NULL
+    GROUP BY e.group_id
+),
+reasons AS (
+    SELECT
+        e.episode_id, e.group_id, r.reward, e.file_row_number AS position,
+        g.group_reward_mean, g.group_reward_std,
+        coalesce(l.length, 0) AS length,
+        CASE
+            WHEN e.outcome = 'infra_error' THEN 'infra_error'
+            WHEN r.reward IS NULL THEN 'not_graded'
+            WHEN coalesce(l.policy_tokens, 0) = 0 THEN 'empty'
+            WHEN g.zero_variance AND $drop_zero_variance THEN 'zero_variance'
+            WHEN l.length > $max_tokens THEN 'too_long'
+            WHEN e.outcome = 'truncated' AND $drop_truncated THEN 'truncated'
+        END AS reason
+    FROM episodes e
+    JOIN rewards r USING (episode_id)
+    LEFT JOIN graded_groups g ON g.group_id = e.group_id
+    LEFT JOIN lengths l ON l.episode_id = e.episode_id
+)
+SELECT *, reason IS NULL AS kept, min(position) OVER (PARTITION BY group_id) AS group_position
+FROM reasons
+"""
+
+_TRAIN = """
+WITH kept AS (
+    SELECT *, dense_rank() OVER (ORDER BY group_position) - 1 AS group_index
+    FROM members WHERE kept
+)
+SELECT
+    k.episode_id, k.group_id, k.group_index, s.token_ids, s.token_role, s.logprobs,
+    list_sort(list_distinct(list_transform(s.policy_spans, lambda span: span.version))) AS policy_versions,
+    k.reward
+FROM kept k JOIN sequences s USING (episode_id)
+ORDER BY k.group_index, k.position, s.index
+"""
+
+_STRANGERS = """
+SELECT count(*) FROM (
+    (SELECT episode_id FROM episodes EXCEPT ALL SELECT episode_id FROM rewards)
+    UNION ALL
+    (SELECT episode_id FROM rewards EXCEPT ALL SELECT episode_id FROM episodes)
+    UNION ALL
+    (SELECT DISTINCT episode_id FROM sequences EXCEPT SELECT episode_id FROM episodes)
+)
+"""
+
+
+def _check_belong(db: duckdb.DuckDBPyConnection) -> None:
+    row = db.execute(_STRANGERS).fetchone()
+    if row and row[0]:
+        raise RewardsMismatch(
+            f"{row[0]} episodes are in only one of episodes, sequences and rewards: build the dataset from rewards whose parent is these rollouts"
+        )

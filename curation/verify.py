@@ -121,7 +121,9 @@ class Verifier:
         Raises InfraFault when envd keeps failing (the caller leaves the episode ungraded), CurationError for a task without hidden tests.
         """
         if not task.tests:
-            raise CurationError(f"task {task.task_id} names no hidden tests: nothing could be solved; leave it out of the suite")
+            raise CurationError(
+                f"task {task.task_id} names no hidden tests: nothing could be solved; leave it out of the suite"
+            )
         key = verdict_key(task, diff)
         if key in self._memory:
             self._memory.move_to_end(key)
@@ -190,7 +192,9 @@ class Verifier:
         except ArtifactMissing:
             return None
         except ValidationError:
-            raise ArtifactCorrupt(f"verdict {key} in {self._store.url} is not readable: delete that file; it will be graded again") from None
+            raise ArtifactCorrupt(
+                f"verdict {key} in {self._store.url} is not readable: delete that file; it will be graded again"
+            ) from None
 
     def _record(self, key: str, verdict: Verdict) -> Verdict:
         """The verdict that counts: this one, or the one that another process recorded first."""
