@@ -1,0 +1,102 @@
+"""Claims: who samples which group, so that two workers never sample the same one.
+
+    pointers/claims/<rollouts key>/owners/<owner>/<n>.json   the owner's lease, renewed while it lives
+    pointers/claims/<rollouts key>/groups/<group>/<n>.json   who claimed the group; the highest number counts
+
+Both are `contracts.pointers.Pointer`s, so a take-over is a compare-and-swap. A claim holds while its owner's lease has not run out and,
+on the machine where that can be seen, its process lives. A claim saves work and decides nothing: the first commit of a group wins.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from contracts.pointers import Pointer
+from contracts.store import Store
+
+LEASE_S = 60.0
+"""Seconds a lease holds after its last renewal: how long the groups of a machine that vanished wait."""
+
+
+class ClaimOwner:
+    """One worker's lease and the claims made under it. Its methods touch the store: call them off the event loop."""
+
+    def __init__(self, store: Store, key: str, *, lease_s: float = LEASE_S) -> None:
+        self.name = uuid.uuid4().hex
+        self.lease_s = lease_s
+        self._store = store
+        self._prefix = f"claims/{key}"
+        self._lease = Pointer(store, f"{self._prefix}/owners/{self.name}")
+        self._renewals = 0
+
+    def renew(self) -> None:
+        """Take or prolong the lease. Every claim of this owner depends on it."""
+        self._set_lease(time.time() + self.lease_s)
+
+    def end(self) -> None:
+        """Give up the lease, and with it every claim."""
+        self._set_lease(0.0)
+
+    def claim(self, group_id: str) -> bool:
+        """Try to become the one who samples `group_id`. False while another live owner has it."""
+        pointer = Pointer(self._store, f"{self._prefix}/groups/{group_id}")
+        current = pointer.current()
+        if current is not None:
+            if current.value["owner"] == self.name:
+                return True
+            if self._is_live(current.value["owner"]):
+                return False
+        return pointer.advance({"owner": self.name}, current.number if current else 0)
+
+    def _is_live(self, owner: str) -> bool:
+        lease = Pointer(self._store, f"{self._prefix}/owners/{owner}").current()
+        if lease is None:
+            return False
+        return lease.value["expires_unix"] > time.time() and not _is_dead(lease.value["process"])
+
+    def _set_lease(self, expires_unix: float) -> None:
+        self._lease.advance({"expires_unix": expires_unix, "process": this_process()}, self._renewals)
+        self._renewals += 1
+
+
+def clear_claims(store: Store, key: str) -> None:
+    """Remove the claims of finished rollouts: with every group committed nobody asks for them any more."""
+    for entry in store.list(f"pointers/claims/{key}/"):
+        store.delete(entry)
+
+
+def this_process() -> dict[str, Any]:
+    """What identifies this process: a machine that can look it up, its pid there, and when it started (pids are reused)."""
+    pid = os.getpid()
+    return {"host": socket.gethostname(), "machine": _machine(), "pid": pid, "started": _start_ticks(pid)}
+
+
+def _machine() -> str | None:
+    """The boot and the pid namespace, or None where the system has no /proc: there only the lease tells."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return None
+
+
+def _start_ticks(pid: int) -> str | None:
+    """Start time of a process in clock ticks since boot, or None when there is no such process. Source: proc(5), field 22 of stat."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def _is_dead(process: dict[str, Any]) -> bool:
+    """Whether the process is known to be gone. False when it ran where this process can't look."""
+    machine = _machine()
+    if machine is None or process["machine"] != machine:
+        return False
+    return _start_ticks(process["pid"]) != process["started"]

@@ -1,0 +1,190 @@
+"""One episode: query the policy, execute what it calls, until it stops.
+
+    play_episode -> attempt -> run -> step -> query, execute
+
+Only infrastructure faults are retried: with the same seed, as a new attempt. Whatever a policy does ends in an outcome.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import socket
+import time
+from dataclasses import dataclass
+
+from contracts.chat import ChatTokenizer
+from contracts.episodes import Episode, Outcome, Slot, ToolCallRecord, episode_id
+from contracts.tasks import Task
+from inference.engines.base import Completion, Engine, SamplingParams
+from inference.errors import EngineError, InfraFault, RequestTooLong, StaleVersion
+from inference.rollouts.config import RolloutConfig
+from inference.rollouts.transcript import Transcript
+from inference.rollouts.turn import answer_turn, read_turn
+from inference.rollouts.workspace import Workspace, Workspaces
+
+BACKOFF_S = 0.2
+_HOST = socket.gethostname()
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Player:
+    """What every episode of one policy shares."""
+
+    engine: Engine
+    workspaces: Workspaces
+    tokenizer: ChatTokenizer
+    config: RolloutConfig
+    policy_version: str
+    """Digest of the acting checkpoint. Under the deterministic profile no other version may sample."""
+    key: str
+    """Action key of the work that the episodes belong to."""
+    gate: asyncio.Semaphore
+    """Bounds the episodes in flight."""
+
+
+async def play_episode(player: Player, task: Task, slot: Slot, group_id: str) -> Episode:
+    """Play `slot` to an outcome. Faults of the engine or the sandbox are retried with the same seed, then recorded as INFRA_ERROR.
+
+    Raises StaleVersion when the engine serves another policy under the deterministic profile.
+    """
+    attempts = player.config.max_attempts
+    async with player.gate:
+        for attempt in range(attempts):
+            play = Attempt(player, task, slot, group_id, attempt)
+            try:
+                return await play.to_end()
+            except InfraFault as fault:
+                _log.warning("episode %s, attempt %d of %d: %s", play.episode_id, attempt + 1, attempts, fault)
+            if attempt + 1 < attempts:
+                await asyncio.sleep(BACKOFF_S * 2**attempt * random.uniform(0.5, 1.5))
+        return play.episode(Outcome.INFRA_ERROR, b"")
+
+
+class Attempt:
+    """One attempt at an episode, and its tokens, calls and costs so far."""
+
+    def __init__(self, player: Player, task: Task, slot: Slot, group_id: str, attempt: int) -> None:
+        self.episode_id = episode_id(slot, player.key, attempt)
+        self._player, self._task, self._slot = player, task, slot
+        self._group_id, self._attempt = group_id, attempt
+        self._workspace: Workspace = player.workspaces.open(task)
+        self._transcript = Transcript(player.tokenizer.prompt(_messages(player.config, task)))
+        self._stops = (player.tokenizer.end_of_turn, player.tokenizer.pad)
+        self._calls: list[ToolCallRecord] = []
+        self._turns = self._format_errors = self._sampled = 0
+        self._started = time.perf_counter()
+        self._sampling_seconds = self._tool_seconds = 0.0
+
+    async def to_end(self) -> Episode:
+        """Run until an outcome and take the final diff. Raises InfraFault; the sandbox is gone either way."""
+        try:
+            outcome = await self._run_in_time()
+            return self.episode(outcome, await self._workspace.finish())
+        finally:
+            await self._workspace.close()
+
+    async def _run_in_time(self) -> Outcome:
+        limit = self._player.config.episode_timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                return await self._run()
+        except TimeoutError:
+            if self._player.config.profile == "deterministic":
+                raise InfraFault(
+                    f"attempt took over {limit:g} s: raise episode_timeout_s, the deterministic profile has no outcome by the clock"
+                ) from None
+            return Outcome.TIMED_OUT
+
+    async def _run(self) -> Outcome:
+        while self._turns < self._player.config.max_turns:
+            outcome = await self._step()
+            if outcome is not None:
+                return outcome
+        return Outcome.TRUNCATED
+
+    async def _step(self) -> Outcome | None:
+        """One turn of the policy and the environment's answer; an outcome when the episode is over."""
+        completion = await self._query()
+        if completion is None or completion.finish_reason == "length":
+            return Outcome.TRUNCATED
+        return await self._execute(completion)
+
+    async def _query(self) -> Completion | None:
+        """Let the policy sample its turn; None when the context has no room for a token."""
+        config = self._player.config
+        room = min(config.max_turn_tokens, config.max_tokens - len(self._transcript))
+        if room < 1:
+            return None
+        params = SamplingParams(config.temperature, room, self._slot.token_seed, self._stops)
+        began = time.perf_counter()
+        try:
+            completion = await self._player.engine.generate(self._transcript.token_ids, params)
+        except RequestTooLong:
+            return None
+        except StaleVersion:
+            raise
+        except EngineError as error:
+            raise InfraFault(f"engine failed: {error}") from error
+        finally:
+            self._sampling_seconds += time.perf_counter() - began
+        if completion.finish_reason == "abort":
+            raise InfraFault("engine aborted the request")
+        self._check_version(completion)
+        self._transcript.add_policy(completion)
+        self._turns += 1
+        self._sampled += len(completion.token_ids)
+        return completion
+
+    async def _execute(self, completion: Completion) -> Outcome | None:
+        """Answer the policy's calls. An answer that leaves no room for another token is left out: the policy never read it."""
+        config = self._player.config
+        turn = read_turn(self._player.tokenizer.decode(completion.token_ids[:-1]))
+        if turn.error is None and not turn.calls:
+            return Outcome.COMPLETED
+        if turn.error is not None:
+            self._format_errors += 1
+            if self._format_errors > config.max_format_errors:
+                return Outcome.FORMAT_ERROR
+        began = time.perf_counter()
+        answers, calls = await answer_turn(
+            turn, self._workspace, index=self._turns - 1, timeout_s=config.tool_timeout_s
+        )
+        self._tool_seconds += time.perf_counter() - began
+        self._calls += calls
+        answer_ids = self._player.tokenizer.environment_turn(answers)
+        if self._turns >= config.max_turns or len(self._transcript) + len(answer_ids) >= config.max_tokens:
+            return Outcome.TRUNCATED
+        self._transcript.add_environment(answer_ids)
+        return None
+
+    def _check_version(self, completion: Completion) -> None:
+        expected = self._player.policy_version
+        other = sorted({version for version, _, _ in completion.spans} - {expected})
+        if other and self._player.config.profile == "deterministic":
+            raise StaleVersion(
+                f"engine sampled with policy {other[0][:12]}, the plan asks for {expected[:12]}: load that checkpoint, or use the throughput profile"
+            )
+
+    def episode(self, outcome: Outcome, final_diff: bytes) -> Episode:
+        """The record of this attempt, ended by `outcome`."""
+        config = self._player.config
+        return Episode(
+            episode_id=self.episode_id, group_id=self._group_id, task_id=self._task.task_id,
+            task_digest=self._task.digest, image_digest=self._task.image_digest, sample=self._slot.sample,
+            attempt=self._attempt, seed=self._slot.token_seed, policy_version=self._player.policy_version,
+            temperature=config.temperature, max_tokens=config.max_tokens, outcome=outcome, turns=self._turns,
+            tool_calls=self._calls, format_errors=self._format_errors, final_diff=final_diff,
+            sequences=[self._transcript.sequence()],
+            telemetry={
+                "seconds": time.perf_counter() - self._started, "sampling_seconds": self._sampling_seconds,
+                "tool_seconds": self._tool_seconds, "host": _HOST, "engine_tokens": self._sampled, "retries": self._attempt,
+            },
+        )  # fmt: skip
+
+
+def _messages(config: RolloutConfig, task: Task) -> list[tuple[str, str]]:
+    system = [("system", config.system_prompt)] if config.system_prompt else []
+    return [*system, ("user", task.instruction)]

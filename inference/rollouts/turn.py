@@ -1,0 +1,44 @@
+"""From a policy's turn to what the environment answers."""
+
+from __future__ import annotations
+
+from contracts.chat import ParsedTurn, ToolCallText, parse_turn
+from contracts.digests import canonical_json
+from contracts.episodes import ToolCallRecord
+from contracts.errors import SchemaError
+from envd.client import ToolCall
+from inference.rollouts.workspace import Workspace
+
+
+def read_turn(text: str) -> ParsedTurn:
+    """`parse_turn`, refusing also what JSON readers let through but nothing can write down again: NaN, infinity, lone surrogates."""
+    try:
+        turn = parse_turn(text)
+        for call in turn.calls:
+            arguments_text(call)
+    except (ValueError, SchemaError):
+        return ParsedTurn((), "tool call is not JSON")
+    return turn
+
+
+def arguments_text(call: ToolCallText) -> str:
+    """A call's arguments as canonical JSON. Raises SchemaError or UnicodeEncodeError when they have none."""
+    canonical_json(call.name)
+    return canonical_json(call.arguments).decode()
+
+
+async def answer_turn(
+    turn: ParsedTurn, workspace: Workspace, *, index: int, timeout_s: float
+) -> tuple[list[str], list[ToolCallRecord]]:
+    """Execute a turn's calls, in parallel where the sandbox allows it; answers in call order, with a record of each call.
+
+    A turn that can't be parsed is answered by its error and records no call. index: of the turn, from 0. Raises InfraFault.
+    """
+    if turn.error is not None:
+        return [f"error: {turn.error}"], []
+    results = await workspace.run([ToolCall(call.name, call.arguments) for call in turn.calls], timeout_s)
+    records = [
+        ToolCallRecord(index, call.name, arguments_text(call), result.ok, result.text)
+        for call, result in zip(turn.calls, results, strict=True)
+    ]
+    return [record.result for record in records], records

@@ -1,0 +1,84 @@
+"""An episode's sandbox, started when the first tool call needs it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+from contracts.errors import TriplaneError
+from contracts.tasks import Task
+from envd.client import Limits, Sandbox, SandboxClient, ToolCall, ToolResult
+from inference.errors import InfraFault
+
+LIFETIME_MARGIN_S = 60.0
+CLOSE_TIMEOUT_S = 10.0
+_log = logging.getLogger(__name__)
+
+
+class Workspaces:
+    """Hands out workspaces on one envd server and stores each task's files there once."""
+
+    def __init__(self, client: SandboxClient, limits: Limits, episode_timeout_s: float) -> None:
+        self._client = client
+        self._limits = dataclasses.replace(limits, lifetime_s=episode_timeout_s + LIFETIME_MARGIN_S)
+        self._templates: dict[str, asyncio.Task[str]] = {}
+
+    def open(self, task: Task) -> Workspace:
+        """The workspace of one attempt at `task`. Nothing is started yet."""
+        return Workspace(self, task)
+
+    async def start(self, task: Task) -> Sandbox:
+        """A fresh sandbox of `task`. Raises InfraFault."""
+        image = task.image_digest
+        storing = self._templates.get(image)
+        if storing is None:
+            storing = self._templates[image] = asyncio.create_task(self._client.put_template(task.files))
+        try:
+            return await self._client.create(await asyncio.shield(storing), limits=self._limits)
+        except TriplaneError as error:
+            self._templates.pop(image, None)  # a server that was restarted has lost its templates
+            raise InfraFault(f"no sandbox for task {task.task_id}: {error}") from error
+
+
+class Workspace:
+    """The sandbox of one attempt. An attempt that calls no tool never starts one and leaves an empty diff."""
+
+    def __init__(self, workspaces: Workspaces, task: Task) -> None:
+        self._workspaces = workspaces
+        self._task = task
+        self._starting: asyncio.Task[Sandbox] | None = None
+
+    async def run(self, calls: Sequence[ToolCall], timeout_s: float) -> list[ToolResult]:
+        """Run one turn's calls, answers in call order. timeout_s: of one call. Raises InfraFault when the sandbox itself fails."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._workspaces.start(self._task))
+        # shielded: a sandbox whose start is cut off by a deadline would have no owner to close it
+        sandbox = await asyncio.shield(self._starting)
+        try:
+            return await sandbox.batch(calls, timeout_s=timeout_s)
+        except TriplaneError as error:
+            raise InfraFault(f"sandbox of task {self._task.task_id} failed: {error}") from error
+
+    async def finish(self) -> bytes:
+        """The final diff; the sandbox is gone afterwards. Raises InfraFault."""
+        if self._starting is None:
+            return b""
+        try:
+            diff = await (await asyncio.shield(self._starting)).finish()
+        except TriplaneError as error:
+            raise InfraFault(f"sandbox of task {self._task.task_id} gave no diff: {error}") from error
+        self._starting = None
+        return diff
+
+    async def close(self) -> None:
+        """Destroy the sandbox if it still lives. Never raises for one that can't be reached: its lifetime ends it."""
+        if self._starting is None:
+            return
+        starting, self._starting = self._starting, None
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await (await starting).close()
+        except (TriplaneError, TimeoutError) as error:
+            _log.warning("a sandbox of task %s was not closed (%s): its lifetime ends it", self._task.task_id, error)
