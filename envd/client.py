@@ -133,9 +133,7 @@ class SandboxClient:
 
     async def _ask(self, method: Any, request: Any, timeout_s: float) -> Any:
         if self._channel is None:
-            raise EnvdError(
-                "SandboxClient is not open: use it as `async with SandboxClient(address) as client`"
-            )
+            raise EnvdError("SandboxClient is not open: use it as `async with SandboxClient(address) as client`")
         try:
             return await method(request, timeout=timeout_s, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
@@ -186,9 +184,7 @@ class Sandbox:
     async def finish(self) -> bytes:
         """Return the diff and destroy the sandbox, in one round trip."""
         request = pb.DeleteRequest(sandbox_id=self.id, want_diff=True)
-        return cast(
-            bytes, (await self._client._ask(self._client._sandboxes.Delete, request, RPC_GRACE_S)).diff
-        )
+        return cast(bytes, (await self._client._ask(self._client._sandboxes.Delete, request, RPC_GRACE_S)).diff)
 
     async def close(self) -> None:
         """Destroy the sandbox. Closing it twice is harmless."""

@@ -1,0 +1,75 @@
+"""`python -m envd`: the environment plane on its own."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import sys
+import time
+
+from envd.errors import EnvdError
+
+_HELP = """\
+Serve sandboxes over gRPC.
+
+  python -m envd serve --listen unix:/run/envd.sock
+  python -m envd serve --listen 127.0.0.1:7070 --backend namespaces
+
+Then, in Python:
+
+  async with SandboxClient("unix:/run/envd.sock") as client:      # from envd.client
+      template = await client.put_template({"calc.py": b"..."})
+      sandbox = await client.create(template)
+      await sandbox.call(ToolCall("exec", {"command": "ls"}))
+
+The namespaces backend isolates (as root or as an ordinary user); the plain one does not and says so. `auto` starts
+a real sandbox to find out. SIGTERM ends every sandbox and leaves nothing behind. There is no authentication yet: listen on a
+unix socket or on a loopback address.
+"""
+
+
+class _JsonLines(logging.Formatter):
+    """One JSON object a line, on standard error."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Render a record."""
+        said = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created)),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            said["trace"] = self.formatException(record.exc_info)
+        return json.dumps(said)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m envd", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    serving = commands.add_parser(
+        "serve", description=_HELP, help="serve sandboxes", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    serving.add_argument("--listen", default="127.0.0.1:7070", help="unix:/path or host:port (default %(default)s)")
+    serving.add_argument("--backend", choices=("auto", "namespaces", "plain"), default="auto")
+    serving.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    serving.add_argument("--with-parent", type=int, metavar="PID", help="stop when this process, our parent, dies")
+    arguments = parser.parse_args(argv)
+    handler = logging.StreamHandler()
+    handler.setFormatter(_JsonLines())
+    logging.basicConfig(level=arguments.log_level.upper(), handlers=[handler])
+    from envd.server.serve import serve
+
+    try:
+        asyncio.run(serve(arguments.listen, arguments.backend, with_parent=arguments.with_parent))
+    except EnvdError as error:
+        print(f"envd: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

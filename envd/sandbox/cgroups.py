@@ -1,0 +1,125 @@
+"""Memory, pid and cpu limits by control groups, v1 and v2; one group a sandbox, never used twice.
+
+Where no group can be written the limits fall back to rlimits, and the server says which are enforced.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_MOUNT = Path("/sys/fs/cgroup")
+_PERIOD_US = 100_000
+
+
+class Cgroups:
+    """Makes and removes sandbox groups. Descriptors are held open, so it still works after the zygote changed its root."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._bases: dict[str, int] = {}  # controller -> directory descriptor of our own group
+        self._paths: dict[str, Path] = {}
+        self._unified = False
+        for controller, parent in _own_groups().items():
+            base = parent / name
+            try:
+                base.mkdir()
+            except OSError:
+                continue
+            self._paths[controller] = base
+            self._bases[controller] = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        if "unified" in self._bases:
+            self._prepare_unified()
+        self._parents = {
+            key: os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) for key, path in self._paths.items()
+        }
+
+    @property
+    def enforced(self) -> tuple[str, ...]:
+        """Which of memory, pids, cpu the kernel limits for us."""
+        found = ("memory", "pids", "cpu") if self._unified else tuple(self._bases)
+        return tuple(sorted(found))
+
+    def place(self, group: str, pid: int, *, memory: int, pids: int, cpu: float) -> None:
+        """Create a group with these limits (bytes, processes, cores) and move a process into it."""
+        quota = max(1000, int(cpu * _PERIOD_US))
+        if self._unified:
+            files = {
+                "unified": {
+                    "memory.max": str(memory),
+                    "memory.swap.max": "0",
+                    "pids.max": str(pids),
+                    "cpu.max": f"{quota} {_PERIOD_US}",
+                }
+            }
+        else:
+            files = {
+                "memory": {"memory.limit_in_bytes": str(memory)},
+                "pids": {"pids.max": str(pids)},
+                "cpu": {"cpu.cfs_period_us": str(_PERIOD_US), "cpu.cfs_quota_us": str(quota)},
+            }
+        for controller, base in self._bases.items():
+            os.mkdir(group, dir_fd=base)
+            for key, value in files[controller].items():
+                _put(base, f"{group}/{key}", value, optional=key == "memory.swap.max")
+            _put(base, f"{group}/cgroup.procs", str(pid))
+
+    def remove(self, group: str) -> None:
+        """Remove an empty group."""
+        for base in self._bases.values():
+            try:
+                os.rmdir(group, dir_fd=base)
+            except OSError:
+                continue  # gone already, or the last process is still being torn down: close() tries again
+
+    def close(self) -> None:
+        """Remove everything that was made here."""
+        for controller, base in self._bases.items():
+            for entry in os.listdir(base):  # noqa: PTH208 - a descriptor: the path is gone
+                self.remove(entry)
+            try:
+                os.rmdir(self._name, dir_fd=self._parents[controller])
+            except OSError:
+                continue
+
+    def _prepare_unified(self) -> None:
+        """Use v2 when it carries the controllers; in a hybrid layout it carries none and v1 does the work."""
+        parent = self._paths["unified"].parent
+        try:
+            (parent / "cgroup.subtree_control").write_text("+memory +pids +cpu")
+            (self._paths["unified"] / "cgroup.subtree_control").write_text("+memory +pids +cpu")
+            self._unified = True
+        except OSError:
+            os.close(self._bases.pop("unified"))
+            self._paths.pop("unified").rmdir()
+
+
+def _own_groups() -> dict[str, Path]:
+    """The directory of this process's own group, by controller; `unified` is v2."""
+    found: dict[str, Path] = {}
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root = _MOUNT if (_MOUNT / "cgroup.controllers").exists() else _MOUNT / "unified"
+            found["unified"] = root / path.lstrip("/")
+        for controller in controllers.split(","):
+            if controller in ("memory", "pids", "cpu"):
+                found[controller] = _MOUNT / controller / path.lstrip("/")
+    return {key: path for key, path in found.items() if os.access(path, os.W_OK)}
+
+
+def _put(base: int, name: str, value: str, *, optional: bool = False) -> None:
+    try:
+        fd = os.open(name, os.O_WRONLY | os.O_CLOEXEC, dir_fd=base)
+    except FileNotFoundError:
+        if optional:
+            return
+        raise
+    try:
+        os.write(fd, value.encode())
+    finally:
+        os.close(fd)

@@ -1,0 +1,145 @@
+"""The few Linux calls that the standard library of Python 3.11 lacks, through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import platform
+import resource
+import signal
+import socket
+import struct
+from typing import NoReturn
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+SANDBOX_NAMESPACES = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x1, 0x2, 0x4, 0x8
+MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE, MS_SLAVE = 0x20, 0x1000, 0x4000, 0x40000, 0x80000
+MNT_DETACH = 0x2
+
+SANDBOX_USER = 231072
+"""Host user that a sandbox's root is, when envd runs as root: it owns nothing on the host."""
+
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP = 1, 4, 24
+_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
+_CAPABILITY_VERSION_3 = 0x20080522
+_LAST_CAPABILITY = 40
+
+# PyDLL keeps the GIL: a cloned child must come back into the interpreter without waiting for it.
+_libc = ctypes.PyDLL(None, use_errno=True)
+_SYSCALLS = {"x86_64": {"clone": 56, "pivot_root": 155}, "aarch64": {"clone": 220, "pivot_root": 41}}
+_numbers = _SYSCALLS.get(platform.machine(), {})
+
+
+def _check(result: int, what: str) -> int:
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+    return result
+
+
+def sandbox_owner() -> int:
+    """Host uid that owns sandbox and template files."""
+    return SANDBOX_USER if os.geteuid() == 0 else os.geteuid()
+
+
+def clone(namespaces: int) -> int:
+    """Fork into new namespaces. Returns 0 in the child. Only for a single-threaded process."""
+    if "clone" not in _numbers:
+        raise OSError(38, f"no namespaces backend for {platform.machine()} machines")
+    flags = ctypes.c_ulong(namespaces | signal.SIGCHLD)
+    zero = ctypes.c_ulong(0)
+    ctypes.pythonapi.PyOS_BeforeFork()
+    pid: int = _libc.syscall(ctypes.c_long(_numbers["clone"]), flags, zero, zero, zero, zero)
+    if pid == 0:
+        ctypes.pythonapi.PyOS_AfterFork_Child()
+        return 0
+    ctypes.pythonapi.PyOS_AfterFork_Parent()
+    return _check(pid, "clone")
+
+
+def unshare(namespaces: int) -> None:
+    """unshare(2)."""
+    _check(_libc.unshare(namespaces), "unshare")
+
+
+def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
+    """mount(2)."""
+    options = data.encode() if data else None
+    result = _libc.mount(os.fsencode(source), os.fsencode(target), kind.encode(), ctypes.c_ulong(flags), options)
+    _check(result, f"mount {kind or source} on {target}")
+
+
+def unmount(target: str, flags: int = MNT_DETACH) -> None:
+    """umount2(2)."""
+    _check(_libc.umount2(os.fsencode(target), flags), f"unmount {target}")
+
+
+def pivot_into(root: str) -> None:
+    """Make a mount the root and let go of everything else."""
+    os.chdir(root)
+    _check(_libc.syscall(ctypes.c_long(_numbers["pivot_root"]), b".", b"."), "pivot_root")
+    mount("", ".", flags=MS_SLAVE | MS_REC)
+    unmount(".")
+    os.chdir("/")
+
+
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Have the kernel signal this process when its parent dies."""
+    _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(number))
+
+
+def hide_from_ptrace() -> None:
+    """Refuse ptrace and /proc/<pid>/{mem,fd} to processes of the same user."""
+    _check(_libc.prctl(_PR_SET_DUMPABLE, ctypes.c_ulong(0)), "prctl dumpable")
+
+
+def adopt_orphans() -> None:
+    """Become the parent of orphaned descendants."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
+
+
+def no_new_privileges() -> None:
+    """Make setuid programs and file capabilities powerless."""
+    one, zero = ctypes.c_ulong(1), ctypes.c_ulong(0)
+    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, one, zero, zero, zero), "prctl no_new_privs")
+
+
+def drop_capabilities() -> None:
+    """Give up every capability, for this process and whatever it runs."""
+    for capability in range(_LAST_CAPABILITY + 1):
+        _libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability))
+    header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
+    _check(_libc.capset(header, bytes(24)), "capset")
+
+
+def raise_loopback() -> None:
+    """Bring `lo` up in a fresh network namespace."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        flags = struct.pack("16sH14s", b"lo", 0x1 | 0x40, b"")  # IFF_UP | IFF_RUNNING
+        fcntl.ioctl(sock, 0x8914, flags)  # SIOCSIFFLAGS
+
+
+def limit_process(*, files: int, file_bytes: int, processes: int | None, memory: int | None) -> None:
+    """Resource limits of this process and its children. None: enforced elsewhere."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = min(files, hard) if hard != resource.RLIM_INFINITY else files
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+    if processes is not None:
+        resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
+    if memory is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+
+
+def leave(code: int) -> NoReturn:
+    """Exit at once: a forked child must not run its parent's exit handlers."""
+    os._exit(code)

@@ -1,0 +1,65 @@
+"""The processes below an agent, and killing those that one call started."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Set as AbstractSet
+
+
+def descendants(pid: int) -> dict[int, int]:
+    """Every live process below pid, to its parent. Orphans count where the kernel put them: below init or a subreaper."""
+    parents: dict[int, int] = {}
+    for name in os.listdir("/proc"):  # noqa: PTH208 - hot, and pathlib is slow
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:  # noqa: PTH123 - hot, and pathlib is slow
+                fields = file.read().rpartition(b")")[2].split()
+        except OSError:
+            continue
+        if fields[0] != b"Z":
+            parents[int(name)] = int(fields[1])
+    below: dict[int, int] = {}
+    fresh = {pid}
+    while fresh:
+        fresh = {each for each, parent in parents.items() if parent in fresh and each not in below}
+        below.update((each, parents[each]) for each in fresh)
+    return below
+
+
+def kill_since(root: int, before: AbstractSet[int]) -> None:
+    """Kill all processes below root but those in `before` and what those started.
+
+    Repeats until none is left, so a process can't escape by forking while it is hunted; each round stops before it kills.
+    """
+    for _ in range(50):
+        below = descendants(root)
+        kept: set[int] = set()
+        fresh = set(before) & below.keys()
+        while fresh:
+            kept |= fresh
+            fresh = {each for each, parent in below.items() if parent in fresh} - kept
+        doomed = below.keys() - kept
+        if not doomed:
+            return
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in sorted(doomed):
+                try:
+                    os.kill(pid, number)
+                except (ProcessLookupError, PermissionError):
+                    continue
+        reap()
+
+
+def reap() -> dict[int, int]:
+    """Collect the children that ended: pid to exit code (negative: killed by that signal)."""
+    ended: dict[int, int] = {}
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        ended[pid] = os.waitstatus_to_exitcode(status)

@@ -1,0 +1,124 @@
+"""What a sandbox sees: a read-only system, its own workspace over a template, a private /tmp, /proc and a small /dev.
+
+/            tmpfs prepared once, read-only, shared by all sandboxes of a server
+/usr ...     the host's, read-only; so are the Python that runs envd and its packages
+/.template   the pristine workspace, read-only
+/workspace   overlay: the template below, a size-limited tmpfs above
+/tmp         on that same tmpfs
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from envd.sandbox import linux
+
+DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9)}
+_SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_ETC_FILES = ("ld.so.cache", "ld.so.conf", "mime.types", "inputrc")
+_PASSWD = "root:x:0:0:root:/tmp:/bin/bash\nnobody:x:65534:65534:nobody:/:/bin/false\n"
+_GROUP = "root:x:0:\nnogroup:x:65534:\n"
+_HOSTS = "127.0.0.1 localhost sandbox\n::1 localhost\n"
+INSIDE_TEMPLATE = "/.template"
+
+
+def python_directories() -> list[str]:
+    """Directories the running interpreter and its packages live in, outermost only, outside /usr."""
+    wanted = {sys.base_prefix, sys.base_exec_prefix, sys.prefix}
+    wanted |= {each for each in sys.path if each.endswith(("site-packages", "dist-packages"))}
+    outside = sorted(path for path in wanted if Path(path).is_dir() and not path.startswith("/usr/"))
+    return [path for path in outside if not any(path.startswith(other + "/") for other in outside)]
+
+
+def prepare_base(run_dir: Path) -> None:
+    """Build the zygote's own root and move into it: `/base` (what sandboxes see), `/templates`, `/proc`, `/mnt`.
+
+    Called once, in the zygote's fresh mount namespace.
+    """
+    linux.mount("", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
+    root = run_dir / "root"
+    root.mkdir(exist_ok=True)
+    linux.mount("tmpfs", str(root), "tmpfs", linux.MS_NOSUID, "mode=755,size=16m")
+    for name in ("base", "templates", "proc", "mnt"):
+        (root / name).mkdir()
+    base = root / "base"
+    _skeleton(base)
+    for name in _SYSTEM:
+        source = Path("/") / name
+        if source.is_symlink():
+            (base / name).symlink_to(source.readlink())
+        elif source.is_dir():
+            _bind_read_only(str(source), base / name)
+    for path in python_directories():
+        _bind_read_only(path, base / path.lstrip("/"))
+    _bind_read_only(str(run_dir / "templates"), root / "templates")
+    linux.mount("/proc", str(root / "proc"), flags=linux.MS_BIND | linux.MS_REC)
+    _devices(base / "dev")
+    linux.mount(str(base), str(base), flags=linux.MS_BIND | linux.MS_REC)
+    flags = linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID
+    linux.mount("", str(base), flags=flags)
+    linux.pivot_into(str(root))
+
+
+def enter(template: str, disk_bytes: int) -> None:
+    """Mount a sandbox's view and make it the root. Called in the sandbox's fresh namespaces, still privileged there."""
+    linux.mount("", "/", flags=linux.MS_REC | linux.MS_SLAVE)
+    linux.mount("/base", "/mnt", flags=linux.MS_BIND | linux.MS_REC)
+    safe = linux.MS_NOSUID | linux.MS_NODEV
+    linux.mount("tmpfs", "/mnt/.scratch", "tmpfs", safe, f"size={disk_bytes},mode=755,nr_inodes=65536")
+    for name in ("upper", "work", "tmp"):
+        Path(f"/mnt/.scratch/{name}").mkdir()
+    linux.mount(f"/templates/{template}", "/mnt" + INSIDE_TEMPLATE, flags=linux.MS_BIND)
+    options = f"lowerdir=/templates/{template},upperdir=/mnt/.scratch/upper,workdir=/mnt/.scratch/work,userxattr"
+    linux.mount("overlay", "/mnt/workspace", "overlay", safe, options)
+    linux.mount("/mnt/.scratch/tmp", "/mnt/tmp", flags=linux.MS_BIND)
+    linux.unmount("/mnt/.scratch")
+    linux.mount("proc", "/mnt/proc", "proc", safe | linux.MS_NOEXEC)
+    linux.pivot_into("/mnt")
+    Path("/tmp").chmod(0o1777)
+
+
+def _skeleton(base: Path) -> None:
+    for name in ("proc", "dev", "tmp", "etc", "workspace", ".template", ".scratch", "run", "var", "root"):
+        (base / name).mkdir(parents=True)
+    (base / "var/tmp").symlink_to("/tmp")
+    etc = base / "etc"
+    (etc / "passwd").write_text(_PASSWD)
+    (etc / "group").write_text(_GROUP)
+    (etc / "hosts").write_text(_HOSTS)
+    for name in _ETC_FILES:
+        source = Path("/etc") / name
+        if source.is_file():
+            shutil.copyfile(source, etc / name)
+    if Path("/etc/alternatives").is_dir():
+        shutil.copytree("/etc/alternatives", etc / "alternatives", symlinks=True)
+
+
+def _devices(dev: Path) -> None:
+    for name, (major, minor) in DEVICES.items():
+        try:
+            os.mknod(dev / name, 0o20666, os.makedev(major, minor))
+            (dev / name).chmod(0o666)
+        except PermissionError:
+            (dev / name).touch()
+            linux.mount(f"/dev/{name}", str(dev / name), flags=linux.MS_BIND)
+    (dev / "shm").symlink_to("/tmp")
+    (dev / "fd").symlink_to("/proc/self/fd")
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        (dev / name).symlink_to(f"/proc/self/fd/{number}")
+
+
+def _bind_read_only(source: str, target: Path) -> None:
+    """Bind a directory read-only. Flags that the source is locked with are kept."""
+    target.mkdir(parents=True, exist_ok=True)
+    linux.mount(source, str(target), flags=linux.MS_BIND)
+    about = os.statvfs(target)
+    kept = 0
+    for flag, bit in ((os.ST_NODEV, linux.MS_NODEV), (os.ST_NOEXEC, linux.MS_NOEXEC)):
+        kept |= bit if about.f_flag & flag else 0
+    kept |= {os.ST_NOATIME: 0x400, os.ST_RELATIME: 0x200000}.get(about.f_flag & (os.ST_NOATIME | os.ST_RELATIME), 0)
+    wanted = linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID | kept
+    linux.mount("", str(target), flags=wanted)

@@ -1,0 +1,125 @@
+"""Runs named tests in-process with a pytest that is imported already, and reports each outcome on a private pipe.
+
+Only pytest's core plugins are loaded; no conftest, ini file or installed plugin is read. The code under test shares this
+process, so a record is only believed if it carries the run's nonce and arrives once; deeper defences belong to the verifier.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+_PLUGINS = (
+    "cacheprovider", "terminal", "junitxml", "pastebin", "stepwise", "faulthandler", "debugging", "setuponly",
+    "setupplan", "doctest", "unraisableexception", "threadexception", "logging", "nose",
+)  # fmt: skip
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
+MAX_MESSAGE = 500
+
+
+class Send(Protocol):
+    """Delivers one record to the supervisor."""
+
+    def __call__(self, kind: str, name: str = "", phase: str = "", status: str = "", message: str = "") -> None:
+        """Send a record."""
+
+
+def run_tests(root: Path, tests: Sequence[str], send: Send) -> None:
+    """Collect and run the named tests below root; `send` gets every phase of every test, and `end` at the end."""
+    sys.dont_write_bytecode = True
+    sys.path.insert(0, str(root))
+    files = list(dict.fromkeys(test.split("::", 1)[0] for test in tests))
+    present = [path for path in files if (root / path).is_file()]
+    code = pytest.main(
+        [*_arguments(root), *(str(root / path) for path in present)], plugins=[_recorder(root, tests, send)]
+    )
+    send("end", status=str(int(code)))
+
+
+def warm_up() -> None:
+    """Import what pytest imports lazily, so that forked runs don't: run one passing and one failing test."""
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        (root / "test_warm_up.py").write_text(
+            "import pytest, unittest\n\n"
+            "@pytest.mark.parametrize('n', [1])\n"
+            "def test_passes(n, tmp_path, monkeypatch):\n    assert n\n\n"
+            "class TestCase(unittest.TestCase):\n    def test_passes(self):\n        self.assertEqual(1, 1)\n\n"
+            "def test_fails():\n    assert {'a': [1]} == {'a': [2]}\n"
+        )
+        pytest.main([*_arguments(root), str(root / "test_warm_up.py")], plugins=[])
+    sys.modules.pop("test_warm_up", None)
+
+
+def pipe_sender(fd: int, nonce: str) -> Send:
+    """A sender of JSON lines; descriptor and nonce live in this closure only."""
+
+    def send(kind: str, name: str = "", phase: str = "", status: str = "", message: str = "") -> None:
+        record = [nonce, kind, name, phase, status, message]
+        data = json.dumps(record).encode() + b"\n"
+        while data:
+            data = data[os.write(fd, data) :]
+
+    return send
+
+
+def base_name(nodeid: str) -> str:
+    """A test's name without its parameters."""
+    return nodeid.split("[", 1)[0]
+
+
+def _arguments(root: Path) -> list[str]:
+    switched_off = [part for name in _PLUGINS for part in ("-p", f"no:{name}")]
+    return [
+        "-c", "/dev/null", "--rootdir", str(root), "--noconftest", "--import-mode=importlib", "-o", "addopts=",
+        "--continue-on-collection-errors", "--capture=no", *switched_off,
+    ]  # fmt: skip
+
+
+def _recorder(root: Path, tests: Sequence[str], send: Send) -> object:
+    wanted = frozenset(tests)
+
+    class Recorder:
+        @pytest.hookimpl(trylast=True)
+        def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+            items[:] = [item for item in items if item.nodeid in wanted or base_name(item.nodeid) in wanted]
+
+        def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+            if report.outcome != "passed":
+                status = "error" if report.failed else "skipped"
+                send("collect", report.nodeid, status=status, message=_message(report, root))
+
+        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            message = "" if report.passed else _message(report, root)
+            send("test", report.nodeid, report.when or "", report.outcome, message)
+
+    return Recorder()
+
+
+def _message(report: Any, root: Path) -> str:
+    """What went wrong, the same on every machine: no addresses, no host paths."""
+    text = _crash_message(report.longrepr)
+    text = _ADDRESS.sub("0x...", text.replace(str(root), "/workspace"))
+    return text[:MAX_MESSAGE]
+
+
+def _crash_message(longrepr: Any) -> str:
+    crash = getattr(longrepr, "reprcrash", None)
+    if crash is not None:
+        return str(crash.message)
+    if isinstance(longrepr, tuple):
+        return str(longrepr[2])
+    errors = [line.removeprefix("E ").strip() for line in str(longrepr).splitlines() if line.startswith("E ")]
+    return errors[-1] if errors else str(longrepr).strip()
+
+
+warm_up()

@@ -1,0 +1,56 @@
+"""Frames between the server and what runs in a sandbox: two lengths, a JSON header, a binary blob.
+
+Both sides bound what they accept: code in a sandbox may have taken its agent over.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from typing import Any
+
+HEAD = struct.Struct(">II")
+MAX_HEADER = 80 * 1024 * 1024
+MAX_BLOB = 64 * 1024 * 1024
+
+
+def pack(header: dict[str, Any], blob: bytes = b"") -> bytes:
+    """One frame."""
+    body = json.dumps(header, separators=(",", ":")).encode()
+    return HEAD.pack(len(body), len(blob)) + body + blob
+
+
+def lengths(head: bytes) -> tuple[int, int]:
+    """Header and blob lengths of a frame. Raises ValueError for a frame beyond the bounds."""
+    header, blob = HEAD.unpack(head)
+    if header > MAX_HEADER or blob > MAX_BLOB:
+        raise ValueError(f"frame of {header} + {blob} bytes is beyond the bounds")
+    return header, blob
+
+
+def send(sock: socket.socket, header: dict[str, Any], blob: bytes = b"") -> None:
+    """Send one frame, blocking."""
+    sock.sendall(pack(header, blob))
+
+
+def receive(sock: socket.socket) -> tuple[dict[str, Any], bytes] | None:
+    """Receive one frame, blocking; None when the peer has gone."""
+    head = _exactly(sock, HEAD.size)
+    if head is None:
+        return None
+    header_length, blob_length = lengths(head)
+    header, blob = _exactly(sock, header_length), _exactly(sock, blob_length)
+    if header is None or blob is None:
+        return None
+    return json.loads(header), blob
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < count:
+        chunk = sock.recv(min(count - len(data), 1 << 20))
+        if not chunk:
+            return None
+        data += chunk
+    return bytes(data)

@@ -1,0 +1,267 @@
+"""Forks sandboxes: a small single-threaded process with everything imported, so that a start is one clone.
+
+    python -m envd.sandbox.zygote CONTROL_FD RUN_DIR NAME --backend namespaces|plain --role agent|verifier
+
+Control messages (JSON, one a datagram): {"id", "template", "memory", "pids", "cpu", "disk"} with the sandbox's end of a
+socketpair attached. When the control connection closes, the server is gone: the zygote kills what it forked,
+removes groups and directories, and ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from envd.sandbox import linux, rootfs, wire
+from envd.sandbox.agent import Agent, Place, prepare_process
+from envd.sandbox.cgroups import Cgroups
+from envd.sandbox.proctree import descendants, reap
+from envd.tools.paths import WORKSPACE
+
+_OPEN_FILES = 1024
+
+
+class Zygote:
+    """The fork loop."""
+
+    def __init__(self, control: socket.socket, run_dir: Path, name: str, backend: str, role: str) -> None:
+        self._control = control
+        self._run_dir = run_dir
+        self._namespaces = backend == "namespaces"
+        self._role = role
+        self._boxes: dict[int, str] = {}  # pid of process 1 -> sandbox id
+        self._groups = Cgroups(name)
+        self._owner = linux.sandbox_owner()
+        self._run_fd = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def run(self) -> None:
+        """Prepare, announce what is enforced, and fork on request until the server goes away."""
+        wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # the server decides; its end is ours
+        linux.adopt_orphans()
+        if self._namespaces:
+            self._own_root()
+        gc.collect()
+        gc.freeze()
+        self._control.send(json.dumps({"ready": True, "enforced": self._groups.enforced}).encode())
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        poll.register(wake_read, select.POLLIN)
+        try:
+            while True:
+                for fd, _ in poll.poll():
+                    if fd == wake_read:
+                        os.read(wake_read, 4096)
+                        self._bury(reap())
+                    elif not self._serve_one():
+                        return
+        finally:
+            self._clean_up()
+
+    def _own_root(self) -> None:
+        if os.geteuid() != 0:
+            uid, gid = os.geteuid(), os.getegid()
+            linux.unshare(linux.CLONE_NEWUSER)
+            Path("/proc/self/setgroups").write_text("deny")
+            Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
+            Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
+        linux.unshare(linux.CLONE_NEWNS)
+        rootfs.prepare_base(self._run_dir)
+
+    def _serve_one(self) -> bool:
+        data, fds, _, _ = socket.recv_fds(self._control, 65536, 1)
+        if not data:
+            return False
+        request = json.loads(data)
+        os.set_inheritable(fds[0], False)
+        with socket.socket(fileno=fds[0]) as sock:
+            try:
+                self._fork(request, sock)
+            except OSError as error:
+                _answer_failure(sock, error)
+        return True
+
+    def _fork(self, request: dict[str, Any], sock: socket.socket) -> None:
+        go_read, go_write = os.pipe2(os.O_CLOEXEC)
+        try:
+            pid = linux.clone(linux.SANDBOX_NAMESPACES if self._namespaces else 0)
+            if pid == 0:
+                os.close(go_write)
+                self._child(request, sock, go_read)
+            self._boxes[pid] = request["id"]
+            try:
+                self._admit(request, pid)
+                os.write(go_write, b"g")
+            except OSError:
+                os.kill(pid, signal.SIGKILL)
+                raise
+        finally:
+            os.close(go_read)
+            os.close(go_write)
+
+    def _admit(self, request: dict[str, Any], pid: int) -> None:
+        """Give the child its user mapping and its limits; it waits for both."""
+        if self._namespaces:
+            outside = self._owner if self._owner == linux.SANDBOX_USER else 0
+            if outside == 0:
+                Path(f"/proc/{pid}/setgroups").write_text("deny")
+            Path(f"/proc/{pid}/uid_map").write_text(f"0 {outside} 1")
+            Path(f"/proc/{pid}/gid_map").write_text(f"0 {outside} 1")
+        limits = {key: request[key] for key in ("memory", "pids", "cpu")}
+        self._groups.place(request["id"], pid, **limits)
+
+    def _child(self, request: dict[str, Any], sock: socket.socket, go: int) -> None:
+        """Everything from here runs in the sandbox's process 1, which never returns into the zygote's loop."""
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            linux.die_with_parent()
+            self._control.close()
+            if os.read(go, 1) != b"g":
+                linux.leave(1)
+            place = self._enter_namespaces(request) if self._namespaces else self._plain_copy(request)
+            _close_all_but(sock.fileno())
+            enforced = self._groups.enforced
+            linux.limit_process(
+                files=_OPEN_FILES,
+                file_bytes=request["disk"],
+                processes=None if "pids" in enforced or not self._namespaces else request["pids"],
+                memory=None if "memory" in enforced else request["memory"],
+            )
+            serve(self._role, sock, place)
+        except BaseException as error:  # noqa: BLE001 - the child reports whatever it was and never returns
+            _answer_failure(sock, error)
+        finally:
+            linux.leave(0)
+
+    def _enter_namespaces(self, request: dict[str, Any]) -> Place:
+        os.setresgid(0, 0, 0)
+        os.setresuid(0, 0, 0)
+        if self._owner == linux.SANDBOX_USER:
+            os.setgroups([])
+        socket.sethostname("sandbox")
+        rootfs.enter(request["template"], request["disk"])
+        linux.raise_loopback()
+        linux.drop_capabilities()
+        linux.no_new_privileges()
+        linux.hide_from_ptrace()
+        prepare_process(sandbox_environment("/tmp"))
+        scratch = Path("/tmp/.envd")
+        scratch.mkdir(mode=0o700)
+        os.chdir(WORKSPACE)
+        return Place(Path(WORKSPACE), Path(rootfs.INSIDE_TEMPLATE), scratch)
+
+    def _plain_copy(self, request: dict[str, Any]) -> Place:
+        template = self._run_dir / "templates" / request["template"]
+        box = self._run_dir / "boxes" / request["id"]
+        workspace, scratch = box / "workspace", box / "scratch"
+        shutil.copytree(template, workspace, symlinks=True)
+        scratch.mkdir()
+        (box / "tmp").mkdir()
+        os.setsid()
+        linux.adopt_orphans()
+        prepare_process(sandbox_environment(str(box / "tmp")))
+        os.chdir(workspace)
+        return Place(workspace, template, scratch)
+
+    def _bury(self, ended: dict[int, int]) -> None:
+        for pid in ended:
+            identity = self._boxes.pop(pid, None)
+            if identity is None:
+                continue
+            self._groups.remove(identity)
+            if not self._namespaces:
+                self._kill_strays()
+                shutil.rmtree(self._run_dir / "boxes" / identity, ignore_errors=True)
+
+    def _kill_strays(self) -> None:
+        """In the plain backend orphans of a dead agent come to us; nothing else below us lacks a living agent."""
+        below = descendants(os.getpid())
+        for pid, parent in below.items():
+            if parent == os.getpid() and pid not in self._boxes:
+                os.kill(pid, signal.SIGKILL)
+
+    def _clean_up(self) -> None:
+        for pid in list(self._boxes):
+            os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            self._bury(reap())
+            if not self._namespaces:
+                self._kill_strays()
+            if not self._boxes:
+                break
+            time.sleep(0.005)
+        self._groups.close()
+
+
+def serve(role: str, sock: socket.socket, place: Place) -> None:
+    """Serve a sandbox in its role until the server closes the connection."""
+    if role == "verifier":
+        from envd.sandbox.verifier import serve_verification
+
+        serve_verification(sock, place)
+    else:
+        Agent(sock, place).serve()
+
+
+def sandbox_environment(home: str) -> dict[str, str]:
+    """Environment of a sandbox's processes: nothing of the server's own."""
+    python = str(Path(sys.prefix) / "bin")
+    return {
+        "PATH": f"{python}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        "HOME": home,
+        "TMPDIR": home,
+        "LANG": "C.UTF-8",
+        "TZ": "UTC",
+        "TERM": "dumb",
+        "PYTHONHASHSEED": "0",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "GIT_CONFIG_COUNT": "1",
+        "GIT_CONFIG_KEY_0": "safe.directory",
+        "GIT_CONFIG_VALUE_0": "*",
+    }
+
+
+def _close_all_but(keep: int) -> None:
+    os.closerange(3, keep)
+    os.closerange(keep + 1, 65536)
+
+
+def _answer_failure(sock: socket.socket, error: BaseException) -> None:
+    try:
+        wire.send(sock, {"failed": f"{type(error).__name__}: {error}"})
+    except OSError:
+        pass  # the server has gone too
+
+
+def main() -> None:
+    """Run a zygote on an inherited control socket."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("control", type=int)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("name")
+    parser.add_argument("--backend", choices=("namespaces", "plain"), required=True)
+    parser.add_argument("--role", choices=("agent", "verifier"), required=True)
+    arguments = parser.parse_args()
+    if arguments.role == "verifier":
+        import envd.sandbox.verifier  # noqa: F401 - imports pytest once, for every verification to come
+    control = socket.socket(fileno=arguments.control)
+    Zygote(control, arguments.run_dir, arguments.name, arguments.backend, arguments.role).run()
+
+
+if __name__ == "__main__":
+    main()

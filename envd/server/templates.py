@@ -1,0 +1,99 @@
+"""Templates: the pristine workspaces, by the digest of their files, kept in the server's run directory."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+
+from envd.errors import TemplateError
+
+_STAMP = 1_000_000_000
+"""Modification time (seconds since 1970) of every template file: what differs from it was touched."""
+_IDENTITY = {"NAME": "envd", "EMAIL": "envd@localhost", "DATE": f"{_STAMP} +0000"}
+_GIT_ENV = {f"GIT_{role}_{key}": value for role in ("AUTHOR", "COMMITTER") for key, value in _IDENTITY.items()} | {
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_CONFIG_GLOBAL": "/dev/null",
+}
+
+
+class Templates:
+    """Stores each template once, however often and by however many it is put."""
+
+    def __init__(self, directory: Path, owner: int) -> None:
+        self._directory = directory
+        self._owner = owner
+        self._lock = asyncio.Lock()
+
+    async def put(self, files: Mapping[str, bytes]) -> str:
+        """Store a template and return its digest. Raises TemplateError for a path outside the workspace."""
+        for path in files:
+            _check_path(path)
+        digest = template_digest(files)
+        async with self._lock:
+            if not (self._directory / digest).exists():
+                await asyncio.to_thread(self._store, digest, files)
+        return digest
+
+    def require(self, digest: str) -> str:
+        """Return the digest if this server has the template, else raise TemplateError."""
+        if not digest.isalnum() or not (self._directory / digest).is_dir():
+            raise TemplateError(f"envd has no template {digest[:80]!r}: call put_template first")
+        return digest
+
+    def _store(self, digest: str, files: Mapping[str, bytes]) -> None:
+        """Build beside the final name and rename, so that a half-written template is never seen."""
+        draft = self._directory / f".{digest}"
+        shutil.rmtree(draft, ignore_errors=True)
+        try:
+            draft.mkdir()
+            for path, content in sorted(files.items()):
+                target = draft / path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(content)
+                target.chmod(0o755 if content.startswith(b"#!") else 0o644)
+            _commit(draft)
+            _settle(draft, self._owner)
+        except OSError as error:
+            raise TemplateError(f"template {digest[:12]} can't be stored: {error}") from error
+        draft.rename(self._directory / digest)
+
+
+def template_digest(files: Mapping[str, bytes]) -> str:
+    """SHA-256 over the sorted paths and their contents' SHA-256."""
+    whole = hashlib.sha256(b"envd template 1\n")
+    for path, content in sorted(files.items()):
+        whole.update(path.encode() + b"\0" + hashlib.sha256(content).digest())
+    return whole.hexdigest()
+
+
+def _check_path(path: str) -> None:
+    pure = PurePosixPath(path)
+    bad = pure.is_absolute() or ".." in pure.parts or ".git" in pure.parts or str(pure) != path or path == "."
+    if bad or "\0" in path:
+        raise TemplateError(f"template path {path!r} must be a plain relative path outside .git")
+
+
+def _commit(directory: Path) -> None:
+    """One commit with fixed names and dates: the same files give the same commit on every machine."""
+    environment = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(directory)} | _GIT_ENV
+    for command in (
+        ["init", "--quiet", "--initial-branch=main", "--template="],
+        ["add", "--all", "--force"],
+        ["commit", "--quiet", "--allow-empty", "--message=template"],
+    ):
+        done = subprocess.run(["git", *command], cwd=directory, env=environment, capture_output=True, check=False)
+        if done.returncode:
+            raise TemplateError(f"git {command[0]} failed on a template: {done.stderr.decode(errors='replace')}")
+
+
+def _settle(directory: Path, owner: int) -> None:
+    """Hand the tree to the sandbox's user and give every file the same modification time."""
+    for path in [directory, *directory.rglob("*")]:
+        if owner != os.geteuid():
+            os.chown(path, owner, owner, follow_symlinks=False)
+        os.utime(path, (_STAMP, _STAMP), follow_symlinks=False)

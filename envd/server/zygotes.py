@@ -1,0 +1,158 @@
+"""The server's side of a zygote: starting one, asking it for sandboxes, and talking to what it forked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from envd.errors import BackendUnavailable, SandboxGone, SandboxStartError
+from envd.sandbox import wire
+from envd.types import Limits
+
+_START_TIMEOUT_S = 60.0
+_MIB = 1024 * 1024
+
+
+class Link:
+    """The server's end of one sandbox's connection. Requests are answered in order, one at a time."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._lock = asyncio.Lock()
+
+    async def ask(self, header: dict[str, Any], blob: bytes = b"", *, timeout_s: float) -> tuple[dict[str, Any], bytes]:
+        """One request and its reply. After a failure or a timeout the link is closed, and the sandbox ends with it."""
+        async with self._lock:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    self._writer.write(wire.pack(header, blob))
+                    await self._writer.drain()
+                    header_length, blob_length = wire.lengths(await self._reader.readexactly(wire.HEAD.size))
+                    body = await self._reader.readexactly(header_length + blob_length)
+                reply = json.loads(body[:header_length])
+            except (OSError, EOFError, ValueError, TimeoutError) as error:
+                self.close()
+                raise SandboxGone("the sandbox ended: it used up a limit, crashed or hung") from error
+            except asyncio.CancelledError:
+                self.close()  # the caller has gone; a reply would answer nobody
+                raise
+        if not isinstance(reply, dict):
+            self.close()
+            raise SandboxGone("the sandbox answered nonsense")
+        return reply, body[header_length:]
+
+    def close(self) -> None:
+        """Close the connection: the agent at its other end exits, and its sandbox with it."""
+        self._writer.close()
+
+    async def closed(self) -> None:
+        """Wait until the other end has gone too."""
+        try:
+            await self._writer.wait_closed()
+        except OSError:
+            pass
+
+
+class Zygote:
+    """A running zygote process of one role."""
+
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, enforced: tuple[str, ...]) -> None:
+        self.process = process
+        self.enforced = enforced
+        self._control = control
+        self._count = 0
+
+    @classmethod
+    async def start(cls, run_dir: Path, name: str, backend: str, role: str) -> Zygote:
+        """Start a zygote and wait until it can fork. Raises BackendUnavailable with its own words if it can't."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "envd.sandbox.zygote", str(theirs.fileno()), str(run_dir), name]
+        root = Path(__file__).resolve().parents[2]
+        environment = {
+            "PATH": os.environ.get("PATH", os.defpath),
+            "PYTHONHASHSEED": "0",
+            "PYTHONPATH": str(root),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        }
+        process = subprocess.Popen(
+            [*command, "--backend", backend, "--role", role],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+        theirs.close()
+        ours.setblocking(False)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                hello = await loop.sock_recv(ours, 65536)
+        except TimeoutError:
+            hello = b""
+        if not hello:
+            ours.close()
+            process.kill()
+            words = process.communicate()[1].decode(errors="replace").strip().splitlines()
+            raise BackendUnavailable(
+                f"the {backend} backend does not start: {words[-1] if words else 'no reason given'}"
+            )
+        return cls(process, ours, tuple(json.loads(hello)["enforced"]))
+
+    async def spawn(self, template: str, limits: Limits, env: dict[str, str]) -> Link:
+        """Fork a sandbox; it is ready when this returns. Raises SandboxStartError."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._count += 1
+        request = {
+            "id": f"s{self._count}",
+            "template": template,
+            "memory": limits.memory_mb * _MIB,
+            "pids": limits.pids,
+            "cpu": limits.cpu,
+            "disk": limits.disk_mb * _MIB,
+        }
+        with theirs:
+            ours.setblocking(False)
+            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 20)
+            try:
+                await self._send(json.dumps(request).encode(), theirs)
+            except OSError as error:
+                writer.close()
+                raise SandboxStartError(f"the zygote has gone ({error}): restart envd") from error
+        link = Link(reader, writer)
+        try:
+            reply, _ = await link.ask({"op": "init", "env": env}, timeout_s=_START_TIMEOUT_S)
+        except SandboxGone as error:
+            raise SandboxStartError(
+                "a sandbox died while it started: its memory or pid limit may be too low"
+            ) from error
+        if "failed" in reply:
+            link.close()
+            raise SandboxStartError(f"a sandbox could not start: {reply['failed']}")
+        return link
+
+    async def _send(self, data: bytes, sock: socket.socket) -> None:
+        while True:
+            try:
+                socket.send_fds(self._control, [data], [sock.fileno()])
+                return
+            except BlockingIOError:
+                await asyncio.sleep(0.001)  # its queue is full: forking is the bottleneck now
+
+    async def stop(self) -> None:
+        """Close the control connection and wait until the zygote has cleaned up."""
+        self._control.close()
+        try:
+            await asyncio.to_thread(self.process.wait, 15)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            await asyncio.to_thread(self.process.wait)
+        if self.process.stderr is not None:
+            self.process.stderr.close()
