@@ -1,0 +1,153 @@
+"""What an iteration starts from: resolved once, pinned for ever. This is how iteration i meets i-1."""
+
+from __future__ import annotations
+
+from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, Frozen, find_artifact, list_artifacts, open_artifact
+from contracts.store import Store
+from contracts.tasks import Split, Task, read_tasks
+from inference.rollouts.plan import GroupPlan, draw_prompts
+from ops import keys
+from ops.step import Step
+from resources.errors import NotMaterialized, RegistryError
+from resources.experiment import Experiment
+from resources.registry import Registry
+
+
+class Start(Frozen):
+    """What training goes on from."""
+
+    checkpoint: ArtifactRef
+    trainer_state: ArtifactRef
+
+
+class IterationInputs(Frozen):
+    """What one iteration starts from, by digest."""
+
+    experiment: str
+    iteration: str
+    policy: ArtifactRef
+    """The checkpoint that acts."""
+    start: Start
+    task_suite: ArtifactRef
+    base: ArtifactRef
+    """The base policy's checkpoint."""
+    cursor: int
+    """Prompts drawn by earlier iterations."""
+    carried_over: list[str] = []
+    """Episode ids taken over unfinished from an earlier iteration."""
+
+
+class PromptsDrawn(Frozen):
+    """The tasks of one iteration."""
+
+    groups: list[GroupPlan]
+    reserve: list[GroupPlan]
+    cursor_after: int
+
+
+def iteration_key(number: int) -> str:
+    """Partition key of the iteration with this number, from 0."""
+    return f"{number:04d}"
+
+
+def trainer_state_of(store: Store, checkpoint: ArtifactRef) -> ArtifactRef:
+    """The trainer state that belongs to a checkpoint: it has the same action key. Raises NotMaterialized."""
+    state = find_artifact(store, "trainer_state", checkpoint.key)
+    if state is None:
+        raise NotMaterialized(f"checkpoint {checkpoint.short} has no trainer_state in {store.url}: train or import it again")
+    return state.ref
+
+
+def find_inputs(store: Store, experiment: Experiment, iteration: str) -> IterationInputs | None:
+    """What an iteration was pinned to, or None when it never began."""
+    artifact = find_artifact(store, "iteration_inputs", keys.inputs_key(experiment, iteration))
+    return IterationInputs.model_validate(artifact.json("inputs.json")) if artifact else None
+
+
+def read_inputs(store: Store, ref: ArtifactRef) -> IterationInputs:
+    """The content of an `iteration_inputs` artifact."""
+    return IterationInputs.model_validate(open_artifact(store, ref).json("inputs.json"))
+
+
+def pin_inputs(step: Step, base: ArtifactRef, suite: ArtifactRef, policy: str) -> Artifact:
+    """The inputs this iteration was pinned to; pins them first when it begins. policy: "live", "base" or a checkpoint's digest prefix."""
+    key = keys.inputs_key(step.experiment, step.iteration)
+    found = find_artifact(step.store, "iteration_inputs", key)
+    if found is not None:
+        return found
+    start = resolve_start(step.store, step.experiment.name, base, policy)
+    inputs = IterationInputs(
+        experiment=step.experiment.name, iteration=step.iteration, policy=start.checkpoint, start=start, task_suite=suite, base=base,
+        cursor=cursor_before(step.store, step.experiment, step.iteration),
+    )  # fmt: skip
+    parents = {"policy": inputs.policy, "trainer_state": start.trainer_state, "task_suite": suite, "base": base}
+    config = {"experiment": step.experiment.name, "iteration": step.iteration}
+    with ArtifactWriter(
+        step.store, "iteration_inputs", key, parents=parents, config=config, code_version=keys.INPUTS_VERSION
+    ) as out:
+        out.add_json("inputs.json", inputs.model_dump(mode="json"))
+        return out.commit(meta={**config, "policy": inputs.policy.digest, "asked_for": policy})
+
+
+def resolve_start(store: Store, experiment: str, base: ArtifactRef, policy: str) -> Start:
+    """The policy asked for. Raises RegistryError for an unknown or ambiguous digest prefix."""
+    if policy == "live":
+        live = Registry(store, experiment).live()
+        if live is not None:
+            return Start(checkpoint=live.policy, trainer_state=live.trainer_state)
+        policy = "base"
+    checkpoint = base if policy == "base" else find_checkpoint(store, policy)
+    return Start(checkpoint=checkpoint, trainer_state=trainer_state_of(store, checkpoint))
+
+
+def find_checkpoint(store: Store, prefix: str) -> ArtifactRef:
+    """The one checkpoint whose content digest begins with `prefix`. Raises RegistryError."""
+    found = {each.ref.digest: each.ref for each in list_artifacts(store, "checkpoint") if each.ref.digest.startswith(prefix)}
+    if len(found) != 1:
+        fault = "matches no checkpoint" if not found else f"matches {len(found)} checkpoints"
+        raise RegistryError(f"policy {prefix!r} {fault} in {store.url}: give live, base or more digits of a digest")
+    return next(iter(found.values()))
+
+
+def cursor_before(store: Store, experiment: Experiment, iteration: str) -> int:
+    """Prompts drawn before this iteration: the previous one's draw, repeated from what it was pinned to (0 when there is none)."""
+    before = find_inputs(store, experiment, iteration_key(int(iteration) - 1)) if int(iteration) > 0 else None
+    return draw(store, experiment, before).cursor_after if before else 0
+
+
+def load_tasks(store: Store, suite: ArtifactRef) -> dict[str, Task]:
+    """All tasks of a suite by id, in its order."""
+    return {task.task_id: task for task in read_tasks(open_artifact(store, suite).table("tasks.parquet"))}
+
+
+def split_tasks(tasks: dict[str, Task], split: Split) -> list[Task]:
+    """The tasks of one split, in the suite's order."""
+    return [task for task in tasks.values() if task.split == split]
+
+
+def draw(store: Store, experiment: Experiment, inputs: IterationInputs) -> PromptsDrawn:
+    """The tasks an iteration samples. Deterministic."""
+    tasks = split_tasks(load_tasks(store, inputs.task_suite), Split.TRAIN)
+    groups, reserve, after = draw_prompts(
+        [task.task_id for task in tasks], count=experiment.prompts.groups, reserve=experiment.prompts.reserve,
+        cursor=inputs.cursor, seed=experiment.seed, iteration=inputs.iteration,
+    )  # fmt: skip
+    return PromptsDrawn(groups=groups, reserve=reserve, cursor_after=after)
+
+
+def draw_and_commit(step: Step, inputs_ref: ArtifactRef) -> Artifact:
+    """The `prompts` artifact of this iteration."""
+    inputs = read_inputs(step.store, inputs_ref)
+    key = keys.prompts_key(step.experiment, step.iteration, inputs.task_suite, inputs.cursor)
+    found = find_artifact(step.store, "prompts", key)
+    if found is not None:
+        return found
+    drawn = draw(step.store, step.experiment, inputs)
+    config = keys.prompts_slice(step.experiment, step.iteration, inputs.cursor)
+    with ArtifactWriter(
+        step.store, "prompts", key, parents={"task_suite": inputs.task_suite}, config=config, code_version=keys.PROMPTS_VERSION
+    ) as out:
+        out.add_json("prompts.json", drawn.model_dump(mode="json"))
+        return out.commit(
+            meta={"groups": len(drawn.groups), "reserve": len(drawn.reserve), "cursor_after": drawn.cursor_after}
+        )

@@ -1,0 +1,21 @@
+"""What can go wrong around a step, in words that name the fix."""
+
+from __future__ import annotations
+
+from contracts.errors import ConfigError, TriplaneError
+
+
+class ExperimentError(ConfigError):
+    """An experiment file is malformed, or an override names no field."""
+
+
+class NotMaterialized(TriplaneError):
+    """A step needs an asset that was never produced in this store."""
+
+
+class LaunchFailed(TriplaneError):
+    """A launched process ended without its result."""
+
+
+class RegistryError(TriplaneError):
+    """The registry holds no such policy, or a name for several."""

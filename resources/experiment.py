@@ -1,0 +1,226 @@
+"""What an experiment is: one YAML file, one typed value, one slice a step.
+
+A step's own slice, and nothing more, goes into its action key: changing the trainer's never resamples. Where a thing runs (addresses,
+processes, GPUs) is in no key.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from contracts.digests import digest_of
+from curation.dataset import DatasetConfig
+from curation.rewards import RewardConfig
+from curation.tasks.demonstrations import DemonstrationConfig
+from curation.tasks.suite import TaskSuiteConfig
+from envd.types import Limits
+from inference.engines import EngineConfig
+from inference.rollouts.config import RolloutConfig
+from resources.errors import ExperimentError
+from resources.overrides import apply_overrides, explain
+from trainer.config import GrpoConfig, ModelConfig, SftConfig
+
+
+class Section(BaseModel):
+    """Base of this file's parts: immutable, no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class SftBase(Section):
+    """The base policy is a fresh model, warmed up on scripted expert episodes."""
+
+    kind: Literal["sft"] = "sft"
+    """Discriminates the two ways to get a base policy."""
+    demonstrations: DemonstrationConfig = DemonstrationConfig()
+    """The expert episodes."""
+    model: ModelConfig = ModelConfig()
+    """The model's shape."""
+    sft: SftConfig = SftConfig()
+    """The recipe and its stopping criterion."""
+
+    @property
+    def spaced(self) -> bool:
+        """Whether tool calls are written with blanks and newlines, as Qwen writes them."""
+        return False
+
+
+class ImportedBase(Section):
+    """The base policy is an existing checkpoint directory of Qwen3-MoE in the Hugging Face layout."""
+
+    kind: Literal["import"]
+    """Discriminates the two ways to get a base policy."""
+    path: str = Field(min_length=1)
+    """The directory, as the process that materializes base_policy sees it."""
+    spaced: bool = True
+    """Whether tool calls are written with blanks and newlines, as Qwen writes them."""
+
+
+class PromptsConfig(Section):
+    """How many groups an iteration samples."""
+
+    groups: int = Field(64, ge=1, le=1_000_000)
+    """Prompts an iteration."""
+    reserve: int = Field(16, ge=0, le=1_000_000)
+    """Further prompts, for groups that show no variance."""
+    workers: int = Field(1, ge=1, le=1024)
+    """Mapped steps that share the groups. A worker holds hundreds of episodes at once, so tens are many."""
+
+
+class LimitsConfig(Section):
+    """What one episode's sandbox may use."""
+
+    memory_mb: int = Field(512, ge=16)
+    """All its processes and files together, in MiB."""
+    pids: int = Field(64, ge=4)
+    """Processes and threads alive at once."""
+    cpu: float = Field(1.0, gt=0)
+    """Cores."""
+    disk_mb: int = Field(64, ge=1)
+    """Everything it writes, in MiB."""
+    lifetime_s: float = Field(600.0, gt=0)
+    """Seconds after which it is destroyed, whoever forgot it."""
+
+    def limits(self) -> Limits:
+        """As the environment plane takes them."""
+        return Limits(**self.model_dump())
+
+
+class SandboxesConfig(Section):
+    """Where episodes and verifications run."""
+
+    backend: Literal["auto", "namespaces", "plain"] = "auto"
+    """Of the server started here. plain isolates nothing; auto takes it only where nothing else works, and says so."""
+    address: str | None = None
+    """`unix:/path` or `host:port` of an envd server that already runs; null starts one for the run."""
+    limits: LimitsConfig = LimitsConfig()
+    """What one episode's sandbox may use."""
+
+
+class LauncherConfig(Section):
+    """Where training runs."""
+
+    kind: Literal["local"] = "local"
+    """local: a process on this machine, one a GPU under torchrun where there are several."""
+    nodes: int = Field(1, ge=1, le=1024)
+    """Machines."""
+    gpus: int = Field(0, ge=0, le=64)
+    """GPUs a machine; 0 trains on the CPU."""
+    threads: int = Field(0, ge=0, le=1024)
+    """CPU threads of a training process; 0: all cores. Another count may give other bits."""
+
+
+class TrainerConfig(Section):
+    """One iteration's training."""
+
+    grpo: GrpoConfig = GrpoConfig()
+    """The algorithm."""
+    launcher: LauncherConfig = LauncherConfig()
+    """Where it runs."""
+
+
+class EvaluationConfig(Section):
+    """How the candidate and its parent are compared."""
+
+    gate_samples: int = Field(2, ge=1, le=1024)
+    """Episodes a gate task. The gate decides."""
+    held_out_samples: int = Field(2, ge=0, le=1024)
+    """Episodes a held-out task. No decision reads them; 0 plays none."""
+
+
+class PromotionConfig(Section):
+    """When a candidate goes live."""
+
+    margin: float = Field(0.05, ge=0, le=1)
+    """Pass rate on the gate that the candidate may lose, at most."""
+    confidence: float = Field(0.90, gt=0, lt=1)
+    """Of the two-sided interval whose lower end must stay above -margin."""
+    on_refusal: Literal["stop", "retry_from_live"] = "retry_from_live"
+    """What the next iteration of a sequence does: not start, or sample again with the live policy."""
+
+
+class Experiment(Section):
+    """Everything that decides what an experiment's assets hold."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]{0,62}$")
+    """Prefix of its assets and name of its partitions: lower case letters, digits and underscores."""
+    description: str = ""
+    """One line for the UI."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """Of sampling, prompts and training. Tasks and demonstrations have their own."""
+    iterations: int = Field(8, ge=1, le=9999)
+    """Iterations that `demo` and an unnumbered `iterate` run."""
+    tasks: TaskSuiteConfig = TaskSuiteConfig()
+    """The task suite."""
+    base: Annotated[SftBase | ImportedBase, Field(discriminator="kind")] = SftBase()
+    """The policy that iteration 0 samples with and trains from."""
+    prompts: PromptsConfig = PromptsConfig()
+    """How many groups an iteration samples."""
+    rollouts: RolloutConfig = RolloutConfig()
+    """The agent loop."""
+    engine: EngineConfig = EngineConfig()
+    """What serves the policy."""
+    sandboxes: SandboxesConfig = SandboxesConfig()
+    """Where episodes run."""
+    rewards: RewardConfig = RewardConfig()
+    """What an episode is worth."""
+    dataset: DatasetConfig = DatasetConfig()
+    """What is left out of training."""
+    trainer: TrainerConfig = TrainerConfig()
+    """Training of one iteration."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Comparison with the parent."""
+    promotion: PromotionConfig = PromotionConfig()
+    """When a candidate goes live."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.trainer.grpo.temperature != self.rollouts.temperature:
+            raise ValueError(
+                f"trainer.grpo.temperature {self.trainer.grpo.temperature} differs from rollouts.temperature "
+                f"{self.rollouts.temperature}: set both to the same value"
+            )
+        if self.rollouts.group_size < 2:
+            raise ValueError("rollouts.group_size 1 gives every episode the baseline of itself: use at least 2")
+        return self
+
+    @property
+    def digest(self) -> str:
+        """Digest of the whole experiment. For people; no step's key depends on it."""
+        return digest_of(self.model_dump(mode="json"))
+
+
+def load_experiment(path: Path | str, overrides: list[str] | None = None) -> Experiment:
+    """Read an experiment file and apply overrides such as "trainer.grpo.learning_rate=1e-4" (values are YAML).
+
+    Raises ExperimentError that names the file, the field, the value and the fix.
+    """
+    source = Path(path)
+    try:
+        text = source.read_text()
+    except OSError as error:
+        raise ExperimentError(f"experiment {source} can't be read ({error.strerror}): name a YAML file in experiments/") from None
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ExperimentError(f"experiment {source} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ExperimentError(f"experiment {source} holds no mapping: begin with `name: ...`")
+    return parse_experiment(apply_overrides(values, overrides or []), str(source))
+
+
+def parse_experiment(values: dict[str, Any], source: str = "experiment") -> Experiment:
+    """An experiment from plain values. Raises ExperimentError."""
+    try:
+        return Experiment.model_validate(values)
+    except ValidationError as error:
+        raise ExperimentError(explain(error, Experiment, source)) from None
+
+
+def find_experiments(folder: Path) -> list[Path]:
+    """The experiment files in a folder, by name."""
+    return sorted(folder.glob("*.yaml"))

@@ -1,0 +1,112 @@
+"""Processes that train, behind one call: `run(command, nodes, gpus)` starts, watches and reaps them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import dagster as dg
+from pydantic import Field
+
+from resources.errors import LaunchFailed
+
+Context = dg.OpExecutionContext | dg.AssetExecutionContext
+OnMessage = Callable[[Mapping[str, Any]], None]
+
+_PR_SET_PDEATHSIG = 1
+_TAIL_LINES = 15
+
+
+class Launcher(Protocol):
+    """Runs a command to its end, wherever that is. The command reports through Dagster Pipes."""
+
+    def run(
+        self, context: Context, command: Sequence[str], *, nodes: int, gpus: int, on_message: OnMessage
+    ) -> list[Mapping[str, Any]]:
+        """Every message the command sent, in order; `on_message` gets each when it arrives. Raises LaunchFailed."""
+
+
+class LocalLauncher(dg.ConfigurableResource):
+    """Runs a command as a child process of this machine. The child dies with its parent."""
+
+    grace_s: float = Field(default=20.0, gt=0, description="Seconds a child gets to end after being asked to")
+    poll_s: float = Field(default=0.1, gt=0, description="Seconds between looks for messages")
+
+    def run(
+        self, context: Context, command: Sequence[str], *, nodes: int, gpus: int, on_message: OnMessage
+    ) -> list[Mapping[str, Any]]:
+        """See Launcher.run."""
+        if nodes != 1:
+            raise LaunchFailed(f"trainer.launcher.nodes={nodes}: the local launcher has this machine only; set it to 1")
+        seen = 0
+        with tempfile.TemporaryFile() as log, dg.open_pipes_session(
+            context=context,
+            context_injector=dg.PipesTempFileContextInjector(),
+            message_reader=dg.PipesTempFileMessageReader(),
+        ) as session:  # fmt: skip
+            child = subprocess.Popen(
+                with_processes(command, gpus), stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                env={**os.environ, **session.get_bootstrap_env_vars()}, preexec_fn=_die_with_parent,
+            )  # fmt: skip
+            try:
+                while True:
+                    ended = _ended(child, self.poll_s)
+                    messages = session.get_custom_messages()
+                    for message in messages[seen:]:
+                        on_message(message)
+                    seen = len(messages)
+                    if ended:
+                        break
+            finally:
+                _stop(child, self.grace_s)
+            tail = _tail(log)
+        if child.returncode != 0:
+            raise LaunchFailed(f"`{_shown(command)}` ended with code {child.returncode}: {tail}")
+        messages = session.get_custom_messages()
+        for message in messages[seen:]:
+            on_message(message)
+        return list(messages)
+
+
+def with_processes(command: Sequence[str], gpus: int) -> list[str]:
+    """`python -m module ...` as one process a GPU under torchrun where there are several."""
+    if gpus < 2:
+        return list(command)
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}", *command[1:]]
+
+
+def _ended(child: subprocess.Popen[bytes], wait_s: float) -> bool:
+    try:
+        child.wait(wait_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _stop(child: subprocess.Popen[bytes], grace_s: float) -> None:
+    if child.poll() is None:
+        child.send_signal(signal.SIGTERM)
+        if not _ended(child, grace_s):
+            child.kill()
+            child.wait()
+
+
+def _tail(log: IO[bytes]) -> str:
+    log.seek(0)
+    lines = log.read().decode(errors="replace").splitlines()
+    return " | ".join(line.strip() for line in lines[-_TAIL_LINES:] if line.strip())[-2000:] or "it said nothing"
+
+
+def _shown(command: Sequence[str]) -> str:
+    return " ".join([Path(command[0]).name, *command[1:]])[:160]
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

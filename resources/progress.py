@@ -1,0 +1,36 @@
+"""Progress of long steps, for whoever watches: a terminal's bars, a log, or nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far one step is."""
+
+    asset: str
+    """E.g. "rollouts"."""
+    partition: str | None
+    """Iteration key such as "0003", or None for unpartitioned assets."""
+    phase: str
+    """What it is doing, in a word or two."""
+    done: float
+    """Units finished."""
+    total: float | None
+    """Units in all; None when unknown."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """Current measurements, e.g. {"tokens_per_second": 6100.0}."""
+
+
+class ProgressSink(Protocol):
+    """Takes every update, several a second; must return at once."""
+
+    def __call__(self, update: Progress) -> None:
+        """Show, log or drop the update."""
+
+
+def no_progress(update: Progress) -> None:
+    """A sink that drops everything: Dagster's own observations remain."""

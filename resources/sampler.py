@@ -1,0 +1,66 @@
+"""Engines that serve a policy, as a Dagster resource.
+
+    lease(policy, role) -> the kept engine, hot-reloaded when it serves another policy -> release
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Literal
+
+import dagster as dg
+from pydantic import PrivateAttr
+
+from contracts.artifacts import Artifact
+from inference.engines import EngineConfig, open_engine
+from inference.engines.base import Engine
+
+Role = Literal["rollouts", "evaluation"]
+"""What an engine is wanted for; who owns GPUs decides by it."""
+
+
+class SamplerResource(dg.ConfigurableResource):
+    """Leases engines. The built-in one is kept between the leases of a run; remote ones are connected to for each."""
+
+    _kept: dict[str, tuple[Engine, str]] = PrivateAttr(default_factory=dict)
+
+    @contextmanager
+    def yield_for_execution(self, context: dg.InitResourceContext) -> Iterator[SamplerResource]:
+        """Live for one run (one step where steps are processes)."""
+        try:
+            yield self
+        finally:
+            self.close()
+
+    @asynccontextmanager
+    async def lease(self, policy: Artifact, role: Role, config: EngineConfig) -> AsyncIterator[Engine]:
+        """An engine that serves `policy` (a checkpoint) until the block ends. Its versions are the policy's content digest."""
+        if config.kind == "builtin":
+            yield await self._builtin(policy, config)
+            return
+        engine = open_engine(config, policy.directory(), policy.ref.digest)
+        try:
+            if await engine.version() != policy.ref.digest:
+                await engine.load_weights(policy.directory(), policy.ref.digest)
+            yield engine
+        finally:
+            await engine.close()
+
+    async def _builtin(self, policy: Artifact, config: EngineConfig) -> Engine:
+        place = config.model_dump_json()
+        kept = self._kept.get(place)
+        if kept is None:
+            kept = (open_engine(config, policy.directory(), policy.ref.digest), policy.ref.digest)
+        elif kept[1] != policy.ref.digest:
+            await kept[0].load_weights(policy.directory(), policy.ref.digest)
+            kept = (kept[0], policy.ref.digest)
+        self._kept[place] = kept
+        return kept[0]
+
+    def close(self) -> None:
+        """Stop the engines that are kept. Idempotent."""
+        kept, self._kept = self._kept, {}
+        for engine, _ in kept.values():
+            asyncio.run(engine.close())
