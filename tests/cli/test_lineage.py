@@ -1,0 +1,128 @@
+"""Lineage walks both ways, over artifacts made by the real writers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from cli_history import History, Run
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contracts.artifacts import ArtifactRef, ArtifactWriter
+from contracts.digests import digest_of
+from contracts.errors import ArtifactMissing
+from contracts.store import open_store
+from triplane_dagster.lineage import Graph, ancestors, build_graph, descendants, resolve, trace
+
+
+def names(history: History, uris: set[str]) -> set[str]:
+    return {name for name, artifact in history.artifacts.items() if artifact.ref.uri in uris}
+
+
+def test_a_checkpoint_knows_what_made_it(history: History) -> None:
+    found = trace(history.store, history.digest("next"))
+    made_of = names(history, {step.node.ref.uri for step in found.ancestors})
+    assert made_of == {"dataset", "rollouts", "rewards", "inputs", "suite", "base"}
+
+
+def test_a_policy_knows_everything_made_of_it(history: History) -> None:
+    found = trace(history.store, history.digest("base"))
+    made_into = names(history, {step.node.ref.uri for step in found.descendants})
+    assert made_into == {"inputs", "rollouts", "rewards", "dataset", "next", "next_state"}
+
+
+def test_a_kept_episode_leads_to_the_checkpoint_trained_on_it(history: History) -> None:
+    (use,) = trace(history.store, history.solved.episode_id).uses
+    assert use.membership.kept
+    assert [node.ref.digest for node in use.checkpoints] == [history.digest("next")]
+
+
+def test_an_episode_left_out_says_why_and_has_no_descendants(history: History) -> None:
+    found = trace(history.store, history.failed.episode_id)
+    assert [(use.membership.kept, use.membership.reason) for use in found.uses] == [(False, "zero_variance")]
+    assert found.descendants == ()
+
+
+def test_any_unambiguous_beginning_is_enough(history: History) -> None:
+    assert trace(history.store, history.solved.episode_id[:12]).episode is not None
+    (node,) = trace(history.store, history.digest("dataset")[:10]).starts
+    assert node.ref.kind == "dataset"
+    (node,) = trace(history.store, history.artifacts["dataset"].ref.key[:10]).starts
+    assert node.ref.kind == "dataset"
+
+
+def test_an_ambiguous_beginning_names_the_candidates(history: History) -> None:
+    digests = [artifact.ref.digest for artifact in history.artifacts.values()]
+    keys = [artifact.ref.key for artifact in history.artifacts.values()]
+    first = next(letter for letter in "0123456789abcdef" if sum(name[0] == letter for name in digests + keys) > 1)
+    with pytest.raises(ArtifactMissing, match="give more digits"):
+        trace(history.store, first)
+
+
+@pytest.mark.parametrize("query", ["", "zz", "0" * 64])
+def test_an_unknown_digest_is_one_clear_error(history: History, query: str) -> None:
+    with pytest.raises(ArtifactMissing, match="triplane status"):
+        trace(history.store, query)
+
+
+def test_a_parent_that_is_gone_is_named_and_marked(tmp_path_factory: pytest.TempPathFactory) -> None:
+    store = open_store(str(tmp_path_factory.mktemp("gone")))
+    gone = ArtifactRef(kind="dataset", key="a" * 64, digest="b" * 64)
+    with ArtifactWriter(store, "checkpoint", "c" * 64, parents={"dataset": gone}, config={}, code_version="1") as out:
+        out.add_json("config.json", {})
+        made = out.commit()
+    (step,) = trace(store, made.ref.digest).ancestors
+    assert step.node.ref == gone and not step.node.present
+
+
+@given(st.lists(st.sets(st.integers(0, 30), max_size=4), min_size=1, max_size=12), st.data())
+def test_ancestors_and_descendants_are_each_others_inverse(
+    tmp_path_factory: pytest.TempPathFactory, parents: list[set[int]], data: st.DataObject
+) -> None:
+    store = open_store(str(tmp_path_factory.mktemp("graph")))
+    refs: list[ArtifactRef] = []
+    for index, chosen in enumerate(parents):
+        inputs = {f"p{parent}": refs[parent] for parent in chosen if parent < index}
+        with ArtifactWriter(store, "node", digest_of(index), parents=inputs, config={}, code_version="1") as out:
+            out.add_json("n.json", index)
+            refs.append(out.commit().ref)
+    graph = build_graph(store)
+    one, other = (data.draw(st.sampled_from(refs)) for _ in range(2))
+    assert (other.uri in above(graph, one)) == (one.uri in below(graph, other))
+
+
+def above(graph: Graph, ref: ArtifactRef) -> set[str]:
+    return {step.node.ref.uri for step in ancestors(graph, resolve(graph, ref.digest))}
+
+
+def below(graph: Graph, ref: ArtifactRef) -> set[str]:
+    return {step.node.ref.uri for step in descendants(graph, resolve(graph, ref.digest))}
+
+
+def test_the_command_prints_both_directions(triplane: Run, history: History) -> None:
+    printed = triplane("lineage", history.digest("rollouts")[:10]).stdout
+    made_of, made_into = printed.split("made into")
+    assert history.digest("base")[:12] in made_of
+    assert history.digest("next")[:12] in made_into
+
+
+def test_the_command_answers_for_an_episode_in_json(triplane: Run, history: History) -> None:
+    found = json.loads(triplane("lineage", history.solved.episode_id[:12], "--json").stdout)
+    assert found["episode"]["policy"] == history.digest("base")
+    assert found["episode"]["image_digest"] == history.solved.image_digest
+    assert found["datasets"][0]["checkpoints"] == [history.digest("next")]
+    assert found["starts"][0]["config"] == {"step": "rollouts"}
+    assert {"role": "policy", "parent": history.artifacts["base"].ref.uri} in [
+        {"role": edge["role"], "parent": edge["parent"]} for edge in found["edges"]
+    ]
+
+
+def test_an_unknown_digest_exits_1_with_one_line(triplane: Run) -> None:
+    done = triplane("lineage", "feedbeef")
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_a_traceback_is_there_for_those_who_ask(triplane: Run) -> None:
+    assert "Traceback" in triplane("lineage", "feedbeef", env={"TRIPLANE_DEBUG": "1"}).stderr

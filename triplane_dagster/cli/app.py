@@ -1,0 +1,52 @@
+"""The command tree."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from triplane_dagster.cli import lineage
+from triplane_dagster.cli.guard import GuardedGroup
+
+app = typer.Typer(
+    cls=GuardedGroup,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="""Train coding agents by reinforcement learning, one asset graph an iteration, every artifact traceable.
+
+    Start here:
+
+        triplane demo                   # a small model learns to fix code on this CPU, in minutes
+
+        triplane ui                     # the same graph in the Dagster UI
+
+        triplane status                 # what is live, and what each iteration achieved
+
+        triplane episodes list          # look at what the policy did
+
+        triplane lineage <digest>       # what made it, what was made of it
+
+    Digests and ids may be shortened to any unambiguous beginning.
+    """,
+)
+
+
+@app.callback()
+def _everywhere(
+    store: Annotated[
+        str | None,
+        typer.Option(
+            envvar="TRIPLANE_STORE",
+            help="Where artifacts are: a directory or s3://bucket/prefix.",
+            show_default=".triplane/store",
+        ),
+    ] = None,
+) -> None:
+    if store:
+        os.environ["TRIPLANE_STORE"] = store
+
+
+app.command()(lineage.lineage)

@@ -1,0 +1,138 @@
+"""`triplane lineage`: which policy, task, image and config made a thing, and what was trained on it."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+from rich.tree import Tree
+
+from contracts.store import open_store
+from triplane_dagster.cli.options import AsJson
+from triplane_dagster.cli.output import console, print_json
+from triplane_dagster.lineage import EpisodeUse, Node, Step, Trace, trace
+
+SHORT_META = 90
+"""Characters of an artifact's meta shown beside it."""
+
+
+def lineage(
+    query: Annotated[
+        str, typer.Argument(help="An episode id, or a digest or key of any artifact; the first digits are enough.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Walk from an episode, a checkpoint or any artifact to what made it, and to everything made of it.
+
+    Examples:
+
+        triplane lineage 3f9c2a71          # the first digits, as `triplane status` prints them
+        triplane lineage 3f9c2a71 --json   # the whole graph, with configs
+    """
+    found = trace(open_store(), query)
+    if as_json:
+        print_json(trace_json(found))
+    else:
+        _print_trace(found)
+
+
+def trace_json(found: Trace) -> dict[str, Any]:
+    """A trace as JSON: nodes with meta and config, edges by uri and role."""
+    steps = (*found.ancestors, *found.descendants)
+    edges = {(step.edge.parent, step.edge.child, step.edge.role) for step in steps}
+    return {
+        "starts": [_node_json(node) for node in found.starts],
+        "episode": _episode_json(found),
+        "made_of": [_step_json(step) for step in found.ancestors],
+        "made_into": [_step_json(step) for step in found.descendants],
+        "datasets": [_use_json(use) for use in found.uses],
+        "edges": [{"parent": parent, "child": child, "role": role} for parent, child, role in sorted(edges)],
+    }
+
+
+def _print_trace(found: Trace) -> None:
+    out = console()
+    for node in found.starts:
+        out.print(Text(_line(node), "bold"))
+        if node.config:
+            out.print(Text(f"  config  {json.dumps(dict(node.config), sort_keys=True)}", "dim"), soft_wrap=True)
+    episode = _episode_json(found)
+    if episode:
+        for name, value in episode.items():
+            out.print(Text(f"  {name:<15} {value}"))
+    out.print(_tree("made of", found.ancestors, none="nothing: it has no parents"))
+    for use in found.uses:
+        kept = "trained on it" if use.membership.kept else f"left it out: {use.membership.reason}"
+        out.print(Text(f"dataset {use.membership.dataset.ref.short} {kept} (reward {use.membership.reward})"))
+        for node in use.checkpoints:
+            out.print(Text(f"  -> {_line(node)}"))
+    none = "nothing yet" if found.episode is None else "no checkpoint was trained on it, so nothing descends"
+    out.print(_tree("made into", found.descendants, none=none))
+
+
+def _tree(title: str, steps: tuple[Step, ...], *, none: str) -> Tree:
+    """The walk as a tree: each artifact once, below the one it was first met from."""
+    tree = Tree(Text(title, "bold"))
+    if not steps:
+        tree.add(Text(none, "dim"))
+    branches: dict[str, Tree] = {}
+    for step in steps:
+        uri = step.node.ref.uri
+        near = step.edge.child if uri == step.edge.parent else step.edge.parent
+        branches[uri] = branches.get(near, tree).add(Text(f"{step.edge.role}: {_line(step.node)}"))
+    return tree
+
+
+def _line(node: Node) -> str:
+    if not node.present:
+        return f"{node.ref.kind} {node.ref.short} (not in this store)"
+    facts = ", ".join(
+        f"{name}={value}" for name, value in sorted(node.meta.items()) if not isinstance(value, (dict, list))
+    )
+    return f"{node.ref.kind} {node.ref.short}" + (f"  {facts[:SHORT_META]}" if facts else "")
+
+
+def _episode_json(found: Trace) -> dict[str, Any] | None:
+    if found.episode is None:
+        return None
+    episode = found.episode.read()
+    return {
+        "episode": episode.episode_id,
+        "policy": episode.policy_version,
+        "task": episode.task_id,
+        "task_digest": episode.task_digest,
+        "image_digest": episode.image_digest,
+        "group": episode.group_id,
+        "sample": episode.sample,
+        "seed": episode.seed,
+        "outcome": episode.outcome.value,
+        "final_state": episode.final_state,
+    }
+
+
+def _node_json(node: Node) -> dict[str, Any]:
+    return {
+        **node.ref.model_dump(),
+        "uri": node.ref.uri,
+        "present": node.present,
+        "code_version": node.code_version,
+        "meta": dict(node.meta),
+        "config": dict(node.config),
+    }
+
+
+def _step_json(step: Step) -> dict[str, Any]:
+    return {**_node_json(step.node), "role": step.edge.role, "distance": step.distance}
+
+
+def _use_json(use: EpisodeUse) -> dict[str, Any]:
+    member = use.membership
+    return {
+        "dataset": member.dataset.ref.digest,
+        "kept": member.kept,
+        "reason": member.reason,
+        "reward": member.reward,
+        "checkpoints": [node.ref.digest for node in use.checkpoints],
+    }

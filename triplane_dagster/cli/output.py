@@ -1,0 +1,63 @@
+"""Tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+Row = Mapping[str, Any]
+
+
+def console() -> Console:
+    """Where tables go. Too narrow a terminal wraps cells; a pipe gets wide lines."""
+    found = Console(highlight=False)
+    return found if found.is_terminal else Console(highlight=False, width=200)
+
+
+def print_json(value: Any) -> None:
+    """One JSON value on stdout."""
+    print(json.dumps(value, indent=1, ensure_ascii=False))
+
+
+def print_rows(rows: Sequence[Row], *, as_json: bool, title: str = "", empty: str = "nothing to show") -> None:
+    """Rows with equal keys. empty: what to say instead of a table without rows."""
+    if as_json:
+        print_json([dict(row) for row in rows])
+    elif rows:
+        console().print(table_of(rows, title=title))
+    else:
+        console().print(empty)
+
+
+def table_of(rows: Sequence[Row], *, title: str = "") -> Table:
+    """A table with the keys of the first row as its head."""
+    table = Table(title=title or None, title_justify="left", header_style="bold")
+    for name, value in rows[0].items():
+        table.add_column(name, justify="right" if _is_number(value) else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell(value)) for value in row.values()))
+    return table
+
+
+def cell(value: Any) -> str:
+    """How a value reads in a table."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(cell(each) for each in value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {cell(each)}" for name, each in value.items())
+    return str(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
