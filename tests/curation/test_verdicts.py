@@ -1,0 +1,176 @@
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import curation.verify
+from contracts.errors import ArtifactCorrupt
+from contracts.store import LocalStore
+from contracts.tasks import Split, Task
+from curation.errors import CurationError, InfraFault
+from curation.verify import Verifier, judge, verdict_key
+from envd.client import Limits, SandboxClient, TestOutcome, VerifyResult
+from envd.errors import EnvdError, SandboxStartError, ServerUnavailable, TemplateError
+
+TESTS = ("tests/test_hidden.py::test_a", "tests/test_hidden.py::test_b")
+TASK = Task("t", "sum", Split.TRAIN, "fix", {"app.py": b"x = 1\n"}, {"tests/test_hidden.py": b""}, TESTS, b"", {})
+
+
+def result(*statuses: str, exit: str = "completed") -> VerifyResult:
+    outcomes = tuple(
+        TestOutcome(name, status, "")
+        for name, status in zip(TESTS, statuses, strict=False)  # type: ignore[arg-type]
+    )
+    return VerifyResult(outcomes, exit, "", 0.01)  # type: ignore[arg-type]
+
+
+class ScriptedClient(SandboxClient):
+    """Answers verify from a script: what a healthy server can't be asked for, such as faults and timeouts."""
+
+    def __init__(self, *script: VerifyResult | EnvdError) -> None:
+        super().__init__("unix:/nowhere")
+        self.script = list(script)
+        self.calls = self.templates = 0
+
+    async def put_template(self, files: Mapping[str, bytes]) -> str:
+        self.templates += 1
+        return "template"
+
+    async def verify(
+        self, template: str, diff: bytes, hidden_files: Mapping[str, bytes], tests: Sequence[str],
+        *, limits: Limits = Limits(), timeout_s: float = 10,
+    ) -> VerifyResult:  # fmt: skip
+        self.calls += 1
+        await asyncio.sleep(0.001)
+        answer = self.script.pop(0) if len(self.script) > 1 else self.script[0]
+        if isinstance(answer, EnvdError):
+            raise answer
+        return answer
+
+
+SOLVED = result("passed", "passed")
+
+
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curation.verify, "BACKOFF_S", 0.001)
+
+
+STATUSES = ["passed", "failed", "error", "skipped", "missing"]
+
+
+@given(
+    outcomes=st.lists(st.tuples(st.sampled_from([*TESTS, "tests/test_hidden.py::other"]), st.sampled_from(STATUSES))),
+    exit=st.sampled_from(["completed", "crashed", "timed_out", "apply_failed"]),
+)
+def test_solved_means_that_the_run_completed_and_every_named_test_passed_and_nothing_else(
+    outcomes: list[tuple[str, Any]], exit: Any
+) -> None:
+    verdict = judge(TESTS, VerifyResult(tuple(TestOutcome(*each, "") for each in outcomes), exit, "", 0.0))
+    reported = {name: {status for other, status in outcomes if other == name} for name in TESTS}
+    assert verdict.solved == (exit == "completed" and all(reported[name] == {"passed"} for name in TESTS))
+    assert [test.name for test in verdict.tests] == list(TESTS)
+    assert verdict.tests_passed == sum(reported[name] == {"passed"} for name in TESTS)
+
+
+async def together(verifier: Verifier, diffs: Sequence[bytes]) -> list[bool]:
+    return [verdict.solved for verdict in await asyncio.gather(*(verifier.grade(TASK, diff) for diff in diffs))]
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(diffs=st.lists(st.sampled_from([b"", b"one", b"two", b"three"]), max_size=24), width=st.integers(1, 8))
+def test_each_final_state_is_verified_once_however_many_ask_at_once(
+    diffs: list[bytes], width: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    store = LocalStore(tmp_path_factory.mktemp("store"))
+    client = ScriptedClient(SOLVED)
+    verifier = Verifier(client, store, concurrency=width)
+    assert asyncio.run(together(verifier, diffs)) == [True] * len(diffs)
+    assert client.calls == verifier.runs == len(set(diffs)) == len(store.list("verdicts/"))
+    later = ScriptedClient(result("failed"))
+    assert asyncio.run(together(Verifier(later, store), diffs)) == [True] * len(diffs)
+    assert later.calls == 0
+
+
+def test_the_first_verdict_recorded_counts_for_every_process(tmp_path: Path) -> None:
+    async def race() -> tuple[list[bool], int]:
+        verifiers = [
+            Verifier(ScriptedClient(SOLVED if index % 2 else result("failed")), LocalStore(tmp_path))
+            for index in range(8)
+        ]
+        verdicts = await asyncio.gather(*(verifier.grade(TASK, b"diff") for verifier in verifiers))
+        again = await asyncio.gather(*(verifier.grade(TASK, b"diff") for verifier in verifiers))
+        return [verdict.solved for verdict in [*verdicts, *again]], len(LocalStore(tmp_path).list("verdicts/"))
+
+    solved, files = asyncio.run(race())
+    assert len(set(solved)) == 1 and files == 1
+
+
+def test_a_cancelled_caller_leaves_the_others_their_verdict_and_the_last_one_stops_the_work(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        client = ScriptedClient(SOLVED)
+        verifier = Verifier(client, LocalStore(tmp_path))
+        first, second = (asyncio.create_task(verifier.grade(TASK, b"diff")) for _ in range(2))
+        await asyncio.sleep(0)
+        first.cancel()
+        assert (await second).solved and client.calls == 1
+        alone = asyncio.create_task(verifier.grade(TASK, b"other"))
+        await asyncio.sleep(0)
+        alone.cancel()
+        await asyncio.gather(alone, return_exceptions=True)
+        await asyncio.sleep(0.01)
+        assert client.calls == 1 and len(asyncio.all_tasks()) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_verdict_that_timed_out_is_tried_twice_counts_as_failed_and_is_never_remembered(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    slow = result(exit="timed_out")
+    client = ScriptedClient(slow, slow, slow, SOLVED)
+    verifier = Verifier(client, store)
+    first = asyncio.run(verifier.grade(TASK, b"diff"))
+    assert (first.solved, first.exit, client.calls, store.list("verdicts/")) == (False, "timed_out", 2, [])
+    assert asyncio.run(verifier.grade(TASK, b"diff")).solved
+    assert client.calls == 4
+
+
+def test_infrastructure_faults_are_retried_and_then_leave_the_episode_ungraded(tmp_path: Path) -> None:
+    fault = ServerUnavailable("gone")
+    recovering = ScriptedClient(fault, SandboxStartError("no memory"), SOLVED)
+    assert asyncio.run(Verifier(recovering, None).grade(TASK, b"")).solved
+    store = LocalStore(tmp_path)
+    dead = ScriptedClient(fault)
+    with pytest.raises(InfraFault, match="task t could not be verified in 4 attempts"):
+        asyncio.run(Verifier(dead, store).grade(TASK, b""))
+    assert dead.calls == curation.verify.ATTEMPTS and store.list("verdicts/") == []
+
+
+def test_a_server_that_lost_the_template_gets_it_again() -> None:
+    client = ScriptedClient(TemplateError("unknown template"), SOLVED)
+    assert asyncio.run(Verifier(client, None).grade(TASK, b"")).solved
+    assert client.templates == 2
+
+
+def test_another_verifier_version_task_or_final_state_is_another_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Task("t", "sum", Split.TRAIN, "fix", {"app.py": b"x = 2\n"}, {}, TESTS, b"", {})
+    keys = {verdict_key(TASK, b""), verdict_key(TASK, b"diff"), verdict_key(other, b"")}
+    monkeypatch.setattr(curation.verify, "VERIFIER_VERSION", "next")
+    assert len(keys | {verdict_key(TASK, b"")}) == 4
+
+
+def test_a_damaged_verdict_names_its_file_and_the_fix(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.create(verdict_key(TASK, b""), b"{")
+    with pytest.raises(ArtifactCorrupt, match=r"verdicts/.*delete that file"):
+        asyncio.run(Verifier(ScriptedClient(SOLVED), store).grade(TASK, b""))
+
+
+def test_a_task_without_hidden_tests_is_refused() -> None:
+    bare = Task("bare", "sum", Split.TRAIN, "fix", {}, {}, (), b"", {})
+    with pytest.raises(CurationError, match="bare names no hidden tests"):
+        asyncio.run(Verifier(ScriptedClient(SOLVED), None).grade(bare, b""))
