@@ -17,3 +17,11 @@ class GradingIncomplete(CurationError):
 
 class RewardsMismatch(CurationError):
     """Rewards, rollouts and tasks do not belong together."""
+
+
+class TaskError(CurationError):
+    """A task or a task suite that can't be made, or is not what it claims to be."""
+
+
+class TokenizerError(CurationError):
+    """A tokenizer that can't be trained as asked."""

@@ -1,0 +1,10 @@
+"""Tasks: where they come from, the proof that they work, and the scripted expert that shows how to solve them.
+
+In: a `TaskSuiteConfig` (numbers and a seed) and an envd client. Out: the artifacts `task_suite` and `demonstrations`.
+
+    names, families -> bugs -> suite (Task rows) -> validate (sandboxes) -> build    the task_suite artifact
+                         |
+                         +--> expert (tool calls and their answers) -> demonstrations     what the base policy is warmed up on
+
+May import: contracts, envd.client, envd.tools, curation.errors. `inspect` holds what the command line shows.
+"""

@@ -1,0 +1,91 @@
+"""The scripted expert: read the module, replace the wrong line, say done. Its tools' answers come from the real tools."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from contracts.chat import ChatTokenizer, ToolCallText
+from contracts.episodes import TokenRole
+from curation.errors import TaskError
+from curation.tasks.bugs import VISIBLE_TEST, Bug
+from curation.tasks.families import Family
+from curation.tasks.suite import visible_test
+from envd.tools import run_file_tool
+from envd.types import ToolCall
+
+DONE = "done"
+"""The expert's last turn: a turn without a tool call ends the episode."""
+
+
+@dataclass(frozen=True)
+class ExpertTurn:
+    """Tool calls of one turn and what the tools answered."""
+
+    calls: tuple[ToolCallText, ...]
+    responses: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ExpertEpisode:
+    """An instruction, turns with tool calls, and an implied last turn that says DONE."""
+
+    instruction: str
+    turns: tuple[ExpertTurn, ...]
+
+
+@contextmanager
+def open_workbench() -> Iterator[Workbench]:
+    """A workbench in a temporary directory, in memory where the system has one: twenty thousand episodes take half the time."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as root:
+        yield Workbench(Path(root))
+
+
+class Workbench:
+    """A directory on which expert episodes are played, one after another, with the tools that sandboxes run."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        (root / VISIBLE_TEST).parent.mkdir(exist_ok=True)
+
+    def play(self, bug: Bug, answer: Family, *, parallel: bool = False) -> ExpertEpisode:
+        """Solve `bug` with `answer`'s expression (which may be wrong). parallel: read module and visible test in one turn."""
+        (self._root / bug.path).write_text(bug.module(bug.wrong))
+        reads = [bug.path]
+        if parallel:
+            (self._root / VISIBLE_TEST).write_text(visible_test(bug))
+            reads.append(VISIBLE_TEST)
+        edit = {"path": bug.path, "line": bug.line, "new": bug.answer(answer)}
+        turns = (
+            self._turn([ToolCallText("read", {"path": path}) for path in reads]),
+            self._turn([ToolCallText("edit", edit)]),
+        )
+        return ExpertEpisode(bug.instruction, turns)
+
+    def _turn(self, calls: Sequence[ToolCallText]) -> ExpertTurn:
+        results = [run_file_tool(self._root, ToolCall(call.name, call.arguments)) for call in calls]
+        for call, result in zip(calls, results, strict=True):
+            if not result.ok:
+                raise TaskError(f"the scripted expert's {call.name} {dict(call.arguments)} fails: {result.text}")
+        return ExpertTurn(tuple(calls), tuple(result.text for result in results))
+
+
+def expert_tokens(episode: ExpertEpisode, tokenizer: ChatTokenizer) -> tuple[list[int], list[int]]:
+    """Token ids and roles of the whole episode, as the agent loop would have recorded them."""
+    ids = tokenizer.prompt([("user", episode.instruction)])
+    roles = [int(TokenRole.PROMPT)] * len(ids)
+    for turn in episode.turns:
+        _append(ids, roles, tokenizer.policy_turn(turn.calls), TokenRole.POLICY)
+        _append(ids, roles, tokenizer.environment_turn(turn.responses), TokenRole.ENVIRONMENT)
+    _append(ids, roles, tokenizer.policy_turn([], DONE), TokenRole.POLICY)
+    return ids, roles
+
+
+def _append(ids: list[int], roles: list[int], more: list[int], role: TokenRole) -> None:
+    ids += more
+    roles += [int(role)] * len(more)
