@@ -99,4 +99,4 @@ def _is_dead(process: dict[str, Any]) -> bool:
     machine = _machine()
     if machine is None or process["machine"] != machine:
         return False
-    return _start_ticks(process["pid"]) != process["started"]
+    return bool(_start_ticks(process["pid"]) != process["started"])

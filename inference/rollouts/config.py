@@ -44,6 +44,11 @@ class RolloutConfig(BaseModel):
     profile: Profile = "deterministic"
     """deterministic: of over-sampled episodes the lowest sample indices are kept. throughput: the first to arrive, the rest is aborted."""
 
+    @property
+    def episodes_started(self) -> int:
+        """Episodes started for each prompt."""
+        return self.group_size + self.oversample
+
     @model_validator(mode="after")
     def _turn_fits(self) -> RolloutConfig:
         if self.max_turn_tokens > self.max_tokens:

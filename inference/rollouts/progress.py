@@ -1,0 +1,73 @@
+"""How far a worker is: counts for progress bars and observations, never part of an artifact."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from contracts.episodes import Episode
+
+
+@dataclass(frozen=True)
+class ShardProgress:
+    """Counts so far. Totals grow when groups are refilled."""
+
+    shard: int
+    groups_done: int
+    groups_total: int
+    episodes_done: int
+    episodes_total: int
+    tokens: int
+    """Sampled by the policy in this run."""
+    tokens_per_second: float
+    """Over this run so far."""
+
+
+Progress = Callable[[ShardProgress], None]
+
+
+def no_progress(_: ShardProgress) -> None:
+    """For callers that do not watch."""
+
+
+class Meter:
+    """Counts one worker's run and tells `progress` after every episode and group."""
+
+    def __init__(self, shard: int, progress: Progress) -> None:
+        self._shard, self._progress = shard, progress
+        self._started = time.perf_counter()
+        self.groups_done = self.groups_total = 0
+        self.episodes_done = self.episodes_total = self.episodes_played = 0
+        self.tokens = 0
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.perf_counter() - self._started
+
+    def expect(self, groups: int, episodes: int) -> None:
+        """Raise the totals."""
+        self.groups_total += groups
+        self.episodes_total += episodes
+
+    def episode(self, episode: Episode) -> None:
+        """One episode was played."""
+        self.episodes_done += 1
+        self.episodes_played += 1
+        self.tokens += int(episode.telemetry["engine_tokens"])
+        self._tell()
+
+    def group(self, found_episodes: int = 0) -> None:
+        """One group is committed. found_episodes: of a group that somebody else committed."""
+        self.groups_done += 1
+        self.episodes_done += found_episodes
+        self._tell()
+
+    def _tell(self) -> None:
+        self._progress(
+            ShardProgress(
+                self._shard, self.groups_done, self.groups_total, self.episodes_done, self.episodes_total,
+                self.tokens, self.tokens / max(self.seconds, 1e-9),
+            )
+        )  # fmt: skip
