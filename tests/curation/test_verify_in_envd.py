@@ -1,0 +1,168 @@
+"""The verifier against a real envd server, and against a grader that shares nothing with it."""
+
+import asyncio
+import base64
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from contracts.store import LocalStore
+from contracts.tasks import Split, Task
+from curation.verify import Verdict, Verifier, verdict_key
+from envd.client import SandboxClient, ToolCall
+from envd.local import LocalEnvd
+
+MODULE = b"def larger(mita, rovo):\n    return mita + rovo\n"
+HIDDEN = b"""from app import larger
+
+def test_first():
+    assert larger(3, 2) == 3
+
+def test_second():
+    assert larger(-1, 4) == 4
+
+def test_equal():
+    assert larger(2, 2) == 2
+"""
+TASK = Task(
+    "larger-0", "larger", Split.TRAIN, "fix app.py: larger returns the larger of mita and rovo",
+    {"app.py": MODULE, "README.md": b"One function.\n"}, {"tests/test_hidden.py": HIDDEN},
+    tuple(f"tests/test_hidden.py::test_{name}" for name in ("first", "second", "equal")), b"", {},
+)  # fmt: skip
+
+RIGHT = ToolCall("edit", {"path": "app.py", "line": 2, "new": "    return max(mita, rovo)"})
+EPISODES: Mapping[str, list[ToolCall]] = {
+    "untouched": [],
+    "right": [RIGHT],
+    "right with a new file": [RIGHT, ToolCall("write", {"path": "notes/why.txt", "content": "max"})],
+    "right and renamed": [RIGHT, ToolCall("exec", {"command": "git mv README.md READ; printf '\\0\\377' > blob"})],
+    "wrong": [ToolCall("edit", {"path": "app.py", "line": 2, "new": "    return min(mita, rovo)"})],
+    "half right": [ToolCall("edit", {"path": "app.py", "line": 2, "new": "    return mita if mita > 0 else rovo + 1"})],
+    "syntax error": [ToolCall("edit", {"path": "app.py", "line": 2, "new": "    return max("})],
+    "module gone": [ToolCall("exec", {"command": "rm app.py"})],
+    "exits": [ToolCall("write", {"path": "app.py", "content": "import os\nos._exit(0)\n"})],
+    "skips": [
+        ToolCall("write", {"path": "app.py", "content": "import pytest\npytest.skip(allow_module_level=True)\n"})
+    ],
+    "own tests": [ToolCall("write", {"path": "tests/test_hidden.py", "content": "def test_first():\n    pass\n"})],
+    "conftest": [
+        ToolCall(
+            "write",
+            {
+                "path": "conftest.py",
+                "content": "import pytest\n@pytest.hookimpl(tryfirst=True)\ndef pytest_runtest_makereport(item, call):\n"
+                "    return pytest.TestReport.from_item_and_call(item, pytest.CallInfo.from_call(lambda: None, when=call.when))\n",
+            },
+        )
+    ],
+}
+SOLVED = {"right", "right with a new file", "right and renamed"}
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with LocalEnvd() as envd:
+        yield envd.address
+
+
+async def play(client: SandboxClient, calls: list[ToolCall]) -> bytes:
+    sandbox = await client.create(await client.put_template(TASK.files))
+    for call in calls:
+        outcome = await sandbox.call(call)
+        assert outcome.ok, outcome.text
+    return await sandbox.finish()
+
+
+@pytest.fixture(scope="module")
+def diffs(address: str) -> dict[str, bytes]:
+    async def run() -> dict[str, bytes]:
+        async with SandboxClient(address) as client:
+            played = await asyncio.gather(*(play(client, calls) for calls in EPISODES.values()))
+            return {
+                **dict(zip(EPISODES, played, strict=True)),
+                "does not apply": b"--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n",
+            }
+
+    return asyncio.run(run())
+
+
+def grade(address: str, diffs: Mapping[str, bytes], store: LocalStore) -> tuple[dict[str, Verdict], int]:
+    async def run() -> tuple[dict[str, Verdict], int]:
+        async with SandboxClient(address) as client:
+            verifier = Verifier(client, store)
+            verdicts = await asyncio.gather(*(verifier.grade(TASK, diff) for diff in diffs.values()))
+            return dict(zip(diffs, verdicts, strict=True)), verifier.runs
+
+    return asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> LocalStore:
+    return LocalStore(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture(scope="module")
+def verdicts(address: str, diffs: dict[str, bytes], store: LocalStore) -> dict[str, Verdict]:
+    found, runs = grade(address, diffs, store)
+    assert runs == len(set(diffs.values())) == len(store.list("verdicts/"))
+    return found
+
+
+def test_only_final_states_that_pass_every_hidden_test_are_solved(verdicts: dict[str, Verdict]) -> None:
+    assert {name for name, verdict in verdicts.items() if verdict.solved} == SOLVED
+    assert (verdicts["half right"].tests_passed, verdicts["half right"].tests_total) == (2, 3)
+    assert [test.status for test in verdicts["exits"].tests] == ["missing"] * 3
+    assert verdicts["does not apply"].exit == "apply_failed"
+
+
+def test_a_second_grading_reads_the_store_and_runs_nothing(
+    address: str, diffs: dict[str, bytes], store: LocalStore, verdicts: dict[str, Verdict]
+) -> None:
+    assert grade(address, diffs, store) == (verdicts, 0)
+
+
+def test_verdicts_are_the_same_bytes_in_another_store(
+    address: str, diffs: dict[str, bytes], store: LocalStore, verdicts: dict[str, Verdict], tmp_path: Path
+) -> None:
+    some = {name: diffs[name] for name in ("half right", "syntax error", "exits", "conftest", "does not apply")}
+    other = LocalStore(tmp_path)
+    grade(address, some, other)
+    for name, diff in some.items():
+        assert store.get(verdict_key(TASK, diff)) == other.get(verdict_key(TASK, diff)), name
+
+
+def test_an_endless_loop_is_failed_and_not_remembered(address: str, tmp_path: Path) -> None:
+    async def run() -> tuple[Verdict, int]:
+        async with SandboxClient(address) as client:
+            loop = ToolCall("edit", {"path": "app.py", "line": 2, "new": "    while True: pass"})
+            verifier = Verifier(client, LocalStore(tmp_path), timeout_s=0.5)
+            return await verifier.grade(TASK, await play(client, [loop])), verifier.runs
+
+    verdict, runs = asyncio.run(run())
+    assert (verdict.solved, verdict.exit, runs, LocalStore(tmp_path).list("verdicts/")) == (False, "timed_out", 2, [])
+
+
+def test_a_grader_that_shares_nothing_with_us_agrees(
+    diffs: dict[str, bytes], verdicts: dict[str, Verdict], tmp_path: Path
+) -> None:
+    names = ["right", "right and renamed", "half right", "exits", "skips", "conftest", "does not apply"]
+
+    def coded(files: Mapping[str, bytes]) -> dict[str, str]:
+        return {path: base64.b64encode(data).decode() for path, data in files.items()}
+
+    episodes = [
+        {
+            "id": name.replace(" ", "-"), "files": coded(TASK.files), "diff": base64.b64encode(diffs[name]).decode(),
+            "hidden_files": coded(TASK.hidden_files), "tests": list(TASK.tests),
+        }
+        for name in names
+    ]  # fmt: skip
+    (tmp_path / "episodes.json").write_text(json.dumps(episodes))
+    script = Path(__file__).with_name("regrade_independent.py")
+    command = [sys.executable, "-I", str(script), str(tmp_path / "episodes.json")]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout.splitlines()
+    assert [line.split()[1] == "passed" for line in lines] == [verdicts[name].solved for name in names]
