@@ -1,0 +1,197 @@
+"""The built-in engine: Qwen3-MoE on the CPU, in a thread of its own.
+
+    event loop --Request--> inbox --> Scheduler.step, again and again --results--> event loop
+                                            ^-- (weights, version) between two steps
+
+Its bits depend on the weights, the tokens and the seed; not on the batch, the arrival order, reuse of a cached prefix or one or two threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from inference.engines.base import Completion, SamplingParams
+from inference.engines.requests import Request
+from inference.engines.scheduler import Scheduler
+from inference.engines.weights import Weights, read_weights
+from inference.errors import EngineError, RequestTooLong
+
+PREFIX_BYTES = 512 << 20
+_SCORE = SamplingParams(temperature=1.0, max_tokens=1, seed=0)
+
+
+class BuiltinEngine:
+    """See inference.engines.base.Engine."""
+
+    def __init__(
+        self,
+        directory: Path,
+        version: str,
+        *,
+        max_batch: int = 256,
+        threads: int | None = None,
+        prefix_bytes: int = PREFIX_BYTES,
+    ) -> None:
+        """directory: a checkpoint. max_batch: sequences computed at once. threads: of torch, None for its default.
+        prefix_bytes: memory for the state of finished sequences, 0 turns reuse off."""
+        weights = read_weights(directory)
+        self._architecture = weights.architecture
+        self._version = version
+        self._threads = threads
+        self._scheduler = Scheduler(
+            weights, version, max_batch=max_batch, prefix_bytes=prefix_bytes, deliver=self._collect
+        )
+        self._wake = threading.Event()
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._reloads: deque[tuple[Weights, str, asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
+        self._results: list[tuple[Request, Any]] = []
+        self._thread = threading.Thread(target=self._work, name="builtin-engine", daemon=True)
+        self._thread.start()
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        """See Engine.generate."""
+        if params.max_tokens < 1 or params.temperature < 0:
+            raise EngineError(f"max_tokens is {params.max_tokens} and temperature {params.temperature}: they start at 1 and 0")
+        if len(prompt_ids) >= self._architecture.max_positions:
+            raise RequestTooLong(
+                f"prompt has {len(prompt_ids)} tokens, the policy's context holds {self._architecture.max_positions}: shorten it"
+            )
+        completion: Completion = await self._submit("generate", prompt_ids, params)
+        return completion
+
+    async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+        """See Engine.score."""
+        if temperature <= 0:
+            raise EngineError(f"temperature is {temperature}: a score needs one above 0")
+        if len(token_ids) > self._architecture.max_positions:
+            raise RequestTooLong(
+                f"{len(token_ids)} tokens to score, the policy's context holds {self._architecture.max_positions}: shorten them"
+            )
+        params = _SCORE if temperature == 1.0 else SamplingParams(temperature, 1, 0)
+        scores: list[float] | None = await self._submit("score", token_ids, params)
+        if scores is None:
+            raise EngineError("the engine was closed while scoring: open another one")
+        return scores
+
+    async def load_weights(self, directory: Path, version: str) -> None:
+        """See Engine.load_weights. Raises EngineError for another architecture; the policy in place then stays."""
+        weights = await asyncio.to_thread(read_weights, directory)
+        if weights.architecture != self._architecture:
+            raise EngineError(f"{directory} has another architecture than the policy served: open a new engine for it")
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        self._check_running()
+        self._reloads.append((weights, version, loop, done))
+        self._wake.set()
+        await done
+
+    async def version(self) -> str:
+        """See Engine.version."""
+        return self._version
+
+    async def close(self) -> None:
+        """See Engine.close."""
+        self._closing = True
+        self._wake.set()
+        await asyncio.to_thread(self._thread.join)
+
+    async def _submit(self, kind: Literal["generate", "score"], token_ids: Sequence[int], params: SamplingParams) -> Any:
+        tokens = np.array(token_ids, dtype=np.int64)
+        if not len(tokens) or tokens.min() < 0 or tokens.max() >= self._architecture.vocabulary:
+            raise EngineError(
+                f"a request needs at least one token, each in [0, {self._architecture.vocabulary}): is it another policy's tokenizer?"
+            )
+        self._check_running()
+        loop = asyncio.get_running_loop()
+        request = Request(kind, tokens, params, loop.create_future(), loop)
+        self._scheduler.waiting.append(request)
+        self._wake.set()
+        try:
+            return await request.future
+        except asyncio.CancelledError:
+            request.cancelled = True
+            raise
+
+    def _check_running(self) -> None:
+        if self._failure is not None:
+            raise EngineError(f"the engine has stopped ({self._failure!r}): open another one") from self._failure
+        if self._closing:
+            raise EngineError("the engine is closed: open another one")
+
+    def _work(self) -> None:
+        """The engine's thread."""
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        try:
+            with torch.inference_mode():
+                while not self._closing:
+                    self._turn()
+                self._scheduler.abort()
+        except Exception as error:  # noqa: BLE001 (handed to every caller)
+            self._failure = error
+        self._flush()
+        self._fail_rest()
+
+    def _turn(self) -> None:
+        if self._scheduler.idle and not self._reloads:
+            self._wake.wait()
+            self._wake.clear()
+        while self._reloads and not self._scheduler.scoring:
+            weights, version, loop, done = self._reloads.popleft()
+            self._scheduler.reload(weights, version)
+            self._version = version
+            _call(loop, _resolve, done, None)
+        self._scheduler.step()
+        self._flush()
+
+    def _collect(self, request: Request, result: Any) -> None:
+        self._results.append((request, result))
+
+    def _flush(self) -> None:
+        """Hand the step's results over, with one wake-up a loop."""
+        if not self._results:
+            return
+        results, self._results = self._results, []
+        loops = {id(request.loop): request.loop for request, _ in results}
+        for key, loop in loops.items():
+            _call(loop, _resolve_all, [(r.future, result) for r, result in results if id(r.loop) == key])
+
+    def _fail_rest(self) -> None:
+        """Fail what the thread leaves behind: its own failure, or a call that raced with `close`."""
+        error = EngineError(f"the engine has stopped ({self._failure!r}): open another one")
+        for request in self._scheduler.unfinished():
+            _call(request.loop, _reject, request.future, error)
+        while self._reloads:
+            _, _, loop, done = self._reloads.popleft()
+            _call(loop, _reject, done, error)
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Any, *arguments: Any) -> None:
+    try:
+        loop.call_soon_threadsafe(function, *arguments)
+    except RuntimeError:
+        return  # the caller's loop is closed: nobody waits
+
+
+def _resolve(future: asyncio.Future[Any], result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _resolve_all(results: list[tuple[asyncio.Future[Any], Any]]) -> None:
+    for future, result in results:
+        _resolve(future, result)
+
+
+def _reject(future: asyncio.Future[Any], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)

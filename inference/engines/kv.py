@@ -1,0 +1,63 @@
+"""The key-value cache: one slot a sequence, slots in use kept contiguous so that attention reads a slice, never a gather."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from inference.engines.weights import Architecture
+
+ROW = 8
+"""Lengths and row counts are padded to this: with it, CPU matrix products give a row the same bits whatever shares its batch."""
+LANES = 8
+"""Extra columns of the value cache; the first is 1, so that the product with the weights also gives their sum."""
+
+
+def round_up(size: int, unit: int) -> int:
+    """The smallest multiple of `unit` that is at least `size`."""
+    return -(-size // unit) * unit
+
+
+class KvCache:
+    """keys [layers, slots, kv_heads, length, head_dim], values [..., head_dim + LANES], float32; both grow by doubling."""
+
+    def __init__(self, shape: Architecture, slots: int = 16, length: int = 64) -> None:
+        self._shape = shape
+        self.slots, self.length = slots, length
+        self.keys, self.values = self._allocate()
+
+    def reserve(self, slots: int, length: int) -> None:
+        """Make room for `slots` sequences of up to `length` tokens, keeping what is cached."""
+        if slots <= self.slots and length <= self.length:
+            return
+        old_slots, old_length, old = self.slots, self.length, (self.keys, self.values)
+        while self.slots < slots:
+            self.slots *= 2
+        while self.length < length:
+            self.length *= 2
+        self.keys, self.values = self._allocate()
+        for target, source in zip((self.keys, self.values), old, strict=True):
+            target[:, :old_slots, :, :old_length] = source
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of slot `source` into slot `target`."""
+        self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
+        self.values[:, target, :, :length] = self.values[:, source, :, :length]
+
+    def copy_out(self, slot: int, length: int) -> tuple[Tensor, Tensor]:
+        """A compact copy of a slot's first `length` positions."""
+        return self.keys[:, slot, :, :length].clone(), self.values[:, slot, :, :length].clone()
+
+    def copy_in(self, slot: int, entry: tuple[Tensor, Tensor]) -> None:
+        """The inverse of `copy_out`."""
+        keys, values = entry
+        self.keys[:, slot, :, : keys.shape[2]] = keys
+        self.values[:, slot, :, : values.shape[2]] = values
+
+    def _allocate(self) -> tuple[Tensor, Tensor]:
+        shape = self._shape
+        size = (shape.layers, self.slots, shape.kv_heads, self.length)
+        keys = torch.zeros(*size, shape.head_dim)
+        values = torch.zeros(*size, shape.head_dim + LANES)
+        values[..., shape.head_dim] = 1.0
+        return keys, values

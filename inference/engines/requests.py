@@ -1,0 +1,89 @@
+"""What the scheduler works on: one request, and the table of the sequences being computed."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from inference.engines.base import Completion, FinishReason, SamplingParams
+
+
+@dataclass(eq=False)
+class Request:
+    """A call to `generate` or `score`, from the event loop's thread to the engine's."""
+
+    kind: Literal["generate", "score"]
+    tokens: npt.NDArray[np.int64]
+    params: SamplingParams
+    future: asyncio.Future[Any]
+    loop: asyncio.AbstractEventLoop
+    cancelled: bool = False
+    """Set by the event loop's thread, read by the engine's."""
+    marks: list[tuple[str, int]] = field(default_factory=list)
+    """(version, tokens generated before it took over), the first at admission."""
+
+    def completion(self, tokens: list[int], logprobs: list[float], reason: FinishReason) -> Completion:
+        """The finished call, with the spans its marks describe."""
+        ends = [*(start for _, start in self.marks[1:]), len(tokens)][: len(self.marks)]
+        spans = [
+            (version, start, end) for (version, start), end in zip(self.marks, ends, strict=True) if end > start
+        ]
+        return Completion(tokens, logprobs, spans, reason)
+
+
+class SequenceTable:
+    """State of the sequence in each slot, as columns. Grows with the cache."""
+
+    def __init__(self, stops: int = 4) -> None:
+        self.requests: list[Request] = []
+        self.tokens = np.zeros((0, 0), np.int64)
+        self.logprobs = np.zeros((0, 0), np.float32)
+        self.length = np.zeros(0, np.int64)
+        """Tokens known, prompt and sampled."""
+        self.cached = np.zeros(0, np.int64)
+        """Tokens whose keys and values are in the cache."""
+        self.limit = np.zeros(0, np.int64)
+        """Length at which the completion ends."""
+        self.seed = np.zeros(0, np.uint64)
+        self.temperature = np.zeros(0, np.float32)
+        self.stops = np.zeros((0, stops), np.int64)
+        """Stop tokens, filled up with -1."""
+
+    def reserve(self, slots: int, length: int, stops: int) -> None:
+        """Make room for `slots` sequences of `length` tokens with `stops` stop tokens each."""
+        self.tokens = _grown(self.tokens, (slots, length))
+        self.logprobs = _grown(self.logprobs, (slots, length))
+        self.stops = _grown(self.stops, (slots, stops), fill=-1)
+        for name in ("length", "cached", "limit", "seed", "temperature"):
+            setattr(self, name, _grown(getattr(self, name), (slots,)))
+
+    def add(self, request: Request, limit: int, cached: int, seed: int) -> int:
+        """Put `request` into the next slot and return it."""
+        slot, count = len(self.requests), len(request.tokens)
+        self.requests.append(request)
+        self.tokens[slot, :count] = request.tokens
+        self.length[slot], self.cached[slot], self.limit[slot] = count, cached, limit
+        self.seed[slot], self.temperature[slot] = seed, request.params.temperature
+        self.stops[slot] = -1
+        self.stops[slot, : len(request.params.stop_token_ids)] = request.params.stop_token_ids
+        return slot
+
+    def move(self, source: int, target: int) -> None:
+        """Copy slot `source` over slot `target`."""
+        self.requests[target] = self.requests[source]
+        for column in (
+            self.tokens, self.logprobs, self.length, self.cached, self.limit, self.seed, self.temperature, self.stops,
+        ):  # fmt: skip
+            column[target] = column[source]
+
+
+def _grown(column: npt.NDArray[Any], size: tuple[int, ...], fill: int = 0) -> npt.NDArray[Any]:
+    if all(have >= want for have, want in zip(column.shape, size, strict=True)):
+        return column
+    larger = np.full([max(have, want) for have, want in zip(column.shape, size, strict=True)], fill, column.dtype)
+    larger[tuple(slice(0, have) for have in column.shape)] = column
+    return larger

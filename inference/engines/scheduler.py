@@ -1,0 +1,209 @@
+"""Continuous batching: which sequences are computed next, in the engine's own thread.
+
+    waiting --admit--> prefilling --chunks--> decoding --stop, length, cancel--> finished
+    slots:             [0, decoding)  [decoding, decoding + prefilling)
+
+A step admits waiting requests (as one group, of one kind), computes one chunk of the group, then one token of every decoding sequence.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inference.engines.base import FinishReason
+from inference.engines.kv import KvCache
+from inference.engines.model import Batch, Rotary, forward, logits_of, make_batch
+from inference.engines.prefix import Prefix, PrefixStore
+from inference.engines.requests import Request, SequenceTable
+from inference.engines.sampling import SEED_MASK, sample, scaled_logprobs, uniform
+from inference.engines.weights import Weights
+
+PREFILL_TOKENS = 2048
+"""A group is admitted until it holds this many new tokens; bounds a step's memory and latency."""
+CHUNK = 512
+"""New tokens of one sequence in a step at most."""
+LOGIT_ROWS = 256
+"""Rows of logits at once when scoring."""
+
+Deliver = Callable[[Request, Any], None]
+
+
+class Scheduler:
+    """Owns the cache and every sequence in it. Not thread-safe: one thread calls everything but `waiting.append`."""
+
+    def __init__(self, weights: Weights, version: str, *, max_batch: int, prefix_bytes: int, deliver: Deliver) -> None:
+        self.weights, self.version = weights, version
+        self.waiting: deque[Request] = deque()
+        self._deliver = deliver
+        self._max_batch = max_batch
+        self._cache = KvCache(weights.architecture)
+        self._rotary = Rotary(weights.architecture)
+        self._prefixes = PrefixStore(prefix_bytes)
+        self._table = SequenceTable()
+        self._decoding = 0
+        self._prefilling = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether a step would do nothing."""
+        return not (self.waiting or self._decoding or self._prefilling)
+
+    @property
+    def scoring(self) -> bool:
+        """Whether a `score` is half done; its result must come from one version, so a reload waits."""
+        return bool(self._prefilling) and self._table.requests[self._decoding].kind == "score"
+
+    def step(self) -> None:
+        """Advance every sequence by one token, or one chunk of its prompt."""
+        self._drop_cancelled()
+        if self.waiting and not self._prefilling and self._decoding < self._max_batch:
+            self._admit()
+        if self._prefilling:
+            self._prefill()
+        if self._decoding:
+            self._decode()
+
+    def reload(self, weights: Weights, version: str) -> None:
+        """Use other weights from the next step on. What is cached of sequences in flight stays."""
+        self.weights, self.version = weights, version
+        self._prefixes.clear()
+        for slot, request in enumerate(self._table.requests):
+            request.marks.append((version, int(self._table.length[slot]) - len(request.tokens)))
+
+    def abort(self) -> None:
+        """Finish everything in flight and everything waiting with "abort"."""
+        for slot in reversed(range(len(self._table.requests))):
+            self._finish(slot, "abort")
+        while self.waiting:
+            request = self.waiting.popleft()
+            self._deliver(request, request.completion([], [], "abort") if request.kind == "generate" else None)
+
+    def unfinished(self) -> list[Request]:
+        """Every request that has had no answer."""
+        return [*self._table.requests, *self.waiting]
+
+    def _drop_cancelled(self) -> None:
+        for slot in reversed(range(len(self._table.requests))):
+            if self._table.requests[slot].cancelled:
+                self._remove(slot)
+
+    def _admit(self) -> None:
+        kind, fresh = self.waiting[0].kind, 0
+        while self.waiting and fresh < PREFILL_TOKENS and len(self._table.requests) < self._max_batch:
+            if self.waiting[0].kind != kind:
+                break
+            request = self.waiting.popleft()
+            if not request.cancelled:
+                fresh += self._place(request)
+
+    def _place(self, request: Request) -> int:
+        """Give `request` the next slot, with what is cached of its prompt. Returns how many tokens remain to be computed."""
+        count, slot = len(request.tokens), len(self._table.requests)
+        limit = count
+        if request.kind == "generate":
+            limit = min(count + request.params.max_tokens, self.weights.architecture.max_positions)
+        prefix = self._prefixes.longest(request.tokens) if request.kind == "generate" else None
+        self._cache.reserve(slot + 1, limit + 1)
+        self._table.reserve(self._cache.slots, self._cache.length, len(request.params.stop_token_ids))
+        cached = 0
+        if prefix is not None:
+            self._cache.copy_in(slot, prefix.entry)
+            cached = len(prefix.tokens)
+        self._table.add(request, limit, cached, request.params.seed & SEED_MASK)
+        request.marks.append((self.version, 0))
+        self._prefilling += 1
+        return count - cached
+
+    def _prefill(self) -> None:
+        table, first, last = self._table, self._decoding, self._decoding + self._prefilling
+        starts = table.cached[first:last].copy()
+        stops = np.minimum(table.length[first:last], starts + CHUNK)
+        # A finished row of a group whose longest prompt goes on recomputes its last token: the same bits, at the cost of one row.
+        starts = np.minimum(starts, stops - 1)
+        parts = [table.tokens[first + row, start:stop] for row, (start, stop) in enumerate(zip(starts, stops, strict=True))]
+        batch = make_batch(first, parts, starts)
+        hidden = forward(self.weights, self._cache, self._rotary, batch)
+        table.cached[first:last] = stops
+        if self.scoring:
+            self._record_scores(batch, hidden, starts, stops)
+        if (stops < table.length[first:last]).any():
+            return
+        self._prefilling = 0
+        self._decoding = last
+        if table.requests[first].kind == "score":
+            for slot in reversed(range(first, last)):
+                self._finish(slot, "stop")
+        else:
+            self._extend(first, last, logits_of(self.weights, hidden[torch.from_numpy(batch.ends - 1)]))
+
+    def _record_scores(self, batch: Batch, hidden: Tensor, starts: np.ndarray, stops: np.ndarray) -> None:
+        """Store the log-probability of the token after each computed one."""
+        table = self._table
+        for row, (start, stop, end) in enumerate(zip(starts, stops, batch.ends, strict=True)):
+            slot = batch.first + row
+            following = table.tokens[slot, start + 1 : min(stop + 1, table.length[slot])]
+            rows = hidden[end - (stop - start) :][: len(following)]
+            for low in range(0, len(following), LOGIT_ROWS):
+                part = torch.from_numpy(following[low : low + LOGIT_ROWS])
+                temperatures = np.full(len(part), table.temperature[slot], np.float32)
+                logprobs = scaled_logprobs(logits_of(self.weights, rows[low : low + LOGIT_ROWS]), temperatures)
+                found = logprobs.gather(1, part[:, None])[:, 0].numpy()
+                table.logprobs[slot, start + 1 + low : start + 1 + low + len(part)] = found
+
+    def _decode(self) -> None:
+        table, count = self._table, self._decoding
+        starts = table.length[:count] - 1
+        newest = table.tokens[np.arange(count), starts]
+        batch = make_batch(0, np.split(newest, count), starts)
+        hidden = forward(self.weights, self._cache, self._rotary, batch)
+        table.cached[:count] = table.length[:count]
+        self._extend(0, count, logits_of(self.weights, hidden[:count]))
+
+    def _extend(self, first: int, last: int, logits: Tensor) -> None:
+        """Sample one token for each of the slots [first, last) and finish those that are done."""
+        table, rows, slots = self._table, np.arange(first, last), slice(first, last)
+        positions = table.length[slots].copy()
+        tokens, logprobs = sample(logits, table.temperature[slots], uniform(table.seed[slots], positions))
+        sampled = tokens.numpy()
+        table.tokens[rows, positions] = sampled
+        table.logprobs[rows, positions] = logprobs.numpy()
+        table.length[slots] += 1
+        stopped = (table.stops[slots] == sampled[:, None]).any(1)
+        done = stopped | (table.length[slots] >= table.limit[slots])
+        for row in np.flatnonzero(done)[::-1]:
+            self._finish(first + int(row), "stop" if stopped[row] else "length")
+
+    def _finish(self, slot: int, reason: FinishReason) -> None:
+        """Deliver a sequence's result, keep what the next turn may reuse, free its slot."""
+        table, request = self._table, self._table.requests[slot]
+        length, prompt, cached = int(table.length[slot]), len(request.tokens), int(table.cached[slot])
+        if request.kind == "score":
+            self._deliver(request, None if reason == "abort" else [0.0, *table.logprobs[slot, 1:length].tolist()])
+        else:
+            tokens, logprobs = table.tokens[slot, prompt:length].tolist(), table.logprobs[slot, prompt:length].tolist()
+            self._deliver(request, request.completion(tokens, logprobs, reason))
+            if reason != "abort" and len(request.marks) == 1:
+                self._prefixes.put(Prefix(table.tokens[slot, :cached].copy(), self._cache.copy_out(slot, cached)))
+        self._remove(slot)
+
+    def _remove(self, slot: int) -> None:
+        """Free a slot, filling the hole so that decoding and prefilling slots stay contiguous."""
+        if slot < self._decoding:
+            self._decoding -= 1
+            self._move(self._decoding, slot)
+            slot = self._decoding
+        else:
+            self._prefilling -= 1
+        self._move(self._decoding + self._prefilling, slot)
+        self._table.requests.pop()
+
+    def _move(self, source: int, target: int) -> None:
+        if source != target:
+            self._cache.move(source, target, int(self._table.cached[source]))
+            self._table.move(source, target)

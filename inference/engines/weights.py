@@ -1,0 +1,187 @@
+"""Qwen3-MoE weights for sampling: read from a checkpoint directory, dequantized, fused the way `model.forward` multiplies them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from contracts.checkpoints import WEIGHTS, check_checkpoint, expected_tensors
+from contracts.errors import SchemaError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from triplane_kernels.blockwise import dequantize_blockwise
+
+from inference.errors import EngineError
+
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The numbers of config.json that shape the forward pass."""
+
+    vocabulary: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    experts: int
+    experts_per_token: int
+    expert_width: int
+    normalize_top_k: bool
+    tied: bool
+    epsilon: float
+    rope_theta: float
+    max_positions: int
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer, float32."""
+
+    input_norm: Tensor
+    """[hidden]"""
+    qkv: Tensor
+    """[(heads + 2 kv_heads) * head_dim, hidden]"""
+    qk_norm: Tensor
+    """[heads + kv_heads, head_dim]: the q norm repeated, then the k norm."""
+    output: Tensor
+    """[hidden, heads * head_dim]"""
+    post_norm: Tensor
+    """[hidden]"""
+    router: Tensor
+    """[experts, hidden]"""
+    gate_up: Tensor
+    """[experts, hidden, 2 * expert_width]"""
+    down: Tensor
+    """[experts, expert_width, hidden]"""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A policy, ready to sample from. Immutable: a reload makes a new one."""
+
+    architecture: Architecture
+    embedding: Tensor
+    """[vocabulary, hidden]"""
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor
+    """[hidden]"""
+    head: Tensor
+    """[vocabulary, hidden]; the embedding itself where tied"""
+
+
+def read_weights(directory: Path) -> Weights:
+    """Load a checkpoint: FP8 blocks (recipe `w8`: weight = code * scale) or unquantized tensors of any float type (recipe `full`).
+
+    Raises SchemaError for a checkpoint that misses a tensor or has one of the wrong form, EngineError for one this engine can't run.
+    """
+    config = _read_config(directory)
+    quantized = "quantization_config" in config
+    if quantized:
+        check_checkpoint(directory)
+    architecture = read_architecture(config, directory)
+    tensors = _read_tensors(directory, config, quantized)
+    layers = tuple(_layer(tensors, architecture, index) for index in range(architecture.layers))
+    embedding = tensors["model.embed_tokens.weight"]
+    head = embedding if architecture.tied else tensors["lm_head.weight"]
+    return Weights(architecture, embedding, layers, tensors["model.norm.weight"], head)
+
+
+def read_architecture(config: dict[str, Any], directory: Path) -> Architecture:
+    """The architecture a config.json describes. Raises EngineError naming the first feature this engine lacks."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    unsupported = {
+        "hidden_act other than silu": config.get("hidden_act", "silu") != "silu",
+        "attention_bias": config.get("attention_bias", False),
+        "sliding windows": config.get("use_sliding_window", False),
+        "dense layers (mlp_only_layers, decoder_sparse_step)": config.get("mlp_only_layers")
+        or config.get("decoder_sparse_step", 1) != 1,
+        "scaled rotary embeddings": rope.get("rope_type", rope.get("type", "default")) != "default",
+    }
+    for feature, present in unsupported.items():
+        if present:
+            raise EngineError(f"{directory}/config.json asks for {feature}: the built-in engine has none, use vLLM")
+    try:
+        return Architecture(
+            vocabulary=config["vocab_size"], hidden=config["hidden_size"], layers=config["num_hidden_layers"],
+            heads=config["num_attention_heads"], kv_heads=config["num_key_value_heads"], head_dim=config["head_dim"],
+            experts=config["num_experts"], experts_per_token=config["num_experts_per_tok"],
+            expert_width=config["moe_intermediate_size"], normalize_top_k=config.get("norm_topk_prob", False),
+            tied=config.get("tie_word_embeddings", False), epsilon=config["rms_norm_eps"],
+            rope_theta=float(rope.get("rope_theta") or config["rope_theta"]),
+            max_positions=config["max_position_embeddings"],
+        )  # fmt: skip
+    except KeyError as error:
+        raise SchemaError(f"{directory}/config.json lacks {error}: is it a Qwen3-MoE checkpoint?") from None
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    path = directory / "config.json"
+    if not path.is_file():
+        raise SchemaError(f"{directory} has no config.json: is it a checkpoint directory?")
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise SchemaError(f"{path} is not JSON ({error}): export the checkpoint again") from None
+    if config.get("model_type", "qwen3_moe") != "qwen3_moe":
+        raise EngineError(f"{path} is a {config['model_type']} model: the built-in engine runs qwen3_moe, use vLLM")
+    return config
+
+
+def _read_tensors(directory: Path, config: dict[str, Any], quantized: bool) -> dict[str, Tensor]:
+    """Every weight by name, float32, dequantized, finite and of its expected shape."""
+    raw: dict[str, Tensor] = {}
+    for path in _weight_files(directory):
+        try:
+            with safe_open(path, framework="pt") as file:
+                raw |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        except (OSError, SafetensorError) as error:
+            raise SchemaError(f"{path} is not a readable safetensors file ({error}): export it again") from None
+    found: dict[str, Tensor] = {}
+    for name, (_, shape) in expected_tensors({"tie_word_embeddings": False, **config}).items():
+        if name.endswith("_scale_inv"):
+            continue
+        if name not in raw or tuple(raw[name].shape) != shape:
+            have = tuple(raw[name].shape) if name in raw else "absent"
+            raise SchemaError(f"checkpoint {directory}: tensor {name} is {have}, expected {shape}")
+        scale = raw.get(f"{name}_scale_inv") if quantized else None
+        found[name] = raw[name].float() if scale is None else dequantize_blockwise(raw[name], scale)
+        if not bool(torch.isfinite(found[name]).all()):
+            raise EngineError(f"checkpoint {directory}: tensor {name} is not finite; its training diverged, don't serve it")
+    return found
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    index = directory / INDEX
+    if not index.is_file():
+        return [directory / WEIGHTS]
+    names = json.loads(index.read_text())["weight_map"].values()
+    return [directory / name for name in sorted(set(names))]
+
+
+def _layer(tensors: dict[str, Tensor], shape: Architecture, index: int) -> LayerWeights:
+    def get(name: str) -> Tensor:
+        return tensors[f"model.layers.{index}.{name}.weight"]
+
+    def experts(*names: str) -> Tensor:
+        stacks = [
+            torch.cat([get(f"mlp.experts.{expert}.{name}_proj") for name in names]) for expert in range(shape.experts)
+        ]
+        return torch.stack(stacks).transpose(1, 2).contiguous()
+
+    norms = [get("self_attn.q_norm").expand(shape.heads, -1), get("self_attn.k_norm").expand(shape.kv_heads, -1)]
+    return LayerWeights(
+        input_norm=get("input_layernorm"),
+        qkv=torch.cat([get(f"self_attn.{name}_proj") for name in ("q", "k", "v")]),
+        qk_norm=torch.cat(norms).contiguous(),
+        output=get("self_attn.o_proj"),
+        post_norm=get("post_attention_layernorm"),
+        router=get("mlp.gate"),
+        gate_up=experts("gate", "up"),
+        down=experts("down"),
+    )

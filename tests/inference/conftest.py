@@ -1,0 +1,55 @@
+"""A tiny random policy, written as the trainer would write it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contracts.checkpoints import WEIGHTS, expected_tensors, is_quantized, quantization_config
+from safetensors.torch import save_file
+from triplane_kernels.blockwise import quantize_blockwise
+
+TINY: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 96, "hidden_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "num_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 128, "intermediate_size": 128, "norm_topk_prob": True,
+    "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 256,
+    "hidden_act": "silu", "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+
+WritePolicy = Callable[..., Path]
+
+
+def write_checkpoint(directory: Path, seed: int, **changes: Any) -> Path:
+    """An FP8 checkpoint of random weights. changes: entries of config.json."""
+    config = TINY | changes
+    random = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, (_, shape) in expected_tensors(config).items():
+        if name.endswith("_scale_inv"):
+            continue
+        noise = torch.randn(shape, generator=random)
+        weight = 1 + 0.1 * noise if "norm" in name else noise * (0.3 if "embed" in name or "gate.w" in name else 0.09)
+        if is_quantized(name):
+            tensors[name], tensors[f"{name}_scale_inv"] = quantize_blockwise(weight)
+        else:
+            tensors[name] = weight
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / WEIGHTS)
+    config["quantization_config"] = quantization_config(config)
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "policy", seed=0)
+
+
+@pytest.fixture
+def other_policy(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "other", seed=1)
