@@ -9,6 +9,7 @@ import os
 import select
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -129,6 +130,7 @@ def prepare_process(env: dict[str, str]) -> None:
     os.umask(0o022)
     os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None
     null = os.open("/dev/null", os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(null, number)

@@ -42,7 +42,7 @@ def prepare_base(run_dir: Path) -> None:
     root = run_dir / "root"
     root.mkdir(exist_ok=True)
     linux.mount("tmpfs", str(root), "tmpfs", linux.MS_NOSUID, "mode=755,size=16m")
-    for name in ("base", "templates", "proc", "mnt"):
+    for name in ("base", "templates", "proc", "mnt", "dev", "workspace"):
         (root / name).mkdir()
     base = root / "base"
     _skeleton(base)
@@ -57,6 +57,7 @@ def prepare_base(run_dir: Path) -> None:
     _bind_read_only(str(run_dir / "templates"), root / "templates")
     linux.mount("/proc", str(root / "proc"), flags=linux.MS_BIND | linux.MS_REC)
     _devices(base / "dev")
+    _devices(root / "dev")
     linux.mount(str(base), str(base), flags=linux.MS_BIND | linux.MS_REC)
     flags = linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID
     linux.mount("", str(base), flags=flags)

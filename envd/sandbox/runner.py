@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,21 +32,47 @@ class Send(Protocol):
         """Send a record."""
 
 
+_prepared: list[pytest.Session] = []
+"""The session that `inside_session` set up, if it did; forked runners collect and run in it."""
+
+
+def inside_session(root: Path, body: Callable[[], None]) -> None:
+    """Call `body` where a configured pytest session is about to collect.
+
+    What `body` forks can run tests at root at once: reading options and registering plugins is behind it already.
+    """
+
+    class Prepare:
+        def pytest_collection(self, session: pytest.Session) -> bool:
+            _prepared.append(session)
+            body()
+            return True
+
+    pytest.main(_arguments(root), plugins=[Prepare()])
+
+
 def run_tests(root: Path, tests: Sequence[str], send: Send) -> None:
-    """Collect and run the named tests below root; `send` gets every phase of every test, and `end` at the end."""
+    """Collect and run the named tests below root; `send` gets every phase of every test, and `end` at the end.
+
+    Called once in a process, which ends with it.
+    """
     sys.dont_write_bytecode = True
     sys.path.insert(0, str(root))
-    files = list(dict.fromkeys(test.split("::", 1)[0] for test in tests))
-    present = [path for path in files if (root / path).is_file()]
-    code = pytest.main(
-        [*_arguments(root), *(str(root / path) for path in present)], plugins=[_recorder(root, tests, send)]
-    )
-    send("end", status=str(int(code)))
+    files = dict.fromkeys(test.split("::", 1)[0] for test in tests)
+    present = [str(root / path) for path in files if (root / path).is_file()]
+    recorder = _recorder(root, tests, send)
+    if _prepared:
+        session = _prepared[0]
+        session.config.pluginmanager.register(recorder)
+        session.perform_collect(present)
+        session.config.hook.pytest_runtestloop(session=session)
+    else:
+        pytest.main([*_arguments(root), *present], plugins=[recorder])
+    send("end")
 
 
 def warm_up() -> None:
     """Import what pytest imports lazily, so that forked runs don't: run one passing and one failing test."""
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         (root / "test_warm_up.py").write_text(
@@ -56,7 +82,8 @@ def warm_up() -> None:
             "class TestCase(unittest.TestCase):\n    def test_passes(self):\n        self.assertEqual(1, 1)\n\n"
             "def test_fails():\n    assert {'a': [1]} == {'a': [2]}\n"
         )
-        pytest.main([*_arguments(root), str(root / "test_warm_up.py")], plugins=[])
+        options = [*_arguments(root), "--basetemp", str(root / "tmp")]
+        pytest.main([*options, str(root / "test_warm_up.py")], plugins=[])
     sys.modules.pop("test_warm_up", None)
 
 

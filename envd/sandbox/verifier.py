@@ -14,6 +14,7 @@ import select
 import shutil
 import signal
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -197,6 +198,8 @@ def _become_runner(place: Place, tests: Sequence[str], log: Path, write_end: int
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         linux.die_with_parent()
         run_tests(place.workspace, tests, pipe_sender(report, nonce))
+        sys.stdout.flush()
+        sys.stderr.flush()
     finally:
         linux.leave(0)
 

@@ -45,15 +45,23 @@ class Zygote:
         self._run_fd = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def run(self) -> None:
-        """Prepare, announce what is enforced, and fork on request until the server goes away."""
-        wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        """Prepare, then fork on request until the server goes away."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)  # the server decides; its end is ours
         linux.adopt_orphans()
         if self._namespaces:
             self._own_root()
+        if self._role == "verifier" and self._namespaces:
+            from envd.sandbox.runner import inside_session
+
+            inside_session(Path(WORKSPACE), self._loop)
+        else:
+            self._loop()
+
+    def _loop(self) -> None:
+        wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         gc.collect()
         gc.freeze()
         self._control.send(json.dumps({"ready": True, "enforced": self._groups.enforced}).encode())
@@ -80,6 +88,7 @@ class Zygote:
             Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
         linux.unshare(linux.CLONE_NEWNS)
         rootfs.prepare_base(self._run_dir)
+        os.chdir(WORKSPACE)
 
     def _serve_one(self) -> bool:
         data, fds, _, _ = socket.recv_fds(self._control, 65536, 1)
@@ -128,12 +137,12 @@ class Zygote:
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            linux.die_with_parent()
             self._control.close()
             if os.read(go, 1) != b"g":
                 linux.leave(1)
             place = self._enter_namespaces(request) if self._namespaces else self._plain_copy(request)
             _close_all_but(sock.fileno())
+            linux.die_with_parent()  # not earlier: a change of user undoes it
             enforced = self._groups.enforced
             linux.limit_process(
                 files=_OPEN_FILES,
@@ -230,6 +239,7 @@ def sandbox_environment(home: str) -> dict[str, str]:
         "TERM": "dumb",
         "PYTHONHASHSEED": "0",
         "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "GIT_CONFIG_COUNT": "1",
         "GIT_CONFIG_KEY_0": "safe.directory",
         "GIT_CONFIG_VALUE_0": "*",
