@@ -9,5 +9,5 @@ Out: `task_suite`, `tokenizer`, `demonstrations`, `rewards` and `dataset` artifa
 `verify` and `rewards` grade, `dataset` selects (DuckDB over Parquet), `statistics` compares policies, `tasks` makes suites and demonstrations.
 Holds rewards and groups, never advantages: those are the trainer's.
 
-May import: contracts, envd.client, envd.local, envd.tools, duckdb. Never torch, dagster or another plane.
+May import: contracts, envd.client, envd.tools, duckdb. Never torch, dagster or another plane.
 """

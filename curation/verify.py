@@ -18,12 +18,11 @@ from pydantic import ValidationError
 
 from contracts.artifacts import Frozen
 from contracts.digests import canonical_json, digest_of, sha256
-from contracts.errors import ArtifactCorrupt, ArtifactMissing
+from contracts.errors import ArtifactCorrupt, ArtifactMissing, TriplaneError
 from contracts.store import Store
 from contracts.tasks import Task
 from curation.errors import CurationError, InfraFault
 from envd.client import Limits, SandboxClient, VerifyResult
-from envd.errors import EnvdError, TemplateError
 
 VERIFIER_VERSION = "1"
 """Bump when the same final state may get another verdict: this file, LIMITS, or what envd runs and reports."""
@@ -34,6 +33,9 @@ LIMITS = Limits()
 ATTEMPTS = 4
 BACKOFF_S = 0.25
 """First pause after an infrastructure fault; doubles with each, jittered by half."""
+
+MAX_DIFF_BYTES = 32 * 1024 * 1024
+"""A larger final state fails without a run: it would not fit envd's messages, and a policy must not escape its grade by size."""
 
 REMEMBERED = 65_536
 """Verdicts kept in memory."""
@@ -157,7 +159,9 @@ class Verifier:
         return verdict
 
     async def _verify(self, task: Task, diff: bytes) -> Verdict:
-        fault: EnvdError | None = None
+        if len(diff) > MAX_DIFF_BYTES:
+            return judge(task.tests, VerifyResult((), "apply_failed", ""))
+        fault: TriplaneError | None = None
         for attempt in range(ATTEMPTS):
             if fault is not None:
                 log.warning("verifying %s failed (attempt %d of %d): %s", task.task_id, attempt, ATTEMPTS, fault)
@@ -169,10 +173,8 @@ class Verifier:
                     template, diff, task.hidden_files, task.tests, limits=LIMITS, timeout_s=self._timeout_s
                 )
                 return judge(task.tests, result)
-            except TemplateError as error:
-                self._templates.pop(task.image_digest, None)
-                fault = error
-            except EnvdError as error:
+            except TriplaneError as error:
+                self._templates.pop(task.image_digest, None)  # a restarted server may have lost it
                 fault = error
         raise InfraFault(
             f"task {task.task_id} could not be verified in {ATTEMPTS} attempts ({fault}): check the envd server, then run the same step again"

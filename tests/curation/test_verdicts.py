@@ -156,6 +156,12 @@ def test_a_server_that_lost_the_template_gets_it_again() -> None:
     assert client.templates == 2
 
 
+def test_a_final_state_too_large_for_a_message_is_failed_not_ungraded() -> None:
+    client = ScriptedClient(SOLVED)
+    verdict = asyncio.run(Verifier(client, None).grade(TASK, bytes(curation.verify.MAX_DIFF_BYTES + 1)))
+    assert (verdict.solved, verdict.exit, client.calls) == (False, "apply_failed", 0)
+
+
 def test_another_verifier_version_task_or_final_state_is_another_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     other = Task("t", "sum", Split.TRAIN, "fix", {"app.py": b"x = 2\n"}, {}, TESTS, b"", {})
     keys = {verdict_key(TASK, b""), verdict_key(TASK, b"diff"), verdict_key(other, b"")}
