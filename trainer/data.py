@@ -1,0 +1,102 @@
+"""Token sequences as padded batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from contracts.episodes import TokenRole
+from trainer.errors import TrainingDataError
+from trainer.model import Batch
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """One sequence and the positions a loss reads."""
+
+    token_ids: np.ndarray
+    """int64 [length]."""
+    scored: np.ndarray
+    """int64, ascending: positions of the policy's tokens. Never 0, which nothing predicts."""
+
+    @property
+    def length(self) -> int:
+        """Tokens."""
+        return len(self.token_ids)
+
+    @property
+    def first_turn(self) -> int:
+        """How many of `scored` belong to the first unbroken run."""
+        breaks = np.flatnonzero(np.diff(self.scored) != 1)
+        return int(breaks[0]) + 1 if len(breaks) else len(self.scored)
+
+
+def read_sequences(table: pa.Table, what: str, vocabulary: int, longest: int) -> list[TokenSequence]:
+    """Rows with `token_ids` and `token_role`. Raises TrainingDataError naming `what` and the row at fault."""
+    ids, roles = table.column("token_ids").to_pylist(), table.column("token_role").to_pylist()
+    found = []
+    for index, (row, role) in enumerate(zip(ids, roles, strict=True)):
+        sequence = TokenSequence(np.asarray(row, np.int64), np.flatnonzero(np.asarray(role) == TokenRole.POLICY))
+        if len(row) != len(role) or not len(row):
+            raise TrainingDataError(
+                f"{what} row {index} has {len(row)} tokens and {len(role)} roles: build the table again"
+            )
+        if sequence.token_ids.max() >= vocabulary or sequence.token_ids.min() < 0:
+            raise TrainingDataError(
+                f"{what} row {index} has a token id outside 0..{vocabulary - 1}: it was made with another tokenizer"
+            )
+        if len(row) > longest:
+            raise TrainingDataError(
+                f"{what} row {index} has {len(row)} tokens, the model takes {longest}: raise model.max_positions"
+            )
+        if not len(sequence.scored) or sequence.scored[0] == 0:
+            raise TrainingDataError(
+                f"{what} row {index} has no policy token after its first position: leave the row out"
+            )
+        found.append(sequence)
+    return found
+
+
+def make_batch(sequences: Sequence[TokenSequence]) -> Batch:
+    """Pad at the right to the longest sequence."""
+    length = max(sequence.length for sequence in sequences)
+    ids = np.zeros((len(sequences), length), np.int64)
+    rows, targets, owners = [], [], []
+    for index, sequence in enumerate(sequences):
+        ids[index, : sequence.length] = sequence.token_ids
+        rows.append(index * length + sequence.scored - 1)
+        targets.append(sequence.token_ids[sequence.scored])
+        owners.append(np.full(len(sequence.scored), index))
+    return Batch(
+        token_ids=torch.from_numpy(ids),
+        rows=_tensor(rows),
+        targets=_tensor(targets),
+        owners=_tensor(owners),
+        lengths=torch.tensor([sequence.length for sequence in sequences]),
+    )
+
+
+def cut_by_length(sequences: Sequence[TokenSequence], tokens: int) -> list[list[int]]:
+    """Indices of `sequences` in microbatches of like length, each at most `tokens` with padding, at least one sequence."""
+    order = sorted(range(len(sequences)), key=lambda index: (sequences[index].length, index))
+    batches: list[list[int]] = []
+    for index in order:
+        if batches and (len(batches[-1]) + 1) * sequences[index].length <= tokens:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches
+
+
+def shuffled(count: int, *seeds: int) -> list[int]:
+    """A permutation of 0..count-1 that depends on `seeds` only."""
+    return [int(index) for index in np.random.default_rng(list(seeds)).permutation(count)]
+
+
+def _tensor(parts: list[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts).astype(np.int64))

@@ -1,0 +1,113 @@
+"""Checkpoints in the Hugging Face layout: the codes and scales that the forward pass read, written as they are, and read back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter
+from contracts.checkpoints import WEIGHTS, check_checkpoint, is_quantized
+from contracts.digests import tensors_digest
+from contracts.store import Store
+from trainer.errors import TrainingDataError
+from trainer.parameters import Buffer, Parameters, parameter_shapes
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+RECIPE = "w8"
+_DTYPES = {torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32", torch.int64: "I64"}
+
+
+def checkpoint_tensors(parameters: Parameters) -> dict[str, Tensor]:
+    """Name -> tensor of the exported layout, experts one by one."""
+    tensors: dict[str, Tensor] = {}
+    for buffer in parameters.buffers:
+        for name in buffer.spans:
+            if buffer.codes is None or buffer.scales is None:
+                tensors[name] = buffer.view(buffer.master, name)
+                continue
+            for single, codes, scales in _matrices(buffer, name):
+                tensors[single] = codes
+                tensors[f"{single}_scale_inv"] = scales
+    return {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+
+
+def load_checkpoint(directory: Path) -> Parameters:
+    """The parameters of an exported checkpoint, with its very codes and scales; masters are the dequantized weights."""
+    config = check_checkpoint(directory)
+    tensors = load_file(directory / WEIGHTS)
+    masters, codes, scales = {}, {}, {}
+    for name, shape in parameter_shapes(config).items():
+        if not is_quantized(name):
+            masters[name] = tensors[name]
+            continue
+        singles = expert_names(name, shape)
+        codes[name] = torch.stack([tensors[single] for single in singles])
+        scales[name] = torch.stack([tensors[f"{single}_scale_inv"] for single in singles])
+        masters[name] = torch.zeros(shape)
+    parameters = Parameters.from_masters(config, masters)
+    parameters.set_codes(codes, scales)
+    return parameters
+
+
+def publish_checkpoint(
+    store: Store,
+    key: str,
+    parameters: Parameters,
+    tokenizer: Artifact,
+    *,
+    parents: Mapping[str, ArtifactRef],
+    config: Mapping[str, Any],
+    code_version: str,
+    meta: Mapping[str, Any],
+    metrics: bytes,
+) -> Artifact:
+    """Commit a `checkpoint` artifact. tokenizer: any artifact that holds the tokenizer's files. metrics: JSONL, outside the digest."""
+    with ArtifactWriter(store, "checkpoint", key, parents=parents, config=config, code_version=code_version) as out:
+        tensors = checkpoint_tensors(parameters)
+        save_file(tensors, out.directory / WEIGHTS, metadata={"format": "pt"})
+        out.add_file(WEIGHTS, tensor_digest(tensors))
+        out.add_json("config.json", parameters.config)
+        out.add_json("generation_config.json", _generation_config(parameters.config))
+        for name in TOKENIZER_FILES:
+            if name not in tokenizer.names():
+                raise TrainingDataError(f"{tokenizer.ref.uri} has no {name}: build the tokenizer again")
+            out.add_bytes(name, tokenizer.path(name).read_bytes())
+        (out.directory / "metrics.jsonl").write_bytes(metrics)
+        out.add_file("metrics.jsonl", telemetry=True)
+        check_checkpoint(out.directory)
+        return out.commit(meta={"forward_recipe": RECIPE, "policy_version": None, **meta})
+
+
+def tensor_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Content digest of named tensors, independent of the file format."""
+    return tensors_digest(
+        (name, _DTYPES[tensor.dtype], tuple(tensor.shape), _bytes(tensor)) for name, tensor in tensors.items()
+    )
+
+
+def expert_names(name: str, shape: tuple[int, ...]) -> list[str]:
+    """Exported names of the matrices behind a parameter: one, or one an expert."""
+    if len(shape) == 2:
+        return [name]
+    return [name.replace(".experts.", f".experts.{index}.") for index in range(shape[0])]
+
+
+def _matrices(buffer: Buffer, name: str) -> Iterator[tuple[str, Tensor, Tensor]]:
+    assert buffer.codes is not None and buffer.scales is not None
+    start, end, shape = buffer.spans[name]
+    for offset, single in zip(range(start, end), expert_names(name, shape), strict=True):
+        yield single, buffer.codes[offset], buffer.scales[offset]
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    stop = {"eos_token_id": config["eos_token_id"]} if config.get("eos_token_id") is not None else {}
+    return {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, **stop}

@@ -1,0 +1,151 @@
+"""The forward pass of Qwen3-MoE in plain torch: numerics of `transformers.Qwen3MoeForCausalLM`, laid out for training.
+
+Tokens are padded at the right, so causal attention alone keeps padding out. Only positions whose next token is scored reach the
+last layer's experts and the output head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences side by side, padded at the right."""
+
+    token_ids: Tensor
+    """int64 [sequences, length]; padding may hold any valid id."""
+    rows: Tensor
+    """int64 [scored]: flat index (sequence * length + position - 1) from which each scored token is predicted."""
+    targets: Tensor
+    """int64 [scored]: the scored tokens."""
+    owners: Tensor
+    """int64 [scored]: sequence of each scored token."""
+    lengths: Tensor
+    """int64 [sequences]."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a forward pass says of the scored tokens."""
+
+    logprobs: Tensor
+    """float32 [scored], natural logarithm, after temperature."""
+    entropy: Tensor
+    """float32 [scored], nats; carries no gradient."""
+    balance: Tensor
+    """Load-balance loss of the routers, averaged over layers; 1 when balanced. Zero unless asked for."""
+
+
+def score(
+    leaves: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    batch: Batch,
+    temperature: float = 1.0,
+    *,
+    balance: bool = False,
+) -> Scores:
+    """Log probabilities of `batch.targets`. balance: also compute the load-balance loss."""
+    embedding = leaves["model.embed_tokens.weight"]
+    hidden = F.embedding(batch.token_ids.reshape(-1), embedding)
+    cosine, sine = _rotary(batch.token_ids.shape[1], config)
+    balances = []
+    for index in range(config["num_hidden_layers"]):
+        rows = batch.rows if index == config["num_hidden_layers"] - 1 else None
+        weights = _Layer(leaves, f"model.layers.{index}.")
+        hidden = _attention(weights, config, hidden, batch.token_ids.shape, cosine, sine, rows)
+        hidden, router = _experts(weights, config, hidden)
+        if balance and rows is None:
+            balances.append(_balance_loss(router, batch, config["num_experts_per_tok"]))
+    hidden = F.rms_norm(hidden, hidden.shape[-1:], leaves["model.norm.weight"], config["rms_norm_eps"])
+    logits = F.linear(hidden, leaves.get("lm_head.weight", embedding))
+    if temperature != 1.0:
+        logits = logits / temperature
+    every = F.log_softmax(logits, dim=-1)
+    logprobs = every.gather(1, batch.targets[:, None]).squeeze(1)
+    with torch.no_grad():
+        entropy = -(every.exp() * every).sum(-1)
+    return Scores(logprobs, entropy, torch.stack(balances).mean() if balances else torch.zeros(()))
+
+
+class _Layer:
+    """The parameters of one layer by their short names."""
+
+    def __init__(self, leaves: Mapping[str, Tensor], prefix: str) -> None:
+        self._leaves, self._prefix = leaves, prefix
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._leaves[f"{self._prefix}{name}.weight"]
+
+
+def _rotary(length: int, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [length, 1, head_dim] of the rotary position embedding (arXiv:2104.09864), halves layout."""
+    half = torch.arange(0, config["head_dim"], 2, dtype=torch.int64).float() / config["head_dim"]
+    angles = torch.outer(torch.arange(length).float(), 1.0 / (config["rope_theta"] ** half))
+    angles = torch.cat([angles, angles], dim=-1)[:, None]
+    return angles.cos(), angles.sin()
+
+
+def _rotate(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    first, second = states.chunk(2, dim=-1)
+    return states * cosine + torch.cat([-second, first], dim=-1) * sine
+
+
+def _attention(
+    weights: _Layer,
+    config: Mapping[str, Any],
+    hidden: Tensor,
+    shape: torch.Size,
+    cosine: Tensor,
+    sine: Tensor,
+    rows: Tensor | None,
+) -> Tensor:
+    """Residual attention over flat hidden states [tokens, hidden]; returns only `rows` of the result where given."""
+    eps, head = config["rms_norm_eps"], config["head_dim"]
+    normed = F.rms_norm(hidden, hidden.shape[-1:], weights["input_layernorm"], eps)
+    query = F.linear(normed, weights["self_attn.q_proj"]).view(*shape, -1, head)
+    key = F.linear(normed, weights["self_attn.k_proj"]).view(*shape, -1, head)
+    value = F.linear(normed, weights["self_attn.v_proj"]).view(*shape, -1, head)
+    query = _rotate(F.rms_norm(query, (head,), weights["self_attn.q_norm"], eps), cosine, sine)
+    key = _rotate(F.rms_norm(key, (head,), weights["self_attn.k_norm"], eps), cosine, sine)
+    mixed = F.scaled_dot_product_attention(
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True,
+        enable_gqa=query.shape[2] != key.shape[2],
+    ).transpose(1, 2).reshape(hidden.shape[0], -1)  # fmt: skip
+    if rows is not None:
+        hidden, mixed = hidden[rows], mixed[rows]
+    return hidden + F.linear(mixed, weights["self_attn.o_proj"])
+
+
+def _experts(weights: _Layer, config: Mapping[str, Any], hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Residual mixture of experts over [tokens, hidden]; also returns the router's probabilities [tokens, experts]."""
+    normed = F.rms_norm(hidden, hidden.shape[-1:], weights["post_attention_layernorm"], config["rms_norm_eps"])
+    router = F.softmax(F.linear(normed, weights["mlp.gate"]), dim=-1)
+    shares, chosen = router.topk(config["num_experts_per_tok"], dim=-1)
+    if config["norm_topk_prob"]:
+        shares = shares / shares.sum(-1, keepdim=True)
+    slots = chosen.reshape(-1)
+    order = slots.argsort(stable=True)
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel()))
+    ends = torch.bincount(slots, minlength=config["num_experts"]).cumsum(0).int()
+    routed = normed[order // chosen.shape[1]]
+    gate = F.grouped_mm(routed, weights["mlp.experts.gate_proj"].mT, offs=ends)
+    up = F.grouped_mm(routed, weights["mlp.experts.up_proj"].mT, offs=ends)
+    out = F.grouped_mm(F.silu(gate) * up, weights["mlp.experts.down_proj"].mT, offs=ends)
+    mixed = (out[back].view(*chosen.shape, -1) * shares[..., None]).sum(1)
+    return hidden + mixed, router
+
+
+def _balance_loss(router: Tensor, batch: Batch, picks: int) -> Tensor:
+    """experts * sum over experts of (share of tokens routed to it) * (mean probability): Switch Transformer, equations 4 to 6."""
+    length = batch.token_ids.shape[1]
+    real = (torch.arange(length)[None] < batch.lengths[:, None]).reshape(-1)
+    router = router[real]
+    chosen = torch.zeros_like(router).scatter_(1, router.topk(picks, dim=-1).indices, 1.0 / picks)
+    return router.shape[1] * (chosen.mean(0) * router.mean(0)).sum()

@@ -1,0 +1,181 @@
+"""Weights as the trainer holds them: float32 masters, the FP8 codes and scales made from them, and the leaves the forward pass reads.
+
+    masters --quantize, once an optimizer step--> codes, scales --dequantize--> leaves --forward/backward--> gradients --> masters
+
+The gradient with respect to a leaf is applied to its master: the straight-through estimator. All tensors of one shape lie in one buffer,
+so that quantization and optimizers run over whole buffers. Experts of a layer are stacked: [experts, rows, columns].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from triplane_kernels.blockwise import dequantize_blockwise, quantize_blockwise
+
+from contracts.checkpoints import BLOCK, is_quantized
+
+PLAIN = "plain"
+
+
+@dataclass
+class Buffer:
+    """Tensors that share one allocation.
+
+    Quantized: `master`, `leaf`, `gradient` are [matrices, rows, columns] of one shape. Plain: [elements], used as they are.
+    """
+
+    name: str
+    master: Tensor
+    leaf: Tensor
+    gradient: Tensor
+    spans: dict[str, tuple[int, int, tuple[int, ...]]]
+    """Parameter name -> (start, end, shape) along the first dimension."""
+    codes: Tensor | None = None
+    """float8_e4m3fn [matrices, rows, columns]."""
+    scales: Tensor | None = None
+    """float32 [matrices, ceil(rows/128), ceil(columns/128)]."""
+
+    def view(self, buffer: Tensor, name: str) -> Tensor:
+        """The part of `buffer` that belongs to parameter `name`, in the parameter's own shape."""
+        start, end, shape = self.spans[name]
+        return buffer[start:end].view(shape)
+
+    def requantize(self) -> None:
+        """Make codes, scales and leaves from the masters."""
+        if self.codes is None:
+            return
+        self.codes, self.scales = quantize_stack(self.master)
+        self.leaf.copy_(dequantize_stack(self.codes, self.scales))
+
+
+@dataclass
+class Parameters:
+    """A model's weights. `leaves` is what `trainer.model` takes; `requantize` must follow every change of the masters."""
+
+    config: dict[str, Any]
+    """The checkpoint's config.json."""
+    buffers: list[Buffer]
+    leaves: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def from_masters(cls, config: dict[str, Any], masters: Mapping[str, Tensor]) -> Parameters:
+        """Parameters around copies of `masters`, a float32 tensor for each of `parameter_shapes`, quantized at once."""
+        grouped: dict[str, list[str]] = {}
+        for name, shape in parameter_shapes(config).items():
+            group = "x".join(map(str, shape[-2:])) if is_quantized(name) else PLAIN
+            grouped.setdefault(group, []).append(name)
+        parameters = cls(config, [_buffer(group, names, masters) for group, names in grouped.items()])
+        for buffer in parameters.buffers:
+            for name in buffer.spans:
+                leaf = buffer.view(buffer.leaf, name).detach().requires_grad_()
+                leaf.grad = buffer.view(buffer.gradient, name)
+                parameters.leaves[name] = leaf
+        parameters.requantize()
+        return parameters
+
+    @torch.no_grad()
+    def requantize(self) -> None:
+        """Make codes, scales and leaves of every buffer from its masters."""
+        for buffer in self.buffers:
+            buffer.requantize()
+
+    @torch.no_grad()
+    def set_codes(self, codes: Mapping[str, Tensor], scales: Mapping[str, Tensor]) -> None:
+        """Take codes and scales as given, and masters from them, without quantizing anew: the forward pass of a loaded checkpoint."""
+        for buffer in self.buffers:
+            if buffer.codes is None or buffer.scales is None:
+                continue
+            for name, (start, end, _) in buffer.spans.items():
+                buffer.codes[start:end] = codes[name].view(buffer.codes[start:end].shape)
+                buffer.scales[start:end] = scales[name].view(buffer.scales[start:end].shape)
+            buffer.leaf.copy_(dequantize_stack(buffer.codes, buffer.scales))
+            buffer.master.copy_(buffer.leaf)
+
+    def masters(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, float32 master) of every parameter."""
+        for buffer in self.buffers:
+            for name in buffer.spans:
+                yield name, buffer.view(buffer.master, name)
+
+    def clear_gradients(self) -> None:
+        """Set all gradients to zero, in place."""
+        for buffer in self.buffers:
+            buffer.gradient.zero_()
+
+    def clip_gradients(self, limit: float) -> Tensor:
+        """Scale all gradients down to the global norm `limit` and return the norm before."""
+        norm: Tensor = torch.linalg.vector_norm(
+            torch.stack([torch.linalg.vector_norm(buffer.gradient) for buffer in self.buffers])
+        )
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+        for buffer in self.buffers:
+            buffer.gradient.mul_(factor)
+        return norm
+
+
+def parameter_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every parameter of a Qwen3-MoE with this config.json; a layer's experts are stacked under `mlp.experts.*`."""
+    hidden, width, experts = config["hidden_size"], config["moe_intermediate_size"], config["num_experts"]
+    head = config["head_dim"]
+    query, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    for index in range(config["num_hidden_layers"]):
+        layer = {
+            "input_layernorm": (hidden,), "self_attn.q_proj": (query, hidden), "self_attn.k_proj": (keys, hidden),
+            "self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, query), "self_attn.q_norm": (head,),
+            "self_attn.k_norm": (head,), "post_attention_layernorm": (hidden,), "mlp.gate": (experts, hidden),
+            "mlp.experts.gate_proj": (experts, width, hidden), "mlp.experts.up_proj": (experts, width, hidden),
+            "mlp.experts.down_proj": (experts, hidden, width),
+        }  # fmt: skip
+        shapes |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
+    shapes["model.norm.weight"] = (hidden,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+    return shapes
+
+
+def draw_masters(config: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
+    """Fresh float32 masters: norms 1, everything else normal with `initializer_range`."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.ones(shape)
+        if len(shape) == 1
+        else torch.empty(shape).normal_(0.0, config["initializer_range"], generator=generator)
+        for name, shape in parameter_shapes(config).items()
+    }
+
+
+def quantize_stack(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantize_blockwise` of each of [matrices, rows, columns]: codes of that shape and scales [matrices, row blocks, column blocks]."""
+    count, rows, columns = matrices.shape
+    padded = torch.nn.functional.pad(matrices, (0, 0, 0, -rows % BLOCK))
+    codes, scales = quantize_blockwise(padded.reshape(-1, columns))
+    return codes.view(padded.shape)[:, :rows].contiguous(), scales.view(count, -1, scales.shape[1])
+
+
+def dequantize_stack(codes: Tensor, scales: Tensor) -> Tensor:
+    """Inverse of `quantize_stack`: float32 [matrices, rows, columns]."""
+    _, rows, columns = codes.shape
+    padded = torch.nn.functional.pad(codes.float(), (0, 0, 0, -rows % BLOCK))
+    return dequantize_blockwise(padded.reshape(-1, columns), scales.reshape(-1, scales.shape[2])).view(padded.shape)[
+        :, :rows
+    ]
+
+
+def _buffer(group: str, names: list[str], masters: Mapping[str, Tensor]) -> Buffer:
+    parts, spans, start = [], {}, 0
+    for name in names:
+        shape = tuple(masters[name].shape)
+        part = masters[name].detach().float()
+        parts.append(part.reshape(-1) if group == PLAIN else part.reshape(-1, *shape[-2:]))
+        spans[name] = (start, start + parts[-1].shape[0], shape)
+        start += parts[-1].shape[0]
+    master = torch.cat(parts)
+    if group == PLAIN:
+        return Buffer(group, master, master, torch.zeros_like(master), spans)
+    codes, scales = quantize_stack(master)
+    return Buffer(group, master, torch.empty_like(master), torch.zeros_like(master), spans, codes, scales)

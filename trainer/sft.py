@@ -1,0 +1,193 @@
+"""Supervised warm start: a fresh model learns demonstrations until it is as good as it should be, and no better.
+
+demonstrations -> batches (order: a function of seed and step) -> loss over policy tokens -> Muon + AdamW -> requantize
+every `evaluate_every` steps: look at clean validation demonstrations; every `snapshot_every`: a mark to resume from
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from contracts.artifacts import Artifact, open_artifact
+from contracts.chat import ChatTokenizer
+from contracts.store import Store
+from trainer.config import SFT_VERSION, SftConfig, SftJob
+from trainer.data import TokenSequence, cut_by_length, make_batch, read_sequences, shuffled
+from trainer.errors import TrainingDataError, TrainingDiverged
+from trainer.export import publish_checkpoint
+from trainer.metrics import Metrics, Watcher
+from trainer.model import score
+from trainer.optimizers import MuonWithAdamW
+from trainer.parameters import Parameters, draw_masters
+from trainer.result import TrainResult
+from trainer.schedule import warmup
+from trainer.state import Snapshots, TrainerState, capture_state, load_state, publish_state
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the validation demonstrations say of a policy."""
+
+    solve: float
+    """Mean probability that an episode sampled at temperature 1 equals the clean expert's, which solves its task."""
+    form: float
+    """The same of the first turn alone."""
+    loss: float
+    """Mean negative log probability of a policy token, nats."""
+    episodes: int
+
+    def meets(self, config: SftConfig) -> bool:
+        """Whether this look satisfies the stopping criterion."""
+        return self.solve >= config.expected_solve and self.form >= config.expected_form
+
+
+@torch.no_grad()
+def look(parameters: Parameters, sequences: Sequence[TokenSequence], tokens: int = 8192) -> Look:
+    """Score `sequences` under `parameters`. tokens: most a forward pass holds."""
+    solve = form = loss = 0.0
+    count = 0
+    for part in cut_by_length(sequences, tokens):
+        members = [sequences[index] for index in part]
+        batch = make_batch(members)
+        logprobs = score(parameters.leaves, parameters.config, batch).logprobs.double()
+        for sequence, own in zip(members, torch.split(logprobs, [len(m.scored) for m in members]), strict=True):
+            solve += float(own.sum().exp())
+            form += float(own[: sequence.first_turn].sum().exp())
+            loss -= float(own.sum())
+            count += len(own)
+    return Look(solve / len(sequences), form / len(sequences), loss / count, len(sequences))
+
+
+def train_sft(job: SftJob, store: Store, watchers: Iterable[Watcher] = ()) -> TrainResult:
+    """Run `job` and publish its checkpoint and trainer state. A job killed on the way goes on from its last snapshot."""
+    tokenizer, demonstrations = open_artifact(store, job.tokenizer), open_artifact(store, job.demonstrations)
+    chat = ChatTokenizer.from_directory(tokenizer.directory())
+    model = job.model.hf_config(chat.vocabulary_size, chat.end_of_turn)
+    train, validation = _demonstrations(demonstrations, job, chat.vocabulary_size)
+    run = _Run(job, store, model, watchers)
+    while not run.finished:
+        run.step(train)
+        if run.taken % job.config.evaluate_every == 0 or run.taken == job.config.max_steps:
+            run.evaluate(validation)
+        if run.snapshots.due(run.taken) and not run.finished:
+            run.snapshots.save(run.capture(), job.config.model_dump(), SFT_VERSION)
+    return run.publish(tokenizer)
+
+
+class _Run:
+    """The loop's state: parameters, optimizer, steps taken, looks met in a row."""
+
+    def __init__(self, job: SftJob, store: Store, model: dict[str, object], watchers: Iterable[Watcher]) -> None:
+        self._job, self._store, self._model = job, store, model
+        self._config = job.config
+        self.snapshots = Snapshots(store, job.key, job.config.snapshot_every, job.config.max_steps)
+        self.taken, self._met, self._last = 0, 0, Look(0.0, 0.0, 0.0, 0)
+        found = self.snapshots.latest()
+        state = load_state(found, model) if found else None
+        masters = state.masters if state else draw_masters(model, job.seed)
+        self._parameters = Parameters.from_masters(model, masters)
+        share = self._config.adamw_learning_rate / self._config.learning_rate if self._config.learning_rate else 0.0
+        self._optimizer = MuonWithAdamW(self._parameters, share)
+        self._metrics = Metrics(watchers, state.extra["metrics"] if state else ())
+        if state:
+            self._optimizer.load(state.optimizer)
+            self.taken, self._met = state.step, state.extra["met"]
+
+    @property
+    def finished(self) -> bool:
+        """Whether the criterion is met or the bound reached."""
+        return self._met >= self._config.consecutive or self.taken >= self._config.max_steps
+
+    def step(self, train: Sequence[TokenSequence]) -> None:
+        """One optimizer step."""
+        config = self._config
+        batch = make_batch(
+            [train[index] for index in batch_members(len(train), config.batch_size, self._job.seed, self.taken)]
+        )
+        self._parameters.clear_gradients()
+        scores = score(self._parameters.leaves, self._model, batch, balance=config.router_balance > 0)
+        loss = -scores.logprobs.mean()
+        (loss + config.router_balance * scores.balance).backward()  # type: ignore[no-untyped-call]
+        norm = self._parameters.clip_gradients(config.max_gradient_norm)
+        if not torch.isfinite(norm):
+            raise TrainingDiverged(
+                f"the gradient is not finite at step {self.taken}: lower learning_rate {config.learning_rate}"
+            )
+        rate = config.learning_rate * warmup(self.taken, config.warmup_steps)
+        self._optimizer.step(rate)
+        self._parameters.requantize()
+        self.taken += 1
+        self._metrics.add(
+            self.taken, loss=float(loss.detach()), grad_norm=float(norm), lr=rate, tokens=int(batch.lengths.sum()),
+            entropy=float(scores.entropy.mean()),
+        )  # fmt: skip
+
+    def evaluate(self, validation: Sequence[TokenSequence]) -> None:
+        """Look at a few demonstrations while the criterion is far, at all once those come near it."""
+        config = self._config
+        seen = look(self._parameters, validation[: config.probe_episodes])
+        if seen.solve >= 0.8 * config.expected_solve and seen.episodes < len(validation):
+            seen = look(self._parameters, validation)
+        decisive = seen.episodes == len(validation)
+        self._met = self._met + 1 if decisive and seen.meets(config) else 0
+        self._last = seen
+        self._metrics.add(
+            self.taken, expected_solve=seen.solve, expected_form=seen.form, validation_loss=seen.loss,
+            validation_episodes=seen.episodes, met=self._met,
+        )  # fmt: skip
+
+    def capture(self) -> TrainerState:
+        """All that a resumed run needs."""
+        extra = {"met": self._met, "metrics": self._metrics.records}
+        return capture_state(self._parameters, self._optimizer.state(), "muon", self.taken, extra)
+
+    def publish(self, tokenizer: Artifact) -> TrainResult:
+        """Commit the trainer state, then the checkpoint, whose existence says that both are there; then drop the snapshots."""
+        job, converged = self._job, self._met >= self._config.consecutive
+        parents = {"tokenizer": job.tokenizer, "demonstrations": job.demonstrations}
+        config = {"model": job.model.model_dump(), "sft": job.config.model_dump(), "seed": job.seed}
+        state = capture_state(self._parameters, {}, "none", self.taken, {})
+        saved = publish_state(
+            self._store, "trainer_state", job.key, state, parents=parents, config=config, code_version=SFT_VERSION
+        )
+        summary = {
+            "step": self.taken, "expected_solve": self._last.solve, "expected_form": self._last.form, "converged": converged,
+        }  # fmt: skip
+        if not converged:
+            self._metrics.add(self.taken, warning=f"max_steps {self._config.max_steps} reached before the criterion")
+        checkpoint = publish_checkpoint(
+            self._store, job.key, self._parameters, tokenizer, parents=parents, config=config, code_version=SFT_VERSION,
+            meta=summary, metrics=self._metrics.jsonl(),
+        )  # fmt: skip
+        self.snapshots.clear()
+        return TrainResult(checkpoint.ref, saved.ref, summary)
+
+
+def batch_members(count: int, batch_size: int, seed: int, step: int) -> list[int]:
+    """Rows of the batch at `step` (from 0): consecutive cuts of one permutation an epoch; a last, shorter cut is left out."""
+    size = min(batch_size, count)
+    per_epoch = count // size
+    epoch, cut = divmod(step, per_epoch)
+    return shuffled(count, seed, epoch)[cut * size : (cut + 1) * size]
+
+
+def _demonstrations(
+    demonstrations: Artifact, job: SftJob, vocabulary: int
+) -> tuple[list[TokenSequence], list[TokenSequence]]:
+    train = demonstrations.table("train.parquet", ["token_ids", "token_role"])
+    validation: pa.Table = demonstrations.table("validation.parquet", ["token_ids", "token_role", "clean"])
+    clean = validation.filter(pc.field("clean")).slice(0, job.config.evaluation_episodes)
+    if not train.num_rows or not clean.num_rows:
+        raise TrainingDataError(
+            f"{demonstrations.ref.uri} has {train.num_rows} demonstrations and {clean.num_rows} clean validation ones: both are needed"
+        )
+    longest = job.model.max_positions
+    return (
+        read_sequences(train, f"{demonstrations.ref.uri}/train.parquet", vocabulary, longest),
+        read_sequences(clean, f"{demonstrations.ref.uri}/validation.parquet", vocabulary, longest),
+    )

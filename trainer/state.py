@@ -1,0 +1,124 @@
+"""Trainer state: what training needs beyond a checkpoint to go on exactly. Safetensors and JSON, never pickle.
+
+`state.safetensors` holds `master.<parameter>` and the optimizer's tensors; `state.json` the step and which optimizer they belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, find_artifact
+from contracts.digests import action_key
+from contracts.store import Store
+from trainer.errors import TrainingDataError
+from trainer.export import RECIPE, tensor_digest
+from trainer.parameters import Parameters, parameter_shapes
+
+OptimizerName = Literal["none", "muon", "adamw"]
+_MASTER = "master."
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """A trainer state in memory."""
+
+    masters: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    """What the optimizer's `load` takes; empty for "none"."""
+    optimizer_name: OptimizerName
+    step: int
+    """Optimizer steps taken since the base policy began."""
+    extra: dict[str, Any]
+    """What else the training loop must remember."""
+
+
+def capture_state(
+    parameters: Parameters, optimizer: Mapping[str, Tensor], name: OptimizerName, step: int, extra: dict[str, Any]
+) -> TrainerState:
+    """The state at this instant; tensors are shared, not copied."""
+    return TrainerState(dict(parameters.masters()), dict(optimizer), name, step, extra)
+
+
+def publish_state(
+    store: Store,
+    kind: str,
+    key: str,
+    state: TrainerState,
+    *,
+    parents: Mapping[str, ArtifactRef],
+    config: Mapping[str, Any],
+    code_version: str,
+) -> Artifact:
+    """Commit `state` as an artifact of `kind`."""
+    with ArtifactWriter(store, kind, key, parents=parents, config=config, code_version=code_version) as out:
+        tensors = {f"{_MASTER}{name}": tensor for name, tensor in state.masters.items()} | state.optimizer
+        tensors = {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}
+        save_file(tensors, out.directory / "state.safetensors")
+        out.add_file("state.safetensors", tensor_digest(tensors))
+        body = {"step": state.step, "recipe": RECIPE, "optimizer": state.optimizer_name, "extra": state.extra}
+        out.add_json("state.json", body)
+        return out.commit(meta={"step": state.step, "optimizer": state.optimizer_name})
+
+
+def load_state(artifact: Artifact, config: Mapping[str, Any]) -> TrainerState:
+    """The inverse of `publish_state` for a model with this config.json. Raises TrainingDataError when they do not fit."""
+    tensors, body = load_file(artifact.path("state.safetensors")), artifact.json("state.json")
+    masters = {name.removeprefix(_MASTER): tensor for name, tensor in tensors.items() if name.startswith(_MASTER)}
+    found = {name: tuple(tensor.shape) for name, tensor in masters.items()}
+    if found != parameter_shapes(config):
+        raise TrainingDataError(
+            f"{artifact.ref.uri} does not fit the checkpoint's config: pass the trainer_state of the same key as the checkpoint"
+        )
+    return TrainerState(
+        masters=masters,
+        optimizer={name: tensor for name, tensor in tensors.items() if not name.startswith(_MASTER)},
+        optimizer_name=body["optimizer"],
+        step=body["step"],
+        extra=body["extra"],
+    )
+
+
+class Snapshots:
+    """Crash-safe marks along one job, found again by the job's key. Only the latest is kept."""
+
+    kind = "trainer_snapshot"
+
+    def __init__(self, store: Store, job_key: str, every: int, last: int) -> None:
+        self._store, self._job = store, job_key
+        self._steps = range(every, last + 1, every)
+
+    def due(self, step: int) -> bool:
+        """Whether a snapshot belongs after `step`."""
+        return step in self._steps
+
+    def latest(self) -> Artifact | None:
+        """The snapshot of the greatest step, or None."""
+        for step in reversed(self._steps):
+            found = find_artifact(self._store, self.kind, self._key(step))
+            if found is not None:
+                return found
+        return None
+
+    def save(self, state: TrainerState, config: Mapping[str, Any], code_version: str) -> None:
+        """Commit `state`, then drop the earlier ones."""
+        key = self._key(state.step)
+        publish_state(self._store, self.kind, key, state, parents={}, config=config, code_version=code_version)
+        self._drop(step for step in self._steps if step < state.step)
+
+    def clear(self) -> None:
+        """Drop all of them."""
+        self._drop(self._steps)
+
+    def _drop(self, steps: Any) -> None:
+        for step in steps:
+            folder = f"artifacts/{self.kind}/{self._key(step)}/"
+            for key in sorted(self._store.list(folder), key=lambda key: not key.endswith("manifest.json")):
+                self._store.delete(key)
+
+    def _key(self, step: int) -> str:
+        return action_key(self.kind, {"job": self._job}, {"step": step}, "1")
