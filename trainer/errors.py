@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from signal import Signals
+
 from contracts.errors import ConfigError, TriplaneError
 
 
@@ -23,3 +25,7 @@ class TrainingDiverged(TrainingError):
 
 class TrainingStopped(TrainingError):
     """The process was asked to stop (SIGTERM or Ctrl-C)."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {Signals(number).name}: run the same job again to go on")
+        self.exit_status = 128 + number

@@ -1,0 +1,94 @@
+"""`python -m trainer`: run one training job. Progress goes to stderr; the last line of stdout is the result as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from contracts.errors import TriplaneError
+from trainer.config import read_job
+from trainer.errors import TrainingConfigError, TrainingStopped
+
+PIPES_VARIABLE = "DAGSTER_PIPES_CONTEXT"
+EXAMPLE = """\
+example of a job (JSON or YAML; references are those of committed artifacts):
+  kind: sft
+  store: .triplane/store
+  key: "<64 hex digits: the action key under which the results are committed>"
+  seed: 0
+  threads: 2
+  tokenizer: {kind: tokenizer, key: ..., digest: ...}
+  demonstrations: {kind: demonstrations, key: ..., digest: ...}
+  model: {hidden_size: 128, layers: 3}
+  config: {max_steps: 4000, expected_solve: 0.4}
+
+kind grpo takes dataset, checkpoint and trainer_state instead of tokenizer and demonstrations. A job that is done prints its result
+again; one that was killed goes on from its last snapshot. exit status: 0 done, 1 failed, 2 malformed job, 130 or 143 stopped.
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point. Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer", description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )  # fmt: skip
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--job", metavar="JOB", help="file with the job, or the job itself as JSON")
+    source.add_argument("--config", metavar="FILE", help="the same, for YAML files written by hand")
+    options = parser.parse_args(arguments)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop)
+    try:
+        result = _run(options.job or options.config)
+    except TrainingStopped as stopped:
+        print(f"trainer: {stopped}", file=sys.stderr)
+        return stopped.exit_status
+    except TriplaneError as error:
+        print(f"trainer: {error}", file=sys.stderr)
+        return 2 if isinstance(error, TrainingConfigError) else 1
+    print(json.dumps(result), flush=True)
+    return 0
+
+
+def _run(source: str) -> dict[str, Any]:
+    job = read_job(source)
+    # Imported late: a malformed job must not wait for torch.
+    from trainer.console import console_watcher
+    from trainer.metrics import pipes_watcher
+    from trainer.run import run_job
+    from trainer.runtime import keep_freed_memory
+
+    keep_freed_memory()
+    with _pipes() as context, console_watcher(job) as console:
+        watchers = [console] if context is None else [console, pipes_watcher(context)]
+        result = run_job(job, watchers).as_json()
+        if context is not None:
+            context.report_custom_message({"result": result})
+        return result
+
+
+@contextmanager
+def _pipes() -> Iterator[Any]:
+    """Dagster's channel when Dagster launched this process, else None."""
+    if PIPES_VARIABLE not in os.environ:
+        yield None
+        return
+    from dagster_pipes import open_dagster_pipes
+
+    with open_dagster_pipes() as context:
+        yield context
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise TrainingStopped(number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""A dataset artifact as the policy loss needs it: kept sequences with the sampler's logprobs, and an advantage each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from torch import Tensor
+
+from contracts.artifacts import Artifact
+from contracts.digests import digest_of
+from trainer.config import GrpoConfig
+from trainer.data import TokenSequence, read_sequences
+from trainer.errors import TrainingDataError
+from trainer.losses import group_advantages
+
+
+@dataclass(frozen=True)
+class Experience:
+    """The rows of train.parquet."""
+
+    sequences: list[TokenSequence]
+    sampler_logprobs: list[Tensor]
+    """float32 [policy tokens] of each row."""
+    groups: list[int]
+    """Group number of each row."""
+    advantages: Tensor
+    """float32 [rows]."""
+    reward_mean: float
+    """Over all graded members."""
+    members: int
+    """Graded episodes, kept or not."""
+
+
+def read_experience(dataset: Artifact, config: Mapping[str, Any], grpo: GrpoConfig, seed: int) -> Experience | None:
+    """The rows of `dataset`, or None when it keeps none. Raises TrainingDataError naming the row or episode at fault."""
+    columns = ["episode_id", "group_id", "token_ids", "token_role", "logprobs"]
+    train = dataset.table("train.parquet", columns)
+    if not train.num_rows:
+        return None
+    where = f"{dataset.ref.uri}/train.parquet"
+    sequences = read_sequences(train, where, config["vocab_size"], config["max_position_embeddings"])
+    members = dataset.table("members.parquet", ["episode_id", "group_id", "reward"])
+    members = members.filter(pc.is_valid(members.column("reward"))).sort_by(
+        [("group_id", "ascending"), ("episode_id", "ascending")]
+    )
+    advantages = member_advantages(members, permute_seed=seed if grpo.permute_rewards else None)
+    episodes = train.column("episode_id").to_pylist()
+    lost = next((episode for episode in episodes if episode not in advantages), None)
+    if lost is not None:
+        raise TrainingDataError(
+            f"{dataset.ref.uri}: episode {lost} trains but members.parquet holds no reward of it: build the dataset again"
+        )
+    names = train.column("group_id").to_pylist()
+    numbers = {name: index for index, name in enumerate(sorted(set(names)))}
+    return Experience(
+        sequences=sequences,
+        sampler_logprobs=_sampler_logprobs(train.column("logprobs"), sequences, where),
+        groups=[numbers[name] for name in names],
+        advantages=torch.tensor([advantages[episode] for episode in episodes], dtype=torch.float32),
+        reward_mean=float(pc.mean(members.column("reward")).as_py()),
+        members=members.num_rows,
+    )
+
+
+def member_advantages(members: pa.Table, permute_seed: int | None) -> dict[str, float]:
+    """episode_id -> advantage, over graded members sorted by group and episode.
+
+    permute_seed: a control that hands each group's rewards to its members at random.
+    """
+    groups: list[str] = members.column("group_id").to_pylist()
+    rewards = np.asarray(members.column("reward").to_pylist(), np.float64)
+    numbers = np.asarray([*map({name: index for index, name in enumerate(sorted(set(groups)))}.get, groups)], np.int64)
+    if permute_seed is not None:
+        for number, name in enumerate(sorted(set(groups))):
+            own = np.flatnonzero(numbers == number)
+            draw = np.random.default_rng(int(digest_of([permute_seed, name])[:16], 16))
+            rewards[own] = rewards[draw.permutation(own)]
+    values = group_advantages(torch.from_numpy(rewards), torch.from_numpy(numbers)).tolist()
+    return dict(zip(members.column("episode_id").to_pylist(), values, strict=True))
+
+
+def _sampler_logprobs(column: pa.ChunkedArray, sequences: list[TokenSequence], where: str) -> list[Tensor]:
+    found = []
+    for index, (row, sequence) in enumerate(zip(column.to_pylist(), sequences, strict=True)):
+        values = np.asarray([row[position] for position in sequence.scored], np.float64)
+        if not np.isfinite(values).all():
+            raise TrainingDataError(
+                f"{where} row {index} lacks the logprob of a policy token: only sampled tokens may carry the role POLICY"
+            )
+        found.append(torch.from_numpy(values.astype(np.float32)))
+    return found
