@@ -25,6 +25,7 @@ from inference.rollouts.turn import answer_turn, read_turn
 from inference.rollouts.workspace import Workspace, Workspaces
 
 BACKOFF_S = 0.2
+MIN_TOOL_S = 0.05
 _HOST = socket.gethostname()
 _log = logging.getLogger(__name__)
 
@@ -81,22 +82,14 @@ class Attempt:
     async def to_end(self) -> Episode:
         """Run until an outcome and take the final diff. Raises InfraFault; the sandbox is gone either way."""
         try:
-            outcome = await self._run_in_time()
+            outcome = await self._run()
+            if outcome is Outcome.TIMED_OUT and self._player.config.profile == "deterministic":
+                raise InfraFault(
+                    f"attempt took over {self._player.config.episode_timeout_s:g} s: raise episode_timeout_s, the deterministic profile has no outcome by the clock"
+                )
             return self.episode(outcome, await self._workspace.finish())
         finally:
             await self._workspace.close()
-
-    async def _run_in_time(self) -> Outcome:
-        limit = self._player.config.episode_timeout_s
-        try:
-            async with asyncio.timeout(limit):
-                return await self._run()
-        except TimeoutError:
-            if self._player.config.profile == "deterministic":
-                raise InfraFault(
-                    f"attempt took over {limit:g} s: raise episode_timeout_s, the deterministic profile has no outcome by the clock"
-                ) from None
-            return Outcome.TIMED_OUT
 
     async def _run(self) -> Outcome:
         while self._turns < self._player.config.max_turns:
@@ -107,7 +100,11 @@ class Attempt:
 
     async def _step(self) -> Outcome | None:
         """One turn of the policy and the environment's answer; an outcome when the episode is over."""
-        completion = await self._query()
+        try:
+            async with asyncio.timeout(self._seconds_left()):
+                completion = await self._query()
+        except TimeoutError:
+            return Outcome.TIMED_OUT
         if completion is None or completion.finish_reason == "length":
             return Outcome.TRUNCATED
         return await self._execute(completion)
@@ -149,16 +146,21 @@ class Attempt:
             if self._format_errors > config.max_format_errors:
                 return Outcome.FORMAT_ERROR
         began = time.perf_counter()
-        answers, calls = await answer_turn(
-            turn, self._workspace, index=self._turns - 1, timeout_s=config.tool_timeout_s
-        )
+        # the clock reaches tools as their own deadline: a call cut off from here would take its sandbox along
+        seconds = max(min(config.tool_timeout_s, self._seconds_left()), MIN_TOOL_S)
+        answers, calls = await answer_turn(turn, self._workspace, index=self._turns - 1, timeout_s=seconds)
         self._tool_seconds += time.perf_counter() - began
         self._calls += calls
+        if self._seconds_left() <= 0:
+            return Outcome.TIMED_OUT
         answer_ids = self._player.tokenizer.environment_turn(answers)
         if self._turns >= config.max_turns or len(self._transcript) + len(answer_ids) >= config.max_tokens:
             return Outcome.TRUNCATED
         self._transcript.add_environment(answer_ids)
         return None
+
+    def _seconds_left(self) -> float:
+        return self._started + self._player.config.episode_timeout_s - time.perf_counter()
 
     def _check_version(self, completion: Completion) -> None:
         expected = self._player.policy_version

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from contracts.store import LocalStore
+from inference.rollouts.claims import ClaimOwner, clear_claims
+
+ROOT = Path(__file__).parents[2]
+
+
+def owner(store: LocalStore, lease_s: float = 60.0) -> ClaimOwner:
+    found = ClaimOwner(store, "k", lease_s=lease_s)
+    found.renew()
+    return found
+
+
+def test_of_many_threads_exactly_one_gets_each_group(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    groups = [f"g{index}" for index in range(12)]
+    won: dict[str, list[str]] = {group: [] for group in groups}
+    start = threading.Barrier(6)
+
+    def work() -> None:
+        me = owner(store)
+        start.wait()
+        for group in groups:
+            if me.claim(group):
+                won[group].append(me.name)
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(len(winners) == 1 for winners in won.values())
+
+
+def test_a_claim_is_kept_by_its_owner_and_free_once_the_lease_ends(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    first, second = owner(store), owner(store)
+    assert first.claim("g") and first.claim("g")
+    assert not second.claim("g")
+    first.end()
+    assert second.claim("g")
+    assert not owner(store).claim("g")
+
+
+def test_an_expired_lease_is_taken_over_and_a_renewed_one_is_not(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    slow, keen = owner(store, lease_s=0.1), owner(store)
+    assert slow.claim("g") and slow.claim("h")
+    time.sleep(0.15)
+    assert keen.claim("g")
+    slow.renew()
+    slow.lease_s = 60.0
+    slow.renew()
+    assert not keen.claim("h")
+
+
+def test_a_dead_process_holds_nothing(tmp_path: Path) -> None:
+    program = (
+        "import os, sys; from pathlib import Path; from contracts.store import LocalStore;"
+        "from inference.rollouts.claims import ClaimOwner;"
+        "me = ClaimOwner(LocalStore(Path(sys.argv[1])), 'k'); me.renew(); assert me.claim('g');"
+        "print('claimed', flush=True); sys.stdin.read(); os._exit(1)"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert child.stdout is not None and child.stdout.readline() == b"claimed\n"
+    me = owner(LocalStore(tmp_path))
+    assert not me.claim("g")
+    child.kill()
+    child.communicate()
+    assert me.claim("g")
+
+
+def test_cleared_claims_leave_nothing(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    assert owner(store).claim("g")
+    clear_claims(store, "k")
+    assert store.list("pointers/") == []

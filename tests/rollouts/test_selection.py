@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rollouts_script import ScriptedEngine, grade_by_diff, make_plan, make_tasks, read_then_maybe_fix
+
+from contracts.chat import ChatTokenizer
+from contracts.episodes import Episode, Outcome
+from contracts.store import LocalStore
+from envd.client import SandboxClient
+from envd.local import LocalEnvd
+from inference.rollouts.groups import find_group
+from inference.rollouts.sampling import select
+from inference.rollouts.worker import run_shard
+
+
+def episode(sample: int, lost: bool) -> Episode:
+    return Episode(
+        f"e{sample}", "g", "t", "", "", sample, 0, 0, "v", 1.0, 9,
+        Outcome.INFRA_ERROR if lost else Outcome.COMPLETED, 1, [], 0, b"", [],
+    )  # fmt: skip
+
+
+ARRIVALS = st.permutations(list(range(10))).flatmap(
+    lambda order: st.tuples(st.just(order), st.lists(st.booleans(), min_size=10, max_size=10))
+)
+
+
+@given(ARRIVALS, st.integers(1, 10))
+def test_selection_by_sample_ignores_arrival_and_avoids_infra_errors(
+    arrivals: tuple[list[int], list[bool]], size: int
+) -> None:
+    order, lost = arrivals
+    kept = [found.sample for found in select([episode(place, lost[place]) for place in order], size, "deterministic")]
+    good = [place for place in range(10) if not lost[place]][:size]
+    assert kept == sorted(kept) and len(kept) == size
+    assert set(good) <= set(kept)
+    assert kept == [found.sample for found in select([episode(i, lost[i]) for i in range(10)], size, "deterministic")]
+
+
+@given(ARRIVALS, st.integers(1, 10))
+def test_selection_by_arrival_keeps_the_first_usable(arrivals: tuple[list[int], list[bool]], size: int) -> None:
+    order, lost = arrivals
+    kept = {found.sample for found in select([episode(place, lost[place]) for place in order], size, "throughput")}
+    assert {place for place in order if not lost[place]} & kept == set([p for p in order if not lost[p]][:size])
+
+
+def test_throughput_aborts_the_samples_that_come_late_and_leaves_no_sandbox(
+    tmp_path: Path, envd: LocalEnvd, tokenizer: ChatTokenizer
+) -> None:
+    tasks, store = make_tasks(1), LocalStore(tmp_path)
+    plan = make_plan(tasks, 1, group_size=2, oversample=4, profile="throughput", refill=False)
+
+    async def run() -> int:
+        async with SandboxClient(envd.address) as client:
+            engine = ScriptedEngine(tokenizer, read_then_maybe_fix, delay_s=0.3)
+            await run_shard(
+                plan, 0, engine=engine, sandboxes=client, tokenizer=tokenizer, tasks=tasks, store=store,
+                grade=grade_by_diff,
+            )  # fmt: skip
+            return (await client.info()).live
+
+    assert asyncio.run(run()) == 0
+    group = find_group(plan, plan.groups[0], store)
+    assert group is not None
+    assert group.meta["episodes"] == 2
+    assert group.table("episodes.parquet").column("outcome").to_pylist() == ["completed", "completed"]
