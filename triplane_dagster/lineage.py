@@ -8,7 +8,7 @@ Pure functions over committed manifests; nothing here is written or remembered.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,18 +80,21 @@ class Trace:
 
 def build_graph(store: Store) -> Graph:
     """Index every committed artifact of `store`."""
-    nodes: dict[str, Node] = {}
+    nodes: list[Node] = []
     edges: list[Edge] = []
-    referenced: dict[str, ArtifactRef] = {}
+    gone: dict[str, Node] = {}
     for artifact in list_artifacts(store):
-        node = _node(artifact)
-        nodes[node.ref.uri] = node
+        nodes.append(_node(artifact))
         for role, ref in sorted(artifact.manifest.parents.items()):
-            referenced[ref.uri] = ref
-            edges.append(Edge(ref.uri, node.ref.uri, role))
-    for uri, ref in referenced.items():
-        nodes.setdefault(uri, Node(ref, present=False))
-    return Graph(nodes, parents=_grouped(nodes, edges, "child"), children=_grouped(nodes, edges, "parent"))
+            gone[ref.uri] = Node(ref, present=False)
+            edges.append(Edge(ref.uri, artifact.ref.uri, role))
+    return link([*gone.values(), *nodes], edges)
+
+
+def link(nodes: Iterable[Node], edges: Sequence[Edge]) -> Graph:
+    """A graph of nodes and edges; of two nodes with one uri the later counts. Every edge's ends must be among the nodes."""
+    by_uri = {node.ref.uri: node for node in nodes}
+    return Graph(by_uri, parents=_grouped(by_uri, edges, "child"), children=_grouped(by_uri, edges, "parent"))
 
 
 def resolve(graph: Graph, prefix: str) -> tuple[Node, ...]:
@@ -156,7 +159,7 @@ def _node(artifact: Artifact) -> Node:
     return Node(artifact.ref, manifest.meta, manifest.config, manifest.code_version)
 
 
-def _grouped(nodes: Mapping[str, Node], edges: list[Edge], end: str) -> dict[str, tuple[Edge, ...]]:
+def _grouped(nodes: Mapping[str, Node], edges: Sequence[Edge], end: str) -> dict[str, tuple[Edge, ...]]:
     found: dict[str, list[Edge]] = {uri: [] for uri in nodes}
     for edge in edges:
         found[getattr(edge, end)].append(edge)

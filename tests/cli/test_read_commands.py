@@ -1,0 +1,100 @@
+"""`status`, `episodes` and the command tree itself, as a user types them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from cli_history import EXPERIMENT, History, Run
+
+
+def test_help_teaches_with_examples(here: Run) -> None:
+    assert "triplane demo" in here("--help").stdout
+    for command in (
+        ["lineage"],
+        ["status"],
+        ["episodes", "list"],
+        ["episodes", "show"],
+        ["serve"],
+        ["ui"],
+        ["iterate"],
+        ["demo"],
+    ):
+        done = here(*command, "--help")
+        assert done.returncode == 0, done.stderr
+        assert f"triplane {' '.join(command)}" in done.stdout.replace("Usage: triplane", "", 1)
+
+
+def test_status_shows_the_live_policy_and_each_iteration(triplane: Run, history: History) -> None:
+    printed = triplane("status").stdout
+    assert EXPERIMENT in printed
+    assert f"live: {history.digest('next')[:12]}" in printed
+    assert "0000" in printed
+
+
+def test_status_in_json_has_whole_digests_and_rewards(here: Run, history: History) -> None:
+    (found,) = json.loads(here("status", "-e", EXPERIMENT, "--json").stdout)
+    assert found["live"]["policy"]["digest"] == history.digest("next")
+    (iteration,) = found["iterations"]
+    assert iteration["policy"] == history.digest("next") and iteration["parent"] == history.digest("base")
+    assert iteration["train_reward"] == pytest.approx((1.1 + 0.1 * 3) / 4)
+
+
+def test_status_of_an_empty_store_says_how_to_begin(here: Run) -> None:
+    assert "triplane demo" in here("--store", "empty", "status").stdout
+    assert json.loads(here("--store", "empty", "status", "--json").stdout) == []
+
+
+def test_episodes_list_shows_rewards_and_can_filter(here: Run, history: History) -> None:
+    rows = json.loads(here("episodes", "list", "-e", EXPERIMENT, "--json").stdout)
+    assert len(rows) == 4
+    assert {row["episode"]: row["solved"] for row in rows}[history.solved.episode_id] is True
+    solved = json.loads(here("episodes", "list", "-e", EXPERIMENT, "--solved", "--json").stdout)
+    assert [row["episode"] for row in solved] == [history.solved.episode_id]
+    assert history.solved.episode_id in here("episodes", "list", "-e", EXPERIMENT).stdout
+
+
+def test_episodes_show_prints_roles_calls_diff_and_verdict(here: Run, history: History) -> None:
+    printed = here("episodes", "show", history.solved.episode_id[:10]).stdout
+    for expected in (
+        "task",
+        "policy",
+        "environment",
+        "add returns the sum",
+        "<tool_call>",
+        "+    return a + b",
+        "verdict solved",
+    ):
+        assert expected in printed
+    assert "kept it" in printed
+
+
+def test_episodes_show_in_json_reads_the_very_tokens(here: Run, history: History) -> None:
+    found = json.loads(here("episodes", "show", history.failed.episode_id, "--json").stdout)
+    assert [message["role"] for message in found["messages"][0]] == ["task", "policy", "environment", "policy"]
+    assert sum(message["tokens"] for message in found["messages"][0]) == found["tokens"]
+    assert found["reward"]["solved"] is False
+    assert found["datasets"][0]["reason"] == "zero_variance"
+    assert found["telemetry"]["seconds"] == 1.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["episodes", "show", "feedbeef"], "feedbeef"),
+        (["episodes", "list", "-e", "nosuch"], "nosuch"),
+        (["episodes", "list", "-e", EXPERIMENT, "-i", "0042"], "0042"),
+        (["serve", "-e", EXPERIMENT, "--policy", "feedbeef"], "feedbeef"),
+        (["experiments", "show", "-e", "nosuch"], "nosuch"),
+        (["--store", "gs://bucket", "status"], "gs"),
+    ],
+)
+def test_every_error_is_one_line_that_names_the_thing(here: Run, arguments: list[str], named: str) -> None:
+    done = here(*arguments)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert named in done.stderr
+
+
+def test_a_wrong_option_exits_2(here: Run) -> None:
+    assert here("status", "--nosuch").returncode == 2

@@ -1,0 +1,115 @@
+"""`triplane episodes`: look at what a policy did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from contracts.artifacts import Artifact, list_artifacts, open_artifact
+from contracts.errors import ArtifactMissing
+from contracts.store import Store, open_store
+from triplane_dagster.cli.options import AsJson, ExperimentName, Limit
+from triplane_dagster.cli.output import console, print_json, print_rows
+from triplane_dagster.cli.transcript import episode_json, print_episode
+from triplane_dagster.episode_index import find_episode, rewards_of
+
+app = typer.Typer(no_args_is_help=True, help="List episodes, or read one: transcript, tool calls, diff, verdict.")
+
+
+@app.command("list")
+def list_episodes(
+    experiment: ExperimentName = "quickstart",
+    iteration: Annotated[
+        str, typer.Option("--iteration", "-i", help="Iteration key such as 0003; default: the last that sampled.")
+    ] = "",
+    artifact: Annotated[
+        str, typer.Option(help="Digest of a rollouts or evaluation_run artifact to list instead of an iteration's.")
+    ] = "",
+    solved: Annotated[
+        bool | None, typer.Option("--solved/--unsolved", help="Only those that the hidden tests passed, or not.")
+    ] = None,
+    task: Annotated[str, typer.Option(help="Only this task.")] = "",
+    limit: Limit = 20,
+    as_json: AsJson = False,
+) -> None:
+    """List an iteration's episodes.
+
+    Examples:
+
+        triplane episodes list                        # the last iteration's
+
+        triplane episodes list -i 0002 --unsolved     # what went wrong in iteration 2
+    """
+    store = open_store()
+    source = _artifact(store, artifact) if artifact else _rollouts(store, experiment, iteration)
+    rows = [
+        row
+        for row in _rows(store, source)
+        if (not task or row["task"] == task) and (solved is None or row["solved"] == solved)
+    ]
+    title = f"{source.ref.kind} {source.ref.short}: {min(limit, len(rows))} of {len(rows)} episodes"
+    print_rows(rows[:limit], as_json=as_json, title=title, empty="no episode answers to this")
+
+
+@app.command()
+def show(
+    episode: Annotated[str, typer.Argument(help="An episode id; its first digits are enough.")],
+    as_json: AsJson = False,
+) -> None:
+    """Read one episode: messages by role as the tokens say, tool calls, final diff, verdict, and what the dataset did with it.
+
+    Example:
+
+        triplane episodes show 3f9c2a71
+    """
+    store = open_store()
+    found = episode_json(store, find_episode(store, episode))
+    if as_json:
+        print_json(found)
+    else:
+        print_episode(console(), found)
+
+
+def _rows(store: Store, source: Artifact) -> Iterator[dict[str, Any]]:
+    rewards = rewards_of(store, source)
+    columns = ["episode_id", "task_id", "sample", "outcome", "turns", "policy_tokens"]
+    for row in source.table("episodes.parquet", columns=columns).to_pylist():
+        graded = rewards.get(row["episode_id"], {})
+        yield {
+            "episode": row["episode_id"],
+            "task": row["task_id"],
+            "sample": row["sample"],
+            "outcome": row["outcome"],
+            "turns": row["turns"],
+            "policy tokens": row["policy_tokens"],
+            "solved": graded.get("solved"),
+            "reward": graded.get("reward"),
+        }
+
+
+def _rollouts(store: Store, experiment: str, iteration: str) -> Artifact:
+    from resources.refs import require_ref
+    from triplane_dagster.cli.history import partitions
+
+    wanted = iteration or max(partitions(store, experiment, "rollouts"), default="")
+    if not wanted:
+        raise ArtifactMissing(
+            f"{experiment} has no rollouts in {store.url}: run `triplane iterate -e {experiment}` first"
+        )
+    return open_artifact(store, require_ref(store, experiment, "rollouts", wanted))
+
+
+def _artifact(store: Store, prefix: str) -> Artifact:
+    found = [
+        artifact
+        for kind in ("rollouts", "evaluation_run")
+        for artifact in list_artifacts(store, kind)
+        if artifact.ref.digest.startswith(prefix)
+    ]
+    if len({artifact.ref.digest for artifact in found}) != 1:
+        raise ArtifactMissing(
+            f"{prefix!r} begins {len(found)} digests of rollouts and evaluation_run artifacts: give the digits of one"
+        )
+    return found[0]

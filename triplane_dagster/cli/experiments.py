@@ -1,0 +1,81 @@
+"""`triplane experiments`: which there are, what one says after overrides, and what every key means."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from contracts.errors import ConfigError
+from triplane_dagster.cli.options import AsJson, ExperimentName, Overrides
+from triplane_dagster.cli.output import print_json, print_rows
+
+if TYPE_CHECKING:
+    from resources.experiment import Experiment
+
+app = typer.Typer(no_args_is_help=True, help="List experiments, show one, or print what every key of its YAML means.")
+
+
+def experiments_folder() -> Path:
+    """$TRIPLANE_EXPERIMENTS, else `experiments/` below the working directory, else the repository's own."""
+    named = os.environ.get("TRIPLANE_EXPERIMENTS")
+    here = Path("experiments")
+    return Path(named) if named else here if here.is_dir() else Path(__file__).parents[2] / "experiments"
+
+
+def find_experiment(name: str, overrides: list[str] | None = None) -> Experiment:
+    """The experiment of this name or file, overridden. Raises ConfigError naming those there are."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else experiments_folder() / f"{name}.yaml"
+    if not path.is_file():
+        known = ", ".join(each.stem for each in sorted(experiments_folder().glob("*.yaml")))
+        raise ConfigError(f"no experiment {name!r} ({path} is not a file): there are {known or 'none'}")
+    from resources.experiment import load_experiment
+
+    return load_experiment(path, overrides)
+
+
+@app.command("list")
+def list_experiments(as_json: AsJson = False) -> None:
+    """List the experiments."""
+    from resources.experiment import find_experiments, load_experiment
+
+    rows = []
+    for path in find_experiments(experiments_folder()):
+        each = load_experiment(path)
+        rows.append(
+            {"experiment": path.stem, "name": each.name, "iterations": each.iterations, "description": each.description}
+        )
+    print_rows(rows, as_json=as_json, empty=f"{experiments_folder()} holds no *.yaml")
+
+
+@app.command()
+def show(experiment: ExperimentName = "quickstart", overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Print an experiment with every default filled in.
+
+    Example:
+
+        triplane experiments show -e quickstart --set rollouts.group_size=4
+    """
+    import yaml
+
+    values = find_experiment(experiment, overrides).model_dump(mode="json")
+    if as_json:
+        print_json(values)
+    else:
+        typer.echo(yaml.safe_dump(values, sort_keys=False), nl=False)
+
+
+@app.command()
+def docs(
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write there instead of printing.")] = None,
+) -> None:
+    """Print what every key of an experiment file means, as Markdown: this is docs/experiments.md."""
+    from triplane_dagster.cli.reference import experiment_reference
+
+    text = experiment_reference()
+    if output is None:
+        typer.echo(text, nl=False)
+    else:
+        output.write_text(text)

@@ -1,0 +1,145 @@
+"""What iterations achieved, read from the store: rewards, pass rates with intervals, the policy made and the decision about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from contracts.artifacts import Artifact, ArtifactRef, open_artifact
+from contracts.store import Store
+from contracts.tasks import Split
+from curation.statistics import PassRate, pass_rate
+from resources.refs import read_artifact, read_ref
+
+Rates = dict[str, dict[str, PassRate]]
+"""Split -> policy digest -> pass rate."""
+
+
+@dataclass(frozen=True)
+class IterationSummary:
+    """One iteration. What it has not reached yet is None."""
+
+    iteration: str
+    parent: str | None
+    """Digest of the policy that acted."""
+    policy: str | None
+    """Digest of the checkpoint made."""
+    train_reward: float | None
+    """Mean over graded episodes."""
+    rates: Rates
+    """Of candidate and parent."""
+    decision: str | None
+    """live, refused or stale."""
+    reasons: tuple[str, ...]
+
+    def rate(self, split: Split, policy: str | None) -> PassRate | None:
+        """Pass rate of one of the two policies on a split."""
+        return self.rates.get(split.value, {}).get(policy or "")
+
+    @property
+    def live_after(self) -> str | None:
+        """Digest of the policy that acts after this iteration's decision."""
+        return self.policy if self.decision == "live" else self.parent if self.decision else None
+
+
+def experiments_in(store: Store) -> list[str]:
+    """Names of the experiments that ever materialized an asset in `store`."""
+    return sorted({key.split("/")[2] for key in store.list("pointers/assets/")})
+
+
+def partitions(store: Store, experiment: str, asset: str) -> list[str]:
+    """Partitions in which an asset was ever materialized, sorted."""
+    return sorted({key.split("/")[4] for key in store.list(f"pointers/assets/{experiment}/{asset}/")})
+
+
+def summaries(store: Store, experiment: str) -> list[IterationSummary]:
+    """Every iteration that began, in order."""
+    return [summary(store, experiment, iteration) for iteration in partitions(store, experiment, "iteration_inputs")]
+
+
+def summary(store: Store, experiment: str, iteration: str) -> IterationSummary:
+    """One iteration."""
+    inputs = read_artifact(store, experiment, "iteration_inputs", iteration)
+    candidate = read_ref(store, experiment, "checkpoint", iteration)
+    decision = read_artifact(store, experiment, "sampler", iteration)
+    decided: dict[str, Any] = decision.json("decision.json") if decision else {}
+    return IterationSummary(
+        iteration=iteration,
+        parent=inputs.manifest.parents["policy"].digest if inputs else None,
+        policy=candidate.digest if candidate else None,
+        train_reward=_train_reward(read_artifact(store, experiment, "rewards", iteration)),
+        rates=_rates(store, read_artifact(store, experiment, "evaluation", iteration)),
+        decision=decided.get("decision"),
+        reasons=tuple(decided.get("reasons", ())),
+    )
+
+
+def base_rate(history: list[IterationSummary], split: Split) -> PassRate | None:
+    """Pass rate of the policy that the first iteration started from."""
+    return history[0].rate(split, history[0].parent) if history else None
+
+
+def row_of(found: IterationSummary) -> dict[str, Any]:
+    """A row of the table that `demo` and `status` print."""
+    gate, held_out = (found.rate(split, found.policy) for split in (Split.GATE, Split.HELD_OUT))
+    return {
+        "iteration": found.iteration,
+        "train reward": found.train_reward,
+        "gate": percent(gate),
+        "held-out": percent(held_out),
+        "policy": found.policy[:12] if found.policy else None,
+        "decision": found.decision,
+    }
+
+
+def json_of(found: IterationSummary) -> dict[str, Any]:
+    """Everything, JSON-like."""
+    return {
+        "iteration": found.iteration,
+        "parent": found.parent,
+        "policy": found.policy,
+        "train_reward": found.train_reward,
+        "pass_rates": {
+            split: {
+                "candidate": rate_json(rates.get(found.policy or "")),
+                "parent": rate_json(rates.get(found.parent or "")),
+            }
+            for split, rates in found.rates.items()
+        },
+        "decision": found.decision,
+        "reasons": list(found.reasons),
+    }
+
+
+def rate_json(rate: PassRate | None) -> dict[str, Any] | None:
+    """A pass rate, JSON-like."""
+    return vars(rate) if rate else None
+
+
+def percent(rate: PassRate | None) -> str | None:
+    """A pass rate with its interval, for people."""
+    if rate is None or rate.rate is None:
+        return None
+    return f"{rate.rate:.1%} [{rate.low:.0%}, {rate.high:.0%}]"
+
+
+def _train_reward(rewards: Artifact | None) -> float | None:
+    if rewards is None:
+        return None
+    values = [
+        value for value in rewards.table("rewards.parquet", ["reward"])["reward"].to_pylist() if value is not None
+    ]
+    return fmean(values) if values else None
+
+
+def _rates(store: Store, evaluation: Artifact | None) -> Rates:
+    found: Rates = {}
+    runs: list[ArtifactRef] = [
+        ref for ref in (evaluation.manifest.parents.values() if evaluation else ()) if ref.kind == "evaluation_run"
+    ]
+    for ref in runs:
+        run = open_artifact(store, ref)
+        rate = pass_rate(run.table("rewards.parquet", ["solved"]))
+        found.setdefault(run.manifest.config["split"], {})[run.manifest.parents["policy"].digest] = rate
+    return found

@@ -1,0 +1,75 @@
+"""`triplane status`: what is live, and what each iteration achieved."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from contracts.store import Store, open_store
+from contracts.tasks import Split
+from triplane_dagster.cli.options import AsJson
+from triplane_dagster.cli.output import console, print_json, print_rows
+
+
+def status(
+    experiment: Annotated[
+        str, typer.Option("--experiment", "-e", help="Only this experiment; default: all that the store knows.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show the live policy of each experiment and what each iteration achieved.
+
+    Examples:
+
+        triplane status
+
+        triplane status -e quickstart --json
+    """
+    from triplane_dagster.cli.history import experiments_in
+
+    store = open_store()
+    names = [experiment] if experiment else experiments_in(store)
+    found = [_status(store, name) for name in names]
+    if as_json:
+        print_json(found)
+        return
+    if not found:
+        console().print(f"nothing in {store.url} yet: begin with `triplane demo`")
+    for each in found:
+        _print(store, each)
+
+
+def _status(store: Store, experiment: str) -> dict[str, Any]:
+    from resources.refs import read_ref
+    from resources.registry import Registry
+    from triplane_dagster.cli.history import base_rate, json_of, rate_json, summaries
+
+    live, history = Registry(store, experiment).live(), summaries(store, experiment)
+    base = read_ref(store, experiment, "base_policy")
+    return {
+        "experiment": experiment,
+        "live": live.model_dump(mode="json") if live else None,
+        "base_policy": base.digest if base else None,
+        "base_pass_rates": {
+            split.value: rate_json(base_rate(history, split)) for split in (Split.GATE, Split.HELD_OUT)
+        },
+        "iterations": [json_of(each) for each in history],
+    }
+
+
+def _print(store: Store, found: dict[str, Any]) -> None:
+    from triplane_dagster.cli.history import row_of, summaries
+
+    out, live, name = console(), found["live"], found["experiment"]
+    out.print(Text(name, "bold"))
+    if live:
+        policy = live["policy"]["digest"][:12]
+        out.print(f"live: {policy}, made by iteration {live['iteration']} (change {live['number']} of the registry)")
+    elif found["base_policy"]:
+        out.print(f"live: the base policy {found['base_policy'][:12]}; nothing was promoted yet")
+    else:
+        out.print(f"no policy yet: run `triplane iterate -e {name}`")
+    rows = [row_of(each) for each in summaries(store, name)]
+    print_rows(rows, as_json=False, empty="no iteration yet")
