@@ -54,13 +54,18 @@ class Bug:
 
     def answer(self, family: Family) -> str:
         """The line that returns `family`'s expression of this bug's arguments."""
-        a, b = self.arguments
-        return f"    return {family.expression.format(a=a, b=b)}"
+        return answer_line(family, self.arguments)
 
     def module(self, family: Family) -> str:
         """The module's text, with `family`'s answer."""
         a, b = self.arguments
         return "\n".join([*self.fillers, f"def {self.function}({a}, {b}):", self.answer(family)]) + "\n"
+
+
+def answer_line(family: Family, arguments: tuple[str, str]) -> str:
+    """The line that returns `family`'s expression of two names."""
+    a, b = arguments
+    return f"    return {family.expression.format(a=a, b=b)}"
 
 
 def draw_bug(family: Family, pool: NamePool, rng: Random) -> Bug:
@@ -86,9 +91,17 @@ def draw_bugs(count: int, pool: NamePool, rng: Random, seen: set[str]) -> list[B
     return bugs
 
 
-def line_diff(path: str, before: str, after: str) -> bytes:
-    """A patch of one text file as `git diff --full-index` writes it, without section headings."""
-    shas = [hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() for data in (before.encode(), after.encode())]
-    head = [f"diff --git a/{path} b/{path}\n", f"index {shas[0]}..{shas[1]} 100644\n"]
-    lines = difflib.unified_diff(before.splitlines(True), after.splitlines(True), f"a/{path}", f"b/{path}", n=3)
+def file_diff(path: str, before: str | None, after: str) -> bytes:
+    """A patch of one text file as `git diff --full-index` writes it, without section headings. before: None for a new file."""
+    head = [f"diff --git a/{path} b/{path}\n", "new file mode 100644\n" if before is None else ""]
+    head.append(f"index {_blob(before)}..{_blob(after)}{'' if before is None else ' 100644'}\n")
+    old = "/dev/null" if before is None else f"a/{path}"
+    lines = difflib.unified_diff((before or "").splitlines(True), after.splitlines(True), old, f"b/{path}", n=3)
     return "".join([*head, *lines]).encode()
+
+
+def _blob(text: str | None) -> str:
+    if text is None:
+        return "0" * 40
+    data = text.encode()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()

@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from contracts.tasks import Split, Task
 from curation.errors import TaskError
-from curation.tasks.bugs import VISIBLE_TEST, Bug, draw_bugs, line_diff
-from curation.tasks.families import assertion, draw_cases
+from curation.tasks.bugs import VISIBLE_TEST, Bug, answer_line, draw_bugs, file_diff
+from curation.tasks.families import BY_NAME, assertion, draw_cases, others
 from curation.tasks.names import name_pools
 
 SUITE_VERSION = "1"
@@ -70,12 +70,25 @@ def make_task(bug: Bug, split: Split) -> Task:
         },
         hidden_files={HIDDEN_TEST: _hidden_test(bug, cases).encode()},
         tests=tuple(f"{HIDDEN_TEST}::{name}" for name in cases),
-        reference_diff=line_diff(bug.path, before, after),
+        reference_diff=file_diff(bug.path, before, after),
         meta={
             "function": bug.function, "arguments": list(bug.arguments), "path": bug.path, "line": bug.line,
             "right": bug.answer(bug.family).strip(), "buggy": bug.answer(bug.wrong).strip(), "bug_family": bug.wrong.name,
         },
     )  # fmt: skip
+
+
+def wrong_answers(task: Task) -> dict[str, bytes]:
+    """By family, the patch that puts that family's expression in the wrong line; for every family but the right one."""
+    path, number = str(task.meta["path"]), int(task.meta["line"])
+    a, b = task.meta["arguments"]
+    before = task.files[path].decode()
+    patches = {}
+    for family in others(BY_NAME[task.family]):
+        lines = before.splitlines(keepends=True)
+        lines[number - 1] = answer_line(family, (a, b)) + "\n"
+        patches[family.name] = file_diff(path, before, "".join(lines)) if "".join(lines) != before else b""
+    return patches
 
 
 def visible_test(bug: Bug) -> str:

@@ -1,0 +1,68 @@
+"""The `task_suite` artifact: tasks drawn, proved in sandboxes, published."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from contracts.artifacts import Artifact, ArtifactWriter, find_artifact
+from contracts.digests import action_key
+from contracts.store import Store
+from contracts.tasks import Split, Task, tasks_table
+from curation.errors import TaskError
+from curation.tasks.suite import SUITE_VERSION, TaskSuiteConfig, generate_tasks
+from curation.tasks.validate import Progress, ValidationReport, validate_tasks
+from envd.client import SandboxClient
+
+MAX_BROKEN_SHARE = 0.02
+
+
+def suite_key(config: TaskSuiteConfig) -> str:
+    """Action key of the suite of this configuration."""
+    return action_key("task_suite", {}, config.model_dump(), SUITE_VERSION)
+
+
+async def build_suite(
+    config: TaskSuiteConfig, store: Store, client: SandboxClient, progress: Progress | None = None
+) -> Artifact:
+    """Build and validate the suite, or find it built. Broken tasks are left out and named in validation.json.
+
+    Raises TaskError when more than 2% of the tasks are broken or a cheat passes. Interrupted, it goes on where it was.
+    """
+    found = find_artifact(store, "task_suite", suite_key(config))
+    if found is not None:
+        return found
+    tasks = generate_tasks(config)
+    report = await validate_tasks(tasks, client, progress, store=store)
+    _accept(report)
+    broken = {task.task_id for task in report.broken}
+    return _publish(config, store, [task for task in tasks if task.task_id not in broken], report)
+
+
+def _accept(report: ValidationReport) -> None:
+    passed = [cheat for cheat in report.cheats if cheat.solved]
+    if passed:
+        raise TaskError(
+            f"the cheat {passed[0].cheat} passes task {passed[0].task_id} ({len(passed)} of {len(report.cheats)} cheats pass): "
+            "the verifier can be fooled; repair it before training against it"
+        )
+    if len(report.broken) > MAX_BROKEN_SHARE * report.tasks:
+        first = report.broken[0]
+        raise TaskError(
+            f"{len(report.broken)} of {report.tasks} tasks are broken (at most {MAX_BROKEN_SHARE:.0%} may be), "
+            f"first {first.task_id}: {first.reason}; see whether pytest runs in the sandbox, or repair the generator"
+        )
+
+
+def _publish(config: TaskSuiteConfig, store: Store, tasks: list[Task], report: ValidationReport) -> Artifact:
+    splits = Counter(task.split.value for task in tasks)
+    meta = {
+        "tasks": len(tasks),
+        "families": report.families,
+        "splits": {split.value: splits[split.value] for split in Split},
+    }
+    with ArtifactWriter(
+        store, "task_suite", suite_key(config), parents={}, config=config.model_dump(), code_version=SUITE_VERSION
+    ) as out:
+        out.add_table("tasks.parquet", tasks_table(tasks))
+        out.add_json("validation.json", report.model_dump())
+        return out.commit(meta=meta)

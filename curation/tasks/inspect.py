@@ -1,0 +1,47 @@
+"""What people ask of a suite: its tasks as rows, one task as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+
+from contracts.artifacts import Artifact
+from contracts.tasks import Split, Task, read_tasks
+from curation.errors import TaskError
+
+
+def suite_tasks(suite: Artifact, split: Split | None = None) -> dict[str, Task]:
+    """Tasks of a `task_suite` artifact by id, in its order. split: only these."""
+    tasks = read_tasks(suite.table("tasks.parquet"))
+    return {task.task_id: task for task in tasks if split is None or task.split == split}
+
+
+def task_rows(tasks: Mapping[str, Task], family: str | None = None) -> list[dict[str, str]]:
+    """One row a task, for a table or `--json`. family: only these."""
+    return [
+        {"task_id": task.task_id, "split": task.split.value, "family": task.family, "instruction": task.instruction}
+        for task in tasks.values()
+        if family in (None, task.family)
+    ]
+
+
+def find_task(tasks: Mapping[str, Task], task_id: str) -> Task:
+    """The task with this id, or whose id alone starts with it. Raises TaskError naming near ones."""
+    if task_id in tasks:
+        return tasks[task_id]
+    matches = [name for name in tasks if name.startswith(task_id)]
+    if len(matches) == 1:
+        return tasks[matches[0]]
+    near = matches[:3] or get_close_matches(task_id, tasks, n=3, cutoff=0)
+    raise TaskError(f"the suite has no single task {task_id!r}: did you mean {', '.join(near) or 'another suite'}?")
+
+
+def task_text(task: Task) -> str:
+    """Everything about a task, for people: instruction, repository, hidden tests, reference fix."""
+    parts = [f"{task.task_id} ({task.split.value}, {task.family})", task.instruction]
+    parts += [f"--- {path}\n{data.decode(errors='replace')}" for path, data in sorted(task.files.items())]
+    parts += [
+        f"--- hidden: {path}\n{data.decode(errors='replace')}" for path, data in sorted(task.hidden_files.items())
+    ]
+    parts.append(f"--- reference fix\n{task.reference_diff.decode(errors='replace')}")
+    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"

@@ -1,0 +1,152 @@
+"""The proof that tasks work, in sandboxes: the tests fail before the fix, pass after it, and neither cheats nor other answers pass."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import TypeVar
+
+from contracts.artifacts import Frozen
+from contracts.store import Store
+from contracts.tasks import Task
+from curation.tasks.bugs import file_diff
+from curation.tasks.suite import wrong_answers
+from curation.verify import Verdict, Verifier
+from envd.client import SandboxClient
+
+T = TypeVar("T")
+Progress = Callable[[int, int], None]
+"""Called with (tasks and probes done, all of them)."""
+_BATCH = 256
+_CONFTEST = """import pytest
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    outcome = yield
+    report = outcome.get_result()
+    report.outcome, report.longrepr = "passed", None
+"""
+_SKIP = 'import pytest\n\npytest.skip("not today", allow_module_level=True)\n'
+_EXIT = "import os\n\nos._exit(0)\n"
+
+
+class BrokenTask(Frozen):
+    """A task that is left out, and why."""
+
+    task_id: str
+    reason: str
+
+
+class CheatResult(Frozen):
+    """What became of one cheat at one task."""
+
+    family: str
+    task_id: str
+    cheat: str
+    solved: bool
+    exit: str
+    """How the verification ended."""
+
+
+class ValidationReport(Frozen):
+    """What validation found. Holds no timings: it is part of the suite's content."""
+
+    tasks: int
+    """Tasks looked at."""
+    broken: list[BrokenTask]
+    families: dict[str, int]
+    """Sound tasks by family."""
+    cheats: list[CheatResult]
+    """Every one must say solved: false."""
+    wrong_answers: int
+    """Other families' expressions tried on one task of each family; a task that takes one is broken."""
+
+
+async def validate_tasks(
+    tasks: Sequence[Task], client: SandboxClient, progress: Progress | None = None, *, store: Store | None = None
+) -> ValidationReport:
+    """Grade every task before and after its reference fix, and probe one task of each family with cheats and wrong answers.
+
+    store: where verdicts are remembered, so that an interrupted validation goes on where it was.
+    Raises InfraFault when envd keeps failing.
+    """
+    verifier = Verifier(client, store)
+    probes = list({task.family: task for task in reversed(tasks)}.values())
+    count = _Count(len(tasks) + len(probes), progress)
+    reasons: dict[str, str] = {}
+    for batch in _batches(tasks):
+        found = await asyncio.gather(*(count.after(_soundness(verifier, task)) for task in batch))
+        reasons.update({task.task_id: reason for task, reason in zip(batch, found, strict=True) if reason})
+    cheats: list[CheatResult] = []
+    tried = 0
+    for task in sorted(probes, key=lambda task: task.family):
+        results, accepted = await count.after(_probe(verifier, task))
+        cheats += results
+        tried += len(wrong_answers(task))
+        if accepted:
+            reasons.setdefault(task.task_id, f"its tests accept the expression of {accepted[0]}")
+    sound = Counter(task.family for task in tasks if task.task_id not in reasons)
+    return ValidationReport(
+        tasks=len(tasks), families=dict(sorted(sound.items())), cheats=cheats, wrong_answers=tried,
+        broken=[BrokenTask(task_id=name, reason=reason) for name, reason in sorted(reasons.items())],
+    )  # fmt: skip
+
+
+def cheat_diffs(task: Task) -> dict[str, bytes]:
+    """By name, patches that try to pass without solving: leave with status 0, skip everything, mark everything passed."""
+    path = str(task.meta["path"])
+    before = task.files[path].decode()
+    return {
+        "exit_zero": file_diff(path, before, _EXIT),
+        "skip_all": file_diff(path, before, _SKIP),
+        "conftest_passes": file_diff("conftest.py", None, _CONFTEST),
+    }
+
+
+async def _soundness(verifier: Verifier, task: Task) -> str | None:
+    """Why a task is broken, or None."""
+    before, after = await asyncio.gather(verifier.grade(task, b""), verifier.grade(task, task.reference_diff))
+    if before.solved:
+        return "its hidden tests pass before the fix"
+    if before.exit != "completed" or not any(test.status == "failed" for test in before.tests):
+        return f"its hidden tests do not run before the fix ({_summary(before)})"
+    if not after.solved:
+        return f"its hidden tests do not pass after the fix ({_summary(after)})"
+    return None
+
+
+async def _probe(verifier: Verifier, task: Task) -> tuple[list[CheatResult], list[str]]:
+    """Results of the cheats, and the families whose expressions were accepted."""
+    cheats, wrong = cheat_diffs(task), wrong_answers(task)
+    verdicts = await asyncio.gather(*(verifier.grade(task, diff) for diff in [*cheats.values(), *wrong.values()]))
+    results = [
+        CheatResult(family=task.family, task_id=task.task_id, cheat=cheat, solved=verdict.solved, exit=verdict.exit)
+        for cheat, verdict in zip(cheats, verdicts, strict=False)
+    ]
+    accepted = [name for name, verdict in zip(wrong, verdicts[len(cheats) :], strict=True) if verdict.solved]
+    return results, accepted
+
+
+def _summary(verdict: Verdict) -> str:
+    statuses = Counter(test.status for test in verdict.tests)
+    return ", ".join([verdict.exit, *(f"{count} {status}" for status, count in sorted(statuses.items()))])
+
+
+class _Count:
+    """Counts what is done and tells `progress`."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._done, self._total, self._progress = 0, total, progress
+
+    async def after(self, work: Awaitable[T]) -> T:
+        result = await work
+        self._done += 1
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+        return result
+
+
+def _batches(tasks: Sequence[Task]) -> Iterator[Sequence[Task]]:
+    return (tasks[start : start + _BATCH] for start in range(0, len(tasks), _BATCH))
