@@ -106,6 +106,9 @@ def checkpoint_key(
     return action_key("checkpoint", inputs, training_slice(experiment, iteration), GRPO_VERSION)
 
 
+EVALUATION_SLOTS = "evaluation"
+"""Stands for the experiment in the seeds of evaluations, so that experiments with an equal policy share its runs."""
+
 _GROUPING = {"group_size", "oversample", "refill", "concurrency", "profile"}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from contracts.digests import digest_of
 from curation.dataset import DatasetConfig
@@ -176,6 +176,11 @@ class Experiment(Section):
     """Comparison with the parent."""
     promotion: PromotionConfig = PromotionConfig()
     """When a candidate goes live."""
+
+    @field_validator("base", mode="before")
+    @classmethod
+    def _sft_unless_told(cls, value: Any) -> Any:
+        return {"kind": "sft", **value} if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

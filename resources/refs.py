@@ -4,8 +4,6 @@
     runs/<run>/<step>/<output>.json                                    values inside a graph asset (shards)
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import dagster as dg

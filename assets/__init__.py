@@ -1,0 +1,47 @@
+"""The asset graph of an experiment, one file an asset, in graph order; each file is a factory over an Experiment.
+
+    task_suite   base_policy                                       once
+         \\         /
+      iteration_inputs[i]    pinned: policy, start, suite, base    <- live pointer, else base_policy
+              |
+          prompts[i] -> rollouts[i] -> rewards[i] -> dataset[i] -> checkpoint[i] -> evaluation[i] -> sampler[i] -> live pointer
+
+In: an Experiment. Out: asset definitions under the key prefix of its name. References pass between them (`resources.refs`), never data.
+
+Imported by triplane_dagster. May import: dagster, ops, resources and what lies below.
+"""
+
+from __future__ import annotations
+
+import dagster as dg
+
+from resources.experiment import Experiment
+
+
+def experiment_assets(experiment: Experiment) -> list[dg.AssetsDefinition]:
+    """Every asset of one experiment, in graph order."""
+    from assets import (
+        base_policy,
+        checkpoint,
+        dataset,
+        evaluation,
+        iteration_inputs,
+        prompts,
+        rewards,
+        rollouts,
+        sampler,
+        task_suite,
+    )
+
+    return [
+        task_suite.build(experiment),
+        base_policy.build(experiment),
+        iteration_inputs.build(experiment),
+        prompts.build(experiment),
+        rollouts.build(experiment),
+        rewards.build(experiment),
+        dataset.build(experiment),
+        checkpoint.build(experiment),
+        evaluation.build(experiment),
+        sampler.build(experiment),
+    ]

@@ -1,0 +1,43 @@
+"""dataset[i]: which sequences train; each episode left out keeps its reason. Rewards and groups, never advantages."""
+
+import dagster as dg
+
+from assets.naming import check, common, inputs_of
+from contracts.artifacts import ArtifactRef
+from curation.dataset import DATASET_VERSION
+from ops.grading import make_dataset
+from ops.results import Materialized, link, numbers, result, table_facts
+from ops.step import begin
+from resources.experiment import Experiment
+from resources.progress import ProgressSink
+from resources.store import StoreResource
+
+NAME = "dataset"
+CHECK = "has_something_to_learn_from"
+
+
+def build(experiment: Experiment) -> dg.AssetsDefinition:
+    """The asset of one experiment."""
+
+    @dg.asset(
+        **common(experiment, NAME, "parquet", "duckdb"),
+        ins=inputs_of(experiment, "rollouts", "rewards"),
+        description="Rows that train, and for every other episode the reason why not.",
+        code_version=DATASET_VERSION,
+        check_specs=[check(experiment, NAME, CHECK, "At least one sequence was kept.", blocking=False)],
+    )
+    def dataset(
+        context: dg.AssetExecutionContext, rollouts: ArtifactRef, rewards: ArtifactRef, store: StoreResource,
+        progress: dg.ResourceParam[ProgressSink],
+    ) -> Materialized:  # fmt: skip
+        made = make_dataset(begin(context, experiment, NAME, store.open(), progress), rollouts, rewards)
+        metadata = {
+            **table_facts(made.table("train.parquet")),
+            **numbers(made.meta),
+            **numbers({f"left out: {reason}": count for reason, count in made.meta["reasons"].items()}),
+            "rewards": link(experiment.name, "rewards"),
+        }
+        kept = made.meta["sequences"] > 0
+        return result(made, metadata, [dg.AssetCheckResult(check_name=CHECK, passed=kept)])
+
+    return dataset

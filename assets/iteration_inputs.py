@@ -1,0 +1,55 @@
+"""iteration_inputs[i]: what an iteration starts from, written once. Here iteration i meets i-1, through the live pointer."""
+
+import dagster as dg
+from pydantic import Field
+
+from assets.naming import common, inputs_of
+from contracts.artifacts import ArtifactRef
+from ops.inputs import pin_inputs, read_inputs
+from ops.keys import INPUTS_VERSION
+from ops.results import Materialized, link, result
+from ops.step import begin
+from resources.experiment import Experiment
+from resources.progress import ProgressSink
+from resources.registry import Registry
+from resources.store import StoreResource
+
+NAME = "iteration_inputs"
+
+
+class StartFrom(dg.Config):
+    """Run configuration of iteration_inputs."""
+
+    policy: str = Field(
+        default="live",
+        description="live, base, or the beginning of a checkpoint's digest. Counts only when the iteration begins: a re-run reads what was pinned.",
+    )
+
+
+def build(experiment: Experiment) -> dg.AssetsDefinition:
+    """The asset of one experiment."""
+
+    @dg.asset(
+        **common(experiment, NAME, "json"),
+        ins=inputs_of(experiment, "task_suite", "base_policy"),
+        description="By digest: the acting policy, what training starts from, suite, base and prompt cursor. Written once, then only read.",
+        code_version=INPUTS_VERSION,
+    )
+    def iteration_inputs(
+        context: dg.AssetExecutionContext, config: StartFrom, task_suite: ArtifactRef, base_policy: ArtifactRef,
+        store: StoreResource, progress: dg.ResourceParam[ProgressSink],
+    ) -> Materialized:  # fmt: skip
+        step = begin(context, experiment, NAME, store.open(), progress)
+        pinned = pin_inputs(step, base_policy, task_suite, config.policy)
+        inputs = read_inputs(step.store, pinned.ref)
+        live = Registry(step.store, experiment.name).live()
+        metadata = {
+            "policy": inputs.policy.digest,
+            "acts with": "base policy" if inputs.policy == inputs.base else "a trained policy",
+            "still live": live.policy == inputs.policy if live else inputs.policy == inputs.base,
+            "prompt cursor": inputs.cursor,
+            "base": link(experiment.name, "base_policy"),
+        }
+        return result(pinned, metadata)
+
+    return iteration_inputs

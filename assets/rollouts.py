@@ -1,0 +1,31 @@
+"""rollouts[i]: plan -> map(shard) -> merge. Every sampled group is kept; tokens are the truth."""
+
+from typing import Any
+
+import dagster as dg
+
+from assets.naming import check, common, inputs_of, key_of
+from inference.rollouts import ROLLOUTS_VERSION
+from ops.rollouts import CHECK, rollout_ops
+from resources.experiment import Experiment
+
+NAME = "rollouts"
+
+
+def build(experiment: Experiment) -> dg.AssetsDefinition:
+    """The asset of one experiment."""
+    plan, shard, merge = rollout_ops(experiment)
+    check_output = f"{key_of(experiment, NAME).to_python_identifier()}_{CHECK}"
+
+    @dg.graph_asset(
+        **common(experiment, NAME, "parquet"),
+        ins=inputs_of(experiment, "iteration_inputs", "prompts"),
+        description="Episodes of the acting policy in sandboxes: episodes, sequences with logprobs, and their costs.",
+        code_version=ROLLOUTS_VERSION,
+        check_specs=[check(experiment, NAME, CHECK, "Nothing that the plan leads to is missing.", blocking=True)],
+    )
+    def rollouts(iteration_inputs: Any, prompts: Any) -> dict[str, Any]:
+        merged, checked = merge(plan(iteration_inputs, prompts).map(shard).collect())
+        return {"result": merged, check_output: checked}
+
+    return rollouts

@@ -1,0 +1,46 @@
+"""task_suite: the tasks, proved in sandboxes: hidden tests fail before the fix and pass after it, cheats score nothing."""
+
+import dagster as dg
+
+from assets.naming import check, common
+from contracts.artifacts import ArtifactRef
+from contracts.tasks import Split
+from curation.tasks.suite import SUITE_VERSION
+from ops.base import make_suite
+from ops.results import Materialized, markdown_table, numbers, result, table_facts
+from ops.step import begin
+from resources.experiment import Experiment
+from resources.progress import ProgressSink
+from resources.sandboxes import SandboxesResource
+from resources.store import StoreResource
+
+NAME = "task_suite"
+CHECK = "every_split_has_tasks"
+
+
+def build(experiment: Experiment) -> dg.AssetsDefinition:
+    """The asset of one experiment."""
+
+    @dg.asset(
+        **common(experiment, NAME, "parquet", "pytest"),
+        description="Small repositories to repair, in the splits train, gate and held_out, validated in sandboxes.",
+        code_version=SUITE_VERSION,
+        check_specs=[check(experiment, NAME, CHECK, "No split came out empty.", blocking=True)],
+    )
+    def task_suite(
+        context: dg.AssetExecutionContext, store: StoreResource, sandboxes: SandboxesResource,
+        progress: dg.ResourceParam[ProgressSink],
+    ) -> Materialized:  # fmt: skip
+        suite = make_suite(begin(context, experiment, NAME, store.open(), progress), sandboxes)
+        table = suite.table("tasks.parquet", columns=["task_id", "family", "split", "instruction"])
+        splits = suite.meta["splits"]
+        passed = all(splits.get(split.value, 0) > 0 for split in Split)
+        stride = max(1, table.num_rows // 12)
+        metadata = {
+            **table_facts(suite.table("tasks.parquet")),
+            **numbers({f"tasks {split}": count for split, count in splits.items()}),
+            "samples": markdown_table(table.to_pylist()[::stride][:12]),
+        }
+        return result(suite, metadata, [dg.AssetCheckResult(check_name=CHECK, passed=passed, metadata={"splits": splits})])
+
+    return task_suite

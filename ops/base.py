@@ -1,0 +1,43 @@
+"""The base policy: a warm start on scripted experts, with its tokenizer and demonstrations as artifacts of their own, or an import."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from contracts.artifacts import Artifact
+from curation.tasks.build import build_suite
+from curation.tasks.demonstrations import build_demonstrations
+from curation.tokenizer import build_tokenizer
+from ops.step import Step
+from ops.training import warm_start
+from resources.experiment import ImportedBase
+from resources.launcher import Launcher
+from resources.sandboxes import SandboxesResource
+
+
+def make_suite(step: Step, sandboxes: SandboxesResource) -> Artifact:
+    """The validated task suite."""
+
+    async def build() -> Artifact:
+        async with sandboxes.client(step.experiment.sandboxes) as client:
+            return await build_suite(
+                step.experiment.tasks, step.store, client,
+                lambda done, total: step.progress.update("validating", done, total),
+            )  # fmt: skip
+
+    return asyncio.run(build())
+
+
+def make_base(step: Step, launcher: Launcher) -> Artifact:
+    """The base policy's checkpoint."""
+    base = step.experiment.base
+    if isinstance(base, ImportedBase):
+        from trainer.import_hf import import_checkpoint  # needs torch, which loading the definitions does not
+
+        return import_checkpoint(Path(base.path), step.store)
+    step.progress.update("tokenizer", 0, 1)
+    tokenizer = build_tokenizer(step.experiment.tasks, step.store)
+    step.progress.update("demonstrations", 0, base.demonstrations.count)
+    demonstrations = build_demonstrations(base.demonstrations, step.experiment.tasks, tokenizer, step.store)
+    return warm_start(step, launcher, base, tokenizer.ref, demonstrations.ref)

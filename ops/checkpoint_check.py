@@ -1,0 +1,21 @@
+"""The blocking check of checkpoints: a policy that misses a tensor must not go on."""
+
+from __future__ import annotations
+
+import dagster as dg
+
+from contracts.artifacts import Artifact
+from contracts.checkpoints import check_checkpoint, expected_tensors
+from contracts.errors import SchemaError
+
+CHECK = "layout_is_complete"
+
+
+def layout_check(checkpoint: Artifact) -> dg.AssetCheckResult:
+    """Whether the checkpoint holds exactly the tensors its config.json implies."""
+    try:
+        config = check_checkpoint(checkpoint.directory())
+    except SchemaError as error:
+        return dg.AssetCheckResult(check_name=CHECK, passed=False, metadata={"fault": str(error)})
+    tensors = len(expected_tensors(config))
+    return dg.AssetCheckResult(check_name=CHECK, passed=True, metadata={"tensors": tensors})

@@ -1,0 +1,97 @@
+"""What Dagster is told about an artifact: its reference, its content digest as data version, and metadata that is rich but small."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import dagster as dg
+import pyarrow as pa
+
+from contracts.artifacts import Artifact, ArtifactRef
+
+if TYPE_CHECKING:
+    Materialized = dg.MaterializeResult[ArtifactRef]
+else:
+    Materialized = dg.MaterializeResult  # Dagster does not recognize the parametrized class as an asset's annotation
+
+Metadata = dict[str, Any]
+MAX_MARKDOWN = 30_000
+"""Characters of one markdown entry; Dagster wants an event below 100 KB."""
+
+
+def describe(artifact: Artifact) -> Metadata:
+    """Where an artifact is and what it was made of."""
+    ref, manifest = artifact.ref, artifact.manifest
+    rows = [
+        dg.TableRecord({"role": role, "kind": parent.kind, "digest": parent.digest, "uri": parent.uri})
+        for role, parent in sorted(manifest.parents.items())
+    ]
+    found: Metadata = {
+        "dagster/uri": f"{artifact.store.url}/{ref.uri}",
+        "digest": ref.digest,
+        "action_key": ref.key,
+        "bytes": sum(entry.size for entry in manifest.files),
+        "config": dg.MetadataValue.json(manifest.config),
+    }
+    return found | ({"parents": dg.MetadataValue.table(rows)} if rows else {})
+
+
+def table_facts(table: pa.Table) -> Metadata:
+    """Row count and column schema, under the keys that Dagster's asset page reads."""
+    columns = [dg.TableColumn(field.name, str(field.type)) for field in table.schema]
+    return {"dagster/row_count": table.num_rows, "dagster/column_schema": dg.TableSchema(columns)}
+
+
+def link(experiment: str, asset: str) -> dg.DagsterAssetMetadataValue:
+    """A link to another asset's page."""
+    return dg.MetadataValue.asset(dg.AssetKey([experiment, asset]))
+
+
+def numbers(values: Mapping[str, Any]) -> Metadata:
+    """The finite numbers among `values`, as floats or ints: what the plots tab draws."""
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value and abs(value) != float("inf")
+    }
+
+
+def markdown_table(rows: Sequence[Mapping[str, Any]]) -> dg.MarkdownMetadataValue:
+    """Rows with equal keys as a markdown table, cut to a size that an event may have."""
+    if not rows:
+        return dg.MetadataValue.md("nothing to show")
+    head = list(rows[0])
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    size = 0
+    for row in rows:
+        line = "| " + " | ".join(_cell(row[name]) for name in head) + " |"
+        size += len(line)
+        if size > MAX_MARKDOWN:
+            break
+        lines.append(line)
+    return dg.MetadataValue.md("\n".join(lines))
+
+
+def _cell(value: Any) -> str:
+    text = f"{value:.3g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|").replace("\n", "<br>")
+
+
+def output(artifact: Artifact, metadata: Mapping[str, Any]) -> dg.Output[ArtifactRef]:
+    """What the last op of a graph asset returns."""
+    return dg.Output(
+        artifact.ref, metadata={**describe(artifact), **metadata}, data_version=dg.DataVersion(artifact.ref.digest)
+    )
+
+
+def result(
+    artifact: Artifact, metadata: Mapping[str, Any], checks: Sequence[dg.AssetCheckResult] = ()
+) -> Materialized:
+    """What an asset returns."""
+    return dg.MaterializeResult(
+        value=artifact.ref,
+        metadata={**describe(artifact), **metadata},
+        data_version=dg.DataVersion(artifact.ref.digest),
+        check_results=list(checks),
+    )

@@ -1,0 +1,156 @@
+"""The fan-out: plan -> map(shard) -> merge, as Dagster ops with ONE map.
+
+The plan is committed before anything is sampled; merge raises unless every group it leads to is committed. So a shard that silently did
+not run is an error, and a re-run repeats only what is missing.
+"""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import dagster as dg
+
+from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, artifact_exists, find_artifact, open_artifact
+from contracts.chat import ChatTokenizer
+from contracts.tasks import Task
+from curation.errors import InfraFault
+from curation.verify import Verifier
+from inference.rollouts import ROLLOUTS_VERSION
+from inference.rollouts.merge import merge_groups
+from inference.rollouts.plan import RolloutPlan
+from inference.rollouts.progress import ShardProgress
+from inference.rollouts.worker import GradeResult, run_shard
+from ops import keys
+from ops.inputs import PromptsDrawn, load_tasks, read_inputs
+from ops.results import output, table_facts
+from ops.rollout_numbers import rollout_numbers
+from ops.samples import sample_episodes
+from ops.step import Step, begin
+from resources.experiment import Experiment
+from resources.progress import ProgressSink
+from resources.sampler import SamplerResource
+from resources.sandboxes import SandboxesResource
+from resources.store import StoreResource
+
+ASSET = "rollouts"
+CHECK = "every_group_committed"
+
+
+def make_plan(step: Step, inputs_ref: ArtifactRef, prompts_ref: ArtifactRef) -> Artifact:
+    """The `rollout_plan` artifact: everything a worker must know."""
+    inputs = read_inputs(step.store, inputs_ref)
+    drawn = PromptsDrawn.model_validate(open_artifact(step.store, prompts_ref).json("prompts.json"))
+    key = keys.rollouts_key(step.experiment, step.iteration, inputs.policy, prompts_ref, inputs.task_suite)
+    found = find_artifact(step.store, "rollout_plan", key)
+    if found is not None:
+        return found
+    plan = RolloutPlan(
+        experiment=step.experiment.name, iteration=step.iteration, seed=step.experiment.seed, key=key, policy=inputs.policy,
+        groups=drawn.groups, reserve=drawn.reserve, workers=step.experiment.prompts.workers, config=step.experiment.rollouts,
+        inputs={"prompts": prompts_ref, "task_suite": inputs.task_suite, "iteration_inputs": inputs_ref},
+    )  # fmt: skip
+    with ArtifactWriter(
+        step.store, "rollout_plan", key, parents={"policy": inputs.policy, **plan.inputs},
+        config=keys.rollouts_slice(step.experiment, step.iteration), code_version=ROLLOUTS_VERSION,
+    ) as out:  # fmt: skip
+        out.add_json("plan.json", plan.model_dump(mode="json"))
+        return out.commit(meta={"groups": len(plan.groups), "reserve": len(plan.reserve), "workers": plan.workers})
+
+
+def read_plan(artifact: Artifact) -> RolloutPlan:
+    """The content of a `rollout_plan` artifact."""
+    return RolloutPlan.model_validate(artifact.json("plan.json"))
+
+
+async def sample_shard(
+    step: Step, plan: RolloutPlan, shard: int, sampler: SamplerResource, sandboxes: SandboxesResource
+) -> dict[str, Any]:
+    """Sample and commit what is missing of one shard. Returns its counts."""
+    experiment = step.experiment
+    tasks = load_tasks(step.store, plan.inputs["task_suite"])
+    policy = open_artifact(step.store, plan.policy)
+    async with (
+        sandboxes.client(experiment.sandboxes) as client,
+        sampler.lease(policy, "rollouts", experiment.engine) as engine,
+    ):
+        verifier = Verifier(client, step.store)
+
+        async def grade(task: Task, diff: bytes) -> GradeResult:
+            try:
+                return GradeResult((await verifier.grade(task, diff)).solved)
+            except InfraFault:
+                return GradeResult(None)
+
+        report = await run_shard(
+            plan, shard, engine=engine, sandboxes=client, tasks=tasks, store=step.store, grade=grade,
+            tokenizer=ChatTokenizer.from_directory(policy.directory(), spaced=experiment.base.spaced),
+            progress=lambda now: _show(step, now), limits=experiment.sandboxes.limits.limits(),
+        )  # fmt: skip
+    return {"groups": report.groups, "found": report.groups_found, "refills": report.refills, "tokens": report.tokens}
+
+
+def _show(step: Step, now: ShardProgress) -> None:
+    step.progress.update(
+        f"sampling {now.shard}", now.episodes_done, now.episodes_total, groups=now.groups_done, tokens_per_second=now.tokens_per_second
+    )
+
+
+def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinition, dg.OpDefinition]:
+    """(plan, shard, merge) of one experiment, for the rollouts graph."""
+    prefix = f"{experiment.name}_{ASSET}"
+
+    @dg.op(name=f"{prefix}_plan", out=dg.DynamicOut(dict[str, Any]), description="Commit the plan and hand out its shards.")
+    def plan(
+        context: dg.OpExecutionContext, iteration_inputs: ArtifactRef, prompts: ArtifactRef, store: StoreResource,
+        progress: dg.ResourceParam[ProgressSink],
+    ) -> Iterator[dg.DynamicOutput[dict[str, Any]]]:  # fmt: skip
+        step = begin(context, experiment, ASSET, store.open(), progress)
+        planned = make_plan(step, iteration_inputs, prompts)
+        for shard in range(read_plan(planned).workers):
+            value = {"plan": planned.ref.model_dump(mode="json"), "shard": shard}
+            yield dg.DynamicOutput(value, mapping_key=f"shard{shard:04d}")
+
+    @dg.op(
+        name=f"{prefix}_shard", description="Sample and commit the groups of one shard.",
+        retry_policy=dg.RetryPolicy(max_retries=1, delay=2.0, jitter=dg.Jitter.FULL),
+    )  # fmt: skip
+    def shard(
+        context: dg.OpExecutionContext, part: dict[str, Any], store: StoreResource, sampler: SamplerResource,
+        sandboxes: SandboxesResource, progress: dg.ResourceParam[ProgressSink],
+    ) -> dict[str, Any]:  # fmt: skip
+        step = begin(context, experiment, ASSET, store.open(), progress)
+        planned = read_plan(open_artifact(step.store, ArtifactRef.model_validate(part["plan"])))
+        if artifact_exists(step.store, ASSET, planned.key):
+            context.log.info(f"rollouts {planned.key[:12]} are committed: nothing to sample")
+            return part
+        report = asyncio.run(sample_shard(step, planned, part["shard"], sampler, sandboxes))
+        context.log.info(f"shard {part['shard']}: {json.dumps(report)}")
+        return part
+
+    @dg.op(
+        name=f"{prefix}_merge", description="Merge all groups; fails unless every expected one is committed.",
+        out={"result": dg.Out(ArtifactRef), "check": dg.Out(dg.AssetCheckResult)},
+    )  # fmt: skip
+    def merge(
+        context: dg.OpExecutionContext, parts: list[dict[str, Any]], store: StoreResource, progress: dg.ResourceParam[ProgressSink]
+    ) -> tuple[dg.Output[ArtifactRef], dg.Output[dg.AssetCheckResult]]:
+        step = begin(context, experiment, ASSET, store.open(), progress)
+        planned = read_plan(open_artifact(step.store, ArtifactRef.model_validate(parts[0]["plan"])))
+        merged = merge_groups(planned, step.store)
+        check = dg.AssetCheckResult(passed=True, metadata={"groups": merged.meta["groups"]})
+        return output(merged, rollout_metadata(step, merged, planned)), dg.Output(check, output_name="check")
+
+    return plan, shard, merge
+
+
+def rollout_metadata(step: Step, merged: Artifact, plan: RolloutPlan) -> dict[str, Any]:
+    """Numbers for plots, and a few episodes to read."""
+    policy = open_artifact(step.store, plan.policy)
+    tokenizer = ChatTokenizer.from_directory(policy.directory(), spaced=step.experiment.base.spaced)
+    tasks = load_tasks(step.store, plan.inputs["task_suite"])
+    return {
+        **table_facts(merged.table("episodes.parquet")),
+        **rollout_numbers(merged),
+        "samples": sample_episodes(merged, tokenizer, tasks),
+    }

@@ -1,0 +1,81 @@
+"""Training jobs: the warm start and one iteration of GRPO, each in a process of its own that the launcher runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from contracts.artifacts import Artifact, ArtifactRef, find_artifact, open_artifact
+from ops import keys
+from ops.inputs import IterationInputs
+from ops.results import numbers
+from ops.step import Step
+from resources.errors import LaunchFailed
+from resources.experiment import LauncherConfig, SftBase
+from resources.launcher import Launcher
+from trainer.config import GrpoJob, SftJob
+
+
+def warm_start(step: Step, launcher: Launcher, base: SftBase, tokenizer: ArtifactRef, demonstrations: ArtifactRef) -> Artifact:
+    """The base policy's checkpoint; trains it when no one did."""
+    experiment = step.experiment
+    job = SftJob(
+        store=step.store.url, key=keys.sft_key(experiment, base, tokenizer, demonstrations), seed=experiment.seed,
+        threads=threads_of(experiment.trainer.launcher), tokenizer=tokenizer, demonstrations=demonstrations,
+        model=base.model, config=base.sft,
+    )  # fmt: skip
+    return _train(step, launcher, job, base.sft.max_steps)
+
+
+def train_iteration(step: Step, launcher: Launcher, inputs: IterationInputs, dataset: ArtifactRef) -> Artifact:
+    """The checkpoint that this iteration's dataset leads to; trains it when no one did."""
+    experiment, start = step.experiment, inputs.start
+    job = GrpoJob(
+        store=step.store.url,
+        key=keys.checkpoint_key(experiment, step.iteration, dataset, start.checkpoint, start.trainer_state),
+        seed=keys.derived_seed(experiment, f"training/{step.iteration}"),
+        threads=threads_of(experiment.trainer.launcher), dataset=dataset, checkpoint=start.checkpoint,
+        trainer_state=start.trainer_state, config=experiment.trainer.grpo,
+    )  # fmt: skip
+    return _train(step, launcher, job, experiment.trainer.grpo.optimizer_steps)
+
+
+def threads_of(launcher: LauncherConfig) -> int:
+    """CPU threads of a training process."""
+    return launcher.threads or len(os.sched_getaffinity(0))
+
+
+def training_numbers(checkpoint: Artifact) -> dict[str, Any]:
+    """The last training step's metrics, and the run's totals, for plots."""
+    import json
+
+    if "metrics.jsonl" not in checkpoint.names():
+        return {}
+    rows = [json.loads(line) for line in checkpoint.path("metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    last: dict[str, Any] = {}
+    for row in rows:
+        last.update(row)
+    totals = {"optimizer_steps": len(steps), "seconds": sum(row.get("seconds", 0.0) for row in steps)}
+    return numbers(last) | totals
+
+
+def _train(step: Step, launcher: Launcher, job: SftJob | GrpoJob, steps: int) -> Artifact:
+    found = find_artifact(step.store, "checkpoint", job.key)
+    if found is not None and find_artifact(step.store, "trainer_state", job.key) is not None:
+        return found
+    where = step.experiment.trainer.launcher
+
+    def on_message(message: Mapping[str, Any]) -> None:
+        metrics = message.get("metrics", message)
+        if "step" in metrics:
+            step.progress.update("training", metrics["step"], steps, **numbers(metrics))
+
+    command = [sys.executable, "-m", "trainer", "--job", job.model_dump_json()]
+    launcher.run(step.context, command, nodes=where.nodes, gpus=where.gpus, on_message=on_message)
+    found = find_artifact(step.store, "checkpoint", job.key)
+    if found is None or find_artifact(step.store, "trainer_state", job.key) is None:
+        raise LaunchFailed(f"training {job.key[:12]} ended without its checkpoint in {step.store.url}: see the run's log")
+    return open_artifact(step.store, found.ref)

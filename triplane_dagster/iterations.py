@@ -1,0 +1,36 @@
+"""Which iteration comes next, and whether one may."""
+
+from __future__ import annotations
+
+from contracts.artifacts import open_artifact
+from contracts.store import Store
+from ops.inputs import iteration_key
+from ops.publishing import Decision, read_decision
+from resources.experiment import Experiment
+from resources.refs import read_ref
+
+
+def is_finished(store: Store, experiment: Experiment, iteration: str) -> bool:
+    """Whether the iteration came to a decision."""
+    return read_ref(store, experiment.name, "sampler", iteration) is not None
+
+
+def next_partition(store: Store, experiment: Experiment) -> str:
+    """The first iteration without a decision: one that was interrupted is finished before another begins."""
+    number = 0
+    while is_finished(store, experiment, iteration_key(number)):
+        number += 1
+    return iteration_key(number)
+
+
+def decision_of(store: Store, experiment: Experiment, iteration: str) -> Decision | None:
+    """What was decided, or None while nothing was."""
+    ref = read_ref(store, experiment.name, "sampler", iteration)
+    return read_decision(open_artifact(store, ref)) if ref else None
+
+
+def may_continue(store: Store, experiment: Experiment, iteration: str) -> bool:
+    """Whether a sequence goes on after this iteration: promotion.on_refusal decides when its candidate did not go live."""
+    decision = decision_of(store, experiment, iteration)
+    live = decision is not None and decision.decision == "live"
+    return live or experiment.promotion.on_refusal == "retry_from_live"
