@@ -1,0 +1,85 @@
+"""Runs a coroutine against a server, with a sandbox of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+from envd.client import Limits, Sandbox, SandboxClient, ToolCall, ToolResult, VerifyResult
+
+T = TypeVar("T")
+FILES = {
+    "calc.py": b"def add(a, b):\n    return a - b\n",
+    "tests/test_calc.py": b"from calc import add\n\n\ndef test_add():\n    assert add(1, 2) == 3\n",
+}
+HIDDEN = {
+    "tests/test_hidden.py": b"from calc import add\n\n\ndef test_small():\n    assert add(1, 2) == 3\n\n\n"
+    b"def test_zero():\n    assert add(0, 0) == 0\n"
+}
+TESTS = ("tests/test_hidden.py::test_small", "tests/test_hidden.py::test_zero")
+FIX = ToolCall("edit", {"path": "calc.py", "line": 2, "new": "    return a + b"})
+
+
+class Harness:
+    """One server's address, and ways to use it from a plain test function."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def client(self, job: Callable[[SandboxClient], Awaitable[T]]) -> T:
+        async def run() -> T:
+            async with SandboxClient(self.address) as client:
+                return await job(client)
+
+        return asyncio.run(run())
+
+    def sandbox(
+        self,
+        job: Callable[[Sandbox], Awaitable[T]],
+        *,
+        files: Mapping[str, bytes] = FILES,
+        **options: Any,
+    ) -> T:
+        async def run(client: SandboxClient) -> T:
+            template = await client.put_template(files)
+            async with await client.create(template, **options) as sandbox:
+                return await job(sandbox)
+
+        return self.client(run)
+
+    def calls(self, *calls: ToolCall, timeout_s: float = 10, **options: Any) -> list[ToolResult]:
+        """Results of calls made one after another in a fresh sandbox."""
+
+        async def job(sandbox: Sandbox) -> list[ToolResult]:
+            return [await sandbox.call(call, timeout_s=timeout_s) for call in calls]
+
+        return self.sandbox(job, **options)
+
+    def shell(self, *commands: str, timeout_s: float = 10, **options: Any) -> list[str]:
+        """Texts of commands run one after another in a fresh sandbox."""
+        calls = [ToolCall("exec", {"command": command}) for command in commands]
+        return [result.text for result in self.calls(*calls, timeout_s=timeout_s, **options)]
+
+    def verify(
+        self,
+        changes: Mapping[str, str],
+        *,
+        files: Mapping[str, bytes] = FILES,
+        hidden: Mapping[str, bytes] = HIDDEN,
+        tests: tuple[str, ...] = TESTS,
+        **options: Any,
+    ) -> VerifyResult:
+        """Write files in a sandbox, finish it, and verify its diff."""
+
+        async def job(client: SandboxClient) -> VerifyResult:
+            template = await client.put_template(files)
+            sandbox = await client.create(template)
+            for path, content in changes.items():
+                await sandbox.call(ToolCall("write", {"path": path, "content": content}))
+            return await client.verify(template, await sandbox.finish(), hidden, tests, **options)
+
+        return self.client(job)
+
+
+SMALL = Limits(memory_mb=96, pids=16)
