@@ -1,0 +1,72 @@
+"""Play a recorded episode's tool calls again in a fresh sandbox: what the environment said then, it must say now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from contracts.chat import ChatTokenizer
+from contracts.episodes import Episode
+from contracts.tasks import Task
+from envd.client import Limits, SandboxClient
+from inference.errors import RolloutError
+from inference.rollouts.config import RolloutConfig
+from inference.rollouts.transcript import policy_turns
+from inference.rollouts.turn import answer_turn, read_turn
+from inference.rollouts.workspace import Workspaces
+
+
+@dataclass(frozen=True)
+class Replay:
+    """How a replay compares with its record."""
+
+    environment_tokens: int
+    """Recorded tokens of the environment that came out the same."""
+    differing_turn: int | None
+    """First turn whose answer differs in any token, from 0; None when all agree."""
+    same_diff: bool
+    """Whether the final diff has the same bytes."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether everything agrees."""
+        return self.differing_turn is None and self.same_diff
+
+
+async def replay_episode(
+    episode: Episode,
+    task: Task,
+    *,
+    sandboxes: SandboxClient,
+    tokenizer: ChatTokenizer,
+    config: RolloutConfig,
+    limits: Limits = Limits(),
+) -> Replay:
+    """Execute the policy's recorded tokens in a fresh sandbox of `task`. Episodes ended by the clock or by a fault can't be replayed.
+
+    Raises RolloutError when `task` is not the one that was played, InfraFault when the sandbox fails.
+    """
+    if task.digest != episode.task_digest:
+        raise RolloutError(
+            f"episode {episode.episode_id} was played on another version of task {task.task_id}: open the task suite of its iteration"
+        )
+    (sequence,) = episode.sequences
+    ids, turns = sequence.token_ids, policy_turns(sequence)
+    ends = [start for start, _ in turns[1:]] + [len(ids)]
+    workspace = Workspaces(sandboxes, limits, config.episode_timeout_s).open(task)
+    agreed, differing = 0, None
+    try:
+        for index, ((start, end), answer_end) in enumerate(zip(turns, ends, strict=True)):
+            if ids[end - 1] not in (tokenizer.end_of_turn, tokenizer.pad):
+                break
+            turn = read_turn(tokenizer.decode(ids[start : end - 1]))
+            if turn.error is None and not turn.calls:
+                break
+            answers, _ = await answer_turn(turn, workspace, index=index, timeout_s=config.tool_timeout_s)
+            recorded = ids[end:answer_end]
+            if recorded and recorded != tokenizer.environment_turn(answers):
+                differing = index if differing is None else differing
+            else:
+                agreed += len(recorded)
+        return Replay(agreed, differing, await workspace.finish() == episode.final_diff)
+    finally:
+        await workspace.close()

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+from rollouts_script import POLICY, ScriptedEngine, make_plan, make_tasks, one_file_task, read_then_maybe_fix
+
+from contracts.chat import ChatTokenizer
+from contracts.episodes import Episode, TokenRole
+from contracts.tasks import Split
+from envd.client import SandboxClient
+from envd.local import LocalEnvd
+from inference.errors import RolloutError
+from inference.rollouts.evaluate import run_episodes
+from inference.rollouts.replay import Replay, replay_episode
+
+TASKS = make_tasks(3)
+
+
+def test_a_replay_reproduces_every_environment_token_and_the_diff(envd: LocalEnvd, tokenizer: ChatTokenizer) -> None:
+    config = make_plan(TASKS, 1).config
+
+    async def run() -> tuple[list[Episode], list[Replay], Replay]:
+        async with SandboxClient(envd.address) as client:
+            played = await run_episodes(
+                list(TASKS.values()), 2, experiment="test", split=Split.GATE, seed=1, key="k", policy_version=POLICY.digest,
+                config=config, engine=ScriptedEngine(tokenizer, read_then_maybe_fix), sandboxes=client, tokenizer=tokenizer,
+            )  # fmt: skip
+
+            async def replay(episode: Episode) -> Replay:
+                task = TASKS[episode.task_id]
+                return await replay_episode(episode, task, sandboxes=client, tokenizer=tokenizer, config=config)
+
+            forged = dataclasses.replace(played[0], final_diff=played[0].final_diff + b"x")
+            forged.sequences[0].token_ids[forged.sequences[0].token_role.index(TokenRole.ENVIRONMENT) + 8] += 1
+            found = [await replay(episode) for episode in played[1:]]
+            broken = await replay(forged)
+            with pytest.raises(RolloutError, match="another version of task"):
+                task = dataclasses.replace(one_file_task(0), instruction="other")
+                await replay_episode(played[0], task, sandboxes=client, tokenizer=tokenizer, config=config)
+            return played[1:], found, broken
+
+    played, found, broken = asyncio.run(run())
+    assert all(replay.exact for replay in found)
+    assert [replay.environment_tokens for replay in found] == [
+        episode.sequences[0].token_role.count(TokenRole.ENVIRONMENT) for episode in played
+    ]
+    assert (broken.exact, broken.differing_turn, broken.same_diff) == (False, 0, False)
