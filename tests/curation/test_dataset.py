@@ -82,7 +82,7 @@ def reason_of(episode: dict[str, Any], rows: dict[str, list[dict[str, Any]]], co
     return next((reason for reason in REASONS if holds[reason]), None)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=rollouts(), config=configs)
 def test_kept_rows_reasons_and_group_statistics_equal_a_naive_reference(
     rows: dict[str, list[dict[str, Any]]], config: DatasetConfig, tmp_path: Path
@@ -148,6 +148,8 @@ def test_a_member_left_out_for_its_length_still_counts_in_its_groups_mean(tmp_pa
     assert train["episode_id"].to_pylist() == ["a0"]
     assert members["group_reward_mean"].to_pylist()[:2] == [0.5, 0.5]
     assert members["reason"].to_pylist() == [None, "too_long", "zero_variance", "zero_variance"]
+    at_the_limit, _ = select_rows(*tables(rows, tmp_path), DatasetConfig(max_tokens=9))
+    assert at_the_limit["episode_id"].to_pylist() == ["a0", "a1"]
 
 
 def test_nothing_to_learn_from_gives_an_empty_train_table_and_a_report_that_says_so(tmp_path: Path) -> None:
