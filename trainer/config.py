@@ -107,8 +107,8 @@ class SftConfig(_Settings):
     """Clean validation demonstrations that decide."""
     expected_solve: float = Field(default=0.40, gt=0, le=1)
     """Stop at this mean probability that a sampled episode equals the clean expert's: mean of exp(sum of log p over policy tokens)."""
-    expected_form: float = Field(default=0.95, gt=0, le=1)
-    """Stop also needs this mean probability of the episode's first turn."""
+    expected_form: float = Field(default=0.9, gt=0, le=1)
+    """Stop also needs this mean probability of the episode's first turn. Demonstrations that vary it (parallel calls) bound what is reachable."""
     consecutive: int = Field(default=2, ge=1)
     """Looks in a row that must meet both."""
     snapshot_every: int = Field(default=200, ge=1)

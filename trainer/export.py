@@ -92,7 +92,7 @@ def tensor_digest(tensors: Mapping[str, Tensor]) -> str:
 
 def expert_names(name: str, shape: tuple[int, ...]) -> list[str]:
     """Exported names of the matrices behind a parameter: one, or one an expert."""
-    if len(shape) == 2:
+    if len(shape) < 3:
         return [name]
     return [name.replace(".experts.", f".experts.{index}.") for index in range(shape[0])]
 
