@@ -9,6 +9,8 @@ from contracts.digests import action_key, digest_of
 from contracts.tasks import Split
 from curation.dataset import DATASET_VERSION
 from curation.rewards import REWARDS_VERSION
+from curation.tasks.demonstrations import DEMONSTRATIONS_VERSION
+from curation.tokenizer import TOKENIZER_VERSION, VOCABULARY
 from inference.rollouts import ROLLOUTS_VERSION
 from resources.experiment import Experiment, ImportedBase, SftBase
 from trainer.config import GRPO_VERSION, IMPORT_VERSION, SFT_VERSION
@@ -23,6 +25,19 @@ EVALUATION_RUN_VERSION = f"{ROLLOUTS_VERSION}+{REWARDS_VERSION}"
 def derived_seed(experiment: Experiment, purpose: str) -> int:
     """A 31-bit seed of its own for each purpose."""
     return int(digest_of([experiment.seed, purpose])[:8], 16) >> 1
+
+
+def tokenizer_key(experiment: Experiment) -> str:
+    """Of the base policy's tokenizer: what `curation.tokenizer.build_tokenizer` commits under."""
+    return action_key(
+        "tokenizer", {}, {"seed": experiment.tasks.seed, "vocabulary": VOCABULARY}, TOKENIZER_VERSION
+    )
+
+
+def demonstrations_key(experiment: Experiment, base: SftBase, tokenizer: ArtifactRef) -> str:
+    """Of the expert episodes: what `curation.tasks.demonstrations.build_demonstrations` commits under."""
+    slice_ = {**base.demonstrations.model_dump(), "suite_seed": experiment.tasks.seed}
+    return action_key("demonstrations", {"tokenizer": tokenizer.digest}, slice_, DEMONSTRATIONS_VERSION)
 
 
 def sft_slice(experiment: Experiment, base: SftBase) -> dict[str, Any]:

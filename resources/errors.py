@@ -19,3 +19,7 @@ class LaunchFailed(TriplaneError):
 
 class RegistryError(TriplaneError):
     """The registry holds no such policy, or a name for several."""
+
+
+class StepFailed(TriplaneError):
+    """A run in this process failed without an error of its own."""

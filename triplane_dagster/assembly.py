@@ -1,0 +1,76 @@
+"""From experiments to Dagster definitions: assets, jobs, schedules, sensors and the resources they share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+
+from assets import experiment_assets
+from resources.errors import ExperimentError
+from resources.experiment import Experiment, find_experiments, load_experiment
+from resources.launcher import LocalLauncher
+from resources.progress import ProgressSink, no_progress
+from resources.refs import RefIOManager
+from resources.sampler import SamplerResource
+from resources.sandboxes import SandboxesResource
+from resources.store import StoreResource
+from triplane_dagster.jobs import base_job, iteration_job
+from triplane_dagster.schedules import nightly
+from triplane_dagster.sensors import continue_sequence
+
+FOLDER_VARIABLE = "TRIPLANE_EXPERIMENTS"
+
+
+def experiments_folder() -> Path:
+    """Where experiment files are: $TRIPLANE_EXPERIMENTS, else experiments/ here, else the one beside the code."""
+    named = os.environ.get(FOLDER_VARIABLE)
+    if named:
+        return Path(named)
+    here = Path("experiments")
+    return here if here.is_dir() else Path(__file__).resolve().parents[1] / "experiments"
+
+
+def load_all(folder: Path) -> list[Experiment]:
+    """Every experiment of a folder. Raises ExperimentError for a bad file, or two with one name."""
+    found: dict[str, Path] = {}
+    experiments = []
+    for path in find_experiments(folder):
+        experiment = load_experiment(path)
+        if experiment.name in found:
+            raise ExperimentError(f"{found[experiment.name]} and {path} are both called {experiment.name}: rename one")
+        found[experiment.name] = path
+        experiments.append(experiment)
+    return experiments
+
+
+def resources_with(sink: ProgressSink) -> dict[str, Any]:
+    """The handles that assets ask for."""
+    store = StoreResource()
+    return {
+        "store": store,
+        "io_manager": RefIOManager(store=store),
+        "sandboxes": SandboxesResource(),
+        "sampler": SamplerResource(),
+        "launcher": LocalLauncher(),
+        "progress": sink,
+    }
+
+
+def definitions_for(
+    experiments: Sequence[Experiment], sink: ProgressSink = no_progress, resources: Mapping[str, Any] | None = None
+) -> dg.Definitions:
+    """Everything that belongs to these experiments. resources: in place of the usual ones, by name."""
+    iterations = [(experiment, iteration_job(experiment)) for experiment in experiments]
+    return dg.Definitions(
+        assets=[asset for experiment in experiments for asset in experiment_assets(experiment)],
+        jobs=[*(base_job(experiment) for experiment in experiments), *(job for _, job in iterations)],
+        schedules=[nightly(experiment, job) for experiment, job in iterations],
+        sensors=[continue_sequence(experiment, job) for experiment, job in iterations],
+        resources={**resources_with(sink), **(resources or {})},
+        executor=dg.in_process_executor,
+    )
+

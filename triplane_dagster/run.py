@@ -1,0 +1,106 @@
+"""The asset graph in this process: what the command line uses. Everything goes through the Dagster instance, so the UI shows it.
+
+    run_base -> run_iteration(0000) -> run_iteration(0001) -> ...      one envd server and one engine for all of them
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+
+from contracts.store import open_store
+from resources.errors import StepFailed
+from resources.experiment import Experiment
+from resources.progress import ProgressSink, no_progress
+from resources.sampler import SamplerResource
+from resources.sandboxes import SandboxesResource
+from triplane_dagster import iterations
+from triplane_dagster.assembly import definitions_for
+from triplane_dagster.jobs import base_job_name, iteration_job_name
+from triplane_dagster.targets import begin_target, end_target
+
+next_partition = iterations.next_partition
+
+
+def open_instance(folder: Path | None = None) -> dg.DagsterInstance:
+    """The Dagster instance that the web server uses too: $DAGSTER_HOME, else the dagster.yaml in `folder` (default: here)."""
+    if os.environ.get("DAGSTER_HOME"):
+        return dg.DagsterInstance.get()
+    where = folder or Path()
+    if not (where / "dagster.yaml").is_file():
+        where = Path(__file__).resolve().parents[1]
+    return dg.DagsterInstance.from_config(str(where))
+
+
+class Runner:
+    """Runs an experiment's jobs in this process. Servers and engines it started live until it is closed."""
+
+    def __init__(self, experiment: Experiment, instance: dg.DagsterInstance, progress: ProgressSink) -> None:
+        self.experiment, self._instance = experiment, instance
+        self._sandboxes, self._sampler = SandboxesResource(), SamplerResource()
+        shared: dict[str, Any] = {
+            "sandboxes": dg.ResourceDefinition.hardcoded_resource(self._sandboxes),
+            "sampler": dg.ResourceDefinition.hardcoded_resource(self._sampler),
+        }
+        definitions = definitions_for([experiment], progress, shared)
+        self._base = definitions.resolve_job_def(base_job_name(experiment))
+        self._iteration = definitions.resolve_job_def(iteration_job_name(experiment))
+
+    def base(self) -> None:
+        """Materialize task suite and base policy. What is committed is found, not made again. Raises what the failing step raised."""
+        self._run(self._base, None)
+
+    def iteration(self, partition: str) -> None:
+        """Materialize one iteration. Raises what the failing step raised."""
+        self._instance.add_dynamic_partitions(self.experiment.name, [partition])
+        self._run(self._iteration, partition)
+
+    def close(self) -> None:
+        """Stop what was started."""
+        self._sampler.close()
+        self._sandboxes.close()
+
+    def _run(self, job: dg.JobDefinition, partition: str | None) -> None:
+        done = job.execute_in_process(instance=self._instance, partition_key=partition)
+        if not done.success:
+            raise StepFailed(f"run {done.run_id[:8]} of {job.name} failed: `triplane ui` shows its log")
+
+
+@contextmanager
+def open_runner(
+    experiment: Experiment, instance: dg.DagsterInstance, progress: ProgressSink = no_progress
+) -> Iterator[Runner]:
+    """A runner that is closed at the end of the block."""
+    runner = Runner(experiment, instance, progress)
+    try:
+        yield runner
+    finally:
+        runner.close()
+
+
+def run_iterations(
+    experiment: Experiment, count: int, instance: dg.DagsterInstance, progress: ProgressSink = no_progress
+) -> list[str]:
+    """Base assets, then `count` further iterations in sequence. Returns the partition keys that came to a decision.
+
+    After a kill, the same call finishes the iterations it set out to make, and no more. Stops after a refusal when
+    promotion.on_refusal says so. Raises what a failing step raised.
+    """
+    store = open_store()
+    with open_runner(experiment, instance, progress) as runner:
+        runner.base()
+        target = begin_target(store, experiment, count)
+        made = []
+        for partition in target.iterations():
+            if not iterations.is_finished(store, experiment, partition):
+                runner.iteration(partition)
+            made.append(partition)
+            if not iterations.may_continue(store, experiment, partition):
+                break
+        end_target(store, experiment, target)
+    return made

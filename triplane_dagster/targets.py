@@ -1,0 +1,51 @@
+"""What `iterate` set out to do, kept in the store: the same command after a kill goes on to the same end, and does not add to it."""
+
+from __future__ import annotations
+
+from contracts.artifacts import Frozen
+from contracts.pointers import Pointer
+from contracts.store import Store
+from ops.inputs import iteration_key
+from resources.experiment import Experiment
+from triplane_dagster.iterations import is_finished, next_partition
+
+
+class Target(Frozen):
+    """A sequence of iterations that was asked for."""
+
+    first: int
+    """Number of its first iteration."""
+    count: int
+    """Iterations asked for."""
+    done: bool = False
+    """It ended: all were made, or one was refused and promotion.on_refusal is stop."""
+
+    def iterations(self) -> list[str]:
+        """Its partition keys, in order."""
+        return [iteration_key(number) for number in range(self.first, self.first + self.count)]
+
+
+def _pointer(store: Store, experiment: Experiment) -> Pointer:
+    return Pointer(store, f"targets/{experiment.name}")
+
+
+def begin_target(store: Store, experiment: Experiment, count: int) -> Target:
+    """The unfinished target of this size, or a new one that starts at the next iteration."""
+    pointer = _pointer(store, experiment)
+    entry = pointer.current()
+    if entry is not None:
+        last = Target.model_validate(entry.value)
+        unfinished = any(not is_finished(store, experiment, iteration) for iteration in last.iterations())
+        if not last.done and last.count == count and unfinished:
+            return last
+    target = Target(first=int(next_partition(store, experiment)), count=count)
+    pointer.advance(target.model_dump(), entry.number if entry else 0)
+    return target
+
+
+def end_target(store: Store, experiment: Experiment, target: Target) -> None:
+    """Record that the target ended, unless a newer one was set meanwhile."""
+    pointer = _pointer(store, experiment)
+    entry = pointer.current()
+    if entry is not None and Target.model_validate(entry.value) == target:
+        pointer.advance(target.model_copy(update={"done": True}).model_dump(), entry.number)
