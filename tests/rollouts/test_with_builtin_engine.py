@@ -1,0 +1,77 @@
+"""The loop on the real engine, with a policy of random weights."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from pathlib import Path
+
+import pytest
+from rollouts_script import POLICY, make_plan, make_tasks
+
+from contracts.chat import ChatTokenizer
+from contracts.digests import table_digest
+from contracts.episodes import Episode, Outcome, TokenRole, episodes_table, read_episodes, sequences_table
+from contracts.tasks import Split
+from envd.client import SandboxClient
+from envd.local import LocalEnvd
+from inference.engines.builtin import BuiltinEngine
+from inference.rollouts.evaluate import run_episodes
+
+TASKS = make_tasks(6)
+
+
+@pytest.fixture(scope="module")
+def random_policy(tmp_path_factory: pytest.TempPathFactory, tokenizer: ChatTokenizer) -> Path:
+    source = Path(__file__).parents[1] / "inference/conftest.py"
+    spec = importlib.util.spec_from_file_location("inference_conftest", source)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    directory = tmp_path_factory.mktemp("policies") / "random"
+    written: Path = module.write_checkpoint(directory, 0, vocab_size=tokenizer.vocabulary_size)
+    return written
+
+
+def play(
+    directory: Path, envd: LocalEnvd, tokenizer: ChatTokenizer, concurrency: int
+) -> tuple[list[Episode], list[list[float]]]:
+    config = make_plan(TASKS, 1, max_tokens=220, max_turn_tokens=120, temperature=4.0, concurrency=concurrency).config
+
+    async def run() -> tuple[list[Episode], list[list[float]]]:
+        engine = BuiltinEngine(directory, POLICY.digest, threads=1)
+        try:
+            async with SandboxClient(envd.address) as client:
+                episodes = await run_episodes(
+                    list(TASKS.values()), 3, experiment="test", split=Split.GATE, seed=3, key="k",
+                    policy_version=POLICY.digest, config=config, engine=engine, sandboxes=client, tokenizer=tokenizer,
+                )  # fmt: skip
+            return episodes, [await engine.score(episode.sequences[0].token_ids, 4.0) for episode in episodes[:4]]
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+def test_episodes_do_not_depend_on_concurrency_and_their_logprobs_are_the_policys(
+    random_policy: Path, envd: LocalEnvd, tokenizer: ChatTokenizer
+) -> None:
+    together, scores = play(random_policy, envd, tokenizer, 32)
+    alone, _ = play(random_policy, envd, tokenizer, 1)
+    for table in (episodes_table, sequences_table):
+        assert table_digest(table(together)) == table_digest(table(alone))
+    assert {episode.outcome for episode in together} == {Outcome.COMPLETED, Outcome.TRUNCATED}
+    for episode, score in zip(together, scores, strict=False):
+        (sequence,) = episode.sequences
+        for role, sampled, scored in zip(sequence.token_role, sequence.logprobs, score, strict=True):
+            assert (sampled is None) == (role != TokenRole.POLICY)
+            assert sampled is None or abs(sampled - scored) < 1e-4
+
+
+def test_episodes_survive_their_tables(random_policy: Path, envd: LocalEnvd, tokenizer: ChatTokenizer) -> None:
+    played, _ = play(random_policy, envd, tokenizer, 8)
+    again = read_episodes(episodes_table(played), sequences_table(played))
+    for before, after in zip(played, again, strict=True):
+        assert before.sequences[0].token_ids == after.sequences[0].token_ids
+        assert before.sequences[0].policy_spans == after.sequences[0].policy_spans
+        assert (before.episode_id, before.final_state) == (after.episode_id, after.final_state)
