@@ -1,0 +1,95 @@
+"""Progress for people: bars on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from resources.progress import Progress as Update
+
+LINE_EVERY_S = 15.0
+"""Seconds between two lines about one phase where there is no terminal."""
+SHOWN = ("tokens_per_second", "loss", "reward_mean", "expected_solve", "groups")
+"""Measurements worth a place beside a bar."""
+
+
+class Bars:
+    """A ProgressSink: one bar a phase of a step. Enter it before the work begins."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._bars = Progress(
+            TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[count]}"), TimeElapsedColumn(),
+            TextColumn("[dim]{task.fields[numbers]}"), console=self._console, disable=not self._console.is_terminal,
+        )  # fmt: skip
+        self._tasks: dict[tuple[str | None, str, str], TaskID] = {}
+        self._said: dict[tuple[str | None, str, str], float] = {}
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bars.stop()
+
+    def __call__(self, update: Update) -> None:
+        """Show one update."""
+        if self._console.is_terminal:
+            self._draw(update)
+        else:
+            self._say(update)
+
+    def _draw(self, update: Update) -> None:
+        place = (update.partition, update.asset, update.phase)
+        count = count_text(update.done, update.total)
+        shown = {
+            "completed": update.done,
+            "total": update.total,
+            "count": count,
+            "numbers": escape(numbers_text(update.numbers)),
+        }
+        if place in self._tasks:
+            self._bars.update(self._tasks[place], **shown)  # type: ignore[arg-type]
+            return
+        self._finish_others(place)
+        self._tasks[place] = self._bars.add_task(escape(_name(update)), **shown)  # type: ignore[arg-type]
+
+    def _finish_others(self, place: tuple[str | None, str, str]) -> None:
+        """Bars of earlier steps stop and stay; those of earlier iterations go, the table at the end has them."""
+        for (partition, asset, phase), task in list(self._tasks.items()):
+            if partition != place[0]:
+                self._bars.remove_task(task)
+                del self._tasks[(partition, asset, phase)]
+            elif asset != place[1]:
+                self._bars.stop_task(task)
+
+    def _say(self, update: Update) -> None:
+        place, now = (update.partition, update.asset, update.phase), time.monotonic()
+        finished = update.total is not None and update.done >= update.total
+        if now - self._said.get(place, float("-inf")) < LINE_EVERY_S and not finished:
+            return
+        self._said[place] = now + (float("inf") if finished else 0.0)
+        parts = [_name(update), count_text(update.done, update.total), numbers_text(update.numbers)]
+        self._console.print("  ".join(part for part in parts if part), soft_wrap=True, markup=False)
+
+
+def count_text(done: float, total: float | None) -> str:
+    """E.g. 128/512."""
+    return f"{done:g}" if total is None else f"{done:g}/{total:g}"
+
+
+def numbers_text(numbers: Mapping[str, float]) -> str:
+    """The measurements worth showing, in a fixed order."""
+    return "  ".join(f"{name.replace('_', ' ')} {numbers[name]:.4g}" for name in SHOWN if name in numbers)
+
+
+def _name(update: Update) -> str:
+    return " ".join(part for part in (update.partition, update.asset, update.phase) if part)

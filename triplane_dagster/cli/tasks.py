@@ -1,0 +1,188 @@
+"""`triplane tasks`: build a task suite, look at its tasks, prove them again."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from contracts.artifacts import Artifact, find_artifact
+from contracts.errors import ArtifactMissing, TriplaneError
+from contracts.store import Store, open_store
+from contracts.tasks import Split
+from triplane_dagster.cli.experiments import find_experiment
+from triplane_dagster.cli.options import AsJson, ExperimentName, Limit, Overrides
+from triplane_dagster.cli.output import cell, console, print_json, print_rows
+
+if TYPE_CHECKING:
+    from curation.tasks.validate import ValidationReport
+    from resources.experiment import Experiment
+
+app = typer.Typer(
+    no_args_is_help=True, help="Build a task suite, list its tasks, show one, prove them in sandboxes again."
+)
+
+OfSplit = Annotated[Split | None, typer.Option("--split", help="Only tasks of this split.")]
+
+
+@app.command()
+def build(
+    experiment: ExperimentName = "quickstart",
+    overrides: Overrides = None,
+    count: Annotated[
+        int | None, typer.Option(min=6, help="This many tasks in the default proportions of the splits.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Build an experiment's task suite and prove every task in sandboxes; a suite that is built already is found.
+
+    Examples:
+
+        triplane tasks build
+
+        triplane tasks build --count 2000 --set tasks.seed=7
+    """
+    from curation.tasks.build import build_suite
+    from curation.tasks.suite import TaskSuiteConfig
+    from envd.client import SandboxClient
+    from resources.progress import Progress
+    from resources.sandboxes import SandboxesResource
+    from triplane_dagster.cli.bars import Bars
+
+    wanted, sandboxes = find_experiment(experiment, overrides), SandboxesResource()
+    config = TaskSuiteConfig.of_count(count, wanted.tasks.seed) if count else wanted.tasks
+
+    async def make(bars: Bars) -> Artifact:
+        async with SandboxClient(sandboxes.address(wanted.sandboxes)) as client:
+            return await build_suite(
+                config,
+                open_store(),
+                client,
+                lambda done, total: bars(Progress("task_suite", None, "validating", done, total)),
+            )
+
+    try:
+        with Bars() as bars:
+            suite = asyncio.run(make(bars))
+    finally:
+        sandboxes.close()
+    if as_json:
+        print_json({**suite.ref.model_dump(), **suite.meta})
+    else:
+        console().print(f"task suite {suite.ref.short}: {cell(suite.meta)}", soft_wrap=True)
+
+
+@app.command("list")
+def list_tasks(
+    experiment: ExperimentName = "quickstart",
+    overrides: Overrides = None,
+    split: OfSplit = None,
+    family: Annotated[str | None, typer.Option(help="Only tasks of this family of bugs.")] = None,
+    limit: Limit = 20,
+    as_json: AsJson = False,
+) -> None:
+    """List the tasks of an experiment's suite.
+
+    Example:
+
+        triplane tasks list --split held_out --family sum
+    """
+    from curation.tasks.inspect import suite_tasks, task_rows
+
+    suite = _suite(open_store(), find_experiment(experiment, overrides))
+    rows = task_rows(suite_tasks(suite, split), family)
+    title = f"task suite {suite.ref.short}: {min(limit, len(rows))} of {len(rows)} tasks"
+    print_rows(rows[:limit], as_json=as_json, title=title, empty="no task answers to this")
+
+
+@app.command()
+def show(
+    task: Annotated[str, typer.Argument(help="A task id; its beginning is enough where only one task has it.")],
+    experiment: ExperimentName = "quickstart",
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show one task: instruction, repository, hidden tests, reference fix.
+
+    Example:
+
+        triplane tasks show train-00
+    """
+    from curation.tasks.inspect import find_task, suite_tasks, task_text
+
+    found = find_task(suite_tasks(_suite(open_store(), find_experiment(experiment, overrides))), task)
+    if not as_json:
+        typer.echo(task_text(found), nl=False)
+        return
+    print_json(
+        {
+            "task_id": found.task_id, "split": found.split.value, "family": found.family, "instruction": found.instruction,
+            "files": {path: data.decode(errors="replace") for path, data in found.files.items()},
+            "hidden_files": {path: data.decode(errors="replace") for path, data in found.hidden_files.items()},
+            "tests": list(found.tests), "reference_diff": found.reference_diff.decode(errors="replace"), "meta": found.meta,
+            "digest": found.digest, "image_digest": found.image_digest,
+        }
+    )  # fmt: skip
+
+
+@app.command()
+def check(
+    experiment: ExperimentName = "quickstart",
+    overrides: Overrides = None,
+    split: OfSplit = None,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="At most this many tasks.")] = 1_000_000,
+    as_json: AsJson = False,
+) -> None:
+    """Prove an existing suite again: tests fail before the fix, pass after it, cheats and wrong answers score nothing.
+
+    Example:
+
+        triplane tasks check --split gate
+    """
+    from curation.tasks.inspect import suite_tasks
+    from curation.tasks.validate import validate_tasks
+    from envd.client import SandboxClient
+    from resources.progress import Progress
+    from resources.sandboxes import SandboxesResource
+    from triplane_dagster.cli.bars import Bars
+
+    wanted, sandboxes = find_experiment(experiment, overrides), SandboxesResource()
+    tasks = list(suite_tasks(_suite(open_store(), wanted), split).values())[:limit]
+
+    async def prove(bars: Bars) -> ValidationReport:
+        async with SandboxClient(sandboxes.address(wanted.sandboxes)) as client:
+            return await validate_tasks(
+                tasks, client, lambda done, total: bars(Progress("task_suite", None, "validating", done, total))
+            )
+
+    try:
+        with Bars() as bars:
+            report = asyncio.run(prove(bars))
+    finally:
+        sandboxes.close()
+    fooled = [cheat for cheat in report.cheats if cheat.solved]
+    if as_json:
+        print_json(report.model_dump(mode="json"))
+    else:
+        console().print(
+            f"{report.tasks} tasks: {len(report.broken)} broken; {len(report.cheats)} cheats tried, {len(fooled)} passed; "
+            f"{report.wrong_answers} wrong answers tried", soft_wrap=True,
+        )  # fmt: skip
+    if report.broken or fooled:
+        first = report.broken[0] if report.broken else None
+        raise TriplaneError(
+            f"{len(report.broken)} tasks are broken" + (f", first {first.task_id}: {first.reason}" if first else "")
+            + (f"; the cheat {fooled[0].cheat} passes {fooled[0].task_id}" if fooled else "")
+        )  # fmt: skip
+
+
+def _suite(store: Store, experiment: Experiment) -> Artifact:
+    from curation.tasks.build import suite_key
+
+    found = find_artifact(store, "task_suite", suite_key(experiment.tasks))
+    if found is None:
+        raise ArtifactMissing(
+            f"the task suite of {experiment.name} is not in {store.url}: run `triplane tasks build -e {experiment.name}`"
+        )
+    return found
