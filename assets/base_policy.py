@@ -2,7 +2,7 @@
 
 import dagster as dg
 
-from assets.naming import check, common
+from assets.naming import check, common_asset
 from contracts.artifacts import ArtifactRef
 from ops.base import make_base
 from ops.checkpoint_check import CHECK, layout_check
@@ -22,7 +22,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
     """The asset of one experiment."""
 
     @dg.asset(
-        **common(experiment, NAME, "pytorch", "safetensors"),
+        **common_asset(experiment, NAME, "pytorch", "safetensors"),
         description="An FP8 mixture-of-experts checkpoint that knows the tools, with its tokenizer and demonstrations as artifacts of their own.",
         code_version=base_version(experiment),
         check_specs=[check(experiment, NAME, CHECK, "Every tensor that its config.json implies, no more.", blocking=True)],

@@ -2,7 +2,7 @@
 
 import dagster as dg
 
-from assets.naming import check, common, inputs_of
+from assets.naming import check, common_asset, inputs_of
 from contracts.artifacts import ArtifactRef
 from ops.checkpoint_check import CHECK, layout_check
 from ops.inputs import read_inputs, trainer_state_of
@@ -22,7 +22,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
     """The asset of one experiment."""
 
     @dg.asset(
-        **common(experiment, NAME, "pytorch", "safetensors"),
+        **common_asset(experiment, NAME, "pytorch", "safetensors"),
         ins=inputs_of(experiment, "iteration_inputs", "dataset"),
         description="Weights after one iteration of policy gradient, exported as the very FP8 codes that were trained.",
         code_version=GRPO_VERSION,

@@ -2,7 +2,7 @@
 
 import dagster as dg
 
-from assets.naming import check, common, inputs_of
+from assets.naming import check, common_asset, inputs_of
 from contracts.artifacts import ArtifactRef
 from curation.dataset import DATASET_VERSION
 from ops.grading import make_dataset
@@ -20,7 +20,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
     """The asset of one experiment."""
 
     @dg.asset(
-        **common(experiment, NAME, "parquet", "duckdb"),
+        **common_asset(experiment, NAME, "parquet", "duckdb"),
         ins=inputs_of(experiment, "rollouts", "rewards"),
         description="Rows that train, and for every other episode the reason why not.",
         code_version=DATASET_VERSION,

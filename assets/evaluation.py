@@ -2,7 +2,7 @@
 
 import dagster as dg
 
-from assets.naming import common, inputs_of
+from assets.naming import common_asset, inputs_of
 from contracts.artifacts import ArtifactRef
 from ops.evaluation import evaluate
 from ops.inputs import read_inputs
@@ -22,7 +22,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
     """The asset of one experiment."""
 
     @dg.asset(
-        **common(experiment, NAME, "json"),
+        **common_asset(experiment, NAME, "json"),
         ins=inputs_of(experiment, "iteration_inputs", "checkpoint"),
         description="Pass rates of candidate and parent and their paired difference, each with its interval.",
         code_version=EVALUATION_VERSION,

@@ -3,7 +3,7 @@
 import dagster as dg
 from pydantic import Field
 
-from assets.naming import common, inputs_of
+from assets.naming import common_asset, inputs_of
 from contracts.artifacts import ArtifactRef
 from ops.inputs import pin_inputs, read_inputs
 from ops.keys import INPUTS_VERSION
@@ -30,7 +30,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
     """The asset of one experiment."""
 
     @dg.asset(
-        **common(experiment, NAME, "json"),
+        **common_asset(experiment, NAME, "json"),
         ins=inputs_of(experiment, "task_suite", "base_policy"),
         description="By digest: the acting policy, what training starts from, suite, base and prompt cursor. Written once, then only read.",
         code_version=INPUTS_VERSION,

@@ -7,6 +7,7 @@ from typing import Any
 import dagster as dg
 
 from resources.experiment import Experiment
+from resources.refs import REF
 
 OWNERS = ["team:triplane"]
 ONCE = ("task_suite", "base_policy")
@@ -41,6 +42,11 @@ def common(experiment: Experiment, asset: str, *kinds: str) -> dict[str, Any]:
         "kinds": set(kinds),
     }
     return given | ({"partitions_def": partitions_of(experiment)} if asset in PER_ITERATION else {})
+
+
+def common_asset(experiment: Experiment, asset: str, *kinds: str) -> dict[str, Any]:
+    """Like `common`, for assets that are one op."""
+    return common(experiment, asset, *kinds) | {"dagster_type": REF}
 
 
 def check(experiment: Experiment, asset: str, name: str, description: str, *, blocking: bool) -> dg.AssetCheckSpec:

@@ -2,7 +2,7 @@
 
 import dagster as dg
 
-from assets.naming import check, common, inputs_of
+from assets.naming import check, common_asset, inputs_of
 from contracts.artifacts import ArtifactRef, open_artifact
 from contracts.chat import ChatTokenizer
 from curation.rewards import REWARDS_VERSION
@@ -25,7 +25,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
     """The asset of one experiment."""
 
     @dg.asset(
-        **common(experiment, NAME, "parquet", "pytest"),
+        **common_asset(experiment, NAME, "parquet", "pytest"),
         ins=inputs_of(experiment, "iteration_inputs", "rollouts"),
         description="Reward and its components for every episode; null where infrastructure failed, never 0.",
         code_version=REWARDS_VERSION,

@@ -2,7 +2,7 @@
 
 import dagster as dg
 
-from assets.naming import check, common
+from assets.naming import check, common_asset
 from contracts.artifacts import ArtifactRef
 from contracts.tasks import Split
 from curation.tasks.suite import SUITE_VERSION
@@ -22,7 +22,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
     """The asset of one experiment."""
 
     @dg.asset(
-        **common(experiment, NAME, "parquet", "pytest"),
+        **common_asset(experiment, NAME, "parquet", "pytest"),
         description="Small repositories to repair, in the splits train, gate and held_out, validated in sandboxes.",
         code_version=SUITE_VERSION,
         check_specs=[check(experiment, NAME, CHECK, "No split came out empty.", blocking=True)],

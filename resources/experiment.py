@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from contracts.digests import digest_of
 from curation.dataset import DatasetConfig
@@ -18,7 +18,7 @@ from curation.rewards import RewardConfig
 from curation.tasks.demonstrations import DemonstrationConfig
 from curation.tasks.suite import TaskSuiteConfig
 from envd.types import Limits
-from inference.engines import EngineConfig
+from inference.engines.config import BuiltinConfig, EngineConfig
 from inference.rollouts.config import RolloutConfig
 from resources.errors import ExperimentError
 from resources.overrides import apply_overrides, explain
@@ -162,7 +162,7 @@ class Experiment(Section):
     """How many groups an iteration samples."""
     rollouts: RolloutConfig = RolloutConfig()
     """The agent loop."""
-    engine: EngineConfig = EngineConfig()
+    engine: EngineConfig = BuiltinConfig()
     """What serves the policy."""
     sandboxes: SandboxesConfig = SandboxesConfig()
     """Where episodes run."""
@@ -177,10 +177,11 @@ class Experiment(Section):
     promotion: PromotionConfig = PromotionConfig()
     """When a candidate goes live."""
 
-    @field_validator("base", mode="before")
+    @field_validator("base", "engine", mode="before")
     @classmethod
-    def _sft_unless_told(cls, value: Any) -> Any:
-        return {"kind": "sft", **value} if isinstance(value, dict) else value
+    def _usual_kind(cls, value: Any, info: ValidationInfo) -> Any:
+        usual = {"base": "sft", "engine": "builtin"}[info.field_name or ""]
+        return {"kind": usual, **value} if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

@@ -14,6 +14,9 @@ from pydantic import BaseModel, ValidationError
 from resources.errors import ExperimentError
 
 
+_KINDS: dict[int | str, tuple[str, ...]] = {"base": ("sft", "import"), "engine": ("builtin", "openai")}
+
+
 def apply_overrides(values: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     """A copy of nested `values` with each "a.b=c" set; c is read as YAML. Raises ExperimentError for one without `=`."""
     result = copy.deepcopy(values)
@@ -61,8 +64,9 @@ def explain(error: ValidationError, model: type[BaseModel], source: str) -> str:
 
 
 def _without_tag(path: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """A fault's place as the file writes it: pydantic inserts the chosen kind of `base` after it."""
-    return path[:1] + path[2:] if path[:1] == ("base",) and path[1:2] in (("sft",), ("import",)) else path
+    """A fault's place as the file writes it: pydantic inserts the chosen kind after `base` and `engine`."""
+    tagged = len(path) > 1 and path[1] in _KINDS.get(path[0], ())
+    return path[:1] + path[2:] if tagged else path
 
 
 def _suggest(model: type[BaseModel], path: tuple[int | str, ...]) -> str:

@@ -15,6 +15,9 @@ from contracts.store import Store
 from resources.errors import NotMaterialized
 from resources.store import StoreResource
 
+REF = dg.PythonObjectDagsterType(ArtifactRef, name="ArtifactRef", description="Where an artifact is, and its content digest.")
+dg.make_python_type_usable_as_dagster_type(ArtifactRef, REF)
+
 UNPARTITIONED = "all"
 
 

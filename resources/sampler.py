@@ -14,8 +14,8 @@ import dagster as dg
 from pydantic import PrivateAttr
 
 from contracts.artifacts import Artifact
-from inference.engines import EngineConfig, open_engine
-from inference.engines.base import Engine
+from inference.engines import Engine, open_engine
+from inference.engines.config import BuiltinConfig, OpenAIConfig
 
 Role = Literal["rollouts", "evaluation"]
 """What an engine is wanted for; who owns GPUs decides by it."""
@@ -35,9 +35,9 @@ class SamplerResource(dg.ConfigurableResource):
             self.close()
 
     @asynccontextmanager
-    async def lease(self, policy: Artifact, role: Role, config: EngineConfig) -> AsyncIterator[Engine]:
+    async def lease(self, policy: Artifact, role: Role, config: BuiltinConfig | OpenAIConfig) -> AsyncIterator[Engine]:
         """An engine that serves `policy` (a checkpoint) until the block ends. Its versions are the policy's content digest."""
-        if config.kind == "builtin":
+        if isinstance(config, BuiltinConfig):
             yield await self._builtin(policy, config)
             return
         engine = open_engine(config, policy.directory(), policy.ref.digest)
@@ -48,7 +48,7 @@ class SamplerResource(dg.ConfigurableResource):
         finally:
             await engine.close()
 
-    async def _builtin(self, policy: Artifact, config: EngineConfig) -> Engine:
+    async def _builtin(self, policy: Artifact, config: BuiltinConfig) -> Engine:
         place = config.model_dump_json()
         kept = self._kept.get(place)
         if kept is None:

@@ -26,6 +26,9 @@ from triplane_dagster.targets import begin_target, end_target
 
 next_partition = iterations.next_partition
 
+_QUIET = {"loggers": {"console": {"config": {"log_level": "WARNING"}}}}
+"""Dagster's own log goes to the instance; the terminal belongs to progress."""
+
 
 def open_instance(folder: Path | None = None) -> dg.DagsterInstance:
     """The Dagster instance that the web server uses too: $DAGSTER_HOME, else the dagster.yaml in `folder` (default: here)."""
@@ -66,7 +69,7 @@ class Runner:
         self._sandboxes.close()
 
     def _run(self, job: dg.JobDefinition, partition: str | None) -> None:
-        done = job.execute_in_process(instance=self._instance, partition_key=partition)
+        done = job.execute_in_process(instance=self._instance, partition_key=partition, run_config=_QUIET)
         if not done.success:
             raise StepFailed(f"run {done.run_id[:8]} of {job.name} failed: `triplane ui` shows its log")
 
