@@ -1,0 +1,150 @@
+"""Masters, codes and what the forward pass sees of them; states that survive the store."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from trainer_world import TINY, World
+from triplane_kernels.blockwise import fake_quantize_blockwise
+
+from contracts.checkpoints import expected_tensors
+from trainer.data import TokenSequence, cut_by_length, make_batch
+from trainer.errors import TrainingDataError
+from trainer.export import checkpoint_tensors, load_checkpoint
+from trainer.model import score
+from trainer.optimizers import AdamW, Muon, MuonWithAdamW, Optimizer, orthogonalize
+from trainer.parameters import Parameters, draw_masters
+from trainer.run import run_job
+from trainer.state import capture_state, load_state, publish_state
+
+CONFIG = TINY.hf_config(50)
+
+
+def parameters(seed: int = 0) -> Parameters:
+    return Parameters.from_masters(CONFIG, draw_masters(CONFIG, seed))
+
+
+def sequences(*lengths: int) -> list[TokenSequence]:
+    draw = torch.Generator().manual_seed(1)
+    return [
+        TokenSequence(torch.randint(0, 50, (length,), generator=draw).numpy(), torch.arange(1, length).numpy())
+        for length in lengths
+    ]
+
+
+def logprobs(weights: Parameters, *lengths: int) -> Tensor:
+    return score(weights.leaves, CONFIG, make_batch(sequences(*lengths))).logprobs
+
+
+@torch.no_grad()
+def test_moving_masters_without_changing_a_code_leaves_the_loss_bit_identical() -> None:
+    weights = parameters()
+    before, codes = logprobs(weights, 9), checkpoint_tensors(weights)
+    moved = 0
+    for buffer in weights.buffers:
+        if buffer.codes is None:
+            continue
+        candidate = buffer.master * (1 + 1e-3)
+        small = buffer.leaf.abs() < 0.9 * buffer.leaf.abs().amax(dim=(1, 2), keepdim=True)
+        stays = (candidate / buffer.scales).to(torch.float8_e4m3fn).float() == buffer.codes.float()
+        buffer.master.copy_(torch.where(small & stays, candidate, buffer.master))
+        moved += int((small & stays).sum())
+    weights.requantize()
+    assert moved > 1000
+    assert all(torch.equal(codes[name], tensor) for name, tensor in checkpoint_tensors(weights).items())
+    assert torch.equal(logprobs(weights, 9), before)
+
+
+@torch.no_grad()
+def test_a_codes_change_reaches_the_logprobs() -> None:
+    weights = parameters()
+    before = logprobs(weights, 9)
+    buffer = next(buffer for buffer in weights.buffers if buffer.codes is not None)
+    buffer.master[0, 0, 0] += 0.05
+    weights.requantize()
+    assert not torch.equal(logprobs(weights, 9), before)
+
+
+def test_gradients_pass_straight_through_quantization() -> None:
+    weights = parameters()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    logprobs(weights, 9).sum().backward()
+    master = dict(weights.masters())[name].clone().requires_grad_()
+    leaves = {**weights.leaves, name: fake_quantize_blockwise(master)}
+    score(leaves, CONFIG, make_batch(sequences(9))).logprobs.sum().backward()
+    assert torch.equal(master.grad, weights.leaves[name].grad)
+
+
+@torch.no_grad()
+def test_padding_does_not_change_a_sequence() -> None:
+    weights = parameters()
+    together = score(weights.leaves, CONFIG, make_batch(sequences(5, 30))).logprobs
+    torch.testing.assert_close(together[:4], logprobs(weights, 5), atol=1e-6, rtol=0)
+
+
+def test_export_has_the_layout_of_the_contract_and_loads_back_exactly(world: World) -> None:
+    weights = parameters()
+    tensors = checkpoint_tensors(weights)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    assert shapes == {name: shape for name, (_, shape) in expected_tensors(CONFIG).items()}
+    directory = run_job(world.sft_job()).checkpoint
+    from contracts.artifacts import open_artifact
+
+    loaded = load_checkpoint(open_artifact(world.store, directory).directory())
+    stored = open_artifact(world.store, directory).path("model.safetensors")
+    from safetensors.torch import load_file
+
+    again = checkpoint_tensors(loaded)
+    assert all(
+        torch.equal(again[name].view(torch.uint8), tensor.view(torch.uint8))
+        for name, tensor in load_file(stored).items()
+    )
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_training_resumed_from_a_state_equals_training_in_one_go(world: World, kind: str) -> None:
+    def optimizer(weights: Parameters) -> Optimizer:
+        return AdamW(weights.buffers, 0.9, 0.95) if kind == "adamw" else MuonWithAdamW(weights, 1.0)
+
+    def train(weights: Parameters, rule: Optimizer, steps: range) -> None:
+        for step in steps:
+            weights.clear_gradients()
+            (-logprobs(weights, 9, 9 + step).mean()).backward()
+            rule.step(1e-3)
+            weights.requantize()
+
+    whole = parameters()
+    train(whole, optimizer(whole), range(6))
+    half = parameters()
+    rule = optimizer(half)
+    train(half, rule, range(3))
+    state = capture_state(half, rule.state(), "adamw", 3, {})
+    saved = publish_state(world.store, "trainer_state", "a" * 64, state, parents={}, config={}, code_version="1")
+    loaded = load_state(saved, CONFIG)
+    rest = Parameters.from_masters(CONFIG, loaded.masters)
+    rule = optimizer(rest)
+    rule.load(loaded.optimizer)
+    train(rest, rule, range(3, 6))
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(whole.masters(), rest.masters(), strict=True))
+    with pytest.raises(TrainingDataError, match="does not fit"):
+        load_state(saved, TINY.hf_config(51))
+
+
+def test_muon_updates_are_nearly_orthogonal_per_matrix() -> None:
+    draw = torch.Generator().manual_seed(0)
+    matrices = torch.randn(5, 48, 64, generator=draw) * torch.tensor([1e-3, 1, 10, 1e3, 1]).view(-1, 1, 1)
+    values = torch.linalg.svdvals(orthogonalize(matrices))
+    assert float(values.min()) > 0.4 and float(values.max()) < 1.4
+    wide = orthogonalize(matrices[:1].mT)
+    torch.testing.assert_close(wide, orthogonalize(matrices[:1]).mT)
+    weights = parameters()
+    Muon([buffer for buffer in weights.buffers if buffer.codes is not None]).step(1e-3)
+    assert all(bool(torch.isfinite(tensor).all()) for _, tensor in weights.masters())
+
+
+def test_microbatches_hold_every_sequence_once_and_respect_their_bound() -> None:
+    members = sequences(5, 30, 7, 7, 12, 64)
+    parts = cut_by_length(members, 64)
+    assert sorted(index for part in parts for index in part) == list(range(6))
+    assert all(len(part) * max(members[index].length for index in part) <= 64 for part in parts)

@@ -1,0 +1,104 @@
+"""Supervised training: determinism, resumption after a kill, and the stopping criterion."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from trainer_world import World, make_world
+
+from contracts.artifacts import ArtifactWriter, find_artifact, list_artifacts, open_artifact
+from contracts.digests import digest_of
+from trainer.config import SftJob
+from trainer.errors import TrainingDataError, TrainingStopped
+from trainer.metrics import Record
+from trainer.result import TrainResult
+from trainer.run import run_job
+from trainer.sft import batch_members
+
+
+def digests(result: TrainResult) -> tuple[str, str]:
+    return result.checkpoint.digest, result.trainer_state.digest
+
+
+def test_the_same_job_twice_gives_the_same_digests(world: World) -> None:
+    first, second = run_job(world.sft_job("a")), run_job(world.sft_job("b"))
+    assert first.checkpoint.key != second.checkpoint.key
+    assert digests(first) == digests(second)
+
+
+def test_another_seed_gives_another_checkpoint(world: World) -> None:
+    job = world.sft_job("a")
+    other = job.model_copy(update={"key": digest_of("other"), "seed": 2})
+    assert run_job(job).checkpoint.digest != run_job(other).checkpoint.digest
+
+
+def test_a_done_job_is_not_done_again(world: World) -> None:
+    first = run_job(world.sft_job())
+
+    def fail(record: Record) -> None:
+        raise AssertionError("trained again")
+
+    assert digests(run_job(world.sft_job(), [fail])) == digests(first)
+
+
+@pytest.mark.parametrize("killed_at", [2, 5])
+def test_a_killed_job_resumes_from_its_snapshot_bit_for_bit(world: World, killed_at: int) -> None:
+    undisturbed = run_job(world.sft_job("undisturbed"))
+
+    def kill(record: Record) -> None:
+        if record["step"] == killed_at:
+            raise TrainingStopped(9)
+
+    seen: list[Record] = []
+    with pytest.raises(TrainingStopped):
+        run_job(world.sft_job("killed"), [kill])
+    resumed = run_job(world.sft_job("killed"), [seen.append])
+    assert digests(resumed) == digests(undisturbed)
+    assert seen[0]["step"] == (killed_at - 1) // 2 * 2 + 1
+    assert not list(list_artifacts(world.store, "trainer_snapshot"))
+    rows = open_artifact(world.store, resumed.checkpoint).path("metrics.jsonl").read_text().splitlines()
+    assert [row["step"] for row in map(json.loads, rows) if "loss" in row] == [1, 2, 3, 4, 5, 6]
+
+
+def test_training_stops_on_the_criterion_once_copying_is_learned(world: World) -> None:
+    job = world.sft_job(
+        max_steps=400, evaluate_every=10, snapshot_every=1000, expected_solve=0.9, expected_form=0.9, consecutive=2
+    )
+    result = run_job(job)
+    assert result.metrics["converged"] is True
+    assert 20 <= result.metrics["step"] < 400
+    assert result.metrics["expected_solve"] >= 0.9
+
+
+def test_the_bound_on_steps_is_reported(world: World) -> None:
+    seen: list[Record] = []
+    result = run_job(world.sft_job(), [seen.append])
+    assert result.metrics["converged"] is False
+    assert any("max_steps 6" in str(record.get("warning")) for record in seen)
+
+
+def test_an_epoch_shows_every_demonstration_once() -> None:
+    first = [row for step in range(5) for row in batch_members(20, 4, 7, step)]
+    second = [row for step in range(5, 10) for row in batch_members(20, 4, 7, step)]
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert first != second
+
+
+def test_tokens_of_another_tokenizer_are_refused(world: World) -> None:
+    table = world.demonstrations.table("train.parquet")
+    rows = table.to_pylist()
+    rows[3]["token_ids"][0] = 5000
+    with ArtifactWriter(world.store, "demonstrations", "0" * 64, parents={}, config={}, code_version="1") as out:
+        out.add_table("train.parquet", type(table).from_pylist(rows, schema=table.schema))
+        out.add_table("validation.parquet", world.demonstrations.table("validation.parquet"))
+        bad = out.commit()
+    job: SftJob = world.sft_job().model_copy(update={"demonstrations": bad.ref})
+    with pytest.raises(TrainingDataError, match="row 3 has a token id outside"):
+        run_job(job)
+    assert find_artifact(world.store, "checkpoint", job.key) is None
+
+
+def test_the_store_does_not_matter(world: World, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = make_world(tmp_path_factory.mktemp("elsewhere"))
+    assert digests(run_job(world.sft_job())) == digests(run_job(elsewhere.sft_job()))
