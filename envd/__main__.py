@@ -8,6 +8,7 @@ import json
 import logging
 import sys
 import time
+from pathlib import Path
 
 from envd.errors import EnvdError
 
@@ -56,6 +57,12 @@ def main(argv: list[str] | None = None) -> int:
     serving.add_argument("--listen", default="127.0.0.1:7070", help="unix:/path or host:port (default %(default)s)")
     serving.add_argument("--backend", choices=("auto", "namespaces", "plain"), default="auto")
     serving.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    serving.add_argument(
+        "--state-dir",
+        type=Path,
+        metavar="DIR",
+        help="a directory of the server's own, removed when it ends (default: a temporary one)",
+    )
     serving.add_argument("--with-parent", type=int, metavar="PID", help="stop when this process, our parent, dies")
     arguments = parser.parse_args(argv)
     handler = logging.StreamHandler()
@@ -64,7 +71,14 @@ def main(argv: list[str] | None = None) -> int:
     from envd.server.serve import serve
 
     try:
-        asyncio.run(serve(arguments.listen, arguments.backend, with_parent=arguments.with_parent))
+        asyncio.run(
+            serve(
+                arguments.listen,
+                arguments.backend,
+                state_dir=arguments.state_dir,
+                with_parent=arguments.with_parent,
+            )
+        )
     except EnvdError as error:
         print(f"envd: {error}", file=sys.stderr)
         return 1

@@ -39,11 +39,12 @@ class LocalEnvd:
 
     def __enter__(self) -> LocalEnvd:
         self._directory = Path(tempfile.mkdtemp(prefix="envd-local-"))
-        options = ["--listen", self.address, "--backend", self._backend, "--log-level", self._log_level]
+        options = ["--listen", self.address, "--state-dir", str(self._directory), "--backend", self._backend]
+        options += ["--log-level", self._log_level, "--with-parent", str(os.getpid())]
         root = Path(__file__).resolve().parent.parent
         paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "envd", "serve", *options, "--with-parent", str(os.getpid())],
+            [sys.executable, "-m", "envd", "serve", *options],
             stdin=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             start_new_session=True,

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import pytest
 
 _PLUGINS = (
-    "cacheprovider", "terminal", "junitxml", "pastebin", "stepwise", "faulthandler", "debugging", "setuponly",
-    "setupplan", "doctest", "unraisableexception", "threadexception", "logging", "nose",
+    "cacheprovider", "terminal", "junitxml", "pastebin", "stepwise", "faulthandler", "setuponly",
+    "setupplan", "doctest", "unraisableexception", "threadexception",
 )  # fmt: skip
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 MAX_MESSAGE = 500
@@ -127,7 +127,7 @@ def _recorder(root: Path, tests: Sequence[str], send: Send) -> object:
 
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
             message = "" if report.passed else _message(report, root)
-            send("test", report.nodeid, report.when or "", report.outcome, message)
+            send("test", report.nodeid, report.when, report.outcome, message)
 
     return Recorder()
 

@@ -42,7 +42,8 @@ class Zygote:
         self._boxes: dict[int, str] = {}  # pid of process 1 -> sandbox id
         self._groups = Cgroups(name)
         self._owner = linux.sandbox_owner()
-        self._run_fd = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        # Held open because the path is out of sight once this process has a root of its own.
+        self._above_run_dir = os.open(run_dir.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def run(self) -> None:
         """Prepare, then fork on request until the server goes away."""
@@ -215,6 +216,7 @@ class Zygote:
                 break
             time.sleep(0.005)
         self._groups.close()
+        shutil.rmtree(self._run_dir.name, ignore_errors=True, dir_fd=self._above_run_dir)
 
 
 def serve(role: str, sock: socket.socket, place: Place) -> None:

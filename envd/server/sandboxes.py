@@ -43,19 +43,23 @@ class Sandboxes:
         self._verifying = asyncio.Semaphore(os.cpu_count() or 1)
 
     @classmethod
-    async def start(cls, backend: str) -> Sandboxes:
-        """Start on a backend; `auto` takes namespaces where one really starts, else plain, and says so."""
+    async def start(cls, backend: str, state_dir: Path | None = None) -> Sandboxes:
+        """Start on a backend; `auto` takes namespaces where one really starts, else plain, and says so.
+
+        Files are kept in `state_dir`, else in a fresh temporary directory, which is removed at the end either way.
+        """
         if backend != "auto":
-            return await cls._start_on(backend)
+            return await cls._start_on(backend, state_dir)
         try:
-            return await cls._start_on("namespaces")
+            return await cls._start_on("namespaces", state_dir)
         except BackendUnavailable as error:
             _log.error("namespaces do not work here (%s): falling back to the plain backend", error)
-            return await cls._start_on("plain")
+            return await cls._start_on("plain", state_dir)
 
     @classmethod
-    async def _start_on(cls, backend: str) -> Sandboxes:
-        run_dir = Path(tempfile.mkdtemp(prefix="envd-"))
+    async def _start_on(cls, backend: str, state_dir: Path | None) -> Sandboxes:
+        run_dir = state_dir or Path(tempfile.mkdtemp(prefix="envd-"))
+        run_dir.mkdir(parents=True, exist_ok=True)
         run_dir.chmod(0o711)
         for name in ("templates", "boxes"):
             (run_dir / name).mkdir()

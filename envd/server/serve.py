@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+from pathlib import Path
 
 import grpc
 
@@ -19,7 +20,7 @@ from envd.server.service import SandboxesService, ToolsService, VerifierService
 _log = logging.getLogger("envd")
 
 
-async def serve(listen: str, backend: str, *, with_parent: int | None) -> None:
+async def serve(listen: str, backend: str, *, state_dir: Path | None, with_parent: int | None) -> None:
     """Serve on `unix:/path` or `host:port`. With `with_parent` (its pid) it stops when that process dies."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -29,7 +30,7 @@ async def serve(listen: str, backend: str, *, with_parent: int | None) -> None:
         linux.die_with_parent(signal.SIGTERM)
         if os.getppid() != with_parent:
             return  # it died before the kernel was asked to watch it
-    sandboxes = await Sandboxes.start(backend)
+    sandboxes = await Sandboxes.start(backend, state_dir)
     server = grpc.aio.server(options=CHANNEL_OPTIONS)
     rpc.add_SandboxesServicer_to_server(SandboxesService(sandboxes), server)  # type: ignore[no-untyped-call]
     rpc.add_ToolsServicer_to_server(ToolsService(sandboxes), server)  # type: ignore[no-untyped-call]

@@ -77,7 +77,7 @@ class Zygote:
         environment = {
             "PATH": os.environ.get("PATH", os.defpath),
             "PYTHONHASHSEED": "0",
-            "PYTHONPATH": str(root),
+            "PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         }
         process = subprocess.Popen(

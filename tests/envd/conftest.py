@@ -26,5 +26,3 @@ def plain() -> Iterator[Harness]:
 def anywhere(request: pytest.FixtureRequest) -> Harness:
     harness: Harness = request.getfixturevalue(request.param)
     return harness
-
-

@@ -12,7 +12,9 @@ from envd.sandbox.diff import changed_paths, workspace_diff
 from tests.envd.harness import FILES, FIX, Harness
 
 NAMES = st.sampled_from(["f", "g h", "d/e.py", "d/x/é", 'q"t', "n"])
-TEXTS = st.lists(st.sampled_from(["x\n", "y\n", "z\r\n", "\n", "q"]), max_size=30).map(lambda parts: "".join(parts).encode())
+TEXTS = st.lists(st.sampled_from(["x\n", "y\n", "z\r\n", "\n", "q"]), max_size=30).map(
+    lambda parts: "".join(parts).encode()
+)
 LINKS = st.sampled_from(["f", "nowhere"])
 TREES = st.dictionaries(NAMES, st.tuples(TEXTS | st.binary(max_size=80), st.booleans()), max_size=6)
 
@@ -59,7 +61,9 @@ def test_both_backends_give_the_same_diff(namespaces: Harness, plain: Harness) -
     calls = [
         FIX,
         ToolCall("write", {"path": "new.py", "content": "x = 1"}),
-        ToolCall("exec", {"command": r"mkdir -p __pycache__ d; touch __pycache__/x.pyc; printf 'a\0b' > d/bin; rm -r tests"}),
+        ToolCall(
+            "exec", {"command": r"mkdir -p __pycache__ d; touch __pycache__/x.pyc; printf 'a\0b' > d/bin; rm -r tests"}
+        ),
     ]
 
     async def job(sandbox: Sandbox) -> tuple[bytes, bytes]:

@@ -11,7 +11,9 @@ def run(command: str, **more: float) -> ToolCall:
 
 
 def test_directory_variables_and_functions_live_on(anywhere: Harness) -> None:
-    texts = anywhere.shell("cd tests; export X=5; f() { echo f$1; }", "basename $PWD; echo $X; f 7", "exit 3", "echo .$X.")
+    texts = anywhere.shell(
+        "cd tests; export X=5; f() { echo f$1; }", "basename $PWD; echo $X; f 7", "exit 3", "echo .$X."
+    )
     assert texts == ["exit 0", "tests\n5\nf7\nexit 0", "exit 3; shell restarted", "..\nexit 0"]
 
 
@@ -106,5 +108,7 @@ def test_a_slow_pattern_ends_at_its_deadline(anywhere: Harness) -> None:
 
 
 def test_the_environment_is_the_callers_and_not_the_servers(anywhere: Harness) -> None:
-    (text,) = anywhere.shell("echo $TOKEN; env | grep -c -i -E 'pythonpath|aws|secret'; python -c 'print(1)'", env={"TOKEN": "t"})
+    (text,) = anywhere.shell(
+        "echo $TOKEN; env | grep -c -i -E 'pythonpath|aws|secret'; python -c 'print(1)'", env={"TOKEN": "t"}
+    )
     assert text == "t\n0\n1\nexit 0"

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from envd.client import Limits, SandboxClient, ToolCall
+from envd.errors import BackendUnavailable, EnvdError, SandboxGone, TemplateError
+from envd.local import LocalEnvd
+from tests.envd.harness import FILES, Harness
+
+
+def traces(marker: str) -> list[str]:
+    """What a server with this marker in its directory names left: processes, mounts, cgroups, directories."""
+    found = [path.name for path in Path(tempfile.gettempdir()).glob("envd-*") if marker in path.name]
+    found += [line for line in Path("/proc/self/mounts").read_text().splitlines() if marker in line]
+    found += [str(path) for path in Path("/sys/fs/cgroup").glob(f"*/**/*{marker}*")]
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if marker in (process / "cmdline").read_text():
+                found.append((process / "cmdline").read_text())
+        except OSError:
+            continue
+    return found
+
+
+def run_directory(address: str) -> str:
+    """The name of the run directory of the server at an address, read from its zygotes' command lines."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            arguments = (process / "cmdline").read_text().split("\0")
+            parent = next(line for line in (process / "status").read_text().splitlines() if line.startswith("PPid"))
+            if "envd.sandbox.zygote" in arguments and address in Path(f"/proc/{parent.split()[1]}/cmdline").read_text():
+                return Path(arguments[4]).name
+        except OSError:
+            continue
+    raise AssertionError(f"no zygote of {address} is running")
+
+
+async def busy(address: str) -> None:
+    client = await SandboxClient(address).__aenter__()
+    template = await client.put_template(FILES)
+    for _ in range(3):
+        sandbox = await client.create(template)
+        await sandbox.call(ToolCall("exec", {"command": "sleep 1000 & setsid sleep 1000 &"}))
+
+
+def gone(marker: str, timeout_s: float = 15) -> list[str]:
+    deadline = time.monotonic() + timeout_s
+    while (left := traces(marker)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+@pytest.mark.parametrize("backend", ["namespaces", "plain"])
+def test_stopping_a_server_leaves_nothing(backend: str) -> None:
+    with LocalEnvd("namespaces" if backend == "namespaces" else "plain") as server:
+        asyncio.run(busy(server.address))
+        marker = run_directory(server.address)
+        assert traces(marker)
+    assert gone(marker) == []
+
+
+@pytest.mark.parametrize("victim", ["parent", "server"])
+def test_a_kill_leaves_nothing(victim: str) -> None:
+    code = (
+        "import sys, time\nfrom envd.local import LocalEnvd\n"
+        "with LocalEnvd('namespaces') as server:\n    print(server.address, server._process.pid, flush=True)\n    time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    address, pid = parent.stdout.readline().split()
+    asyncio.run(busy(address))
+    marker = run_directory(address)
+    os.kill(parent.pid if victim == "parent" else int(pid), signal.SIGKILL)
+    assert gone(marker) == []
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+
+
+def test_finish_and_close_end_a_sandbox(anywhere: Harness) -> None:
+    async def job(client: SandboxClient) -> None:
+        before = (await client.info()).live
+        sandbox = await client.create(await client.put_template(FILES))
+        assert (await client.info()).live == before + 1
+        await sandbox.finish()
+        assert (await client.info()).live == before
+        await sandbox.close()
+        with pytest.raises(SandboxGone):
+            await sandbox.call(ToolCall("list", {}))
+
+    anywhere.client(job)
+
+
+def test_a_forgotten_sandbox_is_reaped(namespaces: Harness) -> None:
+    async def job(client: SandboxClient) -> None:
+        before = (await client.info()).live
+        sandbox = await client.create(await client.put_template(FILES), limits=Limits(lifetime_s=0.3))
+        await asyncio.sleep(0.6)
+        assert (await client.info()).live == before
+        with pytest.raises(SandboxGone):
+            await sandbox.call(ToolCall("list", {}))
+
+    namespaces.client(job)
+
+
+def test_templates_are_idempotent_and_checked(namespaces: Harness) -> None:
+    async def job(client: SandboxClient) -> None:
+        one, two = await asyncio.gather(client.put_template(FILES), client.put_template(FILES))
+        assert one == two != await client.put_template({"other": b""})
+        for path in ("/etc/x", "../x", ".git/config", "a//b", ""):
+            with pytest.raises(TemplateError):
+                await client.put_template({path: b""})
+        with pytest.raises(TemplateError, match="put_template"):
+            await client.create("0" * 64)
+
+    namespaces.client(job)
+
+
+def test_bad_limits_are_refused(namespaces: Harness) -> None:
+    async def job(client: SandboxClient) -> None:
+        template = await client.put_template(FILES)
+        with pytest.raises(EnvdError, match="positive"):
+            await client.create(template, limits=Limits(memory_mb=-1))
+
+    namespaces.client(job)
+
+
+def test_many_sandboxes_live_at_once(namespaces: Harness) -> None:
+    async def job(client: SandboxClient) -> set[bytes]:
+        template = await client.put_template(FILES)
+
+        async def one(number: int) -> bytes:
+            sandbox = await client.create(template)
+            await sandbox.call(ToolCall("write", {"path": "n", "content": str(number)}))
+            assert (await sandbox.call(ToolCall("read", {"path": "n"}))).text == f"1 {number}"
+            return await sandbox.finish()
+
+        return set(await asyncio.gather(*(one(number) for number in range(64))))
+
+    assert len(namespaces.client(job)) == 64
+
+
+def test_help_teaches_and_a_bad_address_is_one_clear_line() -> None:
+    help_text = subprocess.run(
+        [sys.executable, "-m", "envd", "serve", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "put_template" in help_text.stdout
+    command = [sys.executable, "-m", "envd", "serve", "--listen", "unix:/no/such/directory/s", "--backend", "plain"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("envd: ") and "Traceback" not in done.stderr
+
+
+def test_local_envd_outside_its_block_says_how_to_use_it() -> None:
+    with pytest.raises(BackendUnavailable, match="with LocalEnvd"):
+        _ = LocalEnvd().address

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import pytest
+
+from envd.client import SandboxClient, ToolCall, VerifyResult
+from tests.envd.harness import FILES, FIX, HIDDEN, TESTS, Harness
+
+RIGHT = "def add(a, b):\n    return a + b\n"
+WRONG = FILES["calc.py"].decode()
+
+
+def statuses(result: VerifyResult) -> list[str]:
+    return [outcome.status for outcome in result.outcomes]
+
+
+def test_a_fix_passes_and_the_bug_fails(anywhere: Harness) -> None:
+    fixed, broken = anywhere.verify({"calc.py": RIGHT}), anywhere.verify({})
+    assert (fixed.exit, statuses(fixed)) == ("completed", ["passed", "passed"])
+    assert (broken.exit, statuses(broken)) == ("completed", ["failed", "passed"])
+    assert broken.outcomes[0].message == "assert -1 == 3\n +  where -1 = add(1, 2)"
+
+
+def test_outcomes_are_in_request_order_and_unknown_tests_are_missing(anywhere: Harness) -> None:
+    tests = ("tests/test_hidden.py::test_zero", "tests/test_hidden.py::nope", "gone.py::x", TESTS[0])
+    result = anywhere.verify({"calc.py": RIGHT}, tests=tests)
+    assert [outcome.name for outcome in result.outcomes] == list(tests)
+    assert statuses(result) == ["passed", "missing", "missing", "passed"]
+
+
+CHEATS = {
+    "exits at import": {"calc.py": "import os\nos._exit(0)\n"},
+    "exits when called": {"calc.py": "import os\ndef add(a, b):\n    os._exit(0)\n"},
+    "raises SystemExit at import": {"calc.py": "import sys\nsys.exit(0)\n"},
+    "ends the session": {"calc.py": "import pytest\npytest.exit('done', returncode=0)\n"},
+    "skips everything": {"calc.py": "import pytest\npytest.skip('no', allow_module_level=True)\n"},
+    "skips when called": {"calc.py": "import pytest\ndef add(a, b):\n    pytest.skip('no')\n"},
+    "kills its supervisor": {"calc.py": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nos._exit(0)\n"},
+    "conftest marks all passed": {
+        "calc.py": WRONG,
+        "conftest.py": "import pytest\n\n@pytest.hookimpl(hookwrapper=True)\ndef pytest_runtest_makereport(item, call):\n"
+        "    outcome = yield\n    outcome.get_result().outcome = 'passed'\n",
+    },
+    "ini deselects": {
+        "pytest.ini": "[pytest]\naddopts = --collect-only\n",
+        "tox.ini": "[pytest]\naddopts = -k nothing\n",
+    },
+    "sitecustomize exits": {"sitecustomize.py": "import os\nos._exit(0)\n"},
+    "replaces the hidden tests": {"tests/test_hidden.py": "def test_small(): pass\ndef test_zero(): pass\n"},
+    "shadows pytest": {"pytest.py": "def main(*a, **k): return 0\n", "_pytest/__init__.py": ""},
+    "forks and reports again": {"calc.py": "import os\nos.fork()\ndef add(a, b):\n    return a + b\n"},
+    "writes to every descriptor": {
+        "calc.py": "import json, os\nfor fd in range(3, 1024):\n    try:\n"
+        '        os.write(fd, b\'["", "test", "tests/test_hidden.py::test_small", "call", "passed", ""]\\n\')\n'
+        "    except OSError:\n        pass\nos._exit(0)\n"
+    },
+}
+
+
+@pytest.mark.parametrize("cheat", CHEATS, ids=lambda name: name.replace(" ", "-"))
+def test_a_cheat_does_not_pass(namespaces: Harness, cheat: str) -> None:
+    try:
+        result = namespaces.verify(CHEATS[cheat])
+    except Exception as error:
+        pytest.fail(f"the verifier itself failed: {error!r}")
+    assert statuses(result)[0] != "passed"
+
+
+@pytest.mark.parametrize("cheat", ["exits when called", "skips everything", "conftest marks all passed"])
+def test_the_task_suites_cheats_do_not_pass_in_the_plain_backend(plain: Harness, cheat: str) -> None:
+    assert statuses(plain.verify(CHEATS[cheat]))[0] != "passed"
+
+
+def test_what_ended_early_is_missing_not_failed(namespaces: Harness) -> None:
+    result = namespaces.verify(CHEATS["exits when called"])
+    assert (result.exit, statuses(result)) == ("crashed", ["missing", "missing"])
+    skipped = namespaces.verify(CHEATS["skips everything"])
+    assert statuses(skipped) == ["skipped", "skipped"]
+
+
+def test_a_syntax_error_is_an_error_of_every_test_in_the_file(anywhere: Harness) -> None:
+    result = anywhere.verify({"calc.py": "def add(a, b:\n"})
+    assert (result.exit, statuses(result)) == ("completed", ["error", "error"])
+    assert "SyntaxError" in result.outcomes[0].message
+
+
+def test_a_deadline_ends_a_verification_and_its_children(namespaces: Harness) -> None:
+    loop = "import os\nif os.fork() == 0:\n    os.setsid()\nwhile True: pass\n"
+    result = namespaces.verify({"calc.py": loop}, timeout_s=0.5)
+    assert (result.exit, statuses(result)) == ("timed_out", ["missing", "missing"])
+    assert result.seconds < 5
+
+
+def test_a_diff_that_does_not_apply_says_so(anywhere: Harness) -> None:
+    async def job(client: SandboxClient) -> VerifyResult:
+        template = await client.put_template(FILES)
+        return await client.verify(template, b"--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n", HIDDEN, TESTS)
+
+    result = anywhere.client(job)
+    assert (result.exit, statuses(result)) == ("apply_failed", ["missing", "missing"])
+    assert "x" in result.log
+
+
+def test_a_parametrized_test_passes_only_if_every_case_does(namespaces: Harness) -> None:
+    hidden = {
+        "test_p.py": b"import pytest\nfrom calc import add\n\n"
+        b"@pytest.mark.parametrize('n', [0, 1])\ndef test_p(n):\n    assert add(n, n) == 2 * n\n\n"
+        b"class TestIt:\n    def test_method(self, tmp_path):\n        assert tmp_path.exists()\n\n"
+        b"import unittest\nclass Case(unittest.TestCase):\n    def test_unit(self):\n        self.assertEqual(1, 1)\n"
+    }
+    tests = (
+        "test_p.py::test_p",
+        "test_p.py::test_p[0]",
+        "test_p.py::TestIt::test_method",
+        "test_p.py::Case::test_unit",
+    )
+    assert statuses(namespaces.verify({}, hidden=hidden, tests=tests)) == ["failed", "passed", "passed", "passed"]
+
+
+def test_messages_hold_no_addresses_and_are_short(anywhere: Harness) -> None:
+    changes = {"calc.py": "class R: pass\ndef add(a, b):\n    assert not R(), 'x' * 9000\n"}
+    messages = [anywhere.verify(changes).outcomes[0].message for _ in range(2)]
+    assert messages[0] == messages[1] and len(messages[0]) <= 500
+    shown = anywhere.verify({"calc.py": "class R: pass\ndef add(a, b):\n    return R()\n"}).outcomes[0].message
+    assert "object at 0x..." in shown
+
+
+def test_a_link_out_of_the_workspace_does_not_catch_a_hidden_file(namespaces: Harness) -> None:
+    async def job(client: SandboxClient) -> VerifyResult:
+        template = await client.put_template(FILES)
+        sandbox = await client.create(template)
+        await sandbox.call(FIX)
+        await sandbox.call(ToolCall("exec", {"command": "rm -r tests; ln -s /tmp tests"}))
+        return await client.verify(template, await sandbox.finish(), HIDDEN, TESTS)
+
+    assert statuses(namespaces.client(job)) == ["passed", "passed"]
