@@ -17,6 +17,10 @@ class RequestTooLong(EngineError):
     """A prompt, alone or with the tokens asked for, exceeds the policy's context."""
 
 
+class EngineStopped(EngineError):
+    """The engine was closed or has failed; open another one."""
+
+
 class EngineUnreachable(EngineError):
     """A remote engine did not answer within its deadline and retries."""
 
@@ -39,3 +43,7 @@ class GroupsMissing(RolloutError):
 
 class InfraFault(RolloutError):
     """The engine or the sandboxes failed, not the policy: worth another attempt, never a score."""
+
+
+class BadRequest(InferenceError):
+    """A request to the server contradicts itself or asks for what the policy can't do."""

@@ -22,7 +22,7 @@ from inference.engines.base import Completion, SamplingParams
 from inference.engines.requests import Request
 from inference.engines.scheduler import Scheduler
 from inference.engines.weights import Weights, read_weights
-from inference.errors import EngineError, RequestTooLong
+from inference.errors import EngineError, EngineStopped, RequestTooLong
 
 PREFIX_BYTES = 512 << 20
 _SCORE = SamplingParams(temperature=1.0, max_tokens=1, seed=0)
@@ -60,7 +60,9 @@ class BuiltinEngine:
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """See Engine.generate."""
         if params.max_tokens < 1 or params.temperature < 0:
-            raise EngineError(f"max_tokens is {params.max_tokens} and temperature {params.temperature}: they start at 1 and 0")
+            raise EngineError(
+                f"max_tokens is {params.max_tokens} and temperature {params.temperature}: they start at 1 and 0"
+            )
         if len(prompt_ids) >= self._architecture.max_positions:
             raise RequestTooLong(
                 f"prompt has {len(prompt_ids)} tokens, the policy's context holds {self._architecture.max_positions}: shorten it"
@@ -79,7 +81,7 @@ class BuiltinEngine:
         params = _SCORE if temperature == 1.0 else SamplingParams(temperature, 1, 0)
         scores: list[float] | None = await self._submit("score", token_ids, params)
         if scores is None:
-            raise EngineError("the engine was closed while scoring: open another one")
+            raise EngineStopped("the engine was closed while scoring: open another one")
         return scores
 
     async def load_weights(self, directory: Path, version: str) -> None:
@@ -104,7 +106,9 @@ class BuiltinEngine:
         self._wake.set()
         await asyncio.to_thread(self._thread.join)
 
-    async def _submit(self, kind: Literal["generate", "score"], token_ids: Sequence[int], params: SamplingParams) -> Any:
+    async def _submit(
+        self, kind: Literal["generate", "score"], token_ids: Sequence[int], params: SamplingParams
+    ) -> Any:
         tokens = np.array(token_ids, dtype=np.int64)
         if not len(tokens) or tokens.min() < 0 or tokens.max() >= self._architecture.vocabulary:
             raise EngineError(
@@ -123,9 +127,9 @@ class BuiltinEngine:
 
     def _check_running(self) -> None:
         if self._failure is not None:
-            raise EngineError(f"the engine has stopped ({self._failure!r}): open another one") from self._failure
+            raise EngineStopped(f"the engine has stopped ({self._failure!r}): open another one") from self._failure
         if self._closing:
-            raise EngineError("the engine is closed: open another one")
+            raise EngineStopped("the engine is closed: open another one")
 
     def _work(self) -> None:
         """The engine's thread."""
@@ -167,7 +171,7 @@ class BuiltinEngine:
 
     def _fail_rest(self) -> None:
         """Fail what the thread leaves behind: its own failure, or a call that raced with `close`."""
-        error = EngineError(f"the engine has stopped ({self._failure!r}): open another one")
+        error = EngineStopped(f"the engine has stopped ({self._failure!r}): open another one")
         for request in self._scheduler.unfinished():
             _call(request.loop, _reject, request.future, error)
         while self._reloads:

@@ -3,7 +3,7 @@
     tokens [T] -> embedding -> layers x (norm, attention over the cache, norm, routed experts) -> hidden [T, hidden] -> logits
 
 A row's bits do not depend on what shares its batch, nor on whether it was computed in prefill or in decode, because every product has a row count
-padded to a multiple of 8 (4 in attention), the cached length is padded to a multiple of 8, the softmax's sum is taken by the same product as its
+padded to a multiple of 8 (4 in attention), the cached length is padded to a multiple of 8 (and to 16), the softmax's sum is taken by the same product as its
 values, and experts see their own rows only, padded likewise. Reference: transformers' Qwen3MoeForCausalLM.
 """
 
@@ -21,6 +21,8 @@ from inference.engines.kv import ROW, KvCache, round_up
 from inference.engines.weights import Architecture, LayerWeights, Weights
 
 QUERY_ROWS = 4
+SHORTEST = 16
+"""Cached positions that attention reads at least: a product 8 columns wide takes another path, with other bits."""
 Integers = npt.NDArray[np.int64]
 
 
@@ -33,7 +35,7 @@ class Batch:
     width: int
     """Query rows a sequence in attention: the largest count, rounded up to QUERY_ROWS."""
     length: int
-    """Cached positions that attention reads, rounded up to ROW."""
+    """Cached positions that attention reads, rounded up to ROW, at least SHORTEST."""
     tokens: Tensor
     """[T padded to ROW] int64"""
     positions: Tensor
@@ -42,7 +44,7 @@ class Batch:
     """[T] int64"""
     cells: Tensor
     """[T] int64: each token's place in the [rows * width] rectangle"""
-    hidden_positions: Tensor
+    unseen: Tensor
     """[rows, 1, width, length] bool: what a query may not see"""
     ends: Integers
     """[rows]: one past each sequence's last token in the flat order"""
@@ -53,18 +55,18 @@ def make_batch(first: int, tokens: list[Integers], starts: Integers) -> Batch:
     counts = np.fromiter((len(part) for part in tokens), np.int64, len(tokens))
     ends = np.cumsum(counts)
     total, width = int(ends[-1]), round_up(int(counts.max()), QUERY_ROWS)
-    length = round_up(int((starts + counts).max()), ROW)
+    length = max(SHORTEST, round_up(int((starts + counts).max()), ROW))
     row = np.repeat(np.arange(len(tokens)), counts)
     column = np.arange(total) - np.repeat(ends - counts, counts)
     padded = np.zeros((2, round_up(total, ROW)), np.int64)
     padded[0, :total] = np.concatenate(tokens)
     padded[1, :total] = starts[row] + column
     seen = torch.from_numpy(np.minimum(starts[:, None] + np.arange(width), (starts + counts - 1)[:, None]))
-    hidden = torch.arange(length) > seen[:, None, :, None]
+    unseen = torch.arange(length) > seen[:, None, :, None]
     flat = torch.from_numpy(padded)
     return Batch(
         first, len(tokens), width, length, flat[0], flat[1],
-        torch.from_numpy(first + row), torch.from_numpy(row * width + column), hidden, ends,
+        torch.from_numpy(first + row), torch.from_numpy(row * width + column), unseen, ends,
     )  # fmt: skip
 
 
@@ -107,7 +109,14 @@ def _norm(x: Tensor, weight: Tensor, shape: Architecture) -> Tensor:
 
 
 def _attention(
-    shape: Architecture, layer: LayerWeights, cache: KvCache, index: int, batch: Batch, cos: Tensor, sin: Tensor, x: Tensor
+    shape: Architecture,
+    layer: LayerWeights,
+    cache: KvCache,
+    index: int,
+    batch: Batch,
+    cos: Tensor,
+    sin: Tensor,
+    x: Tensor,
 ) -> Tensor:
     heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
     count = len(batch.cells)
@@ -121,11 +130,13 @@ def _attention(
     groups, rows, length = heads // kv_heads, batch.rows, batch.length
     query = x.new_zeros(rows * batch.width, heads, dim)
     query[batch.cells] = qk[:count, :heads] * dim**-0.5
-    query = query.view(rows, batch.width, heads, dim).transpose(1, 2).reshape(rows * kv_heads, groups * batch.width, dim)
+    query = (
+        query.view(rows, batch.width, heads, dim).transpose(1, 2).reshape(rows * kv_heads, groups * batch.width, dim)
+    )
     slots = slice(batch.first, batch.first + rows)
     k, v = keys[slots, :, :length].flatten(0, 1), values[slots, :, :length].flatten(0, 1)
     scores = torch.bmm(query, k.transpose(1, 2)).view(rows, heads, batch.width, length)
-    scores.masked_fill_(batch.hidden_positions, -torch.inf)
+    scores.masked_fill_(batch.unseen, -torch.inf)
     scores -= scores.amax(-1, keepdim=True)
     summed = torch.bmm(scores.exp_().view(rows * kv_heads, groups * batch.width, length), v)
     mean = (summed[..., :dim] / summed[..., dim : dim + 1]).view(rows, heads, batch.width, dim).transpose(1, 2)

@@ -29,9 +29,7 @@ class Request:
     def completion(self, tokens: list[int], logprobs: list[float], reason: FinishReason) -> Completion:
         """The finished call, with the spans its marks describe."""
         ends = [*(start for _, start in self.marks[1:]), len(tokens)][: len(self.marks)]
-        spans = [
-            (version, start, end) for (version, start), end in zip(self.marks, ends, strict=True) if end > start
-        ]
+        spans = [(version, start, end) for (version, start), end in zip(self.marks, ends, strict=True) if end > start]
         return Completion(tokens, logprobs, spans, reason)
 
 

@@ -19,7 +19,9 @@ def uniform(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> 
     return (mixed >> np.uint64(24)).astype(np.float64) * 2.0**-40
 
 
-def sample(logits: Tensor, temperatures: npt.NDArray[np.float32], numbers: npt.NDArray[np.float64]) -> tuple[Tensor, Tensor]:
+def sample(
+    logits: Tensor, temperatures: npt.NDArray[np.float32], numbers: npt.NDArray[np.float64]
+) -> tuple[Tensor, Tensor]:
     """Draw a token a row by inverting the distribution function in order of token id.
 
     logits: [N, V] float32. temperatures: [N], 0 is greedy. numbers: [N] in [0, 1). Returns tokens [N] int64 and their logprobs [N] float32.

@@ -126,7 +126,9 @@ class Scheduler:
         stops = np.minimum(table.length[first:last], starts + CHUNK)
         # A finished row of a group whose longest prompt goes on recomputes its last token: the same bits, at the cost of one row.
         starts = np.minimum(starts, stops - 1)
-        parts = [table.tokens[first + row, start:stop] for row, (start, stop) in enumerate(zip(starts, stops, strict=True))]
+        parts = [
+            table.tokens[first + row, start:stop] for row, (start, stop) in enumerate(zip(starts, stops, strict=True))
+        ]
         batch = make_batch(first, parts, starts)
         hidden = forward(self.weights, self._cache, self._rotary, batch)
         table.cached[first:last] = stops

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contracts.checkpoints import WEIGHTS, check_checkpoint, expected_tensors
-from contracts.errors import SchemaError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from triplane_kernels.blockwise import dequantize_blockwise
 
+from contracts.checkpoints import WEIGHTS, check_checkpoint, expected_tensors
+from contracts.errors import SchemaError
 from inference.errors import EngineError
 
 INDEX = "model.safetensors.index.json"
@@ -152,7 +152,9 @@ def _read_tensors(directory: Path, config: dict[str, Any], quantized: bool) -> d
         scale = raw.get(f"{name}_scale_inv") if quantized else None
         found[name] = raw[name].float() if scale is None else dequantize_blockwise(raw[name], scale)
         if not bool(torch.isfinite(found[name]).all()):
-            raise EngineError(f"checkpoint {directory}: tensor {name} is not finite; its training diverged, don't serve it")
+            raise EngineError(
+                f"checkpoint {directory}: tensor {name} is not finite; its training diverged, don't serve it"
+            )
     return found
 
 

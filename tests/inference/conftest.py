@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from contracts.checkpoints import WEIGHTS, expected_tensors, is_quantized, quantization_config
 from safetensors.torch import save_file
 from triplane_kernels.blockwise import quantize_blockwise
+
+from contracts.checkpoints import WEIGHTS, expected_tensors, is_quantized, quantization_config
 
 TINY: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 96, "hidden_size": 128,
@@ -33,7 +34,7 @@ def write_checkpoint(directory: Path, seed: int, **changes: Any) -> Path:
         if name.endswith("_scale_inv"):
             continue
         noise = torch.randn(shape, generator=random)
-        weight = 1 + 0.1 * noise if "norm" in name else noise * (0.3 if "embed" in name or "gate.w" in name else 0.09)
+        weight = 1 + 0.1 * noise if "norm" in name else noise * (0.15 if "embed" in name or "gate.w" in name else 0.09)
         if is_quantized(name):
             tensors[name], tensors[f"{name}_scale_inv"] = quantize_blockwise(weight)
         else:
@@ -46,10 +47,25 @@ def write_checkpoint(directory: Path, seed: int, **changes: Any) -> Path:
 
 
 @pytest.fixture
-def policy(tmp_path: Path) -> Path:
-    return write_checkpoint(tmp_path / "policy", seed=0)
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 @pytest.fixture
-def other_policy(tmp_path: Path) -> Path:
-    return write_checkpoint(tmp_path / "other", seed=1)
+def write_policy(tmp_path: Path) -> WritePolicy:
+    """write_policy(name, seed=..., **changes of config.json) -> directory"""
+
+    def write(name: str, *, seed: int = 0, **changes: Any) -> Path:
+        return write_checkpoint(tmp_path / name, seed, **changes)
+
+    return write
+
+
+@pytest.fixture
+def policy(write_policy: WritePolicy) -> Path:
+    return write_policy("policy")
+
+
+@pytest.fixture
+def other_policy(write_policy: WritePolicy) -> Path:
+    return write_policy("other", seed=1)

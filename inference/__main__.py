@@ -1,0 +1,52 @@
+"""The inference plane's command line: `python -m inference serve --policy DIR --listen 127.0.0.1:8000`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from contracts.errors import TriplaneError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Serve a policy over an OpenAI-compatible API.")
+
+
+@app.callback()
+def _inference() -> None:
+    """Serve a policy over an OpenAI-compatible API."""
+
+
+@app.command()
+def serve(
+    policy: Annotated[str, typer.Option(help="A checkpoint directory, or the first digits of one in the store.")],
+    listen: Annotated[str, typer.Option(help="host:port; port 0 picks a free one.")] = "127.0.0.1:8000",
+    store: Annotated[
+        str | None, typer.Option(help="Where checkpoints are looked up [default: $TRIPLANE_STORE].")
+    ] = None,
+    version: Annotated[str | None, typer.Option(help="What tokens are stamped with [default: digest or name].")] = None,
+    model: Annotated[str, typer.Option(help="The name in /v1/models.")] = "policy",
+    max_batch: Annotated[int, typer.Option(min=1, help="Sequences computed at once.")] = 256,
+    threads: Annotated[int | None, typer.Option(min=1, help="Torch threads [default: torch's].")] = None,
+) -> None:
+    """Serve a policy until interrupted."""
+    from inference.server.serve import find_policy
+    from inference.server.serve import serve as run
+
+    directory, found = find_policy(policy, store)
+    run(directory, version or found, listen, model=model, max_batch=max_batch, threads=threads)
+
+
+def main() -> None:
+    """Run the command line; a TriplaneError ends it with one line and exit code 1."""
+    try:
+        app()
+    except TriplaneError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Engines behind one interface (`base.Engine`): token ids in, token ids with log-probabilities and policy versions out.
+
+`open_engine` picks one by its config. `builtin` runs on the CPU in a thread of this process, `openai` talks to a server.
+May import contracts, triplane_kernels and inference.errors.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from inference.engines.base import Completion, Engine, SamplingParams
+from inference.engines.config import BuiltinConfig, EngineConfig, OpenAIConfig
+
+__all__ = ["BuiltinConfig", "Completion", "Engine", "EngineConfig", "OpenAIConfig", "SamplingParams", "open_engine"]
+
+
+def open_engine(spec: BuiltinConfig | OpenAIConfig, directory: Path, version: str) -> Engine:
+    """An engine for the checkpoint in `directory`, called `version`.
+
+    A server is expected to serve that version already, or to be given it by `load_weights`; it refuses to answer with another one.
+    """
+    if isinstance(spec, OpenAIConfig):
+        from inference.engines.openai import OpenAIEngine
+
+        return OpenAIEngine(
+            spec.base_url,
+            spec.model,
+            version=version,
+            connections=spec.connections,
+            timeout_s=spec.timeout_s,
+            retries=spec.retries,
+        )
+    from inference.engines.builtin import BuiltinEngine
+
+    return BuiltinEngine(
+        directory, version, max_batch=spec.max_batch, threads=spec.threads, prefix_bytes=spec.prefix_megabytes << 20
+    )

@@ -1,0 +1,172 @@
+"""The HTTP application: routes over one engine.
+
+request JSON -> pydantic model -> engine -> OpenAI-shaped answer     any TriplaneError -> {"error": {message, type, code}}
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from contracts.chat import ChatTokenizer
+from contracts.errors import TriplaneError
+from inference.engines.base import Completion, Engine, SamplingParams
+from inference.engines.openai import OWNER
+from inference.errors import BadRequest, EngineStopped, RequestTooLong, StaleVersion
+from inference.server.api import ChatRequest, CompletionRequest, LoadRequest, ScoreRequest
+from inference.server.chat import answer_message, prompt_tokens
+
+CHAT_TOKENS = 1024
+_Body = TypeVar("_Body", bound=BaseModel)
+
+
+class Application:
+    """Handlers, sharing one engine and one tokenizer."""
+
+    def __init__(self, engine: Engine, tokenizer: ChatTokenizer | None, model: str) -> None:
+        """tokenizer: None serves token ids only."""
+        self._engine, self._tokenizer, self._model = engine, tokenizer, model
+
+    def starlette(self) -> Starlette:
+        """The ASGI application."""
+        routes = [
+            Route("/health", self._health),
+            Route("/version", self._version),
+            Route("/v1/models", self._models),
+            Route("/v1/completions", _json(CompletionRequest, self._complete), methods=["POST"]),
+            Route("/v1/chat/completions", _json(ChatRequest, self._chat), methods=["POST"]),
+            Route("/v1/score", _json(ScoreRequest, self._score), methods=["POST"]),
+            Route("/v1/load_weights", _json(LoadRequest, self._load), methods=["POST"]),
+        ]
+        return Starlette(routes=routes, exception_handlers={TriplaneError: _explain, Exception: _explain})
+
+    async def _health(self, request: Request) -> JSONResponse:
+        return JSONResponse({"status": "ok"})
+
+    async def _version(self, request: Request) -> JSONResponse:
+        return JSONResponse({"version": await self._engine.version()})
+
+    async def _models(self, request: Request) -> JSONResponse:
+        entry = {"id": self._model, "object": "model", "owned_by": OWNER, "version": await self._engine.version()}
+        return JSONResponse({"object": "list", "data": [entry]})
+
+    async def _complete(self, body: CompletionRequest) -> dict[str, Any]:
+        prompt = body.prompt
+        if isinstance(prompt, str):
+            prompt = self._text().encode_text(prompt)
+        completion = await self._generate(prompt, body.max_tokens, tuple(body.stop_token_ids), body)
+        choice: dict[str, Any] = {
+            "index": 0,
+            "text": self._tokenizer.decode(completion.token_ids) if self._tokenizer else "",
+            "finish_reason": completion.finish_reason,
+            "logprobs": None,
+        }
+        if body.logprobs is not None:
+            choice["logprobs"] = {
+                "token_logprobs": completion.logprobs,
+                "tokens": [f"token_id:{token}" for token in completion.token_ids],
+            }
+        if body.return_token_ids:
+            choice |= {"token_ids": completion.token_ids, "policy_spans": completion.spans}
+        return self._envelope("text_completion", choice, len(prompt), completion)
+
+    async def _chat(self, body: ChatRequest) -> dict[str, Any]:
+        tokenizer = self._text()
+        prompt = prompt_tokens(tokenizer, body.messages, body.tools)
+        count = body.max_completion_tokens or body.max_tokens or CHAT_TOKENS
+        completion = await self._generate(prompt, count, (tokenizer.end_of_turn, tokenizer.pad), body)
+        message, reason = answer_message(tokenizer.decode(completion.token_ids), secrets.token_hex(4))
+        choice: dict[str, Any] = {
+            "index": 0,
+            "message": message,
+            "finish_reason": reason if completion.finish_reason == "stop" else completion.finish_reason,
+            "logprobs": None,
+        }
+        if body.logprobs:
+            pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+            choice["logprobs"] = {
+                "content": [{"token": tokenizer.decode([token]), "logprob": value} for token, value in pairs]
+            }
+        return self._envelope("chat.completion", choice, len(prompt), completion)
+
+    async def _score(self, body: ScoreRequest) -> dict[str, Any]:
+        await self._check_version(body.policy_version)
+        before = await self._engine.version()
+        logprobs = await self._engine.score(body.token_ids, body.temperature)
+        return {"object": "score", "logprobs": logprobs, "policy_version": before}
+
+    async def _load(self, body: LoadRequest) -> dict[str, Any]:
+        await self._engine.load_weights(Path(body.directory), body.version)
+        return {"object": "policy", "version": body.version}
+
+    async def _generate(
+        self, prompt: list[int], count: int, stops: tuple[int, ...], body: CompletionRequest | ChatRequest
+    ) -> Completion:
+        if isinstance(body, CompletionRequest):
+            await self._check_version(body.policy_version)
+        seed = secrets.randbits(63) if body.seed is None else body.seed
+        return await self._engine.generate(prompt, SamplingParams(body.temperature, count, seed, stops))
+
+    async def _check_version(self, wanted: str | None) -> None:
+        serving = await self._engine.version()
+        if wanted is not None and wanted != serving:
+            raise StaleVersion(f"policy {wanted} was asked for, {serving} is served: load it with /v1/load_weights")
+
+    def _text(self) -> ChatTokenizer:
+        if self._tokenizer is None:
+            raise BadRequest("the policy's directory has no tokenizer.json: send token ids to /v1/completions")
+        return self._tokenizer
+
+    def _envelope(self, kind: str, choice: dict[str, Any], prompt: int, completion: Completion) -> dict[str, Any]:
+        made = len(completion.token_ids)
+        return {
+            "id": f"cmpl-{secrets.token_hex(8)}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": self._model,
+            "choices": [choice],
+            "usage": {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made},
+        }
+
+
+def _json(
+    model: type[_Body], handler: Callable[[_Body], Awaitable[dict[str, Any]]]
+) -> Callable[[Request], Awaitable[JSONResponse]]:
+    """A route that validates its body first."""
+
+    async def route(request: Request) -> JSONResponse:
+        try:
+            body = model.model_validate_json(await request.body())
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(str(part) for part in first["loc"]) or "the body"
+            return _error(400, f"{where}: {first['msg']}", "invalid_request")
+        return JSONResponse(await handler(body))
+
+    return route
+
+
+async def _explain(request: Request, error: Exception) -> JSONResponse:
+    match error:
+        case StaleVersion():
+            return _error(409, str(error), "stale_policy_version")
+        case RequestTooLong():
+            return _error(400, str(error), "context_length_exceeded")
+        case EngineStopped():
+            return _error(503, str(error), "engine_stopped", kind="server_error")
+        case TriplaneError():
+            return _error(400, str(error), "invalid_request")
+    return _error(500, f"the server failed ({type(error).__name__}): see its log", "internal", kind="server_error")
+
+
+def _error(status: int, message: str, code: str, kind: str = "invalid_request_error") -> JSONResponse:
+    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": code}}, status_code=status)

@@ -1,0 +1,91 @@
+"""Chat messages to prompt tokens and sampled text back to a message, by contracts.chat's markup."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from contracts.chat import CALL_START, TURN_END, ChatTokenizer, ToolCallText, parse_turn
+from inference.errors import BadRequest
+from inference.server.api import CalledTool, Message, Tool
+
+_TOOLS = "You may call these tools, described as JSON, one a line:"
+
+
+def prompt_tokens(tokenizer: ChatTokenizer, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+    """Tokens of the conversation, ending where the assistant's turn begins. Answers to parallel calls share one turn."""
+    leading, index = _leading(messages, tools)
+    if index == len(messages):
+        return tokenizer.prompt(leading)
+    ids = tokenizer.prompt(leading)
+    while index < len(messages):
+        message = messages[index]
+        if message.role != "assistant":
+            raise BadRequest(
+                f"message {index} has role {message.role}: after the first user message, assistant and tool (or user) turns alternate"
+            )
+        ids += tokenizer.policy_turn([_call(call) for call in message.tool_calls], message.content or "")
+        index += 1
+        responses = []
+        while index < len(messages) and messages[index].role == "tool":
+            responses.append(messages[index].content or "")
+            index += 1
+        if responses:
+            ids += tokenizer.environment_turn(responses)
+            continue
+        following = []
+        while index < len(messages) and messages[index].role in ("user", "system"):
+            following.append((messages[index].role, messages[index].content or ""))
+            index += 1
+        if not following:
+            raise BadRequest(f"message {index - 1} is the assistant's: the last message must be the user's or a tool's")
+        ids += tokenizer.encode_text("\n") + tokenizer.prompt(following)
+    return ids
+
+
+def answer_message(text: str, answer_id: str) -> tuple[dict[str, Any], str]:
+    """The assistant message of sampled text and its finish reason ("tool_calls" or "stop"). Malformed calls stay text."""
+    body = text.removesuffix(TURN_END)
+    turn = parse_turn(body)
+    if turn.error is not None or not turn.calls:
+        return {"role": "assistant", "content": body}, "stop"
+    calls = [
+        {
+            "id": f"call_{answer_id}_{index}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+        }
+        for index, call in enumerate(turn.calls)
+    ]
+    before = body.partition(CALL_START)[0].rstrip("\n")
+    return {"role": "assistant", "content": before or None, "tool_calls": calls}, "tool_calls"
+
+
+def _leading(messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[list[tuple[str, str]], int]:
+    """The messages before the first assistant turn, tools described first, and how many messages they are."""
+    index = 0
+    leading: list[tuple[str, str]] = []
+    if tools:
+        lines = [json.dumps(tool.function.model_dump(), ensure_ascii=False, sort_keys=True) for tool in tools]
+        leading.append(("system", "\n".join([_TOOLS, *lines])))
+    while index < len(messages) and messages[index].role in ("system", "user"):
+        role, content = messages[index].role, messages[index].content or ""
+        if role == "system" and leading and leading[-1][0] == "system":
+            leading[-1] = ("system", f"{content}\n{leading[-1][1]}")
+        else:
+            leading.append((role, content))
+        index += 1
+    return leading, index
+
+
+def _call(call: CalledTool) -> ToolCallText:
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            raise BadRequest(f"arguments of tool call {call.function.name} are not JSON: send an object") from None
+    if not isinstance(arguments, dict):
+        raise BadRequest(f"arguments of tool call {call.function.name} are not an object")
+    return ToolCallText(call.function.name, arguments)

@@ -1,0 +1,76 @@
+"""Run the server: open a policy, listen, stop cleanly on SIGINT or SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import uvicorn
+
+from contracts.artifacts import ArtifactRef, list_artifacts, open_artifact
+from contracts.chat import ChatTokenizer
+from contracts.errors import ArtifactMissing, ConfigError
+from contracts.store import open_store
+from inference.engines.builtin import BuiltinEngine
+from inference.server.app import Application
+
+
+def find_policy(policy: str, store: str | None) -> tuple[Path, str]:
+    """The checkpoint directory and version that `policy` names.
+
+    policy: a directory, or the first digits (at least 6) of a checkpoint artifact's content digest or action key in the store.
+    """
+    directory = Path(policy)
+    if directory.is_dir():
+        return directory, directory.resolve().name
+    if len(policy) < 6:
+        raise ConfigError(f"--policy {policy}: no such directory, and too short for a digest (6 digits at least)")
+    opened = open_store(store)
+    found: dict[str, ArtifactRef] = {
+        artifact.ref.digest: artifact.ref
+        for artifact in list_artifacts(opened, "checkpoint")
+        if artifact.ref.digest.startswith(policy) or artifact.ref.key.startswith(policy)
+    }
+    if not found:
+        raise ArtifactMissing(f"--policy {policy}: neither a directory nor a checkpoint in store {opened.url}")
+    if len(found) > 1:
+        raise ConfigError(f"--policy {policy} fits {len(found)} checkpoints of store {opened.url}: give more digits")
+    (ref,) = found.values()
+    return open_artifact(opened, ref).directory(), ref.digest
+
+
+def split_address(listen: str) -> tuple[str, int]:
+    """Host and port of "host:port". Raises ConfigError."""
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"--listen {listen} is not host:port, e.g. 127.0.0.1:8000 (port 0 picks a free one)")
+    return host.strip("[]"), int(port)
+
+
+def serve(directory: Path, version: str, listen: str, *, model: str, max_batch: int, threads: int | None) -> None:
+    """Serve until interrupted. Prints the address once it answers."""
+    host, port = split_address(listen)
+    asyncio.run(_serve(directory, version, host, port, model, max_batch, threads))
+
+
+async def _serve(
+    directory: Path, version: str, host: str, port: int, model: str, max_batch: int, threads: int | None
+) -> None:
+    tokenizer = ChatTokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
+    engine = BuiltinEngine(directory, version, max_batch=max_batch, threads=threads)
+    app = Application(engine, tokenizer, model).starlette()
+    config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=10)
+    server = uvicorn.Server(config)
+    announcer = asyncio.create_task(_announce(server, version))
+    try:
+        await server.serve()
+    finally:
+        announcer.cancel()
+        await engine.close()
+
+
+async def _announce(server: uvicorn.Server, version: str) -> None:
+    while not server.started:
+        await asyncio.sleep(0.02)
+    host, port = server.servers[0].sockets[0].getsockname()[:2]
+    print(f"policy {version} at http://{host}:{port}/v1", flush=True)

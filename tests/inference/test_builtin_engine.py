@@ -1,0 +1,205 @@
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inference.engines.base import Completion, SamplingParams
+from inference.engines.builtin import BuiltinEngine
+from inference.errors import EngineError, RequestTooLong
+
+pytestmark = pytest.mark.anyio
+Call = tuple[list[int], SamplingParams]
+
+
+def calls(count: int, seed: int, *, longest: int = 60) -> list[Call]:
+    chance = random.Random(seed)
+    return [
+        (
+            [chance.randrange(96) for _ in range(chance.randint(1, longest))],
+            SamplingParams(chance.choice([0.0, 0.7, 1.0, 1.3]), chance.randint(1, 40), chance.getrandbits(64), (3, 11)),
+        )
+        for _ in range(count)
+    ]
+
+
+async def answers(engine: BuiltinEngine, wanted: list[Call]) -> list[Completion]:
+    return list(await asyncio.gather(*(engine.generate(prompt, params) for prompt, params in wanted)))
+
+
+async def alone(engine: BuiltinEngine, wanted: list[Call]) -> list[Completion]:
+    return [await engine.generate(prompt, params) for prompt, params in wanted]
+
+
+@pytest.fixture
+def threads_restored() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("threads", "changes", "crowds"),
+    [
+        (1, {}, (0, 1, 3, 20, 52)),
+        (2, {}, (0, 7)),
+        (1, {"num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": False}, (0, 20)),
+    ],
+)
+async def test_the_same_request_gives_the_same_bits_alone_and_in_any_batch(
+    write_policy: Callable[..., Path],
+    threads: int,
+    changes: dict[str, Any],
+    crowds: tuple[int, ...],
+    threads_restored: None,
+) -> None:
+    directory, wanted = write_policy("policy", **changes), calls(10, seed=1)
+    engine = BuiltinEngine(directory, "v1", threads=1, prefix_bytes=0)
+    expected = await alone(engine, wanted)
+    await engine.close()
+    engine = BuiltinEngine(directory, "v1", threads=threads, prefix_bytes=0)
+    for others in crowds:
+        mixed = wanted + calls(others, seed=others)
+        random.Random(others).shuffle(mixed)
+        found = dict(zip((id(call) for call in mixed), await answers(engine, mixed), strict=True))
+        assert [found[id(call)] for call in wanted] == expected
+    await engine.close()
+
+
+async def test_reusing_the_state_of_an_earlier_turn_changes_no_bit(policy: Path) -> None:
+    async def episode(engine: BuiltinEngine, index: int) -> list[Completion]:
+        tokens, turns = [index % 5, 7, 9, index % 3], []
+        for turn in range(4):
+            turns.append(await engine.generate(tokens, SamplingParams(1.0, 9 + turn, index, (3,))))
+            tokens = tokens + turns[-1].token_ids + [(index + turn + j) % 96 for j in range(7)]
+        return turns
+
+    reusing, plain = BuiltinEngine(policy, "v"), BuiltinEngine(policy, "v", prefix_bytes=0, max_batch=3)
+    tight = BuiltinEngine(policy, "v", prefix_bytes=200_000)
+    results = [await asyncio.gather(*(episode(e, i) for i in range(20))) for e in (reusing, plain, tight)]
+    assert results[0] == results[1] == results[2]
+    for engine in (reusing, plain, tight):
+        await engine.close()
+
+
+async def test_score_gives_the_very_logprobs_of_sampling(policy: Path) -> None:
+    engine = BuiltinEngine(policy, "v1")
+    for temperature in (1.0, 0.8):
+        prompt = [5, 6, 7, 8, 9]
+        completion = await engine.generate(prompt, SamplingParams(temperature, 30, seed=4))
+        scores = await engine.score(prompt + completion.token_ids, temperature)
+        assert scores[0] == 0.0
+        assert scores[5:] == completion.logprobs
+    await engine.close()
+
+
+async def test_a_prompt_longer_than_a_chunk_equals_one_read_at_once(
+    policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = calls(6, seed=5, longest=200)
+    engine = BuiltinEngine(policy, "v1")
+    whole, scores = await answers(engine, wanted), await asyncio.gather(*(engine.score(p) for p, _ in wanted))
+    await engine.close()
+    monkeypatch.setattr("inference.engines.scheduler.CHUNK", 16)
+    engine = BuiltinEngine(policy, "v1")
+    assert await answers(engine, wanted) == whole
+    assert await asyncio.gather(*(engine.score(p) for p, _ in wanted)) == scores
+    await engine.close()
+
+
+async def test_sampled_frequencies_follow_the_reported_logprobs(policy: Path) -> None:
+    engine = BuiltinEngine(policy, "v1")
+    prompt, count = [4, 4, 4], 4000
+    sampled = await answers(engine, [(prompt, SamplingParams(1.0, 1, seed)) for seed in range(count)])
+    tokens = [completion.token_ids[0] for completion in sampled]
+    for token in sorted(set(tokens), key=tokens.count)[-5:]:
+        share = torch.tensor((await engine.score([*prompt, token]))[-1]).exp().item()
+        error = (share * (1 - share) / count) ** 0.5
+        assert abs(tokens.count(token) / count - share) < 5 * error
+    await engine.close()
+
+
+async def test_a_stop_token_ends_the_completion_and_is_kept(policy: Path) -> None:
+    engine = BuiltinEngine(policy, "v1")
+    free = await engine.generate([1, 2], SamplingParams(1.0, 50, seed=9))
+    stop = free.token_ids[6]
+    stopped = await engine.generate([1, 2], SamplingParams(1.0, 50, seed=9, stop_token_ids=(stop,)))
+    assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+    assert (free.finish_reason, stopped.finish_reason) == ("length", "stop")
+    await engine.close()
+
+
+async def test_a_context_that_fills_up_ends_with_length_and_a_full_prompt_is_refused(policy: Path) -> None:
+    engine = BuiltinEngine(policy, "v1")
+    completion = await engine.generate([1] * 250, SamplingParams(1.0, 50, seed=9))
+    assert (len(completion.token_ids), completion.finish_reason) == (6, "length")
+    with pytest.raises(RequestTooLong, match="256"):
+        await engine.generate([1] * 256, SamplingParams(1.0, 1, seed=9))
+    with pytest.raises(EngineError, match="tokenizer"):
+        await engine.generate([96], SamplingParams(1.0, 1, seed=9))
+    await engine.close()
+
+
+async def test_cancelled_requests_free_their_place_and_disturb_nobody(policy: Path) -> None:
+    engine = BuiltinEngine(policy, "v1", max_batch=4)
+    expected = await engine.generate([9, 9], SamplingParams(1.0, 40, seed=1))
+    endless = [asyncio.create_task(engine.generate([1], SamplingParams(1.0, 250, seed))) for seed in range(12)]
+    await asyncio.sleep(0.02)
+    for task in endless:
+        task.cancel()
+    assert await asyncio.wait_for(engine.generate([9, 9], SamplingParams(1.0, 40, seed=1)), 20) == expected
+    assert all(task.cancelled() for task in await _settled(endless))
+    await engine.close()
+
+
+async def _settled(tasks: list[asyncio.Task[Completion]]) -> list[asyncio.Task[Completion]]:
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return tasks
+
+
+async def test_a_hot_reload_stamps_later_tokens_and_leaves_no_stale_state(policy: Path, other_policy: Path) -> None:
+    fresh = BuiltinEngine(other_policy, "v2")
+    expected = await fresh.score([1, 2, 3, 4])
+    await fresh.close()
+    engine = BuiltinEngine(policy, "v1")
+    before = await engine.score([1, 2, 3, 4])
+    flying = asyncio.create_task(engine.generate([1, 2, 3], SamplingParams(1.0, 250, seed=2)))
+    await asyncio.sleep(0.05)
+    await engine.load_weights(other_policy, "v2")
+    assert await engine.version() == "v2"
+    completion = await flying
+    versions = [version for version, _, _ in completion.spans]
+    assert versions in (["v1", "v2"], ["v1"], ["v2"])
+    assert completion.spans[0][1] == 0 and completion.spans[-1][2] == len(completion.token_ids)
+    assert await engine.score([1, 2, 3, 4]) == expected != before
+    follow_up = [1, 2, 3, *completion.token_ids[:40], 5]
+    again = BuiltinEngine(other_policy, "v2")
+    params = SamplingParams(1.0, 5, seed=3)
+    assert await engine.generate(follow_up, params) == await again.generate(follow_up, params)
+    await engine.close()
+    await again.close()
+
+
+async def test_another_architecture_is_refused_and_the_policy_in_place_stays(
+    policy: Path, write_policy: Callable[..., Path]
+) -> None:
+    engine = BuiltinEngine(policy, "v1")
+    larger = write_policy("larger", num_hidden_layers=3)
+    with pytest.raises(EngineError, match="another architecture"):
+        await engine.load_weights(larger, "v2")
+    assert await engine.version() == "v1"
+    await engine.close()
+
+
+async def test_closing_aborts_what_is_in_flight_and_refuses_what_follows(policy: Path) -> None:
+    engine = BuiltinEngine(policy, "v1")
+    flying = asyncio.create_task(engine.generate([1], SamplingParams(1.0, 255, seed=2)))
+    await asyncio.sleep(0.02)
+    await engine.close()
+    await engine.close()
+    assert (await flying).finish_reason in ("abort", "length")
+    with pytest.raises(EngineError, match="closed"):
+        await engine.generate([1], SamplingParams(1.0, 1, seed=2))
