@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from triplane_dagster.cli import episodes, experiments, lineage, serve, status, ui
+from triplane_dagster.cli import episodes, experiments, iterate, lineage, serve, status, tasks, ui
 from triplane_dagster.cli.guard import GuardedGroup
 
 app = typer.Typer(
@@ -49,9 +49,12 @@ def _everywhere(
         os.environ["TRIPLANE_STORE"] = store
 
 
+app.command()(iterate.demo)
+app.command()(iterate.iterate)
 app.command()(status.status)
 app.add_typer(episodes.app, name="episodes")
 app.command()(lineage.lineage)
 app.command()(ui.ui)
 app.command()(serve.serve)
+app.add_typer(tasks.app, name="tasks")
 app.add_typer(experiments.app, name="experiments")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,15 +17,10 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="List experiments, show one, or print what every key of its YAML means.")
 
 
-def experiments_folder() -> Path:
-    """$TRIPLANE_EXPERIMENTS, else `experiments/` below the working directory, else the repository's own."""
-    named = os.environ.get("TRIPLANE_EXPERIMENTS")
-    here = Path("experiments")
-    return Path(named) if named else here if here.is_dir() else Path(__file__).parents[2] / "experiments"
-
-
 def find_experiment(name: str, overrides: list[str] | None = None) -> Experiment:
     """The experiment of this name or file, overridden. Raises ConfigError naming those there are."""
+    from triplane_dagster.assembly import experiments_folder
+
     path = Path(name) if name.endswith((".yaml", ".yml")) else experiments_folder() / f"{name}.yaml"
     if not path.is_file():
         known = ", ".join(each.stem for each in sorted(experiments_folder().glob("*.yaml")))
@@ -40,6 +34,7 @@ def find_experiment(name: str, overrides: list[str] | None = None) -> Experiment
 def list_experiments(as_json: AsJson = False) -> None:
     """List the experiments."""
     from resources.experiment import find_experiments, load_experiment
+    from triplane_dagster.assembly import experiments_folder
 
     rows = []
     for path in find_experiments(experiments_folder()):

@@ -1,0 +1,200 @@
+"""`triplane iterate` and `triplane demo`: base policy, then iterations in sequence, in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from contracts.store import open_store
+from triplane_dagster.cli.experiments import find_experiment
+from triplane_dagster.cli.options import AsJson, ExperimentName, Overrides
+from triplane_dagster.cli.output import console, print_json, print_rows
+
+if TYPE_CHECKING:
+    from dagster import DagsterInstance
+
+    from resources.experiment import Experiment
+
+
+def demo(experiment: ExperimentName = "quickstart", overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Train a small model to fix code, from nothing, on this CPU: tasks, base policy, then the experiment's iterations.
+
+    Interrupt it whenever you like: the same command goes on where it was. When all iterations are made, it shows them.
+
+    Examples:
+
+        triplane demo
+
+        triplane demo --set iterations=2
+    """
+    from triplane_dagster.cli.history import summaries
+
+    wanted = find_experiment(experiment, overrides)
+    made = [each for each in summaries(open_store(), wanted.name) if each.decision]
+    _run(wanted, max(0, wanted.iterations - len(made)))
+    _report(wanted, None, as_json=as_json)
+    if not as_json:
+        _say_what_next(wanted)
+
+
+def iterate(
+    experiment: ExperimentName = "quickstart",
+    count: Annotated[
+        int | None,
+        typer.Option("-n", "--iterations", min=1, max=9999, help="Iterations; default: the experiment's own number."),
+    ] = None,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would run: every step, its key, whether its work is there.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run further iterations of an experiment, the base policy first where it is missing.
+
+    Killed at any instant, the same command finishes what it set out to do; no committed group is sampled again.
+
+    Examples:
+
+        triplane iterate -n 1
+
+        triplane iterate -e quickstart -n 3 --set trainer.grpo.learning_rate=1e-4
+
+        triplane iterate -e qwen3-30b-a3b --dry-run
+    """
+    wanted = find_experiment(experiment, overrides)
+    if dry_run:
+        _print_plan(wanted, as_json=as_json)
+        return
+    made = _run(wanted, count or wanted.iterations)
+    _report(wanted, made, as_json=as_json)
+
+
+def _run(experiment: Experiment, count: int) -> list[str]:
+    """Run `count` iterations under progress bars. Returns the partition keys that came to a decision."""
+    if not count:
+        return []
+    from triplane_dagster.cli.bars import Bars
+    from triplane_dagster.run import open_instance, run_iterations
+
+    with Bars() as bars, _quiet_dagster(), _stoppable(), open_instance() as instance:
+        return run_iterations(experiment, count, instance, bars)
+
+
+def _report(experiment: Experiment, only: list[str] | None, *, as_json: bool) -> None:
+    """The table of iterations. only: these, else all."""
+    from triplane_dagster.cli.history import base_rate, json_of, rate_json, row_of, summaries
+    from triplane_dagster.run import open_instance
+
+    found = summaries(open_store(), experiment.name)
+    shown = [each for each in found if only is None or each.iteration in only]
+    with open_instance() as instance:
+        seconds = {each.iteration: _seconds(instance, experiment, each.iteration) for each in shown}
+        base_seconds = _seconds(instance, experiment, None)
+    if as_json:
+        rows = [{**json_of(each), "seconds": seconds[each.iteration]} for each in shown]
+        rates = {split: rate_json(base_rate(found, split)) for split in _splits()}
+        print_json(
+            {"experiment": experiment.name, "base": {"pass_rates": rates, "seconds": base_seconds}, "iterations": rows}
+        )
+        return
+    base = [_base_row(found, base_seconds)] if found else []
+    rows = base + [row_of(each) | {"seconds per asset": _seconds_text(seconds[each.iteration])} for each in shown]
+    print_rows(rows, as_json=False, title=experiment.name, empty="no iteration yet")
+
+
+def _base_row(found: list[Any], seconds: dict[str, float]) -> dict[str, Any]:
+    from contracts.tasks import Split
+    from triplane_dagster.cli.history import base_rate, percent
+
+    return {
+        "iteration": "base",
+        "train reward": None,
+        "gate": percent(base_rate(found, Split.GATE)),
+        "held-out": percent(base_rate(found, Split.HELD_OUT)),
+        "policy": (found[0].parent or "")[:12] or None,
+        "decision": None,
+        "seconds per asset": _seconds_text(seconds),
+    }
+
+
+def _splits() -> tuple[Any, ...]:
+    from contracts.tasks import Split
+
+    return Split.GATE, Split.HELD_OUT
+
+
+def _seconds(instance: DagsterInstance, experiment: Experiment, partition: str | None) -> dict[str, float]:
+    from assets.naming import ONCE, PER_ITERATION
+    from triplane_dagster.cli.timings import asset_seconds
+
+    return asset_seconds(instance, experiment.name, PER_ITERATION if partition else ONCE, partition)
+
+
+def _seconds_text(seconds: dict[str, float]) -> str:
+    """Assets that took a tenth of a second or more."""
+    return " ".join(f"{asset} {value:.1f}" for asset, value in seconds.items() if value >= 0.1)
+
+
+def _print_plan(experiment: Experiment, *, as_json: bool) -> None:
+    from triplane_dagster.dry_run import plan_of
+
+    steps = [dataclasses.asdict(step) for step in plan_of(experiment)]
+    if as_json:
+        print_json(steps)
+        return
+    short = [{**step, "key": (step["key"] or "")[:12] or None, "config": step["config"][:12]} for step in steps]
+    print_rows(short, as_json=False, title=f"{experiment.name}: what would run (nothing was run)")
+
+
+def _say_what_next(experiment: Experiment) -> None:
+    name = "" if experiment.name == "quickstart" else f" -e {experiment.name}"
+    console().print(
+        f"""
+Look further:
+  triplane ui                            the same graph, plots and runs in the Dagster UI
+  triplane episodes list{name:<17} what the policy did; then: triplane episodes show ID
+  triplane lineage DIGEST                what made a policy or an episode, and what was made of it
+  triplane iterate{name} -n 1{"":<{max(1, 18 - len(name))}} one more iteration
+  triplane serve{name:<25} the live policy over the OpenAI API""",
+        highlight=False,
+    )
+
+
+@contextmanager
+def _quiet_dagster() -> Iterator[None]:
+    """Keep Dagster's own event log off the terminal: it is in the UI, and bars show progress. TRIPLANE_DEBUG=1 lets it through."""
+    if os.environ.get("TRIPLANE_DEBUG"):
+        yield
+        return
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """SIGTERM ends the command as Ctrl-C does: sandboxes and engines are closed."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        command = "triplane " + shlex.join(sys.argv[1:])
+        typer.echo(f"stopped: committed work is kept, go on with `{command}`", err=True)
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
