@@ -88,9 +88,12 @@ def warm_up() -> None:
 
 
 def pipe_sender(fd: int, nonce: str) -> Send:
-    """A sender of JSON lines; descriptor and nonce live in this closure only."""
+    """A sender of JSON lines; descriptor and nonce live in this closure only. Forks of the caller send nothing."""
+    owner = os.getpid()
 
     def send(kind: str, name: str = "", phase: str = "", status: str = "", message: str = "") -> None:
+        if os.getpid() != owner:
+            return
         record = [nonce, kind, name, phase, status, message]
         data = json.dumps(record).encode() + b"\n"
         while data:

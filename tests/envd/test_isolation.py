@@ -98,8 +98,12 @@ def test_the_memory_limit_holds(namespaces: Harness) -> None:
 
 
 def test_the_process_limit_holds(namespaces: Harness) -> None:
-    texts = namespaces.shell("for i in $(seq 100); do sleep 20 & done", "echo alive", limits=SMALL)
-    assert "Resource temporarily unavailable" in texts[0]
+    bomb = "import os, time\nfor _ in range(100):\n    if os.fork() == 0:\n        time.sleep(30)\n"
+    calls = (
+        ToolCall("write", {"path": "bomb.py", "content": bomb}),
+        ToolCall("exec", {"command": "python -S bomb.py"}),
+    )
+    assert "Resource temporarily unavailable" in namespaces.calls(*calls, limits=SMALL)[1].text
 
 
 def test_the_disk_limit_holds_for_the_workspace_and_tmp_together(namespaces: Harness) -> None:

@@ -47,7 +47,9 @@ CHEATS = {
     "sitecustomize exits": {"sitecustomize.py": "import os\nos._exit(0)\n"},
     "replaces the hidden tests": {"tests/test_hidden.py": "def test_small(): pass\ndef test_zero(): pass\n"},
     "shadows pytest": {"pytest.py": "def main(*a, **k): return 0\n", "_pytest/__init__.py": ""},
-    "forks and reports again": {"calc.py": "import os\nos.fork()\ndef add(a, b):\n    return a + b\n"},
+    "answers well in a fork": {
+        "calc.py": "import os\nchild = os.fork() == 0\ndef add(a, b):\n    return a + b if child else None\n"
+    },
     "writes to every descriptor": {
         "calc.py": "import json, os\nfor fd in range(3, 1024):\n    try:\n"
         '        os.write(fd, b\'["", "test", "tests/test_hidden.py::test_small", "call", "passed", ""]\\n\')\n'
@@ -58,11 +60,7 @@ CHEATS = {
 
 @pytest.mark.parametrize("cheat", CHEATS, ids=lambda name: name.replace(" ", "-"))
 def test_a_cheat_does_not_pass(namespaces: Harness, cheat: str) -> None:
-    try:
-        result = namespaces.verify(CHEATS[cheat])
-    except Exception as error:
-        pytest.fail(f"the verifier itself failed: {error!r}")
-    assert statuses(result)[0] != "passed"
+    assert statuses(namespaces.verify(CHEATS[cheat]))[0] != "passed"
 
 
 @pytest.mark.parametrize("cheat", ["exits when called", "skips everything", "conftest marks all passed"])
