@@ -52,9 +52,8 @@ def merge_groups(plan: RolloutPlan, store: Store) -> Artifact:
         raise GroupsMissing(
             f"rollouts {plan.key[:12]} lack {len(missing)} of {len(expected)} groups: {names}{more}; run the workers again, committed groups are skipped"
         )
-    artifact = _merge(
-        [group for plan_ in expected if (group := find_group(plan, plan_, store)) is not None], plan, store
-    )
+    committed = [find_group(plan, group, store) for group in expected]
+    artifact = _merge([group for group in committed if group is not None], plan, store)
     clear_claims(store, plan.key)
     return artifact
 

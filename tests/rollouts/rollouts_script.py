@@ -12,7 +12,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from contracts.artifacts import ArtifactRef
 from contracts.chat import SPECIAL_TOKENS, ChatTokenizer, ToolCallText
-from contracts.digests import sha256
 from contracts.tasks import Split, Task
 from inference.engines.base import Completion, SamplingParams
 from inference.errors import RequestTooLong
@@ -114,7 +113,3 @@ class ScriptedEngine:
 
     async def close(self) -> None:
         return None
-
-
-def text_digest(text: str) -> str:
-    return sha256(text.encode())
