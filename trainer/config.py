@@ -99,7 +99,7 @@ class SftConfig(_Settings):
     """Weight of the load-balance loss of the routers."""
     max_steps: int = Field(default=4000, ge=1)
     """Bound on the steps. Reaching it without meeting the criterion is reported in the metrics."""
-    evaluate_every: int = Field(default=100, ge=1)
+    evaluate_every: int = Field(default=50, ge=1)
     """Steps between looks at the validation demonstrations."""
     probe_episodes: int = Field(default=128, ge=1)
     """Clean validation demonstrations a look reads while the criterion is still far."""

@@ -30,48 +30,47 @@ class Optimizer(Protocol):
 
 
 class AdamW:
-    """AdamW (arXiv:1711.05101) over the masters of `buffers`."""
+    """AdamW (arXiv:1711.05101, algorithm 2) over the masters of `buffers`.
+
+    Not `torch.optim.AdamW`: its first step imports torch's compiler, a second of CPU time in a process that lives for four.
+    """
 
     def __init__(self, buffers: Sequence[Buffer], beta1: float, beta2: float, weight_decay: float = 0.0) -> None:
         self._buffers = list(buffers)
-        self._handles = [buffer.master.detach().requires_grad_() for buffer in self._buffers]
-        for handle, buffer in zip(self._handles, self._buffers, strict=True):
-            handle.grad = buffer.gradient
-        self._adamw = torch.optim.AdamW(
-            self._handles, lr=0.0, betas=(beta1, beta2), eps=1e-8, weight_decay=weight_decay, fused=True
-        )
-        for handle in self._handles:
-            self._adamw.state[handle] = {
-                "step": torch.zeros(()),
-                "exp_avg": torch.zeros_like(handle),
-                "exp_avg_sq": torch.zeros_like(handle),
-            }
+        self._betas, self._decay, self._epsilon = (beta1, beta2), weight_decay, 1e-8
+        self._taken = 0
+        self._means = [torch.zeros_like(buffer.master) for buffer in self._buffers]
+        self._squares = [torch.zeros_like(buffer.master) for buffer in self._buffers]
 
+    @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """Apply the gradients once."""
-        self._adamw.param_groups[0]["lr"] = learning_rate
-        self._adamw.step()
+        self._taken += 1
+        beta1, beta2 = self._betas
+        first, second = 1 - beta1**self._taken, 1 - beta2**self._taken
+        for buffer, mean, square in zip(self._buffers, self._means, self._squares, strict=True):
+            mean.lerp_(buffer.gradient, 1 - beta1)
+            square.mul_(beta2).addcmul_(buffer.gradient, buffer.gradient, value=1 - beta2)
+            scale = square.div(second).sqrt_().add_(self._epsilon)
+            buffer.master.mul_(1 - learning_rate * self._decay)
+            buffer.master.addcdiv_(mean, scale, value=-learning_rate / first)
 
     def state(self) -> dict[str, Tensor]:
         """`adamw.step` and, for each parameter, `adamw.exp_avg.<name>` and `adamw.exp_avg_sq.<name>`."""
-        found: dict[str, Tensor] = {"adamw.step": self._adamw.state[self._handles[0]]["step"]}
-        for handle, buffer in zip(self._handles, self._buffers, strict=True):
-            for moment in ("exp_avg", "exp_avg_sq"):
-                found |= {
-                    f"adamw.{moment}.{name}": buffer.view(self._adamw.state[handle][moment], name)
-                    for name in buffer.spans
-                }
+        found: dict[str, Tensor] = {"adamw.step": torch.tensor(float(self._taken))}
+        for buffer, mean, square in zip(self._buffers, self._means, self._squares, strict=True):
+            found |= {f"adamw.exp_avg.{name}": buffer.view(mean, name) for name in buffer.spans}
+            found |= {f"adamw.exp_avg_sq.{name}": buffer.view(square, name) for name in buffer.spans}
         return found
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state` gave."""
-        for handle, buffer in zip(self._handles, self._buffers, strict=True):
-            slot = self._adamw.state[handle]
-            slot["step"].copy_(state["adamw.step"])
-            for moment in ("exp_avg", "exp_avg_sq"):
-                for name in buffer.spans:
-                    buffer.view(slot[moment], name).copy_(state[f"adamw.{moment}.{name}"])
+        self._taken = int(state["adamw.step"])
+        for buffer, mean, square in zip(self._buffers, self._means, self._squares, strict=True):
+            for name in buffer.spans:
+                buffer.view(mean, name).copy_(state[f"adamw.exp_avg.{name}"])
+                buffer.view(square, name).copy_(state[f"adamw.exp_avg_sq.{name}"])
 
 
 class Muon:

@@ -148,3 +148,19 @@ def test_microbatches_hold_every_sequence_once_and_respect_their_bound() -> None
     parts = cut_by_length(members, 64)
     assert sorted(index for part in parts for index in part) == list(range(6))
     assert all(len(part) * max(members[index].length for index in part) <= 64 for part in parts)
+
+
+def test_adamw_equals_torchs() -> None:
+    ours = parameters()
+    rule = AdamW(ours.buffers, 0.9, 0.95, weight_decay=0.1)
+    theirs = [buffer.master.clone().requires_grad_() for buffer in ours.buffers]
+    reference = torch.optim.AdamW(theirs, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        for buffer, handle in zip(ours.buffers, theirs, strict=True):
+            buffer.gradient.normal_(generator=draw)
+            handle.grad = buffer.gradient.clone()
+        rule.step(1e-2)
+        reference.step()
+    for buffer, handle in zip(ours.buffers, theirs, strict=True):
+        torch.testing.assert_close(buffer.master, handle.detach(), atol=1e-6, rtol=1e-5)

@@ -66,6 +66,11 @@ def test_a_malformed_job_ends_in_one_line_before_torch_is_loaded(source: str, me
     assert len(err.splitlines()) == 1 and message in err
 
 
+def test_job_types_need_no_torch() -> None:
+    code = "import sys, trainer.config; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_a_missing_artifact_ends_in_one_line(world: World) -> None:
     job = world.sft_job().model_copy(update={"store": str(Path(world.store.url).parent / "empty")})
     process = trainer("--job", job.model_dump_json())
