@@ -5,6 +5,7 @@ request JSON -> pydantic model -> engine -> OpenAI-shaped answer     any Triplan
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -150,9 +151,22 @@ def _json(
             first = error.errors(include_url=False)[0]
             where = ".".join(str(part) for part in first["loc"]) or "the body"
             return _error(400, f"{where}: {first['msg']}", "invalid_request")
-        return JSONResponse(await handler(body))
+        work = asyncio.ensure_future(handler(body))
+        gone = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            return JSONResponse(await work) if work.done() else _error(499, "the client is gone", "cancelled")
+        finally:
+            work.cancel()
+            gone.cancel()
 
     return route
+
+
+async def _disconnected(request: Request) -> None:
+    """Return when the client hangs up, so that its sequence frees its slot."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _explain(request: Request, error: Exception) -> JSONResponse:

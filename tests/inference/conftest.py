@@ -46,9 +46,15 @@ def write_checkpoint(directory: Path, seed: int, **changes: Any) -> Path:
     return directory
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def checkpoint_writer() -> WritePolicy:
+    """checkpoint_writer(directory, seed, **changes of config.json) -> directory"""
+    return write_checkpoint
 
 
 @pytest.fixture

@@ -1,0 +1,188 @@
+import asyncio
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from contracts.chat import SPECIAL_TOKENS, ChatTokenizer, ToolCallText
+from inference.engines import BuiltinConfig, OpenAIConfig, open_engine
+from inference.engines.base import SamplingParams
+from inference.engines.builtin import BuiltinEngine
+from inference.engines.openai import OpenAIEngine
+from inference.errors import EngineError, EngineUnreachable, RequestTooLong, StaleVersion
+
+pytestmark = pytest.mark.anyio
+WORDS = 320
+
+
+@pytest.fixture(scope="module")
+def served(
+    tmp_path_factory: pytest.TempPathFactory, checkpoint_writer: Callable[..., Path]
+) -> Iterator[tuple[str, Path, Path]]:
+    """(base URL, the policy served, another one) of a real server process."""
+    root = tmp_path_factory.mktemp("served")
+    first, second = (
+        checkpoint_writer(root / name, seed, vocab_size=WORDS) for seed, name in enumerate(("first", "second"))
+    )
+    text = Tokenizer(models.BPE())
+    text.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    text.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=WORDS, special_tokens=list(SPECIAL_TOKENS), initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    text.train_from_iterator(["def add(a, b): return a + b"] * 4, trainer)
+    text.save(str(first / "tokenizer.json"))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "inference", "serve", "--policy", str(first), "--listen", "127.0.0.1:0", "--threads", "1"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    found = re.search(r"policy first at (http://\S+/v1)", process.stdout.readline())
+    assert found, process.stderr.read()
+    yield found[1], first, second
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) in (0, 130, -signal.SIGINT)
+    assert "Traceback" not in process.stderr.read()
+
+
+@pytest.fixture
+async def client(served: tuple[str, Path, Path]) -> Any:
+    async with httpx.AsyncClient(base_url=served[0], timeout=60) as http:
+        yield http
+        await http.post("/load_weights", json={"directory": str(served[1]), "version": "first"})
+
+
+async def test_the_client_gives_the_very_completions_of_the_engine(served: tuple[str, Path, Path]) -> None:
+    url, directory, _ = served
+    local = open_engine(BuiltinConfig(threads=1), directory, "first")
+    remote = open_engine(OpenAIConfig(base_url=url), directory, "first")
+    assert await remote.version() == "first"
+    for seed in range(3):
+        params = SamplingParams(0.9, 20, seed=2**64 - 1 - seed, stop_token_ids=(5,))
+        mine = await local.generate([1, 2, 3], params)
+        assert await remote.generate([1, 2, 3], params) == mine
+        assert await remote.score([1, 2, 3, *mine.token_ids], 0.9) == await local.score([1, 2, 3, *mine.token_ids], 0.9)
+    with pytest.raises(RequestTooLong, match="256"):
+        await remote.generate([1] * 256, params)
+    with pytest.raises(EngineError, match="tokenizer"):
+        await remote.generate([WORDS], params)
+    await local.close()
+    await remote.close()
+
+
+async def test_loading_weights_changes_scores_and_old_clients_are_refused(
+    served: tuple[str, Path, Path], client: httpx.AsyncClient
+) -> None:
+    url, _, second = served
+    old, new = OpenAIEngine(url, "policy", version="first"), OpenAIEngine(url, "policy")
+    before = await old.score([1, 2, 3, 4])
+    await new.load_weights(second, "second")
+    expected = BuiltinEngine(second, "second")
+    assert await new.version() == "second"
+    assert await new.score([1, 2, 3, 4]) == await expected.score([1, 2, 3, 4]) != before
+    with pytest.raises(StaleVersion, match=r"first was asked for, second is served"):
+        await old.generate([1], SamplingParams(1.0, 2, seed=0))
+    for engine in (old, new, expected):
+        await engine.close()
+
+
+async def test_a_request_in_flight_at_a_reload_ends_with_both_versions(
+    served: tuple[str, Path, Path], client: httpx.AsyncClient
+) -> None:
+    url, _, second = served
+    engine = OpenAIEngine(url, "policy")
+    flying = [asyncio.create_task(engine.generate([1, 2], SamplingParams(1.0, 250, seed))) for seed in range(8)]
+    await asyncio.sleep(0.15)
+    await engine.load_weights(second, "second")
+    seen = {tuple(version for version, _, _ in completion.spans) for completion in await asyncio.gather(*flying)}
+    assert ("first", "second") in seen
+    await engine.close()
+
+
+async def test_chat_answers_in_text_with_the_prompt_that_the_chat_contract_makes(
+    served: tuple[str, Path, Path], client: httpx.AsyncClient
+) -> None:
+    tokenizer = ChatTokenizer.from_directory(served[1])
+    call = {"id": "c1", "type": "function", "function": {"name": "read", "arguments": '{"path": "a.py"}'}}
+    messages = [
+        {"role": "user", "content": "fix it"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "def add(a, b):"},
+    ]
+    body = {"messages": messages, "seed": 7, "max_tokens": 12, "logprobs": True}
+    answer = (await client.post("/chat/completions", json=body)).json()
+    again = (await client.post("/chat/completions", json=body)).json()
+    assert answer["choices"][0]["message"]["role"] == "assistant"
+    assert answer["choices"][0]["logprobs"] == again["choices"][0]["logprobs"]
+    prompt = tokenizer.prompt([("user", "fix it")]) + tokenizer.policy_turn([ToolCallText("read", {"path": "a.py"})])
+    prompt += tokenizer.environment_turn(["def add(a, b):"])
+    stops = [tokenizer.end_of_turn, tokenizer.pad]
+    raw = {"prompt": prompt, "seed": 7, "max_tokens": 12, "logprobs": 1, "stop_token_ids": stops}
+    direct = (await client.post("/completions", json=raw)).json()
+    assert answer["usage"] == direct["usage"]
+    logprobs = [entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]]
+    assert logprobs == direct["choices"][0]["logprobs"]["token_logprobs"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/completions", {"prompt": "a", "stream": True}, "streaming is not offered"),
+        ("/completions", {"prompt": [1], "max_tokens": 0}, "max_tokens"),
+        ("/completions", {"prompt": [1], "top_pp": 0.5}, "top_pp"),
+        ("/completions", {"prompt": []}, "at least one token"),
+        ("/chat/completions", {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "last message"),
+        ("/score", {"token_ids": [1], "temperature": 0}, "temperature"),
+        ("/load_weights", {"directory": "/nowhere", "version": "x"}, "config.json"),
+    ],
+)  # fmt: skip
+async def test_a_bad_request_gets_an_error_in_openais_shape(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any], message: str
+) -> None:
+    answer = await client.post(path, json=body)
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_health_models_and_version_answer(client: httpx.AsyncClient, served: tuple[str, Path, Path]) -> None:
+    root = served[0].removesuffix("/v1")
+    assert (await client.get(f"{root}/health")).json() == {"status": "ok"}
+    assert (await client.get(f"{root}/version")).json() == {"version": "first"}
+    assert (await client.get("/models")).json()["data"][0]["id"] == "policy"
+
+
+async def test_a_client_that_hangs_up_frees_its_place(
+    served: tuple[str, Path, Path], client: httpx.AsyncClient
+) -> None:
+    engine = OpenAIEngine(served[0], "policy", connections=600)
+    endless = [asyncio.create_task(engine.generate([1], SamplingParams(1.0, 250, seed))) for seed in range(300)]
+    await asyncio.sleep(0.3)
+    for task in endless:
+        task.cancel()
+    await asyncio.gather(*endless, return_exceptions=True)
+    completion = await asyncio.wait_for(engine.generate([1, 2], SamplingParams(1.0, 3, seed=0)), 10)
+    assert len(completion.token_ids) == 3
+    await engine.close()
+
+
+async def test_an_unreachable_server_is_named_after_bounded_retries() -> None:
+    engine = OpenAIEngine("http://127.0.0.1:9/v1", "policy", retries=1)
+    with pytest.raises(EngineUnreachable, match=r"127\.0\.0\.1:9.* 2 attempts"):
+        await engine.version()
+    await engine.close()
+
+
+def test_a_policy_that_is_nowhere_ends_in_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "inference", "serve", "--policy", "abcdef123", "--store", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "neither a directory nor a checkpoint" in done.stderr
+    assert "Traceback" not in done.stderr
