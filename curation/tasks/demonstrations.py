@@ -38,7 +38,7 @@ DEMONSTRATIONS = pa.schema(
 class DemonstrationConfig(BaseModel):
     """How many demonstrations, and how right they are."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     count: int = Field(default=20_000, ge=1, le=2_000_000)
     """Rows of train.parquet, each of a different task."""

@@ -20,7 +20,7 @@ HIDDEN_TEST = "tests/test_hidden.py"
 class TaskSuiteConfig(BaseModel):
     """How many tasks a split holds, and from which seed."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     train: int = Field(default=448, ge=1, le=1_000_000)
     """Tasks that rollouts draw from."""

@@ -1,0 +1,110 @@
+import asyncio
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from contracts.artifacts import Artifact, list_artifacts
+from contracts.store import open_store
+from contracts.tasks import Split, Task, read_tasks
+from curation.errors import TaskError
+from curation.tasks import build
+from curation.tasks.build import build_suite
+from curation.tasks.inspect import find_task, suite_tasks, task_rows, task_text
+from curation.tasks.suite import TaskSuiteConfig, generate_tasks
+from curation.tasks.validate import ValidationReport, validate_tasks
+from envd.client import SandboxClient
+
+CONFIG = TaskSuiteConfig(train=14, gate=2, held_out=3)
+ONE_FAMILY = TaskSuiteConfig(train=1, gate=1, held_out=1)
+"""Families take turns in every split, so this holds only the first; probing it is quick."""
+
+
+@pytest.fixture(scope="module")
+def suite(envd_address: str, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    async def run() -> Artifact:
+        async with SandboxClient(envd_address) as client:
+            return await build_suite(CONFIG, open_store(str(tmp_path_factory.mktemp("suite"))), client)
+
+    return asyncio.run(run())
+
+
+def _validate(tasks: list[Task], address: str) -> tuple[ValidationReport, list[tuple[int, int]]]:
+    seen: list[tuple[int, int]] = []
+
+    async def run() -> ValidationReport:
+        async with SandboxClient(address) as client:
+            return await validate_tasks(tasks, client, lambda done, total: seen.append((done, total)))
+
+    return asyncio.run(run()), seen
+
+
+def test_a_built_suite_is_sound_and_for_each_family_three_cheats_and_thirteen_wrong_answers_score_0(
+    suite: Artifact,
+) -> None:
+    report = ValidationReport.model_validate(suite.json("validation.json"))
+    assert report.tasks == 19
+    assert report.broken == []
+    assert len({(cheat.family, cheat.cheat) for cheat in report.cheats}) == len(report.cheats) == 14 * 3
+    assert not [cheat for cheat in report.cheats if cheat.solved]
+    assert report.wrong_answers == 14 * 13
+    assert suite.meta["splits"] == {"train": 14, "gate": 2, "held_out": 3}
+    assert read_tasks(suite.table("tasks.parquet")) == generate_tasks(CONFIG)
+
+
+def test_building_again_elsewhere_gives_the_same_content(suite: Artifact, envd_address: str, tmp_path: Path) -> None:
+
+    async def run(folder: str) -> str:
+        async with SandboxClient(envd_address) as client:
+            return (await build_suite(ONE_FAMILY, open_store(str(tmp_path / folder)), client)).ref.digest
+
+    assert asyncio.run(run("one")) == asyncio.run(run("two"))
+
+
+def test_broken_tasks_are_named_with_their_reasons(envd_address: str) -> None:
+    one_family = [task for task in generate_tasks(TaskSuiteConfig(train=56)) if task.family == "sum"]
+    good, *rest = one_family[:4]
+    trivial = dict.fromkeys(rest[0].hidden_files, b"def test_first_larger():\n    pass\n")
+    broken = [
+        dataclasses.replace(rest[0], hidden_files=trivial, tests=rest[0].tests[:1]),
+        dataclasses.replace(rest[1], reference_diff=b""),
+        dataclasses.replace(rest[2], tests=(*rest[2].tests, "tests/test_hidden.py::test_absent")),
+    ]
+    report, seen = _validate([good, *broken], envd_address)
+    reasons = {task.task_id: task.reason for task in report.broken}
+    assert set(reasons) == {task.task_id for task in broken}
+    assert "pass before the fix" in reasons[rest[0].task_id]
+    assert "do not pass after the fix" in reasons[rest[1].task_id]
+    assert "1 missing" in reasons[rest[2].task_id]
+    assert seen[-1][0] == seen[-1][1] == len(seen)
+
+
+def test_a_suite_with_too_many_broken_tasks_is_refused_and_leaves_nothing(
+    envd_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoiled(config: TaskSuiteConfig) -> list[Task]:
+        first, *rest = generate_tasks(config)
+        return [dataclasses.replace(first, reference_diff=b""), *rest]
+
+    monkeypatch.setattr(build, "generate_tasks", spoiled)
+    store = open_store(str(tmp_path))
+
+    async def run() -> None:
+        async with SandboxClient(envd_address) as client:
+            await build_suite(ONE_FAMILY, store, client)
+
+    with pytest.raises(TaskError, match=r"1 of 3 tasks are broken .* do not pass after the fix"):
+        asyncio.run(run())
+    assert not list(list_artifacts(store))
+
+
+def test_people_can_list_and_read_tasks(suite: Artifact) -> None:
+    tasks = suite_tasks(suite, Split.GATE)
+    rows = task_rows(tasks)
+    assert len(rows) == 2
+    assert task_rows(tasks, rows[0]["family"])
+    task = find_task(tasks, rows[0]["task_id"][:-4])
+    assert task.instruction in task_text(task)
+    assert "reference fix" in task_text(task)
+    with pytest.raises(TaskError, match="did you mean"):
+        find_task(tasks, "no-such-task")
