@@ -59,10 +59,15 @@ def train_tokenizer(texts: Iterable[str], words: Sequence[str], vocabulary: int)
     return tokenizer
 
 
+def tokenizer_key(seed: int, vocabulary: int = VOCABULARY) -> str:
+    """Action key of the tokenizer for suites of this seed."""
+    return action_key("tokenizer", {}, {"seed": seed, "vocabulary": vocabulary}, TOKENIZER_VERSION)
+
+
 def build_tokenizer(suite_config: TaskSuiteConfig, store: Store, vocabulary: int = VOCABULARY) -> Artifact:
     """The `tokenizer` artifact for tasks of this suite's seed; loads with `transformers.AutoTokenizer` too."""
     config = {"seed": suite_config.seed, "vocabulary": vocabulary}
-    key = action_key("tokenizer", {}, config, TOKENIZER_VERSION)
+    key = tokenizer_key(suite_config.seed, vocabulary)
     found = find_artifact(store, "tokenizer", key)
     if found is not None:
         return found

@@ -11,7 +11,7 @@ from random import Random
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field
 
-from contracts.artifacts import Artifact, ArtifactWriter, find_artifact
+from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, find_artifact
 from contracts.chat import ChatTokenizer
 from contracts.digests import action_key
 from contracts.store import Store
@@ -52,13 +52,19 @@ class DemonstrationConfig(BaseModel):
     """Draws the tasks and the noise."""
 
 
+def demonstrations_key(config: DemonstrationConfig, suite_seed: int, tokenizer: ArtifactRef) -> str:
+    """Action key of the demonstrations."""
+    slice_ = {**config.model_dump(), "suite_seed": suite_seed}
+    return action_key("demonstrations", {"tokenizer": tokenizer.digest}, slice_, DEMONSTRATIONS_VERSION)
+
+
 def build_demonstrations(
     config: DemonstrationConfig, suite_config: TaskSuiteConfig, tokenizer_artifact: Artifact, store: Store
 ) -> Artifact:
     """The `demonstrations` artifact. Of the suite only the seed counts: it deals the names of the train split."""
     slice_ = {**config.model_dump(), "suite_seed": suite_config.seed}
     parents = {"tokenizer": tokenizer_artifact.ref}
-    key = action_key("demonstrations", {"tokenizer": tokenizer_artifact.ref.digest}, slice_, DEMONSTRATIONS_VERSION)
+    key = demonstrations_key(config, suite_config.seed, tokenizer_artifact.ref)
     found = find_artifact(store, "demonstrations", key)
     if found is not None:
         return found
