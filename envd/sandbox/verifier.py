@@ -7,6 +7,7 @@ Its exit code is not believed: a test that did not report is missing, whatever t
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import secrets
@@ -23,6 +24,7 @@ from pathlib import Path
 from envd.sandbox import linux, wire
 from envd.sandbox.agent import Place
 from envd.sandbox.diff import changed_paths
+from envd.sandbox.patch import NotPlain, apply_plain
 from envd.sandbox.proctree import kill_since, reap
 from envd.sandbox.runner import base_name, pipe_sender, run_tests
 from envd.tools import Output
@@ -41,6 +43,7 @@ Record = tuple[str, str, str, str, str]
 
 def serve_verification(sock: socket.socket, place: Place) -> None:
     """Answer readiness, then one verification."""
+    gc.disable()  # a collection would only copy pages that are shared with the zygote
     while (frame := wire.receive(sock)) is not None:
         header, blob = frame
         if header["op"] == "init":
@@ -128,6 +131,9 @@ def _apply(place: Place, diff: bytes) -> str | None:
     """Apply a git patch to the workspace; the reason when git refuses."""
     if not diff.strip():
         return None
+    with contextlib.suppress(NotPlain):
+        apply_plain(place.workspace, diff)
+        return None
     patch, errors = place.scratch / "patch", place.scratch / "errors"
     patch.write_bytes(diff)
     actions = [
@@ -197,6 +203,8 @@ def _become_runner(place: Place, tests: Sequence[str], log: Path, write_end: int
         os.setsid()
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         linux.die_with_parent()
+        gc.enable()
+        gc.set_threshold(20_000, 20, 100)
         run_tests(place.workspace, tests, pipe_sender(report, nonce))
         sys.stdout.flush()
         sys.stderr.flush()

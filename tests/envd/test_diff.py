@@ -4,11 +4,13 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from envd.client import Sandbox, ToolCall
 from envd.sandbox.diff import changed_paths, workspace_diff
+from envd.sandbox.patch import NotPlain, apply_plain
 from tests.envd.harness import FILES, FIX, Harness
 
 NAMES = st.sampled_from(["f", "g h", "d/e.py", "d/x/é", 'q"t', "n"])
@@ -39,6 +41,50 @@ def test_git_applies_any_diff(old: dict[str, tuple[bytes, bool]], new: dict[str,
             command = ["git", "apply", "--whitespace=nowarn", "-"]
             subprocess.run(command, input=patch, cwd=before, check=True, capture_output=True)
         assert changed_paths(before, after) == []
+
+
+@given(TREES, TREES)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_the_plain_applier_does_what_git_does_or_declines(
+    old: dict[str, tuple[bytes, bool]], new: dict[str, tuple[bytes, bool]]
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        before, after = build(Path(directory) / "before", old), build(Path(directory) / "after", new)
+        untouched = build(Path(directory) / "untouched", old)
+        try:
+            apply_plain(before, workspace_diff(before, after))
+        except NotPlain:
+            assert changed_paths(untouched, before) == []
+        else:
+            assert changed_paths(before, after) == []
+
+
+def test_the_plain_applier_takes_the_usual_final_state(tmp_path: Path) -> None:
+    before = build(tmp_path / "before", {"calc.py": (FILES["calc.py"], False), "old.py": (b"x", False)})
+    new = {"calc.py": (b"def add(a, b):\n    return a + b\n", False), "d/new.py": (b"y = 1", False)}
+    after = build(tmp_path / "after", new)
+    apply_plain(before, workspace_diff(before, after))
+    assert changed_paths(before, after) == []
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        b"--- a/f\n+++ b/f\n@@ -1 +1 @@\n-x\n+y\n",
+        b"diff --git a/../f b/../f\nindex 1..2\n--- a/../f\n+++ b/../f\n@@ -0,0 +1 @@\n+y\n",
+        b"diff --git a/.git/f b/.git/f\nnew file mode 100644\nindex 1..2\n--- /dev/null\n+++ b/.git/f\n@@ -0,0 +1 @@\n+y\n",
+        b"diff --git a/f b/f\nindex 1..2 100644\n--- a/f\n+++ b/f\n@@ -1 +1 @@\n-other\n+y\n",
+        b"diff --git a/link/f b/link/f\nnew file mode 100644\nindex 1..2\n--- /dev/null\n+++ b/link/f\n@@ -0,0 +1 @@\n+y\n",
+        b"diff --git a/f b/f\nindex 1..2 100644\n--- a/f\n+++ b/f\n@@ -1,9 +1 @@\n-x\n",
+        b"",
+    ],
+)
+def test_the_plain_applier_declines_what_is_odd_and_writes_nothing(tmp_path: Path, patch: bytes) -> None:
+    root = build(tmp_path / "root", {"f": (b"x\n", False)})
+    (root / "link").symlink_to("/tmp")
+    with pytest.raises(NotPlain):
+        apply_plain(root, patch)
+    assert (root / "f").read_bytes() == b"x\n" and sorted(path.name for path in root.iterdir()) == ["f", "link"]
 
 
 def test_a_link_that_replaces_a_file_applies(tmp_path: Path) -> None:

@@ -1,0 +1,115 @@
+"""Applies the plain kind of patch without starting git; whatever is not plain is left to git.
+
+Plain: text files changed, added or deleted, every hunk exactly where it says it is. Most final states of an episode are
+such, and starting git costs more than all else that prepares a verification.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path, PurePosixPath
+
+from envd.tools.paths import make_parents, open_in_root
+
+_HEADER = re.compile(rb"diff --git a/([\w./-]+) b/([\w./-]+)\n")
+_HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
+_PLAIN = re.compile(rb"(?:(new|deleted) file mode 100644\n)?index \w+\.\.\w+(?: 100\d{3})?\n--- (\S+)\n\+\+\+ (\S+)\n")
+
+
+class NotPlain(Exception):
+    """This patch needs git."""
+
+
+def apply_plain(root: Path, patch: bytes) -> None:
+    """Apply a plain patch below root, wholly. Raises NotPlain before anything is written if it is not one."""
+    starts = [match.start() for match in re.finditer(rb"^diff --git ", patch, re.MULTILINE)]
+    if not starts or starts[0] != 0:
+        raise NotPlain
+    results = [_section(root, patch[start:end]) for start, end in zip(starts, [*starts[1:], len(patch)], strict=True)]
+    if len({path for path, _ in results}) != len(results):
+        raise NotPlain
+    try:
+        for path, content in results:
+            _store(root, path, content)
+    except OSError as error:
+        raise NotPlain from error
+
+
+def _section(root: Path, section: bytes) -> tuple[str, bytes | None]:
+    """One file's path and its new content; None: it is deleted."""
+    header = _HEADER.match(section)
+    about = _PLAIN.match(section, header.end()) if header else None
+    if header is None or about is None or header[1] != header[2]:
+        raise NotPlain
+    path, kind = header[1].decode(), about[1]
+    if {".git", ".."} & set(PurePosixPath(path).parts) or str(PurePosixPath(path)) != path:
+        raise NotPlain
+    target = root / path
+    if any((root / parent).is_symlink() for parent in [path, *PurePosixPath(path).parents]):
+        raise NotPlain
+    if (kind == b"new") == target.exists() or (target.exists() and not target.is_file()):
+        raise NotPlain
+    old = target.read_bytes().splitlines(keepends=True) if kind != b"new" else []
+    if any(b"\r" in line or b"\x0b" in line or b"\x0c" in line for line in old):
+        raise NotPlain  # bytes.splitlines cuts at more than newlines
+    new = _patched(old, section[about.end() :].split(b"\n"))
+    if kind == b"deleted" and new:
+        raise NotPlain
+    return path, None if kind == b"deleted" else b"".join(new)
+
+
+def _patched(old: list[bytes], lines: list[bytes]) -> list[bytes]:
+    new: list[bytes] = []
+    at, index = 0, 0
+    while index < len(lines) - 1:
+        hunk = _HUNK.match(lines[index])
+        if hunk is None:
+            raise NotPlain
+        count = int(hunk[2] or 1)
+        start = int(hunk[1]) - (1 if count else 0)
+        if start < at:
+            raise NotPlain
+        new += old[at:start]
+        index, taken, added = _hunk(lines, index + 1, count, int(hunk[3] or 1))
+        if old[start : start + count] != taken:
+            raise NotPlain
+        new += added
+        at = start + count
+    return new + old[at:]
+
+
+def _hunk(lines: list[bytes], index: int, before: int, after: int) -> tuple[int, list[bytes], list[bytes]]:
+    """Read one hunk's body: (index after it, the lines it expects, the lines it leaves)."""
+    taken: list[bytes] = []
+    added: list[bytes] = []
+    while index < len(lines) - 1 and (len(taken) < before or len(added) < after):
+        sign, text = lines[index][:1], lines[index][1:]
+        index += 1
+        if index < len(lines) - 1 and lines[index].startswith(b"\\ "):
+            index += 1
+        else:
+            text += b"\n"
+        if sign not in (b" ", b"-", b"+"):
+            raise NotPlain
+        if sign != b"+":
+            taken.append(text)
+        if sign != b"-":
+            added.append(text)
+    if (len(taken), len(added)) != (before, after):
+        raise NotPlain
+    return index, taken, added
+
+
+def _store(root: Path, path: str, content: bytes | None) -> None:
+    if content is None:
+        (root / path).unlink()
+        with contextlib.suppress(OSError):  # as git does: directories go with their last file
+            for parent in list(PurePosixPath(path).parents)[:-1]:
+                (root / parent).rmdir()
+        return
+    make_parents(root, path)
+    fd = open_in_root(root, path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW)
+    with os.fdopen(fd, "wb") as file:
+        file.write(content)
