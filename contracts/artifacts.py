@@ -8,6 +8,7 @@ Same action key, same work: `find` before working, `ArtifactWriter.commit` after
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import platform
 import shutil
@@ -267,6 +268,7 @@ class ArtifactWriter:
                 self._store.delete(key)
 
 
+@functools.cache
 def tool_versions() -> dict[str, str]:
     """Versions of what shapes an artifact's bytes. Recorded, never part of a digest."""
     found = {"python": platform.python_version()}

@@ -1,0 +1,25 @@
+"""The learned laboratory: a smaller quickstart with a base policy that really acts, and five iterations on it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.acceptance.laboratory import ROOT, Laboratory
+
+SMALLER = (
+    "name=laboratory", "tasks.train=96", "tasks.gate=24", "tasks.held_out=24", "prompts.groups=16", "prompts.reserve=4", "prompts.workers=2",
+    "evaluation.gate_samples=1", "evaluation.held_out_samples=1",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
+    """Minutes to make. $TRIPLANE_LABORATORY names a folder to keep it in, and to find it in again."""
+    kept = os.environ.get("TRIPLANE_LABORATORY")
+    folder = Path(kept) if kept else tmp_path_factory.mktemp("laboratory")
+    laboratory = Laboratory(folder, ROOT / "experiments" / "quickstart.yaml", SMALLER)
+    laboratory.run("demo", *laboratory.settings, "--set", "iterations=5", "--json")
+    return laboratory

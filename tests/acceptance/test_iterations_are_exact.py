@@ -1,0 +1,106 @@
+"""Iterations repeat exactly, survive kills, never promote backwards, and are traceable both ways."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from contracts.artifacts import list_artifacts
+from resources.registry import Registry
+from tests.acceptance.laboratory import ROOT, Laboratory, processes_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+TINY = ROOT / "tests" / "dagster" / "tiny.yaml"
+KINDS = (
+    "task_suite",
+    "tokenizer",
+    "demonstrations",
+    "prompts",
+    "rollouts",
+    "rewards",
+    "dataset",
+    "checkpoint",
+    "trainer_state",
+    "evaluation",
+)
+ITERATIONS = 2
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
+    laboratory = Laboratory(tmp_path_factory.mktemp("undisturbed"), TINY)
+    laboratory.iterate(ITERATIONS)
+    return laboratory
+
+
+def test_the_same_seed_gives_the_same_digests(undisturbed: Laboratory, tmp_path: Path) -> None:
+    again = Laboratory(tmp_path, TINY)
+    again.iterate(ITERATIONS)
+    assert again.digests(*KINDS) == undisturbed.digests(*KINDS)
+    assert len(undisturbed.digests("rollouts")["rollouts"]) == ITERATIONS
+
+
+def test_another_seed_gives_other_rollouts(undisturbed: Laboratory, tmp_path: Path) -> None:
+    other = Laboratory(tmp_path, TINY, ("seed=4",))
+    other.iterate(1)
+    assert not set(other.digests("rollouts")["rollouts"]) & set(undisturbed.digests("rollouts")["rollouts"])
+
+
+def test_ten_kills_change_nothing(undisturbed: Laboratory, tmp_path: Path) -> None:
+    laboratory, clock = Laboratory(tmp_path, TINY), random.Random(11)
+    command = laboratory.command("iterate", *laboratory.settings, "-n", str(ITERATIONS))
+    for _ in range(10):
+        process = subprocess.Popen(
+            command, cwd=laboratory.folder, env=laboratory.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        try:
+            process.wait(timeout=clock.uniform(3, 14))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+    laboratory.run("iterate", *laboratory.settings, "-n", str(ITERATIONS))
+    made = laboratory.json("status", "-e", "tiny")
+    assert laboratory.digests(*KINDS, "group") == undisturbed.digests(*KINDS, "group"), made
+    deadline = time.monotonic() + 30
+    while (left := list(processes_of(tmp_path))) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert left == [], "a killed run leaves no process behind"
+
+
+def test_rematerializing_an_old_iteration_samples_nothing_and_promotes_nothing(learned: Laboratory) -> None:
+    groups, live = learned.digests("group"), Registry(learned.store, "laboratory").history()
+    code = (
+        "import sys; from triplane_dagster.run import open_instance, open_runner; from resources.experiment import load_experiment\n"
+        "experiment = load_experiment(sys.argv[1], sys.argv[2:])\n"
+        "with open_instance() as instance, open_runner(experiment, instance) as runner: runner.iteration('0002')"
+    )
+    command = [sys.executable, "-c", code, str(learned.experiment_file), *learned.overrides]
+    subprocess.run(command, cwd=learned.folder, env=learned.env, check=True, timeout=300, capture_output=True)
+    assert learned.digests("group") == groups
+    assert Registry(learned.store, "laboratory").history() == live
+
+
+def test_lineage_walks_both_ways(learned: Laboratory) -> None:
+    dataset = learned.artifact("dataset", "0001")
+    episode = dataset.table("train.parquet")["episode_id"][0].as_py()
+    found = learned.json("lineage", episode)
+    ancestors = {step["kind"] for step in found["ancestors"]}
+    assert {"checkpoint", "task_suite", "prompts"} <= ancestors
+    trained = learned.artifact("checkpoint", "0001").ref.digest
+    assert trained in {checkpoint["digest"] for use in found["uses"] for checkpoint in use["checkpoints"]}
+    from_checkpoint = learned.json("lineage", trained[:16])
+    assert dataset.ref.digest in {step["digest"] for step in from_checkpoint["ancestors"]}
+    later = learned.artifact("rollouts", "0004").manifest.parents["policy"].digest
+    assert later == trained or later in {step["digest"] for step in from_checkpoint["descendants"]}
+
+
+def test_nothing_temporary_is_left(learned: Laboratory) -> None:
+    store = learned.folder / ".triplane" / "store"
+    assert list((store / "tmp").iterdir()) == []
+    assert list(list_artifacts(learned.store, "trainer_snapshot")) == []
