@@ -7,6 +7,7 @@ import os
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -102,8 +103,10 @@ class _Reference:
             raise ConfigError(
                 "the engine benchmark compares with transformers: install it by pip install -e '.[dev]'"
             ) from None
-        self._model = Qwen3MoeForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-        self._config = GenerationConfig(
+        model: Any = Qwen3MoeForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        self._model = model.eval()
+        make_config: Any = GenerationConfig
+        self._config = make_config(
             do_sample=True,
             temperature=1.0,
             top_k=0,

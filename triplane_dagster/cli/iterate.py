@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -16,14 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from contracts.store import open_store
+from contracts.tasks import Split
 from triplane_dagster.cli.experiments import find_experiment
 from triplane_dagster.cli.options import AsJson, ExperimentName, Overrides
 from triplane_dagster.cli.output import console, print_json, print_rows
 
 if TYPE_CHECKING:
-    from dagster import DagsterInstance
-
     from resources.experiment import Experiment
+    from triplane_dagster.cli.history import IterationSummary
 
 
 def demo(experiment: ExperimentName = "quickstart", overrides: Overrides = None, as_json: AsJson = False) -> None:
@@ -93,27 +94,23 @@ def _run(experiment: Experiment, count: int) -> list[str]:
 def _report(experiment: Experiment, only: list[str] | None, *, as_json: bool) -> None:
     """The table of iterations. only: these, else all."""
     from triplane_dagster.cli.history import base_rate, json_of, rate_json, row_of, summaries
-    from triplane_dagster.run import open_instance
+    from triplane_dagster.cli.timings import experiment_seconds
 
     found = summaries(open_store(), experiment.name)
     shown = [each for each in found if only is None or each.iteration in only]
-    with open_instance() as instance:
-        seconds = {each.iteration: _seconds(instance, experiment, each.iteration) for each in shown}
-        base_seconds = _seconds(instance, experiment, None)
+    seconds = experiment_seconds(experiment.name)
     if as_json:
-        rows = [{**json_of(each), "seconds": seconds[each.iteration]} for each in shown]
-        rates = {split: rate_json(base_rate(found, split)) for split in _splits()}
-        print_json(
-            {"experiment": experiment.name, "base": {"pass_rates": rates, "seconds": base_seconds}, "iterations": rows}
-        )
+        rows = [{**json_of(each), "seconds": seconds.get(each.iteration, {})} for each in shown]
+        rates = {split.value: rate_json(base_rate(found, split)) for split in (Split.GATE, Split.HELD_OUT)}
+        base = {"pass_rates": rates, "seconds": seconds.get(None, {})}
+        print_json({"experiment": experiment.name, "base": base, "iterations": rows})
         return
-    base = [_base_row(found, base_seconds)] if found else []
-    rows = base + [row_of(each) | {"seconds per asset": _seconds_text(seconds[each.iteration])} for each in shown]
-    print_rows(rows, as_json=False, title=experiment.name, empty="no iteration yet")
+    table = [_base_row(found, seconds.get(None, {}))] if found else []
+    table += [row_of(each) | {"seconds per asset": _seconds_text(seconds.get(each.iteration, {}))} for each in shown]
+    print_rows(table, as_json=False, title=experiment.name, empty="no iteration yet")
 
 
-def _base_row(found: list[Any], seconds: dict[str, float]) -> dict[str, Any]:
-    from contracts.tasks import Split
+def _base_row(found: list[IterationSummary], seconds: dict[str, float]) -> dict[str, Any]:
     from triplane_dagster.cli.history import base_rate, percent
 
     return {
@@ -125,19 +122,6 @@ def _base_row(found: list[Any], seconds: dict[str, float]) -> dict[str, Any]:
         "decision": None,
         "seconds per asset": _seconds_text(seconds),
     }
-
-
-def _splits() -> tuple[Any, ...]:
-    from contracts.tasks import Split
-
-    return Split.GATE, Split.HELD_OUT
-
-
-def _seconds(instance: DagsterInstance, experiment: Experiment, partition: str | None) -> dict[str, float]:
-    from assets.naming import ONCE, PER_ITERATION
-    from triplane_dagster.cli.timings import asset_seconds
-
-    return asset_seconds(instance, experiment.name, PER_ITERATION if partition else ONCE, partition)
 
 
 def _seconds_text(seconds: dict[str, float]) -> str:
@@ -158,16 +142,17 @@ def _print_plan(experiment: Experiment, *, as_json: bool) -> None:
 
 def _say_what_next(experiment: Experiment) -> None:
     name = "" if experiment.name == "quickstart" else f" -e {experiment.name}"
-    console().print(
-        f"""
-Look further:
-  triplane ui                            the same graph, plots and runs in the Dagster UI
-  triplane episodes list{name:<17} what the policy did; then: triplane episodes show ID
-  triplane lineage DIGEST                what made a policy or an episode, and what was made of it
-  triplane iterate{name} -n 1{"":<{max(1, 18 - len(name))}} one more iteration
-  triplane serve{name:<25} the live policy over the OpenAI API""",
-        highlight=False,
-    )
+    lines = {
+        "triplane ui": "the same graph, its plots and runs, in the Dagster UI",
+        f"triplane episodes list{name}": "what the policy did; then triplane episodes show ID",
+        "triplane lineage DIGEST": "what made a policy or an episode, and what was made of it",
+        f"triplane iterate{name} -n 1": "one more iteration",
+        f"triplane serve{name}": "the live policy over the OpenAI API",
+    }
+    width = max(len(command) for command in lines)
+    console().print("\nLook further:")
+    for command, text in lines.items():
+        console().print(f"  {command:<{width}}   {text}")
 
 
 @contextmanager
@@ -176,10 +161,15 @@ def _quiet_dagster() -> Iterator[None]:
     if os.environ.get("TRIPLANE_DEBUG"):
         yield
         return
+    from dagster import BetaWarning, PreviewWarning
+
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", BetaWarning)
+            warnings.simplefilter("ignore", PreviewWarning)
+            yield
     finally:
         logging.disable(before)
 

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from dagster import DagsterInstance
+Seconds = dict[str | None, dict[str, float]]
+"""Partition (None: the unpartitioned assets) -> asset -> seconds, assets in graph order."""
 
 
-def asset_seconds(
-    instance: DagsterInstance, experiment: str, assets: Iterable[str], partition: str | None
-) -> dict[str, float]:
-    """Seconds of each asset's steps in every run that worked on this partition, interrupted ones included."""
+def experiment_seconds(experiment: str) -> Seconds:
+    """Seconds of each asset's steps in all runs of an experiment, interrupted and repeated ones included."""
     from dagster import RunsFilter
 
+    from assets.naming import ONCE, PER_ITERATION
     from triplane_dagster.jobs import EXPERIMENT_TAG
+    from triplane_dagster.run import open_instance
 
-    tags = {EXPERIMENT_TAG: experiment} | ({"dagster/partition": partition} if partition else {})
-    found = dict.fromkeys(assets, 0.0)
-    for run in instance.get_runs(RunsFilter(tags=tags)):
-        if partition is None and run.tags.get("dagster/partition"):
-            continue
-        for step in instance.get_run_step_stats(run.run_id):
-            asset = step.step_key.partition(".")[0].removeprefix(f"{experiment}__")
-            if asset in found and step.start_time and step.end_time:
-                found[asset] += step.end_time - step.start_time
+    found: Seconds = {}
+    with open_instance() as instance:
+        for run in instance.get_runs(RunsFilter(tags={EXPERIMENT_TAG: experiment})):
+            partition = run.tags.get("dagster/partition")
+            assets = found.setdefault(partition, dict.fromkeys(PER_ITERATION if partition else ONCE, 0.0))
+            for step in instance.get_run_step_stats(run.run_id):
+                asset = step.step_key.partition(".")[0].removeprefix(f"{experiment}__")
+                if asset in assets and step.start_time and step.end_time:
+                    assets[asset] += step.end_time - step.start_time
     return found

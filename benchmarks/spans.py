@@ -1,0 +1,153 @@
+"""When work was in progress: intervals by kind, recorded around calls to engines and sandboxes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+from pydantic import PrivateAttr
+
+from contracts.artifacts import Artifact
+from envd.client import Sandbox, SandboxClient
+from envd.types import Limits, ToolCall, ToolResult, VerifyResult
+from inference.engines import BuiltinConfig, OpenAIConfig
+from inference.engines.base import Completion, Engine, SamplingParams
+from resources.experiment import SandboxesConfig
+from resources.sampler import Role, SamplerResource
+from resources.sandboxes import SandboxesResource
+
+Interval = tuple[float, float]
+
+
+class Spans:
+    """Intervals by kind: sampling, tools, grading."""
+
+    def __init__(self) -> None:
+        self.intervals: dict[str, list[Interval]] = {"sampling": [], "tools": [], "grading": []}
+
+    @contextmanager
+    def of(self, kind: str) -> Iterator[None]:
+        """Record the time that the block takes."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.intervals[kind].append((begin, time.perf_counter()))
+
+    def busy(self, *kinds: str) -> float:
+        """Seconds in which at least one interval of these kinds was open."""
+        return union_seconds(interval for kind in kinds for interval in self.intervals[kind])
+
+
+def union_seconds(intervals: Iterable[Interval]) -> float:
+    """Length of the union of intervals."""
+    total, end = 0.0, float("-inf")
+    for first, last in sorted(intervals):
+        total += max(0.0, last - max(first, end))
+        end = max(end, last)
+    return total
+
+
+class MeasuredEngine:
+    """An engine whose calls are recorded."""
+
+    def __init__(self, engine: Engine, spans: Spans) -> None:
+        self._engine, self._spans = engine, spans
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        """See Engine.generate."""
+        with self._spans.of("sampling"):
+            return await self._engine.generate(prompt_ids, params)
+
+    async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+        """See Engine.score."""
+        with self._spans.of("sampling"):
+            return await self._engine.score(token_ids, temperature)
+
+    async def load_weights(self, directory: Path, version: str) -> None:
+        """See Engine.load_weights."""
+        await self._engine.load_weights(directory, version)
+
+    async def version(self) -> str:
+        """See Engine.version."""
+        return await self._engine.version()
+
+    async def close(self) -> None:
+        """See Engine.close."""
+        await self._engine.close()
+
+
+class MeasuredSandbox(Sandbox):
+    """A sandbox whose calls are recorded."""
+
+    def __init__(self, client: SandboxClient, sandbox_id: str, spans: Spans) -> None:
+        super().__init__(client, sandbox_id)
+        self._spans = spans
+
+    async def batch(self, calls: Sequence[ToolCall], *, timeout_s: float = 10) -> list[ToolResult]:
+        """See Sandbox.batch."""
+        with self._spans.of("tools"):
+            return await super().batch(calls, timeout_s=timeout_s)
+
+    async def finish(self) -> bytes:
+        """See Sandbox.finish."""
+        with self._spans.of("tools"):
+            return await super().finish()
+
+
+class MeasuredClient(SandboxClient):
+    """A client whose sandboxes and verifications are recorded."""
+
+    def __init__(self, address: str, spans: Spans) -> None:
+        super().__init__(address)
+        self._spans = spans
+
+    async def create(
+        self, template: str, *, limits: Limits = Limits(), env: Mapping[str, str] | None = None
+    ) -> Sandbox:
+        """See SandboxClient.create."""
+        with self._spans.of("tools"):
+            made = await super().create(template, limits=limits, env=env)
+        return MeasuredSandbox(self, made.id, self._spans)
+
+    async def verify(
+        self, template: str, diff: bytes, hidden_files: Mapping[str, bytes], tests: Sequence[str], *,
+        limits: Limits = Limits(), timeout_s: float = 10,
+    ) -> VerifyResult:  # fmt: skip
+        """See SandboxClient.verify."""
+        with self._spans.of("grading"):
+            return await super().verify(template, diff, hidden_files, tests, limits=limits, timeout_s=timeout_s)
+
+
+class MeasuredSandboxes(SandboxesResource):
+    """Hands out measured clients."""
+
+    _spans: Spans = PrivateAttr(default_factory=Spans)
+
+    @asynccontextmanager
+    async def client(self, config: SandboxesConfig) -> AsyncIterator[SandboxClient]:
+        """See SandboxesResource.client."""
+        async with MeasuredClient(self.address(config), self._spans) as client:
+            yield client
+
+    def record_in(self, spans: Spans) -> None:
+        """Where later clients record."""
+        self._spans = spans
+
+
+class MeasuredSampler(SamplerResource):
+    """Leases measured engines."""
+
+    _spans: Spans = PrivateAttr(default_factory=Spans)
+
+    @asynccontextmanager
+    async def lease(self, policy: Artifact, role: Role, config: BuiltinConfig | OpenAIConfig) -> AsyncIterator[Engine]:
+        """See SamplerResource.lease."""
+        async with super().lease(policy, role, config) as engine:
+            yield MeasuredEngine(engine, self._spans)
+
+    def record_in(self, spans: Spans) -> None:
+        """Where later engines record."""
+        self._spans = spans

@@ -1,0 +1,64 @@
+"""A folder of its own for benchmarks that run iterations: store, Dagster records and experiment files, kept and resumed.
+
+    .triplane/benchmarks/  store/  dagster/  experiments/  logs/
+
+Experiments that differ in name alone share what does not depend on it: task suite, demonstrations, a seed's base policy.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from contracts.store import Store, open_store
+from resources.experiment import Experiment, load_experiment
+from resources.overrides import apply_overrides
+
+DEFAULT_FOLDER = ".triplane/benchmarks"
+DAGSTER_YAML = "telemetry:\n  enabled: false\n"
+
+
+@dataclass(frozen=True)
+class Workbench:
+    """The folder."""
+
+    root: Path
+
+    @classmethod
+    def at(cls, folder: str) -> Workbench:
+        """Make the folder, or find it."""
+        bench = cls(Path(folder).absolute())
+        for name in ("store", "dagster", "experiments", "logs"):
+            (bench.root / name).mkdir(parents=True, exist_ok=True)
+        (bench.root / "dagster" / "dagster.yaml").write_text(DAGSTER_YAML)
+        return bench
+
+    @property
+    def store(self) -> Store:
+        """Its artifacts."""
+        return open_store(str(self.root / "store"))
+
+    def environment(self) -> dict[str, str]:
+        """Variables that make a process work here."""
+        return {
+            **os.environ,
+            "TRIPLANE_STORE": str(self.root / "store"),
+            "TRIPLANE_EXPERIMENTS": str(self.root / "experiments"),
+            "DAGSTER_HOME": str(self.root / "dagster"),
+            "DAGSTER_DISABLE_TELEMETRY": "1",
+        }
+
+    def enter(self) -> None:
+        """Make this process work here."""
+        os.environ.update(self.environment())
+
+    def add_experiment(self, source: Path, name: str, overrides: list[str]) -> Experiment:
+        """Write `source`, renamed and overridden, as an experiment of this folder. Raises ExperimentError."""
+        values: dict[str, Any] = apply_overrides(yaml.safe_load(source.read_text()), [f"name={name}", *overrides])
+        path = self.root / "experiments" / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(values, sort_keys=False))
+        return load_experiment(path)
