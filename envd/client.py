@@ -74,7 +74,7 @@ class SandboxClient:
 
     async def info(self) -> ServerInfo:
         """What the server is: its backend, whether it isolates, how many sandboxes live."""
-        reply = await self._ask(self._sandboxes.Info, pb.InfoRequest(), 5.0)
+        reply = await self._ask(self._sandboxes.Info, pb.InfoRequest(), RPC_GRACE_S)
         return ServerInfo(
             backend=reply.backend,
             isolation=reply.isolation,
