@@ -15,8 +15,8 @@ from curation.errors import TaskError
 from curation.tasks.bugs import VISIBLE_TEST, Bug
 from curation.tasks.families import Family
 from curation.tasks.suite import visible_test
+from envd.client import ToolCall
 from envd.tools import run_file_tool
-from envd.types import ToolCall
 
 DONE = "done"
 """The expert's last turn: a turn without a tool call ends the episode."""
