@@ -5,7 +5,7 @@ from __future__ import annotations
 import dagster as dg
 from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
 
-from assets.naming import ONCE, PER_ITERATION, key_of, partitions_of
+from assets.naming import ONCE, PER_ITERATION, key_of
 from resources.experiment import Experiment
 
 EXPERIMENT_TAG = "triplane/experiment"
@@ -43,7 +43,6 @@ def iteration_job(experiment: Experiment) -> UnresolvedAssetJobDefinition:
     return dg.define_asset_job(
         iteration_job_name(experiment),
         selection=dg.AssetSelection.assets(*(key_of(experiment, asset) for asset in PER_ITERATION)),
-        partitions_def=partitions_of(experiment),
         description=f"{experiment.name}: one iteration, from pinned inputs to the decision.",
         tags=_tags(experiment),
     )

@@ -1,0 +1,34 @@
+"""Runs of an experiment in a store and a Dagster instance of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import dagster as dg
+import pytest
+
+from contracts.store import Store, open_store
+from resources.experiment import Experiment
+from triplane_dagster.run import run_iterations
+
+
+@dataclass(frozen=True)
+class World:
+    """One store and one Dagster instance in which the tiny experiment ran."""
+
+    experiment: Experiment
+    store: Store
+    instance: dg.DagsterInstance
+    made: list[str]
+
+
+def run_world(experiment: Experiment, count: int, folder: Path) -> Iterator[World]:
+    """Run `count` iterations in a fresh store and a fresh instance below `folder`."""
+    (folder / "dagster").mkdir()
+    with pytest.MonkeyPatch.context() as patch, dg.DagsterInstance.local_temp(str(folder / "dagster")) as instance:
+        patch.setenv("TRIPLANE_STORE", str(folder / "store"))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        made = run_iterations(experiment, count, instance)
+        yield World(experiment, open_store(), instance, made)

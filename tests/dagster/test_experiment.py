@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from resources.errors import ExperimentError
+from resources.experiment import find_experiments, load_experiment
+from triplane_dagster.dry_run import plan_of
+
+FOLDER = Path(__file__).parents[2] / "experiments"
+QUICKSTART = FOLDER / "quickstart.yaml"
+
+
+@pytest.mark.parametrize("path", find_experiments(FOLDER), ids=lambda path: path.stem)
+def test_shipped_experiments_load_and_pass_a_dry_run(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIPLANE_STORE", str(tmp_path))
+    experiment = load_experiment(path)
+    assert experiment.name == path.stem.replace("-", "_")
+    rows = plan_of(experiment)
+    assert [row.step for row in rows][:3] == ["task_suite", "base_policy", "iteration_inputs"]
+    assert {row.state for row in rows} == {"will run"}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("trainer.grpo.learning_rat=1e-4", "trainer.grpo.learning_rat is not a field: did you mean learning_rate?"),
+        ("base.sft.max_step=3", "base.sft.max_step is not a field: did you mean max_steps?"),
+        ("engine.thread=3", "engine.thread is not a field: did you mean threads?"),
+        ("rollouts.group_size=0", "rollouts.group_size = 0: Input should be greater than or equal to 1"),
+        ("trainer.grpo.temperature=2", "set both to the same value"),
+        ("sandboxes.limits.memory=3", "did you mean memory_mb?"),
+        ("seed", "is not field=value"),
+        ("name.x=2", "has no fields below it"),
+        ("name=Big Name", "name = 'Big Name'"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_fix(override: str, said: str) -> None:
+    with pytest.raises(ExperimentError) as caught:
+        load_experiment(QUICKSTART, [override])
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_overrides_are_yaml_values_of_any_depth() -> None:
+    experiment = load_experiment(
+        QUICKSTART, ["trainer.grpo.learning_rate=1e-4", "seed=7", "engine.threads=1", "rollouts.refill=false"]
+    )
+    assert experiment.trainer.grpo.learning_rate == 1e-4
+    assert (experiment.seed, experiment.rollouts.refill) == (7, False)
+    assert experiment.engine.model_dump()["threads"] == 1
+
+
+@pytest.mark.parametrize("text", ["", "- a", "name: [", "name: x\nname2: y"])
+def test_a_malformed_file_is_named(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(ExperimentError, match=r"broken\.yaml"):
+        load_experiment(path)
+
+
+def test_an_absent_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ExperimentError, match=r"nothing\.yaml can't be read"):
+        load_experiment(tmp_path / "nothing.yaml")
