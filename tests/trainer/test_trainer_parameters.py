@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from trainer_world import TINY, World
 from triplane_kernels.blockwise import fake_quantize_blockwise
 
-from contracts.checkpoints import expected_tensors
+from contracts.artifacts import open_artifact
+from contracts.checkpoints import WEIGHTS, expected_tensors
 from trainer.data import TokenSequence, cut_by_length, make_batch
 from trainer.errors import TrainingDataError
 from trainer.export import checkpoint_tensors, load_checkpoint
@@ -89,12 +93,8 @@ def test_export_has_the_layout_of_the_contract_and_loads_back_exactly(world: Wor
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     assert shapes == {name: shape for name, (_, shape) in expected_tensors(CONFIG).items()}
     directory = run_job(world.sft_job()).checkpoint
-    from contracts.artifacts import open_artifact
-
     loaded = load_checkpoint(open_artifact(world.store, directory).directory())
     stored = open_artifact(world.store, directory).path("model.safetensors")
-    from safetensors.torch import load_file
-
     again = checkpoint_tensors(loaded)
     assert all(
         torch.equal(again[name].view(torch.uint8), tensor.view(torch.uint8))
@@ -164,3 +164,22 @@ def test_adamw_equals_torchs() -> None:
         reference.step()
     for buffer, handle in zip(ours.buffers, theirs, strict=True):
         torch.testing.assert_close(buffer.master, handle.detach(), atol=1e-6, rtol=1e-5)
+
+
+def test_a_checkpoint_whose_codes_were_changed_is_run_as_it_is(world: World, tmp_path: Path) -> None:
+    directory = open_artifact(world.store, run_job(world.sft_job()).checkpoint).directory()
+    tensors = load_file(directory / WEIGHTS)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name] = torch.where(tensors[name].float().abs() == 448, 240.0, tensors[name].float()).to(
+        tensors[name].dtype
+    )
+    (tmp_path / "config.json").write_bytes((directory / "config.json").read_bytes())
+    save_file(tensors, tmp_path / WEIGHTS)
+    loaded = load_checkpoint(tmp_path)
+    assert torch.equal(checkpoint_tensors(loaded)[name].float(), tensors[name].float())
+    ids = sequences(9)
+    config = loaded.config
+    with torch.no_grad():
+        changed = score(loaded.leaves, config, make_batch(ids)).logprobs
+        original = score(load_checkpoint(directory).leaves, config, make_batch(ids)).logprobs
+    assert not torch.equal(changed, original)
