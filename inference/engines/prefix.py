@@ -35,6 +35,11 @@ class PrefixStore:
         self._lengths: Counter[int] = Counter()
         self._powers = np.ones(0, np.uint64)
 
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is kept at all."""
+        return self._capacity > 0
+
     def put(self, prefix: Prefix) -> None:
         """Keep `prefix`, dropping the least recently used ones beyond the capacity."""
         key = int(self._hashes(prefix.tokens)[-1])

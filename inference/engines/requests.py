@@ -23,6 +23,8 @@ class Request:
     loop: asyncio.AbstractEventLoop
     cancelled: bool = False
     """Set by the event loop's thread, read by the engine's."""
+    shared: bool = False
+    """Whether others with the same prompt wait for its state."""
     marks: list[tuple[str, int]] = field(default_factory=list)
     """(version, tokens generated before it took over), the first at admission."""
 

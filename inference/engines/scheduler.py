@@ -94,13 +94,23 @@ class Scheduler:
                 self._remove(slot)
 
     def _admit(self) -> None:
+        """Start a group. Of requests with one prompt (a GRPO group) the first goes ahead, the others follow with its state."""
         kind, fresh = self.waiting[0].kind, 0
+        leaders: dict[bytes, Request] = {}
+        followers: list[Request] = []
         while self.waiting and fresh < PREFILL_TOKENS and len(self._table.requests) < self._max_batch:
             if self.waiting[0].kind != kind:
                 break
             request = self.waiting.popleft()
-            if not request.cancelled:
+            if request.cancelled:
+                continue
+            leader = leaders.setdefault(request.tokens.tobytes(), request)
+            if leader is not request and self._prefixes.enabled and kind == "generate" and len(request.tokens) > 1:
+                leader.shared = True
+                followers.append(request)
+            else:
                 fresh += self._place(request)
+        self.waiting.extendleft(reversed(followers))
 
     def _place(self, request: Request) -> int:
         """Give `request` the next slot, with what is cached of its prompt. Returns how many tokens remain to be computed."""
@@ -142,7 +152,19 @@ class Scheduler:
             for slot in reversed(range(first, last)):
                 self._finish(slot, "stop")
         else:
+            self._keep_shared(first, last)
             self._extend(first, last, logits_of(self.weights, hidden[torch.from_numpy(batch.ends - 1)]))
+
+    def _keep_shared(self, first: int, last: int) -> None:
+        for slot in range(first, last):
+            if self._table.requests[slot].shared:
+                self._keep(slot, int(self._table.length[slot]) - 1)
+
+    def _keep(self, slot: int, length: int) -> None:
+        """Keep the state of a slot's first `length` tokens for later prompts, unless a reload made it a mixture."""
+        if len(self._table.requests[slot].marks) == 1 and self._prefixes.enabled:
+            tokens = self._table.tokens[slot, :length].copy()
+            self._prefixes.put(Prefix(tokens, self._cache.copy_out(slot, length)))
 
     def _record_scores(self, batch: Batch, hidden: Tensor, starts: np.ndarray, stops: np.ndarray) -> None:
         """Store the log-probability of the token after each computed one."""
@@ -184,14 +206,14 @@ class Scheduler:
     def _finish(self, slot: int, reason: FinishReason) -> None:
         """Deliver a sequence's result, keep what the next turn may reuse, free its slot."""
         table, request = self._table, self._table.requests[slot]
-        length, prompt, cached = int(table.length[slot]), len(request.tokens), int(table.cached[slot])
+        length, prompt = int(table.length[slot]), len(request.tokens)
         if request.kind == "score":
             self._deliver(request, None if reason == "abort" else [0.0, *table.logprobs[slot, 1:length].tolist()])
         else:
             tokens, logprobs = table.tokens[slot, prompt:length].tolist(), table.logprobs[slot, prompt:length].tolist()
             self._deliver(request, request.completion(tokens, logprobs, reason))
-            if reason != "abort" and len(request.marks) == 1:
-                self._prefixes.put(Prefix(table.tokens[slot, :cached].copy(), self._cache.copy_out(slot, cached)))
+            if reason != "abort":
+                self._keep(slot, int(table.cached[slot]))
         self._remove(slot)
 
     def _remove(self, slot: int) -> None:

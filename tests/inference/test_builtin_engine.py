@@ -85,6 +85,14 @@ async def test_reusing_the_state_of_an_earlier_turn_changes_no_bit(policy: Path)
         await engine.close()
 
 
+async def test_samples_of_one_prompt_share_its_state_and_change_no_bit(policy: Path) -> None:
+    wanted = [([5, index // 8, 7, 8, 9], SamplingParams(1.0, 12, seed=index)) for index in range(48)]
+    sharing, plain = BuiltinEngine(policy, "v", max_batch=20), BuiltinEngine(policy, "v", prefix_bytes=0)
+    assert await answers(sharing, wanted) == await answers(plain, wanted)
+    await sharing.close()
+    await plain.close()
+
+
 async def test_score_gives_the_very_logprobs_of_sampling(policy: Path) -> None:
     engine = BuiltinEngine(policy, "v1")
     for temperature in (1.0, 0.8):
