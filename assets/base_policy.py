@@ -2,8 +2,7 @@
 
 import dagster as dg
 
-from assets.naming import check, common_asset
-from contracts.artifacts import ArtifactRef
+from assets.naming import check, define
 from ops.base import make_base
 from ops.checkpoint_check import CHECK, layout_check
 from ops.keys import base_version
@@ -21,11 +20,13 @@ NAME = "base_policy"
 def build(experiment: Experiment) -> dg.AssetsDefinition:
     """The asset of one experiment."""
 
-    @dg.asset(
-        **common_asset(experiment, NAME, "pytorch", "safetensors"),
+    @define(
+        experiment,
+        NAME,
+        kinds={"pytorch", "safetensors"},
         description="An FP8 mixture-of-experts checkpoint that knows the tools, with its tokenizer and demonstrations as artifacts of their own.",
         code_version=base_version(experiment),
-        check_specs=[check(experiment, NAME, CHECK, "Every tensor that its config.json implies, no more.", blocking=True)],
+        checks=[check(experiment, NAME, CHECK, "Every tensor that its config.json implies, no more.", blocking=True)],
     )
     def base_policy(
         context: dg.AssetExecutionContext, store: StoreResource, launcher: LocalLauncher,

@@ -2,7 +2,7 @@
 
 import dagster as dg
 
-from assets.naming import check, common_asset, inputs_of
+from assets.naming import check, define
 from contracts.artifacts import ArtifactRef
 from ops.checkpoint_check import CHECK, layout_check
 from ops.inputs import read_inputs, trainer_state_of
@@ -21,12 +21,14 @@ NAME = "checkpoint"
 def build(experiment: Experiment) -> dg.AssetsDefinition:
     """The asset of one experiment."""
 
-    @dg.asset(
-        **common_asset(experiment, NAME, "pytorch", "safetensors"),
-        ins=inputs_of(experiment, "iteration_inputs", "dataset"),
+    @define(
+        experiment,
+        NAME,
+        kinds={"pytorch", "safetensors"},
+        ins=["iteration_inputs", "dataset"],
         description="Weights after one iteration of policy gradient, exported as the very FP8 codes that were trained.",
         code_version=GRPO_VERSION,
-        check_specs=[check(experiment, NAME, CHECK, "Every tensor that its config.json implies, no more.", blocking=True)],
+        checks=[check(experiment, NAME, CHECK, "Every tensor that its config.json implies, no more.", blocking=True)],
     )
     def checkpoint(
         context: dg.AssetExecutionContext, iteration_inputs: ArtifactRef, dataset: ArtifactRef, store: StoreResource,

@@ -2,7 +2,7 @@
 
 import dagster as dg
 
-from assets.naming import check, common_asset, inputs_of
+from assets.naming import check, define
 from contracts.artifacts import ArtifactRef
 from curation.dataset import DATASET_VERSION
 from ops.grading import make_dataset
@@ -19,12 +19,14 @@ CHECK = "has_something_to_learn_from"
 def build(experiment: Experiment) -> dg.AssetsDefinition:
     """The asset of one experiment."""
 
-    @dg.asset(
-        **common_asset(experiment, NAME, "parquet", "duckdb"),
-        ins=inputs_of(experiment, "rollouts", "rewards"),
+    @define(
+        experiment,
+        NAME,
+        kinds={"parquet", "duckdb"},
+        ins=["rollouts", "rewards"],
         description="Rows that train, and for every other episode the reason why not.",
         code_version=DATASET_VERSION,
-        check_specs=[check(experiment, NAME, CHECK, "At least one sequence was kept.", blocking=False)],
+        checks=[check(experiment, NAME, CHECK, "At least one sequence was kept.", blocking=False)],
     )
     def dataset(
         context: dg.AssetExecutionContext, rollouts: ArtifactRef, rewards: ArtifactRef, store: StoreResource,

@@ -2,7 +2,7 @@
 
 import dagster as dg
 
-from assets.naming import common_asset, inputs_of
+from assets.naming import define
 from contracts.artifacts import ArtifactRef
 from ops.evaluation import evaluate
 from ops.inputs import read_inputs
@@ -21,9 +21,11 @@ NAME = "evaluation"
 def build(experiment: Experiment) -> dg.AssetsDefinition:
     """The asset of one experiment."""
 
-    @dg.asset(
-        **common_asset(experiment, NAME, "json"),
-        ins=inputs_of(experiment, "iteration_inputs", "checkpoint"),
+    @define(
+        experiment,
+        NAME,
+        kinds={"json"},
+        ins=["iteration_inputs", "checkpoint"],
         description="Pass rates of candidate and parent and their paired difference, each with its interval.",
         code_version=EVALUATION_VERSION,
     )
@@ -42,7 +44,11 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         ]
         plots = {f"{split} difference": found["difference"]["mean"] for split, found in body.items()}
         plots |= {f"{row['split']} {row['policy']} pass rate": row["rate"] for row in rows}
-        metadata = {**numbers(plots), "pass rates": markdown_table(rows), "checkpoint": link(experiment.name, "checkpoint")}
+        metadata = {
+            **numbers(plots),
+            "pass rates": markdown_table(rows),
+            "checkpoint": link(experiment.name, "checkpoint"),
+        }
         return result(evaluated, metadata)
 
     return evaluation

@@ -3,7 +3,7 @@
 import dagster as dg
 from pydantic import Field
 
-from assets.naming import common_asset, inputs_of
+from assets.naming import define
 from contracts.artifacts import ArtifactRef
 from ops.inputs import pin_inputs, read_inputs
 from ops.keys import INPUTS_VERSION
@@ -29,9 +29,11 @@ class StartFrom(dg.Config):
 def build(experiment: Experiment) -> dg.AssetsDefinition:
     """The asset of one experiment."""
 
-    @dg.asset(
-        **common_asset(experiment, NAME, "json"),
-        ins=inputs_of(experiment, "task_suite", "base_policy"),
+    @define(
+        experiment,
+        NAME,
+        kinds={"json"},
+        ins=["task_suite", "base_policy"],
         description="By digest: the acting policy, what training starts from, suite, base and prompt cursor. Written once, then only read.",
         code_version=INPUTS_VERSION,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import dagster as dg
@@ -33,20 +34,29 @@ def inputs_of(experiment: Experiment, *assets: str) -> dict[str, dg.AssetIn]:
     return {asset: dg.AssetIn(key=key_of(experiment, asset)) for asset in assets}
 
 
-def common(experiment: Experiment, asset: str, *kinds: str) -> dict[str, Any]:
-    """What every asset definition of an experiment is given."""
-    given: dict[str, Any] = {
-        "key": key_of(experiment, asset),
-        "group_name": experiment.name,
-        "owners": OWNERS,
-        "kinds": set(kinds),
-    }
-    return given | ({"partitions_def": partitions_of(experiment)} if asset in PER_ITERATION else {})
-
-
-def common_asset(experiment: Experiment, asset: str, *kinds: str) -> dict[str, Any]:
-    """Like `common`, for assets that are one op."""
-    return common(experiment, asset, *kinds) | {"dagster_type": REF}
+def define(
+    experiment: Experiment,
+    asset: str,
+    *,
+    kinds: set[str],
+    description: str,
+    code_version: str,
+    ins: Sequence[str] = (),
+    checks: Sequence[dg.AssetCheckSpec] = (),
+) -> Callable[[Callable[..., Any]], dg.AssetsDefinition]:
+    """Decorates the one function that makes an asset. ins: the assets whose references it is given, under their names."""
+    return dg.asset(
+        key=key_of(experiment, asset),
+        group_name=experiment.name,
+        owners=OWNERS,
+        kinds=kinds,
+        description=description,
+        code_version=code_version,
+        partitions_def=partitions_of(experiment) if asset in PER_ITERATION else None,
+        ins=inputs_of(experiment, *ins),
+        check_specs=checks,
+        dagster_type=REF,
+    )
 
 
 def check(experiment: Experiment, asset: str, name: str, description: str, *, blocking: bool) -> dg.AssetCheckSpec:

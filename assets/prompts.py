@@ -2,7 +2,7 @@
 
 import dagster as dg
 
-from assets.naming import common_asset, inputs_of
+from assets.naming import define
 from contracts.artifacts import ArtifactRef
 from ops.inputs import draw_and_commit
 from ops.keys import PROMPTS_VERSION
@@ -18,9 +18,11 @@ NAME = "prompts"
 def build(experiment: Experiment) -> dg.AssetsDefinition:
     """The asset of one experiment."""
 
-    @dg.asset(
-        **common_asset(experiment, NAME, "json"),
-        ins=inputs_of(experiment, "iteration_inputs"),
+    @define(
+        experiment,
+        NAME,
+        kinds={"json"},
+        ins=["iteration_inputs"],
         description="Tasks drawn without replacement within an epoch, deterministic by seed and cursor.",
         code_version=PROMPTS_VERSION,
     )

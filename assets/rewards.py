@@ -2,7 +2,7 @@
 
 import dagster as dg
 
-from assets.naming import check, common_asset, inputs_of
+from assets.naming import check, define
 from contracts.artifacts import ArtifactRef, open_artifact
 from contracts.chat import ChatTokenizer
 from curation.rewards import REWARDS_VERSION
@@ -24,12 +24,14 @@ GRADED = 0.98
 def build(experiment: Experiment) -> dg.AssetsDefinition:
     """The asset of one experiment."""
 
-    @dg.asset(
-        **common_asset(experiment, NAME, "parquet", "pytest"),
-        ins=inputs_of(experiment, "iteration_inputs", "rollouts"),
+    @define(
+        experiment,
+        NAME,
+        kinds={"parquet", "pytest"},
+        ins=["iteration_inputs", "rollouts"],
         description="Reward and its components for every episode; null where infrastructure failed, never 0.",
         code_version=REWARDS_VERSION,
-        check_specs=[
+        checks=[
             check(experiment, NAME, CHECK, f"At least {GRADED:.0%} of the episodes have a reward.", blocking=False)
         ],
     )
@@ -51,6 +53,10 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
             "rollouts": link(experiment.name, "rollouts"),
             "samples": sample_episodes(episodes, tokenizer, load_tasks(step.store, inputs.task_suite), graded),
         }
-        return result(graded, metadata, [dg.AssetCheckResult(check_name=CHECK, passed=share >= GRADED, metadata={"graded": share})])
+        return result(
+            graded,
+            metadata,
+            [dg.AssetCheckResult(check_name=CHECK, passed=share >= GRADED, metadata={"graded": share})],
+        )
 
     return rewards

@@ -4,7 +4,7 @@ from typing import Any
 
 import dagster as dg
 
-from assets.naming import check, common, inputs_of, key_of
+from assets.naming import OWNERS, check, inputs_of, key_of, partitions_of
 from inference.rollouts import ROLLOUTS_VERSION
 from ops.rollouts import CHECK, rollout_ops
 from resources.experiment import Experiment
@@ -18,7 +18,11 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
     check_output = f"{key_of(experiment, NAME).to_python_identifier()}_{CHECK}"
 
     @dg.graph_asset(
-        **common(experiment, NAME, "parquet"),
+        key=key_of(experiment, NAME),
+        group_name=experiment.name,
+        owners=OWNERS,
+        kinds={"parquet"},
+        partitions_def=partitions_of(experiment),
         ins=inputs_of(experiment, "iteration_inputs", "prompts"),
         description="Episodes of the acting policy in sandboxes: episodes, sequences with logprobs, and their costs.",
         code_version=ROLLOUTS_VERSION,

@@ -2,7 +2,7 @@
 
 import dagster as dg
 
-from assets.naming import common_asset, inputs_of
+from assets.naming import define
 from contracts.artifacts import ArtifactRef
 from ops.inputs import read_inputs
 from ops.keys import DECISION_VERSION
@@ -20,9 +20,11 @@ NAME = "sampler"
 def build(experiment: Experiment) -> dg.AssetsDefinition:
     """The asset of one experiment."""
 
-    @dg.asset(
-        **common_asset(experiment, NAME, "json"),
-        ins=inputs_of(experiment, "iteration_inputs", "checkpoint", "evaluation"),
+    @define(
+        experiment,
+        NAME,
+        kinds={"json"},
+        ins=["iteration_inputs", "checkpoint", "evaluation"],
         description="Whether the candidate went live, and why. Non-inferiority on the gate, then compare-and-swap on its parent.",
         code_version=DECISION_VERSION,
     )

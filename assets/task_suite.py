@@ -2,8 +2,7 @@
 
 import dagster as dg
 
-from assets.naming import check, common_asset
-from contracts.artifacts import ArtifactRef
+from assets.naming import check, define
 from contracts.tasks import Split
 from curation.tasks.suite import SUITE_VERSION
 from ops.base import make_suite
@@ -21,11 +20,13 @@ CHECK = "every_split_has_tasks"
 def build(experiment: Experiment) -> dg.AssetsDefinition:
     """The asset of one experiment."""
 
-    @dg.asset(
-        **common_asset(experiment, NAME, "parquet", "pytest"),
+    @define(
+        experiment,
+        NAME,
+        kinds={"parquet", "pytest"},
         description="Small repositories to repair, in the splits train, gate and held_out, validated in sandboxes.",
         code_version=SUITE_VERSION,
-        check_specs=[check(experiment, NAME, CHECK, "No split came out empty.", blocking=True)],
+        checks=[check(experiment, NAME, CHECK, "No split came out empty.", blocking=True)],
     )
     def task_suite(
         context: dg.AssetExecutionContext, store: StoreResource, sandboxes: SandboxesResource,
@@ -41,6 +42,8 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
             **numbers({f"tasks {split}": count for split, count in splits.items()}),
             "samples": markdown_table(table.to_pylist()[::stride][:12]),
         }
-        return result(suite, metadata, [dg.AssetCheckResult(check_name=CHECK, passed=passed, metadata={"splits": splits})])
+        return result(
+            suite, metadata, [dg.AssetCheckResult(check_name=CHECK, passed=passed, metadata={"splits": splits})]
+        )
 
     return task_suite

@@ -33,11 +33,20 @@ from resources.sandboxes import SandboxesResource
 def samples_of(experiment: Experiment) -> dict[Split, int]:
     """Episodes a task, of each split that is played."""
     config = experiment.evaluation
-    return {split: samples for split, samples in ((Split.GATE, config.gate_samples), (Split.HELD_OUT, config.held_out_samples)) if samples}
+    return {
+        split: samples
+        for split, samples in ((Split.GATE, config.gate_samples), (Split.HELD_OUT, config.held_out_samples))
+        if samples
+    }
 
 
 def evaluate(
-    step: Step, sampler: SamplerResource, sandboxes: SandboxesResource, candidate: ArtifactRef, parent: ArtifactRef, suite: ArtifactRef
+    step: Step,
+    sampler: SamplerResource,
+    sandboxes: SandboxesResource,
+    candidate: ArtifactRef,
+    parent: ArtifactRef,
+    suite: ArtifactRef,
 ) -> Artifact:
     """The `evaluation` artifact of a candidate and its parent."""
     runs: dict[str, Artifact] = {}
@@ -56,10 +65,17 @@ def evaluate(
     }
     parents = {**refs, "candidate": candidate, "parent": parent}
     with ArtifactWriter(
-        step.store, "evaluation", key, parents=parents, config={"confidence": confidence}, code_version=keys.EVALUATION_VERSION
+        step.store,
+        "evaluation",
+        key,
+        parents=parents,
+        config={"confidence": confidence},
+        code_version=keys.EVALUATION_VERSION,
     ) as out:
         out.add_json("evaluation.json", body)
-        return out.commit(meta={f"{split}_{who}": body[split][who]["rate"] for split in body for who in ("candidate", "parent")})
+        return out.commit(
+            meta={f"{split}_{who}": body[split][who]["rate"] for split in body for who in ("candidate", "parent")}
+        )
 
 
 def compare(candidate: Artifact, parent: Artifact, confidence: float) -> dict[str, Any]:
@@ -122,7 +138,9 @@ async def _play_split(
     key = keys.evaluation_run_key(experiment, policy, suite, split, samples)
 
     def playing(now: ShardProgress) -> None:
-        step.progress.update(split.value, now.episodes_done, now.episodes_total, tokens_per_second=now.tokens_per_second)
+        step.progress.update(
+            split.value, now.episodes_done, now.episodes_total, tokens_per_second=now.tokens_per_second
+        )
 
     episodes = await run_episodes(
         split_tasks(tasks, split), samples, experiment=keys.EVALUATION_SLOTS, split=split, seed=experiment.seed, key=key,

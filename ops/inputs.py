@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, Frozen, find_artifact, list_artifacts, open_artifact
+from pydantic import Field
+
+from contracts.artifacts import (
+    Artifact,
+    ArtifactRef,
+    ArtifactWriter,
+    Frozen,
+    find_artifact,
+    list_artifacts,
+    open_artifact,
+)
 from contracts.store import Store
 from contracts.tasks import Split, Task, read_tasks
 from inference.rollouts.plan import GroupPlan, draw_prompts
@@ -33,7 +43,7 @@ class IterationInputs(Frozen):
     """The base policy's checkpoint."""
     cursor: int
     """Prompts drawn by earlier iterations."""
-    carried_over: list[str] = []
+    carried_over: list[str] = Field(default_factory=list)
     """Episode ids taken over unfinished from an earlier iteration."""
 
 
@@ -54,7 +64,9 @@ def trainer_state_of(store: Store, checkpoint: ArtifactRef) -> ArtifactRef:
     """The trainer state that belongs to a checkpoint: it has the same action key. Raises NotMaterialized."""
     state = find_artifact(store, "trainer_state", checkpoint.key)
     if state is None:
-        raise NotMaterialized(f"checkpoint {checkpoint.short} has no trainer_state in {store.url}: train or import it again")
+        raise NotMaterialized(
+            f"checkpoint {checkpoint.short} has no trainer_state in {store.url}: train or import it again"
+        )
     return state.ref
 
 
@@ -102,7 +114,9 @@ def resolve_start(store: Store, experiment: str, base: ArtifactRef, policy: str)
 
 def find_checkpoint(store: Store, prefix: str) -> ArtifactRef:
     """The one checkpoint whose content digest begins with `prefix`. Raises RegistryError."""
-    found = {each.ref.digest: each.ref for each in list_artifacts(store, "checkpoint") if each.ref.digest.startswith(prefix)}
+    found = {
+        each.ref.digest: each.ref for each in list_artifacts(store, "checkpoint") if each.ref.digest.startswith(prefix)
+    }
     if len(found) != 1:
         fault = "matches no checkpoint" if not found else f"matches {len(found)} checkpoints"
         raise RegistryError(f"policy {prefix!r} {fault} in {store.url}: give live, base or more digits of a digest")
@@ -145,7 +159,12 @@ def draw_and_commit(step: Step, inputs_ref: ArtifactRef) -> Artifact:
     drawn = draw(step.store, step.experiment, inputs)
     config = keys.prompts_slice(step.experiment, step.iteration, inputs.cursor)
     with ArtifactWriter(
-        step.store, "prompts", key, parents={"task_suite": inputs.task_suite}, config=config, code_version=keys.PROMPTS_VERSION
+        step.store,
+        "prompts",
+        key,
+        parents={"task_suite": inputs.task_suite},
+        config=config,
+        code_version=keys.PROMPTS_VERSION,
     ) as out:
         out.add_json("prompts.json", drawn.model_dump(mode="json"))
         return out.commit(

@@ -29,9 +29,7 @@ def derived_seed(experiment: Experiment, purpose: str) -> int:
 
 def tokenizer_key(experiment: Experiment) -> str:
     """Of the base policy's tokenizer: what `curation.tokenizer.build_tokenizer` commits under."""
-    return action_key(
-        "tokenizer", {}, {"seed": experiment.tasks.seed, "vocabulary": VOCABULARY}, TOKENIZER_VERSION
-    )
+    return action_key("tokenizer", {}, {"seed": experiment.tasks.seed, "vocabulary": VOCABULARY}, TOKENIZER_VERSION)
 
 
 def demonstrations_key(experiment: Experiment, base: SftBase, tokenizer: ArtifactRef) -> str:
@@ -42,7 +40,11 @@ def demonstrations_key(experiment: Experiment, base: SftBase, tokenizer: Artifac
 
 def sft_slice(experiment: Experiment, base: SftBase) -> dict[str, Any]:
     """What decides the warm start beside its data."""
-    return {"model": base.model.model_dump(mode="json"), "sft": base.sft.model_dump(mode="json"), "seed": experiment.seed}
+    return {
+        "model": base.model.model_dump(mode="json"),
+        "sft": base.sft.model_dump(mode="json"),
+        "seed": experiment.seed,
+    }
 
 
 def sft_key(experiment: Experiment, base: SftBase, tokenizer: ArtifactRef, demonstrations: ArtifactRef) -> str:
@@ -142,9 +144,7 @@ def evaluation_run_key(
 ) -> str:
     """Of one policy's episodes on one split."""
     inputs = {"policy": policy.digest, "task_suite": suite.digest}
-    return action_key(
-        "evaluation_run", inputs, evaluation_slice(experiment, split, samples), EVALUATION_RUN_VERSION
-    )
+    return action_key("evaluation_run", inputs, evaluation_slice(experiment, split, samples), EVALUATION_RUN_VERSION)
 
 
 def evaluation_key(experiment: Experiment, runs: dict[str, ArtifactRef]) -> str:

@@ -39,7 +39,9 @@ def publish(step: Step, inputs: IterationInputs, candidate: ArtifactRef, evaluat
     found = find_artifact(step.store, "sampler", key)
     if found is not None:
         return found
-    difference = PairedDifference(**open_artifact(step.store, evaluation).json("evaluation.json")[Split.GATE.value]["difference"])
+    difference = PairedDifference(
+        **open_artifact(step.store, evaluation).json("evaluation.json")[Split.GATE.value]["difference"]
+    )
     decision = _decide(step, candidate, parent, difference)
     parents = {"candidate": candidate, "parent": parent, "evaluation": evaluation}
     config: dict[str, Any] = keys.decision_slice(step.experiment, step.iteration)

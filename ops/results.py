@@ -53,7 +53,10 @@ def numbers(values: Mapping[str, Any]) -> Metadata:
     return {
         name: value
         for name, value in values.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value and abs(value) != float("inf")
+        if isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and value == value
+        and abs(value) != float("inf")
     }
 
 
@@ -85,9 +88,7 @@ def output(artifact: Artifact, metadata: Mapping[str, Any]) -> dg.Output[Artifac
     )
 
 
-def result(
-    artifact: Artifact, metadata: Mapping[str, Any], checks: Sequence[dg.AssetCheckResult] = ()
-) -> Materialized:
+def result(artifact: Artifact, metadata: Mapping[str, Any], checks: Sequence[dg.AssetCheckResult] = ()) -> Materialized:
     """What an asset returns."""
     return dg.MaterializeResult(
         value=artifact.ref,

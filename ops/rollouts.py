@@ -92,7 +92,11 @@ async def sample_shard(
 
 def _show(step: Step, now: ShardProgress) -> None:
     step.progress.update(
-        f"sampling {now.shard}", now.episodes_done, now.episodes_total, groups=now.groups_done, tokens_per_second=now.tokens_per_second
+        f"sampling {now.shard}",
+        now.episodes_done,
+        now.episodes_total,
+        groups=now.groups_done,
+        tokens_per_second=now.tokens_per_second,
     )
 
 
@@ -100,7 +104,9 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
     """(plan, shard, merge) of one experiment, for the rollouts graph."""
     prefix = f"{experiment.name}_{ASSET}"
 
-    @dg.op(name=f"{prefix}_plan", out=dg.DynamicOut(dict[str, Any]), description="Commit the plan and hand out its shards.")
+    @dg.op(
+        name=f"{prefix}_plan", out=dg.DynamicOut(dict[str, Any]), description="Commit the plan and hand out its shards."
+    )
     def plan(
         context: dg.OpExecutionContext, iteration_inputs: ArtifactRef, prompts: ArtifactRef, store: StoreResource,
         progress: dg.ResourceParam[ProgressSink],
@@ -133,7 +139,10 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
         out={"result": dg.Out(ArtifactRef), "check": dg.Out(dg.AssetCheckResult)},
     )  # fmt: skip
     def merge(
-        context: dg.OpExecutionContext, parts: list[dict[str, Any]], store: StoreResource, progress: dg.ResourceParam[ProgressSink]
+        context: dg.OpExecutionContext,
+        parts: list[dict[str, Any]],
+        store: StoreResource,
+        progress: dg.ResourceParam[ProgressSink],
     ) -> tuple[dg.Output[ArtifactRef], dg.Output[dg.AssetCheckResult]]:
         step = begin(context, experiment, ASSET, store.open(), progress)
         planned = read_plan(open_artifact(step.store, ArtifactRef.model_validate(parts[0]["plan"])))

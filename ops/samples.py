@@ -22,7 +22,9 @@ def sample_episodes(
     rollouts: Artifact, tokenizer: ChatTokenizer, tasks: Mapping[str, Task], rewards: Artifact | None = None
 ) -> dg.MarkdownMetadataValue:
     """A table of episodes spread over the artifact: task, outcome, reward, tool calls and the text the tokens stand for."""
-    episodes = rollouts.table("episodes.parquet", columns=["episode_id", "task_id", "outcome", "turns", "policy_tokens"])
+    episodes = rollouts.table(
+        "episodes.parquet", columns=["episode_id", "task_id", "outcome", "turns", "policy_tokens"]
+    )
     if not episodes.num_rows:
         return markdown_table([])
     stride = max(1, episodes.num_rows // SAMPLES)

@@ -20,7 +20,9 @@ Context = dg.OpExecutionContext | dg.AssetExecutionContext
 class StepProgress:
     """Tells the sink everything and Dagster something every few seconds."""
 
-    def __init__(self, context: Context, experiment: str, asset: str, partition: str | None, sink: ProgressSink) -> None:
+    def __init__(
+        self, context: Context, experiment: str, asset: str, partition: str | None, sink: ProgressSink
+    ) -> None:
         self._context, self._sink = context, sink
         self._key = dg.AssetKey([experiment, asset])
         self._asset, self._partition = asset, partition

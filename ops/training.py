@@ -18,7 +18,9 @@ from resources.launcher import Launcher
 from trainer.config import GrpoJob, SftJob
 
 
-def warm_start(step: Step, launcher: Launcher, base: SftBase, tokenizer: ArtifactRef, demonstrations: ArtifactRef) -> Artifact:
+def warm_start(
+    step: Step, launcher: Launcher, base: SftBase, tokenizer: ArtifactRef, demonstrations: ArtifactRef
+) -> Artifact:
     """The base policy's checkpoint; trains it when no one did."""
     experiment = step.experiment
     job = SftJob(
@@ -77,5 +79,7 @@ def _train(step: Step, launcher: Launcher, job: SftJob | GrpoJob, steps: int) ->
     launcher.run(step.context, command, nodes=where.nodes, gpus=where.gpus, on_message=on_message)
     found = find_artifact(step.store, "checkpoint", job.key)
     if found is None or find_artifact(step.store, "trainer_state", job.key) is None:
-        raise LaunchFailed(f"training {job.key[:12]} ended without its checkpoint in {step.store.url}: see the run's log")
+        raise LaunchFailed(
+            f"training {job.key[:12]} ended without its checkpoint in {step.store.url}: see the run's log"
+        )
     return open_artifact(step.store, found.ref)

@@ -63,26 +63,26 @@ class ImportedBase(Section):
 class PromptsConfig(Section):
     """How many groups an iteration samples."""
 
-    groups: int = Field(64, ge=1, le=1_000_000)
+    groups: int = Field(default=64, ge=1, le=1_000_000)
     """Prompts an iteration."""
-    reserve: int = Field(16, ge=0, le=1_000_000)
+    reserve: int = Field(default=16, ge=0, le=1_000_000)
     """Further prompts, for groups that show no variance."""
-    workers: int = Field(1, ge=1, le=1024)
+    workers: int = Field(default=1, ge=1, le=1024)
     """Mapped steps that share the groups. A worker holds hundreds of episodes at once, so tens are many."""
 
 
 class LimitsConfig(Section):
     """What one episode's sandbox may use."""
 
-    memory_mb: int = Field(512, ge=16)
+    memory_mb: int = Field(default=512, ge=16)
     """All its processes and files together, in MiB."""
-    pids: int = Field(64, ge=4)
+    pids: int = Field(default=64, ge=4)
     """Processes and threads alive at once."""
-    cpu: float = Field(1.0, gt=0)
+    cpu: float = Field(default=1.0, gt=0)
     """Cores."""
-    disk_mb: int = Field(64, ge=1)
+    disk_mb: int = Field(default=64, ge=1)
     """Everything it writes, in MiB."""
-    lifetime_s: float = Field(600.0, gt=0)
+    lifetime_s: float = Field(default=600.0, gt=0)
     """Seconds after which it is destroyed, whoever forgot it."""
 
     def limits(self) -> Limits:
@@ -106,11 +106,11 @@ class LauncherConfig(Section):
 
     kind: Literal["local"] = "local"
     """local: a process on this machine, one a GPU under torchrun where there are several."""
-    nodes: int = Field(1, ge=1, le=1024)
+    nodes: int = Field(default=1, ge=1, le=1024)
     """Machines."""
-    gpus: int = Field(0, ge=0, le=64)
+    gpus: int = Field(default=0, ge=0, le=64)
     """GPUs a machine; 0 trains on the CPU."""
-    threads: int = Field(0, ge=0, le=1024)
+    threads: int = Field(default=0, ge=0, le=1024)
     """CPU threads of a training process; 0: all cores. Another count may give other bits."""
 
 
@@ -126,18 +126,18 @@ class TrainerConfig(Section):
 class EvaluationConfig(Section):
     """How the candidate and its parent are compared."""
 
-    gate_samples: int = Field(2, ge=1, le=1024)
+    gate_samples: int = Field(default=2, ge=1, le=1024)
     """Episodes a gate task. The gate decides."""
-    held_out_samples: int = Field(2, ge=0, le=1024)
+    held_out_samples: int = Field(default=2, ge=0, le=1024)
     """Episodes a held-out task. No decision reads them; 0 plays none."""
 
 
 class PromotionConfig(Section):
     """When a candidate goes live."""
 
-    margin: float = Field(0.05, ge=0, le=1)
+    margin: float = Field(default=0.05, ge=0, le=1)
     """Pass rate on the gate that the candidate may lose, at most."""
-    confidence: float = Field(0.90, gt=0, lt=1)
+    confidence: float = Field(default=0.90, gt=0, lt=1)
     """Of the two-sided interval whose lower end must stay above -margin."""
     on_refusal: Literal["stop", "retry_from_live"] = "retry_from_live"
     """What the next iteration of a sequence does: not start, or sample again with the live policy."""
@@ -150,9 +150,9 @@ class Experiment(Section):
     """Prefix of its assets and name of its partitions: lower case letters, digits and underscores."""
     description: str = ""
     """One line for the UI."""
-    seed: int = Field(0, ge=0, lt=2**31)
+    seed: int = Field(default=0, ge=0, lt=2**31)
     """Of sampling, prompts and training. Tasks and demonstrations have their own."""
-    iterations: int = Field(8, ge=1, le=9999)
+    iterations: int = Field(default=8, ge=1, le=9999)
     """Iterations that `demo` and an unnumbered `iterate` run."""
     tasks: TaskSuiteConfig = TaskSuiteConfig()
     """The task suite."""
@@ -209,7 +209,9 @@ def load_experiment(path: Path | str, overrides: list[str] | None = None) -> Exp
     try:
         text = source.read_text()
     except OSError as error:
-        raise ExperimentError(f"experiment {source} can't be read ({error.strerror}): name a YAML file in experiments/") from None
+        raise ExperimentError(
+            f"experiment {source} can't be read ({error.strerror}): name a YAML file in experiments/"
+        ) from None
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:

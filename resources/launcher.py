@@ -33,7 +33,7 @@ class Launcher(Protocol):
         """Every message the command sent, in order; `on_message` gets each when it arrives. Raises LaunchFailed."""
 
 
-class LocalLauncher(dg.ConfigurableResource):
+class LocalLauncher(dg.ConfigurableResource[Any]):
     """Runs a command as a child process of this machine. The child dies with its parent."""
 
     grace_s: float = Field(default=20.0, gt=0, description="Seconds a child gets to end after being asked to")

@@ -13,7 +13,6 @@ from pydantic import BaseModel, ValidationError
 
 from resources.errors import ExperimentError
 
-
 _KINDS: dict[int | str, tuple[str, ...]] = {"base": ("sft", "import"), "engine": ("builtin", "openai")}
 
 
@@ -23,7 +22,9 @@ def apply_overrides(values: dict[str, Any], overrides: list[str]) -> dict[str, A
     for override in overrides:
         path, equals, text = override.partition("=")
         if not equals or not path.strip():
-            raise ExperimentError(f"override {override!r} is not field=value: write e.g. trainer.grpo.learning_rate=1e-4")
+            raise ExperimentError(
+                f"override {override!r} is not field=value: write e.g. trainer.grpo.learning_rate=1e-4"
+            )
         *parents, last = path.strip().split(".")
         place = result
         for parent in parents:

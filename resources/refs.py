@@ -1,7 +1,7 @@
 """What an asset last produced, as references: the only thing that passes through Dagster between steps.
 
-    pointers/assets/<experiment>/<asset>/<partition>/<number>.json     an ArtifactRef; the highest number counts
-    runs/<run>/<step>/<output>.json                                    values inside a graph asset (shards)
+pointers/assets/<experiment>/<asset>/<partition>/<number>.json     an ArtifactRef; the highest number counts
+runs/<run>/<step>/<output>.json                                    values inside a graph asset (shards)
 """
 
 from typing import Any
@@ -15,7 +15,9 @@ from contracts.store import Store
 from resources.errors import NotMaterialized
 from resources.store import StoreResource
 
-REF = dg.PythonObjectDagsterType(ArtifactRef, name="ArtifactRef", description="Where an artifact is, and its content digest.")
+REF = dg.PythonObjectDagsterType(
+    ArtifactRef, name="ArtifactRef", description="Where an artifact is, and its content digest."
+)
 dg.make_python_type_usable_as_dagster_type(ArtifactRef, REF)
 
 UNPARTITIONED = "all"
@@ -70,7 +72,9 @@ class RefIOManager(dg.ConfigurableIOManager):
             store.create(_step_key(context), canonical_json(obj))
             return
         if not isinstance(obj, ArtifactRef):
-            raise TypeError(f"asset {context.asset_key.to_user_string()} returned {type(obj).__name__}, not an ArtifactRef")
+            raise TypeError(
+                f"asset {context.asset_key.to_user_string()} returned {type(obj).__name__}, not an ArtifactRef"
+            )
         experiment, asset = context.asset_key.path
         write_ref(store, experiment, asset, context.asset_partition_key if context.has_asset_partitions else None, obj)
 
@@ -84,7 +88,9 @@ class RefIOManager(dg.ConfigurableIOManager):
             assert upstream is not None, "an input inside a graph has an upstream step"
             return json.loads(store.get(_step_key(upstream)))
         experiment, asset = context.asset_key.path
-        return require_ref(store, experiment, asset, context.asset_partition_key if context.has_asset_partitions else None)
+        return require_ref(
+            store, experiment, asset, context.asset_partition_key if context.has_asset_partitions else None
+        )
 
 
 def _step_key(context: dg.OutputContext) -> str:

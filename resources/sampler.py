@@ -1,6 +1,6 @@
 """Engines that serve a policy, as a Dagster resource.
 
-    lease(policy, role) -> the kept engine, hot-reloaded when it serves another policy -> release
+lease(policy, role) -> the kept engine, hot-reloaded when it serves another policy -> release
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import dagster as dg
 from pydantic import PrivateAttr
@@ -21,7 +21,7 @@ Role = Literal["rollouts", "evaluation"]
 """What an engine is wanted for; who owns GPUs decides by it."""
 
 
-class SamplerResource(dg.ConfigurableResource):
+class SamplerResource(dg.ConfigurableResource[Any]):
     """Leases engines. The built-in one is kept between the leases of a run; remote ones are connected to for each."""
 
     _kept: dict[str, tuple[Engine, str]] = PrivateAttr(default_factory=dict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from typing import Any
 
 import dagster as dg
 from pydantic import PrivateAttr
@@ -13,7 +14,7 @@ from envd.local import LocalEnvd
 from resources.experiment import SandboxesConfig
 
 
-class SandboxesResource(dg.ConfigurableResource):
+class SandboxesResource(dg.ConfigurableResource[Any]):
     """Hands out clients. A server that it starts lives until the run ends."""
 
     _servers: ExitStack = PrivateAttr(default_factory=ExitStack)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import dagster as dg
 from pydantic import Field
 
 from contracts.store import Store, open_store
 
 
-class StoreResource(dg.ConfigurableResource):
+class StoreResource(dg.ConfigurableResource[Any]):
     """Opens the artifact store. Every process of a run opens the same one."""
 
     url: str = Field(

@@ -73,4 +73,3 @@ def definitions_for(
         resources={**resources_with(sink), **(resources or {})},
         executor=dg.in_process_executor,
     )
-

@@ -56,7 +56,12 @@ class _Plan:
         if isinstance(base, ImportedBase):
             ref = read_ref(self.store, self.experiment.name, "base_policy")
             found = self._add(
-                "base_policy", None, ref.key if ref else None, base.model_dump(mode="json"), f"import of {base.path}", kind="checkpoint"
+                "base_policy",
+                None,
+                ref.key if ref else None,
+                base.model_dump(mode="json"),
+                f"import of {base.path}",
+                kind="checkpoint",
             )
         else:
             key = self._sft_key()
@@ -110,12 +115,19 @@ class _Plan:
         policies = {"parent": inputs.start.checkpoint if inputs else None, "candidate": candidate}
         for split, samples in samples_of(experiment).items():
             for role, policy in policies.items():
-                key = keys.evaluation_run_key(experiment, policy, inputs.task_suite, split, samples) if inputs and policy else None
+                key = (
+                    keys.evaluation_run_key(experiment, policy, inputs.task_suite, split, samples)
+                    if inputs and policy
+                    else None
+                )
                 run = find_artifact(self.store, "evaluation_run", key) if key else None
                 if run is not None:
                     runs[f"{role}_{split.value}"] = run.ref
         complete = len(runs) == 2 * len(samples_of(experiment))
-        slices = {split.value: keys.evaluation_slice(experiment, split, samples) for split, samples in samples_of(experiment).items()}
+        slices = {
+            split.value: keys.evaluation_slice(experiment, split, samples)
+            for split, samples in samples_of(experiment).items()
+        }
         return self._step(
             "evaluation", partition, slices, self._engine(), keys.evaluation_key(experiment, runs) if complete else None
         )

@@ -1,6 +1,6 @@
 """The asset graph in this process: what the command line uses. Everything goes through the Dagster instance, so the UI shows it.
 
-    run_base -> run_iteration(0000) -> run_iteration(0001) -> ...      one envd server and one engine for all of them
+run_base -> run_iteration(0000) -> run_iteration(0001) -> ...      one envd server and one engine for all of them
 """
 
 from __future__ import annotations

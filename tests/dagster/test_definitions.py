@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 
 import dagster as dg
@@ -76,7 +77,9 @@ def test_the_schedule_asks_for_the_first_undecided_iteration(
     decide(tmp_path, tiny, "0000")
     repository = definitions_for([tiny]).get_repository_def()
     with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
-        context = dg.build_schedule_context(instance=instance, repository_def=repository)
+        context = dg.build_schedule_context(
+            instance=instance, repository_def=repository, scheduled_execution_time=datetime(2030, 1, 2, 2, tzinfo=UTC)
+        )
         request = nightly(tiny, iteration_job(tiny))(context)
         assert isinstance(request, dg.RunRequest) and request.partition_key == "0001"
         assert instance.get_dynamic_partitions(tiny.name) == ["0001"]

@@ -13,5 +13,7 @@ def test_the_same_seed_gives_the_same_digests_in_another_store(ran: World, tmp_p
     name = ran.experiment.name
     before = {step: require_ref(ran.store, name, step, "0001").digest for step in STEPS if step != "sampler"}
     for other in run_world(ran.experiment, 2, tmp_path):
-        assert require_ref(other.store, name, "base_policy").digest == require_ref(ran.store, name, "base_policy").digest
+        assert (
+            require_ref(other.store, name, "base_policy").digest == require_ref(ran.store, name, "base_policy").digest
+        )
         assert {step: require_ref(other.store, name, step, "0001").digest for step in before} == before
