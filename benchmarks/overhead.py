@@ -7,7 +7,6 @@ Everything else is overhead: Dagster, starting processes, loading weights, Parqu
 from __future__ import annotations
 
 import json
-import logging
 import time
 
 import dagster as dg
@@ -23,6 +22,7 @@ from resources.experiment import Experiment
 from resources.progress import no_progress
 from resources.refs import require_ref
 from triplane_dagster.assembly import definitions_for, experiments_folder
+from triplane_dagster.cli.quiet import quiet_dagster
 from triplane_dagster.cli.timings import experiment_seconds
 from triplane_dagster.iterations import next_partition
 from triplane_dagster.jobs import base_job_name, iteration_job_name
@@ -58,11 +58,12 @@ def run(options: OverheadOptions) -> Result:
     metrics = {f"{kind}_seconds": median([seconds[kind] for seconds in measured.values()]) for kind in kinds}
     metrics["overhead_percent"] = median([100 * seconds["overhead"] / seconds["wall"] for seconds in measured.values()])
     spent = experiment_seconds(experiment.name)
+    names = [*kinds, *next(iter(spent[iteration] for iteration in measured))]
     steps = [
-        {"iteration": iteration} | {name: round(value, 2) for name, value in (seconds | spent[iteration]).items()}
-        for iteration, seconds in measured.items()
+        {"seconds of": name, **{each: round((measured[each] | spent[each])[name], 2) for each in measured}}
+        for name in names
     ]
-    note = "sampling, tools and grading overlap; busy is their union. The columns after overhead are Dagster's seconds an asset."
+    note = "sampling, tools and grading overlap; busy is their union. The rows after overhead are Dagster's seconds an asset."
     return Result(metrics, steps, [note])
 
 
@@ -75,10 +76,8 @@ def _measure(store: Store, experiment: Experiment, iterations: int) -> dict[str,
     }
     definitions = definitions_for([experiment], no_progress, given)
     job = definitions.resolve_job_def(iteration_job_name(experiment))
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
     try:
-        with open_instance() as instance:
+        with quiet_dagster(), open_instance() as instance:
             definitions.resolve_job_def(base_job_name(experiment)).execute_in_process(instance=instance)
             found: dict[str, dict[str, float]] = {}
             for _ in range(iterations + 1):
@@ -93,7 +92,6 @@ def _measure(store: Store, experiment: Experiment, iterations: int) -> dict[str,
                 found[partition] = _seconds(spans, wall, optimizing_seconds(store, experiment, partition))
             return dict(list(found.items())[1:])
     finally:
-        logging.disable(before)
         sampler.close()
         sandboxes.close()
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-import os
 import shlex
 import signal
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -21,6 +18,7 @@ from contracts.tasks import Split
 from triplane_dagster.cli.experiments import find_experiment
 from triplane_dagster.cli.options import AsJson, ExperimentName, Overrides
 from triplane_dagster.cli.output import console, print_json, print_rows
+from triplane_dagster.cli.quiet import quiet_dagster
 
 if TYPE_CHECKING:
     from resources.experiment import Experiment
@@ -87,7 +85,7 @@ def _run(experiment: Experiment, count: int) -> list[str]:
     from triplane_dagster.cli.bars import Bars
     from triplane_dagster.run import open_instance, run_iterations
 
-    with Bars() as bars, _quiet_dagster(), _stoppable(), open_instance() as instance:
+    with Bars() as bars, quiet_dagster(), _stoppable(), open_instance() as instance:
         return run_iterations(experiment, count, instance, bars)
 
 
@@ -153,25 +151,6 @@ def _say_what_next(experiment: Experiment) -> None:
     console().print("\nLook further:")
     for command, text in lines.items():
         console().print(f"  {command:<{width}}   {text}")
-
-
-@contextmanager
-def _quiet_dagster() -> Iterator[None]:
-    """Keep Dagster's own event log off the terminal: it is in the UI, and bars show progress. TRIPLANE_DEBUG=1 lets it through."""
-    if os.environ.get("TRIPLANE_DEBUG"):
-        yield
-        return
-    from dagster import BetaWarning, PreviewWarning
-
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", BetaWarning)
-            warnings.simplefilter("ignore", PreviewWarning)
-            yield
-    finally:
-        logging.disable(before)
 
 
 @contextmanager

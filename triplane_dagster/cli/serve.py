@@ -31,7 +31,8 @@ def serve(
     """
     checkpoint = find_policy(open_store(), experiment, policy)
     typer.echo(f"serving policy {checkpoint.ref.short} at http://{listen}", err=True)
-    command = [sys.executable, "-m", "inference", "serve", "--policy", str(checkpoint.directory()), "--listen", listen]
+    command = [sys.executable, "-m", "inference", "serve", "--policy", str(checkpoint.directory())]
+    command += ["--version", checkpoint.ref.digest, "--listen", listen]
     os.execv(sys.executable, command)
 
 
