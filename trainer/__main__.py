@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from contracts.errors import TriplaneError
-from trainer.config import read_job
+from trainer.config import SftJob, read_job
 from trainer.errors import TrainingConfigError, TrainingStopped
 
 PIPES_VARIABLE = "DAGSTER_PIPES_CONTEXT"
@@ -67,7 +67,11 @@ def _run(source: str) -> dict[str, Any]:
 
     keep_freed_memory()
     with _pipes() as context, console_watcher(job) as console:
-        watchers = [console] if context is None else [console, pipes_watcher(context)]
+        watchers = (
+            [console]
+            if context is None
+            else [console, pipes_watcher(context, every=10 if isinstance(job, SftJob) else 1)]
+        )
         result = run_job(job, watchers).as_json()
         if context is not None:
             context.report_custom_message({"result": result})

@@ -27,11 +27,13 @@ from trainer.state import capture_state, publish_state
 
 _REQUIRED = {
     "attention_bias": False, "hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": [],
-    "use_sliding_window": False, "norm_topk_prob": True,
+    "use_sliding_window": False,
 }  # fmt: skip
+# What transformers leaves out of config.json where it equals the class's default.
+_DEFAULTS = {"norm_topk_prob": False, "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "initializer_range": 0.02}
 _COPIED = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "num_experts_per_tok", "moe_intermediate_size", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
+    "num_experts_per_tok", "moe_intermediate_size", "max_position_embeddings",
 )  # fmt: skip
 
 
@@ -78,7 +80,7 @@ def import_config(directory: Path) -> dict[str, Any]:
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "torch_dtype": "float32", "use_cache": True,
         "num_experts": found.get("num_experts") or _field(found, "num_local_experts", path),
         "rope_theta": _rope_theta(found, path), "intermediate_size": found.get("intermediate_size", config["moe_intermediate_size"]),
-        "initializer_range": found.get("initializer_range", 0.02), "sliding_window": None, "attention_dropout": 0.0,
+        **{name: found.get(name, value) for name, value in _DEFAULTS.items()}, "sliding_window": None, "attention_dropout": 0.0,
         "router_aux_loss_coef": 0.0, **_REQUIRED,
     }  # fmt: skip
     if found.get("eos_token_id") is not None:

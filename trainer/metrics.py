@@ -38,14 +38,15 @@ class Metrics:
         return "".join(json.dumps(record) + "\n" for record in self.records).encode()
 
 
-def pipes_watcher(context: Any, every: int = 10) -> Watcher:
+def pipes_watcher(context: Any, every: int) -> Watcher:
     """Send every `every`-th training record, and every other kind of record, to Dagster as a custom message {"metrics": record}."""
     count = 0
 
     def watch(record: Record) -> None:
         nonlocal count
-        count += 1
-        if "loss" not in record or count % every == 1 or every == 1:
+        if "loss" in record:
+            count += 1
+        if "loss" not in record or (count - 1) % every == 0:
             context.report_custom_message({"metrics": record})
 
     return watch
