@@ -1,0 +1,118 @@
+"""Iterations launched through the web server's GraphQL, run by the daemon, continued by the sensor."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from contracts.store import open_store
+from resources.experiment import Experiment
+from resources.registry import Registry
+
+pytestmark = pytest.mark.slow
+REPOSITORY = Path(__file__).parents[2]
+PATIENCE_S = 240.0
+
+LAUNCH = """
+mutation ($params: ExecutionParams!) {
+  launchRun(executionParams: $params) {
+    __typename
+    ... on LaunchRunSuccess { run { runId } }
+    ... on PythonError { message }
+    ... on RunConfigValidationInvalid { errors { message } }
+  }
+}"""
+ADD = """
+mutation ($name: String!, $key: String!, $where: RepositorySelector!) {
+  addDynamicPartition(partitionsDefName: $name, partitionKey: $key, repositorySelector: $where) { __typename }
+}"""
+RUNS = "{ runsOrError { ... on Runs { results { runId jobName status tags { key value } } } } }"
+
+
+class Server:
+    """A running `dagster dev` and its GraphQL."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.where = {"repositoryLocationName": "triplane_dagster.definitions", "repositoryName": "__repository__"}
+
+    def ask(self, query: str, **variables: Any) -> dict[str, Any]:
+        reply = httpx.post(f"{self.url}/graphql", json={"query": query, "variables": variables}, timeout=60).json()
+        assert "errors" not in reply, reply["errors"]
+        data: dict[str, Any] = reply["data"]
+        return data
+
+    def launch(self, job: str, **tags: str) -> None:
+        params = {
+            "selector": {**self.where, "jobName": job},
+            "runConfigData": {},
+            "executionMetadata": {"tags": [{"key": key, "value": value} for key, value in tags.items()]},
+        }
+        launched = self.ask(LAUNCH, params=params)["launchRun"]
+        assert launched["__typename"] == "LaunchRunSuccess", launched
+
+    def wait_for(self, successes: int) -> list[dict[str, Any]]:
+        deadline = time.monotonic() + PATIENCE_S
+        runs: list[dict[str, Any]] = []
+        while time.monotonic() < deadline:
+            runs = self.ask(RUNS)["runsOrError"]["results"]
+            assert all(run["status"] not in ("FAILURE", "CANCELED") for run in runs), runs
+            if sum(run["status"] == "SUCCESS" for run in runs) >= successes:
+                return runs
+            time.sleep(1)
+        raise AssertionError(f"{successes} successful runs did not come in {PATIENCE_S:g} s: {runs}")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    shutil.copy(REPOSITORY / "dagster.yaml", tmp_path)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        **os.environ, "TRIPLANE_EXPERIMENTS": str(Path(__file__).parent), "TRIPLANE_STORE": str(tmp_path / "store"),
+        "DAGSTER_HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    command = [Path(sys.executable).with_name("dagster"), "dev", "-m", "triplane_dagster.definitions", "-h", "127.0.0.1", "-p", str(port)]
+    with (tmp_path / "log").open("wb") as log:
+        child = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
+        try:
+            wait_until_up(f"http://127.0.0.1:{port}/server_info", child, tmp_path / "log")
+            yield Server(f"http://127.0.0.1:{port}")
+        finally:
+            child.terminate()
+            child.wait(60)
+
+
+def wait_until_up(url: str, child: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline and child.poll() is None:
+        try:
+            httpx.get(url, timeout=5).raise_for_status()
+            return
+        except httpx.HTTPError:
+            time.sleep(0.5)
+    raise AssertionError(f"the web server did not come up: {log.read_text()[-2000:]}")
+
+
+@pytest.mark.timeout(900)
+def test_iterations_launched_over_graphql_succeed_in_sequence(server: Server, tiny: Experiment, tmp_path: Path) -> None:
+    server.launch(f"{tiny.name}_base")
+    server.wait_for(1)
+    server.ask(ADD, name=tiny.name, key="0000", where=server.where)
+    server.launch(f"{tiny.name}_iteration", **{"dagster/partition": "0000", "triplane/remaining": "1"})
+    runs = server.wait_for(3)
+    partitions = {tag["value"] for run in runs for tag in run["tags"] if tag["key"] == "dagster/partition"}
+    assert partitions == {"0000", "0001"}
+    history = Registry(open_store(str(tmp_path / "store")), tiny.name).history()
+    assert [entry.iteration for entry in history] == ["0000", "0001"]
