@@ -136,19 +136,24 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
 
     @dg.op(
         name=f"{prefix}_merge", description="Merge all groups; fails unless every expected one is committed.",
-        out={"result": dg.Out(ArtifactRef), "check": dg.Out(dg.AssetCheckResult)},
+        out={"result": dg.Out(ArtifactRef), "check": dg.Out(dg.Nothing)},
     )  # fmt: skip
     def merge(
         context: dg.OpExecutionContext,
         parts: list[dict[str, Any]],
         store: StoreResource,
         progress: dg.ResourceParam[ProgressSink],
-    ) -> tuple[dg.Output[ArtifactRef], dg.Output[dg.AssetCheckResult]]:
+    ) -> Iterator[dg.Output[ArtifactRef] | dg.AssetCheckResult]:
         step = begin(context, experiment, ASSET, store.open(), progress)
         planned = read_plan(open_artifact(step.store, ArtifactRef.model_validate(parts[0]["plan"])))
         merged = merge_groups(planned, step.store)
-        check = dg.AssetCheckResult(passed=True, metadata={"groups": merged.meta["groups"]})
-        return output(merged, rollout_metadata(step, merged, planned)), dg.Output(check, output_name="check")
+        yield output(merged, rollout_metadata(step, merged, planned))
+        sampled = set(merged.table("episodes.parquet", columns=["group_id"])["group_id"].to_pylist())
+        lacking = [group.task_id for group in planned.groups if group.group_id not in sampled]
+        yield dg.AssetCheckResult(
+            passed=not lacking, asset_key=dg.AssetKey([experiment.name, ASSET]), check_name=CHECK,
+            metadata={"groups": len(sampled), "lacking": lacking[:20]},
+        )  # fmt: skip
 
     return plan, shard, merge
 
