@@ -9,6 +9,7 @@ Its bits depend on the weights, the tokens and the seed; not on the batch, the a
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -25,6 +26,9 @@ from inference.engines.weights import Weights, read_weights
 from inference.errors import EngineError, EngineStopped, RequestTooLong
 
 PREFIX_BYTES = 512 << 20
+SWITCH_INTERVAL_S = 0.0002
+"""How long Python code elsewhere in the process may hold the interpreter while the engine's thread waits for it. Python's default, 5 ms, is
+paid up to once an operation of a forward pass: beside a half-busy event loop a workload of 8 s took 30 s."""
 _SCORE = SamplingParams(temperature=1.0, max_tokens=1, seed=0)
 
 
@@ -54,6 +58,7 @@ class BuiltinEngine:
         self._failure: BaseException | None = None
         self._reloads: deque[tuple[Weights, str, asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
         self._results: list[tuple[Request, Any]] = []
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         self._thread = threading.Thread(target=self._work, name="builtin-engine", daemon=True)
         self._thread.start()
 
@@ -118,6 +123,7 @@ class BuiltinEngine:
         loop = asyncio.get_running_loop()
         request = Request(kind, tokens, params, loop.create_future(), loop)
         self._scheduler.waiting.append(request)
+        self._check_running()  # again: had the thread stopped in between, nobody would answer
         self._wake.set()
         try:
             return await request.future

@@ -25,6 +25,8 @@ class Request:
     """Set by the event loop's thread, read by the engine's."""
     shared: bool = False
     """Whether others with the same prompt wait for its state."""
+    followed: bool = False
+    """Whether it waited for another's state once; it never waits twice."""
     marks: list[tuple[str, int]] = field(default_factory=list)
     """(version, tokens generated before it took over), the first at admission."""
 

@@ -104,12 +104,15 @@ class Scheduler:
             request = self.waiting.popleft()
             if request.cancelled:
                 continue
-            leader = leaders.setdefault(request.tokens.tobytes(), request)
-            if leader is not request and self._prefixes.enabled and kind == "generate" and len(request.tokens) > 1:
-                leader.shared = True
+            prompt = request.tokens.tobytes()
+            if prompt in leaders and not request.followed:
+                leaders[prompt].shared = request.followed = True
                 followers.append(request)
-            else:
-                fresh += self._place(request)
+                continue
+            remaining = self._place(request)
+            fresh += remaining
+            if remaining > 1 and kind == "generate" and self._prefixes.enabled:
+                leaders[prompt] = request
         self.waiting.extendleft(reversed(followers))
 
     def _place(self, request: Request) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from inference.engines.base import Completion, SamplingParams
 from inference.engines.builtin import BuiltinEngine
-from inference.errors import EngineError, RequestTooLong
+from inference.errors import EngineError, EngineStopped, RequestTooLong
 
 pytestmark = pytest.mark.anyio
 Call = tuple[list[int], SamplingParams]
@@ -211,3 +211,26 @@ async def test_closing_aborts_what_is_in_flight_and_refuses_what_follows(policy:
     assert (await flying).finish_reason in ("abort", "length")
     with pytest.raises(EngineError, match="closed"):
         await engine.generate([1], SamplingParams(1.0, 1, seed=2))
+
+
+async def test_a_failure_of_the_engine_reaches_every_caller(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise MemoryError("no room")
+
+    engine = BuiltinEngine(policy, "v1")
+    monkeypatch.setattr("inference.engines.scheduler.forward", full)
+    found = await asyncio.gather(
+        *(engine.generate([1], SamplingParams(1.0, 9, s)) for s in range(3)), return_exceptions=True
+    )
+    assert all(isinstance(error, EngineStopped) and "no room" in str(error) for error in found)
+    with pytest.raises(EngineStopped, match="no room"):
+        await engine.score([1, 2])
+    await engine.close()
+
+
+def test_one_engine_serves_event_loops_one_after_another(policy: Path) -> None:
+    engine = BuiltinEngine(policy, "v1")
+    params = SamplingParams(1.0, 9, seed=1)
+    first, second = (asyncio.run(engine.generate([1, 2], params)) for _ in range(2))
+    assert first == second
+    asyncio.run(engine.close())
