@@ -59,6 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(source: str) -> dict[str, Any]:
     job = read_job(source)
+    # Read by OpenMP when torch loads it: threads that spin for each other make a step ten times slower beside any other load.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Imported late: a malformed job must not wait for torch.
     from trainer.console import console_watcher
     from trainer.metrics import pipes_watcher
