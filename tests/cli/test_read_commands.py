@@ -6,6 +6,10 @@ import json
 
 import pytest
 from cli_history import EXPERIMENT, History, Run
+from hypothesis import given
+from hypothesis import strategies as st
+
+from triplane_dagster.cli.output import visible
 
 
 def test_help_teaches_with_examples(here: Run) -> None:
@@ -98,3 +102,10 @@ def test_every_error_is_one_line_that_names_the_thing(here: Run, arguments: list
 
 def test_a_wrong_option_exits_2(here: Run) -> None:
     assert here("status", "--nosuch").returncode == 2
+
+
+@given(st.text())
+def test_nothing_that_a_policy_wrote_can_steer_a_terminal(text: str) -> None:
+    shown = visible(text)
+    assert all(letter.isprintable() or letter in "\t\n" or ord(letter) > 0x9F for letter in shown)
+    assert visible("a\x1b[2Jb") == "a\\x1b[2Jb"

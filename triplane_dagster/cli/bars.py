@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -23,7 +24,9 @@ class Bars:
     """A ProgressSink: one bar a phase of a step. Enter it before the work begins."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False)
+        # a copy of stderr: Dagster points descriptor 2 at a log file while a step runs
+        self._stream = os.fdopen(os.dup(2), "w")
+        self._console = Console(file=self._stream, highlight=False)
         self._bars = Progress(
             TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[count]}"), TimeElapsedColumn(),
             TextColumn("[dim]{task.fields[numbers]}"), console=self._console, disable=not self._console.is_terminal,
@@ -39,6 +42,7 @@ class Bars:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bars.stop()
+        self._stream.close()
 
     def __call__(self, update: Update) -> None:
         """Show one update."""

@@ -11,7 +11,7 @@ from rich.tree import Tree
 
 from contracts.store import open_store
 from triplane_dagster.cli.options import AsJson
-from triplane_dagster.cli.output import console, print_json
+from triplane_dagster.cli.output import console, print_json, visible
 from triplane_dagster.lineage import EpisodeUse, Node, Step, Trace, trace
 
 SHORT_META = 90
@@ -61,7 +61,7 @@ def _print_trace(found: Trace) -> None:
     episode = _episode_json(found)
     if episode:
         for name, value in episode.items():
-            out.print(Text(f"  {name:<15} {value}"))
+            out.print(Text(visible(f"  {name:<15} {value}")))
     out.print(_tree("made of", found.ancestors, none="nothing: it has no parents"))
     for use in found.uses:
         kept = "trained on it" if use.membership.kept else f"left it out: {use.membership.reason}"

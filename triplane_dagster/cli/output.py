@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 Row = Mapping[str, Any]
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""All but tab and newline."""
 
 
 def console() -> Console:
@@ -56,7 +59,12 @@ def cell(value: Any) -> str:
         return ", ".join(cell(each) for each in value)
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {cell(each)}" for name, each in value.items())
-    return str(value)
+    return visible(str(value))
+
+
+def visible(text: str) -> str:
+    """`text` with control characters spelled out: what a policy wrote must not steer a terminal."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found.group()):02x}", text)
 
 
 def _is_number(value: Any) -> bool:

@@ -13,7 +13,7 @@ from contracts.store import Store, open_store
 from contracts.tasks import Split
 from triplane_dagster.cli.experiments import find_experiment
 from triplane_dagster.cli.options import AsJson, ExperimentName, Limit, Overrides
-from triplane_dagster.cli.output import cell, console, print_json, print_rows
+from triplane_dagster.cli.output import cell, console, print_json, print_rows, visible
 
 if TYPE_CHECKING:
     from curation.tasks.validate import ValidationReport
@@ -113,7 +113,7 @@ def show(
 
     found = find_task(suite_tasks(_suite(open_store(), find_experiment(experiment, overrides))), task)
     if not as_json:
-        typer.echo(task_text(found), nl=False)
+        typer.echo(visible(task_text(found)), nl=False)
         return
     print_json(
         {

@@ -15,7 +15,7 @@ from contracts.chat import ChatTokenizer, message_views
 from contracts.episodes import Episode, TokenRole
 from contracts.errors import ArtifactMissing
 from contracts.store import Store
-from triplane_dagster.cli.output import cell
+from triplane_dagster.cli.output import cell, visible
 from triplane_dagster.episode_index import EpisodeHome, Membership, memberships, rewards_of
 
 STYLES = {
@@ -64,13 +64,23 @@ def print_episode(out: Console, found: dict[str, Any]) -> None:
             out.print(Text(f"context {index}", "bold"))
         for message in messages:
             title = f"{message['role']}, {message['tokens']} tokens"
-            out.print(Panel(Text(message["text"]), title=title, title_align="left", border_style=message["style"]))
+            out.print(
+                Panel(Text(visible(message["text"])), title=title, title_align="left", border_style=message["style"])
+            )
     for call in found["tool_calls"]:
         sign = "ok    " if call["ok"] else "failed"
-        out.print(Text(f"turn {call['turn']}  {sign}  {call['name']} {call['arguments']}", "" if call["ok"] else "red"))
+        out.print(
+            Text(
+                visible(f"turn {call['turn']}  {sign}  {call['name']} {call['arguments']}"), "" if call["ok"] else "red"
+            )
+        )
     if found["diff"]:
         out.print(
-            Panel(Syntax(found["diff"], "diff", background_color="default"), title="final diff", title_align="left")
+            Panel(
+                Syntax(visible(found["diff"]), "diff", background_color="default"),
+                title="final diff",
+                title_align="left",
+            )
         )
     else:
         out.print(Text("final diff: empty", "dim"))

@@ -1,0 +1,39 @@
+"""Progress on a real terminal and in a pipe."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+
+PROGRAM = """
+import os
+from resources.progress import Progress
+from triplane_dagster.cli.bars import Bars
+with Bars() as bars:
+    saved = os.dup(2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what Dagster does while a step runs
+    for done in range(0, 101, 50):
+        bars(Progress("rollouts", "0003", "sampling", done, 100, {"tokens_per_second": 6100.0}))
+    bars(Progress("rewards", "0003", "grading", 7, None))
+    os.dup2(saved, 2)
+"""
+
+
+def test_a_pipe_gets_plain_lines_and_not_too_many() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines() == [
+        "0003 rollouts sampling  0/100  tokens per second 6100",
+        "0003 rollouts sampling  100/100  tokens per second 6100",
+        "0003 rewards grading  7",
+    ]
+
+
+def test_a_terminal_gets_bars_even_while_a_step_captures_stderr() -> None:
+    main, terminal = pty.openpty()
+    subprocess.run([sys.executable, "-c", PROGRAM], stderr=terminal, env={**os.environ, "TERM": "xterm"}, check=True)
+    os.close(terminal)
+    shown = os.read(main, 65536).decode()
+    os.close(main)
+    assert "100/100" in shown and "━" in shown
