@@ -21,6 +21,7 @@ from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
 from triplane_dagster import iterations
 from triplane_dagster.assembly import definitions_for
+from triplane_dagster.dead_runs import PROCESS_TAG, cancel_dead_runs, process_name
 from triplane_dagster.jobs import base_job_name, iteration_job_name
 from triplane_dagster.targets import begin_target, end_target
 
@@ -69,7 +70,13 @@ class Runner:
         self._sandboxes.close()
 
     def _run(self, job: dg.JobDefinition, partition: str | None) -> None:
-        done = job.execute_in_process(instance=self._instance, partition_key=partition, run_config=_QUIET)
+        name = process_name()
+        done = job.execute_in_process(
+            instance=self._instance,
+            partition_key=partition,
+            run_config=_QUIET,
+            tags={PROCESS_TAG: name} if name else None,
+        )
         if not done.success:
             raise StepFailed(f"run {done.run_id[:8]} of {job.name} failed: `triplane ui` shows its log")
 
@@ -78,7 +85,8 @@ class Runner:
 def open_runner(
     experiment: Experiment, instance: dg.DagsterInstance, progress: ProgressSink = no_progress
 ) -> Iterator[Runner]:
-    """A runner that is closed at the end of the block."""
+    """A runner that is closed at the end of the block. Runs that a kill left unfinished are marked as canceled first."""
+    cancel_dead_runs(instance)
     runner = Runner(experiment, instance, progress)
     try:
         yield runner

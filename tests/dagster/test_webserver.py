@@ -83,7 +83,16 @@ def server(tmp_path: Path) -> Iterator[Server]:
         **os.environ, "TRIPLANE_EXPERIMENTS": str(Path(__file__).parent), "TRIPLANE_STORE": str(tmp_path / "store"),
         "DAGSTER_HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    command = [Path(sys.executable).with_name("dagster"), "dev", "-m", "triplane_dagster.definitions", "-h", "127.0.0.1", "-p", str(port)]
+    command = [
+        Path(sys.executable).with_name("dagster"),
+        "dev",
+        "-m",
+        "triplane_dagster.definitions",
+        "-h",
+        "127.0.0.1",
+        "-p",
+        str(port),
+    ]
     with (tmp_path / "log").open("wb") as log:
         child = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
         try:

@@ -1,0 +1,41 @@
+"""Runs whose process was killed: Dagster would show them as running for ever, and count them against the runs that may run at once."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import dagster as dg
+
+PROCESS_TAG = "triplane/process"
+"""Which process executes an in-process run: host, boot, pid, start."""
+
+_UNFINISHED = [
+    dg.DagsterRunStatus.NOT_STARTED, dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING,
+]  # fmt: skip
+
+
+def process_name(pid: int | str = "self") -> str | None:
+    """What identifies a process of this machine, also after its pid is reused; None when it is gone, or there is no /proc."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    number, after_name = stat.split(" ", 1)[0], stat.rpartition(")")[2].split()
+    started = after_name[19]  # field 22 of proc(5), counted from the state, which is field 3
+    return f"{socket.gethostname()}/{boot}/{number}/{started}"
+
+
+def cancel_dead_runs(instance: dg.DagsterInstance) -> list[str]:
+    """Mark the unfinished runs of processes that died on this machine as canceled. Returns their ids."""
+    here = process_name()
+    canceled = []
+    for run in instance.get_runs(dg.RunsFilter(statuses=_UNFINISHED)):
+        name = run.tags.get(PROCESS_TAG)
+        if here is None or name is None or name.split("/")[0] != here.split("/")[0]:
+            continue
+        if process_name(name.split("/")[2]) != name:
+            instance.report_run_canceled(run, "Its process died. Committed work is kept; the next run goes on from it.")
+            canceled.append(run.run_id)
+    return canceled
