@@ -6,6 +6,7 @@ not run is an error, and a re-run repeats only what is missing.
 
 import asyncio
 import json
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from contracts.chat import ChatTokenizer
 from contracts.tasks import Task
 from curation.errors import InfraFault
 from curation.verify import Verifier
+from inference.errors import InfraFault as SamplingFault
 from inference.rollouts import ROLLOUTS_VERSION
 from inference.rollouts.merge import merge_groups
 from inference.rollouts.plan import RolloutPlan
@@ -119,7 +121,6 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
 
     @dg.op(
         name=f"{prefix}_shard", description="Sample and commit the groups of one shard.",
-        retry_policy=dg.RetryPolicy(max_retries=1, delay=2.0, jitter=dg.Jitter.FULL),
     )  # fmt: skip
     def shard(
         context: dg.OpExecutionContext, part: dict[str, Any], store: StoreResource, sampler: SamplerResource,
@@ -130,7 +131,10 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
         if artifact_exists(step.store, ASSET, planned.key):
             context.log.info(f"rollouts {planned.key[:12]} are committed: nothing to sample")
             return part
-        report = asyncio.run(sample_shard(step, planned, part["shard"], sampler, sandboxes))
+        try:
+            report = asyncio.run(sample_shard(step, planned, part["shard"], sampler, sandboxes))
+        except SamplingFault as fault:  # committed groups stay; once more for what infrastructure lost
+            raise dg.RetryRequested(max_retries=1, seconds_to_wait=random.uniform(1, 5)) from fault
         context.log.info(f"shard {part['shard']}: {json.dumps(report)}")
         return part
 

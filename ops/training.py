@@ -76,7 +76,9 @@ def _train(step: Step, launcher: Launcher, job: SftJob | GrpoJob, steps: int) ->
             step.progress.update("training", metrics["step"], steps, **numbers(metrics))
 
     command = [sys.executable, "-m", "trainer", "--job", job.model_dump_json()]
-    launcher.run(step.context, command, nodes=where.nodes, gpus=where.gpus, on_message=on_message)
+    launcher.run(
+        step.context, command, nodes=where.nodes, gpus=where.gpus, timeout_s=where.timeout_s, on_message=on_message
+    )
     found = find_artifact(step.store, "checkpoint", job.key)
     if found is None or find_artifact(step.store, "trainer_state", job.key) is None:
         raise LaunchFailed(

@@ -112,6 +112,8 @@ class LauncherConfig(Section):
     """GPUs a machine; 0 trains on the CPU."""
     threads: int = Field(default=0, ge=0, le=1024)
     """CPU threads of a training process; 0: all cores. Another count may give other bits."""
+    timeout_s: float = Field(default=86_400.0, gt=0)
+    """Seconds after which a training process is stopped."""
 
 
 class TrainerConfig(Section):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -28,7 +29,14 @@ class Launcher(Protocol):
     """Runs a command to its end, wherever that is. The command reports through Dagster Pipes."""
 
     def run(
-        self, context: Context, command: Sequence[str], *, nodes: int, gpus: int, on_message: OnMessage
+        self,
+        context: Context,
+        command: Sequence[str],
+        *,
+        nodes: int,
+        gpus: int,
+        timeout_s: float,
+        on_message: OnMessage,
     ) -> list[Mapping[str, Any]]:
         """Every message the command sent, in order; `on_message` gets each when it arrives. Raises LaunchFailed."""
 
@@ -40,12 +48,19 @@ class LocalLauncher(dg.ConfigurableResource[Any]):
     poll_s: float = Field(default=0.1, gt=0, description="Seconds between looks for messages")
 
     def run(
-        self, context: Context, command: Sequence[str], *, nodes: int, gpus: int, on_message: OnMessage
+        self,
+        context: Context,
+        command: Sequence[str],
+        *,
+        nodes: int,
+        gpus: int,
+        timeout_s: float,
+        on_message: OnMessage,
     ) -> list[Mapping[str, Any]]:
         """See Launcher.run."""
         if nodes != 1:
             raise LaunchFailed(f"trainer.launcher.nodes={nodes}: the local launcher has this machine only; set it to 1")
-        seen = 0
+        seen, deadline = 0, time.monotonic() + timeout_s
         with tempfile.TemporaryFile() as log, dg.open_pipes_session(
             context=context,
             context_injector=dg.PipesTempFileContextInjector(),
@@ -64,6 +79,10 @@ class LocalLauncher(dg.ConfigurableResource[Any]):
                     seen = len(messages)
                     if ended:
                         break
+                    if time.monotonic() > deadline:
+                        raise LaunchFailed(
+                            f"`{_shown(command)}` took over {timeout_s:g} s: raise trainer.launcher.timeout_s; it goes on from its last snapshot"
+                        )
             finally:
                 _stop(child, self.grace_s)
             tail = _tail(log)

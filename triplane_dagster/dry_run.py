@@ -8,6 +8,7 @@ from contracts.artifacts import Artifact, ArtifactRef, find_artifact
 from contracts.digests import digest_of
 from contracts.store import Store, open_store
 from curation.tasks.build import suite_key
+from inference.engines.config import OpenAIConfig
 from ops import keys
 from ops.evaluation import samples_of
 from ops.inputs import IterationInputs, find_inputs
@@ -156,7 +157,8 @@ class _Plan:
 
     def _engine(self) -> str:
         engine, prompts = self.experiment.engine, self.experiment.prompts
-        return f"{engine.kind} engine, {prompts.workers} worker(s) x {self.experiment.rollouts.concurrency} episodes"
+        place = f" at {engine.base_url}" if isinstance(engine, OpenAIConfig) else ""
+        return f"{engine.kind} engine{place}, {prompts.workers} worker(s) x {self.experiment.rollouts.concurrency} episodes"
 
     def _sandboxes(self) -> str:
         sandboxes = self.experiment.sandboxes

@@ -105,6 +105,8 @@ def run_iterations(
     store = open_store()
     with open_runner(experiment, instance, progress) as runner:
         runner.base()
+        if count == 0:
+            return []
         target = begin_target(store, experiment, count)
         made = []
         for partition in target.iterations():

@@ -1,0 +1,73 @@
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from resources.errors import LaunchFailed
+from resources.launcher import LocalLauncher, with_processes
+
+TALK = """
+import time
+from dagster_pipes import open_dagster_pipes
+with open_dagster_pipes() as pipes:
+    for step in range(3):
+        pipes.report_custom_message({"metrics": {"step": step}})
+        time.sleep(0.3)
+"""
+
+
+def launch(code: str, *, nodes: int = 1, timeout_s: float = 60.0) -> list[tuple[float, Mapping[str, Any]]]:
+    """Run Python code through the launcher inside an op; each message with when it arrived."""
+    arrived: list[tuple[float, Mapping[str, Any]]] = []
+
+    @dg.op
+    def run(context: dg.OpExecutionContext) -> None:
+        messages = LocalLauncher(grace_s=5).run(
+            context, [sys.executable, "-c", code], nodes=nodes, gpus=0, timeout_s=timeout_s,
+            on_message=lambda message: arrived.append((time.monotonic(), message)),
+        )  # fmt: skip
+        assert messages == [message for _, message in arrived]
+
+    @dg.job
+    def once() -> None:
+        run()
+
+    try:
+        once.execute_in_process()
+    except dg.DagsterExecutionStepExecutionError as error:
+        assert error.__cause__ is not None
+        raise error.__cause__ from None
+    return arrived
+
+
+def test_messages_arrive_while_the_process_runs() -> None:
+    arrived = launch(TALK)
+    assert [message["metrics"]["step"] for _, message in arrived] == [0, 1, 2]
+    assert arrived[-1][0] - arrived[0][0] > 0.2
+
+
+def test_a_failing_process_is_quoted() -> None:
+    with pytest.raises(LaunchFailed, match=r"ended with code 3: .*no room on the disk"):
+        launch("import sys; print('no room on the disk', file=sys.stderr); sys.exit(3)")
+
+
+def test_a_process_that_takes_too_long_is_stopped() -> None:
+    started = time.monotonic()
+    with pytest.raises(LaunchFailed, match=r"took over 1 s: raise trainer\.launcher\.timeout_s"):
+        launch("import time; time.sleep(600)", timeout_s=1)
+    assert time.monotonic() - started < 30
+
+
+def test_one_machine_is_all_it_has() -> None:
+    with pytest.raises(LaunchFailed, match="set it to 1"):
+        launch("pass", nodes=2)
+
+
+def test_several_gpus_mean_torchrun() -> None:
+    command = with_processes([sys.executable, "-m", "trainer", "--job", "{}"], 8)
+    assert command[1:3] == ["-m", "torch.distributed.run"]
+    assert command[-4:] == ["-m", "trainer", "--job", "{}"]
+    assert with_processes(["python", "x"], 1) == ["python", "x"]
