@@ -71,3 +71,9 @@ def test_a_wrong_name_or_value_is_one_line_that_says_the_fix(here: Run, argument
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     assert named in done.stderr
+
+
+def test_an_experiment_may_be_named_as_its_file_or_as_it_names_itself(here: Run, tmp_path: Path) -> None:
+    (tmp_path / "yaml" / "large-model.yaml").write_text("name: large_model\n")
+    for name in ("large-model", "large_model"):
+        assert json.loads(here("experiments", "show", "-e", name, "--json").stdout)["name"] == "large_model"

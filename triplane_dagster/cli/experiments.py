@@ -19,15 +19,28 @@ app = typer.Typer(no_args_is_help=True, help="List experiments, show one, or pri
 
 def find_experiment(name: str, overrides: list[str] | None = None) -> Experiment:
     """The experiment of this name or file, overridden. Raises ConfigError naming those there are."""
-    from triplane_dagster.assembly import experiments_folder
-
-    path = Path(name) if name.endswith((".yaml", ".yml")) else experiments_folder() / f"{name}.yaml"
-    if not path.is_file():
-        known = ", ".join(each.stem for each in sorted(experiments_folder().glob("*.yaml")))
-        raise ConfigError(f"no experiment {name!r} ({path} is not a file): there are {known or 'none'}")
     from resources.experiment import load_experiment
 
-    return load_experiment(path, overrides)
+    return load_experiment(_file_of(name), overrides)
+
+
+def _file_of(name: str) -> Path:
+    """A path is itself; a name may be the file's or the one inside it, which `status` prints."""
+    from resources.experiment import find_experiments, load_experiment
+    from triplane_dagster.assembly import experiments_folder
+
+    if name.endswith((".yaml", ".yml")):
+        return Path(name)
+    folder = experiments_folder()
+    path = folder / f"{name}.yaml"
+    if path.is_file():
+        return path
+    there = find_experiments(folder)
+    found = [each for each in there if load_experiment(each).name == name]
+    if found:
+        return found[0]
+    known = ", ".join(each.stem for each in there)
+    raise ConfigError(f"no experiment {name!r} in {folder}: there are {known or 'none'}")
 
 
 @app.command("list")
