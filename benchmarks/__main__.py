@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -20,6 +21,8 @@ from contracts.errors import ConfigError, TriplaneError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status: 0, 1 for a missed goal or an error, 2 for a wrong option, 130 when interrupted."""
     try:
+        # so that children and sandboxes are ended too
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         return _dispatch(list(sys.argv[1:] if arguments is None else arguments))
     except TriplaneError as error:
         print(f"error: {error}", file=sys.stderr)

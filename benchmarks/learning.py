@@ -9,21 +9,25 @@ Held-out is read by no gate and no stopping rule. Everything is kept in the work
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from pydantic import Field
 
-from benchmarks.curves import read_curve
+from benchmarks.curves import Curve, read_curve
+from benchmarks.processes import Children
 from benchmarks.result import Options, Result
 from benchmarks.workbench import DEFAULT_FOLDER, Workbench
 from contracts.errors import TriplaneError
 from resources.experiment import Experiment
+from resources.progress import Progress
 from triplane_dagster.assembly import experiments_folder
+from triplane_dagster.cli.bars import Bars
+from triplane_dagster.cli.history import partitions
 
 TARGET_POINTS = 25.0
+POLL_S = 5.0
 CONTROLS = {
     "permuted_rewards": "trainer.grpo.permute_rewards=true",
     "learning_rate_0": "trainer.grpo.learning_rate=0",
@@ -56,12 +60,11 @@ def run(options: LearningOptions) -> Result:
     """Run what is missing, then read the curves."""
     bench = Workbench.at(options.work)
     runs = _experiments(bench, options)
-    with ThreadPoolExecutor(options.jobs) as pool:
-        # the first alone: what all share (task suite, the first base policy) is made once
-        _iterate(bench, runs[0], options)
-        list(pool.map(lambda each: _iterate(bench, each, options), runs[1:]))
-    bench.enter()
-    curves = {each.name: read_curve(bench.store, each.name, options.iterations) for each in runs}
+    _run_all(bench, runs, options)
+    curves: dict[str, Curve] = {}
+    for each in runs:
+        bench.enter(each.name)
+        curves[each.name] = read_curve(bench.store, each.name, options.iterations)
     seeds = [curve for name, curve in curves.items() if name.startswith("learning_seed_")]
     reached = [curve for curve in seeds if curve.reached(TARGET_POINTS) is not None]
     metrics = {
@@ -91,19 +94,38 @@ def _experiments(bench: Workbench, options: LearningOptions) -> list[Experiment]
     return found
 
 
-def _iterate(bench: Workbench, experiment: Experiment, options: LearningOptions) -> None:
+def _run_all(bench: Workbench, runs: list[Experiment], options: LearningOptions) -> None:
+    """Bring every experiment to its iterations, showing how far each is."""
+    children = Children()
+    with Bars() as bars, ThreadPoolExecutor(options.jobs) as pool:
+        try:
+            # the first alone: what all share (task suite, the first base policy) is made once
+            for group in (runs[:1], runs[1:]):
+                waiting = {pool.submit(_iterate, children, bench, each, options) for each in group}
+                while waiting:
+                    ended, waiting = wait(waiting, POLL_S, FIRST_COMPLETED)
+                    for each in group:
+                        done = len(partitions(bench.store, each.name, "sampler"))
+                        bars(Progress(each.name, None, "iterations", min(done, options.iterations), options.iterations))
+                    for future in ended:
+                        future.result()
+        except BaseException:
+            children.stop()
+            raise
+
+
+def _iterate(children: Children, bench: Workbench, experiment: Experiment, options: LearningOptions) -> None:
     """Bring an experiment to its iterations in a child process, as a user would. Raises TriplaneError with the log's name."""
     log = bench.root / "logs" / f"{experiment.name}.log"
     command = [sys.executable, "-m", "triplane_dagster.cli", "demo", "-e", experiment.name, "--json"]
     command += ["--set", f"iterations={options.iterations}"]
-    environment = bench.environment()
+    environment = bench.environment(experiment.name)
     if options.jobs > 1:
         environment["OMP_NUM_THREADS"] = "1"
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path[1:]])
-    with log.open("ab") as file:
-        done = subprocess.run(command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, env=environment, check=False)
-    if done.returncode:
-        tail = log.read_text(errors="replace").strip().splitlines()[-1:]
+    code = children.run(command, environment, log)
+    if code:
+        tail = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
         raise TriplaneError(
-            f"{experiment.name} ended with code {done.returncode} ({''.join(tail)[:300]}): see {log}, then run this again"
+            f"{experiment.name} ended with code {code} ({''.join(tail)[:300]}): see {log}, then run this again"
         )

@@ -52,7 +52,7 @@ def run(options: OverheadOptions) -> Result:
     bench = Workbench.at(options.work)
     source = experiments_folder() / f"{options.experiment}.yaml"
     experiment = bench.add_experiment(source, "overhead", options.set.split())
-    bench.enter()
+    bench.enter(experiment.name)
     measured = _measure(bench.store, experiment, options.iterations)
     kinds = next(iter(measured.values())).keys()
     metrics = {f"{kind}_seconds": median([seconds[kind] for seconds in measured.values()]) for kind in kinds}

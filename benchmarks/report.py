@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.catalog import CATALOG
 from benchmarks.goals import Goal, Verdict
 from benchmarks.result import Options, Result
+from triplane_dagster.cli.output import console
 
 
 def as_json(
@@ -32,14 +32,14 @@ def as_json(
 
 def print_report(name: str, machine: Mapping[str, Any], result: Result, verdicts: Sequence[Verdict]) -> None:
     """The rows, the metrics and the goals."""
-    console = Console()
-    console.print(f"{name} on {machine['cpu']}, {machine['cores']} cores, load {machine['load_average'][0]}")
+    out = console()
+    out.print(f"{name} on {machine['cpu']}, {machine['cores']} cores, load {machine['load_average'][0]}")
     if result.rows:
-        console.print(table_of(result.rows))
-    console.print(table_of([{"metric": metric, "value": number(value)} for metric, value in result.metrics.items()]))
-    console.print(table_of([_goal_row(verdict) for verdict in verdicts]))
+        out.print(table_of(result.rows))
+    out.print(table_of([{"metric": metric, "value": number(value)} for metric, value in result.metrics.items()]))
+    out.print(table_of([_goal_row(verdict) for verdict in verdicts]))
     for note in result.notes:
-        console.print(note)
+        out.print(note)
 
 
 def print_catalog(goals: Mapping[str, Sequence[Goal]], *, as_text: bool) -> None:
@@ -51,9 +51,9 @@ def print_catalog(goals: Mapping[str, Sequence[Goal]], *, as_text: bool) -> None
     if not as_text:
         print(json.dumps(rows, indent=1))
         return
-    console = Console()
-    console.print(table_of(rows))
-    console.print("python -m benchmarks NAME --help shows the options of one.", highlight=False)
+    out = console()
+    out.print(table_of(rows))
+    out.print("python -m benchmarks NAME --help shows the options of one.", highlight=False)
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -1,8 +1,8 @@
 """A folder of its own for benchmarks that run iterations: store, Dagster records and experiment files, kept and resumed.
 
-    .triplane/benchmarks/  store/  dagster/  experiments/  logs/
+    .triplane/benchmarks/  store/  dagster/<experiment>/  experiments/  logs/
 
-Experiments that differ in name alone share what does not depend on it: task suite, demonstrations, a seed's base policy.
+Each experiment has Dagster records of its own, so that several can run at once without waiting for one SQLite file. Experiments that differ in name alone share what does not depend on it: task suite, demonstrations, a seed's base policy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ class Workbench:
         bench = cls(Path(folder).absolute())
         for name in ("store", "dagster", "experiments", "logs"):
             (bench.root / name).mkdir(parents=True, exist_ok=True)
-        (bench.root / "dagster" / "dagster.yaml").write_text(DAGSTER_YAML)
         return bench
 
     @property
@@ -42,23 +41,26 @@ class Workbench:
         """Its artifacts."""
         return open_store(str(self.root / "store"))
 
-    def environment(self) -> dict[str, str]:
-        """Variables that make a process work here."""
+    def environment(self, experiment: str) -> dict[str, str]:
+        """Variables that make a process work here, on this experiment."""
         return {
             **os.environ,
             "TRIPLANE_STORE": str(self.root / "store"),
             "TRIPLANE_EXPERIMENTS": str(self.root / "experiments"),
-            "DAGSTER_HOME": str(self.root / "dagster"),
+            "DAGSTER_HOME": str(self.root / "dagster" / experiment),
             "DAGSTER_DISABLE_TELEMETRY": "1",
         }
 
-    def enter(self) -> None:
-        """Make this process work here."""
-        os.environ.update(self.environment())
+    def enter(self, experiment: str) -> None:
+        """Make this process work here, on this experiment."""
+        os.environ.update(self.environment(experiment))
 
     def add_experiment(self, source: Path, name: str, overrides: list[str]) -> Experiment:
         """Write `source`, renamed and overridden, as an experiment of this folder. Raises ExperimentError."""
         values: dict[str, Any] = apply_overrides(yaml.safe_load(source.read_text()), [f"name={name}", *overrides])
         path = self.root / "experiments" / f"{name}.yaml"
         path.write_text(yaml.safe_dump(values, sort_keys=False))
+        records = self.root / "dagster" / name
+        records.mkdir(exist_ok=True)
+        (records / "dagster.yaml").write_text(DAGSTER_YAML)
         return load_experiment(path)

@@ -37,3 +37,15 @@ def test_a_terminal_gets_bars_even_while_a_step_captures_stderr() -> None:
     shown = os.read(main, 65536).decode()
     os.close(main)
     assert "100/100" in shown and "━" in shown
+
+
+def test_a_finished_phase_says_so_once() -> None:
+    program = """
+from resources.progress import Progress
+from triplane_dagster.cli.bars import Bars
+with Bars() as bars:
+    for _ in range(3):
+        bars(Progress("rollouts", "0003", "sampling", 100, 100))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines() == ["0003 rollouts sampling  100/100"]

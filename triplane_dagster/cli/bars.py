@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from math import inf
 from types import TracebackType
 from typing import Self
 
@@ -33,6 +34,7 @@ class Bars:
         )  # fmt: skip
         self._tasks: dict[tuple[str | None, str, str], TaskID] = {}
         self._said: dict[tuple[str | None, str, str], float] = {}
+        """When a phase may have its next line; infinity once it is finished."""
 
     def __enter__(self) -> Self:
         self._bars.start()
@@ -78,9 +80,10 @@ class Bars:
     def _say(self, update: Update) -> None:
         place, now = (update.partition, update.asset, update.phase), time.monotonic()
         finished = update.total is not None and update.done >= update.total
-        if now - self._said.get(place, float("-inf")) < LINE_EVERY_S and not finished:
+        due = self._said.get(place, 0.0)
+        if now < due and not (finished and due < inf):
             return
-        self._said[place] = now + (float("inf") if finished else 0.0)
+        self._said[place] = inf if finished else now + LINE_EVERY_S
         parts = [_name(update), count_text(update.done, update.total), numbers_text(update.numbers)]
         self._console.print("  ".join(part for part in parts if part), soft_wrap=True, markup=False)
 

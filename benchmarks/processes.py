@@ -1,0 +1,54 @@
+"""Child processes that end with their parent, however it ends."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_GRACE_S = 30.0
+
+
+class Children:
+    """Runs commands to their end; `stop` ends those that still run, from any thread."""
+
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._stopped = False
+
+    def run(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
+        """Append what the command prints to `log` and return its exit status; -1 after `stop`."""
+        if self._stopped:
+            return -1
+        with log.open("ab") as file:
+            child = subprocess.Popen(
+                command,
+                stdout=file,
+                stderr=file,
+                stdin=subprocess.DEVNULL,
+                env=dict(environment),
+                preexec_fn=_die_with_parent,
+            )
+        self._running.add(child)
+        try:
+            return child.wait()
+        finally:
+            self._running.discard(child)
+
+    def stop(self) -> None:
+        """Ask every child to end, and start no more."""
+        self._stopped = True
+        for child in list(self._running):
+            child.terminate()
+        for child in list(self._running):
+            try:
+                child.wait(_GRACE_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
