@@ -21,6 +21,8 @@ from inference.engines.kv import ROW, KvCache, round_up
 from inference.engines.weights import Architecture, LayerWeights, Weights
 
 QUERY_ROWS = 4
+PIECE = 128
+"""Cached positions that one product in attention contracts at most."""
 SHORTEST = 16
 """Cached positions that attention reads at least: a product 8 columns wide takes another path, with other bits."""
 Integers = npt.NDArray[np.int64]
@@ -138,11 +140,20 @@ def _attention(
     scores = torch.bmm(query, k.transpose(1, 2)).view(rows, heads, batch.width, length)
     scores.masked_fill_(batch.unseen, -torch.inf)
     scores -= scores.amax(-1, keepdim=True)
-    summed = torch.bmm(scores.exp_().view(rows * kv_heads, groups * batch.width, length), v)
+    summed = _weighted_sum(scores.exp_().view(rows * kv_heads, groups * batch.width, length), v)
     mean = (summed[..., :dim] / summed[..., dim : dim + 1]).view(rows, heads, batch.width, dim).transpose(1, 2)
     out = x.new_zeros(x.shape[0], heads * dim)
     out[:count] = mean.reshape(rows * batch.width, heads * dim)[batch.cells]
     return F.linear(out, layer.output)
+
+
+def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
+    """`bmm(weights, values)`, summed in pieces of fixed size: beyond some 190 positions the library would choose pieces by the padded
+    length, and with them the bits. A piece that only pads adds exact zeros."""
+    total = torch.bmm(weights[..., :PIECE], values[:, :PIECE])
+    for start in range(PIECE, weights.shape[-1], PIECE):
+        total += torch.bmm(weights[..., start : start + PIECE], values[:, start : start + PIECE])
+    return total
 
 
 def _experts(shape: Architecture, layer: LayerWeights, x: Tensor) -> Tensor:

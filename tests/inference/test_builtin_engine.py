@@ -69,6 +69,18 @@ async def test_the_same_request_gives_the_same_bits_alone_and_in_any_batch(
     await engine.close()
 
 
+@pytest.mark.parametrize("length", [100, 130, 200])
+async def test_a_longer_neighbour_changes_no_bit(write_policy: Callable[..., Path], length: int) -> None:
+    directory = write_policy("policy", max_position_embeddings=512)
+    prompt, params = list(range(41)), SamplingParams(4.0, 120, 7, ())
+    neighbours = [([index % 90 for index in range(length)], SamplingParams(4.0, 100, seed, ())) for seed in range(3)]
+    engine = BuiltinEngine(directory, "v1", threads=1, prefix_bytes=0)
+    expected = await engine.generate(prompt, params)
+    found = await answers(engine, [(prompt, params), *neighbours])
+    await engine.close()
+    assert found[0] == expected
+
+
 async def test_reusing_the_state_of_an_earlier_turn_changes_no_bit(policy: Path) -> None:
     async def episode(engine: BuiltinEngine, index: int) -> list[Completion]:
         tokens, turns = [index % 5, 7, 9, index % 3], []

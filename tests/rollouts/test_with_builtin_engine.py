@@ -36,7 +36,7 @@ def random_policy(tmp_path_factory: pytest.TempPathFactory, tokenizer: ChatToken
 def play(
     directory: Path, envd: LocalEnvd, tokenizer: ChatTokenizer, concurrency: int
 ) -> tuple[list[Episode], list[list[float]]]:
-    config = make_plan(TASKS, 1, max_tokens=180, max_turn_tokens=110, temperature=4.0, concurrency=concurrency).config
+    config = make_plan(TASKS, 1, max_tokens=220, max_turn_tokens=110, temperature=4.0, concurrency=concurrency).config
 
     async def run() -> tuple[list[Episode], list[list[float]]]:
         engine = BuiltinEngine(directory, POLICY.digest, threads=1)
