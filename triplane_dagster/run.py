@@ -6,13 +6,14 @@ run_base -> run_iteration(0000) -> run_iteration(0001) -> ...      one envd serv
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
 
+from assets.naming import key_of
 from contracts.store import open_store
 from resources.errors import StepFailed
 from resources.experiment import Experiment
@@ -59,24 +60,26 @@ class Runner:
         """Materialize task suite and base policy. What is committed is found, not made again. Raises what the failing step raised."""
         self._run(self._base, None)
 
-    def iteration(self, partition: str) -> None:
-        """Materialize one iteration. Raises what the failing step raised."""
+    def iteration(self, partition: str, start_from: str = "live") -> None:
+        """Materialize one iteration. Raises what the failing step raised.
+
+        start_from: live, base, or the beginning of a checkpoint's digest; counts only when the iteration was never begun.
+        """
         self._instance.add_dynamic_partitions(self.experiment.name, [partition])
-        self._run(self._iteration, partition)
+        step = key_of(self.experiment, "iteration_inputs").to_python_identifier()
+        self._run(self._iteration, partition, {"ops": {step: {"config": {"policy": start_from}}}})
 
     def close(self) -> None:
         """Stop what was started."""
         self._sampler.close()
         self._sandboxes.close()
 
-    def _run(self, job: dg.JobDefinition, partition: str | None) -> None:
+    def _run(self, job: dg.JobDefinition, partition: str | None, config: Mapping[str, Any] | None = None) -> None:
         name = process_name()
         done = job.execute_in_process(
-            instance=self._instance,
-            partition_key=partition,
-            run_config=_QUIET,
+            instance=self._instance, partition_key=partition, run_config={**_QUIET, **(config or {})},
             tags={PROCESS_TAG: name} if name else None,
-        )
+        )  # fmt: skip
         if not done.success:
             raise StepFailed(f"run {done.run_id[:8]} of {job.name} failed: `triplane ui` shows its log")
 

@@ -122,3 +122,14 @@ def test_an_unknown_policy_is_refused_by_name(ran: World) -> None:
 
 def test_asking_for_no_more_makes_no_more(ran: World) -> None:
     assert run_iterations(ran.experiment, 0, ran.instance) == []
+
+
+def test_an_iteration_may_start_from_a_named_policy_and_does_not_replace_live(ran: World) -> None:
+    live = Registry(ran.store, ran.experiment.name).live()
+    with open_runner(ran.experiment, ran.instance) as runner:
+        runner.iteration("0007", start_from="base")
+    inputs = find_inputs(ran.store, ran.experiment, "0007")
+    assert inputs is not None and inputs.policy == inputs.base
+    decision = decision_of(ran.store, ran.experiment, "0007")
+    assert decision is not None and decision.decision == "stale"
+    assert Registry(ran.store, ran.experiment.name).live() == live

@@ -1,0 +1,94 @@
+"""Leases: the built-in engine is kept and reloaded, a server at an address is given the policy that is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from dagster_world import World
+
+from contracts.artifacts import Artifact, open_artifact
+from inference.engines.base import Completion, SamplingParams
+from inference.engines.config import BuiltinConfig, OpenAIConfig
+from resources.refs import require_ref
+from resources.sampler import SamplerResource
+
+PARAMS = SamplingParams(temperature=1.0, max_tokens=8, seed=5)
+
+
+@pytest.fixture(scope="module")
+def policies(ran: World) -> tuple[Artifact, Artifact]:
+    """The base policy and one trained from it."""
+    base = require_ref(ran.store, ran.experiment.name, "base_policy")
+    candidate = require_ref(ran.store, ran.experiment.name, "checkpoint", "0001")
+    return open_artifact(ran.store, base), open_artifact(ran.store, candidate)
+
+
+@pytest.fixture
+def address(policies: tuple[Artifact, Artifact]) -> Iterator[str]:
+    """A server of the base policy."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        listen = f"127.0.0.1:{probe.getsockname()[1]}"
+    command = [
+        sys.executable,
+        "-m",
+        "inference",
+        "serve",
+        "--policy",
+        str(policies[0].directory()),
+        "--listen",
+        listen,
+        "--threads",
+        "1",
+    ]
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            try:
+                httpx.get(f"http://{listen}/health", timeout=5).raise_for_status()
+                break
+            except httpx.HTTPError:
+                time.sleep(0.1)
+        yield f"http://{listen}/v1"
+    finally:
+        child.terminate()
+        child.wait(30)
+
+
+def sample(sampler: SamplerResource, policy: Artifact, config: BuiltinConfig | OpenAIConfig) -> Completion:
+    async def once() -> Completion:
+        async with sampler.lease(policy, "rollouts", config) as engine:
+            assert await engine.version() == policy.ref.digest
+            return await engine.generate([5, 6, 7, 8], PARAMS)
+
+    return asyncio.run(once())
+
+
+def test_a_lease_serves_the_policy_it_names_whatever_was_served_before(policies: tuple[Artifact, Artifact]) -> None:
+    sampler, config = SamplerResource(), BuiltinConfig(threads=1)
+    try:
+        first, second, again = (sample(sampler, policies[index], config) for index in (0, 1, 0))
+    finally:
+        sampler.close()
+    assert first == again and first.logprobs != second.logprobs
+    assert [first.spans[0][0], second.spans[0][0]] == [policy.ref.digest for policy in policies]
+
+
+def test_a_server_by_address_gives_the_same_tokens(policies: tuple[Artifact, Artifact], address: str) -> None:
+    sampler, near = SamplerResource(), BuiltinConfig(threads=1)
+    far = OpenAIConfig(base_url=address)
+    try:
+        for index in (0, 1):
+            here, there = (sample(sampler, policies[index], config) for config in (near, far))
+            assert here.token_ids == there.token_ids
+            assert here.logprobs == pytest.approx(there.logprobs, abs=1e-6)
+    finally:
+        sampler.close()
