@@ -60,7 +60,7 @@ def test_episodes_do_not_depend_on_concurrency_and_their_logprobs_are_the_policy
     alone, _ = play(random_policy, envd, tokenizer, 1)
     for table in (episodes_table, sequences_table):
         assert table_digest(table(together)) == table_digest(table(alone))
-    assert {episode.outcome for episode in together} == {Outcome.COMPLETED, Outcome.TRUNCATED}
+    assert {Outcome.COMPLETED, Outcome.TRUNCATED} <= {episode.outcome for episode in together}
     for episode, score in zip(together, scores, strict=False):
         (sequence,) = episode.sequences
         for role, sampled, scored in zip(sequence.token_role, sequence.logprobs, score, strict=True):
