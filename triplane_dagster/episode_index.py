@@ -6,7 +6,7 @@ iteration is still sampling. Which datasets took it, and why not, stands in thei
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,11 @@ from contracts.episodes import Episode, read_episodes
 from contracts.errors import ArtifactMissing
 from contracts.store import Store
 
-EPISODE_KINDS = ("rollouts", "evaluation_run", "group")
-"""Artifact kinds with an `episodes.parquet`, the most telling first."""
+MERGED = ("rollouts", "evaluation_run")
+"""Artifact kinds that hold the episodes of finished work, the most telling first."""
+UNMERGED = ("group",)
+"""Hundreds an iteration; only an unfinished iteration's episodes are there alone."""
+ID_DIGITS = 32
 
 
 @dataclass(frozen=True)
@@ -55,10 +58,12 @@ class Membership:
     reward: float | None
 
 
-def find_episodes(store: Store, prefix: str) -> list[EpisodeHome]:
-    """The episodes whose id starts with `prefix`, each once, in its most telling artifact."""
+def find_episodes(store: Store, prefix: str, kinds: Sequence[str]) -> list[EpisodeHome]:
+    """The episodes of artifacts of these kinds whose id starts with `prefix`, each once, in the first kind that has it."""
     found: dict[str, EpisodeHome] = {}
-    for kind in EPISODE_KINDS:
+    if not 0 < len(prefix) <= ID_DIGITS:
+        return []
+    for kind in kinds:
         for artifact in list_artifacts(store, kind):
             for episode_id in _ids_starting_with(artifact, prefix):
                 found.setdefault(episode_id, EpisodeHome(episode_id, artifact))
@@ -67,7 +72,7 @@ def find_episodes(store: Store, prefix: str) -> list[EpisodeHome]:
 
 def find_episode(store: Store, prefix: str) -> EpisodeHome:
     """The one episode whose id starts with `prefix`. Raises ArtifactMissing when there is none, or more than one."""
-    found = find_episodes(store, prefix) if prefix else []
+    found = find_episodes(store, prefix, MERGED) or find_episodes(store, prefix, UNMERGED)
     if not found:
         raise ArtifactMissing(
             f"store {store.url} has no episode {prefix!r}: `triplane episodes list` shows those it has"

@@ -15,7 +15,7 @@ from typing import Any
 from contracts.artifacts import Artifact, ArtifactRef, list_artifacts
 from contracts.errors import ArtifactMissing
 from contracts.store import Store
-from triplane_dagster.episode_index import EpisodeHome, Membership, find_episodes, memberships
+from triplane_dagster.episode_index import MERGED, UNMERGED, EpisodeHome, Membership, find_episodes, memberships
 
 
 @dataclass(frozen=True)
@@ -126,11 +126,11 @@ def descendants(graph: Graph, starts: tuple[Node, ...]) -> tuple[Step, ...]:
 def trace(store: Store, query: str) -> Trace:
     """Walk both ways from an episode id or an artifact's digest or key; each may be shortened to an unambiguous beginning."""
     graph = build_graph(store)
-    homes = find_episodes(store, query) if query else []
+    others = _named(graph, query)
+    homes = find_episodes(store, query, MERGED) or ([] if others else find_episodes(store, query, UNMERGED))
     if not homes:
         starts = resolve(graph, query)
         return Trace(starts, None, ancestors(graph, starts), descendants(graph, starts), ())
-    others = _named(graph, query)
     if len(homes) > 1 or others:
         some = [f"episode {home.episode_id[:16]}" for home in homes[:3]]
         some += [f"{node.ref.kind} {node.ref.short}" for node in others[:3]]

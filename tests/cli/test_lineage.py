@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from cli_history import History, Run
@@ -123,3 +124,24 @@ def test_an_unknown_digest_exits_1_with_one_line(triplane: Run) -> None:
 
 def test_a_traceback_is_there_for_those_who_ask(triplane: Run) -> None:
     assert "Traceback" in triplane("lineage", "feedbeef", env={"TRIPLANE_DEBUG": "1"}).stderr
+
+
+def test_an_episode_of_an_unfinished_iteration_is_found_in_its_group(history: History, tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    with ArtifactWriter(store, "group", "d" * 64, parents={}, config={}, code_version="1") as out:
+        out.add_table("episodes.parquet", history.artifacts["rollouts"].table("episodes.parquet"))
+        out.add_table("sequences.parquet", history.artifacts["rollouts"].table("sequences.parquet"))
+        out.commit()
+    found = trace(store, history.solved.episode_id[:20])
+    assert found.episode is not None and found.starts[0].ref.kind == "group"
+    assert found.uses == ()
+
+
+def test_equal_content_made_twice_is_one_answer(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    for key in ("1" * 64, "2" * 64):
+        with ArtifactWriter(store, "checkpoint", key, parents={}, config={}, code_version="1") as out:
+            out.add_json("config.json", {})
+            made = out.commit()
+    assert len(trace(store, made.ref.short).starts) == 2
+    assert len(trace(store, "1" * 10).starts) == 1

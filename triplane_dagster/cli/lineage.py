@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Annotated, Any
 
 import typer
@@ -55,9 +56,12 @@ def trace_json(found: Trace) -> dict[str, Any]:
 def _print_trace(found: Trace) -> None:
     out = console()
     for node in found.starts:
-        out.print(Text(_line(node), "bold"))
-        if node.config:
-            out.print(Text(f"  config  {json.dumps(dict(node.config), sort_keys=True)}", "dim"), soft_wrap=True)
+        out.print(Text(visible(_line(node)), "bold"))
+    if len(found.starts) > 1:
+        out.print(f"made {len(found.starts)} times with equal content; --json tells them apart by key")
+    elif found.starts[0].config:
+        config = json.dumps(dict(found.starts[0].config), sort_keys=True)
+        out.print(Text(visible(f"  config  {config}"), "dim"), soft_wrap=True)
     episode = _episode_json(found)
     if episode:
         for name, value in episode.items():
@@ -73,15 +77,21 @@ def _print_trace(found: Trace) -> None:
 
 
 def _tree(title: str, steps: tuple[Step, ...], *, none: str) -> Tree:
-    """The walk as a tree: each artifact once, below the one it was first met from."""
+    """The walk as a tree: each artifact once, below the one it was first met from. Groups are counted: their rollouts stand for them."""
     tree = Tree(Text(title, "bold"))
     if not steps:
         tree.add(Text(none, "dim"))
     branches: dict[str, Tree] = {}
+    groups: Counter[str] = Counter()
     for step in steps:
         uri = step.node.ref.uri
         near = step.edge.child if uri == step.edge.parent else step.edge.parent
-        branches[uri] = branches.get(near, tree).add(Text(f"{step.edge.role}: {_line(step.node)}"))
+        if step.node.ref.kind == "group":
+            groups[near] += 1
+        else:
+            branches[uri] = branches.get(near, tree).add(Text(visible(f"{step.edge.role}: {_line(step.node)}")))
+    for near, count in groups.items():
+        branches.get(near, tree).add(Text(f"{count} groups", "dim"))
     return tree
 
 
