@@ -28,7 +28,7 @@ def warm_start(
         threads=threads_of(experiment.trainer.launcher), tokenizer=tokenizer, demonstrations=demonstrations,
         model=base.model, config=base.sft,
     )  # fmt: skip
-    return _train(step, launcher, job, base.sft.max_steps)
+    return _train(step, launcher, job, base.sft.max_steps, 0)
 
 
 def train_iteration(step: Step, launcher: Launcher, inputs: IterationInputs, dataset: ArtifactRef) -> Artifact:
@@ -41,7 +41,8 @@ def train_iteration(step: Step, launcher: Launcher, inputs: IterationInputs, dat
         threads=threads_of(experiment.trainer.launcher), dataset=dataset, checkpoint=start.checkpoint,
         trainer_state=start.trainer_state, config=experiment.trainer.grpo,
     )  # fmt: skip
-    return _train(step, launcher, job, experiment.trainer.grpo.optimizer_steps)
+    taken = int(open_artifact(step.store, start.checkpoint).meta.get("step") or 0)
+    return _train(step, launcher, job, experiment.trainer.grpo.optimizer_steps, taken)
 
 
 def threads_of(launcher: LauncherConfig) -> int:
@@ -64,7 +65,8 @@ def training_numbers(checkpoint: Artifact) -> dict[str, Any]:
     return numbers(last) | totals
 
 
-def _train(step: Step, launcher: Launcher, job: SftJob | GrpoJob, steps: int) -> Artifact:
+def _train(step: Step, launcher: Launcher, job: SftJob | GrpoJob, steps: int, taken: int) -> Artifact:
+    """Run `job` unless its work is there. steps: it takes at most; taken: by the policy it starts from."""
     found = find_artifact(step.store, "checkpoint", job.key)
     if found is not None and find_artifact(step.store, "trainer_state", job.key) is not None:
         return found
@@ -73,7 +75,7 @@ def _train(step: Step, launcher: Launcher, job: SftJob | GrpoJob, steps: int) ->
     def on_message(message: Mapping[str, Any]) -> None:
         metrics = message.get("metrics", message)
         if "step" in metrics:
-            step.progress.update("training", metrics["step"], steps, **numbers(metrics))
+            step.progress.update("training", metrics["step"] - taken, steps, **numbers(metrics))
 
     command = [sys.executable, "-m", "trainer", "--job", job.model_dump_json()]
     launcher.run(

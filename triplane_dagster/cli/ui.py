@@ -27,6 +27,7 @@ def ui(
     os.environ.setdefault("DAGSTER_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TRIPLANE_STORE", str(Path(".triplane/store").absolute()))
     os.chdir(root)
+    _free_the_queue()
     command = [
         sys.executable,
         "-m",
@@ -40,6 +41,15 @@ def ui(
         str(port),
     ]
     os.execv(sys.executable, command)
+
+
+def _free_the_queue() -> None:
+    """A killed in-process run would hold the queue's only slot."""
+    from triplane_dagster.dead_runs import cancel_dead_runs
+    from triplane_dagster.run import open_instance
+
+    with open_instance() as instance:
+        cancel_dead_runs(instance)
 
 
 def project_root() -> Path:
