@@ -90,14 +90,14 @@ def test_lineage_walks_both_ways(learned: Laboratory) -> None:
     dataset = learned.artifact("dataset", "0001")
     episode = dataset.table("train.parquet")["episode_id"][0].as_py()
     found = learned.json("lineage", episode)
-    ancestors = {step["kind"] for step in found["ancestors"]}
-    assert {"checkpoint", "task_suite", "prompts"} <= ancestors
+    assert {"checkpoint", "task_suite", "prompts"} <= {step["kind"] for step in found["made_of"]}
+    assert found["episode"]["image_digest"] and found["starts"][0]["config"]["group_size"]
     trained = learned.artifact("checkpoint", "0001").ref.digest
-    assert trained in {checkpoint["digest"] for use in found["uses"] for checkpoint in use["checkpoints"]}
+    assert trained in {checkpoint for use in found["datasets"] for checkpoint in use["checkpoints"]}
     from_checkpoint = learned.json("lineage", trained[:16])
-    assert dataset.ref.digest in {step["digest"] for step in from_checkpoint["ancestors"]}
+    assert dataset.ref.digest in {step["digest"] for step in from_checkpoint["made_of"]}
     later = learned.artifact("rollouts", "0004").manifest.parents["policy"].digest
-    assert later == trained or later in {step["digest"] for step in from_checkpoint["descendants"]}
+    assert later == trained or later in {step["digest"] for step in from_checkpoint["made_into"]}
 
 
 def test_nothing_temporary_is_left(learned: Laboratory) -> None:
