@@ -116,13 +116,19 @@ class Artifact:
         entry = next((entry for entry in self.manifest.files if entry.path == name), None)
         if entry is None:
             raise ArtifactMissing(f"{self.ref.uri} has no file {name}: it holds {', '.join(self.names())}")
+        key = f"{self.ref.uri}/{self.manifest.attempt}/{name}"
         try:
-            path = self.store.local_path(f"{self.ref.uri}/{self.manifest.attempt}/{name}")
+            path = self.store.local_path(key)
+            if not _is_intact(path, entry) and self.store.forget(key):
+                path = self.store.local_path(key)
         except ArtifactMissing:
             raise ArtifactCorrupt(
                 f"{self.ref.uri}/{name} is named by its manifest but gone: delete the artifact's folder and run its step again"
             ) from None
-        _verify(path, entry, self.ref.uri)
+        if not _is_intact(path, entry):
+            raise ArtifactCorrupt(
+                f"{self.ref.uri}/{name} does not match its manifest (truncated or changed): delete the artifact's folder and run its step again"
+            )
         return path
 
     def directory(self) -> Path:
@@ -292,13 +298,12 @@ def _file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _verify(path: Path, entry: FileEntry, uri: str) -> None:
+def _is_intact(path: Path, entry: FileEntry) -> bool:
+    """Whether the file has the bytes that were committed. Read once while it does not change."""
     stat = path.stat()
     seen = (str(path), stat.st_mtime_ns, stat.st_size)
-    if seen in _VERIFIED:
-        return
-    if stat.st_size != entry.size or _file_sha256(path) != entry.sha256:
-        raise ArtifactCorrupt(
-            f"{uri}/{entry.path} does not match its manifest (truncated or changed): delete the artifact's folder and run its step again"
-        )
-    _VERIFIED.add(seen)
+    if seen not in _VERIFIED:
+        if stat.st_size != entry.size or _file_sha256(path) != entry.sha256:
+            return False
+        _VERIFIED.add(seen)
+    return True

@@ -1,128 +1,150 @@
-"""The S3 side of `contracts.store`: one object a key, exclusive creation by conditional put, a local read cache."""
+"""The S3 side of `contracts.store`: one object a key, exclusive creation by conditional writes, a local read cache.
+
+create -> s3write (conditional; above 64 MiB in parts)      local_path -> filecache, else a streamed download
+"""
 
 from __future__ import annotations
 
-import os
-import tempfile
-import uuid
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import urlparse
 
-import boto3
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    FlexibleChecksumError,
+    IncompleteReadError,
+    ReadTimeoutError,
+    ResponseStreamingError,
+)
 
-from contracts.errors import ArtifactMissing, StoreError
+from contracts.errors import StoreError
+from contracts.filecache import FileCache, cache_base, cache_limit
+from contracts.s3client import connect, explain, is_missing
+from contracts.s3write import MULTIPART_BYTES, create_object, transfers
 from contracts.store import check_key
 
 if TYPE_CHECKING:
-    from mypy_boto3_s3 import S3Client
+    from mypy_boto3_s3.type_defs import GetObjectOutputTypeDef
+
+T = TypeVar("T")
+
+READS = 4
+"""Tries of one download whose stream breaks off (a request that gets no answer is tried again by the client itself)."""
+BROKEN_STREAM = (FlexibleChecksumError, IncompleteReadError, ReadTimeoutError, ResponseStreamingError)
+_CHUNK = 2**20
 
 
 class S3Store:
-    """A store in an S3 bucket (or any server that speaks S3 with `If-None-Match` on PutObject)."""
+    """A store in an S3 bucket (or any server that speaks S3 with `If-None-Match` on PutObject and CompleteMultipartUpload)."""
 
-    def __init__(self, bucket: str, prefix: str, client: S3Client | None = None) -> None:
+    def __init__(self, bucket: str, prefix: str) -> None:
         if not bucket:
             raise StoreError("s3 store without a bucket: write s3://bucket/prefix")
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
-        self._client: S3Client = client or boto3.client("s3")
-        base = os.environ.get("TRIPLANE_CACHE") or str(Path(tempfile.gettempdir()) / f"triplane-cache-{os.getuid()}")
-        self._cache = Path(base) / "s3" / bucket / (prefix or "_root")
+        self._client = connect()
+        server = urlparse(self._client.meta.endpoint_url).netloc.replace(":", "_")
+        self._cache = FileCache(cache_base(), f"{server}/{bucket}/{prefix or '_root'}", cache_limit())
 
     @property
     def url(self) -> str:
         """`s3://bucket/prefix`."""
         return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
 
+    @property
+    def scratch(self) -> Path:
+        """See Store.scratch. On the cache's disk, so that what is uploaded is cached without a copy."""
+        return self._cache.scratch
+
     def create(self, key: str, data: bytes) -> bool:
         """See Store.create."""
-        return self._put(check_key(key), data)
+        with self._explained(key):
+            return create_object(self._client, self._bucket, self._prefix + check_key(key), data)
 
     def create_file(self, key: str, source: Path) -> bool:
         """See Store.create_file."""
-        with source.open("rb") as file:
-            return self._put(check_key(key), file)
+        with self._explained(key):
+            created = create_object(self._client, self._bucket, self._prefix + check_key(key), source)
+        if created:
+            self._cache.adopt(key, source)
+        return created
 
     def get(self, key: str) -> bytes:
         """See Store.get."""
-        try:
-            return self._client.get_object(Bucket=self._bucket, Key=self._prefix + check_key(key))["Body"].read()
-        except (ClientError, BotoCoreError) as error:
-            raise self._explain(error, key) from None
+        check_key(key)
+        with self._explained(key):
+            return _patiently(lambda: self._object(key)["Body"].read())
 
     def local_path(self, key: str) -> Path:
-        """See Store.local_path. Objects are immutable, so a cached copy never goes stale."""
-        cached = self._cache / check_key(key)
-        if not cached.is_file():
-            cached.parent.mkdir(parents=True, exist_ok=True)
-            partial = cached.with_name(f"{cached.name}.{uuid.uuid4().hex}")
-            try:
-                self._client.download_file(self._bucket, self._prefix + key, str(partial))
-                partial.replace(cached)
-            except (ClientError, BotoCoreError) as error:
-                raise self._explain(error, key) from None
-            finally:
-                partial.unlink(missing_ok=True)
+        """See Store.local_path."""
+        cached = self._cache.find(check_key(key))
+        if cached is None:
+            with self._explained(key), self._cache.fill(key) as (partial, cached):
+                _patiently(lambda: self._download(key, partial))
         return cached
 
     def exists(self, key: str) -> bool:
         """See Store.exists."""
-        try:
-            self._client.head_object(Bucket=self._bucket, Key=self._prefix + check_key(key))
-        except ClientError as error:
-            if error.response.get("Error", {}).get("Code") in ("404", "NoSuchKey", "NotFound"):
-                return False
-            raise self._explain(error, key) from None
-        except BotoCoreError as error:
-            raise self._explain(error, key) from None
+        check_key(key)
+        with self._explained(key):
+            try:
+                self._client.head_object(Bucket=self._bucket, Key=self._prefix + key)
+            except ClientError as error:
+                if is_missing(error):
+                    return False
+                raise
         return True
 
     def list(self, prefix: str) -> list[str]:
         """See Store.list."""
-        try:
+        with self._explained(prefix):
             pages = self._client.get_paginator("list_objects_v2").paginate(
                 Bucket=self._bucket, Prefix=self._prefix + prefix
             )
             return sorted(item["Key"][len(self._prefix) :] for page in pages for item in page.get("Contents", []))
-        except (ClientError, BotoCoreError) as error:
-            raise self._explain(error, prefix) from None
 
     def delete(self, key: str) -> None:
         """See Store.delete."""
-        try:
+        with self._explained(key):
             self._client.delete_object(Bucket=self._bucket, Key=self._prefix + check_key(key))
-        except (ClientError, BotoCoreError) as error:
-            raise self._explain(error, key) from None
-        (self._cache / key).unlink(missing_ok=True)
+        self._cache.forget(key)
 
-    def _put(self, key: str, body: object) -> bool:
+    def forget(self, key: str) -> bool:
+        """See Store.forget."""
+        return self._cache.forget(check_key(key))
+
+    def _object(self, key: str) -> GetObjectOutputTypeDef:
+        return self._client.get_object(Bucket=self._bucket, Key=self._prefix + key)
+
+    def _download(self, key: str, target: Path) -> None:
+        found = self._object(key)
+        with closing(found["Body"]) as stream:
+            if found["ContentLength"] <= MULTIPART_BYTES:
+                with target.open("wb") as file:
+                    for chunk in stream.iter_chunks(_CHUNK):
+                        file.write(chunk)
+                return
+        with transfers(self._client) as manager:
+            manager.download(self._bucket, self._prefix + key, str(target)).result()
+
+    @contextmanager
+    def _explained(self, key: str) -> Iterator[None]:
         try:
-            self._client.put_object(Bucket=self._bucket, Key=self._prefix + key, Body=body, IfNoneMatch="*")  # type: ignore[arg-type]
-        except ClientError as error:
-            if error.response.get("Error", {}).get("Code") in ("PreconditionFailed", "412"):
-                return False
-            raise self._explain(error, key) from None
-        except BotoCoreError as error:
-            raise self._explain(error, key) from None
-        return True
+            yield
+        except (ClientError, BotoCoreError) as error:
+            raise explain(error, self.url, key, self._client.meta.endpoint_url) from None
 
-    def _explain(self, error: ClientError | BotoCoreError, key: str) -> StoreError:
-        code = (
-            error.response.get("Error", {}).get("Code", "") if isinstance(error, ClientError) else type(error).__name__
-        )
-        if code in ("404", "NoSuchKey", "NotFound"):
-            return ArtifactMissing(f"store {self.url} has no {key}")
-        if code == "NoSuchBucket":
-            return StoreError(f"bucket {self._bucket} does not exist: create it, or correct TRIPLANE_STORE")
-        if code in (
-            "AccessDenied",
-            "403",
-            "InvalidAccessKeyId",
-            "SignatureDoesNotMatch",
-            "NoCredentialsError",
-        ):
-            return StoreError(
-                f"store {self.url} refuses access to {key} ({code}): check the credentials and the bucket's policy"
-            )
-        return StoreError(f"store {self.url} failed on {key} ({code or error}): check the endpoint and try again")
+
+def _patiently(read: Callable[[], T]) -> T:
+    """The result of `read`, tried again when the stream breaks off or arrives damaged."""
+    for attempt in range(1, READS):
+        try:
+            return read()
+        except BROKEN_STREAM:
+            time.sleep(random.uniform(0, 0.2 * 2**attempt))
+    return read()

@@ -31,6 +31,10 @@ class Store(Protocol):
     def url(self) -> str:
         """What `open_store` takes to reach this store again."""
 
+    @property
+    def scratch(self) -> Path:
+        """A local folder for staging; what is left there belongs to nothing."""
+
     def create(self, key: str, data: bytes) -> bool:
         """Write `data` under `key` unless it exists. True when this call created it."""
 
@@ -52,11 +56,15 @@ class Store(Protocol):
     def delete(self, key: str) -> None:
         """Remove `key`; silent when absent. Only for what no manifest names."""
 
+    def forget(self, key: str) -> bool:
+        """Drop a cached download of `key`, so that `local_path` fetches it again. False when there is none: what it gave is the original."""
+
 
 def open_store(url: str | None = None) -> Store:
     """The store at `url`, else at $TRIPLANE_STORE, else in `.triplane/store` below the working directory.
 
-    url: a directory, `file:///dir`, or `s3://bucket/prefix` (endpoint and credentials by boto3's own environment variables).
+    url: a directory, `file:///dir`, or `s3://bucket/prefix` (endpoint and credentials by boto3's own environment variables; downloads
+    are cached in $TRIPLANE_CACHE, up to $TRIPLANE_CACHE_GB).
     """
     where = url or os.environ.get("TRIPLANE_STORE") or DEFAULT_STORE
     parsed = urlparse(where)
@@ -91,6 +99,11 @@ class LocalStore:
     def url(self) -> str:
         """The directory, absolute."""
         return str(self._root)
+
+    @property
+    def scratch(self) -> Path:
+        """See Store.scratch. On the store's own disk, so that a link puts a file in place."""
+        return self._tmp
 
     def create(self, key: str, data: bytes) -> bool:
         """See Store.create."""
@@ -151,6 +164,10 @@ class LocalStore:
             except OSError:
                 break
 
+    def forget(self, key: str) -> bool:
+        """See Store.forget. Nothing is cached here."""
+        return False
+
     @contextmanager
     def _scratch(self) -> Iterator[Path]:
         scratch = self._tmp / uuid.uuid4().hex
@@ -194,6 +211,5 @@ def _readable_errors(root: Path) -> Iterator[None]:
 
 
 def scratch_directory(store: Store) -> tempfile.TemporaryDirectory[str]:
-    """A temporary directory for staging files before they are committed, on the store's own disk where it is local."""
-    base = Path(store.url) / "tmp" if isinstance(store, LocalStore) else None
-    return tempfile.TemporaryDirectory(prefix="stage-", dir=base)
+    """A temporary directory for staging files before they are committed."""
+    return tempfile.TemporaryDirectory(prefix="stage-", dir=store.scratch)

@@ -1,0 +1,175 @@
+"""Local copies of remote objects: bounded in size, shared by every process of a user, whole or absent.
+
+    <base>/tmp/              partial downloads and staging
+    <base>/<place>/<key>     complete copies, read-only
+
+What was not used for longest goes first. What was used within `keep_s` never goes: some process may be about to open it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from contracts.errors import StoreError
+
+DEFAULT_GB = 20.0
+KEEP_S = 3600.0
+ABANDONED_S = 24 * 3600.0
+"""Age at which something in `tmp` was left by a killed process."""
+
+
+class FileCache:
+    """Copies of one place's objects by key. `place` names a folder below `base`; the bound counts all places."""
+
+    def __init__(self, base: Path, place: str, limit_bytes: int, keep_s: float = KEEP_S) -> None:
+        self._base, self._root, self.scratch = base, base / place, base / "tmp"
+        self._limit, self._keep_s = limit_bytes, keep_s
+        self._unswept = limit_bytes
+        with self._readable_errors():
+            base.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.scratch.mkdir(exist_ok=True)
+        if base.stat().st_uid != os.getuid():
+            raise StoreError(f"cache {base} belongs to another user: point TRIPLANE_CACHE at a folder of your own")
+
+    def find(self, key: str) -> Path | None:
+        """The copy of `key`, from now on recently used, or None."""
+        path = self._root / key
+        try:
+            status = path.stat()
+            # the access time alone: readers recognize a file that they have checked before by its modification time
+            os.utime(path, ns=(time.time_ns(), status.st_mtime_ns))
+        except FileNotFoundError:
+            return None
+        return path
+
+    @contextmanager
+    def fill(self, key: str) -> Iterator[tuple[Path, Path]]:
+        """(where to write the object, where it will be): the first becomes the second when the block ends without an error."""
+        partial = self.scratch / f"part-{uuid.uuid4().hex}"
+        with self._readable_errors():
+            try:
+                yield partial, self._root / key
+                self._place(key, partial)
+            finally:
+                partial.unlink(missing_ok=True)
+
+    def adopt(self, key: str, source: Path) -> None:
+        """Keep `source`, which was just uploaded and changes no more, as the copy of `key`: by a hard link where that works, else not."""
+        partial = self.scratch / f"part-{uuid.uuid4().hex}"
+        try:
+            os.link(source, partial)
+        except OSError:
+            return
+        try:
+            self._place(key, partial)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def forget(self, key: str) -> bool:
+        """Drop the copy of `key`. False when there was none."""
+        try:
+            (self._root / key).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def sweep(self) -> None:
+        """Bring the cache below its bound, and remove what killed processes left. Safe beside other processes."""
+        now, files = time.time(), sorted(self._files())
+        excess = sum(size for _, size, _ in files) - self._limit
+        for used, size, path in files:
+            if excess <= 0 or now - used < self._keep_s:
+                break
+            path.unlink(missing_ok=True)
+            excess -= size
+            self._remove_empty(path.parent)
+        for entry in self.scratch.iterdir():
+            try:
+                abandoned = now - entry.stat().st_mtime > ABANDONED_S
+            except FileNotFoundError:
+                continue
+            if abandoned and entry.is_dir():
+                shutil.rmtree(entry, ignore_errors=True)
+            elif abandoned:
+                entry.unlink(missing_ok=True)
+
+    def _place(self, key: str, partial: Path) -> None:
+        target = self._root / key
+        partial.chmod(0o444)
+        size = partial.stat().st_size
+        for _ in range(3):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                partial.replace(target)
+                break
+            except FileNotFoundError:
+                continue  # a sweep removed the empty folder between mkdir and replace
+        else:
+            raise StoreError(f"cache {target.parent} vanishes while {key} is being written: is something cleaning it?")
+        self._unswept += size
+        if self._unswept > self._limit // 20:
+            self._unswept = 0
+            self.sweep()
+
+    def _files(self) -> Iterator[tuple[float, int, Path]]:
+        """(time of last use, bytes, path) of every copy of every place."""
+        for folder, names, files in os.walk(self._base):
+            if Path(folder) == self._base:
+                names[:] = [name for name in names if name != self.scratch.name]
+            for name in files:
+                path = Path(folder, name)
+                try:
+                    status = path.stat()
+                except FileNotFoundError:
+                    continue
+                yield max(status.st_atime, status.st_mtime), status.st_size, path
+
+    def _remove_empty(self, folder: Path) -> None:
+        while folder != self._base:
+            try:
+                folder.rmdir()
+            except OSError:
+                return
+            folder = folder.parent
+
+    @contextmanager
+    def _readable_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StoreError(
+                    f"cache {self._base} is full: free some space, lower TRIPLANE_CACHE_GB, or point TRIPLANE_CACHE elsewhere"
+                ) from None
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+                raise StoreError(
+                    f"cache {self._base} is not writable ({error.strerror}): fix it, or point TRIPLANE_CACHE elsewhere"
+                ) from None
+            raise
+
+
+def cache_base() -> Path:
+    """$TRIPLANE_CACHE, else a folder of this user below the system's temporary one."""
+    return Path(os.environ.get("TRIPLANE_CACHE") or Path(tempfile.gettempdir()) / f"triplane-cache-{os.getuid()}")
+
+
+def cache_limit() -> int:
+    """Bytes: $TRIPLANE_CACHE_GB (10^9 bytes), else 20 of them. Raises StoreError."""
+    text = os.environ.get("TRIPLANE_CACHE_GB") or str(DEFAULT_GB)
+    try:
+        gigabytes = float(text)
+        if not 0 < gigabytes < 1e6:
+            raise ValueError
+    except ValueError:
+        raise StoreError(
+            f"TRIPLANE_CACHE_GB={text!r} is not a number of gigabytes above 0: correct or unset it"
+        ) from None
+    return int(gigabytes * 1e9)

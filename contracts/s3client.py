@@ -1,0 +1,105 @@
+"""The connection to S3: one client a process, conditional by default, and what its errors mean to a user."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import TYPE_CHECKING, Any
+
+from boto3.session import Session
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+
+from contracts.errors import ArtifactMissing, StoreError
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
+
+CONNECTIONS = 32
+"""At most so many requests of one process at once; further ones wait."""
+CONNECT_S, READ_S = 5.0, 60.0
+"""Seconds to wait for a connection, and for the next byte."""
+ATTEMPTS = 5
+"""Tries of one request; with standard backoff (up to 1, 2, 4, 8 s) a dead endpoint is given up within 15 s of waiting."""
+
+_MISSING = ("404", "NoSuchKey", "NotFound")
+_REFUSED = (
+    "AccessDenied", "403", "Forbidden", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken",
+    "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError",
+)  # fmt: skip
+_UNREACHABLE = (
+    "EndpointConnectionError", "ConnectTimeoutError", "ConnectionClosedError", "ReadTimeoutError", "ProxyConnectionError",
+    "SSLError", "ConnectionError", "HTTPClientError",
+)  # fmt: skip
+_ELSEWHERE = ("301", "PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException")
+
+
+def connect() -> S3Client:
+    """The client for the AWS_* variables of now. Every PutObject and CompleteMultipartUpload it sends is conditional on the key being new.
+
+    Raises StoreError when the variables make no sense.
+    """
+    environment = tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith("AWS_")))
+    return _connect(os.getpid(), environment)
+
+
+@functools.lru_cache(maxsize=8)
+def _connect(process: int, environment: tuple[tuple[str, str], ...]) -> S3Client:
+    config = Config(
+        retries={"mode": "standard", "total_max_attempts": ATTEMPTS}, connect_timeout=CONNECT_S, read_timeout=READ_S,
+        max_pool_connections=CONNECTIONS, tcp_keepalive=True,
+    )  # fmt: skip
+    try:
+        client: S3Client = Session().client("s3", config=config)
+    except (BotoCoreError, ValueError) as error:
+        raise StoreError(
+            f"no S3 client can be made ({_line(error)}): correct the AWS_* environment variables"
+        ) from None
+    for operation in ("PutObject", "CompleteMultipartUpload"):
+        client.meta.events.register(f"before-parameter-build.s3.{operation}", _only_when_new)
+    return client
+
+
+def _only_when_new(params: dict[str, Any], **_: object) -> None:
+    params["IfNoneMatch"] = "*"
+
+
+def code_of(error: ClientError | BotoCoreError) -> str:
+    """What went wrong, in one word."""
+    return (
+        str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, ClientError) else type(error).__name__
+    )
+
+
+def is_missing(error: ClientError | BotoCoreError) -> bool:
+    """Whether the server said that there is no such object."""
+    return code_of(error) in _MISSING
+
+
+def explain(error: ClientError | BotoCoreError, url: str, key: str, endpoint: str) -> StoreError:
+    """The error to raise instead, which names the thing and the fix. url: of the store."""
+    code, bucket = code_of(error), url.removeprefix("s3://").partition("/")[0]
+    if is_missing(error):
+        return ArtifactMissing(f"store {url} has no {key}")
+    if code == "NoSuchBucket":
+        return StoreError(f"bucket {bucket} does not exist at {endpoint}: create it, or correct TRIPLANE_STORE")
+    if code in _REFUSED:
+        return StoreError(
+            f"store {url} refuses access to {key} ({code}): check the credentials, and that they may "
+            "s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket there"
+        )
+    if code in _ELSEWHERE:
+        return StoreError(f"bucket {bucket} is in another region ({code}): set AWS_DEFAULT_REGION to the bucket's")
+    if code in _UNREACHABLE:
+        return StoreError(
+            f"store {url} can't be reached at {endpoint} ({code}): check AWS_ENDPOINT_URL and the network, then run the same command again"
+        )
+    if code == "NotImplemented":
+        return StoreError(f"{endpoint} lacks conditional writes (If-None-Match), which keep writers apart: update it")
+    return StoreError(
+        f"store {url} failed on {key} ({_line(error)}): check {endpoint}, then run the same command again"
+    )
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,99 @@
+"""Exclusive creation on S3: who was first is known even when the answer to the deciding request was lost.
+
+Every object carries a token of its writer in its metadata. When a write ends without a clear answer, or with "it exists" (perhaps because
+a retry met what its own first try had written), the object there is asked whose it is.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from botocore.exceptions import BotoCoreError, ClientError
+from s3transfer.manager import TransferConfig, TransferManager
+
+from contracts.s3client import code_of, is_missing
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
+
+WRITER = "writer"
+"""Metadata field `x-amz-meta-writer`."""
+MULTIPART_BYTES = 64 * 2**20
+"""Files above this go up, and come down, in parts."""
+PART_BYTES = 16 * 2**20
+PARTS_AT_ONCE = 4
+CONFLICTS = 6
+"""Tries when S3 asks to try again since another writer of the key is under way."""
+
+_LOST = ("PreconditionFailed", "412")
+_CONFLICT = ("ConditionalRequestConflict", "OperationAborted", "409")
+
+
+def create_object(client: S3Client, bucket: str, key: str, source: bytes | Path) -> bool:
+    """Write `source` unless `key` exists. True when this call created it. Raises ClientError, BotoCoreError.
+
+    client: of `contracts.s3client.connect`, whose writes are conditional.
+    """
+    for attempt in range(1, CONFLICTS + 1):
+        token = uuid.uuid4().hex
+        try:
+            _send(client, bucket, key, source, token)
+        except (ClientError, BotoCoreError) as error:
+            if not _is_open(error):
+                raise
+            try:
+                writer = _writer(client, bucket, key)
+            except (ClientError, BotoCoreError):
+                raise error from None
+            if writer == token:
+                return True
+            if code_of(error) in _LOST or (code_of(error) == "NoSuchUpload" and writer is not None):
+                return False
+            if code_of(error) not in _CONFLICT or attempt == CONFLICTS:
+                raise
+            time.sleep(random.uniform(0, 0.05 * 2**attempt))
+        else:
+            return True
+    raise AssertionError("the last attempt returns or raises")
+
+
+def transfers(client: S3Client) -> TransferManager:
+    """Large files in parts, a few at once. Use as a context manager."""
+    config = TransferConfig(
+        multipart_threshold=MULTIPART_BYTES, multipart_chunksize=PART_BYTES, max_request_concurrency=PARTS_AT_ONCE,
+        max_in_memory_upload_chunks=PARTS_AT_ONCE, max_in_memory_download_chunks=PARTS_AT_ONCE,
+    )  # fmt: skip
+    return TransferManager(client, config)
+
+
+def _send(client: S3Client, bucket: str, key: str, source: bytes | Path, token: str) -> None:
+    if isinstance(source, bytes):
+        client.put_object(Bucket=bucket, Key=key, Body=source, Metadata={WRITER: token})
+    elif source.stat().st_size > MULTIPART_BYTES:
+        with transfers(client) as manager:
+            manager.upload(str(source), bucket, key, extra_args={"Metadata": {WRITER: token}}).result()
+    else:
+        with source.open("rb") as file:
+            client.put_object(Bucket=bucket, Key=key, Body=file, Metadata={WRITER: token})
+
+
+def _is_open(error: ClientError | BotoCoreError) -> bool:
+    """Whether after this error the object may be ours all the same."""
+    if not isinstance(error, ClientError):
+        return True
+    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    return status >= 500 or code_of(error) in (*_LOST, *_CONFLICT, "NoSuchUpload")
+
+
+def _writer(client: S3Client, bucket: str, key: str) -> str | None:
+    """Token of the object's writer, "" for one of another program, None when there is no object."""
+    try:
+        return client.head_object(Bucket=bucket, Key=key)["Metadata"].get(WRITER, "")
+    except ClientError as error:
+        if is_missing(error):
+            return None
+        raise
