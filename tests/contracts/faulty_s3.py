@@ -1,0 +1,109 @@
+"""A proxy before an S3 server that loses answers, cuts bodies and fails requests, on order."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar, Literal
+
+Kind = Literal["lose_answer", "cut_body", "fail", "conflict", "refuse"]
+_ANSWERS = {"fail": (503, "SlowDown"), "conflict": (409, "ConditionalRequestConflict"), "refuse": (403, "AccessDenied")}
+
+
+@dataclass
+class Fault:
+    """What happens to the next `times` requests of this method whose path and query contain `where`."""
+
+    kind: Kind
+    method: str
+    where: str = ""
+    times: int = 1
+
+
+@dataclass
+class FaultyS3:
+    """The proxy: its address, the faults still to come, and what was asked."""
+
+    endpoint: str
+    faults: list[Fault] = field(default_factory=list)
+    requests: list[tuple[str, str]] = field(default_factory=list)
+
+    def take(self, method: str, path: str) -> Fault | None:
+        """The fault that meets this request."""
+        self.requests.append((method, path))
+        for fault in self.faults:
+            if fault.times > 0 and fault.method == method and fault.where in path:
+                fault.times -= 1
+                return fault
+        return None
+
+
+@contextmanager
+def faulty_s3(server: str) -> Iterator[FaultyS3]:
+    """A proxy on this machine before `server` (host:port)."""
+    proxy = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    proxy.daemon_threads = True
+    state = FaultyS3(f"http://127.0.0.1:{proxy.server_address[1]}")
+    _Handler.places[proxy.server_address[1]] = (server, state)
+    thread = threading.Thread(target=proxy.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    yield state
+    proxy.shutdown()
+    proxy.server_close()
+    thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    places: ClassVar[dict[int, tuple[str, FaultyS3]]] = {}
+
+    def _pass_on(self) -> None:
+        server, state = self.places[self.server.server_address[1]]
+        body = self._body()
+        fault = state.take(self.command, self.path)
+        if fault is not None and fault.kind in _ANSWERS:
+            status, code = _ANSWERS[fault.kind]
+            answer = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>ordered</Message></Error>".encode()
+            self._answer(status, {"Content-Type": "application/xml"}, answer)
+            return
+        upstream = http.client.HTTPConnection(server, timeout=20)
+        sent = {name: value for name, value in self.headers.items() if name not in ("Expect", "Transfer-Encoding")}
+        upstream.request(self.command, self.path, body, sent | {"Content-Length": str(len(body))})
+        response = upstream.getresponse()
+        data, headers = response.read(), dict(response.getheaders())
+        upstream.close()
+        if fault is not None and fault.kind == "lose_answer":
+            self.close_connection = True
+            return
+        self._answer(response.status, headers, data, cut=fault is not None)
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _pass_on
+
+    def _answer(self, status: int, headers: dict[str, str], data: bytes, cut: bool = False) -> None:
+        self.send_response_only(status)
+        for name, value in headers.items():
+            if name.lower() not in ("content-length", "connection"):
+                self.send_header(name, value)
+        length = headers.get("Content-Length", "0") if self.command == "HEAD" else str(len(data))
+        self.send_header("Content-Length", length)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data[: len(data) // 2] if cut else data)
+        self.close_connection = cut
+
+    def _body(self) -> bytes:
+        if "chunked" not in self.headers.get("Transfer-Encoding", ""):
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        parts = []
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Silent: `FaultyS3.requests` is the log."""
