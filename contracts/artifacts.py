@@ -15,6 +15,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +31,7 @@ from contracts.store import Store, check_key, scratch_directory
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
+_READERS, _READ_AHEAD = 8, 32
 _VERIFIED: set[tuple[str, int, int]] = set()
 
 
@@ -183,12 +185,13 @@ def open_artifact(store: Store, ref: ArtifactRef) -> Artifact:
 def list_artifacts(store: Store, kind: str | None = None) -> Iterator[Artifact]:
     """Every committed artifact, in order of kind and key."""
     prefix = f"artifacts/{kind}/" if kind else "artifacts/"
-    for key in store.list(prefix):
-        parts = key.split("/")
-        if len(parts) == 4 and parts[3] == MANIFEST:
-            found = find_artifact(store, parts[1], parts[2])
-            if found is not None:
-                yield found
+    paths = [key.split("/") for key in store.list(prefix)]
+    names = [(parts[1], parts[2]) for parts in paths if len(parts) == 4 and parts[3] == MANIFEST]
+    # a remote store answers in tens of milliseconds: ask for several at once, but not for all when the caller stops early
+    with ThreadPoolExecutor(_READERS) as pool:
+        for start in range(0, len(names), _READ_AHEAD):
+            found = pool.map(lambda name: find_artifact(store, *name), names[start : start + _READ_AHEAD])
+            yield from (artifact for artifact in found if artifact is not None)
 
 
 class ArtifactWriter:

@@ -37,6 +37,8 @@ READS = 4
 """Tries of one download whose stream breaks off (a request that gets no answer is tried again by the client itself)."""
 BROKEN_STREAM = (FlexibleChecksumError, IncompleteReadError, ReadTimeoutError, ResponseStreamingError)
 _CHUNK = 2**20
+_PROBE = "tmp/conditional-writes"
+_PROVEN: set[tuple[str, str]] = set()
 
 
 class S3Store:
@@ -64,12 +66,12 @@ class S3Store:
     def create(self, key: str, data: bytes) -> bool:
         """See Store.create."""
         with self._explained(key):
-            return create_object(self._client, self._bucket, self._prefix + check_key(key), data)
+            return self._create(key, data)
 
     def create_file(self, key: str, source: Path) -> bool:
         """See Store.create_file."""
         with self._explained(key):
-            created = create_object(self._client, self._bucket, self._prefix + check_key(key), source)
+            created = self._create(key, source)
         if created:
             self._cache.adopt(key, source)
         return created
@@ -117,6 +119,22 @@ class S3Store:
     def forget(self, key: str) -> bool:
         """See Store.forget."""
         return self._cache.forget(check_key(key))
+
+    def _create(self, key: str, source: bytes | Path) -> bool:
+        check_key(key)
+        place = (self._client.meta.endpoint_url, self.url)
+        if place not in _PROVEN:
+            self._prove()
+            _PROVEN.add(place)
+        return create_object(self._client, self._bucket, self._prefix + key, source)
+
+    def _prove(self) -> None:
+        """Raise StoreError when the server overwrites: some old ones ignore If-None-Match, and then nothing keeps two writers apart."""
+        probe = self._prefix + _PROBE
+        if all(create_object(self._client, self._bucket, probe, b"") for _ in range(2)):
+            raise StoreError(
+                f"{self._client.meta.endpoint_url} overwrites objects in spite of If-None-Match: * on PutObject: update that server or use another"
+            )
 
     def _object(self, key: str) -> GetObjectOutputTypeDef:
         return self._client.get_object(Bucket=self._bucket, Key=self._prefix + key)

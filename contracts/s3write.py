@@ -25,7 +25,7 @@ WRITER = "writer"
 MULTIPART_BYTES = 64 * 2**20
 """Files above this go up, and come down, in parts."""
 PART_BYTES = 16 * 2**20
-PARTS_AT_ONCE = 4
+PARTS_AT_ONCE = 8
 CONFLICTS = 6
 """Tries when S3 asks to try again since another writer of the key is under way."""
 

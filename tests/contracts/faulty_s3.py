@@ -1,4 +1,4 @@
-"""A proxy before an S3 server that loses answers, cuts bodies and fails requests, on order."""
+"""A proxy before an S3 server that loses answers, cuts bodies, fails requests and forgets conditions, on order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar, Literal
 
-Kind = Literal["lose_answer", "cut_body", "fail", "conflict", "refuse"]
+Kind = Literal["lose_answer", "cut_body", "fail", "conflict", "refuse", "unconditional"]
 _ANSWERS = {"fail": (503, "SlowDown"), "conflict": (409, "ConditionalRequestConflict"), "refuse": (403, "AccessDenied")}
 
 
@@ -72,6 +72,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         upstream = http.client.HTTPConnection(server, timeout=20)
         sent = {name: value for name, value in self.headers.items() if name not in ("Expect", "Transfer-Encoding")}
+        if fault is not None and fault.kind == "unconditional":
+            sent.pop("If-None-Match", None)
         upstream.request(self.command, self.path, body, sent | {"Content-Length": str(len(body))})
         response = upstream.getresponse()
         data, headers = response.read(), dict(response.getheaders())
@@ -79,7 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is not None and fault.kind == "lose_answer":
             self.close_connection = True
             return
-        self._answer(response.status, headers, data, cut=fault is not None)
+        self._answer(response.status, headers, data, cut=fault is not None and fault.kind == "cut_body")
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _pass_on
 

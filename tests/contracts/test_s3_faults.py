@@ -46,7 +46,10 @@ def s3(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 @pytest.fixture
 def store(s3: FaultyS3, tmp_path: Path) -> Store:
-    return open_store(f"s3://{_bucket(tmp_path)}/x")
+    opened = open_store(f"s3://{_bucket(tmp_path)}/x")
+    opened.create("begun", b"")
+    s3.requests.clear()
+    return opened
 
 
 @pytest.fixture
@@ -60,7 +63,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_write_whose_answer_was_lost_is_ours(s3: FaultyS3, store: Store) -> None:
     s3.faults.append(Fault("lose_answer", "PUT"))
     assert store.create("a", b"first"), "the client's second try met what its first try wrote"
-    assert [method for method, _ in s3.requests if method == "PUT"][1:] == ["PUT", "PUT"]
+    assert [method for method, _ in s3.requests] == ["PUT", "PUT", "HEAD"]
     assert not store.create("a", b"second")
     assert store.get("a") == b"first"
 
@@ -138,6 +141,12 @@ def test_refused_access_names_what_is_needed(s3: FaultyS3, store: Store) -> None
         s3.faults.append(Fault("refuse", method))
         with pytest.raises(StoreError, match=r"refuses access to a \((AccessDenied|403)\): check the credentials"):
             act()
+
+
+def test_a_server_that_overwrites_is_refused(s3: FaultyS3, tmp_path: Path) -> None:
+    s3.faults.append(Fault("unconditional", "PUT", times=99))
+    with pytest.raises(StoreError, match="overwrites objects in spite of If-None-Match"):
+        open_store(f"s3://{_bucket(tmp_path)}/x").create("a", b"")
 
 
 def test_a_store_that_fails_for_long_is_named(s3: FaultyS3, store: Store) -> None:
