@@ -1,0 +1,14 @@
+"""The report of an iteration: one self-contained HTML page that needs no network, from committed artifacts.
+
+    store -> sources (artifacts of an iteration) -> history (a row an iteration)  --.
+                                                 -> facts (histograms, families, costs) --> build: summary.json   in the digest
+                                                 -> episodes (tokens, calls, diffs, verdicts) --> page: report.html    a view, outside it
+
+In: artifacts of one iteration, the rows of earlier reports, seconds that Dagster measured. Out: an artifact of kind `report`.
+Everything a policy wrote reaches the page as compressed data and becomes text nodes only; `web/` holds the page's own markup, style and script.
+
+Imported by assets and triplane_dagster. May import: dagster (timings only), resources and what lies below.
+"""
+
+REPORT_VERSION = "1"
+"""Code version of the `report` step."""

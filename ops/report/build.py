@@ -1,0 +1,104 @@
+"""From sources to the committed report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, find_artifact
+from contracts.digests import action_key, canonical_json, digest_of
+from contracts.tasks import Split
+from ops.report import REPORT_VERSION, facts
+from ops.report.episodes import viewer
+from ops.report.history import Row, row_of
+from ops.report.page import render
+from ops.report.sources import Sources
+from ops.report.timings import Seconds
+
+
+@dataclass(frozen=True)
+class Report:
+    """A report that is made, but not committed."""
+
+    summary: dict[str, Any]
+    """Deterministic: rows of all iterations so far, distributions, families, decision, inputs."""
+    page: bytes
+    """report.html: the summary, timings, costs and the episodes."""
+
+
+def report_config(sources: Sources, earlier: list[Row]) -> dict[str, Any]:
+    """What decides a report beside the artifacts of its own iteration."""
+    return {"experiment": sources.experiment, "iteration": sources.iteration, "history": digest_of(earlier)}
+
+
+def report_key(inputs: Mapping[str, ArtifactRef], config: Mapping[str, Any]) -> str:
+    """Action key of a report. inputs: what it shows of its own iteration, by asset."""
+    return action_key("report", {asset: ref.digest for asset, ref in inputs.items()}, config, REPORT_VERSION)
+
+
+def compose(sources: Sources, earlier: list[Row], seconds: Seconds) -> Report:
+    """The report of an iteration. seconds: of this and earlier iterations' assets, where known."""
+    tasks = sources.tasks()
+    rows = [*earlier, row_of(sources)]
+    summary = {
+        "experiment": sources.experiment,
+        "iteration": sources.iteration,
+        "rows": rows,
+        "headline": headline(rows[-1]),
+        **facts.distributions(sources),
+        "families": facts.families(sources, tasks),
+        "decision": facts.decision(sources),
+        "inputs": facts.inputs(sources),
+    }
+    shown = summary | {
+        "rows": [_timed(row, seconds.get(row["iteration"], {})) for row in rows],
+        "costs": facts.costs(sources),
+        "version": REPORT_VERSION,
+        "viewer": viewer(sources, tasks),
+    }
+    return Report(summary, render(shown))
+
+
+def commit_report(sources: Sources, earlier: list[Row], seconds: Seconds) -> Artifact:
+    """The `report` artifact of these sources, made unless it is there."""
+    inputs = {asset: artifact.ref for asset, artifact in sources.artifacts.items()}
+    config = report_config(sources, earlier)
+    key = report_key(inputs, config)
+    found = find_artifact(sources.store, "report", key)
+    if found is not None:
+        return found
+    report = compose(sources, earlier, seconds)
+    with ArtifactWriter(
+        sources.store, "report", key, parents=inputs, config=config, code_version=REPORT_VERSION
+    ) as out:
+        out.add_json("summary.json", report.summary)
+        (out.directory / "report.html").write_bytes(report.page)
+        (out.directory / "timings.json").write_bytes(canonical_json(seconds))
+        # both tell seconds, so they stay outside the content digest
+        out.add_file("report.html", telemetry=True)
+        out.add_file("timings.json", telemetry=True)
+        return out.commit(
+            meta={
+                "iteration": sources.iteration,
+                "bytes": len(report.page),
+                "episodes": report.summary["rows"][-1]["episodes"],
+            }
+        )
+
+
+def headline(row: Row) -> dict[str, float]:
+    """The numbers that an iteration is judged by; those it has not reached are absent."""
+    found: dict[str, float | None] = {"train reward": (row["train"] or {}).get("reward")}
+    for split in (Split.HELD_OUT, Split.GATE):
+        compared = row[split.value]
+        found[f"{split.value} pass rate"] = compared["candidate"]["rate"] if compared else None
+        found[f"{split.value} difference"] = compared["difference"]["mean"] if compared else None
+    found |= {"episodes": row["episodes"], "kept": row["kept"], "policy tokens": row["policy_tokens"]}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _timed(row: Row, seconds: Mapping[str, float]) -> Row:
+    sampling, tokens = seconds.get("rollouts"), row["policy_tokens"]
+    speed = tokens / sampling if sampling and tokens is not None else None
+    return row | {"seconds": dict(seconds) or None, "tokens_per_second": speed}

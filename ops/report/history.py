@@ -1,0 +1,99 @@
+"""A row an iteration: what the curves show. Deterministic; seconds are added by the page.
+
+    report[previous].rows + rows of iterations since, from their artifacts + this iteration's row
+
+Reports chain, so a long history costs one read; rows are the same whether they came from a report or from artifacts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from statistics import fmean
+from typing import Any
+
+from contracts.artifacts import Artifact
+from contracts.store import Store
+from contracts.tasks import Split
+from curation.statistics import pass_rate
+from ops.report.sources import Sources, find_sources, iterations_of
+from resources.refs import read_artifact
+
+Row = dict[str, Any]
+STEPS = 16
+"""Optimizer steps shown of one iteration."""
+STEP_NUMBERS = ("loss", "entropy", "old_kl", "grad_norm", "clip_fraction")
+
+
+def row_of(sources: Sources) -> Row:
+    """One iteration in numbers; what it has not reached is None."""
+    inputs, rollouts = sources.get("iteration_inputs"), sources.get("rollouts")
+    rewards, dataset = sources.get("rewards"), sources.get("dataset")
+    candidate, evaluation, decision = (sources.get(asset) for asset in ("checkpoint", "evaluation", "sampler"))
+    compared = evaluation.json("evaluation.json") if evaluation else {}
+    acting = (inputs or rollouts).manifest.parents.get("policy") if inputs or rollouts else None  # type: ignore[union-attr]
+    return {
+        "iteration": sources.iteration,
+        "acting": acting.digest if acting else None,
+        "candidate": candidate.ref.digest if candidate else None,
+        "train": _train(rewards),
+        **{split.value: compared.get(split.value) for split in (Split.GATE, Split.HELD_OUT)},
+        "training": _training(candidate),
+        "decision": decision.json("decision.json")["decision"] if decision else None,
+        "kept": sum(dataset.table("members.parquet", ["kept"])["kept"].to_pylist()) if dataset else None,
+        **_volume(rollouts),
+    }
+
+
+def earlier_rows(store: Store, experiment: str, iteration: str) -> list[Row]:
+    """Rows of the iterations before this one, in order."""
+    reports = [each for each in iterations_of(store, experiment, "report") if each < iteration]
+    report = read_artifact(store, experiment, "report", reports[-1]) if reports else None
+    rows: list[Row] = report.json("summary.json")["rows"] if report else []
+    known = rows[-1]["iteration"] if rows else ""
+    since = [each for each in iterations_of(store, experiment, "rollouts") if known < each < iteration]
+    return rows + [row_of(find_sources(store, experiment, each)) for each in since]
+
+
+def metrics_of(checkpoint: Artifact | None) -> list[dict[str, Any]]:
+    """The records of the optimizer steps that made a checkpoint, in order."""
+    if checkpoint is None or "metrics.jsonl" not in checkpoint.names():
+        return []
+    records = [json.loads(line) for line in checkpoint.path("metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if "loss" in record]
+
+
+def finite(value: Any) -> float | None:
+    """A number that JSON can hold, or None."""
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def _train(rewards: Artifact | None) -> dict[str, Any] | None:
+    if rewards is None:
+        return None
+    table = rewards.table("rewards.parquet", ["reward", "solved"])
+    graded = [value for value in table["reward"].to_pylist() if value is not None]
+    return {"reward": fmean(graded) if graded else None, "graded": len(graded), **vars(pass_rate(table))}
+
+
+def _training(checkpoint: Artifact | None) -> dict[str, Any] | None:
+    records = metrics_of(checkpoint)
+    if not records:
+        return None
+    stride = -(-len(records) // STEPS)
+    means = {
+        name: fmean(values)
+        for name in STEP_NUMBERS
+        if (values := [value for record in records if (value := finite(record.get(name))) is not None])
+    }
+    shown = [
+        {"step": record["step"], **{name: finite(record.get(name)) for name in STEP_NUMBERS}} for record in records
+    ]
+    return {"optimizer_steps": len(records), **means, "steps": shown[::stride]}
+
+
+def _volume(rollouts: Artifact | None) -> dict[str, Any]:
+    if rollouts is None:
+        return {"episodes": None, "policy_tokens": None}
+    tokens = rollouts.table("episodes.parquet", ["policy_tokens"])["policy_tokens"].to_pylist()
+    return {"episodes": len(tokens), "policy_tokens": sum(tokens)}

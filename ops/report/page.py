@@ -1,0 +1,62 @@
+"""The page: markup, style, script and data in one file that asks nobody for anything.
+
+Data goes in as gzipped JSON in base64, which cannot end its element. The script makes text nodes of it and never markup, and a content security
+policy lets nothing run but this very script: what a policy wrote stays text.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import html
+import re
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from contracts.digests import canonical_json
+
+SCRIPTS = ("dom.js", "charts.js", "sections.js", "transcript.js", "viewer.js", "main.js")
+_MARK = re.compile(r"%([A-Z]+)%")
+
+
+def render(data: dict[str, Any]) -> bytes:
+    """The page that shows `data`. Equal data gives equal bytes."""
+    style, script = _web("page.css"), "\n".join(_web(name) for name in SCRIPTS)
+    script = f'"use strict";\n(() => {{\n{script}}})();\n'
+    rules = {
+        "default-src": "'none'",
+        "script-src": _source(script),
+        "style-src": _source(style),
+        "img-src": "data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    parts = {
+        "TITLE": html.escape(f"{data['experiment']} {data['iteration']}"),
+        "POLICY": "; ".join(f"{name} {value}" for name, value in rules.items()),
+        "STYLE": style,
+        "SCRIPT": script,
+        "DATA": base64.b64encode(gzip.compress(canonical_json(data), mtime=0)).decode(),
+    }
+    return _MARK.sub(lambda found: parts[found.group(1)], _web("page.html")).encode()
+
+
+def read_data(page: bytes) -> dict[str, Any]:
+    """The inverse of `render`: what a page shows."""
+    import json
+
+    found = re.search(rb'<script id="data"[^>]*>([^<]*)</script>', page)
+    assert found is not None, "a rendered page holds its data"
+    data: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(found.group(1))))
+    return data
+
+
+@cache
+def _web(name: str) -> str:
+    return (files("ops.report") / "web" / name).read_text(encoding="utf-8")
+
+
+def _source(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

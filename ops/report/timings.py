@@ -1,0 +1,34 @@
+"""Seconds that assets took, from Dagster's own records; outside every digest."""
+
+from __future__ import annotations
+
+import dagster as dg
+
+from contracts.store import Store
+from ops.report.sources import iterations_of
+from resources.refs import read_artifact
+
+Seconds = dict[str, dict[str, float]]
+"""Iteration -> asset -> seconds."""
+RUNS = 20
+"""Runs of one iteration looked at: the latest."""
+
+
+def iteration_seconds(instance: dg.DagsterInstance, experiment: str, iteration: str) -> dict[str, float]:
+    """Seconds of each finished step of one iteration in all its runs, interrupted and repeated ones included, by asset."""
+    found: dict[str, float] = {}
+    for run in instance.get_runs(dg.RunsFilter(tags={"dagster/partition": iteration}), limit=RUNS):
+        for step in instance.get_run_step_stats(run.run_id):
+            owner, name = f"{experiment}__", step.step_key.partition(".")[0]
+            if name.startswith(owner) and step.start_time and step.end_time:
+                asset = name.removeprefix(owner)
+                found[asset] = found.get(asset, 0.0) + step.end_time - step.start_time
+    return found
+
+
+def earlier_seconds(store: Store, experiment: str, iteration: str) -> Seconds:
+    """Seconds of the iterations before this one, as the last of their reports tells them."""
+    reports = [each for each in iterations_of(store, experiment, "report") if each < iteration]
+    report = read_artifact(store, experiment, "report", reports[-1]) if reports else None
+    found: Seconds = report.json("timings.json") if report else {}
+    return found
