@@ -35,7 +35,7 @@ class Laboratory:
 
     @property
     def store(self) -> Store:
-        return open_store(str(self.folder / ".triplane" / "store"))
+        return open_store(self.environment.get("TRIPLANE_STORE") or str(self.folder / ".triplane" / "store"))
 
     @property
     def experiment(self) -> Experiment:
@@ -67,6 +67,14 @@ class Laboratory:
 
     def iterate(self, count: int) -> Any:
         return self.json("iterate", *self.settings, "-n", str(count))
+
+    def take_base_from(self, other: Laboratory) -> None:
+        """Copy what base_policy and task_suite are made of, and nothing else, from a laboratory of the same experiment."""
+        base = other.artifact("base_policy").ref.key
+        for source in (other.folder / ".triplane" / "store" / "artifacts").glob("*/*"):
+            kind, key = source.parts[-2:]
+            if kind in ("task_suite", "tokenizer", "demonstrations") or key == base:
+                shutil.copytree(source, self.folder / ".triplane" / "store" / "artifacts" / kind / key)
 
     def artifact(self, kind: str, iteration: str | None = None) -> Artifact:
         """What the experiment's asset of this name refers to now."""
