@@ -5,6 +5,8 @@
       iteration_inputs[i]    pinned: policy, start, suite, base    <- live pointer, else base_policy
               |
           prompts[i] -> rollouts[i] -> rewards[i] -> dataset[i] -> checkpoint[i] -> evaluation[i] -> sampler[i] -> live pointer
+                                                                                                                |
+                                                                                                            report[i]
 
 In: an Experiment. Out: asset definitions under the key prefix of its name. References pass between them (`resources.refs`), never data.
 
@@ -27,6 +29,7 @@ def experiment_assets(experiment: Experiment) -> list[dg.AssetsDefinition]:
         evaluation,
         iteration_inputs,
         prompts,
+        report,
         rewards,
         rollouts,
         sampler,
@@ -44,4 +47,5 @@ def experiment_assets(experiment: Experiment) -> list[dg.AssetsDefinition]:
         checkpoint.build(experiment),
         evaluation.build(experiment),
         sampler.build(experiment),
+        report.build(experiment),
     ]

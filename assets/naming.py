@@ -14,7 +14,7 @@ OWNERS = ["team:triplane"]
 ONCE = ("task_suite", "base_policy")
 """Unpartitioned assets."""
 PER_ITERATION = (
-    "iteration_inputs", "prompts", "rollouts", "rewards", "dataset", "checkpoint", "evaluation", "sampler",
+    "iteration_inputs", "prompts", "rollouts", "rewards", "dataset", "checkpoint", "evaluation", "sampler", "report",
 )  # fmt: skip
 """Assets with one partition an iteration, in graph order."""
 

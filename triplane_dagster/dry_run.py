@@ -101,6 +101,8 @@ class _Plan:
             keys.decision_key(experiment, partition, candidate, start.checkpoint, evaluation) if start and candidate and evaluation else None,
         )  # fmt: skip
 
+        self._add("report", partition, None, {}, "this process")  # its key depends on what the others will make
+
     def _prompts(self, partition: str, inputs: IterationInputs | None) -> ArtifactRef | None:
         cursor = inputs.cursor if inputs else 0
         return self._step(

@@ -15,6 +15,13 @@ def is_finished(store: Store, experiment: Experiment, iteration: str) -> bool:
     return read_ref(store, experiment.name, "sampler", iteration) is not None
 
 
+def is_complete(store: Store, experiment: Experiment, iteration: str) -> bool:
+    """Whether nothing of the iteration is left to make: it came to a decision and was reported."""
+    return (
+        is_finished(store, experiment, iteration) and read_ref(store, experiment.name, "report", iteration) is not None
+    )
+
+
 def next_partition(store: Store, experiment: Experiment) -> str:
     """The first iteration without a decision: one that was interrupted is finished before another begins."""
     number = 0

@@ -113,7 +113,7 @@ def run_iterations(
         target = begin_target(store, experiment, count)
         made = []
         for partition in target.iterations():
-            if not iterations.is_finished(store, experiment, partition):
+            if not iterations.is_complete(store, experiment, partition):
                 runner.iteration(partition)
             made.append(partition)
             if not iterations.may_continue(store, experiment, partition):

@@ -7,7 +7,7 @@ from contracts.pointers import Pointer
 from contracts.store import Store
 from ops.inputs import iteration_key
 from resources.experiment import Experiment
-from triplane_dagster.iterations import is_finished, next_partition
+from triplane_dagster.iterations import is_complete, next_partition
 
 
 class Target(Frozen):
@@ -35,7 +35,7 @@ def begin_target(store: Store, experiment: Experiment, count: int) -> Target:
     entry = pointer.current()
     if entry is not None:
         last = Target.model_validate(entry.value)
-        unfinished = any(not is_finished(store, experiment, iteration) for iteration in last.iterations())
+        unfinished = any(not is_complete(store, experiment, iteration) for iteration in last.iterations())
         if not last.done and last.count == count and unfinished:
             return last
     target = Target(first=int(next_partition(store, experiment)), count=count)

@@ -52,7 +52,7 @@ def test_an_experiment_may_be_named_by_its_file(here: Run, tmp_path: Path) -> No
 def test_a_dry_run_lists_every_step_and_makes_nothing(here: Run, tmp_path: Path) -> None:
     printed = here("--store", str(tmp_path / "fresh"), "iterate", "-e", "small", "--dry-run", "--json").stdout
     steps = [row["step"] for row in json.loads(printed)]
-    assert steps[0] == "task_suite" and steps[-1] == "sampler" and "rollouts" in steps
+    assert steps[0] == "task_suite" and steps[-1] == "report" and "rollouts" in steps
     assert not (tmp_path / "fresh" / "artifacts").exists()
 
 

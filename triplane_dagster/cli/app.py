@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from triplane_dagster.cli import episodes, experiments, iterate, lineage, serve, status, tasks, ui
+from triplane_dagster.cli import episodes, experiments, iterate, lineage, report, serve, status, tasks, ui
 from triplane_dagster.cli.guard import GuardedGroup
 
 app = typer.Typer(
@@ -24,6 +24,8 @@ app = typer.Typer(
         triplane ui                     # the same graph in the Dagster UI
 
         triplane status                 # what is live, and what each iteration achieved
+
+        triplane report --open          # an iteration as one page: curves, and every episode to read
 
         triplane episodes list          # look at what the policy did
 
@@ -54,6 +56,7 @@ app.command()(iterate.iterate)
 app.command()(status.status)
 app.add_typer(episodes.app, name="episodes")
 app.command()(lineage.lineage)
+app.command()(report.report)
 app.command()(ui.ui)
 app.command()(serve.serve)
 app.add_typer(tasks.app, name="tasks")

@@ -1,0 +1,85 @@
+"""`triplane report`: an iteration as one HTML page."""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from contracts.errors import ArtifactMissing, ConfigError
+from contracts.store import Store, open_store
+from triplane_dagster.cli.options import ExperimentName
+
+
+def report(
+    experiment: ExperimentName = "quickstart",
+    iteration: Annotated[
+        str, typer.Option("--iteration", "-i", help="Iteration key such as 0003; default: the last that sampled.")
+    ] = "",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the page here too, e.g. to send it to someone.")
+    ] = None,
+    show: Annotated[bool, typer.Option("--open", help="Open it in the web browser.")] = False,
+) -> None:
+    """Print where the report of an iteration is: curves, distributions, costs, and a viewer of every episode, in one file.
+
+    The asset `report` made it; an iteration that has none yet (it is still running) is drawn from what it has so far.
+
+    Examples:
+
+        triplane report --open                         # the last iteration's, in the browser
+
+        triplane report -i 0003 --output page.html     # a file to send: it needs no network
+    """
+    store = open_store()
+    wanted = iteration or _last(store, experiment)
+    page = _materialized(store, experiment, wanted)
+    if page is None:
+        page = _write(output or Path(f"{experiment}-{wanted}.html"), _drawn(store, experiment, wanted))
+        typer.echo(f"{experiment} {wanted} has no report yet: drawn from what it has, without seconds", err=True)
+    elif output is not None:
+        page = _write(output, page.read_bytes())
+    typer.echo(page.absolute())
+    if show and not webbrowser.open(page.absolute().as_uri()):
+        typer.echo("no web browser answers here: open the file above in one", err=True)
+
+
+def _write(target: Path, page: bytes) -> Path:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(page)
+    except OSError as error:
+        raise ConfigError(f"cannot write {target} ({error.strerror}): name another file with --output") from None
+    return target
+
+
+def _last(store: Store, experiment: str) -> str:
+    from ops.report.sources import iterations_of
+
+    found = iterations_of(store, experiment, "rollouts")
+    if not found:
+        raise ArtifactMissing(
+            f"{experiment} has no rollouts in {store.url}: run `triplane iterate -e {experiment}` first"
+        )
+    return found[-1]
+
+
+def _materialized(store: Store, experiment: str, iteration: str) -> Path | None:
+    from resources.refs import read_artifact
+
+    found = read_artifact(store, experiment, "report", iteration)
+    return found.path("report.html") if found else None
+
+
+def _drawn(store: Store, experiment: str, iteration: str) -> bytes:
+    from ops.report.build import compose
+    from ops.report.history import earlier_rows
+    from ops.report.sources import find_sources
+    from ops.report.timings import earlier_seconds
+
+    earlier = earlier_rows(store, experiment, iteration)
+    return compose(
+        find_sources(store, experiment, iteration), earlier, earlier_seconds(store, experiment, iteration)
+    ).page
