@@ -13,6 +13,7 @@ from curation.tasks.names import NamePool
 
 PATHS = ("app.py", "calc.py", "core.py", "main.py", "tool.py", "util.py")
 VISIBLE_TEST = "tests/test_visible.py"
+_NO_NEWLINE = "\n\\ No newline at end of file\n"
 _FILLERS = ("# small helpers", "# see the tests", "LIMIT = 9", "UNIT = 1", "import math")
 
 
@@ -96,8 +97,14 @@ def file_diff(path: str, before: str | None, after: str) -> bytes:
     head = [f"diff --git a/{path} b/{path}\n", "new file mode 100644\n" if before is None else ""]
     head.append(f"index {_blob(before)}..{_blob(after)}{'' if before is None else ' 100644'}\n")
     old = "/dev/null" if before is None else f"a/{path}"
-    lines = difflib.unified_diff((before or "").splitlines(True), after.splitlines(True), old, f"b/{path}", n=3)
-    return "".join([*head, *lines]).encode()
+    lines = difflib.unified_diff(_lines(before or ""), _lines(after), old, f"b/{path}", n=3)
+    return "".join([*head, *(line if line.endswith("\n") else line + _NO_NEWLINE for line in lines)]).encode()
+
+
+def _lines(text: str) -> list[str]:
+    """Lines as git counts them: only a newline ends one."""
+    lines = [line + "\n" for line in text.split("\n")]
+    return [*lines[:-1], *filter(None, [lines[-1][:-1]])]
 
 
 def _blob(text: str | None) -> str:

@@ -1,4 +1,7 @@
-"""The proof that tasks work, in sandboxes: the tests fail before the fix, pass after it, and neither cheats nor other answers pass."""
+"""The proof that tasks work, in sandboxes: the tests fail before the fix, pass after it, and neither cheats nor other answers pass.
+
+Generated tasks resemble each other, so one of each family is probed; an imported task (its meta says which tests fail) is probed itself.
+"""
 
 from __future__ import annotations
 
@@ -59,21 +62,21 @@ class ValidationReport(Frozen):
     families: dict[str, int]
     """Sound tasks by family."""
     cheats: list[CheatResult]
-    """Every one must say solved: false."""
+    """Every one must say solved: false, but for imported tasks that are broken by it."""
     wrong_answers: int
-    """Other families' expressions tried on one task of each family; a task that takes one is broken."""
+    """Other families' expressions tried on one generated task of each family; a task that takes one is broken."""
 
 
 async def validate_tasks(
     tasks: Sequence[Task], client: SandboxClient, progress: Progress | None = None, *, store: Store | None = None
 ) -> ValidationReport:
-    """Grade every task before and after its reference fix, and probe one task of each family with cheats and wrong answers.
+    """Grade every task before and after its reference fix; probe one task of each family, and every imported one, with cheats.
 
     store: where verdicts are remembered, so that an interrupted validation goes on where it was.
     Raises InfraFault when envd keeps failing.
     """
     verifier = Verifier(client, store)
-    probes = list({task.family: task for task in reversed(tasks)}.values())
+    probes = list({task.task_id if is_imported(task) else task.family: task for task in reversed(tasks)}.values())
     count = _Count(len(tasks) + len(probes), progress)
     reasons: dict[str, str] = {}
     for batch in _batches(tasks):
@@ -81,10 +84,16 @@ async def validate_tasks(
         reasons.update({task.task_id: reason for task, reason in zip(batch, found, strict=True) if reason})
     cheats: list[CheatResult] = []
     tried = 0
-    for task in sorted(probes, key=lambda task: task.family):
+    for task in sorted(probes, key=lambda task: (task.family, task.task_id)):
+        if is_imported(task) and task.task_id in reasons:
+            count.tick()
+            continue
         results, accepted = await count.after(_probe(verifier, task))
         cheats += results
-        tried += len(wrong_answers(task))
+        tried += len(_wrong_answers(task))
+        fooled = [result.cheat for result in results if result.solved and is_imported(task)]
+        if fooled:
+            reasons.setdefault(task.task_id, f"the cheat {fooled[0]} passes its tests")
         if accepted:
             reasons.setdefault(task.task_id, f"its tests accept the expression of {accepted[0]}")
     sound = Counter(task.family for task in tasks if task.task_id not in reasons)
@@ -97,12 +106,19 @@ async def validate_tasks(
 def cheat_diffs(task: Task) -> dict[str, bytes]:
     """By name, patches that try to pass without solving: leave with status 0, skip everything, mark everything passed."""
     path = str(task.meta["path"])
-    before = task.files[path].decode()
+    before, conftest = (
+        task.files[name].decode(errors="replace") if name in task.files else None for name in (path, "conftest.py")
+    )
     return {
         "exit_zero": file_diff(path, before, _EXIT),
         "skip_all": file_diff(path, before, _SKIP),
-        "conftest_passes": file_diff("conftest.py", None, _CONFTEST),
+        "conftest_passes": file_diff("conftest.py", conftest, _CONFTEST),
     }
+
+
+def is_imported(task: Task) -> bool:
+    """Whether the task came from outside: then its meta names what must fail before the fix."""
+    return "fail_to_pass" in task.meta
 
 
 async def _soundness(verifier: Verifier, task: Task) -> str | None:
@@ -110,6 +126,8 @@ async def _soundness(verifier: Verifier, task: Task) -> str | None:
     before, after = await asyncio.gather(verifier.grade(task, b""), verifier.grade(task, task.reference_diff))
     if before.solved:
         return "its hidden tests pass before the fix"
+    if is_imported(task):
+        return _contradiction(task, before, after)
     if before.exit != "completed" or not any(test.status == "failed" for test in before.tests):
         return f"its hidden tests do not run before the fix ({_summary(before)})"
     if not after.solved:
@@ -117,9 +135,26 @@ async def _soundness(verifier: Verifier, task: Task) -> str | None:
     return None
 
 
+def _contradiction(task: Task, before: Verdict, after: Verdict) -> str | None:
+    """What the verdicts say against an imported task. Before its fix nothing need even be importable."""
+    early = [test.name for test in before.tests if test.name in task.meta["fail_to_pass"] and test.status == "passed"]
+    if early:
+        return f"its test {early[0]} is said to fail before the fix, and passes"
+    if after.exit != "completed":
+        return f"its tests do not run to their end after the fix ({_summary(after)}): they have 10 s and the packages of this environment"
+    failed = next((test for test in after.tests if test.status != "passed"), None)
+    if failed is not None:
+        return f"its test {failed.name} does not pass after the fix: {failed.status}, {' '.join(failed.message.split()) or 'no message'}"
+    return None
+
+
+def _wrong_answers(task: Task) -> dict[str, bytes]:
+    return {} if is_imported(task) else wrong_answers(task)
+
+
 async def _probe(verifier: Verifier, task: Task) -> tuple[list[CheatResult], list[str]]:
     """Results of the cheats, and the families whose expressions were accepted."""
-    cheats, wrong = cheat_diffs(task), wrong_answers(task)
+    cheats, wrong = cheat_diffs(task), _wrong_answers(task)
     verdicts = await asyncio.gather(*(verifier.grade(task, diff) for diff in [*cheats.values(), *wrong.values()]))
     results = [
         CheatResult(family=task.family, task_id=task.task_id, cheat=cheat, solved=verdict.solved, exit=verdict.exit)
@@ -142,10 +177,14 @@ class _Count:
 
     async def after(self, work: Awaitable[T]) -> T:
         result = await work
+        self.tick()
+        return result
+
+    def tick(self) -> None:
+        """Count one."""
         self._done += 1
         if self._progress is not None:
             self._progress(self._done, self._total)
-        return result
 
 
 def _batches(tasks: Sequence[Task]) -> Iterator[Sequence[Task]]:

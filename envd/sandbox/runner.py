@@ -1,7 +1,7 @@
 """Runs named tests in-process with a pytest that is imported already, and reports each outcome on a private pipe.
 
-Only pytest's core plugins are loaded; no conftest, ini file or installed plugin is read. The code under test shares this
-process, so a record is only believed if it carries the run's nonce and arrives once; deeper defences belong to the verifier.
+Only pytest's core plugins are loaded; no ini file or installed plugin is read, and conftest files only where the caller vouches
+for them. The code under test shares this process, so a record is only believed if it carries the run's nonce and arrives once; deeper defences belong to the verifier.
 """
 
 from __future__ import annotations
@@ -51,23 +51,25 @@ def inside_session(root: Path, body: Callable[[], None]) -> None:
     pytest.main(_arguments(root), plugins=[Prepare()])
 
 
-def run_tests(root: Path, tests: Sequence[str], send: Send) -> None:
+def run_tests(root: Path, tests: Sequence[str], send: Send, *, src: bool = False, conftests: bool = False) -> None:
     """Collect and run the named tests below root; `send` gets every phase of every test, and `end` at the end.
 
-    Called once in a process, which ends with it.
+    src: packages may also lie in root/src. conftests: read them. Called once in a process, which ends with it.
     """
     sys.dont_write_bytecode = True
-    sys.path.insert(0, str(root))
+    sys.path[:0] = [str(root), str(root / "src")] if src else [str(root)]
     files = dict.fromkeys(test.split("::", 1)[0] for test in tests)
     present = [str(root / path) for path in files if (root / path).is_file()]
     recorder = _recorder(root, tests, send)
     if _prepared:
         session = _prepared[0]
+        session.config.pluginmanager._noconftest = not conftests  # options were read before the task was known
         session.config.pluginmanager.register(recorder)
         session.perform_collect(present)
         session.config.hook.pytest_runtestloop(session=session)
     else:
-        pytest.main([*_arguments(root), *present], plugins=[recorder])
+        options = [each for each in _arguments(root) if not (conftests and each == "--noconftest")]
+        pytest.main([*options, *present], plugins=[recorder])
     send("end")
 
 

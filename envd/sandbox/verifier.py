@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from envd.sandbox import linux, wire
@@ -69,8 +69,22 @@ def verify(
     for path, content in sorted(hidden.items()):
         _place_file(place.workspace, path, content)
     log = place.scratch / "log"
-    ended, records = _supervise(place, tests, log, timeout_s)
+    ended, records = _supervise(place, tests, log, timeout_s, layout(place.template, hidden))
     return VerifyResult(outcomes(tests, records), ended, _read_log(log, place.workspace))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the task itself, never the diff, says about how its tests are run."""
+
+    src: bool
+    conftests: bool
+
+
+def layout(template: Path, hidden: Mapping[str, bytes]) -> Layout:
+    """A task with a `src` directory is imported from there too; conftest files count if the task brings them, since the diff's are undone."""
+    brought = any(Path(path).name == "conftest.py" for path in hidden)
+    return Layout((template / "src").is_dir(), brought or any(template.rglob("conftest.py")))
 
 
 def outcomes(tests: Sequence[str], records: Sequence[Record]) -> tuple[TestOutcome, ...]:
@@ -173,12 +187,14 @@ def _place_file(root: Path, path: str, content: bytes) -> None:
         file.write(content)
 
 
-def _supervise(place: Place, tests: Sequence[str], log: Path, timeout_s: float) -> tuple[VerifyExit, list[Record]]:
+def _supervise(
+    place: Place, tests: Sequence[str], log: Path, timeout_s: float, layout: Layout
+) -> tuple[VerifyExit, list[Record]]:
     nonce = secrets.token_hex(16)
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
     runner = os.fork()
     if runner == 0:
-        _become_runner(place, tests, log, write_end, nonce)
+        _become_runner(place, tests, log, write_end, nonce, layout)
     os.close(write_end)
     os.set_blocking(read_end, False)
     data, in_time = _gather(runner, read_end, timeout_s)
@@ -190,7 +206,7 @@ def _supervise(place: Place, tests: Sequence[str], log: Path, timeout_s: float) 
     return ("completed" if any(record[0] == "end" for record in records) else "crashed"), records
 
 
-def _become_runner(place: Place, tests: Sequence[str], log: Path, write_end: int, nonce: str) -> None:
+def _become_runner(place: Place, tests: Sequence[str], log: Path, write_end: int, nonce: str, layout: Layout) -> None:
     """The forked child: nothing but the report pipe is open in it, and it never returns."""
     try:
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -205,7 +221,8 @@ def _become_runner(place: Place, tests: Sequence[str], log: Path, write_end: int
         linux.die_with_parent()
         gc.enable()
         gc.set_threshold(20_000, 20, 100)
-        run_tests(place.workspace, tests, pipe_sender(report, nonce))
+        send = pipe_sender(report, nonce)
+        run_tests(place.workspace, tests, send, src=layout.src, conftests=layout.conftests)
         sys.stdout.flush()
         sys.stderr.flush()
     finally:

@@ -131,3 +131,17 @@ def test_a_link_out_of_the_workspace_does_not_catch_a_hidden_file(namespaces: Ha
         return await client.verify(template, await sandbox.finish(), HIDDEN, TESTS)
 
     assert statuses(namespaces.client(job)) == ["passed", "passed"]
+
+
+def test_a_task_with_a_src_folder_and_conftest_files_runs_as_its_authors_run_it(anywhere: Harness) -> None:
+    files = {
+        "src/pack/__init__.py": b"def add(a, b):\n    return a + b\n",
+        "tests/conftest.py": b"import pytest\n\n\n@pytest.fixture\ndef one():\n    return 1\n",
+    }
+    hidden = {"tests/unit/test_pack.py": b"from pack import add\n\n\ndef test_one(one):\n    assert add(one, 1) == 2\n"}
+    tests = ("tests/unit/test_pack.py::test_one",)
+    assert statuses(anywhere.verify({}, files=files, hidden=hidden, tests=tests)) == ["passed"]
+    cheat = {"tests/conftest.py": CHEATS["conftest marks all passed"]["conftest.py"]}
+    cheat["src/pack/__init__.py"] = "def add(a, b):\n    return 0\n"
+    cheat["tests/unit/conftest.py"] = cheat["tests/conftest.py"]
+    assert statuses(anywhere.verify(cheat, files=files, hidden=hidden, tests=tests)) == ["failed"]

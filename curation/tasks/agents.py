@@ -1,0 +1,180 @@
+"""Agents without a model, for checking a suite: the oracle applies the reference fix, noop does nothing, a script does what its author says.
+
+play_suite -> play_task: sandbox -> agent.act -> tool calls -> ... -> final diff -> verdict
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import importlib.util
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from contracts.tasks import Task
+from curation.errors import TaskError
+from curation.verify import Verdict, Verifier
+from envd.client import Limits, SandboxClient, ToolCall, ToolResult
+
+MAX_TURNS = 50
+TOOL_TIMEOUT_S = 30.0
+CONCURRENCY = 8
+"""Tasks played at once."""
+_PATCH = ".triplane-reference.b64"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The calls of one turn and what the tools answered, in the same order."""
+
+    calls: tuple[ToolCall, ...]
+    results: tuple[ToolResult, ...]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What an agent knows when it is asked for its next turn."""
+
+    task_id: str
+    instruction: str
+    turns: tuple[Turn, ...]
+    """So far; empty at the start."""
+
+
+class Agent(Protocol):
+    """Decides what to do next. One agent plays many tasks at once, in threads."""
+
+    def act(self, task: Task, observation: Observation) -> Sequence[ToolCall]:
+        """The next turn's calls; none ends the episode."""
+
+
+class Noop:
+    """Does nothing: must score 0."""
+
+    def act(self, task: Task, observation: Observation) -> Sequence[ToolCall]:
+        """No calls."""
+        return ()
+
+
+class Oracle:
+    """Applies the reference fix with the sandbox's own git: must score 1."""
+
+    def act(self, task: Task, observation: Observation) -> Sequence[ToolCall]:
+        """Write the patch, apply it, done."""
+        if not observation.turns:
+            text = base64.encodebytes(task.reference_diff).decode()
+            command = f"base64 -d {_PATCH} | git apply --whitespace=nowarn - && rm {_PATCH} && echo applied"
+            return ToolCall("write", {"path": _PATCH, "content": text}), ToolCall("exec", {"command": command})
+        written, applied = observation.turns[0].results
+        if not (written.ok and applied.ok and "applied" in applied.text):
+            said = " ".join((applied.text if written.ok else written.text).split())[:300]
+            raise TaskError(f"task {task.task_id}: its reference fix does not apply in a sandbox: {said}")
+        return ()
+
+
+class Script:
+    """A Python file with `def act(observation)`, which returns a list of {"name": ..., "arguments": {...}}. It runs here, not in the sandbox."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._act = _load(path)
+
+    def act(self, task: Task, observation: Observation) -> Sequence[ToolCall]:
+        """What the script answers. Raises TaskError naming the script and the task."""
+        try:
+            answer = self._act(observation)
+        except Exception as error:
+            raise TaskError(
+                f"{self._path} failed at task {task.task_id}, turn {len(observation.turns)}: {type(error).__name__}: {error}"
+            ) from error
+        return tuple(self._call(each) for each in answer or ())
+
+    def _call(self, value: object) -> ToolCall:
+        if isinstance(value, ToolCall):
+            return value
+        if isinstance(value, Mapping) and isinstance(value.get("name"), str):
+            arguments = value.get("arguments", {})
+            if isinstance(arguments, Mapping) and set(value) <= {"name", "arguments"}:
+                return ToolCall(value["name"], arguments)
+        raise TaskError(
+            f'{self._path}: act returned {value!r:.100}: return a list of {{"name": "read", "arguments": {{"path": "a.py"}}}}'
+        )
+
+
+def agent_named(name: str) -> Agent:
+    """oracle, noop, or the script in the file of this name. Raises TaskError."""
+    if name in ("oracle", "noop"):
+        return Oracle() if name == "oracle" else Noop()
+    if not name.endswith(".py"):
+        raise TaskError(f"no agent {name!r}: say oracle, noop, or the path of a .py file with `def act(observation)`")
+    return Script(Path(name))
+
+
+@dataclass(frozen=True)
+class Played:
+    """One task, played and graded."""
+
+    task: Task
+    turns: int
+    calls: int
+    diff: bytes
+    verdict: Verdict
+
+
+async def play_suite(
+    tasks: Sequence[Task], agent: Agent, client: SandboxClient, verifier: Verifier, *,
+    limits: Limits = Limits(), max_turns: int = MAX_TURNS, progress: Callable[[int, int], None] | None = None,
+) -> list[Played]:  # fmt: skip
+    """Play every task once, each in a sandbox of its own, and grade what is left there in another. In the order of `tasks`.
+
+    Raises TaskError when the agent fails, InfraFault when envd keeps failing.
+    """
+    slots, done = asyncio.Semaphore(CONCURRENCY), 0
+
+    async def one(task: Task) -> Played:
+        nonlocal done
+        async with slots:
+            played = await play_task(task, agent, client, verifier, limits=limits, max_turns=max_turns)
+        done += 1
+        if progress is not None:
+            progress(done, len(tasks))
+        return played
+
+    async with asyncio.TaskGroup() as group:
+        running = [group.create_task(one(task)) for task in tasks]
+    return [each.result() for each in running]
+
+
+async def play_task(
+    task: Task, agent: Agent, client: SandboxClient, verifier: Verifier, *, limits: Limits, max_turns: int
+) -> Played:
+    """Play and grade one task."""
+    turns: list[Turn] = []
+    async with await client.create(await client.put_template(task.files), limits=limits) as sandbox:
+        while len(turns) < max_turns:
+            observation = Observation(task.task_id, task.instruction, tuple(turns))
+            calls = await asyncio.to_thread(agent.act, task, observation)
+            if not calls:
+                break
+            turns.append(Turn(tuple(calls), tuple(await sandbox.batch(calls, timeout_s=TOOL_TIMEOUT_S))))
+        diff = await sandbox.diff()
+    return Played(task, len(turns), sum(len(turn.calls) for turn in turns), diff, await verifier.grade(task, diff))
+
+
+def _load(path: Path) -> Callable[[Observation], Any]:
+    spec = importlib.util.spec_from_file_location("triplane_agent_script", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise TaskError(f"agent script {path} is not there: name a .py file with `def act(observation)`")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise TaskError(f"agent script {path} can't be loaded: {type(error).__name__}: {error}") from error
+    act = getattr(module, "act", None)
+    if not callable(act) or inspect.iscoroutinefunction(act):
+        raise TaskError(f"agent script {path} has no plain function `act`: write `def act(observation)`")
+    checked: Callable[[Observation], Any] = act
+    return checked

@@ -1,0 +1,100 @@
+"""A folder of repositories with tests: every subfolder with a `task.yaml` is a task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+from pydantic import Field, ValidationError
+
+from contracts.artifacts import Frozen
+from contracts.tasks import Split
+from curation.errors import TaskError
+from curation.tasks.importing.reading import Reading, Source, check_tests, task_of
+from curation.tasks.importing.trees import Tree, folder_tree, patched_tree, tree_patch
+from curation.tasks.validate import BrokenTask
+
+TASK_FILE = "task.yaml"
+
+
+class TaskFile(Frozen):
+    """What `task.yaml` says. All paths are relative to its folder, which is the repository."""
+
+    instruction: str = Field(min_length=1)
+    """What the agent is told."""
+    tests: list[str]
+    """Node ids of the tests that must pass after the fix; at least one fails before."""
+    hidden: tuple[str, ...] = ()
+    """Files and directories that the agent does not get. The files of `tests` count as they are here, hidden or not."""
+    reference: str = Field(min_length=1)
+    """A patch file, or a directory with the fixed files at their places. The agent gets neither."""
+    family: str | None = None
+    """Groups tasks in reports; the folder's name unless said."""
+    split: Split | None = None
+    """Where the task belongs; dealt unless said."""
+
+
+def read_folder(folder: Path) -> Reading:
+    """The tasks of a folder, by name. Raises TaskError when no subfolder holds a task.yaml."""
+    reading = Reading()
+    places = sorted(path.parent for path in folder.glob(f"*/{TASK_FILE}"))
+    if not places:
+        raise TaskError(
+            f"{folder} has no subfolder with a {TASK_FILE}: write one into each repository that is to be a task"
+        )
+    for place in places:
+        try:
+            about = _about(place / TASK_FILE)
+            reading.tasks.append(task_of(_source(place, about, folder.resolve().name)))
+        except TaskError as error:
+            reading.broken.append(BrokenTask(task_id=place.name, reason=str(error)))
+            continue
+        if about.split is not None:
+            reading.wishes[place.name] = about.split
+    return reading
+
+
+def _about(path: Path) -> TaskFile:
+    try:
+        return TaskFile.model_validate(yaml.safe_load(path.read_bytes()))
+    except yaml.YAMLError as error:
+        raise TaskError(f"its {TASK_FILE} is not YAML: {' '.join(str(error).split())}") from None
+    except ValidationError as error:
+        faults = (f"{'.'.join(map(str, fault['loc'])) or 'the file'}: {fault['msg']}" for fault in error.errors())
+        raise TaskError(f"its {TASK_FILE} is wrong at {'; '.join(faults)}") from None
+
+
+def _source(place: Path, about: TaskFile, family: str) -> Source:
+    everything = folder_tree(place)
+    reference = _below(everything, about.reference)
+    if not reference:
+        raise TaskError(
+            f"its reference {about.reference} is not there: name a patch file, or a directory with the fixed files"
+        )
+    tree = {path: data for path, data in everything.items() if path not in reference and path != TASK_FILE}
+    hidden: set[str] = set()
+    for name in about.hidden:
+        found = _below(tree, name)
+        if not found:
+            raise TaskError(f"its hidden {name} is not there: correct the name, or add the file")
+        hidden |= found.keys()
+    before = {path: data for path, data in tree.items() if path not in hidden}
+    if (place / about.reference).is_dir():
+        fixed = before | {
+            path.removeprefix(about.reference.rstrip("/") + "/"): data for path, data in reference.items()
+        }
+        patch = tree_patch(before, fixed)
+    else:
+        patch = reference[about.reference]
+        fixed = patched_tree(before, patch, f"reference {about.reference}")
+    return Source(
+        task_id=place.name, family=about.family or family, instruction=about.instruction, before=tree, after_tests=tree,
+        fixed=fixed | {path: tree[path] for path in hidden}, hidden=frozenset(hidden), placed=frozenset(),
+        tests=check_tests(about.tests, f"tests in {TASK_FILE}"), reference=patch, meta={"fail_to_pass": []},
+    )  # fmt: skip
+
+
+def _below(tree: Tree, name: str) -> Tree:
+    """The file of this name, or all files of the directory."""
+    prefix = name.rstrip("/") + "/"
+    return {path: data for path, data in tree.items() if path == name or path.startswith(prefix)}

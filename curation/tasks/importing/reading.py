@@ -1,0 +1,113 @@
+"""What both formats have in common: a task read from a source, and the checks that need no sandbox."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+from contracts.tasks import Split, Task
+from curation.errors import TaskError
+from curation.tasks.importing.trees import Tree
+from curation.tasks.validate import BrokenTask
+
+MAX_BYTES = 48 * 1024 * 1024
+"""Of a task's files: more would not fit one message to envd."""
+_ID = re.compile(r"[A-Za-z0-9_.=@+-]+")
+
+
+@dataclass
+class Reading:
+    """What a source held."""
+
+    tasks: list[Task] = field(default_factory=list)
+    """In the order of the source; their split says nothing yet."""
+    wishes: dict[str, Split] = field(default_factory=dict)
+    """Splits that the source itself asks for, by task id."""
+    broken: list[BrokenTask] = field(default_factory=list)
+    """What can't be a task, and why."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One task's parts, as read."""
+
+    task_id: str
+    family: str
+    instruction: str
+    before: Tree
+    """The repository as the agent gets it, hidden files still among them."""
+    after_tests: Tree
+    """The repository with the tests that grade, without the fix."""
+    fixed: Tree
+    """The repository with the fix."""
+    hidden: frozenset[str]
+    """Paths that the agent does not get."""
+    placed: frozenset[str]
+    """Paths that grading places anew, beside the files of the tests."""
+    tests: tuple[str, ...]
+    reference: bytes
+    meta: Mapping[str, Any]
+
+
+def task_of(source: Source) -> Task:
+    """The task, once its names and files agree. Raises TaskError with the reason and the fix."""
+    if not _ID.fullmatch(source.task_id):
+        raise TaskError(f"its id {source.task_id!r} may hold letters, digits and _.=@+- only: rename it")
+    if not source.reference.strip():
+        raise TaskError("its reference fix is empty: give the patch that solves it")
+    hidden_files = _hidden_files(source)
+    files = {path: data for path, data in source.before.items() if path not in source.hidden}
+    size = sum(map(len, files.values())) + sum(map(len, hidden_files.values()))
+    if size > MAX_BYTES:
+        raise TaskError(
+            f"its files take {size >> 20} MiB, at most {MAX_BYTES >> 20} fit: leave data out of the repository"
+        )
+    changed = sorted(
+        path for path in source.fixed.keys() | files.keys() if source.fixed.get(path) != source.before.get(path)
+    )
+    return Task(
+        task_id=source.task_id, family=source.family, split=Split.TRAIN, instruction=source.instruction, files=files,
+        hidden_files=hidden_files, tests=source.tests, reference_diff=source.reference,
+        meta={**source.meta, "path": _subject(files, changed)},
+    )  # fmt: skip
+
+
+def check_tests(tests: Sequence[str], where: str) -> tuple[str, ...]:
+    """`tests` without repetitions. Raises TaskError for none, or for a name that is no node id."""
+    if not tests:
+        raise TaskError(f"it names no tests: list pytest node ids under {where}")
+    for test in tests:
+        path, colons, name = test.partition("::")
+        if not colons or not path.endswith(".py") or not name or PurePosixPath(path).is_absolute():
+            raise TaskError(f"its test {test!r} is no pytest node id: write tests/test_x.py::test_name")
+    return tuple(dict.fromkeys(tests))
+
+
+def _hidden_files(source: Source) -> dict[str, bytes]:
+    """What grading places: hidden files, the files of the tests (or the agent could weaken them), and what the source names."""
+    named = dict.fromkeys(test.split("::", 1)[0] for test in source.tests)
+    absent = next((path for path in named if path not in source.after_tests), None)
+    if absent is not None:
+        raise TaskError(f"its tests name {absent}, which is not there: correct the name, or add the file")
+    wanted = source.hidden | source.placed | named.keys()
+    return {path: source.after_tests[path] for path in sorted(wanted) if path in source.after_tests}
+
+
+def _subject(files: Tree, changed: Sequence[str]) -> str:
+    """The file that cheats replace: the first Python file of the fix, else of the repository."""
+    for path in [*changed, *sorted(files)]:
+        if path.endswith(".py") and path in files and is_text(files[path]):
+            return path
+    return changed[0] if changed and changed[0] not in files else "cheat.py"
+
+
+def is_text(data: bytes) -> bool:
+    """Whether this is UTF-8."""
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

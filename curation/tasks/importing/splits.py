@@ -1,0 +1,44 @@
+"""Who gets which task: shares of the splits, and a deal that depends on the tasks' ids alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from contracts.digests import digest_of
+from contracts.tasks import Split
+from curation.errors import TaskError
+
+DEFAULT_SHARES = {Split.TRAIN: 0.6, Split.GATE: 0.2, Split.HELD_OUT: 0.2}
+
+
+def parse_shares(options: Sequence[str]) -> dict[Split, float]:
+    """Shares from texts like "train=0.8"; what is not named gets nothing. None: the default. Raises TaskError."""
+    if not options:
+        return dict(DEFAULT_SHARES)
+    shares = dict.fromkeys(Split, 0.0)
+    for option in options:
+        name, _, text = option.partition("=")
+        try:
+            shares[Split(name.strip())] = float(text)
+        except ValueError:
+            known = ", ".join(split.value for split in Split)
+            raise TaskError(f"split {option!r} is not NAME=SHARE: write e.g. train=0.8; names are {known}") from None
+    total = sum(shares.values())
+    if not 0 < total < float("inf") or min(shares.values()) < 0:
+        raise TaskError(f"shares of splits {', '.join(options)} must not be negative nor all 0: write e.g. train=0.8")
+    return {split: share / total for split, share in shares.items()}
+
+
+def deal(task_ids: Sequence[str], shares: Mapping[Split, float]) -> dict[str, Split]:
+    """A split for each id: sizes as near to the shares as whole tasks allow, none empty that could have one."""
+    order = sorted(task_ids, key=digest_of)
+    counts = {split: int(len(order) * share) for split, share in shares.items()}
+    wanted = [split for split in Split if shares.get(split, 0) > 0]
+    for _ in range(len(order) - sum(counts.values())):
+        counts[max(wanted, key=lambda split: (counts[split] == 0, len(order) * shares[split] - counts[split]))] += 1
+    for split in wanted:
+        richest = max(wanted, key=lambda each: counts[each])
+        if counts[split] == 0 and counts[richest] > 1:
+            counts[split], counts[richest] = 1, counts[richest] - 1
+    places = [split for split in wanted for _ in range(counts[split])]
+    return dict(zip(order, places, strict=True))

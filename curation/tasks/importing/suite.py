@@ -1,0 +1,87 @@
+"""The `task_suite` artifact of tasks of one's own: read, proved in sandboxes, dealt to splits, published."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from contracts.artifacts import Artifact, ArtifactWriter, find_artifact
+from contracts.digests import action_key, digest_of
+from contracts.store import Store
+from contracts.tasks import Split, Task, tasks_table
+from curation.errors import TaskError
+from curation.tasks.importing.folder import read_folder
+from curation.tasks.importing.reading import Reading
+from curation.tasks.importing.splits import deal
+from curation.tasks.importing.swebench import read_rows
+from curation.tasks.validate import Progress, ValidationReport, validate_tasks
+from envd.client import SandboxClient
+
+IMPORT_SUITE_VERSION = "1"
+
+
+def read_source(source: Path, repos: Path | None = None) -> Reading:
+    """The tasks of a folder or a JSONL file. repos: clones for the latter, by default beside it. Raises TaskError."""
+    if source.is_dir():
+        return read_folder(source)
+    if source.is_file():
+        return read_rows(source, repos or source.parent)
+    raise TaskError(f"{source} is not there: name a folder of repositories with task.yaml, or a .jsonl file")
+
+
+async def import_suite(
+    reading: Reading,
+    shares: Mapping[Split, float],
+    store: Store,
+    client: SandboxClient,
+    progress: Progress | None = None,
+) -> Artifact:
+    """Prove what was read and publish it, or find it published. Broken tasks are left out and named in validation.json.
+
+    Raises TaskError when no task is left. Interrupted, it goes on where it was.
+    """
+    config = {
+        "kind": "import",
+        "tasks": _digest(reading),
+        "shares": {split.value: shares.get(split, 0) for split in Split},
+    }
+    key = action_key("task_suite", {}, config, IMPORT_SUITE_VERSION)
+    found = find_artifact(store, "task_suite", key)
+    if found is not None:
+        return found
+    proved = await validate_tasks(reading.tasks, client, progress, store=store)
+    broken = sorted([*reading.broken, *proved.broken], key=lambda each: each.task_id)
+    report = proved.model_copy(update={"tasks": proved.tasks + len(reading.broken), "broken": broken})
+    names = {each.task_id for each in proved.broken}
+    tasks = _dealt([task for task in reading.tasks if task.task_id not in names], reading.wishes, shares)
+    if not tasks:
+        first = f"first {broken[0].task_id}: {broken[0].reason}" if broken else "the source holds none"
+        raise TaskError(f"none of {report.tasks} tasks is left to import; {first}")
+    splits = Counter(task.split.value for task in tasks)
+    meta = {
+        "tasks": len(tasks), "broken": len(broken), "families": report.families,
+        "splits": {split.value: splits[split.value] for split in Split},
+    }  # fmt: skip
+    with ArtifactWriter(store, "task_suite", key, parents={}, config=config, code_version=IMPORT_SUITE_VERSION) as out:
+        out.add_table("tasks.parquet", tasks_table(tasks))
+        out.add_json("validation.json", report.model_dump())
+        return out.commit(meta=meta)
+
+
+def suite_report(suite: Artifact) -> ValidationReport:
+    """What validation found when the suite was made."""
+    return ValidationReport.model_validate(suite.json("validation.json"))
+
+
+def _dealt(tasks: list[Task], wishes: Mapping[str, Split], shares: Mapping[Split, float]) -> list[Task]:
+    """`tasks` by split and id."""
+    places = deal([task.task_id for task in tasks if task.task_id not in wishes], shares) | dict(wishes)
+    placed = [dataclasses.replace(task, split=places[task.task_id]) for task in tasks]
+    return sorted(placed, key=lambda task: (list(Split).index(task.split), task.task_id))
+
+
+def _digest(reading: Reading) -> str:
+    tasks = [[task.digest, task.family, task.meta, reading.wishes.get(task.task_id)] for task in reading.tasks]
+    return digest_of([tasks, [each.model_dump() for each in reading.broken]])

@@ -1,0 +1,121 @@
+"""SWE-bench style rows over local clones: one JSON object a line, the repository at a commit, a fix and the tests that prove it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from contracts.tasks import Split
+from curation.errors import TaskError
+from curation.tasks.importing.reading import Reading, Source, check_tests, task_of
+from curation.tasks.importing.trees import commit_tree, patched_tree
+from curation.tasks.validate import BrokenTask
+
+
+class Row(BaseModel):
+    """One instance, as SWE-bench and its descendants write it; what they add is not read."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    instance_id: str = Field(min_length=1)
+    """Becomes the task's id."""
+    repo: str = Field(min_length=1)
+    """owner/name."""
+    base_commit: str = Field(pattern=r"^[0-9a-fA-F]{7,64}$")
+    """What the agent starts from."""
+    patch: str
+    """The fix."""
+    test_patch: str = ""
+    """What it changes is placed when grading, as it is afterwards; the agent does not see it."""
+    problem_statement: str = Field(min_length=1)
+    """What the agent is told."""
+    FAIL_TO_PASS: list[str]
+    """Node ids that fail before the fix and pass after it."""
+    PASS_TO_PASS: list[str] = []
+    """Node ids that must still pass after it."""
+    split: Split | None = None
+    """Where the task belongs; dealt unless said."""
+
+    @field_validator("FAIL_TO_PASS", "PASS_TO_PASS", mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return json.loads(value) if isinstance(value, str) else value
+
+
+def read_rows(file: Path, repos: Path) -> Reading:
+    """The tasks of a JSONL file. repos: the directory with the clones. Raises TaskError when the file itself is damaged."""
+    reading, seen = Reading(), set[str]()
+    for number, line in enumerate(_lines(file), 1):
+        if not line.strip():
+            continue
+        values = _values(line, file, number)
+        name = str(values.get("instance_id") or f"line {number}")
+        try:
+            if name in seen:
+                raise TaskError(f"line {number} has the instance_id of an earlier line: give it another")
+            seen.add(name)
+            row = _row(values)
+            reading.tasks.append(task_of(_source(row, repos)))
+        except TaskError as error:
+            reading.broken.append(BrokenTask(task_id=name, reason=str(error)))
+            continue
+        if row.split is not None:
+            reading.wishes[name] = row.split
+    return reading
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise TaskError(f"{file} is not UTF-8 (byte {error.start}): write it as JSON, one object a line") from None
+
+
+def _values(line: str, file: Path, number: int) -> dict[str, Any]:
+    try:
+        values = json.loads(line)
+    except ValueError as error:
+        raise TaskError(f"{file} line {number} is not JSON ({error}): write one whole object a line") from None
+    if not isinstance(values, dict):
+        raise TaskError(f"{file} line {number} is not an object but {type(values).__name__}: write one instance a line")
+    return values
+
+
+def _row(values: dict[str, Any]) -> Row:
+    try:
+        return Row.model_validate(values)
+    except ValidationError as error:
+        faults = (f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
+        raise TaskError(f"its row is wrong at {'; '.join(faults)}") from None
+
+
+def _source(row: Row, repos: Path) -> Source:
+    tests = check_tests([*row.FAIL_TO_PASS, *row.PASS_TO_PASS], "FAIL_TO_PASS")
+    if not row.FAIL_TO_PASS:
+        raise TaskError("its FAIL_TO_PASS is empty: name at least one test that the fix makes pass")
+    before = commit_tree(_clone(row.repo, repos), row.base_commit)
+    fixed = patched_tree(before, row.patch.encode(), "patch")
+    after = patched_tree(before, row.test_patch.encode(), "test_patch")
+    return Source(
+        task_id=row.instance_id, family=row.repo, instruction=row.problem_statement, before=before, after_tests=after,
+        fixed=fixed, hidden=frozenset(), placed=frozenset(path for path, data in after.items() if before.get(path) != data),
+        tests=tests, reference=row.patch.encode(),
+        meta={
+            "repo": row.repo, "base_commit": row.base_commit,
+            "fail_to_pass": row.FAIL_TO_PASS, "pass_to_pass": row.PASS_TO_PASS,
+        },
+    )  # fmt: skip
+
+
+def _clone(repo: str, repos: Path) -> Path:
+    owner, _, name = repo.rpartition("/")
+    names = [repo, f"{owner}__{name}", name]
+    for candidate in (repos / (each + ending) for each in names for ending in ("", ".git")):
+        if (candidate / ".git").exists() or (candidate / "HEAD").is_file():
+            return candidate
+    raise TaskError(
+        f"{repos} holds no clone of {repo}: put one there as {names[1] if owner else name}, or name its folder by --repos"
+    )
