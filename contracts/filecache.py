@@ -34,10 +34,7 @@ class FileCache:
         self._limit, self._keep_s = limit_bytes, keep_s
         self._unswept = limit_bytes
         with self._readable_errors():
-            base.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.scratch.mkdir(exist_ok=True)
-        if base.stat().st_uid != os.getuid():
-            raise StoreError(f"cache {base} belongs to another user: point TRIPLANE_CACHE at a folder of your own")
+            self.scratch.mkdir(parents=True, exist_ok=True)
 
     def find(self, key: str) -> Path | None:
         """The copy of `key`, from now on recently used, or None."""
@@ -68,10 +65,11 @@ class FileCache:
             os.link(source, partial)
         except OSError:
             return
-        try:
-            self._place(key, partial)
-        finally:
-            partial.unlink(missing_ok=True)
+        with self._readable_errors():
+            try:
+                self._place(key, partial)
+            finally:
+                partial.unlink(missing_ok=True)
 
     def forget(self, key: str) -> bool:
         """Drop the copy of `key`. False when there was none."""
@@ -157,8 +155,15 @@ class FileCache:
 
 
 def cache_base() -> Path:
-    """$TRIPLANE_CACHE, else a folder of this user below the system's temporary one."""
-    return Path(os.environ.get("TRIPLANE_CACHE") or Path(tempfile.gettempdir()) / f"triplane-cache-{os.getuid()}")
+    """$TRIPLANE_CACHE, else a folder of this user below the system's temporary one. Raises StoreError when that is somebody else's."""
+    chosen = os.environ.get("TRIPLANE_CACHE")
+    if chosen:
+        return Path(chosen)
+    base = Path(tempfile.gettempdir()) / f"triplane-cache-{os.getuid()}"
+    base.mkdir(mode=0o700, exist_ok=True)
+    if base.lstat().st_uid != os.getuid():
+        raise StoreError(f"cache {base} belongs to another user: point TRIPLANE_CACHE at a folder of your own")
+    return base
 
 
 def cache_limit() -> int:

@@ -17,6 +17,7 @@ from moto.server import ThreadedMotoServer
 
 from tests.acceptance.laboratory import ROOT, Laboratory
 from tests.acceptance.test_iterations_are_exact import KINDS, TINY
+from tests.contracts.faulty_s3 import Fault, faulty_s3
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ITERATIONS = 2
@@ -146,3 +147,17 @@ def test_a_store_that_cannot_be_used_is_one_line(
     )  # fmt: skip
     assert done.returncode == 1
     assert re.match(message, done.stderr.strip().splitlines()[-1]) and "Traceback" not in done.stderr, done.stderr
+
+
+def test_credentials_without_rights_are_one_line(on_s3: Laboratory, tmp_path: Path) -> None:
+    with faulty_s3(on_s3.environment["AWS_ENDPOINT_URL"].removeprefix("http://")) as proxy:
+        proxy.faults += [Fault("refuse", method, times=999) for method in ("GET", "PUT", "HEAD", "POST")]
+        places = {"AWS_ENDPOINT_URL": proxy.endpoint, "TRIPLANE_STORE": "s3://triplane/forbidden"}
+        laboratory = Laboratory(tmp_path, TINY, environment={**on_s3.environment, **places})
+        done = subprocess.run(
+            laboratory.command("iterate", *laboratory.settings, "-n", "1"),
+            cwd=tmp_path, env=laboratory.env, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert last.startswith("error: store s3://triplane/forbidden refuses access to ") and "s3:PutObject" in last

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import boto3
@@ -14,7 +16,7 @@ from moto.server import ThreadedMotoServer
 from contracts import s3client, s3store, s3write
 from contracts.artifacts import ArtifactWriter, find_artifact
 from contracts.errors import ArtifactMissing, StoreError
-from contracts.filecache import FileCache
+from contracts.filecache import FileCache, cache_base
 from contracts.pointers import Pointer
 from contracts.store import Store, open_store
 from tests.contracts.faulty_s3 import Fault, FaultyS3, faulty_s3
@@ -199,6 +201,35 @@ def test_a_killed_download_is_swept_in_the_end(tmp_path: Path) -> None:
     os.utime(old, (0, 0))
     cache.sweep()
     assert list(cache.scratch.iterdir()) == [new]
+
+
+def test_a_default_cache_that_somebody_else_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRIPLANE_CACHE", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert cache_base().parent == tmp_path
+    stranger = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: stranger)
+    with pytest.raises(StoreError, match=f"triplane-cache-{stranger} belongs to another user"):
+        cache_base()
+
+
+def test_many_fill_and_sweep_at_once(tmp_path: Path) -> None:
+    def work(worker: int) -> None:
+        cache = FileCache(tmp_path / "cache", "place", 20_000, keep_s=0)
+        for index in range(60):
+            key = f"folder{index % 7}/file{index % 3}"
+            if cache.find(key) is None:
+                with cache.fill(key) as (partial, _):
+                    partial.write_bytes(key.encode() * 100)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(6)))
+    kept = [path for path in (tmp_path / "cache" / "place").rglob("*") if path.is_file()]
+    assert all(
+        path.read_bytes() == path.relative_to(tmp_path / "cache" / "place").as_posix().encode() * 100 for path in kept
+    )
+    FileCache(tmp_path / "cache", "place", 20_000, keep_s=0).sweep()
+    assert sum(path.stat().st_size for path in kept if path.exists()) <= 20_000
 
 
 def test_a_cache_bound_that_is_no_number_is_named(s3: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
