@@ -21,6 +21,11 @@ def suite_key(config: TaskSuiteConfig) -> str:
     return action_key("task_suite", {}, config.model_dump(), SUITE_VERSION)
 
 
+def find_built(config: TaskSuiteConfig, store: Store) -> Artifact | None:
+    """The suite of this configuration, if the store has it."""
+    return find_artifact(store, "task_suite", suite_key(config))
+
+
 async def build_suite(
     config: TaskSuiteConfig, store: Store, client: SandboxClient, progress: Progress | None = None
 ) -> Artifact:
@@ -28,7 +33,7 @@ async def build_suite(
 
     Raises TaskError when more than 2% of the tasks are broken or a cheat passes. Interrupted, it goes on where it was.
     """
-    found = find_artifact(store, "task_suite", suite_key(config))
+    found = find_built(config, store)
     if found is not None:
         return found
     tasks = generate_tasks(config)

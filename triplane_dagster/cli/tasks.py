@@ -1,4 +1,4 @@
-"""`triplane tasks`: build a task suite, look at its tasks, prove them again."""
+"""`triplane tasks`: build a task suite or import one, look at its tasks, prove them again, play an agent over them."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from contracts.artifacts import Artifact, find_artifact
-from contracts.errors import ArtifactMissing, TriplaneError
-from contracts.store import Store, open_store
+from contracts.artifacts import Artifact
+from contracts.errors import TriplaneError
+from contracts.store import open_store
 from contracts.tasks import Split
+from triplane_dagster.cli import tasks_own
 from triplane_dagster.cli.experiments import find_experiment
 from triplane_dagster.cli.options import AsJson, ExperimentName, Limit, Overrides
 from triplane_dagster.cli.output import cell, console, print_json, print_rows, visible
+from triplane_dagster.cli.suites import OfSuite, chosen_suite
 
 if TYPE_CHECKING:
     from curation.tasks.validate import ValidationReport
-    from resources.experiment import Experiment
 
 app = typer.Typer(
-    no_args_is_help=True, help="Build a task suite, list its tasks, show one, prove them in sandboxes again."
+    no_args_is_help=True,
+    help="Build or import a task suite, list its tasks, show one, prove them again, play an agent over them.",
 )
 
 OfSplit = Annotated[Split | None, typer.Option("--split", help="Only tasks of this split.")]
@@ -80,6 +82,7 @@ def list_tasks(
     split: OfSplit = None,
     family: Annotated[str | None, typer.Option(help="Only tasks of this family of bugs.")] = None,
     limit: Limit = 20,
+    suite: OfSuite = None,
     as_json: AsJson = False,
 ) -> None:
     """List the tasks of an experiment's suite.
@@ -90,9 +93,9 @@ def list_tasks(
     """
     from curation.tasks.inspect import suite_tasks, task_rows
 
-    suite = _suite(open_store(), find_experiment(experiment, overrides))
-    rows = task_rows(suite_tasks(suite, split), family)
-    title = f"task suite {suite.ref.short}: {min(limit, len(rows))} of {len(rows)} tasks"
+    found = chosen_suite(open_store(), find_experiment(experiment, overrides), suite)
+    rows = task_rows(suite_tasks(found, split), family)
+    title = f"task suite {found.ref.short}: {min(limit, len(rows))} of {len(rows)} tasks"
     print_rows(rows[:limit], as_json=as_json, title=title, empty="no task answers to this")
 
 
@@ -101,6 +104,7 @@ def show(
     task: Annotated[str, typer.Argument(help="A task id; its beginning is enough where only one task has it.")],
     experiment: ExperimentName = "quickstart",
     overrides: Overrides = None,
+    suite: OfSuite = None,
     as_json: AsJson = False,
 ) -> None:
     """Show one task: instruction, repository, hidden tests, reference fix.
@@ -111,7 +115,8 @@ def show(
     """
     from curation.tasks.inspect import find_task, suite_tasks, task_text
 
-    found = find_task(suite_tasks(_suite(open_store(), find_experiment(experiment, overrides))), task)
+    tasks = suite_tasks(chosen_suite(open_store(), find_experiment(experiment, overrides), suite))
+    found = find_task(tasks, task)
     if not as_json:
         typer.echo(visible(task_text(found)), nl=False)
         return
@@ -132,6 +137,7 @@ def check(
     overrides: Overrides = None,
     split: OfSplit = None,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="At most this many tasks.")] = 1_000_000,
+    suite: OfSuite = None,
     as_json: AsJson = False,
 ) -> None:
     """Prove an existing suite again: tests fail before the fix, pass after it, cheats and wrong answers score nothing.
@@ -148,7 +154,7 @@ def check(
     from triplane_dagster.cli.bars import Bars
 
     wanted, sandboxes = find_experiment(experiment, overrides), SandboxesResource()
-    tasks = list(suite_tasks(_suite(open_store(), wanted), split).values())[:limit]
+    tasks = list(suite_tasks(chosen_suite(open_store(), wanted, suite), split).values())[:limit]
 
     async def prove(bars: Bars) -> ValidationReport:
         async with SandboxClient(sandboxes.address(wanted.sandboxes)) as client:
@@ -177,12 +183,5 @@ def check(
         )  # fmt: skip
 
 
-def _suite(store: Store, experiment: Experiment) -> Artifact:
-    from curation.tasks.build import suite_key
-
-    found = find_artifact(store, "task_suite", suite_key(experiment.tasks))
-    if found is None:
-        raise ArtifactMissing(
-            f"the task suite of {experiment.name} is not in {store.url}: run `triplane tasks build -e {experiment.name}`"
-        )
-    return found
+app.command("import")(tasks_own.import_tasks)
+app.command()(tasks_own.run)

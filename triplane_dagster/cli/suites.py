@@ -1,0 +1,33 @@
+"""Which task suite a command means: the one of a digest, else the experiment's own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from contracts.artifacts import Artifact
+from contracts.errors import ArtifactMissing
+from contracts.store import Store
+
+if TYPE_CHECKING:
+    from resources.experiment import Experiment
+
+OfSuite = Annotated[
+    str | None, typer.Option("--suite", help="Digest of a task suite, or its beginning; default: the experiment's own.")
+]
+
+
+def chosen_suite(store: Store, experiment: Experiment, digest: str | None = None) -> Artifact:
+    """The suite that a command works on. Raises ArtifactMissing with the command that makes it."""
+    from curation.tasks.build import find_built
+    from curation.tasks.importing.find import find_suite
+
+    if digest is not None:
+        return find_suite(store, digest)
+    found = find_built(experiment.tasks, store)
+    if found is None:
+        raise ArtifactMissing(
+            f"the task suite of {experiment.name} is not in {store.url}: run `triplane tasks build -e {experiment.name}`"
+        )
+    return found

@@ -1,0 +1,164 @@
+"""`triplane tasks import` and `triplane tasks run`: tasks of one's own, and agents without a model to check a suite with."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from contracts.artifacts import Artifact
+from contracts.errors import TriplaneError
+from contracts.store import open_store
+from contracts.tasks import Split
+from triplane_dagster.cli.experiments import find_experiment
+from triplane_dagster.cli.options import AsJson, ExperimentName
+from triplane_dagster.cli.output import cell, console, print_json, print_rows
+from triplane_dagster.cli.suites import OfSuite, chosen_suite
+
+if TYPE_CHECKING:
+    from curation.tasks.agents import Agent, Played
+    from triplane_dagster.cli.bars import Bars
+
+EXPECTED = {"oracle": 1.0, "noop": 0.0}
+"""Scores that these agents must reach on every sound suite."""
+
+
+def import_tasks(
+    source: Annotated[
+        Path, typer.Argument(help="A folder whose subfolders hold a task.yaml, or a SWE-bench style .jsonl file.")
+    ],
+    repos: Annotated[
+        Path | None, typer.Option(help="Folder of the clones that a .jsonl file names; default: the file's own.")
+    ] = None,
+    split: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=SHARE", help="Share of train, gate or held_out. Repeatable; default .6, .2, .2."),
+    ] = None,
+    experiment: Annotated[
+        str, typer.Option("--experiment", "-e", help="Whose sandboxes prove the tasks: a name or a YAML file.")
+    ] = "quickstart",
+    as_json: AsJson = False,
+) -> None:
+    """Make a task suite of your own repositories; every task is proved in sandboxes, a broken one is named and left out.
+
+    Both formats are described in docs/tasks.md. What is imported already is found.
+
+    Examples:
+
+        triplane tasks import my-tasks/
+
+        triplane tasks import instances.jsonl --repos clones/ --split train=0.8 --split gate=0.2
+    """
+    from curation.tasks.importing.splits import parse_shares
+    from curation.tasks.importing.suite import import_suite, read_source, suite_report
+    from envd.client import SandboxClient
+    from resources.sandboxes import SandboxesResource
+    from triplane_dagster.cli.bars import Bars
+
+    shares, reading = parse_shares(split or []), read_source(source, repos)
+    wanted, sandboxes = find_experiment(experiment), SandboxesResource()
+
+    async def make(bars: Bars) -> Artifact:
+        async with SandboxClient(sandboxes.address(wanted.sandboxes)) as client:
+            return await import_suite(
+                reading, shares, open_store(), client, lambda done, total: _show(bars, "validating", done, total)
+            )
+
+    try:
+        with Bars() as bars:
+            suite = asyncio.run(make(bars))
+    finally:
+        sandboxes.close()
+    broken = [each.model_dump() for each in suite_report(suite).broken]
+    if as_json:
+        print_json({**suite.ref.model_dump(), **suite.meta, "broken": broken})
+        return
+    if broken:
+        print_rows(broken, as_json=False, title=f"{len(broken)} left out")
+    console().print(f"task suite {suite.ref.short}: {cell(suite.meta)}", soft_wrap=True)
+    console().print(f"check it with `triplane tasks run --agent oracle --suite {suite.ref.short}`", soft_wrap=True)
+
+
+def run(
+    agent: Annotated[
+        str, typer.Option(help="oracle (the reference fix), noop, or a .py file with `def act(observation)`.")
+    ],
+    suite: OfSuite = None,
+    experiment: ExperimentName = "quickstart",
+    split: Annotated[Split | None, typer.Option("--split", help="Only tasks of this split.")] = None,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="At most this many tasks.")] = 1_000_000,
+    max_turns: Annotated[int, typer.Option(min=1, help="Turns after which a script is stopped.")] = 50,
+    as_json: AsJson = False,
+) -> None:
+    """Play an agent over a suite in real sandboxes and grade it as episodes are graded.
+
+    The oracle must solve every task and noop none: anything else is an error that names the task.
+
+    Examples:
+
+        triplane tasks run --agent oracle --suite 0a1b2c3d4e5f
+
+        triplane tasks run --agent my_agent.py -e quickstart --split gate --limit 20
+    """
+    from curation.tasks.agents import agent_named
+    from curation.tasks.inspect import suite_tasks
+
+    player, wanted = agent_named(agent), find_experiment(experiment)
+    artifact = chosen_suite(open_store(), wanted, suite)
+    tasks = list(suite_tasks(artifact, split).values())[:limit]
+    if not tasks:
+        raise TriplaneError(f"task suite {artifact.ref.short} has no task in split {split}: choose another")
+    played = _play(player, tasks, wanted, max_turns)
+    rows = [_row(each) for each in played]
+    score = sum(each.verdict.solved for each in played) / len(played)
+    if as_json:
+        print_json({"suite": artifact.ref.digest, "agent": agent, "score": score, "tasks": rows})
+    else:
+        print_rows(rows, as_json=False, title=f"{agent} on task suite {artifact.ref.short}")
+        console().print(
+            f"score {score:.3f}: {sum(each.verdict.solved for each in played)} of {len(played)} tasks solved"
+        )
+    if score != EXPECTED.get(agent, score):
+        odd = next(each.task.task_id for each in played if each.verdict.solved != bool(EXPECTED[agent]))
+        raise TriplaneError(
+            f"{agent} scores {score:.3f}, not {EXPECTED[agent]:g}, first at {odd}: prove that task again with `triplane tasks check`"
+        )
+
+
+def _play(agent: Agent, tasks: list[Any], experiment: Any, max_turns: int) -> list[Played]:
+    from curation.tasks.agents import play_suite
+    from curation.verify import Verifier
+    from envd.client import SandboxClient
+    from resources.sandboxes import SandboxesResource
+    from triplane_dagster.cli.bars import Bars
+
+    sandboxes = SandboxesResource()
+
+    async def play(bars: Bars) -> list[Played]:
+        async with SandboxClient(sandboxes.address(experiment.sandboxes)) as client:
+            return await play_suite(
+                tasks, agent, client, Verifier(client, None), limits=experiment.sandboxes.limits.limits(), max_turns=max_turns,
+                progress=lambda done, total: _show(bars, "playing", done, total),
+            )  # fmt: skip
+
+    try:
+        with Bars() as bars:
+            return asyncio.run(play(bars))
+    finally:
+        sandboxes.close()
+
+
+def _row(played: Played) -> dict[str, Any]:
+    return {
+        "task_id": played.task.task_id, "split": played.task.split.value, "solved": played.verdict.solved,
+        "tests": f"{played.verdict.tests_passed}/{played.verdict.tests_total}", "exit": played.verdict.exit,
+        "turns": played.turns, "calls": played.calls, "diff_bytes": len(played.diff),
+    }  # fmt: skip
+
+
+def _show(bars: Bars, phase: str, done: int, total: int) -> None:
+    from resources.progress import Progress
+
+    bars(Progress("task_suite", None, phase, done, total))
