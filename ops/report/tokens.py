@@ -39,7 +39,7 @@ class Vocabulary:
             "logprobs": [_hundredths(value) for value in policy],
         }
         joined = self._joined(token_ids)
-        return found | ({"joined": joined} if joined else {})
+        return found | ({"joined": {str(at): text for at, text in joined.items()}} if joined else {})
 
     def _text(self, token: int) -> str:
         if token not in self.texts:

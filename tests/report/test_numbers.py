@@ -1,0 +1,136 @@
+"""The numbers of a report are those of the artifacts it names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from report_world import World, write_world
+
+from contracts.chat import ChatTokenizer
+from contracts.episodes import TokenRole
+from contracts.store import open_store
+from ops.report.build import commit_report
+from ops.report.facts import histogram
+from ops.report.history import earlier_rows
+from ops.report.page import read_data
+from ops.report.sources import find_sources
+from ops.report.tokens import Vocabulary
+from resources.errors import NotMaterialized
+from tests.cli.cli_history import EXPERIMENT, byte_tokenizer
+
+
+def text_of(sequence: dict[str, Any], vocabulary: dict[str, str]) -> str:
+    """As the page's script reads it."""
+    joined = sequence.get("joined", {})
+    return "".join(joined.get(str(at), vocabulary[str(token)]) for at, token in enumerate(sequence["ids"]))
+
+
+def test_the_row_of_an_iteration_repeats_its_artifacts(world: World, first: dict[str, Any]) -> None:
+    (row,) = first["rows"]
+    assert row["train"]["reward"] == pytest.approx((1.1 + 3 * 0.1) / 4)
+    assert (row["train"]["solved"], row["train"]["n"]) == (1, 4)
+    assert row["gate"]["candidate"]["rate"] == 0.75 and row["gate"]["parent"]["rate"] == 0.25
+    assert row["gate"]["candidate"]["low"] < 0.75 < row["gate"]["candidate"]["high"]
+    assert row["held_out"]["difference"]["mean"] == pytest.approx(0.5)
+    assert row["acting"] == world.history.digest("base") and row["candidate"] == world.history.digest("next")
+    assert (row["decision"], row["episodes"], row["kept"]) == ("live", 4, 2)
+    assert row["tokens_per_second"] == row["policy_tokens"] / 2.0
+    assert first["decision"]["reasons"] == ["good enough"]
+
+
+def test_counts_add_up_to_the_episodes(first: dict[str, Any]) -> None:
+    assert first["outcomes"] == {"failed": 3, "solved": 1}
+    assert first["reasons"] == {"kept": 2, "zero_variance": 2}
+    for found in first["histograms"].values():
+        assert sum(found["counts"]) == 4 and found["missing"] == 0
+
+
+def test_families_are_told_before_and_after(first: dict[str, Any]) -> None:
+    (family,) = first["families"]["held_out"]
+    assert (family["family"], family["parent"]["rate"], family["candidate"]["rate"]) == ("sum", 0.25, 0.75)
+
+
+def test_costs_are_sums_of_telemetry(first: dict[str, Any]) -> None:
+    costs = {each["what"]: each for each in first["costs"]}
+    assert costs["rollouts"]["seconds"] == pytest.approx(4 * 1.5)
+    assert set(costs) == {
+        "rollouts",
+        *(f"{who} {split}" for who in ("parent", "candidate") for split in ("gate", "held_out")),
+    }
+
+
+def test_inputs_are_named_by_digest(world: World, first: dict[str, Any]) -> None:
+    digests = {each["asset"]: each["digest"] for each in first["inputs"]}
+    assert digests["rollouts"] == world.history.digest("rollouts")
+    assert {"dataset", "checkpoint", "evaluation", "sampler"} <= set(digests)
+
+
+def test_an_episode_reads_as_its_tokens_say(world: World, hostile_page: bytes) -> None:
+    data = read_data(hostile_page)["viewer"]
+    shown = {each["episode_id"]: each for each in data["episodes"]}
+    tokenizer = ChatTokenizer(byte_tokenizer())
+    for episode in world.hostile:
+        found, sequence = shown[episode.episode_id], episode.sequences[0]
+        (only,) = found["sequences"]
+        assert text_of(only, data["vocabulary"]) == tokenizer.decode(sequence.token_ids)
+        roles = [role for role, length in only["roles"] for _ in range(length)]
+        assert roles == sequence.token_role
+        policy = [value for value, role in zip(sequence.logprobs, roles, strict=True) if role == TokenRole.POLICY]
+        assert [-each / 100 for each in only["logprobs"]] == pytest.approx(policy, abs=0.005)
+        assert found["diff"] == episode.final_diff.decode(errors="replace")
+        assert [call["result"] for call in found["calls"]] == [call.result for call in episode.tool_calls]
+    tested = shown[world.hostile[1].episode_id]
+    assert [test["status"] for test in tested["tests"]] == ["failed"]
+
+
+@given(st.text(max_size=60))
+def test_any_text_survives_the_cut_into_tokens(text: str) -> None:
+    chat = ChatTokenizer(byte_tokenizer())
+    ids = chat.encode_text(text)
+    vocabulary = Vocabulary(chat)
+    shown = vocabulary.sequence(ids, [1] * len(ids), [-1.0] * len(ids))
+    joined = shown.get("joined", {})
+    assert "".join(joined.get(str(at), vocabulary.texts[token]) for at, token in enumerate(ids)) == text
+
+
+@given(st.lists(st.none() | st.floats(-1e6, 1e6) | st.integers(0, 5000).map(float), max_size=50))
+def test_a_histogram_counts_every_value_in_few_bins(values: list[float | None]) -> None:
+    found = histogram(values)
+    known = [value for value in values if value is not None]
+    assert sum(found["counts"]) == len(known) and found["missing"] == len(values) - len(known)
+    assert len(found["counts"]) <= 27
+    if known:
+        slack = 1e-6 * max(1.0, *map(abs, known))
+        assert found["low"] <= min(known) + slack
+        assert max(known) <= found["low"] + len(found["counts"]) * found["width"] + slack
+
+
+def test_a_report_is_found_again_and_chains(world: World) -> None:
+    sources = find_sources(world.store, EXPERIMENT, "0000")
+    once = commit_report(sources, [], {"0000": {"rollouts": 1.0}})
+    again = commit_report(sources, [], {"0000": {"rollouts": 9.0}})
+    assert again.ref == once.ref
+    assert once.manifest.parents["rollouts"] == world.history.artifacts["rollouts"].ref
+    digests = {entry.path: entry.digest for entry in once.manifest.files}
+    assert digests["summary.json"] and digests["report.html"] is None and digests["timings.json"] is None
+    (row,) = earlier_rows(world.store, EXPERIMENT, "0001")
+    assert [row] == once.json("summary.json")["rows"]
+
+
+def test_seconds_change_no_digest(world: World, tmp_path: Path) -> None:
+    reports = []
+    for number, seconds in enumerate((1.0, 2.0)):
+        store = open_store(str(tmp_path / str(number)))
+        write_world(store)
+        sources = find_sources(store, EXPERIMENT, "0001")
+        reports.append(commit_report(sources, earlier_rows(store, EXPERIMENT, "0001"), {"0001": {"rollouts": seconds}}))
+    assert reports[0].ref == reports[1].ref
+
+
+def test_an_iteration_that_never_sampled_is_refused_by_name(world: World) -> None:
+    with pytest.raises(NotMaterialized, match="iteration 0007 has no rollouts"):
+        find_sources(world.store, EXPERIMENT, "0007")
