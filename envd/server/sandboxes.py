@@ -159,7 +159,7 @@ class Sandboxes:
         """Destroy everything and leave nothing behind."""
         for identity in list(self._live):
             await self.destroy(identity)
-        await asyncio.gather(self._agents.stop(), self._verifiers.stop())
+        await asyncio.gather(self._agents.stop(), self._verifiers.stop(), self.templates.settled())
         await asyncio.to_thread(shutil.rmtree, self._run_dir, True)
 
     async def zygote_died(self) -> None:

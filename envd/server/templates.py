@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import secrets
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -28,16 +29,24 @@ class Templates:
         self._directory = directory
         self._owner = owner
         self._lock = asyncio.Lock()
+        self._storing: dict[str, asyncio.Task[None]] = {}
 
     async def put(self, files: Mapping[str, bytes]) -> str:
         """Store a template and return its digest. Raises TemplateError for a path outside the workspace."""
         for path in files:
             _check_path(path)
         digest = template_digest(files)
-        async with self._lock:
-            if not (self._directory / digest).exists():
-                await asyncio.to_thread(self._store, digest, files)
+        storing = self._storing.get(digest)
+        if storing is None:
+            storing = self._storing[digest] = asyncio.create_task(self._store_once(digest, dict(files)))
+            storing.add_done_callback(lambda _: self._storing.pop(digest))
+        # shielded: a thread can't be cancelled, so a caller that gives up leaves the work, and the lock, to the next one
+        await asyncio.shield(storing)
         return digest
+
+    async def settled(self) -> None:
+        """Wait until nothing is being stored."""
+        await asyncio.gather(*self._storing.values(), return_exceptions=True)
 
     def require(self, digest: str) -> str:
         """Return the digest if this server has the template, else raise TemplateError."""
@@ -45,10 +54,14 @@ class Templates:
             raise TemplateError(f"envd has no template {digest[:80]!r}: call put_template first")
         return digest
 
+    async def _store_once(self, digest: str, files: Mapping[str, bytes]) -> None:
+        async with self._lock:
+            if not (self._directory / digest).exists():
+                await asyncio.to_thread(self._store, digest, files)
+
     def _store(self, digest: str, files: Mapping[str, bytes]) -> None:
-        """Build beside the final name and rename, so that a half-written template is never seen."""
-        draft = self._directory / f".{digest}"
-        shutil.rmtree(draft, ignore_errors=True)
+        """Build beside the final name, under a name of this attempt's own, and rename: a half-written template is never seen."""
+        draft = self._directory / f".{digest}.{secrets.token_hex(4)}"
         try:
             draft.mkdir()
             for path, content in sorted(files.items()):
@@ -58,9 +71,12 @@ class Templates:
                 target.chmod(0o755 if content.startswith(b"#!") else 0o644)
             _commit(draft)
             _settle(draft, self._owner)
+            draft.rename(self._directory / digest)
         except OSError as error:
-            raise TemplateError(f"template {digest[:12]} can't be stored: {error}") from error
-        draft.rename(self._directory / digest)
+            if not (self._directory / digest).exists():  # else another attempt was first
+                raise TemplateError(f"template {digest[:12]} can't be stored: {error}") from error
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
 
 
 def template_digest(files: Mapping[str, bytes]) -> str:
