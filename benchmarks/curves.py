@@ -68,10 +68,17 @@ def read_curve(store: Store, experiment: str, iterations: int) -> Curve:
         raise ArtifactMissing(
             f"{experiment} has no held-out pass rate in {store.url}: set evaluation.held_out_samples to 1 or more"
         )
-    rates = [each.rate(Split.HELD_OUT, each.live_after) for each in history]
+    live = []
+    for each in history:
+        rate = each.rate(Split.HELD_OUT, each.live_after)
+        if rate is None or rate.rate is None:
+            raise ArtifactMissing(
+                f"{experiment} has no held-out pass rate of what was live after iteration {each.iteration}"
+            )
+        live.append(rate.rate)
     spent = experiment_seconds(experiment)
     return Curve(
-        experiment=experiment, base=base.rate, live=tuple(rate.rate or 0.0 for rate in rates if rate is not None),
+        experiment=experiment, base=base.rate, live=tuple(live),
         base_seconds=sum(spent.get(None, {}).values()),
         seconds=tuple(sum(spent.get(each.iteration, {}).values()) for each in history),
     )  # fmt: skip

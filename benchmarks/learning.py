@@ -73,7 +73,7 @@ def run(options: LearningOptions) -> Result:
         "worst_gain": min(curve.best_gain for curve in seeds),
     }
     for control in CONTROLS if options.controls else ():
-        metrics[f"gain_{control}"] = curves[f"learning_{control}"].final_gain
+        metrics[f"final_gain_{control}"] = curves[f"learning_{control}"].final_gain
         metrics[f"best_gain_{control}"] = curves[f"learning_{control}"].best_gain
     return Result(metrics, [curve.row(TARGET_POINTS) for curve in curves.values()], [f"kept in {bench.root}"])
 

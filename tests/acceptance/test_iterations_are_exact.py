@@ -30,6 +30,7 @@ KINDS = (
     "evaluation",
 )
 ITERATIONS = 2
+LEARNED_ITERATIONS = 5
 
 
 @pytest.fixture(scope="module")
@@ -52,25 +53,48 @@ def test_another_seed_gives_other_rollouts(undisturbed: Laboratory, tmp_path: Pa
     assert not set(other.digests("rollouts")["rollouts"]) & set(undisturbed.digests("rollouts")["rollouts"])
 
 
-def test_ten_kills_change_nothing(undisturbed: Laboratory, tmp_path: Path) -> None:
-    laboratory, clock = Laboratory(tmp_path, TINY), random.Random(11)
-    command = laboratory.command("iterate", *laboratory.settings, "-n", str(ITERATIONS))
-    for _ in range(10):
-        process = subprocess.Popen(
-            command, cwd=laboratory.folder, env=laboratory.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        try:
-            process.wait(timeout=clock.uniform(3, 14))
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-    laboratory.run("iterate", *laboratory.settings, "-n", str(ITERATIONS))
-    made = laboratory.json("status", "-e", "tiny")
-    assert laboratory.digests(*KINDS, "group") == undisturbed.digests(*KINDS, "group"), made
+def test_kills_while_the_base_policy_is_made_change_nothing(undisturbed: Laboratory, tmp_path: Path) -> None:
+    laboratory = Laboratory(tmp_path, TINY)
+    kill_repeatedly(laboratory, ITERATIONS, kills=4, seconds=(2, 6))
+    laboratory.iterate(ITERATIONS)
+    assert laboratory.digests(*KINDS, "group") == undisturbed.digests(*KINDS, "group")
+
+
+def test_ten_kills_while_a_policy_acts_and_learns_change_nothing(learned: Laboratory, tmp_path: Path) -> None:
+    laboratory = Laboratory(tmp_path, learned.experiment_file, learned.overrides)
+    laboratory.take_base_from(learned)
+    kill_repeatedly(laboratory, LEARNED_ITERATIONS, kills=10, seconds=(3, 8))
+    laboratory.iterate(LEARNED_ITERATIONS)
+    assert laboratory.digests(*KINDS, "group") == learned.digests(*KINDS, "group")
+    assert decisions(laboratory) == decisions(learned)
+    rewards = learned.artifact("rewards", "0001").table("rewards.parquet")["reward"].to_pylist()
+    assert len(set(rewards)) > 2, "a policy that never acts proves nothing"
     deadline = time.monotonic() + 30
     while (left := list(processes_of(tmp_path))) and time.monotonic() < deadline:
         time.sleep(0.5)
     assert left == [], "a killed run leaves no process behind"
+
+
+def kill_repeatedly(laboratory: Laboratory, iterations: int, *, kills: int, seconds: tuple[float, float]) -> None:
+    """Start the same command `kills` times and SIGKILL it at a random instant each time."""
+    clock = random.Random(11)
+    command = laboratory.command("iterate", *laboratory.settings, "-n", str(iterations))
+    for delivered in range(kills):
+        process = subprocess.Popen(
+            command, cwd=laboratory.folder, env=laboratory.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        try:
+            process.wait(timeout=clock.uniform(*seconds))
+            pytest.fail(f"ended by itself with code {process.returncode} after {delivered} of {kills} kills")
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+
+
+def decisions(laboratory: Laboratory) -> list[tuple[str, str]]:
+    """(decision, candidate) of every iteration in order."""
+    history = laboratory.json("status", "-e", laboratory.experiment.name)
+    return [(each["decision"], each["policy"]) for each in history[0]["iterations"]]
 
 
 def test_rematerializing_an_old_iteration_samples_nothing_and_promotes_nothing(learned: Laboratory) -> None:
