@@ -11,6 +11,8 @@ import asyncio
 from dataclasses import asdict
 from typing import Any
 
+import pyarrow as pa
+
 from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, find_artifact, open_artifact
 from contracts.chat import ChatTokenizer
 from contracts.episodes import episodes_table, sequences_table, telemetry_table
@@ -25,6 +27,7 @@ from inference.rollouts.progress import ShardProgress
 from ops import keys
 from ops.inputs import load_tasks, split_tasks
 from ops.step import Step
+from resources.errors import EvaluationIncomplete
 from resources.experiment import Experiment
 from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
@@ -120,13 +123,16 @@ async def _play(
         sampler.lease(checkpoint, "evaluation", experiment.engine) as engine,
     ):
         verifier = Verifier(client, step.store)
-        async with asyncio.TaskGroup() as running:
-            playing = {
-                split: running.create_task(
-                    _play_split(step, policy, suite, split, samples, tasks, engine, client, tokenizer, verifier)
-                )
-                for split, samples in splits.items()
-            }
+        try:
+            async with asyncio.TaskGroup() as running:
+                playing = {
+                    split: running.create_task(
+                        _play_split(step, policy, suite, split, samples, tasks, engine, client, tokenizer, verifier)
+                    )
+                    for split, samples in splits.items()
+                }
+        except BaseExceptionGroup as several:
+            raise several.exceptions[0] from None
     return {split: task.result() for split, task in playing.items()}
 
 
@@ -148,10 +154,12 @@ async def _play_split(
         progress=playing, limits=experiment.sandboxes.limits.limits(),
     )  # fmt: skip
     table = episodes_table(episodes)
+    allowed = experiment.rewards.max_ungraded
     rewards = await grade_episodes(
-        table, tasks, verifier, RewardConfig(),
+        table, tasks, verifier, RewardConfig(max_ungraded=allowed),
         lambda done, total: step.progress.update(f"grading {split.value}", done, total),
     )  # fmt: skip
+    require_graded(rewards, allowed, f"policy {policy.short} on {split.value}")
     with ArtifactWriter(
         step.store, "evaluation_run", key, parents={"policy": policy, "task_suite": suite},
         config=keys.evaluation_slice(experiment, split, samples), code_version=keys.EVALUATION_RUN_VERSION,
@@ -162,3 +170,16 @@ async def _play_split(
         out.add_table("rewards.parquet", rewards)
         rate = pass_rate(rewards)
         return out.commit(meta={"split": split.value, "pass_rate": rate.rate, "graded": rate.n})
+
+
+def require_graded(rewards: pa.Table, allowed: float, what: str) -> None:
+    """Refuse a run that lost more than the share `allowed` of its episodes, whoever lost them: committed, it would judge for ever.
+
+    Raises EvaluationIncomplete.
+    """
+    lost = rewards["solved"].null_count
+    if lost > allowed * len(rewards) or lost == len(rewards):
+        raise EvaluationIncomplete(
+            f"evaluation of {what} lost {lost} of {len(rewards)} episodes to infrastructure faults, more than "
+            f"rewards.max_ungraded={allowed} allows; nothing was committed: see the log, check engine and envd, run the same step again"
+        )

@@ -17,6 +17,10 @@ class LaunchFailed(TriplaneError):
     """A launched process ended without its result."""
 
 
+class EvaluationIncomplete(TriplaneError):
+    """An evaluation lost too many episodes to infrastructure to say anything about a policy."""
+
+
 class RegistryError(TriplaneError):
     """The registry holds no such policy, or a name for several."""
 
