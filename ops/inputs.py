@@ -20,6 +20,7 @@ from ops import keys
 from ops.step import Step
 from resources.errors import NotMaterialized, RegistryError
 from resources.experiment import Experiment
+from resources.refs import read_artifact
 from resources.registry import Registry
 
 
@@ -124,9 +125,15 @@ def find_checkpoint(store: Store, prefix: str) -> ArtifactRef:
 
 
 def cursor_before(store: Store, experiment: Experiment, iteration: str) -> int:
-    """Prompts drawn before this iteration: the previous one's draw, repeated from what it was pinned to (0 when there is none)."""
-    before = find_inputs(store, experiment, iteration_key(int(iteration) - 1)) if int(iteration) > 0 else None
-    return draw(store, experiment, before).cursor_after if before else 0
+    """Prompts drawn before this iteration, as the previous one recorded it: its draw is repeated only when it committed none."""
+    if int(iteration) == 0:
+        return 0
+    before = iteration_key(int(iteration) - 1)
+    prompts = read_artifact(store, experiment.name, "prompts", before)
+    if prompts is not None:
+        return PromptsDrawn.model_validate(prompts.json("prompts.json")).cursor_after
+    inputs = find_inputs(store, experiment, before)
+    return draw(store, experiment, inputs).cursor_after if inputs else 0
 
 
 def load_tasks(store: Store, suite: ArtifactRef) -> dict[str, Task]:

@@ -9,7 +9,7 @@ from dagster_world import World
 from assets.naming import ONCE, PER_ITERATION, key_of
 from contracts.artifacts import find_artifact, list_artifacts, open_artifact
 from contracts.store import Store
-from ops.inputs import find_inputs
+from ops.inputs import cursor_before, find_inputs
 from resources.errors import RegistryError
 from resources.refs import require_ref
 from resources.registry import Registry
@@ -64,6 +64,14 @@ def test_iterations_sample_different_prompts(ran: World) -> None:
         for iteration in ran.made
     ]  # fmt: skip
     assert not drawn[0] & drawn[1]
+
+
+def test_prompts_go_on_where_the_last_draw_ended_whatever_is_asked_for_now(ran: World) -> None:
+    prompts = ran.experiment.prompts
+    drawn = prompts.groups + prompts.reserve
+    more = ran.experiment.model_copy(update={"prompts": prompts.model_copy(update={"groups": 3 * prompts.groups})})
+    assert cursor_before(ran.store, more, "0001") == cursor_before(ran.store, ran.experiment, "0001") == drawn
+    assert cursor_before(ran.store, more, "0000") == 0
 
 
 def test_making_an_old_iteration_again_samples_nothing_and_leaves_live_alone(ran: World) -> None:
