@@ -1,7 +1,7 @@
 const ASSET_COLORS = { rollouts: "var(--s1)", rewards: "var(--s3)", dataset: "var(--s5)", checkpoint: "var(--s2)", evaluation: "var(--s4)" };
 
 function signed(value, words) {
-  return missing(value) ? null : el("span", { class: value > 0 ? "up" : value < 0 ? "down" : "" }, `${points(value)} points `, words);
+  return missing(value) ? null : el("span", { class: value > 0 ? "up" : value < 0 ? "down" : "" }, `${points(value)} `, words);
 }
 
 function headline(data) {
@@ -12,12 +12,12 @@ function headline(data) {
     const found = row[split], base = first[split];
     if (!found) continue;
     const sinceBase = base && data.rows.length > 1 ? found.candidate.rate - base.parent.rate : null;
-    add(label, percent(found.candidate.rate), `${span(found.candidate)}, ${count(found.candidate.n)} episodes`, signed(found.difference.mean, "on its parent"), signed(sinceBase, "on the first policy"));
+    add(label, percent(found.candidate.rate), `${span(found.candidate)}, n = ${count(found.candidate.n)}`, signed(found.difference.mean, "points vs parent"), signed(sinceBase, "points vs start"));
   }
   if (row.train) add("Train reward, mean", short(row.train.reward), `pass rate ${percent(row.train.rate)}`, `${count(row.train.graded)} graded episodes`);
   add("Episodes", count(row.episodes), missing(row.kept) ? null : `${count(row.kept)} train, ${count(row.episodes - row.kept)} left out`);
   add("Policy tokens", short(row.policy_tokens), missing(row.tokens_per_second) ? null : `${short(row.tokens_per_second)} a second`);
-  if (row.training) add("Training", `${row.training.optimizer_steps} steps`, `loss ${short(row.training.loss)}, entropy ${short(row.training.entropy)}`, `KL ${short(row.training.old_kl)}, clipped ${percent(row.training.clip_fraction)}`);
+  if (row.training) add("Training", `${row.training.optimizer_steps} steps`, `loss ${short(row.training.loss)}`, `entropy ${short(row.training.entropy)}`, `KL ${short(row.training.old_kl)}`);
   if (row.seconds) add("Time", seconds(Object.values(row.seconds).reduce((a, b) => a + b, 0)), `rollouts ${seconds(row.seconds.rollouts)}`);
   byId("headline").append(...cards);
   if (!data.decision) return;
