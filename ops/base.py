@@ -37,7 +37,7 @@ def make_base(step: Step, launcher: Launcher) -> Artifact:
 
         return import_checkpoint(Path(base.path), step.store)
     step.progress.update("tokenizer", 0, 1)
-    tokenizer = build_tokenizer(step.experiment.tasks, step.store)
+    tokenizer = build_tokenizer(step.experiment.demonstrated, step.store)
     step.progress.update("demonstrations", 0, base.demonstrations.count)
-    demonstrations = build_demonstrations(base.demonstrations, step.experiment.tasks, tokenizer, step.store)
+    demonstrations = build_demonstrations(base.demonstrations, step.experiment.demonstrated, tokenizer, step.store)
     return warm_start(step, launcher, base, tokenizer.ref, demonstrations.ref)

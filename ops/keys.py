@@ -29,12 +29,14 @@ def derived_seed(experiment: Experiment, purpose: str) -> int:
 
 def tokenizer_key(experiment: Experiment) -> str:
     """Of the base policy's tokenizer: what `curation.tokenizer.build_tokenizer` commits under."""
-    return action_key("tokenizer", {}, {"seed": experiment.tasks.seed, "vocabulary": VOCABULARY}, TOKENIZER_VERSION)
+    return action_key(
+        "tokenizer", {}, {"seed": experiment.demonstrated.seed, "vocabulary": VOCABULARY}, TOKENIZER_VERSION
+    )
 
 
 def demonstrations_key(experiment: Experiment, base: SftBase, tokenizer: ArtifactRef) -> str:
     """Of the expert episodes: what `curation.tasks.demonstrations.build_demonstrations` commits under."""
-    slice_ = {**base.demonstrations.model_dump(), "suite_seed": experiment.tasks.seed}
+    slice_ = {**base.demonstrations.model_dump(), "suite_seed": experiment.demonstrated.seed}
     return action_key("demonstrations", {"tokenizer": tokenizer.digest}, slice_, DEMONSTRATIONS_VERSION)
 
 

@@ -10,13 +10,23 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from contracts.digests import digest_of
 from curation.dataset import DatasetConfig
 from curation.rewards import RewardConfig
 from curation.tasks.demonstrations import DemonstrationConfig
-from curation.tasks.suite import TaskSuiteConfig
+from curation.tasks.suite import ImportedSuiteConfig, TaskSuiteConfig
 from envd.types import Limits
 from inference.engines.config import BuiltinConfig, EngineConfig
 from inference.rollouts.config import RolloutConfig
@@ -145,6 +155,11 @@ class PromotionConfig(Section):
     """What the next iteration of a sequence does: not start, or sample again with the live policy."""
 
 
+def _kind_of_suite(value: Any) -> str:
+    imported = isinstance(value, ImportedSuiteConfig) or (isinstance(value, dict) and value.get("kind") == "import")
+    return "import" if imported else "generated"
+
+
 class Experiment(Section):
     """Everything that decides what an experiment's assets hold."""
 
@@ -156,8 +171,11 @@ class Experiment(Section):
     """Of sampling, prompts and training. Tasks and demonstrations have their own."""
     iterations: int = Field(default=8, ge=1, le=9999)
     """Iterations that `demo` and an unnumbered `iterate` run."""
-    tasks: TaskSuiteConfig = TaskSuiteConfig()
-    """The task suite."""
+    tasks: Annotated[
+        Annotated[TaskSuiteConfig, Tag("generated")] | Annotated[ImportedSuiteConfig, Tag("import")],
+        Discriminator(_kind_of_suite),
+    ] = TaskSuiteConfig()
+    """The task suite: generated, or imported by `triplane tasks import`."""
     base: Annotated[SftBase | ImportedBase, Field(discriminator="kind")] = SftBase()
     """The policy that iteration 0 samples with and trains from."""
     prompts: PromptsConfig = PromptsConfig()
@@ -195,6 +213,11 @@ class Experiment(Section):
         if self.rollouts.group_size < 2:
             raise ValueError("rollouts.group_size 1 gives every episode the baseline of itself: use at least 2")
         return self
+
+    @property
+    def demonstrated(self) -> TaskSuiteConfig:
+        """The generated suite that a fresh base policy's tokenizer and experts know: the experiment's own, or the usual one beside imported tasks."""
+        return self.tasks if isinstance(self.tasks, TaskSuiteConfig) else TaskSuiteConfig()
 
     @property
     def digest(self) -> str:

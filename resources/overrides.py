@@ -13,7 +13,11 @@ from pydantic import BaseModel, ValidationError
 
 from resources.errors import ExperimentError
 
-_KINDS: dict[int | str, tuple[str, ...]] = {"base": ("sft", "import"), "engine": ("builtin", "openai")}
+_KINDS: dict[int | str, tuple[str, ...]] = {
+    "base": ("sft", "import"),
+    "engine": ("builtin", "openai"),
+    "tasks": ("generated", "import"),
+}
 
 
 def apply_overrides(values: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
@@ -65,7 +69,7 @@ def explain(error: ValidationError, model: type[BaseModel], source: str) -> str:
 
 
 def _without_tag(path: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """A fault's place as the file writes it: pydantic inserts the chosen kind after `base` and `engine`."""
+    """A fault's place as the file writes it: pydantic inserts the chosen kind after `base`, `engine` and `tasks`."""
     tagged = len(path) > 1 and path[1] in _KINDS.get(path[0], ())
     return path[:1] + path[2:] if tagged else path
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from contracts.artifacts import Artifact, ArtifactRef, find_artifact
 from contracts.digests import digest_of
 from contracts.store import Store, open_store
-from curation.tasks.build import suite_key
+from curation.tasks.build import planned_key
 from inference.engines.config import OpenAIConfig
 from ops import keys
 from ops.evaluation import samples_of
@@ -51,7 +51,9 @@ class _Plan:
     def base(self) -> None:
         """task_suite and base_policy."""
         tasks = self.experiment.tasks
-        suite = self._add("task_suite", None, suite_key(tasks), tasks.model_dump(mode="json"), self._sandboxes())
+        suite = self._add(
+            "task_suite", None, planned_key(tasks, self.store), tasks.model_dump(mode="json"), self._sandboxes()
+        )
         self._suite = suite.ref if suite else None
         base = self.experiment.base
         if isinstance(base, ImportedBase):

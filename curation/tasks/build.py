@@ -9,7 +9,8 @@ from contracts.digests import action_key
 from contracts.store import Store
 from contracts.tasks import Split, Task, tasks_table
 from curation.errors import TaskError
-from curation.tasks.suite import SUITE_VERSION, TaskSuiteConfig, generate_tasks
+from curation.tasks.importing.find import find_suite, suites_of
+from curation.tasks.suite import SUITE_VERSION, ImportedSuiteConfig, SuiteConfig, TaskSuiteConfig, generate_tasks
 from curation.tasks.validate import Progress, ValidationReport, validate_tasks
 from envd.client import SandboxClient
 
@@ -21,21 +22,32 @@ def suite_key(config: TaskSuiteConfig) -> str:
     return action_key("task_suite", {}, config.model_dump(), SUITE_VERSION)
 
 
-def find_built(config: TaskSuiteConfig, store: Store) -> Artifact | None:
-    """The suite of this configuration, if the store has it."""
+def planned_key(config: SuiteConfig, store: Store) -> str | None:
+    """Action key of the suite that this configuration means; None for an imported one that the store lacks."""
+    if isinstance(config, TaskSuiteConfig):
+        return suite_key(config)
+    found = suites_of(store, config.suite)
+    return found[0].ref.key if len(found) == 1 else None
+
+
+def find_built(config: SuiteConfig, store: Store) -> Artifact | None:
+    """The suite of this configuration, if it is built. Raises ArtifactMissing for an imported one that the store lacks."""
+    if isinstance(config, ImportedSuiteConfig):
+        return find_suite(store, config.suite)
     return find_artifact(store, "task_suite", suite_key(config))
 
 
 async def build_suite(
-    config: TaskSuiteConfig, store: Store, client: SandboxClient, progress: Progress | None = None
+    config: SuiteConfig, store: Store, client: SandboxClient, progress: Progress | None = None
 ) -> Artifact:
-    """Build and validate the suite, or find it built. Broken tasks are left out and named in validation.json.
+    """Build and validate the suite, or find it built; an imported one is only found. Broken tasks are left out and named in validation.json.
 
     Raises TaskError when more than 2% of the tasks are broken or a cheat passes. Interrupted, it goes on where it was.
     """
     found = find_built(config, store)
     if found is not None:
         return found
+    assert isinstance(config, TaskSuiteConfig), "an imported suite is found or missing"
     tasks = generate_tasks(config)
     report = await validate_tasks(tasks, client, progress, store=store)
     _accept(report)

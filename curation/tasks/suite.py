@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from random import Random
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -43,6 +43,20 @@ class TaskSuiteConfig(BaseModel):
             raise TaskError(f"a suite of {count} tasks can't fill three splits: ask for at least 6")
         gate, held_out = max(1, count // 6), max(1, count // 4)
         return cls(train=count - gate - held_out, gate=gate, held_out=held_out, seed=seed)
+
+
+class ImportedSuiteConfig(BaseModel):
+    """A suite that `triplane tasks import` put into the experiment's store."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    kind: Literal["import"]
+    """Discriminates it from a generated suite, whose numbers are given instead."""
+    suite: str = Field(pattern=r"^[0-9a-f]{8,64}$")
+    """Digest of the task_suite artifact, or at least its first eight digits."""
+
+
+SuiteConfig = TaskSuiteConfig | ImportedSuiteConfig
 
 
 def generate_tasks(config: TaskSuiteConfig) -> list[Task]:

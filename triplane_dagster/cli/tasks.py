@@ -53,7 +53,7 @@ def build(
     from triplane_dagster.cli.bars import Bars
 
     wanted, sandboxes = find_experiment(experiment, overrides), SandboxesResource()
-    config = TaskSuiteConfig.of_count(count, wanted.tasks.seed) if count else wanted.tasks
+    config = TaskSuiteConfig.of_count(count, wanted.demonstrated.seed) if count else wanted.tasks
 
     async def make(bars: Bars) -> Artifact:
         async with SandboxClient(sandboxes.address(wanted.sandboxes)) as client:

@@ -7,14 +7,18 @@ from contracts.errors import ArtifactMissing
 from contracts.store import Store
 
 
+def suites_of(store: Store, digest: str) -> list[Artifact]:
+    """The task suites whose content digest is, or begins with, `digest`, each content once."""
+    suites = list_artifacts(store, "task_suite")
+    return list({suite.ref.digest: suite for suite in suites if suite.ref.digest.startswith(digest)}.values())
+
+
 def find_suite(store: Store, digest: str) -> Artifact:
-    """The task suite whose content digest is, or begins with, `digest`. Raises ArtifactMissing for none or several."""
-    found = {
-        suite.ref.digest: suite for suite in list_artifacts(store, "task_suite") if suite.ref.digest.startswith(digest)
-    }
+    """The task suite of this digest. Raises ArtifactMissing for none or several."""
+    found = suites_of(store, digest)
     if len(found) != 1:
         raise ArtifactMissing(
             f"{digest!r} begins the digests of {len(found)} task suites in {store.url}: give one that `triplane tasks build` or "
             "`triplane tasks import` printed"
         )
-    return next(iter(found.values()))
+    return found[0]
