@@ -1,7 +1,8 @@
 """The workspace against its template as a git-format patch that `git apply` takes, without running git.
 
 The same two trees give the same bytes on every machine: paths are sorted, hunks come from difflib, binary files are
-literal patches. Files whose size, mode and modification time equal the template's are taken as unchanged.
+literal patches. Files whose size, mode and modification time equal the template's are taken as unchanged. What the agent
+itself can't read does not count. A patch beyond the bounds is `OVERSIZED` instead, which applies nowhere.
 """
 
 from __future__ import annotations
@@ -22,6 +23,14 @@ _CONTEXT = 3
 _MAX_DIFFLIB_LINES = 2000
 """Beyond this many changed lines on both sides together difflib's quadratic search gives way to one plain hunk."""
 _NO_SHA = "0" * 40
+MAX_DIFF_BYTES = 32 * 1024 * 1024
+"""Size of the largest patch, in bytes: two fit into a frame, and memory for one is left in a sandbox whose disk is full."""
+MAX_DIFF_LINES = 1_000_000
+"""Lines of the longest text file that a patch changes. A line costs memory however short it is."""
+OVERSIZED = (
+    f"envd: the final state is not kept: its patch is over {MAX_DIFF_BYTES} bytes, or {MAX_DIFF_LINES} lines of a file\n"
+).encode()
+"""In place of a patch beyond the bounds: the same bytes for any, and refused by whatever applies patches."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,7 @@ class Entry:
 
 def tree_entries(root: Path) -> dict[str, Entry]:
     """Files and links below root by path, as git sees them: no empty directories, no devices, no `.git`."""
-    return dict(_scan(str(root), ""))
+    return dict(_scan(str(root)))
 
 
 def changed_paths(template: Path, workspace: Path) -> list[str]:
@@ -43,9 +52,22 @@ def changed_paths(template: Path, workspace: Path) -> list[str]:
 
 
 def workspace_diff(template: Path, workspace: Path) -> bytes:
-    """The patch that turns the template into the workspace; empty when they are equal."""
-    patches = (_file_patch(path, before, after) for path, before, after in _changes(template, workspace))
+    """The patch that turns the template into the workspace; empty when they are equal, OVERSIZED beyond the bounds."""
+    patches: list[bytes] = []
+    size = 0
+    try:
+        for path, before, after in _changes(template, workspace):
+            patches.append(_file_patch(path, before, after))
+            size += len(patches[-1])
+            if size > MAX_DIFF_BYTES:
+                return OVERSIZED
+    except _TooLarge:
+        return OVERSIZED
     return b"".join(patches)
+
+
+class _TooLarge(Exception):
+    """A file's patch alone is beyond the bounds."""
 
 
 @dataclass(frozen=True)
@@ -65,23 +87,31 @@ def _changes(template: Path, workspace: Path) -> Iterator[tuple[str, _Side | Non
             yield path, before, after
 
 
-def _scan(directory: str, prefix: str) -> Iterator[tuple[str, Entry]]:
-    try:
-        entries = list(os.scandir(directory))
-    except PermissionError:
-        return  # the agent locked its own directory: its content can't count
-    for entry in entries:
-        if entry.name in HIDDEN:
-            continue
-        about = entry.stat(follow_symlinks=False)
-        path = prefix + entry.name
-        if stat.S_ISDIR(about.st_mode):
-            yield from _scan(entry.path, path + "/")
-        elif stat.S_ISLNK(about.st_mode):
-            yield path, Entry("120000", (about.st_size, about.st_mtime_ns))
-        elif stat.S_ISREG(about.st_mode):
-            mode = "100755" if about.st_mode & 0o100 else "100644"
-            yield path, Entry(mode, (about.st_size, about.st_mtime_ns))
+def _scan(root: str) -> Iterator[tuple[str, Entry]]:
+    """Walk without recursion, since an agent may nest directories without end. What can't be read is left out."""
+    pending = [(root, "")]
+    while pending:
+        directory, prefix = pending.pop()
+        try:
+            with os.scandir(directory) as found:
+                entries = list(found)
+        except OSError:
+            continue  # locked by the agent itself, gone meanwhile, or too deep to name: its content can't count
+        for entry in entries:
+            if entry.name in HIDDEN:
+                continue
+            path = prefix + entry.name
+            try:
+                about = entry.stat(follow_symlinks=False)
+            except OSError:
+                continue  # as above: a directory may be listed and still not be entered
+            stamp = (about.st_size, about.st_mtime_ns)
+            if stat.S_ISDIR(about.st_mode):
+                pending.append((entry.path, path + "/"))
+            elif stat.S_ISLNK(about.st_mode):
+                yield path, Entry("120000", stamp)
+            elif stat.S_ISREG(about.st_mode):
+                yield path, Entry("100755" if about.st_mode & 0o100 else "100644", stamp)
 
 
 def _side(root: Path, path: str, entry: Entry | None) -> _Side | None:
@@ -89,10 +119,18 @@ def _side(root: Path, path: str, entry: Entry | None) -> _Side | None:
         return None
     where = root / path
     try:
-        data = os.fsencode(where.readlink()) if entry.mode == "120000" else where.read_bytes()
+        data = os.fsencode(where.readlink()) if entry.mode == "120000" else _content(where)
     except OSError:
         return None
     return _Side(entry.mode, data)
+
+
+def _content(where: Path) -> bytes:
+    """A file's bytes. Never waits for a pipe that something in the background has put there since the walk."""
+    with os.fdopen(os.open(where, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise FileNotFoundError(where)
+        return file.read()
 
 
 def _file_patch(path: str, before: _Side | None, after: _Side | None) -> bytes:
@@ -117,6 +155,8 @@ def _file_patch(path: str, before: _Side | None, after: _Side | None) -> bytes:
     head.append(f"index {shas}".encode())
     if b"\0" in old or b"\0" in new:
         return b"\n".join(head) + b"\nGIT binary patch\n" + _literal(new) + b"\n" + _literal(old) + b"\n"
+    if abs(len(old) - len(new)) > MAX_DIFF_BYTES or max(old.count(b"\n"), new.count(b"\n")) > MAX_DIFF_LINES:
+        raise _TooLarge
     head.append(b"--- " + (_tab(old_name) if before else b"/dev/null"))
     head.append(b"+++ " + (_tab(new_name) if after else b"/dev/null"))
     return b"\n".join(head) + b"\n" + b"".join(_hunks(_split(old), _split(new)))
@@ -128,10 +168,10 @@ def _hunks(old: list[bytes], new: list[bytes]) -> Iterator[bytes]:
         yield f"@@ -{_range(i1, i2)} +{_range(j1, j2)} @@\n".encode()
         for tag, a1, a2, b1, b2 in group:
             if tag == "equal":
-                yield from (_line(b" ", line) for line in old[a1:a2])
+                yield _block(b" ", old[a1:a2])
                 continue
-            yield from (_line(b"-", line) for line in old[a1:a2])
-            yield from (_line(b"+", line) for line in new[b1:b2])
+            yield _block(b"-", old[a1:a2])
+            yield _block(b"+", new[b1:b2])
 
 
 _Opcode = tuple[str, int, int, int, int]
@@ -182,8 +222,9 @@ def _range(start: int, stop: int) -> str:
     return f"{start + 1 if count else start}" + ("" if count == 1 else f",{count}")
 
 
-def _line(sign: bytes, line: bytes) -> bytes:
-    return sign + line if line.endswith(b"\n") else sign + line + b"\n\\ No newline at end of file\n"
+def _block(sign: bytes, lines: list[bytes]) -> bytes:
+    block = sign.join([b"", *lines])
+    return block + b"\n\\ No newline at end of file\n" if lines and not lines[-1].endswith(b"\n") else block
 
 
 def _split(data: bytes) -> list[bytes]:
@@ -193,6 +234,8 @@ def _split(data: bytes) -> list[bytes]:
 
 def _literal(data: bytes) -> bytes:
     packed = zlib.compress(data, 9)
+    if len(packed) > MAX_DIFF_BYTES:
+        raise _TooLarge
     out = [b"literal %d" % len(data)]
     for start in range(0, len(packed), 52):
         chunk = packed[start : start + 52]

@@ -27,7 +27,10 @@ class Link:
         self._lock = asyncio.Lock()
 
     async def ask(self, header: dict[str, Any], blob: bytes = b"", *, timeout_s: float) -> tuple[dict[str, Any], bytes]:
-        """One request and its reply. After a failure or a timeout the link is closed, and the sandbox ends with it."""
+        """One request and its reply.
+
+        Raises SandboxGone after a failure or a timeout: the link is closed then, and the sandbox ends with it.
+        """
         async with self._lock:
             try:
                 async with asyncio.timeout(timeout_s):
@@ -45,6 +48,9 @@ class Link:
         if not isinstance(reply, dict):
             self.close()
             raise SandboxGone("the sandbox answered nonsense")
+        if "failed" in reply:
+            self.close()
+            raise SandboxGone(f"the sandbox failed: {reply['failed']}")
         return reply, body[header_length:]
 
     def close(self) -> None:
@@ -128,14 +134,11 @@ class Zygote:
                 raise SandboxStartError(f"the zygote has gone ({error}): restart envd") from error
         link = Link(reader, writer)
         try:
-            reply, _ = await link.ask({"op": "init", "env": env}, timeout_s=_START_TIMEOUT_S)
+            await link.ask({"op": "init", "env": env}, timeout_s=_START_TIMEOUT_S)
         except SandboxGone as error:
             raise SandboxStartError(
-                "a sandbox died while it started: its memory or pid limit may be too low"
+                f"a sandbox could not start ({error}): its memory or pid limit may be too low"
             ) from error
-        if "failed" in reply:
-            link.close()
-            raise SandboxStartError(f"a sandbox could not start: {reply['failed']}")
         return link
 
     async def _send(self, data: bytes, sock: socket.socket) -> None:
