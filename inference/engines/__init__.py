@@ -7,14 +7,23 @@ May import contracts, triplane_kernels and inference.errors.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, overload
 
 from inference.engines.base import Completion, Engine, SamplingParams
 from inference.engines.config import BuiltinConfig, EngineConfig, OpenAIConfig
 
+if TYPE_CHECKING:  # torch and httpx are loaded by who opens the one or the other
+    from inference.engines.builtin import BuiltinEngine
+    from inference.engines.openai import OpenAIEngine
+
 __all__ = ["BuiltinConfig", "Completion", "Engine", "EngineConfig", "OpenAIConfig", "SamplingParams", "open_engine"]
 
 
-def open_engine(spec: BuiltinConfig | OpenAIConfig, directory: Path, version: str) -> Engine:
+@overload
+def open_engine(spec: BuiltinConfig, directory: Path, version: str) -> BuiltinEngine: ...
+@overload
+def open_engine(spec: OpenAIConfig, directory: Path, version: str) -> OpenAIEngine: ...
+def open_engine(spec: BuiltinConfig | OpenAIConfig, directory: Path, version: str) -> BuiltinEngine | OpenAIEngine:
     """An engine for the checkpoint in `directory`, called `version`.
 
     A server is expected to serve that version already, or to be given it by `load_weights`; it refuses to answer with another one.
@@ -26,6 +35,7 @@ def open_engine(spec: BuiltinConfig | OpenAIConfig, directory: Path, version: st
             spec.base_url,
             spec.model,
             version=version,
+            directory=directory,
             connections=spec.connections,
             timeout_s=spec.timeout_s,
             retries=spec.retries,

@@ -35,13 +35,16 @@ class OpenAIEngine:
         model: str,
         *,
         version: str | None = None,
+        directory: Path | None = None,
         connections: int = 256,
         timeout_s: float = 600.0,
         retries: int = 4,
     ) -> None:
-        """version: what must be served; our server refuses to answer with another (StaleVersion), vLLM's answers are stamped with it.
-        None takes whatever is served."""
+        """version: what must be served; our server refuses to answer with another (StaleVersion). None takes whatever is served.
+        directory: the checkpoint of that version. vLLM knows no versions: it must show that it was started on this directory (StaleVersion),
+        its answers are then stamped with `version`."""
         self._base, self._model, self._version, self._retries = base_url.rstrip("/"), model, version, retries
+        self._directory = directory
         self._own: bool | None = None
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
         self._http = httpx.AsyncClient(
@@ -85,7 +88,8 @@ class OpenAIEngine:
         self._version = version
 
     async def version(self) -> str:
-        """See Engine.version. For a server that isn't ours, the version given at construction, else its model's name."""
+        """See Engine.version. For a server that isn't ours, the version given at construction once it shows that it serves that (else it
+        raises StaleVersion), or its model's name when none was given."""
         policy = await self._policy()
         return str(policy["version"]) if self._own else self._version or str(policy["id"])
 
@@ -101,8 +105,22 @@ class OpenAIEngine:
     async def _policy(self) -> dict[str, Any]:
         answer = await self._call("GET", "/models", None)
         policy: dict[str, Any] = answer["data"][0]
-        self._own = policy.get("owned_by") == OWNER
+        own = policy.get("owned_by") == OWNER
+        if not own:
+            policy = next((each for each in answer["data"] if each["id"] == self._model), policy)
+            self._check_origin(policy)
+        self._own = own
         return policy
+
+    def _check_origin(self, policy: dict[str, Any]) -> None:
+        """A foreign server names no version, but what it loaded: vLLM in `root`, the model it was started with."""
+        root = str(policy.get("root") or policy["id"])
+        wanted = {self._version} | ({str(self._directory.absolute())} if self._directory else set())
+        if self._version is not None and not wanted & {str(policy["id"]), root, str(Path(root).absolute())}:
+            raise StaleVersion(
+                f"{self._base} serves {policy['id']!r} from {root!r}, which can't be shown to be policy {self._version[:12]}: restart it on "
+                f"that checkpoint, as in `vllm serve {self._directory or 'DIRECTORY'} --served-model-name {self._model}`, and run this again"
+            )
 
     def _completion(self, answer: dict[str, Any]) -> Completion:
         (choice,) = answer["choices"]
