@@ -6,9 +6,10 @@ lease(policy, role) -> the kept engine, hot-reloaded when it serves another poli
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import dagster as dg
 from pydantic import PrivateAttr
@@ -17,6 +18,11 @@ from contracts.artifacts import Artifact
 from inference.engines import Engine, open_engine
 from inference.engines.config import BuiltinConfig, OpenAIConfig
 
+if TYPE_CHECKING:
+    from inference.engines.builtin import BuiltinEngine
+
+_log = logging.getLogger(__name__)
+
 Role = Literal["rollouts", "evaluation"]
 """What an engine is wanted for; who owns GPUs decides by it."""
 
@@ -24,7 +30,7 @@ Role = Literal["rollouts", "evaluation"]
 class SamplerResource(dg.ConfigurableResource[Any]):
     """Leases engines. The built-in one is kept between the leases of a run; remote ones are connected to for each."""
 
-    _kept: dict[str, tuple[Engine, str]] = PrivateAttr(default_factory=dict)
+    _kept: dict[str, tuple[BuiltinEngine, str]] = PrivateAttr(default_factory=dict)
 
     @contextmanager
     def yield_for_execution(self, context: dg.InitResourceContext) -> Iterator[SamplerResource]:
@@ -51,6 +57,11 @@ class SamplerResource(dg.ConfigurableResource[Any]):
     async def _builtin(self, policy: Artifact, config: BuiltinConfig) -> Engine:
         place = config.model_dump_json()
         kept = self._kept.get(place)
+        if kept is not None and kept[0].stopped:
+            _log.warning("the built-in engine had stopped: opening another one for %s", policy.ref.short)
+            del self._kept[place]
+            await kept[0].close()
+            kept = None
         if kept is None:
             kept = (open_engine(config, policy.directory(), policy.ref.digest), policy.ref.digest)
         elif kept[1] != policy.ref.digest:

@@ -105,6 +105,11 @@ class BuiltinEngine:
         """See Engine.version."""
         return self._version
 
+    @property
+    def stopped(self) -> bool:
+        """Whether it answers no more: it was closed, or its thread failed."""
+        return self._closing or self._failure is not None
+
     async def close(self) -> None:
         """See Engine.close."""
         self._closing = True

@@ -82,6 +82,25 @@ def test_a_lease_serves_the_policy_it_names_whatever_was_served_before(policies:
     assert [first.spans[0][0], second.spans[0][0]] == [policy.ref.digest for policy in policies]
 
 
+def test_an_engine_that_has_stopped_is_replaced_by_the_next_lease(policies: tuple[Artifact, Artifact]) -> None:
+    sampler, config = SamplerResource(), BuiltinConfig(threads=1)
+
+    async def stop() -> None:
+        async with sampler.lease(policies[0], "rollouts", config) as engine:
+            await engine.close()
+
+    try:
+        before = sample(sampler, policies[0], config)
+        for policy in policies:
+            asyncio.run(stop())
+            after = sample(sampler, policy, config)
+        assert after.spans[0][0] == policies[1].ref.digest
+        asyncio.run(stop())
+        assert sample(sampler, policies[0], config) == before
+    finally:
+        sampler.close()
+
+
 def test_a_server_by_address_gives_the_same_tokens(policies: tuple[Artifact, Artifact], address: str) -> None:
     sampler, near = SamplerResource(), BuiltinConfig(threads=1)
     far = OpenAIConfig(base_url=address)
