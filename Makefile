@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export DAGSTER_DISABLE_TELEMETRY := 1
 
-.PHONY: help install demo test test-slow test-gpu lint types format proto ui bench clean
+.PHONY: help install demo test test-slow test-browser test-gpu lint types format proto ui bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -27,6 +27,9 @@ test: lint  ## lint, types, floors and the whole default suite
 
 test-slow: $(STAMP)  ## minutes-long suites: end to end, the web server, kill and resume
 	$(BIN)/pytest -m slow
+
+test-browser: $(STAMP)  ## needs Chromium (Debian's package chromium)
+	$(BIN)/pytest -m browser
 
 test-gpu: $(STAMP)  ## needs a CUDA device
 	$(BIN)/pytest -m gpu
