@@ -7,7 +7,7 @@ from contracts.pointers import Pointer
 from contracts.store import Store
 from ops.inputs import iteration_key
 from resources.experiment import Experiment
-from triplane_dagster.iterations import is_complete, next_partition
+from triplane_dagster.iterations import is_finished, next_partition
 
 
 class Target(Frozen):
@@ -30,17 +30,28 @@ def _pointer(store: Store, experiment: Experiment) -> Pointer:
 
 
 def begin_target(store: Store, experiment: Experiment, count: int) -> Target:
-    """The unfinished target of this size, or a new one that starts at the next iteration."""
+    """The target of this size that has not ended, or a new one that starts at the next iteration.
+
+    One whose iterations all came to a decision is still the same command's, killed before `end_target`: it is not to add to it.
+    """
     pointer = _pointer(store, experiment)
     entry = pointer.current()
     if entry is not None:
         last = Target.model_validate(entry.value)
-        unfinished = any(not is_complete(store, experiment, iteration) for iteration in last.iterations())
-        if not last.done and last.count == count and unfinished:
+        if not last.done and last.count == count:
             return last
     target = Target(first=int(next_partition(store, experiment)), count=count)
     pointer.advance(target.model_dump(), entry.number if entry else 0)
     return target
+
+
+def decided_target(store: Store, experiment: Experiment) -> Target | None:
+    """The target of a command that was killed after its last decision, before it ended."""
+    entry = _pointer(store, experiment).current()
+    target = Target.model_validate(entry.value) if entry else None
+    if target is None or target.done:
+        return None
+    return target if all(is_finished(store, experiment, iteration) for iteration in target.iterations()) else None
 
 
 def end_target(store: Store, experiment: Experiment, target: Target) -> None:

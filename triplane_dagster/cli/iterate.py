@@ -37,10 +37,12 @@ def demo(experiment: ExperimentName = "quickstart", overrides: Overrides = None,
         triplane demo --set iterations=2
     """
     from triplane_dagster.cli.history import summaries
+    from triplane_dagster.targets import decided_target
 
-    wanted = find_experiment(experiment, overrides)
-    made = [each for each in summaries(open_store(), wanted.name) if each.decision]
-    _run(wanted, max(0, wanted.iterations - len(made)))
+    wanted, store = find_experiment(experiment, overrides), open_store()
+    made = [each for each in summaries(store, wanted.name) if each.decision]
+    interrupted = decided_target(store, wanted)
+    _run(wanted, max(0, wanted.iterations - len(made)) or (interrupted.count if interrupted else 0))
     _report(wanted, None, as_json=as_json)
     if not as_json:
         _say_what_next(wanted)
