@@ -7,7 +7,9 @@ Its exit code is not believed: a test that did not report is missing, whatever t
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
+import io
 import json
 import os
 import secrets
@@ -38,6 +40,8 @@ _CONFIGURATION = frozenset(
     }
 )  # fmt: skip
 _LOG_BYTES = 8192
+_MACHINE_FAULTS = frozenset({errno.ENOMEM, errno.EIO, errno.EMFILE, errno.ENFILE, errno.EAGAIN})
+"""What a final state does not cause by itself: to be tried again. Every other failure to set it up is its own."""
 Record = tuple[str, str, str, str, str]
 
 
@@ -62,13 +66,11 @@ def verify(
     place: Place, diff: bytes, hidden: Mapping[str, bytes], tests: Sequence[str], timeout_s: float
 ) -> VerifyResult:
     """Run the tests on the template with the diff applied."""
-    problem = _apply(place, diff)
+    # held open from before anything is applied or run: whatever stands at its path later is not read
+    log = os.open(place.scratch / "log", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    problem = _prepare(place, diff, hidden)
     if problem is not None:
         return VerifyResult(_all_missing(tests), "apply_failed", problem)
-    _restore_configuration(place)
-    for path, content in sorted(hidden.items()):
-        _place_file(place.workspace, path, content)
-    log = place.scratch / "log"
     ended, records = _supervise(place, tests, log, timeout_s, layout(place.template, hidden))
     return VerifyResult(outcomes(tests, records), ended, _read_log(log, place.workspace))
 
@@ -141,6 +143,21 @@ def _all_missing(tests: Sequence[str]) -> tuple[TestOutcome, ...]:
     return tuple(TestOutcome(test, "missing", "not run") for test in tests)
 
 
+def _prepare(place: Place, diff: bytes, hidden: Mapping[str, bytes]) -> str | None:
+    """Set the final state up for the tests; the reason when it can't be."""
+    try:
+        problem = _apply(place, diff)
+        if problem is None:
+            _restore_configuration(place)
+            for path, content in sorted(hidden.items()):
+                _place_file(place.workspace, path, content)
+    except OSError as error:
+        if error.errno in _MACHINE_FAULTS:
+            raise
+        return f"the final state leaves no place for the hidden tests: {error.strerror}"
+    return problem
+
+
 def _apply(place: Place, diff: bytes) -> str | None:
     """Apply a git patch to the workspace; the reason when git refuses."""
     if not diff.strip():
@@ -166,7 +183,8 @@ def _restore_configuration(place: Place) -> None:
     for path in changed_paths(place.template, place.workspace):
         if Path(path).name in _CONFIGURATION or path.endswith(".pth"):
             target, original = place.workspace / path, place.template / path
-            target.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                target.unlink()
             if original.exists() and not original.is_symlink():
                 _place_file(place.workspace, path, original.read_bytes())
 
@@ -188,7 +206,7 @@ def _place_file(root: Path, path: str, content: bytes) -> None:
 
 
 def _supervise(
-    place: Place, tests: Sequence[str], log: Path, timeout_s: float, layout: Layout
+    place: Place, tests: Sequence[str], log: int, timeout_s: float, layout: Layout
 ) -> tuple[VerifyExit, list[Record]]:
     nonce = secrets.token_hex(16)
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
@@ -206,12 +224,11 @@ def _supervise(
     return ("completed" if any(record[0] == "end" for record in records) else "crashed"), records
 
 
-def _become_runner(place: Place, tests: Sequence[str], log: Path, write_end: int, nonce: str, layout: Layout) -> None:
+def _become_runner(place: Place, tests: Sequence[str], log: int, write_end: int, nonce: str, layout: Layout) -> None:
     """The forked child: nothing but the report pipe is open in it, and it never returns."""
     try:
-        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
         report = 100 + secrets.randbelow(800)
         os.dup2(write_end, report, inheritable=False)
         os.closerange(3, report)
@@ -268,19 +285,24 @@ def _drain(pipe: int, data: bytearray) -> bool:
 
 def _believed(data: bytes, nonce: str) -> list[Record]:
     records: list[Record] = []
-    for line in data.splitlines():
-        with contextlib.suppress(ValueError, TypeError):
+    ours = f'["{nonce}"'.encode()
+    for line in io.BytesIO(data):
+        if not line.startswith(ours):
+            continue  # a flood must not take the time that parsing it would
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
             said, *rest = json.loads(line)
             if said == nonce and len(rest) == 5 and all(isinstance(each, str) for each in rest):
-                records.append((rest[0], rest[1], rest[2], rest[3], rest[4]))
+                text = rest[4].encode(errors="replace").decode()  # lone surrogates can't be sent on
+                records.append((rest[0], rest[1], rest[2], rest[3], text))
                 if rest[0] == "end":
                     break
     return records
 
 
-def _read_log(log: Path, workspace: Path) -> str:
+def _read_log(log: int, workspace: Path) -> str:
     output = Output(_LOG_BYTES)
-    with contextlib.suppress(OSError), log.open("rb") as file:
+    with os.fdopen(log, "rb") as file:
+        file.seek(0)
         while chunk := file.read(65536):
             output.feed(chunk)
     return output.text().replace(str(workspace), "/workspace")

@@ -98,6 +98,50 @@ def test_a_diff_that_does_not_apply_says_so(anywhere: Harness) -> None:
     assert "x" in result.log
 
 
+ATTACKS = {
+    "an unsendable message": "raise ValueError('\\ud800')\n",
+    "a pipe for a log": "import os\nos.remove('/tmp/.envd/log')\nos.mkfifo('/tmp/.envd/log')\n" + WRONG,
+    "a flood of reports": "import os\nfor fd in range(3, 1024):\n    try:\n"
+    "        [os.write(fd, piece * 50000) for _ in range(20) for piece in (b'[', b'1,', b'\\n')]\n    except OSError:\n        pass\n"
+    "raise ValueError\n",
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda name: name.replace(" ", "-"))
+def test_an_attack_on_the_report_is_graded_as_any_failure(namespaces: Harness, attack: str) -> None:
+    result = namespaces.verify({"calc.py": ATTACKS[attack]})
+    assert result.exit == "completed" and statuses(result)[0] in ("failed", "error")
+
+
+def finished(harness: Harness, command: str, files: dict[str, bytes]) -> VerifyResult:
+    async def job(client: SandboxClient) -> VerifyResult:
+        template = await client.put_template(files)
+        sandbox = await client.create(template)
+        await sandbox.call(FIX)
+        await sandbox.call(ToolCall("exec", {"command": command}))
+        return await client.verify(template, await sandbox.finish(), HIDDEN, TESTS)
+
+    return harness.client(job)
+
+
+def test_a_final_state_that_fills_the_disk_fails(namespaces: Harness) -> None:
+    result = finished(namespaces, "head -c 90000000 /dev/zero > zeros", FILES)
+    assert (result.exit, statuses(result)) == ("apply_failed", ["missing", "missing"])
+
+
+PUT_AWAY = [
+    "rm -r d; echo x > d",
+    "rm -r d; ln -s /tmp d",
+    "rm d/conftest.py; mkdir d/conftest.py; touch d/conftest.py/x",
+]
+
+
+@pytest.mark.parametrize("command", PUT_AWAY)
+def test_configuration_that_was_put_out_of_the_way_comes_back(namespaces: Harness, command: str) -> None:
+    result = finished(namespaces, command, {**FILES, "d/conftest.py": b"x = 1\n"})
+    assert (result.exit, statuses(result)) == ("completed", ["passed", "passed"])
+
+
 def test_a_parametrized_test_passes_only_if_every_case_does(namespaces: Harness) -> None:
     hidden = {
         "test_p.py": b"import pytest\nfrom calc import add\n\n"
