@@ -68,9 +68,12 @@ class Link:
 class Zygote:
     """A running zygote process of one role."""
 
-    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, enforced: tuple[str, ...]) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], control: socket.socket, role: str, enforced: tuple[str, ...]
+    ) -> None:
         self.process = process
         self.enforced = enforced
+        self._role = role
         self._control = control
         self._count = 0
 
@@ -110,14 +113,14 @@ class Zygote:
             raise BackendUnavailable(
                 f"the {backend} backend does not start: {words[-1] if words else 'no reason given'}"
             )
-        return cls(process, ours, tuple(json.loads(hello)["enforced"]))
+        return cls(process, ours, role, tuple(json.loads(hello)["enforced"]))
 
     async def spawn(self, template: str, limits: Limits, env: dict[str, str]) -> Link:
         """Fork a sandbox; it is ready when this returns. Raises SandboxStartError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._count += 1
         request = {
-            "id": f"s{self._count}",
+            "id": f"{self._role}-{self._count}",  # the zygotes of a server share a directory
             "template": template,
             "memory": limits.memory_mb * _MIB,
             "pids": limits.pids,

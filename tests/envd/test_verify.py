@@ -142,6 +142,18 @@ def test_configuration_that_was_put_out_of_the_way_comes_back(namespaces: Harnes
     assert (result.exit, statuses(result)) == ("completed", ["passed", "passed"])
 
 
+def test_a_verification_and_a_sandbox_never_share_a_directory(plain: Harness) -> None:
+    async def job(client: SandboxClient) -> None:
+        template = await client.put_template(FILES)
+        sandboxes = [await client.create(template) for _ in range(20)]
+        for _ in range(20):
+            assert (await client.verify(template, b"", HIDDEN, TESTS)).exit == "completed"
+        for sandbox in sandboxes:
+            await sandbox.close()
+
+    plain.client(job)
+
+
 def test_a_parametrized_test_passes_only_if_every_case_does(namespaces: Harness) -> None:
     hidden = {
         "test_p.py": b"import pytest\nfrom calc import add\n\n"
