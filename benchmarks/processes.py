@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 30.0
+_libc = ctypes.CDLL(None)
+"""Loaded here: between fork and exec, in a process with threads, nothing may be loaded."""
 
 
 class Children:
@@ -30,7 +34,7 @@ class Children:
                 stderr=file,
                 stdin=subprocess.DEVNULL,
                 env=dict(environment),
-                preexec_fn=_die_with_parent,
+                preexec_fn=partial(_die_with_parent, os.getpid()),
             )
         self._running.add(child)
         try:
@@ -50,5 +54,7 @@ class Children:
                 child.kill()
 
 
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def _die_with_parent(parent: int) -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM))
+    if os.getppid() != parent:  # it died before the kernel was asked to watch it
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -17,11 +16,11 @@ import dagster as dg
 from pydantic import Field
 
 from resources.errors import LaunchFailed
+from trainer.parent import PARENT_VARIABLE
 
 Context = dg.OpExecutionContext | dg.AssetExecutionContext
 OnMessage = Callable[[Mapping[str, Any]], None]
 
-_PR_SET_PDEATHSIG = 1
 _TAIL_LINES = 15
 
 
@@ -42,7 +41,7 @@ class Launcher(Protocol):
 
 
 class LocalLauncher(dg.ConfigurableResource[Any]):
-    """Runs a command as a child process of this machine. The child dies with its parent."""
+    """Runs a command as a child process of this machine. One that heeds `PARENT_VARIABLE`, as the trainer does, dies with its parent."""
 
     grace_s: float = Field(default=20.0, gt=0, description="Seconds a child gets to end after being asked to")
     poll_s: float = Field(default=0.1, gt=0, description="Seconds between looks for messages")
@@ -68,7 +67,7 @@ class LocalLauncher(dg.ConfigurableResource[Any]):
         ) as session:  # fmt: skip
             child = subprocess.Popen(
                 with_processes(command, gpus), stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                env={**os.environ, **session.get_bootstrap_env_vars()}, preexec_fn=_die_with_parent,
+                env={**os.environ, **session.get_bootstrap_env_vars(), PARENT_VARIABLE: str(os.getpid())},
             )  # fmt: skip
             try:
                 while True:
@@ -125,7 +124,3 @@ def _tail(log: IO[bytes]) -> str:
 
 def _shown(command: Sequence[str]) -> str:
     return " ".join([Path(command[0]).name, *command[1:]])[:160]
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

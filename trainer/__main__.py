@@ -15,6 +15,7 @@ from typing import Any
 from contracts.errors import TriplaneError
 from trainer.config import SftJob, read_job
 from trainer.errors import TrainingConfigError, TrainingStopped
+from trainer.parent import end_with_parent
 
 PIPES_VARIABLE = "DAGSTER_PIPES_CONTEXT"
 EXAMPLE = """\
@@ -46,6 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
     try:
+        end_with_parent()
         result = _run(options.job or options.config)
     except TrainingStopped as stopped:
         print(f"trainer: {stopped}", file=sys.stderr)

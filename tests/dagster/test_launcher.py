@@ -8,6 +8,7 @@ import pytest
 
 from resources.errors import LaunchFailed
 from resources.launcher import LocalLauncher, with_processes
+from trainer.parent import PARENT_VARIABLE
 
 TALK = """
 import time
@@ -59,6 +60,10 @@ def test_a_process_that_takes_too_long_is_stopped() -> None:
     with pytest.raises(LaunchFailed, match=r"took over 1 s: raise trainer\.launcher\.timeout_s"):
         launch("import time; time.sleep(600)", timeout_s=1)
     assert time.monotonic() - started < 30
+
+
+def test_a_process_is_told_whose_end_is_its_own() -> None:
+    launch(f"import os, sys; sys.exit(os.environ['{PARENT_VARIABLE}'] != str(os.getppid()))")
 
 
 def test_one_machine_is_all_it_has() -> None:

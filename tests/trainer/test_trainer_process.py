@@ -17,6 +17,7 @@ from trainer_world import World
 from contracts.artifacts import list_artifacts
 from trainer.config import parse_job, read_job
 from trainer.errors import TrainingConfigError
+from trainer.parent import PARENT_VARIABLE
 
 
 def trainer(*arguments: str) -> subprocess.Popen[str]:
@@ -115,3 +116,37 @@ def test_a_job_survives_json_and_yaml(world: World, tmp_path: Path) -> None:
         parse_job(job.model_dump_json().replace('"batch_size":16', '"batch_size":0'))
     with pytest.raises(TrainingConfigError, match="neither JSON nor YAML"):
         parse_job("{: [")
+
+
+LAUNCHER = f"""
+import os, subprocess, sys
+child = subprocess.Popen(
+    [sys.executable, "-m", "trainer", "--job", sys.argv[1]], env=os.environ | {{"{PARENT_VARIABLE}": str(os.getpid())}}
+)
+child.wait()
+"""
+
+
+def test_a_trainer_ends_when_its_launcher_is_killed(world: World) -> None:
+    job = world.sft_job("orphan", max_steps=100_000, evaluate_every=100_000, snapshot_every=5)
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, job.model_dump_json()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    before = len(list(list_artifacts(world.store, "trainer_snapshot")))
+    while len(list(list_artifacts(world.store, "trainer_snapshot"))) == before:
+        assert launcher.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    launcher.kill()
+    _, err = launcher.communicate(timeout=60)  # ends when the trainer, which holds the pipe too, has ended
+    assert err.splitlines()[-1] == "trainer: stopped by SIGTERM: run the same job again to go on"
+
+
+def test_a_trainer_whose_launcher_is_gone_before_it_looks_does_not_start(world: World) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer", "--job", world.sft_job("late").model_dump_json()],
+        env=os.environ | {PARENT_VARIABLE: str(gone.pid)}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 143 and done.stderr.startswith("trainer: stopped by SIGTERM")
