@@ -90,7 +90,9 @@ class Script:
             raise TaskError(
                 f"{self._path} failed at task {task.task_id}, turn {len(observation.turns)}: {type(error).__name__}: {error}"
             ) from error
-        return tuple(self._call(each) for each in answer or ())
+        if answer is None:
+            return ()
+        return tuple(self._call(each) for each in (answer if isinstance(answer, (list, tuple)) else [answer]))
 
     def _call(self, value: object) -> ToolCall:
         if isinstance(value, ToolCall):
@@ -143,8 +145,11 @@ async def play_suite(
             progress(done, len(tasks))
         return played
 
-    async with asyncio.TaskGroup() as group:
-        running = [group.create_task(one(task)) for task in tasks]
+    try:
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(one(task)) for task in tasks]
+    except ExceptionGroup as faults:
+        raise faults.exceptions[0] from None
     return [each.result() for each in running]
 
 

@@ -64,13 +64,15 @@ def tree_patch(before: Tree, after: Tree) -> bytes:
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch, "tree")
         write_tree(root, before)
-        for command in (["init", "--quiet", "--template="], ["add", "--all", "--force"]):
-            _must(_git(command, root))
+        _must(_git(["init", "--quiet", "--template="], root))
+        _must(_git(["add", "--all", "--force"], root))
+        old = _must(_git(["write-tree"], root)).decode().strip()
         for path in before.keys() - after.keys():
             (root / path).unlink()
         write_tree(root, after)
-        _must(_git(["add", "--all", "--force", "--intent-to-add"], root))
-        return _must(_git(["diff", "--binary", "--full-index", "--no-color", "--no-ext-diff", "--no-renames"], root))
+        _must(_git(["add", "--all", "--force"], root))
+        options = ["--cached", "--binary", "--full-index", "--no-color", "--no-ext-diff", "--no-renames"]
+        return _must(_git(["diff", *options, old], root))
 
 
 def write_tree(root: Path, tree: Tree) -> None:

@@ -1,0 +1,186 @@
+"""What the two formats give, and the one line that each wrong input ends in. No sandbox here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from import_sources import ADD, BUGGY, DOUBLE, FIXED, HIDDEN, ZERO, clone, folder_task, row, rows_file, write
+
+from contracts.tasks import Split
+from curation.errors import TaskError
+from curation.tasks.bugs import file_diff
+from curation.tasks.importing.reading import Reading
+from curation.tasks.importing.splits import deal, parse_shares
+from curation.tasks.importing.suite import read_source
+from curation.tasks.importing.trees import patched_tree, tree_patch
+
+
+def test_a_folder_hides_its_hidden_files_its_reference_and_its_task_file(tmp_path: Path) -> None:
+    folder_task(tmp_path / "adds")
+    (task,) = read_source(tmp_path).tasks
+    assert sorted(task.files) == [
+        "src/pack/__init__.py",
+        "src/pack/calc.py",
+        "tests/conftest.py",
+        "tests/test_double.py",
+    ]
+    assert sorted(task.hidden_files) == ["tests/test_double.py", "tests/unit/test_add.py"]
+    assert (task.tests, task.task_id, task.meta["path"]) == ((ADD, DOUBLE), "adds", "src/pack/calc.py")
+
+
+def test_fixed_files_are_as_good_a_reference_as_a_patch(tmp_path: Path) -> None:
+    about = f"instruction: repair add\ntests: [{ADD!r}]\nhidden: [tests/unit]\nreference: fixed/\nsplit: gate\n"
+    folder_task(tmp_path / "adds", about, **{"fixed/src/pack/calc.py": FIXED})
+    reading = read_source(tmp_path)
+    (task,) = reading.tasks
+    assert patched_tree(task.files, task.reference_diff, "reference")["src/pack/calc.py"] == FIXED.encode()
+    assert not [path for path in task.files if path.startswith("fixed")]
+    assert reading.wishes == {"adds": Split.GATE}
+
+
+def test_a_row_gives_the_commit_its_tests_after_the_test_patch_and_the_lists(tmp_path: Path) -> None:
+    commit = clone(tmp_path / "clones/acme__pack")
+    write(tmp_path / "clones/acme__pack", {"src/pack/calc.py": "uncommitted", "junk.txt": "x"})
+    (task,) = read_source(rows_file(tmp_path / "rows.jsonl", [row(commit)]), tmp_path / "clones").tasks
+    assert task.files["src/pack/calc.py"] == BUGGY.encode() and "junk.txt" not in task.files
+    assert "tests/unit/test_add.py" not in task.files and "tests/conftest.py" in task.files
+    assert (
+        task.hidden_files["tests/unit/test_add.py"] == HIDDEN.encode() and "tests/test_double.py" in task.hidden_files
+    )
+    assert task.tests == (ADD, ZERO, DOUBLE)
+    assert task.meta["fail_to_pass"] == [ADD] and task.family == "acme/pack"
+
+
+ROWS: dict[str, tuple[dict[str, Any], str]] = {
+    "missing clone": ({"repo": "acme/other"}, r"holds no clone of acme/other: put one there as acme__other"),
+    "unknown commit": ({"base_commit": "f" * 40}, r"acme__pack lacks commit f{40}: fetch it there"),
+    "patch": ({"patch": "--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n"}, r"its patch does not apply: .*make it anew"),
+    "test patch": ({"test_patch": "nonsense"}, r"its test_patch does not apply: .*make it anew"),
+    "no patch": ({"patch": " "}, r"reference fix is empty: give the patch"),
+    "no tests": ({"FAIL_TO_PASS": "[]", "PASS_TO_PASS": []}, r"names no tests: list pytest node ids"),
+    "nothing fails": ({"FAIL_TO_PASS": []}, r"FAIL_TO_PASS is empty: name at least one"),
+    "no node id": ({"FAIL_TO_PASS": ["test_add (tests.Add)"]}, r"'test_add \(tests.Add\)' is no pytest node id: write"),
+    "absent file": ({"FAIL_TO_PASS": ["tests/test_gone.py::t"]}, r"name tests/test_gone.py, which is not there"),
+    "list that is no JSON": ({"FAIL_TO_PASS": "[oops"}, r"its row is wrong at FAIL_TO_PASS"),
+    "missing field": ({"problem_statement": ""}, r"its row is wrong at problem_statement"),
+    "bad id": ({"instance_id": "a b"}, r"'a b' may hold letters, digits"),
+}
+
+
+@pytest.fixture(scope="module")
+def clones(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    root = tmp_path_factory.mktemp("clones")
+    return root, clone(root / "acme__pack")
+
+
+@pytest.mark.parametrize("fault", ROWS)
+def test_a_row_that_is_wrong_is_named_with_its_reason(fault: str, clones: tuple[Path, str], tmp_path: Path) -> None:
+    changes, reason = ROWS[fault]
+    wrong = row(clones[1], **{"instance_id": "wrong-1", **changes})
+    reading = read_source(rows_file(tmp_path / "rows.jsonl", [row(clones[1]), wrong]), clones[0])
+    assert [task.task_id for task in reading.tasks] == ["acme__pack-1"]
+    _assert_reason(reading, wrong["instance_id"], reason)
+
+
+def _assert_reason(reading: Reading, name: str, pattern: str) -> None:
+    (broken,) = reading.broken
+    assert broken.task_id == name and "\n" not in broken.reason
+    with pytest.raises(TaskError, match=pattern):
+        raise TaskError(broken.reason)
+
+
+def test_an_id_given_twice_is_left_out_the_second_time(clones: tuple[Path, str], tmp_path: Path) -> None:
+    reading = read_source(rows_file(tmp_path / "rows.jsonl", [row(clones[1])] * 2), clones[0])
+    _assert_reason(reading, "acme__pack-1", "line 2 has the instance_id of an earlier line")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"), [("{oops", "line 2 is not JSON"), ("[1]", "line 2 is not an object but list")]
+)
+def test_a_damaged_file_is_refused_by_line(line: str, said: str, clones: tuple[Path, str], tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row(clones[1])) + f"\n{line}\n")
+    with pytest.raises(TaskError, match=said):
+        read_source(file, clones[0])
+
+
+FOLDERS = {
+    "not YAML": ({"about": "a: ["}, "its task.yaml is not YAML"),
+    "unknown key": ({"about": "instruction: x\ntests: [a.py::t]\nreference: fix.patch\nhiden: []\n"}, "hiden"),
+    "empty": ({"about": "\n"}, "its task.yaml is wrong at the file"),
+    "no tests": (
+        {"about": "instruction: x\ntests: []\nreference: fix.patch\n"},
+        "names no tests: list pytest node ids",
+    ),
+    "no reference": (
+        {"about": f"instruction: x\ntests: [{ADD!r}]\nreference: gone.patch\n"},
+        "gone.patch is not there",
+    ),
+    "no hidden": (
+        {"about": f"instruction: x\ntests: [{ADD!r}]\nhidden: [gone]\nreference: fix.patch\n"},
+        "its hidden gone is not there",
+    ),
+    "stale patch": ({"src/pack/calc.py": "pass\n"}, "its reference fix.patch does not apply"),
+}
+
+
+@pytest.mark.parametrize("fault", FOLDERS)
+def test_a_folder_that_is_wrong_is_named_with_its_reason(fault: str, tmp_path: Path) -> None:
+    changes, reason = FOLDERS[fault]
+    folder_task(tmp_path / "wrong", **changes)
+    _assert_reason(read_source(tmp_path), "wrong", reason)
+
+
+def test_a_source_without_tasks_says_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"has no subfolder with a task.yaml: write one"):
+        read_source(tmp_path)
+    with pytest.raises(TaskError, match="nowhere is not there: name a folder"):
+        read_source(tmp_path / "nowhere")
+
+
+_text = st.text("ab\n\r\x0c\x1c\u2028", max_size=20)
+
+
+@settings(max_examples=25)
+@given(before=_text, after=_text)
+def test_a_cheats_patch_applies_whatever_the_lines_look_like(before: str, after: str) -> None:
+    assume(before != after)
+    tree = {"a.py": before.encode()}
+    assert patched_tree(tree, file_diff("a.py", before, after), "cheat") == {"a.py": after.encode()}
+    assume(after)
+    assert patched_tree({}, file_diff("a.py", None, after), "cheat") == {"a.py": after.encode()}
+
+
+_trees = st.dictionaries(st.sampled_from(["a.py", "b.bin", "c/d.txt", "c/é.md"]), st.binary(max_size=60))
+
+
+@settings(max_examples=25)
+@given(before=_trees, after=_trees)
+def test_the_patch_between_two_trees_leads_from_one_to_the_other(
+    before: dict[str, bytes], after: dict[str, bytes]
+) -> None:
+    assert patched_tree(before, tree_patch(before, after), "patch") == after
+
+
+@given(
+    st.sets(st.text("abc", min_size=1, max_size=5)),
+    st.lists(st.sampled_from(["train=3", "gate=1", "held_out=1"]), unique=True),
+)
+def test_a_deal_depends_on_ids_alone_and_leaves_no_wanted_split_empty(ids: set[str], options: list[str]) -> None:
+    shares = parse_shares(options)
+    dealt = deal(sorted(ids), shares)
+    assert dealt == deal(sorted(ids, reverse=True), shares) and dealt.keys() == ids
+    wanted = {split for split, share in shares.items() if share}
+    assert set(dealt.values()) <= wanted
+    assert len(set(dealt.values())) == min(len(wanted), len(ids))
+
+
+@pytest.mark.parametrize("option", ["train", "test=1", "train=-1", "train=x", "gate=0"])
+def test_a_wrong_share_is_refused_with_an_example(option: str) -> None:
+    with pytest.raises(TaskError, match=r"write e\.g\. train=0\.8"):
+        parse_shares([option])
