@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from envd.sandbox import linux, wire
 from envd.sandbox.agent import Place
@@ -71,7 +71,7 @@ def verify(
     problem = _prepare(place, diff, hidden)
     if problem is not None:
         return VerifyResult(_all_missing(tests), "apply_failed", problem)
-    ended, records = _supervise(place, tests, log, timeout_s, layout(place.template, hidden))
+    ended, records = _supervise(place, tests, log, timeout_s, layout(place.template, hidden, tests))
     return VerifyResult(outcomes(tests, records), ended, _read_log(log, place.workspace))
 
 
@@ -83,10 +83,14 @@ class Layout:
     conftests: bool
 
 
-def layout(template: Path, hidden: Mapping[str, bytes]) -> Layout:
-    """A task with a `src` directory is imported from there too; conftest files count if the task brings them, since the diff's are undone."""
-    brought = any(Path(path).name == "conftest.py" for path in hidden)
-    return Layout((template / "src").is_dir(), brought or any(template.rglob("conftest.py")))
+def layout(template: Path, hidden: Mapping[str, bytes], tests: Sequence[str]) -> Layout:
+    """A task with a `src` directory is imported from there too; its conftest files above a test are read, since the diff's are undone."""
+    folders = {folder for test in tests for folder in PurePosixPath(test.split("::", 1)[0]).parents}
+    conftests = [str(folder / "conftest.py") for folder in sorted(folders)]
+    return Layout(
+        src=(template / "src").is_dir(),
+        conftests=any(path in hidden or (template / path).is_file() for path in conftests),
+    )
 
 
 def outcomes(tests: Sequence[str], records: Sequence[Record]) -> tuple[TestOutcome, ...]:
