@@ -115,11 +115,11 @@ class LauncherConfig(Section):
     """Where training runs."""
 
     kind: Literal["local"] = "local"
-    """local: a process on this machine, one a GPU under torchrun where there are several."""
+    """local: a process on this machine."""
     nodes: int = Field(default=1, ge=1, le=1024)
     """Machines."""
     gpus: int = Field(default=0, ge=0, le=64)
-    """GPUs a machine; 0 trains on the CPU."""
+    """GPUs a machine; 0 trains on the CPU. The local launcher refuses any other number: the trainer computes on the CPU only."""
     threads: int = Field(default=0, ge=0, le=1024)
     """CPU threads of a training process; 0: all cores. Another count may give other bits."""
     timeout_s: float = Field(default=86_400.0, gt=0)

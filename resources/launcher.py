@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -57,8 +56,9 @@ class LocalLauncher(dg.ConfigurableResource[Any]):
         on_message: OnMessage,
     ) -> list[Mapping[str, Any]]:
         """See Launcher.run."""
-        if nodes != 1:
-            raise LaunchFailed(f"trainer.launcher.nodes={nodes}: the local launcher has this machine only; set it to 1")
+        refusal = local_refusal(nodes, gpus)
+        if refusal is not None:
+            raise LaunchFailed(refusal)
         seen, deadline = 0, time.monotonic() + timeout_s
         with tempfile.TemporaryFile() as log, dg.open_pipes_session(
             context=context,
@@ -66,7 +66,7 @@ class LocalLauncher(dg.ConfigurableResource[Any]):
             message_reader=dg.PipesTempFileMessageReader(),
         ) as session:  # fmt: skip
             child = subprocess.Popen(
-                with_processes(command, gpus), stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
                 env={**os.environ, **session.get_bootstrap_env_vars(), PARENT_VARIABLE: str(os.getpid())},
             )  # fmt: skip
             try:
@@ -93,11 +93,13 @@ class LocalLauncher(dg.ConfigurableResource[Any]):
         return list(messages)
 
 
-def with_processes(command: Sequence[str], gpus: int) -> list[str]:
-    """`python -m module ...` as one process a GPU under torchrun where there are several."""
-    if gpus < 2:
-        return list(command)
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}", *command[1:]]
+def local_refusal(nodes: int, gpus: int) -> str | None:
+    """Why the local launcher does not run this, or None."""
+    if nodes != 1:
+        return f"trainer.launcher.nodes={nodes}: the local launcher has this machine only; set it to 1"
+    if gpus:
+        return f"trainer.launcher.gpus={gpus}: the trainer computes on the CPU only, more processes would repeat one another; set it to 0"
+    return None
 
 
 def _ended(child: subprocess.Popen[bytes], wait_s: float) -> bool:

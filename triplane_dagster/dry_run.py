@@ -13,6 +13,7 @@ from ops import keys
 from ops.evaluation import samples_of
 from ops.inputs import IterationInputs, find_inputs
 from resources.experiment import Experiment, ImportedBase
+from resources.launcher import local_refusal
 from resources.refs import read_ref
 from triplane_dagster.iterations import next_partition
 
@@ -171,4 +172,6 @@ class _Plan:
     def _launcher(self) -> str:
         launcher = self.experiment.trainer.launcher
         device = f"{launcher.gpus} GPU(s)" if launcher.gpus else "CPU"
-        return f"{launcher.kind} launcher, {launcher.nodes} node(s), {device}"
+        refusal = local_refusal(launcher.nodes, launcher.gpus)
+        place = f"{launcher.kind} launcher, {launcher.nodes} node(s), {device}"
+        return f"{place}: WILL BE REFUSED ({refusal})" if refusal else place

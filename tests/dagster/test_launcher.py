@@ -1,14 +1,18 @@
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import dagster as dg
 import pytest
 
+from contracts.store import open_store
 from resources.errors import LaunchFailed
-from resources.launcher import LocalLauncher, with_processes
+from resources.experiment import parse_experiment
+from resources.launcher import LocalLauncher
 from trainer.parent import PARENT_VARIABLE
+from triplane_dagster.dry_run import plan_of
 
 TALK = """
 import time
@@ -20,14 +24,16 @@ with open_dagster_pipes() as pipes:
 """
 
 
-def launch(code: str, *, nodes: int = 1, timeout_s: float = 60.0) -> list[tuple[float, Mapping[str, Any]]]:
+def launch(
+    code: str, *, nodes: int = 1, gpus: int = 0, timeout_s: float = 60.0
+) -> list[tuple[float, Mapping[str, Any]]]:
     """Run Python code through the launcher inside an op; each message with when it arrived."""
     arrived: list[tuple[float, Mapping[str, Any]]] = []
 
     @dg.op
     def run(context: dg.OpExecutionContext) -> None:
         messages = LocalLauncher(grace_s=5).run(
-            context, [sys.executable, "-c", code], nodes=nodes, gpus=0, timeout_s=timeout_s,
+            context, [sys.executable, "-c", code], nodes=nodes, gpus=gpus, timeout_s=timeout_s,
             on_message=lambda message: arrived.append((time.monotonic(), message)),
         )  # fmt: skip
         assert messages == [message for _, message in arrived]
@@ -71,8 +77,10 @@ def test_one_machine_is_all_it_has() -> None:
         launch("pass", nodes=2)
 
 
-def test_several_gpus_mean_torchrun() -> None:
-    command = with_processes([sys.executable, "-m", "trainer", "--job", "{}"], 8)
-    assert command[1:3] == ["-m", "torch.distributed.run"]
-    assert command[-4:] == ["-m", "trainer", "--job", "{}"]
-    assert with_processes(["python", "x"], 1) == ["python", "x"]
+def test_gpus_are_refused_by_it_and_announced_by_a_dry_run(tmp_path: Path) -> None:
+    with pytest.raises(LaunchFailed, match=r"gpus=8: the trainer computes on the CPU only.*set it to 0"):
+        launch("pass", gpus=8)
+    for gpus, refused in ((0, False), (8, True)):
+        experiment = parse_experiment({"name": "one", "trainer": {"launcher": {"gpus": gpus}}})
+        (row,) = (row for row in plan_of(experiment, open_store(str(tmp_path))) if row.step == "checkpoint")
+        assert ("WILL BE REFUSED" in row.where) == refused
