@@ -101,6 +101,15 @@ class Agent:
         return {"results": [asdict(result) for result in results]}, b""
 
     def _run_group(self, calls: list[ToolCall], timeout_s: float) -> list[ToolResult]:
+        try:
+            return self._run(calls, timeout_s)
+        except ServerGone:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a call brings about is its answer, not the sandbox's end
+            text = f"error: the tool failed: {type(error).__name__}"
+            return [ToolResult(False, text, len(text))] * len(calls)
+
+    def _run(self, calls: list[ToolCall], timeout_s: float) -> list[ToolResult]:
         if not _is_exec(calls[0]):
             return [self._run_file_tool(calls[0], timeout_s)]
         if self._shell is None:

@@ -65,7 +65,14 @@ class Shell:
         self._drain_background()
         self._start()
         before = frozenset(descendants(os.getpid())) - {self._pid or 0}
-        running = [self._submit(command, limit, together=len(commands) > 1) for command, limit in commands]
+        running: list[_Running] = []
+        try:
+            for command, limit in commands:
+                running.append(self._submit(command, limit, together=len(commands) > 1))
+        except BaseException:
+            self._stop(before)  # else those that run already would go on, with nobody to read them
+            self._background += [each.pipe for each in running]
+            raise
         started = time.monotonic()
         died, timed_out = self._wait(running, started)
         seconds = time.monotonic() - started
@@ -82,28 +89,33 @@ class Shell:
     def _start(self) -> None:
         if self._pid is not None:
             return
-        control_read, self._control = os.pipe2(os.O_CLOEXEC)
-        self._status, status_write = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(self._status, False)
+        control_read, control = os.pipe2(os.O_CLOEXEC)
+        status, status_write = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(status, False)
         null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         actions: list[tuple[int, ...]] = [(os.POSIX_SPAWN_DUP2, null, number) for number in (0, 1, 2)]
         actions += [(os.POSIX_SPAWN_DUP2, control_read, _CONTROL), (os.POSIX_SPAWN_DUP2, status_write, _STATUS)]
         command = ["bash", "--norc", "--noprofile", "-c", f"cd {str(self._workspace)!r}; {_DRIVER}"]
-        self._pid = os.posix_spawnp(
-            "bash", command, self._env, file_actions=actions, setsid=True, setsigdef=_RESET_SIGNALS
-        )
-        self._alive = os.pidfd_open(self._pid)
-        for fd in (control_read, status_write, null):
-            os.close(fd)
+        try:
+            self._pid = os.posix_spawnp(
+                "bash", command, self._env, file_actions=actions, setsid=True, setsigdef=_RESET_SIGNALS
+            )
+        except OSError:
+            os.close(control)
+            os.close(status)
+            raise
+        finally:
+            for fd in (control_read, status_write, null):
+                os.close(fd)
+        self._control, self._status, self._alive = control, status, os.pidfd_open(self._pid)
 
     def _submit(self, command: str, limit: float, *, together: bool) -> _Running:
         self._count += 1
         path = self._scratch / f"out-{self._count}"
+        parts = ("together" if together else "alone", str(path), str(self._count), command)
+        data = b"".join(os.fsencode(part) + b"\0" for part in parts)
         os.mkfifo(path, 0o600)
         pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        mode = "together" if together else "alone"
-        parts = (mode, str(path), str(self._count), command)
-        data = b"".join(os.fsencode(part) + b"\0" for part in parts)
         try:
             while data:
                 data = data[os.write(self._control, data) :]

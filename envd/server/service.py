@@ -22,6 +22,8 @@ _CODES: tuple[tuple[type[EnvdError], grpc.StatusCode], ...] = (
 )
 MAX_TIMEOUT_S = 3600.0
 MAX_CALLS = 256
+"""Calls of one batch that are run."""
+_SURPLUS = f"error: not run: a turn may hold at most {MAX_CALLS} calls"
 
 
 class SandboxesService(rpc.SandboxesServicer):
@@ -82,12 +84,11 @@ class ToolsService(rpc.ToolsServicer):
     async def Batch(self, request: pb.BatchRequest, context: Context) -> pb.BatchReply:
         """Run tool calls in a sandbox."""
         try:
-            if len(request.calls) > MAX_CALLS:
-                raise EnvdError(f"{len(request.calls)} calls in a batch: send at most {MAX_CALLS}")
-            calls = [{"name": call.name, "arguments": _arguments(call)} for call in request.calls]
+            calls = [{"name": call.name, "arguments": _arguments(call)} for call in request.calls[:MAX_CALLS]]
             timeout_s = _timeout(request.timeout_s)
             results = await self._sandboxes.batch(request.sandbox_id, calls, timeout_s) if calls else []
-            return pb.BatchReply(results=[pb.ToolResult(**result) for result in results])
+            surplus = [pb.ToolResult(text=_SURPLUS, true_bytes=len(_SURPLUS))] * (len(request.calls) - len(calls))
+            return pb.BatchReply(results=[pb.ToolResult(**result) for result in results] + surplus)
         except EnvdError as error:
             await _abort(context, error)
 

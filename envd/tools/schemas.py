@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+MAX_TIMEOUT_S = 86_400
+"""Largest `timeout_s` that a call may name, in seconds: a day. The caller's own deadline is the smaller one."""
 _STRING = {"type": "string"}
 _INTEGER = {"type": "integer"}
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
@@ -88,6 +90,8 @@ def check_arguments(name: str, arguments: Mapping[str, Any]) -> str | None:
             return f"error: {name}: {key} must be {words}"
         if isinstance(value, str) and "\0" in value:
             return f"error: {name}: {key} holds a null character"
+    if name == "exec" and not abs(arguments.get("timeout_s", 0)) <= MAX_TIMEOUT_S:
+        return f"error: exec: timeout_s must be at most {MAX_TIMEOUT_S}"
     if name == "edit" and ("line" in arguments) == ("old" in arguments):
         return "error: edit: give either line or old"
     return None

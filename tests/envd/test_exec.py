@@ -112,3 +112,41 @@ def test_the_environment_is_the_callers_and_not_the_servers(anywhere: Harness) -
         "echo $TOKEN; env | grep -c -i -E 'pythonpath|aws|secret'; python -c 'print(1)'", env={"TOKEN": "t"}
     )
     assert text == "t\n0\n1\nexit 0"
+
+
+def test_a_call_that_breaks_its_tool_is_answered_and_the_sandbox_lives_on(anywhere: Harness) -> None:
+    results = anywhere.calls(
+        run("echo", timeout_s=10**400),
+        run("echo \ud800"),
+        ToolCall("read", {"path": "calc.py", "\ud800": 1}),
+        run("mkdir -p $(printf 'd/%.0s' $(seq 1200))"),
+        ToolCall("list", {"depth": 10**6}),
+        run("rm -r d; echo alive"),
+    )
+    assert [result.ok for result in results] == [False, False, False, True, False, True]
+    assert [result.text for result in results[:3]] == [
+        "error: exec: timeout_s must be at most 86400",
+        "error: the tool failed: UnicodeEncodeError",
+        "error: the tool failed: UnicodeEncodeError",
+    ]
+    assert results[4].text.startswith("error: ") and results[5].text == "alive\nexit 0"
+
+
+def test_a_shell_whose_scratch_is_gone_answers_and_the_sandbox_can_be_finished(namespaces: Harness) -> None:
+    async def job(sandbox: Sandbox) -> tuple[list[ToolResult], bytes]:
+        await sandbox.call(run("rm -r /tmp/.envd"))
+        return await sandbox.batch([run("sleep 60"), run("echo")]), await sandbox.finish()
+
+    results, diff = namespaces.sandbox(job)
+    assert [result.text for result in results] == ["error: the tool failed: FileNotFoundError"] * 2 and diff == b""
+
+
+def test_calls_beyond_what_a_turn_may_hold_are_answered_and_not_run(namespaces: Harness) -> None:
+    async def job(sandbox: Sandbox) -> list[ToolResult]:
+        return await sandbox.batch([ToolCall("read", {"path": "calc.py", "end": 1})] * 256 + [run("echo")] * 3)
+
+    results = namespaces.sandbox(job)
+    assert [result.text for result in results[254:]] == ["1 def add(a, b):"] * 2 + [
+        "error: not run: a turn may hold at most 256 calls"
+    ] * 3
+    assert not any(result.ok for result in results[256:])

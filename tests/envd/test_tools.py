@@ -99,6 +99,8 @@ def test_a_fifo_does_not_hang_a_tool(root: Path) -> None:
         ("read", {"path": "gone.py"}, "error: no such file: gone.py"),
         ("read", {"path": "a\0b"}, "error: read: path holds a null character"),
         ("exec", {"command": "ls"}, "error: exec needs a sandbox"),
+        ("exec", {"command": "ls", "timeout_s": 10**400}, "error: exec: timeout_s must be at most 86400"),
+        ("exec", {"command": "ls", "timeout_s": float("nan")}, "error: exec: timeout_s must be at most 86400"),
     ],
 )
 def test_bad_calls_are_answered_in_one_line(root: Path, name: str, arguments: dict[str, object], text: str) -> None:
