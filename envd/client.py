@@ -47,19 +47,25 @@ CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
 ]
+_RECONNECT_OPTIONS = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 2000)]
 RPC_GRACE_S = 30.0
 """What an RPC may take beyond the tool's own deadline: queueing and transport on a busy machine."""
 
 
 class SandboxClient:
-    """A connection to one envd server. `address` is `unix:/path` or `host:port`. Holds no state but the channel."""
+    """A connection to one envd server. `address` is `unix:/path` or `host:port`. Holds no state but the channel.
+
+    The first call waits for a server that still starts. Once one has answered, a server that has gone is an error at once,
+    and a later call finds one that came back at the same address.
+    """
 
     def __init__(self, address: str) -> None:
         self.address = address
         self._channel: grpc.aio.Channel | None = None
+        self._answered = False
 
     async def __aenter__(self) -> SandboxClient:
-        self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS + _RECONNECT_OPTIONS)
         self._sandboxes = rpc.SandboxesStub(self._channel)  # type: ignore[no-untyped-call]
         self._tools = rpc.ToolsStub(self._channel)  # type: ignore[no-untyped-call]
         self._verifier = rpc.VerifierStub(self._channel)  # type: ignore[no-untyped-call]
@@ -135,9 +141,11 @@ class SandboxClient:
         if self._channel is None:
             raise EnvdError("SandboxClient is not open: use it as `async with SandboxClient(address) as client`")
         try:
-            return await method(request, timeout=timeout_s, wait_for_ready=True)
+            reply = await method(request, timeout=timeout_s, wait_for_ready=not self._answered)
         except grpc.aio.AioRpcError as error:
             _raise_typed(error, self.address)
+        self._answered = True
+        return reply
 
 
 class Sandbox:

@@ -37,6 +37,11 @@ class LocalEnvd:
             raise BackendUnavailable("LocalEnvd is not running: use it as `with LocalEnvd() as envd`")
         return f"unix:{self._directory}/envd.sock"
 
+    @property
+    def alive(self) -> bool:
+        """Whether the server runs. One that was killed does not come back: enter another."""
+        return self._process is not None and self._process.poll() is None
+
     def __enter__(self) -> LocalEnvd:
         self._directory = Path(tempfile.mkdtemp(prefix="envd-local-"))
         options = ["--listen", self.address, "--state-dir", str(self._directory), "--backend", self._backend]

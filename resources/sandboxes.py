@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Any
@@ -13,12 +14,13 @@ from envd.client import SandboxClient
 from envd.local import LocalEnvd
 from resources.experiment import SandboxesConfig
 
+_log = logging.getLogger(__name__)
+
 
 class SandboxesResource(dg.ConfigurableResource[Any]):
-    """Hands out clients. A server that it starts lives until the run ends."""
+    """Hands out clients. A server that it starts lives until the run ends; one that died is replaced for the next step that asks."""
 
-    _servers: ExitStack = PrivateAttr(default_factory=ExitStack)
-    _addresses: dict[str, str] = PrivateAttr(default_factory=dict)
+    _servers: dict[str, tuple[LocalEnvd, ExitStack]] = PrivateAttr(default_factory=dict)
 
     @contextmanager
     def yield_for_execution(self, context: dg.InitResourceContext) -> Iterator[SandboxesResource]:
@@ -29,13 +31,21 @@ class SandboxesResource(dg.ConfigurableResource[Any]):
             self.close()
 
     def address(self, config: SandboxesConfig) -> str:
-        """Where a server for this configuration answers; starts one unless the configuration names one."""
+        """Where a server for this configuration answers; starts one, also in a dead one's place, unless the configuration names one."""
         if config.address is not None:
             return config.address
-        if config.backend not in self._addresses:
-            server = self._servers.enter_context(LocalEnvd(backend=config.backend))
-            self._addresses[config.backend] = server.address
-        return self._addresses[config.backend]
+        known = self._servers.get(config.backend)
+        if known is not None and known[0].alive:
+            return known[0].address
+        if known is not None:
+            _log.warning(
+                "the envd server (backend %s) died: starting another; the kernel's log may say why", config.backend
+            )
+            self._servers.pop(config.backend)[1].close()
+        with ExitStack() as starting:
+            server = starting.enter_context(LocalEnvd(backend=config.backend))
+            self._servers[config.backend] = server, starting.pop_all()
+        return server.address
 
     @asynccontextmanager
     async def client(self, config: SandboxesConfig) -> AsyncIterator[SandboxClient]:
@@ -45,5 +55,5 @@ class SandboxesResource(dg.ConfigurableResource[Any]):
 
     def close(self) -> None:
         """Stop the servers started here. Idempotent."""
-        self._addresses.clear()
-        self._servers.close()
+        while self._servers:
+            self._servers.popitem()[1][1].close()

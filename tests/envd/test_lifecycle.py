@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from envd.client import Limits, SandboxClient, ToolCall
-from envd.errors import BackendUnavailable, EnvdError, SandboxGone, TemplateError
+from envd.errors import BackendUnavailable, EnvdError, SandboxGone, ServerUnavailable, TemplateError
 from envd.local import LocalEnvd
+from resources.experiment import SandboxesConfig
+from resources.sandboxes import SandboxesResource
 from tests.envd.harness import FILES, Harness
 
 
@@ -43,6 +45,18 @@ def run_directory(address: str) -> str:
         except OSError:
             continue
     raise AssertionError(f"no zygote of {address} is running")
+
+
+def server_at(address: str) -> int:
+    """The process that serves an address."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            arguments = (process / "cmdline").read_text().split("\0")
+        except OSError:
+            continue
+        if address in arguments and "serve" in arguments:
+            return int(process.name)
+    raise AssertionError(f"nothing serves {address}")
 
 
 async def busy(address: str) -> None:
@@ -158,6 +172,51 @@ def test_help_teaches_and_a_bad_address_is_one_clear_line() -> None:
     command = [sys.executable, "-m", "envd", "serve", "--listen", "unix:/no/such/directory/s", "--backend", "plain"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("envd: ") and "Traceback" not in done.stderr
+
+
+def test_a_server_that_was_killed_is_an_error_at_once_and_another_takes_its_place() -> None:
+    resource, config = SandboxesResource(), SandboxesConfig(backend="plain")
+
+    async def job() -> float:
+        async with resource.client(config) as client:
+            template = await client.put_template(FILES)
+            os.kill(server_at(client.address), signal.SIGKILL)
+            started = time.monotonic()
+            for call in (client.create(template), client.verify(template, b"", {}, ["x"]), client.info()):
+                with pytest.raises(ServerUnavailable, match="envd serve"):
+                    await call
+            seconds = time.monotonic() - started
+        async with resource.client(config) as client:
+            assert (await client.info()).backend == "plain"
+        return seconds
+
+    try:
+        assert asyncio.run(job()) < 10
+    finally:
+        resource.close()
+
+
+def test_a_client_finds_a_server_that_came_back(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/s"
+    command = [sys.executable, "-m", "envd", "serve", "--listen", address, "--backend", "plain", "--log-level", "error"]
+
+    async def job() -> None:
+        async with SandboxClient(address) as client:
+            for _ in range(2):
+                server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+                deadline = time.monotonic() + 30
+                while time.monotonic() < deadline:
+                    try:
+                        assert (await client.info()).backend == "plain"
+                        break
+                    except ServerUnavailable:
+                        await asyncio.sleep(0.2)
+                else:
+                    raise AssertionError("the client did not find the server")
+                server.terminate()
+                server.wait()
+
+    asyncio.run(job())
 
 
 def test_local_envd_outside_its_block_says_how_to_use_it() -> None:
