@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn, cast
 
@@ -19,7 +20,7 @@ import grpc
 
 from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
-from envd.errors import EnvdError, SandboxGone, SandboxStartError, ServerUnavailable, TemplateError
+from envd.errors import EnvdError, SandboxGone, SandboxStartError, ServerBusy, ServerUnavailable, TemplateError
 from envd.types import (
     Limits,
     ServerInfo,
@@ -117,7 +118,8 @@ class SandboxClient:
     ) -> VerifyResult:
         """Run the named tests (pytest node ids) on the template with `diff` applied, in a fresh sandbox.
 
-        Hidden files are placed after the diff and win over it. Test configuration that the diff brings is ignored.
+        Hidden files are placed after the diff and win over it. Test configuration that the diff brings is ignored. However
+        many verifications the server has before this one, waiting for them is no fault: only its own run has a deadline.
         """
         request = pb.VerifyRequest(
             template=template,
@@ -127,7 +129,10 @@ class SandboxClient:
             limits=_limits(limits),
             timeout_s=timeout_s,
         )
-        reply = await self._ask(self._verifier.Verify, request, timeout_s + 4 * RPC_GRACE_S)
+        reply = None
+        while reply is None:
+            with suppress(ServerBusy):  # it answered, so it works: queue again
+                reply = await self._ask(self._verifier.Verify, request, timeout_s + 4 * RPC_GRACE_S)
         return VerifyResult(
             outcomes=tuple(
                 TestOutcome(each.name, cast(TestStatus, each.status), each.message) for each in reply.outcomes
@@ -221,5 +226,6 @@ def _raise_typed(error: grpc.aio.AioRpcError, address: str) -> NoReturn:
         grpc.StatusCode.NOT_FOUND: SandboxGone,
         grpc.StatusCode.FAILED_PRECONDITION: TemplateError,
         grpc.StatusCode.RESOURCE_EXHAUSTED: SandboxStartError,
+        grpc.StatusCode.ABORTED: ServerBusy,
     }
     raise kinds.get(code, EnvdError)(detail) from error

@@ -19,6 +19,10 @@ class SandboxStartError(EnvdError):
     """A sandbox could not be started."""
 
 
+class ServerBusy(EnvdError):
+    """Others' verifications had every slot for as long as this one could wait. Its place in the line costs nothing: ask again."""
+
+
 class ServerUnavailable(EnvdError):
     """The envd server can't be reached, or did not answer in time."""
 

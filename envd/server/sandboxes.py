@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from envd.errors import BackendUnavailable, SandboxGone
+from envd.errors import BackendUnavailable, SandboxGone, ServerBusy
 from envd.sandbox.linux import sandbox_owner
 from envd.server.templates import Templates
 from envd.server.zygotes import Link, Zygote
@@ -135,8 +135,12 @@ class Sandboxes:
         tests: Sequence[str],
         limits: Limits,
         timeout_s: float,
+        patience_s: float | None = None,
     ) -> dict[str, Any]:
-        """Grade a final state in a sandbox of its own; at most one a core at a time."""
+        """Grade a final state in a sandbox of its own; at most one a core at a time.
+
+        Raises ServerBusy when none of these slots came free within `patience_s` (None: waits without end).
+        """
         digest = self.templates.require(template)
         files = sorted(hidden.items())
         header = {
@@ -147,12 +151,19 @@ class Sandboxes:
             "timeout_s": timeout_s,
         }
         blob = diff + b"".join(content for _, content in files)
-        async with self._verifying:
+        try:
+            async with asyncio.timeout(patience_s):
+                await self._verifying.acquire()
+        except TimeoutError as error:
+            raise ServerBusy(f"no verification slot came free in {patience_s:g} s: ask again") from error
+        try:
             link = await self._verifiers.spawn(digest, limits, {})
             try:
                 reply, _ = await link.ask(header, blob, timeout_s=timeout_s + _ASK_S)
             finally:
                 link.close()
+        finally:
+            self._verifying.release()
         return dict(reply["result"])
 
     async def stop(self) -> None:

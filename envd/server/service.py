@@ -10,7 +10,7 @@ import grpc
 
 from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
-from envd.errors import EnvdError, SandboxGone, SandboxStartError, TemplateError
+from envd.errors import EnvdError, SandboxGone, SandboxStartError, ServerBusy, TemplateError
 from envd.server.sandboxes import Sandboxes
 from envd.types import Limits
 
@@ -19,6 +19,7 @@ _CODES: tuple[tuple[type[EnvdError], grpc.StatusCode], ...] = (
     (SandboxGone, grpc.StatusCode.NOT_FOUND),
     (TemplateError, grpc.StatusCode.FAILED_PRECONDITION),
     (SandboxStartError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (ServerBusy, grpc.StatusCode.ABORTED),
 )
 MAX_TIMEOUT_S = 3600.0
 MAX_CALLS = 256
@@ -103,13 +104,16 @@ class VerifierService(rpc.VerifierServicer):
         """Grade a final state."""
         started = time.monotonic()
         try:
+            timeout_s = _timeout(request.timeout_s)
+            left = context.time_remaining()
             result = await self._sandboxes.verify(
                 request.template,
                 request.diff,
                 request.hidden_files,
                 request.tests,
                 _limits(request.limits),
-                _timeout(request.timeout_s),
+                timeout_s,
+                None if left is None else max((left - timeout_s) / 2, 0),
             )
             return pb.VerifyReply(
                 outcomes=[pb.TestOutcome(**outcome) for outcome in result["outcomes"]],

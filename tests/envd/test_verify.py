@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import asyncio
+import os
+
 import pytest
 
+import envd.client
 from envd.client import SandboxClient, ToolCall, VerifyResult
 from tests.envd.harness import FILES, FIX, HIDDEN, TESTS, Harness
 
@@ -86,6 +90,18 @@ def test_a_deadline_ends_a_verification_and_its_children(namespaces: Harness) ->
     result = namespaces.verify({"calc.py": loop}, timeout_s=0.5)
     assert (result.exit, statuses(result)) == ("timed_out", ["missing", "missing"])
     assert result.seconds < 5
+
+
+def test_waiting_for_others_verifications_is_no_fault(namespaces: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(envd.client, "RPC_GRACE_S", 0.75)  # so that the line is longer than an RPC's deadline
+    loops = 12 * (os.cpu_count() or 1)
+
+    async def job(client: SandboxClient) -> list[VerifyResult]:
+        template = await client.put_template({**FILES, "calc.py": b"while True: pass\n"})
+        line = (client.verify(template, b"", HIDDEN, TESTS, timeout_s=0.4) for _ in range(loops))
+        return await asyncio.gather(*line)
+
+    assert {result.exit for result in namespaces.client(job)} == {"timed_out"}
 
 
 def test_a_diff_that_does_not_apply_says_so(anywhere: Harness) -> None:
