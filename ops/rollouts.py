@@ -14,13 +14,14 @@ import dagster as dg
 
 from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, artifact_exists, find_artifact, open_artifact
 from contracts.chat import ChatTokenizer
+from contracts.store import Store
 from contracts.tasks import Task
 from curation.errors import InfraFault
 from curation.verify import Verifier
 from inference.errors import InfraFault as SamplingFault
 from inference.rollouts import ROLLOUTS_VERSION
-from inference.rollouts.merge import merge_groups
-from inference.rollouts.plan import RolloutPlan
+from inference.rollouts.merge import expected_groups, merge_groups
+from inference.rollouts.plan import GroupPlan, RolloutPlan
 from inference.rollouts.progress import ShardProgress
 from inference.rollouts.worker import GradeResult, run_shard
 from ops import keys
@@ -150,16 +151,25 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
     ) -> Iterator[dg.Output[ArtifactRef] | dg.AssetCheckResult]:
         step = begin(context, experiment, ASSET, store.open(), progress)
         planned = read_plan(open_artifact(step.store, ArtifactRef.model_validate(parts[0]["plan"])))
-        merged = merge_groups(planned, step.store)
-        yield output(merged, rollout_metadata(step, merged, planned))
-        sampled = set(merged.table("episodes.parquet", columns=["group_id"])["group_id"].to_pylist())
-        lacking = [group.task_id for group in planned.groups if group.group_id not in sampled]
+        expected, lacking = groups_lacking(planned, step.store)
         yield dg.AssetCheckResult(
             passed=not lacking, asset_key=dg.AssetKey([experiment.name, ASSET]), check_name=CHECK,
-            metadata={"groups": len(sampled), "lacking": lacking[:20]},
+            metadata={"expected": len(expected), "lacking": [group.task_id for group in lacking[:20]]},
         )  # fmt: skip
+        merged = merge_groups(planned, step.store)  # raises when any is lacking, and names them
+        yield output(merged, rollout_metadata(step, merged, planned))
 
     return plan, shard, merge
+
+
+def groups_lacking(plan: RolloutPlan, store: Store) -> tuple[list[GroupPlan], list[GroupPlan]]:
+    """The groups that the plan leads to, and those of them that are neither committed nor among the merged rollouts."""
+    expected, missing = expected_groups(plan, store)
+    merged = find_artifact(store, ASSET, plan.key)
+    if merged is None:
+        return expected, missing
+    held = set(merged.table("episodes.parquet", columns=["group_id"])["group_id"].to_pylist())
+    return expected, [group for group in expected if group.group_id not in held]
 
 
 def rollout_metadata(step: Step, merged: Artifact, plan: RolloutPlan) -> dict[str, Any]:

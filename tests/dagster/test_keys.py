@@ -44,6 +44,13 @@ def all_keys(experiment: Experiment) -> dict[str, str]:
         ({"prompts": {"groups": 32}}, {"prompts"}),
         ({"prompts": {"workers": 2}}, {"rollouts"}),
         ({"engine": {"threads": 1}}, set()),
+        # both profiles share evaluations, though only throughput lets an episode end by the clock
+        ({"rollouts": {"profile": "throughput"}}, {"rollouts"}),
+        # no episode depends on how many are in flight, yet the whole of its section is in the rollouts' key
+        ({"rollouts": {"concurrency": 7}}, {"rollouts"}),
+        ({"sandboxes": {"limits": {"memory_mb": 256}}}, {"rollouts", "evaluation_run"}),
+        # where a thing runs: backends are to give the same bytes
+        ({"sandboxes": {"backend": "plain"}}, set()),
         ({"sandboxes": {"address": "unix:/run/envd.sock"}}, set()),
         ({"base": {"sft": {"max_steps": 10}}}, {"base_policy"}),
         ({"promotion": {"margin": 0.3}}, {"sampler"}),

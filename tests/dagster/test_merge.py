@@ -1,0 +1,48 @@
+"""Rollouts that lack groups fail their check before they fail their step: the UI names what is missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dagster as dg
+from dagster_world import World
+
+from assets.naming import check, key_of, partitions_of
+from ops.rollouts import ASSET, CHECK, make_plan, rollout_ops
+from ops.step import begin
+from resources.progress import no_progress
+from resources.refs import RefIOManager, require_ref
+from resources.store import StoreResource
+
+
+def test_missing_groups_fail_the_check(ran: World) -> None:
+    experiment = ran.experiment.model_copy(update={"seed": 99})  # nothing is sampled with this seed
+    step = begin(dg.build_op_context(partition_key="0000"), experiment, ASSET, ran.store, no_progress)
+    inputs, prompts = (
+        require_ref(ran.store, experiment.name, name, "0000") for name in ("iteration_inputs", "prompts")
+    )
+    planned = make_plan(step, inputs, prompts).ref.model_dump(mode="json")
+    _, _, merge = rollout_ops(experiment)
+
+    @dg.op
+    def shards() -> list[dict[str, Any]]:
+        return [{"plan": planned, "shard": 0}]
+
+    @dg.graph_asset(
+        key=key_of(experiment, ASSET), partitions_def=partitions_of(experiment), check_specs=[check(experiment, ASSET, CHECK, "", blocking=True)]
+    )  # fmt: skip
+    def rollouts() -> dict[str, Any]:
+        merged, checked = merge(shards())
+        return {"result": merged, f"{key_of(experiment, ASSET).to_python_identifier()}_{CHECK}": checked}
+
+    store = StoreResource()
+    with dg.DagsterInstance.ephemeral() as instance:
+        instance.add_dynamic_partitions(experiment.name, ["0000"])
+        done = dg.materialize(
+            [rollouts], instance=instance, partition_key="0000", raise_on_error=False,
+            resources={"store": store, "io_manager": RefIOManager(store=store), "progress": dg.ResourceDefinition.hardcoded_resource(no_progress)},
+        )  # fmt: skip
+        assert not done.success
+        (found,) = done.get_asset_check_evaluations()
+    assert not found.passed
+    assert found.metadata["expected"].value == len(found.metadata["lacking"].value) == experiment.prompts.groups  # type: ignore[arg-type]
