@@ -177,7 +177,7 @@ class Sandbox:
         request = pb.BatchRequest(
             sandbox_id=self.id,
             calls=[
-                pb.ToolCall(name=call.name, arguments_json=json.dumps(dict(call.arguments), sort_keys=True))
+                pb.ToolCall(name=call.name, arguments_json=json.dumps(_flat(call.arguments), sort_keys=True))
                 for call in calls
             ],
             timeout_s=timeout_s,
@@ -203,6 +203,11 @@ class Sandbox:
         """Destroy the sandbox. Closing it twice is harmless."""
         request = pb.DeleteRequest(sandbox_id=self.id)
         await self._client._ask(self._client._sandboxes.Delete, request, RPC_GRACE_S)
+
+
+def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments as they are sent. No tool takes lists or objects, so one is as wrong empty as nested beyond what JSON readers bear."""
+    return {key: [] if isinstance(value, (list, dict)) else value for key, value in arguments.items()}
 
 
 def _limits(limits: Limits) -> pb.Limits:

@@ -115,21 +115,26 @@ def test_the_environment_is_the_callers_and_not_the_servers(anywhere: Harness) -
 
 
 def test_a_call_that_breaks_its_tool_is_answered_and_the_sandbox_lives_on(anywhere: Harness) -> None:
+    nested: list[object] = []
+    for _ in range(10_000):
+        nested = [nested]
     results = anywhere.calls(
         run("echo", timeout_s=10**400),
         run("echo \ud800"),
         ToolCall("read", {"path": "calc.py", "\ud800": 1}),
+        ToolCall("read", {"path": nested}),
         run("mkdir -p $(printf 'd/%.0s' $(seq 1200))"),
         ToolCall("list", {"depth": 10**6}),
         run("rm -r d; echo alive"),
     )
-    assert [result.ok for result in results] == [False, False, False, True, False, True]
-    assert [result.text for result in results[:3]] == [
+    assert [result.ok for result in results] == [False, False, False, False, True, False, True]
+    assert [result.text for result in results[:4]] == [
         "error: exec: timeout_s must be at most 86400",
         "error: the tool failed: UnicodeEncodeError",
         "error: the tool failed: UnicodeEncodeError",
+        "error: read: path must be a string",
     ]
-    assert results[4].text.startswith("error: ") and results[5].text == "alive\nexit 0"
+    assert results[5].text.startswith("error: ") and results[6].text == "alive\nexit 0"
 
 
 def test_a_shell_whose_scratch_is_gone_answers_and_the_sandbox_can_be_finished(namespaces: Harness) -> None:
