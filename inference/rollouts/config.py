@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 Profile = Literal["deterministic", "throughput"]
 
@@ -41,8 +41,19 @@ class RolloutConfig(BaseModel):
     """Attempts at an episode that meets infrastructure faults; then it is recorded as an infra error, which is never scored."""
     system_prompt: str = ""
     """First message of every episode; empty for none."""
+    tool_prompt: bool = False
+    """Whether the first message lists the sandbox's tools and how to call them, as Qwen3's chat template does. A policy that was taught them
+    by demonstrations needs no list."""
     profile: Profile = "deterministic"
     """deterministic: of over-sampled episodes the lowest sample indices are kept. throughput: the first to arrive, the rest is aborted."""
+
+    @model_serializer(mode="wrap")
+    def _older_form(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A field that came later is written only where it says something: keys and digests of work made without it stay."""
+        values: dict[str, Any] = dump(self)
+        if not self.tool_prompt:
+            values.pop("tool_prompt", None)
+        return values
 
     @property
     def episodes_started(self) -> int:

@@ -20,6 +20,7 @@ from contracts.tasks import Task
 from inference.engines.base import Completion, Engine, SamplingParams
 from inference.errors import EngineError, InfraFault, RequestTooLong, StaleVersion
 from inference.rollouts.config import RolloutConfig
+from inference.rollouts.prompt import first_messages
 from inference.rollouts.transcript import Transcript
 from inference.rollouts.turn import answer_turn, read_turn
 from inference.rollouts.workspace import Workspace, Workspaces
@@ -72,7 +73,7 @@ class Attempt:
         self._player, self._task, self._slot = player, task, slot
         self._group_id, self._attempt = group_id, attempt
         self._workspace: Workspace = player.workspaces.open(task)
-        self._transcript = Transcript(player.tokenizer.prompt(_messages(player.config, task)))
+        self._transcript = Transcript(player.tokenizer.prompt(first_messages(player.config, task)))
         self._stops = (player.tokenizer.end_of_turn, player.tokenizer.pad)
         self._calls: list[ToolCallRecord] = []
         self._turns = self._format_errors = self._sampled = 0
@@ -185,8 +186,3 @@ class Attempt:
                 "tool_seconds": self._tool_seconds, "host": _HOST, "engine_tokens": self._sampled, "retries": self._attempt,
             },
         )  # fmt: skip
-
-
-def _messages(config: RolloutConfig, task: Task) -> list[tuple[str, str]]:
-    system = [("system", config.system_prompt)] if config.system_prompt else []
-    return [*system, ("user", task.instruction)]

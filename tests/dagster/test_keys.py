@@ -44,6 +44,7 @@ def all_keys(experiment: Experiment) -> dict[str, str]:
         ({"prompts": {"groups": 32}}, {"prompts"}),
         ({"prompts": {"workers": 2}}, {"rollouts"}),
         ({"engine": {"threads": 1}}, set()),
+        ({"rollouts": {"tool_prompt": True}}, {"rollouts", "evaluation_run"}),
         # both profiles share evaluations, though only throughput lets an episode end by the clock
         ({"rollouts": {"profile": "throughput"}}, {"rollouts"}),
         # no episode depends on how many are in flight, yet the whole of its section is in the rollouts' key

@@ -1,0 +1,39 @@
+"""The messages that an episode begins with: what the operator says, the tools where they are told, and the task."""
+
+from __future__ import annotations
+
+import json
+
+from contracts.chat import CALL_END, CALL_START
+from contracts.tasks import Task
+from envd.tools import TOOLS
+from inference.rollouts.config import RolloutConfig
+
+_TOOLS = """\
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within {start}{end} XML tags:
+{start}
+{{"name": <function-name>, "arguments": <args-json-object>}}
+{end}"""
+
+
+def first_messages(config: RolloutConfig, task: Task) -> list[tuple[str, str]]:
+    """(role, content) of each message before the policy's first turn."""
+    said = [config.system_prompt] if config.system_prompt else []
+    told = [tools_text()] if config.tool_prompt else []
+    system = [("system", "\n\n".join(said + told))] if said or told else []
+    return [*system, ("user", task.instruction)]
+
+
+def tools_text() -> str:
+    """Every tool of a sandbox, as the chat template that Qwen3 was trained with lists them."""
+    tools = "\n".join(json.dumps(tool.json_schema(), ensure_ascii=False) for tool in TOOLS.values())
+    return _TOOLS.format(tools=tools, start=CALL_START, end=CALL_END)
