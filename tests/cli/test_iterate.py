@@ -60,3 +60,10 @@ def test_demo_survives_an_interrupt_and_ends_with_the_table(tmp_path: Path) -> N
 
     again = subprocess.run(command, env=place, capture_output=True, text=True, timeout=120, check=False)
     assert json.loads(again.stdout)["iterations"][0]["policy"] == iteration["policy"]
+    assert again.stderr == ""
+    other = subprocess.run(
+        [*command, "--set", "seed=1"], env=place, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert json.loads(other.stdout)["iterations"][0]["policy"] == iteration["policy"]
+    (warning,) = other.stderr.splitlines()
+    assert warning.startswith("warning: base_policy, prompts, rollouts, checkpoint, evaluation of tiny")

@@ -43,6 +43,7 @@ def demo(experiment: ExperimentName = "quickstart", overrides: Overrides = None,
     made = [each for each in summaries(store, wanted.name) if each.decision]
     interrupted = decided_target(store, wanted)
     _run(wanted, max(0, wanted.iterations - len(made)) or (interrupted.count if interrupted else 0))
+    _warn_of_other_settings(wanted)
     _report(wanted, None, as_json=as_json)
     if not as_json:
         _say_what_next(wanted)
@@ -108,6 +109,21 @@ def _report(experiment: Experiment, only: list[str] | None, *, as_json: bool) ->
     table = [_base_row(found, seconds.get(None, {}))] if found else []
     table += [row_of(each) | {"seconds per asset": _seconds_text(seconds.get(each.iteration, {}))} for each in shown]
     print_rows(table, as_json=False, title=experiment.name, empty="no iteration yet")
+
+
+def _warn_of_other_settings(experiment: Experiment) -> None:
+    """One line on stderr when what is about to be shown was not made with these settings."""
+    from triplane_dagster.cli.history import partitions
+    from triplane_dagster.settings import changed_steps
+
+    store = open_store()
+    changed = changed_steps(store, experiment, partitions(store, experiment.name, "iteration_inputs"))
+    if changed:
+        typer.echo(
+            f"warning: {', '.join(changed)} of {experiment.name} as shown were made with other settings than asked for now: "
+            "give the experiment another name (--set name=...), or make further iterations with `triplane iterate`",
+            err=True,
+        )
 
 
 def _base_row(found: list[IterationSummary], seconds: dict[str, float]) -> dict[str, Any]:
