@@ -1,4 +1,8 @@
-"""Tokens a second of the built-in engine beside `transformers`' generate, on the same weights, prompts and threads in the same run."""
+"""Tokens a second of the built-in engine beside `transformers`' generate, on the same weights, prompts and threads in the same run.
+
+lockstep   one batch, every sequence as long as the others: what a static batch is best at
+ragged     four times as many sequences of all lengths, as turns of agents are; the reference takes them a batch after the other
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import asyncio
 import os
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +37,7 @@ class EngineOptions(Options):
     prompt_tokens: int = Field(32, ge=1, le=256)
     """Tokens of each prompt."""
     new_tokens: int = Field(64, ge=1, le=256)
-    """Tokens sampled for each prompt; nothing stops earlier."""
+    """Most tokens sampled for one prompt."""
     repeats: int = Field(3, ge=1, le=100)
     """Runs of each engine, turn about; medians count."""
     threads: int = Field(0, ge=0, le=256)
@@ -42,40 +47,68 @@ class EngineOptions(Options):
 OPTIONS = EngineOptions
 
 
+@dataclass(frozen=True)
+class Workload:
+    """Prompts, and how many tokens each is to get; nothing stops earlier."""
+
+    prompts: Prompts
+    lengths: list[int]
+
+    def batches(self, size: int) -> list[Workload]:
+        """The same in order, `size` at a time."""
+        starts = range(0, len(self.prompts), size)
+        return [Workload(self.prompts[i : i + size], self.lengths[i : i + size]) for i in starts]
+
+
+def workloads(options: EngineOptions) -> dict[str, Workload]:
+    """The two workloads, the same for the same options."""
+    random = torch.Generator().manual_seed(0)
+
+    def make(count: int, shortest: int) -> Workload:
+        prompts = torch.randint(8, VOCABULARY, (count, options.prompt_tokens), generator=random).tolist()
+        return Workload(prompts, torch.randint(shortest, options.new_tokens + 1, (count,), generator=random).tolist())
+
+    return {"lockstep": make(options.concurrency, options.new_tokens), "ragged": make(4 * options.concurrency, 1)}
+
+
 def run(options: EngineOptions) -> Result:
     """Measure both engines turn about, so that a change of load meets both."""
     threads = options.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
-    random = torch.Generator().manual_seed(0)
-    shape = (options.concurrency, options.prompt_tokens)
-    prompts: Prompts = torch.randint(8, VOCABULARY, shape, generator=random).tolist()
+    metrics: dict[str, float] = {}
+    rows = []
     with tempfile.TemporaryDirectory(prefix="bench-engine-") as scratch:
         policy = write_random_policy(Path(scratch) / "fp8", ModelConfig(), vocabulary=VOCABULARY)
         plain = dequantize_policy(policy, Path(scratch) / "plain")
-        seconds = _measure(policy, plain, prompts, options, threads)
-    tokens = options.concurrency * options.new_tokens
-    rates = {name: tokens / median(found) for name, found in seconds.items()}
-    metrics = {f"{name}_tokens_per_second": rate for name, rate in rates.items()}
-    metrics["speedup_over_hf_generate"] = rates["builtin"] / rates["hf_generate"]
-    rows = [
-        {"engine": name, "tokens/s": rates[name], "median s": median(found), "runs": len(found)}
-        for name, found in seconds.items()
-    ]
+        for kind, work in workloads(options).items():
+            seconds = _measure(policy, plain, work, options, threads)
+            rates = {name: sum(work.lengths) / median(found) for name, found in seconds.items()}
+            metrics |= {f"{kind}_{name}_tokens_per_second": rate for name, rate in rates.items()}
+            metrics[f"{kind}_speedup_over_hf_generate"] = rates["builtin"] / rates["hf_generate"]
+            rows += [
+                {
+                    "workload": kind,
+                    "engine": name,
+                    "tokens/s": rates[name],
+                    "median s": median(found),
+                    "runs": len(found),
+                }
+                for name, found in seconds.items()
+            ]
     return Result(metrics, rows, [f"{threads} threads; both sample at temperature 1; loading is not counted"])
 
 
-def _measure(
-    policy: Path, plain: Path, prompts: Prompts, options: EngineOptions, threads: int
-) -> dict[str, list[float]]:
-    reference = _Reference(plain, options.new_tokens)
+def _measure(policy: Path, plain: Path, work: Workload, options: EngineOptions, threads: int) -> dict[str, list[float]]:
+    reference = _Reference(plain)
+    batches = work.batches(options.concurrency)
     seconds: dict[str, list[float]] = {"builtin": [], "hf_generate": []}
     with asyncio.Runner() as loop:
         # no state is kept between runs, so each run computes its prompts
         engine = BuiltinEngine(policy, "random", max_batch=options.concurrency, threads=threads, prefix_bytes=0)
         try:
             for index in range(options.repeats + 1):
-                own = loop.run(_generate(engine, prompts, options.new_tokens, seed=index))
-                theirs = reference.generate(prompts)
+                own = loop.run(_generate(engine, work, seed=index))
+                theirs = sum(reference.generate(batch) for batch in batches)
                 if index:  # the first round warms both up
                     seconds["builtin"].append(own)
                     seconds["hf_generate"].append(theirs)
@@ -84,19 +117,20 @@ def _measure(
     return seconds
 
 
-async def _generate(engine: BuiltinEngine, prompts: Prompts, new_tokens: int, *, seed: int) -> float:
+async def _generate(engine: BuiltinEngine, work: Workload, *, seed: int) -> float:
     begin = time.perf_counter()
-    params = [SamplingParams(1.0, new_tokens, seed * len(prompts) + index) for index in range(len(prompts))]
-    done = await asyncio.gather(*(engine.generate(*pair) for pair in zip(prompts, params, strict=True)))
+    first = seed * len(work.prompts)
+    params = [SamplingParams(1.0, length, first + index) for index, length in enumerate(work.lengths)]
+    done = await asyncio.gather(*(engine.generate(*pair) for pair in zip(work.prompts, params, strict=True)))
     seconds = time.perf_counter() - begin
-    assert all(len(each.token_ids) == new_tokens for each in done), "nothing stops a sequence early here"
+    assert [len(each.token_ids) for each in done] == work.lengths, "nothing stops a sequence early here"
     return seconds
 
 
 class _Reference:
     """transformers' generate, KV cache on. Source of the call: the transformers documentation, "Generation"."""
 
-    def __init__(self, directory: Path, new_tokens: int) -> None:
+    def __init__(self, directory: Path) -> None:
         try:
             from transformers import GenerationConfig, Qwen3MoeForCausalLM
         except ImportError:
@@ -105,21 +139,17 @@ class _Reference:
             ) from None
         model: Any = Qwen3MoeForCausalLM.from_pretrained(directory, dtype=torch.float32)
         self._model = model.eval()
-        make_config: Any = GenerationConfig
-        self._config = make_config(
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
-            pad_token_id=0,
-        )
+        self._make_config: Any = GenerationConfig
 
     @torch.inference_mode()
-    def generate(self, prompts: Prompts) -> float:
-        """Seconds for one batch."""
-        ids = torch.tensor(prompts)
+    def generate(self, work: Workload) -> float:
+        """Seconds for one batch, to the length of its longest sequence."""
+        longest = max(work.lengths)
+        config = self._make_config(
+            do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=longest, min_new_tokens=longest,
+            pad_token_id=0,
+        )  # fmt: skip
+        ids = torch.tensor(work.prompts)
         begin = time.perf_counter()
-        self._model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=self._config)
+        self._model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
         return time.perf_counter() - begin
