@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from contracts.digests import canonical_json, digest_of, sha256, table_digest
 from contracts.errors import ArtifactCorrupt, ArtifactMissing
-from contracts.store import Store, check_key, scratch_directory
+from contracts.store import Store, check_key, readable_errors, scratch_directory
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
@@ -227,6 +227,9 @@ class ArtifactWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stage.cleanup()
+        if isinstance(error, OSError):
+            with readable_errors(self._store.scratch):
+                raise error
 
     def add_table(self, name: str, table: pa.Table, *, telemetry: bool = False) -> None:
         """Write a Parquet file. telemetry: keep it outside the content digest (timings, costs, host names)."""

@@ -92,7 +92,7 @@ class LocalStore:
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()
         self._tmp = self._root / "tmp"
-        with _readable_errors(self._root):
+        with readable_errors(self._root):
             self._tmp.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -171,7 +171,7 @@ class LocalStore:
     @contextmanager
     def _scratch(self) -> Iterator[Path]:
         scratch = self._tmp / uuid.uuid4().hex
-        with _readable_errors(self._root):
+        with readable_errors(self._root):
             try:
                 yield scratch
             finally:
@@ -195,7 +195,8 @@ class LocalStore:
 
 
 @contextmanager
-def _readable_errors(root: Path) -> Iterator[None]:
+def readable_errors(root: Path) -> Iterator[None]:
+    """Turn what the system says of a full or forbidden disk into StoreError with its fix. root: the folder to name."""
     try:
         yield
     except OSError as error:

@@ -164,3 +164,13 @@ def test_unknown_scheme_and_missing_bucket_say_the_fix(store: Store) -> None:
     if isinstance(store, S3Store):
         with pytest.raises(StoreError, match="bucket absent-bucket does not exist"):
             open_store("s3://absent-bucket/x").create("a", b"")
+
+
+def test_a_disk_that_fills_while_staging_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    with pytest.raises(StoreError, match="is full: free some space"):
+        with ArtifactWriter(store, "thing", "f" * 64, parents={}, config={}, code_version="1") as out:
+            (out.directory / "data.bin").symlink_to("/dev/full")
+            out.add_bytes("data.bin", b"x")
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert find_artifact(store, "thing", "f" * 64) is None
