@@ -26,7 +26,7 @@ def canonical_json(value: Any) -> bytes:
     """Serialize JSON-like `value` so that equal values give equal bytes. Raises SchemaError for NaN, infinity or foreign types."""
     try:
         text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise SchemaError(
             f"value has no canonical JSON form ({error}): pass only str, int, finite float, bool, None, list, dict"
         ) from None

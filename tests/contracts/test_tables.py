@@ -118,7 +118,10 @@ def test_table_digest_depends_on_names_and_types() -> None:
 
 def test_canonical_json_refuses_what_has_no_one_form() -> None:
     assert canonical_json({"b": 1, "a": [None, True, 0.1]}) == b'{"a":[null,true,0.1],"b":1}'
-    for bad in (float("nan"), {1, 2}, object()):
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for bad in (float("nan"), {1, 2}, object(), deep):
         with pytest.raises(SchemaError):
             canonical_json(bad)
 
