@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -94,13 +95,22 @@ def server(tmp_path: Path) -> Iterator[Server]:
         str(port),
     ]
     with (tmp_path / "log").open("wb") as log:
-        child = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
+        child = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
             wait_until_up(f"http://127.0.0.1:{port}/server_info", child, tmp_path / "log")
             yield Server(f"http://127.0.0.1:{port}")
         finally:
-            child.terminate()
-            child.wait(60)
+            stop(child)
+
+
+def stop(child: subprocess.Popen[bytes]) -> None:
+    """As Ctrl-C in its terminal does; what does not end by that is killed, the whole session."""
+    os.killpg(child.pid, signal.SIGINT)
+    try:
+        child.wait(30)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait(10)
 
 
 def wait_until_up(url: str, child: subprocess.Popen[bytes], log: Path) -> None:
