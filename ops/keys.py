@@ -7,10 +7,10 @@ from typing import Any
 from contracts.artifacts import ArtifactRef
 from contracts.digests import action_key, digest_of
 from contracts.tasks import Split
+from curation import tokenizer
 from curation.dataset import DATASET_VERSION
 from curation.rewards import REWARDS_VERSION
-from curation.tasks.demonstrations import DEMONSTRATIONS_VERSION
-from curation.tokenizer import TOKENIZER_VERSION, VOCABULARY
+from curation.tasks import demonstrations
 from inference.rollouts import ROLLOUTS_VERSION
 from resources.experiment import Experiment, ImportedBase, SftBase
 from trainer.config import GRPO_VERSION, IMPORT_VERSION, SFT_VERSION
@@ -28,16 +28,13 @@ def derived_seed(experiment: Experiment, purpose: str) -> int:
 
 
 def tokenizer_key(experiment: Experiment) -> str:
-    """Of the base policy's tokenizer: what `curation.tokenizer.build_tokenizer` commits under."""
-    return action_key(
-        "tokenizer", {}, {"seed": experiment.demonstrated.seed, "vocabulary": VOCABULARY}, TOKENIZER_VERSION
-    )
+    """Of the base policy's tokenizer."""
+    return tokenizer.tokenizer_key(experiment.demonstrated.seed)
 
 
-def demonstrations_key(experiment: Experiment, base: SftBase, tokenizer: ArtifactRef) -> str:
-    """Of the expert episodes: what `curation.tasks.demonstrations.build_demonstrations` commits under."""
-    slice_ = {**base.demonstrations.model_dump(), "suite_seed": experiment.demonstrated.seed}
-    return action_key("demonstrations", {"tokenizer": tokenizer.digest}, slice_, DEMONSTRATIONS_VERSION)
+def demonstrations_key(experiment: Experiment, base: SftBase, tokenizer_ref: ArtifactRef) -> str:
+    """Of the expert episodes."""
+    return demonstrations.demonstrations_key(base.demonstrations, experiment.demonstrated.seed, tokenizer_ref)
 
 
 def sft_slice(experiment: Experiment, base: SftBase) -> dict[str, Any]:
