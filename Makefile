@@ -3,9 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 export DAGSTER_DISABLE_TELEMETRY := 1
 
-.PHONY: help install demo test test-slow test-browser test-gpu lint types format proto ui bench clean
+.PHONY: help install demo test test-slow test-browser test-vllm test-gpu lint types format proto ui bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -31,6 +33,17 @@ test-slow: $(STAMP)  ## minutes-long suites: end to end, the web server, kill an
 test-browser: $(STAMP)  ## needs Chromium (Debian's package chromium)
 	$(BIN)/pytest -m browser
 
+test-vllm: $(STAMP) $(VLLM_STAMP)  ## iterations on a real vLLM, on this CPU; its environment takes 3.5 GB in .venv-vllm
+	$(BIN)/pytest -m vllm tests/vllm
+
+# afterwards without packages that it depends on, does not use on a CPU, and that do not fit its torch
+$(VLLM_STAMP): tests/vllm/requirements.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --requirement $< \
+		|| { echo "make test-vllm: the packages of $< can't be installed in $(VLLM_VENV): see pip's message above; they come from PyPI" >&2; exit 1; }
+	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	touch $@
+
 test-gpu: $(STAMP)  ## needs a CUDA device
 	$(BIN)/pytest -m gpu
 
@@ -53,5 +66,5 @@ ui: $(STAMP)  ## the Dagster web server and daemon on http://127.0.0.1:3000
 bench: $(STAMP)  ## every benchmark against its goal
 	for name in $$($(BIN)/python -m benchmarks list --names); do $(BIN)/python -m benchmarks $$name || exit 1; done
 
-clean:  ## remove the virtual environment and caches; keeps .triplane
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+clean:  ## remove the virtual environments and caches; keeps .triplane
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -8,7 +8,7 @@
                                                                                                                 |
                                                                                                             report[i]
 
-In: an Experiment. Out: asset definitions under the key prefix of its name. References pass between them (`resources.refs`), never data.
+In: an Experiment. Out: asset definitions under the key prefix of its name. References pass between them (`resources.ref_io`), never data.
 
 Imported by triplane_dagster. May import: dagster, ops, resources and what lies below.
 """

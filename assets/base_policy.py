@@ -23,7 +23,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
     @define(
         experiment,
         NAME,
-        kinds={"pytorch", "safetensors"},
+        kinds={"pytorch", "huggingface"},
         description="An FP8 mixture-of-experts checkpoint that knows the tools, with its tokenizer and demonstrations as artifacts of their own.",
         code_version=base_version(experiment),
         checks=[check(experiment, NAME, CHECK, "Every tensor that its config.json implies, no more.", blocking=True)],

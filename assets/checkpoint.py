@@ -24,7 +24,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
     @define(
         experiment,
         NAME,
-        kinds={"pytorch", "safetensors"},
+        kinds={"pytorch", "huggingface"},
         ins=["iteration_inputs", "dataset"],
         description="Weights after one iteration of policy gradient, exported as the very FP8 codes that were trained.",
         code_version=GRPO_VERSION,

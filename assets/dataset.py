@@ -1,12 +1,15 @@
 """dataset[i]: which sequences train; each episode left out keeps its reason. Rewards and groups, never advantages."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import dagster as dg
 
 from assets.naming import check, define
 from contracts.artifacts import ArtifactRef
 from curation.dataset import DATASET_VERSION
 from ops.grading import make_dataset
-from ops.results import Materialized, link, numbers, result, table_facts
+from ops.results import Materialized, label, link, numbers, result, table_facts
 from ops.step import begin
 from resources.experiment import Experiment
 from resources.progress import ProgressSink
@@ -14,6 +17,23 @@ from resources.store import StoreResource
 
 NAME = "dataset"
 CHECK = "has_something_to_learn_from"
+
+
+def something_to_learn_from(meta: Mapping[str, Any]) -> dg.AssetCheckResult:
+    """Whether a dataset trains anything, and what left out the most."""
+    left_out, episodes = sum(meta["reasons"].values()), meta["episodes"]
+    most = max(meta["reasons"], key=lambda reason: meta["reasons"][reason])
+    words = f"{left_out} of {episodes} episodes were left out"
+    return dg.AssetCheckResult(
+        check_name=CHECK,
+        passed=meta["sequences"] > 0,
+        severity=dg.AssetCheckSeverity.WARN,
+        metadata={
+            "why": f"{words}, most often for {label(most)}." if left_out else "No episode was left out.",
+            "sequences kept": meta["sequences"],
+            "episodes left out": left_out,
+        },
+    )
 
 
 def build(experiment: Experiment) -> dg.AssetsDefinition:
@@ -39,7 +59,6 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
             **numbers({f"left out: {reason}": count for reason, count in made.meta["reasons"].items()}),
             "rewards": link(experiment.name, "rewards"),
         }
-        kept = made.meta["sequences"] > 0
-        return result(made, metadata, [dg.AssetCheckResult(check_name=CHECK, passed=kept)])
+        return result(made, metadata, [something_to_learn_from(made.meta)])
 
     return dataset

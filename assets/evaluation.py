@@ -1,5 +1,8 @@
 """evaluation[i]: candidate and parent on the gate, which decides, and on held-out, which no decision reads."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import dagster as dg
 
 from assets.naming import define
@@ -7,7 +10,7 @@ from contracts.artifacts import ArtifactRef
 from ops.evaluation import evaluate
 from ops.inputs import read_inputs
 from ops.keys import EVALUATION_VERSION
-from ops.results import Materialized, link, markdown_table, numbers, result
+from ops.results import Materialized, label, link, markdown_table, numbers, result
 from ops.step import begin
 from resources.experiment import Experiment
 from resources.progress import ProgressSink
@@ -16,6 +19,20 @@ from resources.sandboxes import SandboxesResource
 from resources.store import StoreResource
 
 NAME = "evaluation"
+
+
+def pass_rates(body: Mapping[str, Any]) -> dg.MarkdownMetadataValue:
+    """What an `evaluation` artifact says, in percent and points, as a table."""
+    rows = []
+    for split, found in body.items():
+        for who in ("candidate", "parent"):
+            rate = found[who]
+            value = "not graded" if rate["rate"] is None else f"{rate['rate']:.1%}"
+            rows.append((label(split), who, value, f"{rate['low']:.0%} to {rate['high']:.0%}", f"{rate['n']} episodes"))
+        mean, low, high = (f"{100 * found['difference'][name]:+.1f}" for name in ("mean", "low", "high"))
+        rows.append((label(split), "difference", mean, f"{low} to {high}", f"{found['difference']['n']} tasks"))
+    head = ("split", "policy", "percent solved", "interval", "over")
+    return markdown_table([dict(zip(head, row, strict=True)) for row in rows])
 
 
 def build(experiment: Experiment) -> dg.AssetsDefinition:
@@ -37,16 +54,15 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         inputs = read_inputs(step.store, iteration_inputs)
         evaluated = evaluate(step, sampler, sandboxes, checkpoint, inputs.start.checkpoint, inputs.task_suite)
         body = evaluated.json("evaluation.json")
-        rows = [
-            {"split": split, "policy": who, **{name: found[who][name] for name in ("rate", "low", "high", "n")}}
+        plots = {
+            f"{split} {who} pass rate": found[who]["rate"]
             for split, found in body.items()
             for who in ("candidate", "parent")
-        ]
-        plots = {f"{split} difference": found["difference"]["mean"] for split, found in body.items()}
-        plots |= {f"{row['split']} {row['policy']} pass rate": row["rate"] for row in rows}
+        }
+        plots |= {f"{split} difference": found["difference"]["mean"] for split, found in body.items()}
         metadata = {
+            "pass rates": pass_rates(body),
             **numbers(plots),
-            "pass rates": markdown_table(rows),
             "checkpoint": link(experiment.name, "checkpoint"),
         }
         return result(evaluated, metadata)

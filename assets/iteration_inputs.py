@@ -1,5 +1,8 @@
 """iteration_inputs[i]: what an iteration starts from, written once. Here iteration i meets i-1, through the live pointer."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import dagster as dg
 from pydantic import Field
 
@@ -48,6 +51,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         metadata = {
             "policy": inputs.policy.digest,
             "acts with": "base policy" if inputs.policy == inputs.base else "a trained policy",
+            **_restored(pinned.meta),
             "still live": live.policy == inputs.policy if live else inputs.policy == inputs.base,
             "prompt cursor": inputs.cursor,
             "base": link(experiment.name, "base_policy"),
@@ -55,3 +59,9 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         return result(pinned, metadata)
 
     return iteration_inputs
+
+
+def _restored(meta: Mapping[str, Any]) -> dict[str, str]:
+    """Says that the acting policy was brought back, where it was."""
+    rollback = meta.get("rollback")
+    return {"restored by": f"a rollback (change {rollback['number']}): {rollback['reason']}"} if rollback else {}

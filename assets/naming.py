@@ -8,7 +8,7 @@ from typing import Any
 import dagster as dg
 
 from resources.experiment import Experiment
-from resources.refs import REF
+from resources.ref_io import REF
 
 OWNERS = ["team:triplane"]
 ONCE = ("task_suite", "base_policy")
@@ -17,6 +17,11 @@ PER_ITERATION = (
     "iteration_inputs", "prompts", "rollouts", "rewards", "dataset", "checkpoint", "evaluation", "sampler", "report",
 )  # fmt: skip
 """Assets with one partition an iteration, in graph order."""
+PLANES = {
+    "task_suite": "curation", "base_policy": "trainer", "rollouts": "inference", "rewards": "curation",
+    "dataset": "curation", "checkpoint": "trainer", "evaluation": "inference", "sampler": "inference",
+}  # fmt: skip
+"""The plane that does an asset's work; assets that only join planes are absent."""
 
 
 def key_of(experiment: Experiment, asset: str) -> dg.AssetKey:
@@ -32,6 +37,11 @@ def partitions_of(experiment: Experiment) -> dg.DynamicPartitionsDefinition:
 def inputs_of(experiment: Experiment, *assets: str) -> dict[str, dg.AssetIn]:
     """Inputs called like the assets they come from."""
     return {asset: dg.AssetIn(key=key_of(experiment, asset)) for asset in assets}
+
+
+def tags_of(asset: str) -> dict[str, str]:
+    """What the asset catalog may be filtered by."""
+    return {"plane": PLANES[asset]} if asset in PLANES else {}
 
 
 def define(
@@ -50,6 +60,7 @@ def define(
         group_name=experiment.name,
         owners=OWNERS,
         kinds=kinds,
+        tags=tags_of(asset),
         description=description,
         code_version=code_version,
         partitions_def=partitions_of(experiment) if asset in PER_ITERATION else None,

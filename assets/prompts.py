@@ -13,6 +13,8 @@ from resources.progress import ProgressSink
 from resources.store import StoreResource
 
 NAME = "prompts"
+SHOWN = 12
+"""Groups listed: what the page shows without a click."""
 
 
 def build(experiment: Experiment) -> dg.AssetsDefinition:
@@ -32,6 +34,10 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
     ) -> Materialized:  # fmt: skip
         drawn = draw_and_commit(begin(context, experiment, NAME, store.open(), progress), iteration_inputs)
         groups = drawn.json("prompts.json")["groups"]
-        return result(drawn, {**numbers(drawn.meta), "tasks": markdown_table(groups[:20])})
+        first = [
+            {"number": each["index"], "task": each["task_id"], "group": each["group_id"][:12]}
+            for each in groups[:SHOWN]
+        ]
+        return result(drawn, {**numbers(drawn.meta), "first groups": markdown_table(first)})
 
     return prompts

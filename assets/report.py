@@ -1,22 +1,52 @@
 """report[i]: what happened, as one HTML page that needs nothing else: curves, distributions, every episode to read."""
 
+from collections.abc import Sequence
+
 import dagster as dg
 
 from assets.naming import define
 from contracts.artifacts import ArtifactRef
-from ops.report import REPORT_VERSION
+from contracts.tasks import Split
+from ops.report import REPORT_VERSION, ROUTE
 from ops.report.build import commit_report
 from ops.report.chart import pass_rate_picture
-from ops.report.history import earlier_rows
+from ops.report.history import Row, earlier_rows
 from ops.report.sources import REPORTED, open_sources
 from ops.report.timings import earlier_seconds, iteration_seconds
-from ops.results import Materialized, numbers, result
+from ops.results import Materialized, markdown_table, numbers, result
 from ops.step import begin
 from resources.experiment import Experiment
 from resources.progress import ProgressSink
 from resources.store import StoreResource
 
 NAME = "report"
+SHOWN = 8
+"""Iterations in the table on the asset's page: what it shows without a click."""
+
+
+def iterations_table(rows: Sequence[Row]) -> dg.MarkdownMetadataValue:
+    """The last iterations at a glance."""
+
+    def rate(row: Row, split: Split) -> str:
+        found = row[split.value]
+        return f"{found['candidate']['rate']:.1%}" if found and found["candidate"]["rate"] is not None else "-"
+
+    def reward(row: Row) -> str:
+        found = row["train"]
+        return f"{found['reward']:.3f}" if found and found["reward"] is not None else "-"
+
+    return markdown_table(
+        [
+            {
+                "iteration": row["iteration"],
+                "train reward": reward(row),
+                "gate": rate(row, Split.GATE),
+                "held-out": rate(row, Split.HELD_OUT),
+                "decision": row["decision"] or "-",
+            }
+            for row in rows[-SHOWN:]
+        ]
+    )
 
 
 def build(experiment: Experiment) -> dg.AssetsDefinition:
@@ -44,12 +74,16 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         made = commit_report(sources, earlier_rows(step.store, experiment.name, step.iteration), seconds)
         summary = made.json("summary.json")
         picture = pass_rate_picture(summary["rows"])
+        name = f"{experiment.name} {step.iteration}"
         metadata = {
+            "page": dg.MetadataValue.md(f"[Open the report of {name}]({ROUTE}/{made.ref.key})"),
+            "iterations": iterations_table(summary["rows"]),
+            "pass rates over iterations": dg.MetadataValue.md(
+                f"![pass rates over iterations]({picture})" if picture else "none yet"
+            ),
             **numbers(summary["headline"]),
-            "page": dg.MetadataValue.path(made.path("report.html")),
-            "page bytes": made.meta["bytes"],
-            "open": f"triplane report -e {experiment.name} -i {step.iteration} --open",
-            "pass rates": dg.MetadataValue.md(f"![pass rates over iterations]({picture})" if picture else "none yet"),
+            "in a terminal": f"triplane report -e {experiment.name} -i {step.iteration} --open",
+            "file": dg.MetadataValue.path(made.path("report.html")),
         }
         return result(made, metadata)
 

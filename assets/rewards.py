@@ -9,6 +9,7 @@ from curation.rewards import REWARDS_VERSION
 from ops.grading import grade
 from ops.inputs import load_tasks, read_inputs
 from ops.results import Materialized, link, numbers, result, table_facts
+from ops.reward_components import component_metadata
 from ops.samples import sample_episodes
 from ops.step import begin
 from resources.experiment import Experiment
@@ -48,10 +49,11 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         episodes = open_artifact(step.store, rollouts)
         share = graded.meta["graded"] / max(1, table.num_rows)
         metadata = {
+            "samples": sample_episodes(episodes, tokenizer, load_tasks(step.store, inputs.task_suite), graded),
             **table_facts(table),
             **numbers(graded.meta),
+            **component_metadata(graded, experiment.rewards),
             "rollouts": link(experiment.name, "rollouts"),
-            "samples": sample_episodes(episodes, tokenizer, load_tasks(step.store, inputs.task_suite), graded),
         }
         return result(
             graded,

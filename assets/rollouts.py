@@ -4,7 +4,7 @@ from typing import Any
 
 import dagster as dg
 
-from assets.naming import OWNERS, check, inputs_of, key_of, partitions_of
+from assets.naming import OWNERS, check, inputs_of, key_of, partitions_of, tags_of
 from inference.rollouts import ROLLOUTS_VERSION
 from ops.rollouts import CHECK, rollout_ops
 from resources.experiment import Experiment
@@ -22,6 +22,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         group_name=experiment.name,
         owners=OWNERS,
         kinds={"parquet"},
+        tags=tags_of(NAME),
         partitions_def=partitions_of(experiment),
         ins=inputs_of(experiment, "iteration_inputs", "prompts"),
         description="Episodes of the acting policy in sandboxes: episodes, sequences with logprobs, and their costs.",

@@ -1,20 +1,31 @@
-"""sampler[i]: the decision: live, refused or stale. Refusing is a successful run; goes live only if live is still its parent."""
+"""sampler[i]: the decision: live, refused or stale. Refusing is a successful run; goes live only if live is still its parent.
+
+gate: non-inferior? -> smoke episode on an engine without traffic -> compare-and-swap on the parent -> servers swapped
+"""
+
+from typing import Any
 
 import dagster as dg
 
 from assets.naming import define
 from contracts.artifacts import ArtifactRef
+from ops.deploy import bring_servers, server_metadata
 from ops.inputs import read_inputs
 from ops.keys import DECISION_VERSION
-from ops.publishing import publish, read_decision
+from ops.publishing import publish, read_decision, read_smoke
 from ops.results import Materialized, link, result
+from ops.smoke import Smoke, play_smoke
 from ops.step import begin
 from resources.experiment import Experiment
 from resources.progress import ProgressSink
 from resources.registry import Registry
+from resources.sampler import SamplerResource
+from resources.sandboxes import SandboxesResource
 from resources.store import StoreResource
 
 NAME = "sampler"
+TRANSCRIPT = 4000
+"""Characters of the smoke episode on the asset's page."""
 
 
 def build(experiment: Experiment) -> dg.AssetsDefinition:
@@ -25,25 +36,46 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         NAME,
         kinds={"json"},
         ins=["iteration_inputs", "checkpoint", "evaluation"],
-        description="Whether the candidate went live, and why. Non-inferiority on the gate, then compare-and-swap on its parent.",
+        description="Whether the candidate went live, and why: non-inferior on the gate, a smoke episode played, its parent still live.",
         code_version=DECISION_VERSION,
     )
     def sampler(
         context: dg.AssetExecutionContext, iteration_inputs: ArtifactRef, checkpoint: ArtifactRef, evaluation: ArtifactRef,
-        store: StoreResource, progress: dg.ResourceParam[ProgressSink],
+        store: StoreResource, sampler: SamplerResource, sandboxes: SandboxesResource,
+        progress: dg.ResourceParam[ProgressSink],
     ) -> Materialized:  # fmt: skip
         step = begin(context, experiment, NAME, store.open(), progress)
-        decided = publish(step, read_inputs(step.store, iteration_inputs), checkpoint, evaluation)
-        decision = read_decision(decided)
-        live = Registry(step.store, experiment.name).live()
+        inputs = read_inputs(step.store, iteration_inputs)
+        decided = publish(
+            step, inputs, checkpoint, evaluation,
+            smoke=lambda: play_smoke(step, sampler, sandboxes, checkpoint, inputs.task_suite),
+        )  # fmt: skip
+        # also after a decision of long ago: servers that missed a change are brought to what is live now
+        servers = bring_servers(step.store, experiment, inputs.base)
+        decision, smoke = read_decision(decided), read_smoke(decided)
+        registry = Registry(step.store, experiment.name)
+        live, undone = registry.live(), registry.rolled_back().get(checkpoint.digest)
         metadata = {
             "decision": decision.decision,
-            "reasons": "; ".join(decision.reasons),
+            "reasons": dg.MetadataValue.md("; ".join(decision.reasons)),
             "went live": int(decision.decision == "live"),
             "live number": live.number if live else 0,
             "live policy": live.policy.digest if live else "base policy",
+            **({"rolled back since": undone.came_by} if undone else {}),
+            **(_smoke_metadata(smoke) if smoke else {}),
+            **server_metadata(servers),
             "evaluation": link(experiment.name, "evaluation"),
         }
         return result(decided, metadata)
 
     return sampler
+
+
+def _smoke_metadata(smoke: Smoke) -> dict[str, Any]:
+    """The smoke episode in a line, and to read."""
+    said = smoke.fault or f"{smoke.outcome}: {smoke.turns} turns, {smoke.tool_calls} tool calls, {smoke.tokens} tokens"
+    return {
+        "smoke episode": f"{said} ({smoke.task_id})",
+        "smoke seconds": smoke.seconds,
+        "smoke transcript": dg.MetadataValue.text(smoke.transcript[:TRANSCRIPT]),
+    }

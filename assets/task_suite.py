@@ -38,9 +38,9 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         passed = all(splits.get(split.value, 0) > 0 for split in Split)
         stride = max(1, table.num_rows // 12)
         metadata = {
+            "samples": markdown_table(table.to_pylist()[::stride][:12]),
             **table_facts(suite.table("tasks.parquet")),
             **numbers({f"tasks {split}": count for split, count in splits.items()}),
-            "samples": markdown_table(table.to_pylist()[::stride][:12]),
         }
         return result(
             suite, metadata, [dg.AssetCheckResult(check_name=CHECK, passed=passed, metadata={"splits": splits})]

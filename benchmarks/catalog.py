@@ -14,7 +14,9 @@ CATALOG: Mapping[str, str] = {
     "learning": "held-out pass rate gained over the base policy, by seed, with controls that must not learn",
     "overhead": "the share of an iteration that is not sampling, tools, grading or optimizing",
     "engine": "tokens a second of the built-in engine beside HF generate of the same checkpoint",
+    "chaos": "iterations killed at named points and random instants: same content, nothing sampled twice, nothing left",
     "envd": "latency of creating, calling and verifying in a sandbox beside a bare unshare",
+    "s3": "an experiment on a local S3 server beside a directory: equal digests, and what S3 costs an iteration",
 }
 
 

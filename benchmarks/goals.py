@@ -18,6 +18,7 @@ COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
     ">": operator.gt,
     ">=": operator.ge,
+    "==": operator.eq,
 }
 
 
@@ -27,7 +28,7 @@ class Goal(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     name: str
     metric: str
-    comparison: Literal["<", "<=", ">", ">="]
+    comparison: Literal["<", "<=", ">", ">=", "=="]
     value: float
     unit: str
     why: str

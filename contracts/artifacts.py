@@ -14,8 +14,9 @@ import platform
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -25,12 +26,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from contracts.attempts import note_attempt, seal_attempt
 from contracts.digests import canonical_json, digest_of, sha256, table_digest
-from contracts.errors import ArtifactCorrupt, ArtifactMissing
-from contracts.store import Store, check_key, readable_errors, scratch_directory
+from contracts.errors import ArtifactCorrupt, ArtifactMissing, SchemaError, StoreError
+from contracts.failpoints import failpoint
+from contracts.store import Store, check_key, scratch_directory, staging_errors
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
+_AGAIN = "delete the artifact's folder and run its step again"
 _READERS, _READ_AHEAD = 8, 32
 _VERIFIED: set[tuple[str, int, int]] = set()
 
@@ -92,6 +96,12 @@ class Manifest(Frozen):
     created_unix: float
 
 
+def content_digest(kind: str, schema_version: int, files: Sequence[FileEntry]) -> str:
+    """What an artifact of these files is called: telemetry does not count."""
+    content = {entry.path: entry.digest for entry in files if entry.digest is not None}
+    return digest_of({"kind": kind, "schema_version": schema_version, "files": content})
+
+
 class Artifact:
     """A committed artifact, opened for reading. Every file is checked against the manifest when first touched."""
 
@@ -121,16 +131,17 @@ class Artifact:
         key = f"{self.ref.uri}/{self.manifest.attempt}/{name}"
         try:
             path = self.store.local_path(key)
-            if not _is_intact(path, entry) and self.store.forget(key):
+            if not (intact := _is_intact(path, entry)) and self.store.forget(key):
                 path = self.store.local_path(key)
+                intact = _is_intact(path, entry)
         except ArtifactMissing:
-            raise ArtifactCorrupt(
-                f"{self.ref.uri}/{name} is named by its manifest but gone: delete the artifact's folder and run its step again"
+            raise ArtifactCorrupt(f"{self.ref.uri}/{name} is named by its manifest but gone: {_AGAIN}") from None
+        except OSError as error:
+            raise StoreError(
+                f"{self.ref.uri}/{name} can't be read ({error.strerror}): check the permissions and the disk of {self.store.url}"
             ) from None
-        if not _is_intact(path, entry):
-            raise ArtifactCorrupt(
-                f"{self.ref.uri}/{name} does not match its manifest (truncated or changed): delete the artifact's folder and run its step again"
-            )
+        if not intact:
+            raise ArtifactCorrupt(f"{self.ref.uri}/{name} does not match its manifest (truncated or changed): {_AGAIN}")
         return path
 
     def directory(self) -> Path:
@@ -139,14 +150,26 @@ class Artifact:
         return paths[0].parents[len(Path(self.names()[0]).parts) - 1]
 
     def table(self, name: str, columns: list[str] | None = None) -> pa.Table:
-        """A Parquet file as a table."""
-        return pq.read_table(self.path(name), columns=columns)
+        """A Parquet file as a table. Raises ArtifactCorrupt when it was committed as something else."""
+        path = self.path(name)
+        try:
+            return pq.read_table(path, columns=columns)
+        except (pa.ArrowException, OSError) as error:
+            raise self._unreadable(name, "a Parquet file with these columns", error) from None
 
     def json(self, name: str) -> Any:
-        """A JSON file, parsed."""
+        """A JSON file, parsed. Raises ArtifactCorrupt when it was committed as something else."""
         import json
 
-        return json.loads(self.path(name).read_bytes())
+        try:
+            return json.loads(self.path(name).read_bytes())
+        except ValueError as error:
+            raise self._unreadable(name, "JSON", error) from None
+
+    def _unreadable(self, name: str, what: str, fault: object) -> ArtifactCorrupt:
+        """The error for a file that is as it was committed, and no good."""
+        said = " ".join(str(fault).split())[:200]
+        return ArtifactCorrupt(f"{self.ref.uri}/{name} is not {what} ({said}): {_AGAIN}")
 
 
 def artifact_exists(store: Store, kind: str, key: str) -> bool:
@@ -160,12 +183,31 @@ def find_artifact(store: Store, kind: str, key: str) -> Artifact | None:
         data = store.get(f"artifacts/{kind}/{key}/{MANIFEST}")
     except ArtifactMissing:
         return None
+    return Artifact(store, _read_manifest(data, kind, key))
+
+
+def _read_manifest(data: bytes, kind: str, key: str) -> Manifest:
+    """The manifest at this place. Raises ArtifactCorrupt for one that is damaged, changed or moved, SchemaError for one of another version."""
+    import json
+
+    where = f"artifacts/{kind}/{key}/{MANIFEST}"
     try:
-        return Artifact(store, Manifest.model_validate_json(data))
+        values = json.loads(data)
+        version = values.get("schema_version") if isinstance(values, dict) else None
+        if isinstance(version, int) and version != SCHEMA_VERSION:
+            raise SchemaError(
+                f"{where} has schema version {version}, this Triplane reads {SCHEMA_VERSION}: use the Triplane that wrote the store, "
+                "or point TRIPLANE_STORE elsewhere"
+            )
+        manifest = Manifest.model_validate(values)
     except ValidationError as error:
-        raise ArtifactCorrupt(
-            f"artifacts/{kind}/{key}/{MANIFEST} is damaged ({error.error_count()} errors): delete the folder and run its step again"
-        ) from None
+        raise ArtifactCorrupt(f"{where} is damaged ({error.error_count()} errors): {_AGAIN}") from None
+    except ValueError as error:
+        raise ArtifactCorrupt(f"{where} is damaged ({error}): {_AGAIN}") from None
+    named = content_digest(kind, SCHEMA_VERSION, manifest.files)
+    if (manifest.kind, manifest.action_key, manifest.content_digest) != (kind, key, named):
+        raise ArtifactCorrupt(f"{where} was changed: its digest is not that of what it names; {_AGAIN}")
+    return manifest
 
 
 def open_artifact(store: Store, ref: ArtifactRef) -> Artifact:
@@ -216,6 +258,8 @@ class ArtifactWriter:
         self._store, self._kind, self._key = store, kind, key
         self._parents, self._config, self._code_version = dict(parents), dict(config), code_version
         self._digests: dict[str, str | None] = {}
+        self._uploading: str | None = None
+        """Where files go that no manifest can name yet."""
         self._stage = scratch_directory(store)
         self.directory = Path(self._stage.name)
         """Where the caller may write files itself before naming them with `add_file`."""
@@ -226,9 +270,12 @@ class ArtifactWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._uploading is not None:
+            with suppress(StoreError):  # unreachable: `store gc` finds the files
+                self._store.discard(self._uploading)
         self._stage.cleanup()
         if isinstance(error, OSError):
-            with readable_errors(self._store.scratch):
+            with staging_errors(self._store):
                 raise error
 
     def add_table(self, name: str, table: pa.Table, *, telemetry: bool = False) -> None:
@@ -254,18 +301,26 @@ class ArtifactWriter:
         """Publish. If the same work was committed meanwhile, this attempt is dropped and the earlier artifact returned."""
         attempt = uuid.uuid4().hex[:12]
         folder = f"artifacts/{self._kind}/{self._key}"
+        note_attempt(self.directory, self._store, folder, attempt)
+        failpoint("artifact-staged")
+        self._uploading = f"{folder}/{attempt}/"
         entries = [self._upload(f"{folder}/{attempt}", name) for name in sorted(self._digests)]
-        content = {entry.path: entry.digest for entry in entries if entry.digest is not None}
         manifest = Manifest(
             kind=self._kind, schema_version=SCHEMA_VERSION, action_key=self._key, attempt=attempt, files=entries,
-            content_digest=digest_of({"kind": self._kind, "schema_version": SCHEMA_VERSION, "files": content}),
+            content_digest=content_digest(self._kind, SCHEMA_VERSION, entries),
             parents=self._parents, config=self._config, code_version=self._code_version, meta=dict(meta or {}),
             tool_versions=tool_versions(), created_unix=time.time(),
         )  # fmt: skip
-        won = self._store.create(f"{folder}/{MANIFEST}", manifest.model_dump_json(indent=1).encode())
+        body = manifest.model_dump_json(indent=1).encode()
+        seal_attempt(self.directory, body)
+        self._uploading = None  # from here on the manifest may exist, whatever the next call answers
+        failpoint("before-manifest")
+        won = self._store.create(f"{folder}/{MANIFEST}", body)
+        failpoint("after-manifest")
         winner = Artifact(self._store, manifest) if won else find_artifact(self._store, self._kind, self._key)
         assert winner is not None, "a manifest that exists can be read"
-        self._sweep(folder, winner.manifest.attempt)
+        if winner.manifest.attempt != attempt:
+            self._store.discard(f"{folder}/{attempt}/")
         return winner
 
     def _upload(self, folder: str, name: str) -> FileEntry:
@@ -273,11 +328,6 @@ class ArtifactWriter:
         size, checksum = source.stat().st_size, _file_sha256(source)
         self._store.create_file(f"{folder}/{name}", source)
         return FileEntry(path=name, size=size, sha256=checksum, digest=self._digests[name])
-
-    def _sweep(self, folder: str, winner: str) -> None:
-        for key in self._store.list(f"{folder}/"):
-            if key != f"{folder}/{MANIFEST}" and not key.startswith(f"{folder}/{winner}/"):
-                self._store.delete(key)
 
 
 @functools.cache

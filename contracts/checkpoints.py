@@ -79,12 +79,18 @@ def expected_tensors(config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, 
 def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Name -> (dtype, shape) of a safetensors file, from its header alone. Source: the safetensors format description."""
     try:
+        size = path.stat().st_size
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
+            if length > size:
+                raise ValueError(f"a header of {length} bytes in a file of {size}")
             header = json.loads(file.read(length))
-    except (OSError, struct.error, ValueError) as error:
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        if 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0) != size:
+            raise ValueError(f"{size} bytes are not what its header says: it was cut, or grew")
+        return {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in tensors.items()}
+    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SchemaError(f"{path} is not a readable safetensors file ({error}): export the checkpoint again") from None
-    return {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items() if name != "__metadata__"}
 
 
 def check_checkpoint(directory: Path) -> dict[str, Any]:
@@ -92,13 +98,23 @@ def check_checkpoint(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
         raise SchemaError(f"{directory} has no config.json: is it a checkpoint directory?")
-    config: dict[str, Any] = json.loads(path.read_text())
-    found, expected = read_header(directory / WEIGHTS), expected_tensors(config)
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+        expected = expected_tensors(config)
+    except ValueError as error:
+        raise SchemaError(f"{path} is not JSON ({error}): export the checkpoint again") from None
+    except (KeyError, TypeError) as error:
+        raise SchemaError(
+            f"{path} does not describe a Qwen3-MoE model ({error!r}): export the checkpoint again"
+        ) from None
+    found = read_header(directory / WEIGHTS)
     for name, form in expected.items():
         if name not in found:
             raise SchemaError(f"checkpoint {directory} lacks tensor {name}: export it again from its trainer_state")
         if found[name] != form:
-            raise SchemaError(f"checkpoint {directory}: tensor {name} is {found[name]}, expected {form}")
+            raise SchemaError(
+                f"checkpoint {directory}: tensor {name} is {found[name]}, expected {form}: export it again from its trainer_state"
+            )
     surplus = sorted(set(found) - set(expected))
     if surplus:
         raise SchemaError(f"checkpoint {directory} holds tensors its config does not name: {', '.join(surplus[:3])}")

@@ -162,6 +162,7 @@ class Episode:
     image_digest: str
     sample: int
     attempt: int
+    """Which attempt it was, from 0. Always 0 under the deterministic profile, where every attempt comes to the same; telemetry counts them."""
     seed: int
     policy_version: str
     temperature: float

@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
+REFUSALS = {
+    errno.ENOSPC: "free some space", errno.EDQUOT: "free some of your quota", errno.EROFS: "make it writable, or use another place",
+    errno.EACCES: "fix its permissions", errno.EPERM: "fix its permissions", errno.EIO: "check its disk",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)", errno.ENFILE: "end some processes", errno.ENOMEM: "free some memory",
+}  # fmt: skip
+"""What a system may refuse whatever the program does, by errno, and what to do about it."""
+
 
 class TriplaneError(Exception):
     """Base of every error this project raises on purpose. Its message names the thing and, after a colon or a dash, the fix."""
@@ -25,3 +35,10 @@ class ArtifactCorrupt(StoreError):
 
 class SchemaError(TriplaneError):
     """A table, checkpoint or message does not have the form its contract states."""
+
+
+def describe(error: OSError) -> str:
+    """What the system refused, of what, and the fix, in one line: for errors that no part of the program expects."""
+    said = error.strerror or (os.strerror(error.errno) if error.errno else str(error))
+    what = f"{error.filename}: {said}" if error.filename else " ".join(str(error).split()) or said
+    return f"{what}: {REFUSALS.get(error.errno or 0, 'check it')}, then run the same command again"

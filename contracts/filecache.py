@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import tempfile
 import time
-import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from contracts.errors import StoreError
+from contracts.owned import is_leftover, owned_name
 
 DEFAULT_GB = 20.0
 KEEP_S = 3600.0
-ABANDONED_S = 24 * 3600.0
-"""Age at which something in `tmp` was left by a killed process."""
+PARTIAL = "part-"
+"""How the names of unfinished copies begin."""
 
 
 class FileCache:
@@ -50,7 +49,7 @@ class FileCache:
     @contextmanager
     def fill(self, key: str) -> Iterator[tuple[Path, Path]]:
         """(where to write the object, where it will be): the first becomes the second when the block ends without an error."""
-        partial = self.scratch / f"part-{uuid.uuid4().hex}"
+        partial = self.scratch / f"{PARTIAL}{owned_name()}"
         with self._readable_errors():
             try:
                 yield partial, self._root / key
@@ -60,7 +59,7 @@ class FileCache:
 
     def adopt(self, key: str, source: Path) -> None:
         """Keep `source`, which was just uploaded and changes no more, as the copy of `key`: by a hard link where that works, else not."""
-        partial = self.scratch / f"part-{uuid.uuid4().hex}"
+        partial = self.scratch / f"{PARTIAL}{owned_name()}"
         try:
             os.link(source, partial)
         except OSError:
@@ -80,7 +79,7 @@ class FileCache:
         return True
 
     def sweep(self) -> None:
-        """Bring the cache below its bound, and remove what killed processes left. Safe beside other processes."""
+        """Bring the cache below its bound, and remove unfinished copies of killed processes. Safe beside other processes."""
         now, files = time.time(), sorted(self._files())
         excess = sum(size for _, size, _ in files) - self._limit
         for used, size, path in files:
@@ -89,15 +88,10 @@ class FileCache:
             path.unlink(missing_ok=True)
             excess -= size
             self._remove_empty(path.parent)
-        for entry in self.scratch.iterdir():
-            try:
-                abandoned = now - entry.stat().st_mtime > ABANDONED_S
-            except FileNotFoundError:
-                continue
-            if abandoned and entry.is_dir():
-                shutil.rmtree(entry, ignore_errors=True)
-            elif abandoned:
-                entry.unlink(missing_ok=True)
+        for entry in self.scratch.glob(f"{PARTIAL}*"):
+            with suppress(FileNotFoundError):
+                if is_leftover(entry.name, now - entry.stat().st_mtime, PARTIAL):
+                    entry.unlink()
 
     def _place(self, key: str, partial: Path) -> None:
         target = self._root / key

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from contracts.digests import canonical_json
-from contracts.errors import ArtifactCorrupt
+from contracts.errors import ArtifactCorrupt, ArtifactMissing
 from contracts.store import Store
 
 
@@ -35,9 +35,23 @@ class Pointer:
         keys = sorted(self._store.list(self._prefix))
         return self._read(keys[-1]) if keys else None
 
+    def current_of_few(self) -> PointerEntry | None:
+        """Like `current`, for a pointer that seldom has a second value: asks for the first two numbers, since S3 lists slowly."""
+        first = self._find(1)
+        return self.current() if first is not None and self._store.exists(self._key(2)) else first
+
     def advance(self, value: dict[str, Any], expected_number: int) -> bool:
         """Set `value` if the current number is still `expected_number` (0: never set). False when someone else was first."""
-        return self._store.create(f"{self._prefix}{expected_number + 1:08d}.json", canonical_json(value))
+        return self._store.create(self._key(expected_number + 1), canonical_json(value))
+
+    def _key(self, number: int) -> str:
+        return f"{self._prefix}{number:08d}.json"
+
+    def _find(self, number: int) -> PointerEntry | None:
+        try:
+            return self._read(self._key(number))
+        except ArtifactMissing:
+            return None
 
     def _read(self, key: str) -> PointerEntry:
         try:

@@ -34,17 +34,17 @@ _UNREACHABLE = (
 _ELSEWHERE = ("301", "PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException")
 
 
-def connect() -> S3Client:
-    """The client for the AWS_* variables of now. Every PutObject and CompleteMultipartUpload it sends is conditional on the key being new.
+def connect(*, conditional: bool = True) -> S3Client:
+    """The client for the AWS_* variables of now. Raises StoreError when they make no sense.
 
-    Raises StoreError when the variables make no sense.
+    conditional: every PutObject and CompleteMultipartUpload that it sends holds only if the key is new.
     """
     environment = tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith("AWS_")))
-    return _connect(os.getpid(), environment)
+    return _connect(os.getpid(), environment, conditional)
 
 
 @functools.lru_cache(maxsize=8)
-def _connect(process: int, environment: tuple[tuple[str, str], ...]) -> S3Client:
+def _connect(process: int, environment: tuple[tuple[str, str], ...], conditional: bool) -> S3Client:
     config = Config(
         retries={"mode": "standard", "total_max_attempts": ATTEMPTS}, connect_timeout=CONNECT_S, read_timeout=READ_S,
         max_pool_connections=CONNECTIONS, tcp_keepalive=True,
@@ -55,7 +55,7 @@ def _connect(process: int, environment: tuple[tuple[str, str], ...]) -> S3Client
         raise StoreError(
             f"no S3 client can be made ({_line(error)}): correct the AWS_* environment variables"
         ) from None
-    for operation in ("PutObject", "CompleteMultipartUpload"):
+    for operation in ("PutObject", "CompleteMultipartUpload") if conditional else ():
         client.meta.events.register(f"before-parameter-build.s3.{operation}", _only_when_new)
     return client
 
@@ -74,6 +74,11 @@ def code_of(error: ClientError | BotoCoreError) -> str:
 def is_missing(error: ClientError | BotoCoreError) -> bool:
     """Whether the server said that there is no such object."""
     return code_of(error) in _MISSING
+
+
+def is_refused(error: ClientError | BotoCoreError) -> bool:
+    """Whether the server denied the right to ask that."""
+    return code_of(error) in _REFUSED
 
 
 def explain(error: ClientError | BotoCoreError, url: str, key: str, endpoint: str) -> StoreError:

@@ -5,9 +5,11 @@ create -> s3write (conditional; above 64 MiB in parts)      local_path -> fileca
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -24,9 +26,9 @@ from botocore.exceptions import (
 
 from contracts.errors import StoreError
 from contracts.filecache import FileCache, cache_base, cache_limit
-from contracts.s3client import connect, explain, is_missing
-from contracts.s3write import MULTIPART_BYTES, create_object, transfers
-from contracts.store import check_key
+from contracts.s3client import connect, explain, is_missing, is_refused
+from contracts.s3write import MULTIPART_BYTES, abort_upload, create_object, delete_all, list_uploads, transfers
+from contracts.store import Entry, Upload, check_key
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.type_defs import GetObjectOutputTypeDef
@@ -39,6 +41,7 @@ BROKEN_STREAM = (FlexibleChecksumError, IncompleteReadError, ReadTimeoutError, R
 _CHUNK = 2**20
 _PROBE = "tmp/conditional-writes"
 _PROVEN: set[tuple[str, str]] = set()
+_log = logging.getLogger(__name__)
 
 
 class S3Store:
@@ -63,10 +66,14 @@ class S3Store:
         """See Store.scratch. On the cache's disk, so that what is uploaded is cached without a copy."""
         return self._cache.scratch
 
-    def create(self, key: str, data: bytes) -> bool:
+    def create(self, key: str, data: bytes, *, cached: bool = False) -> bool:
         """See Store.create."""
         with self._explained(key):
-            return self._create(key, data)
+            created = self._create(key, data)
+        if created and cached:
+            with self._cache.fill(key) as (partial, _):
+                partial.write_bytes(data)
+        return created
 
     def create_file(self, key: str, source: Path) -> bool:
         """See Store.create_file."""
@@ -104,17 +111,56 @@ class S3Store:
 
     def list(self, prefix: str) -> list[str]:
         """See Store.list."""
+        return [entry.key for entry in self.entries(prefix)]
+
+    def entries(self, prefix: str) -> Sequence[Entry]:
+        """See Store.entries."""
         with self._explained(prefix):
             pages = self._client.get_paginator("list_objects_v2").paginate(
                 Bucket=self._bucket, Prefix=self._prefix + prefix
             )
-            return sorted(item["Key"][len(self._prefix) :] for page in pages for item in page.get("Contents", []))
+            items = [item for page in pages for item in page.get("Contents", [])]
+        found = (Entry(self._own(item["Key"]), item["Size"], item["LastModified"].timestamp()) for item in items)
+        return sorted(found, key=lambda entry: entry.key)
+
+    def checksum(self, key: str) -> str:
+        """See Store.checksum."""
+        check_key(key)
+        with self._explained(key):
+            return _patiently(lambda: _sha256(self._object(key)))
+
+    def uploads(self) -> Sequence[Upload]:
+        """See Store.uploads."""
+        with self._explained(""):
+            found = list_uploads(self._client, self._bucket, self._prefix)
+        uploads = (Upload(self._own(item["Key"]), item["Initiated"].timestamp(), item["UploadId"]) for item in found)
+        return sorted(uploads, key=lambda upload: upload.key)
+
+    def abort(self, upload: Upload) -> None:
+        """See Store.abort."""
+        with self._explained(upload.key):
+            abort_upload(self._client, self._bucket, self._prefix + upload.key, upload.upload_id)
 
     def delete(self, key: str) -> None:
         """See Store.delete."""
         with self._explained(key):
             self._client.delete_object(Bucket=self._bucket, Key=self._prefix + check_key(key))
         self._cache.forget(key)
+
+    def discard(self, prefix: str) -> None:
+        """See Store.discard. Uploads that may not be listed are left to the bucket's lifecycle rule."""
+        keys = self.list(prefix)
+        with self._explained(prefix):
+            delete_all(self._client, self._bucket, [self._prefix + key for key in keys])
+            for key in keys:
+                self._cache.forget(key)
+            try:
+                for item in list_uploads(self._client, self._bucket, self._prefix + prefix):
+                    abort_upload(self._client, self._bucket, item["Key"], item["UploadId"])
+            except ClientError as error:
+                if not is_refused(error):
+                    raise
+                _log.warning("unfinished uploads under %s stay: %s refuses to list or abort them", prefix, self.url)
 
     def forget(self, key: str) -> bool:
         """See Store.forget."""
@@ -136,6 +182,10 @@ class S3Store:
                 f"{self._client.meta.endpoint_url} overwrites objects in spite of If-None-Match: * on PutObject: update that server or use another"
             )
 
+    def _own(self, name: str) -> str:
+        """The store's key of an object."""
+        return name[len(self._prefix) :]
+
     def _object(self, key: str) -> GetObjectOutputTypeDef:
         return self._client.get_object(Bucket=self._bucket, Key=self._prefix + key)
 
@@ -156,6 +206,14 @@ class S3Store:
             yield
         except (ClientError, BotoCoreError) as error:
             raise explain(error, self.url, key, self._client.meta.endpoint_url) from None
+
+
+def _sha256(found: GetObjectOutputTypeDef) -> str:
+    digest = hashlib.sha256()
+    with closing(found["Body"]) as stream:
+        for chunk in stream.iter_chunks(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _patiently(read: Callable[[], T]) -> T:

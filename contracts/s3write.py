@@ -6,26 +6,48 @@ a retry met what its own first try had written), the object there is asked whose
 
 from __future__ import annotations
 
+import os
 import random
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from botocore.exceptions import BotoCoreError, ClientError
+from s3transfer.futures import TransferFuture
 from s3transfer.manager import TransferConfig, TransferManager
+from s3transfer.subscribers import BaseSubscriber
 
+from contracts.errors import StoreError
+from contracts.failpoints import failpoint
 from contracts.s3client import code_of, is_missing
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
+    from mypy_boto3_s3.type_defs import MultipartUploadTypeDef
+
+
+def _megabytes(variable: str, default: float) -> int:
+    """Bytes: that many MiB, by a variable or the default. Raises StoreError."""
+    text = os.environ.get(variable) or str(default)
+    try:
+        megabytes = float(text)
+        if not 0 < megabytes < 1e6:
+            raise ValueError
+    except ValueError:
+        raise StoreError(f"{variable}={text!r} is not a number of megabytes above 0: correct or unset it") from None
+    return int(megabytes * 2**20)
+
 
 WRITER = "writer"
 """Metadata field `x-amz-meta-writer`."""
-MULTIPART_BYTES = 64 * 2**20
+MULTIPART_BYTES = _megabytes("TRIPLANE_S3_MULTIPART_MB", 64.0)
 """Files above this go up, and come down, in parts."""
 PART_BYTES = 16 * 2**20
 PARTS_AT_ONCE = 8
+DELETED_AT_ONCE = 1000
+"""S3's own bound."""
 CONFLICTS = 6
 """Tries when S3 asks to try again since another writer of the key is under way."""
 
@@ -70,12 +92,45 @@ def transfers(client: S3Client) -> TransferManager:
     return TransferManager(client, config)
 
 
+def delete_all(client: S3Client, bucket: str, keys: Sequence[str]) -> None:
+    """Delete objects, a thousand a request; silent about absent ones. Raises ClientError, BotoCoreError."""
+    for start in range(0, len(keys), DELETED_AT_ONCE):
+        some = keys[start : start + DELETED_AT_ONCE]
+        answer = client.delete_objects(Bucket=bucket, Delete={"Objects": [{"Key": key} for key in some], "Quiet": True})
+        for error in answer.get("Errors", []):
+            raise ClientError(
+                {"Error": {"Code": error.get("Code", ""), "Message": error.get("Message", "")}}, "DeleteObjects"
+            )
+
+
+def list_uploads(client: S3Client, bucket: str, prefix: str) -> list[MultipartUploadTypeDef]:
+    """Multipart uploads under way, or left by the dead, to keys that start with `prefix`. Raises ClientError, BotoCoreError."""
+    pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix)
+    # some servers ignore the prefix
+    return [item for page in pages for item in page.get("Uploads", []) if item["Key"].startswith(prefix)]
+
+
+def abort_upload(client: S3Client, bucket: str, key: str, upload_id: str) -> None:
+    """Give up a multipart upload; silent when it ended. Raises ClientError, BotoCoreError."""
+    try:
+        client.abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload_id)
+    except ClientError as error:
+        if code_of(error) != "NoSuchUpload":
+            raise
+
+
+class _UnderWay(BaseSubscriber):
+    def on_progress(self, future: TransferFuture, bytes_transferred: int, **kwargs: Any) -> None:
+        failpoint("multipart-under-way")
+
+
 def _send(client: S3Client, bucket: str, key: str, source: bytes | Path, token: str) -> None:
     if isinstance(source, bytes):
         client.put_object(Bucket=bucket, Key=key, Body=source, Metadata={WRITER: token})
     elif source.stat().st_size > MULTIPART_BYTES:
         with transfers(client) as manager:
-            manager.upload(str(source), bucket, key, extra_args={"Metadata": {WRITER: token}}).result()
+            extra = {"Metadata": {WRITER: token}}
+            manager.upload(str(source), bucket, key, extra_args=extra, subscribers=[_UnderWay()]).result()
     else:
         with source.open("rb") as file:
             client.put_object(Bucket=bucket, Key=key, Body=file, Metadata={WRITER: token})

@@ -7,21 +7,46 @@ so a reader sees a whole object or none, whoever dies while writing.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 import shutil
 import tempfile
-import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlparse
 
 from contracts.errors import ArtifactMissing, StoreError
+from contracts.failpoints import failpoint
+from contracts.owned import owned_directory, owned_name
 
 DEFAULT_STORE = ".triplane/store"
+STAGE = "stage-"
+"""How the names of staging directories begin."""
 _KEY = re.compile(r"[A-Za-z0-9_.=@+-]+(/[A-Za-z0-9_.=@+-]+)*")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a store knows of a key without reading it."""
+
+    key: str
+    size: int
+    """Bytes."""
+    modified_unix: float
+    """When it was created."""
+
+
+@dataclass(frozen=True)
+class Upload:
+    """The parts of a large file whose upload began and did not end. They take space and are no key."""
+
+    key: str
+    started_unix: float
+    upload_id: str
 
 
 class Store(Protocol):
@@ -35,8 +60,11 @@ class Store(Protocol):
     def scratch(self) -> Path:
         """A local folder for staging; what is left there belongs to nothing."""
 
-    def create(self, key: str, data: bytes) -> bool:
-        """Write `data` under `key` unless it exists. True when this call created it."""
+    def create(self, key: str, data: bytes, *, cached: bool = False) -> bool:
+        """Write `data` under `key` unless it exists. True when this call created it.
+
+        cached: keep a copy where `local_path` finds it, of what this machine will soon read again.
+        """
 
     def create_file(self, key: str, source: Path) -> bool:
         """Like `create`, from a local file, without loading it into memory."""
@@ -53,8 +81,23 @@ class Store(Protocol):
     def list(self, prefix: str) -> list[str]:
         """Every key that starts with `prefix`, sorted."""
 
+    def entries(self, prefix: str) -> Sequence[Entry]:
+        """Like `list`, with what is known of each key."""
+
+    def checksum(self, key: str) -> str:
+        """SHA-256 of the bytes under `key` where they are, not of a cached copy: 64 hex digits. Raises ArtifactMissing."""
+
+    def uploads(self) -> Sequence[Upload]:
+        """Uploads that did not end, also those still under way, sorted by key."""
+
+    def abort(self, upload: Upload) -> None:
+        """Give up an upload; silent when it ended."""
+
     def delete(self, key: str) -> None:
         """Remove `key`; silent when absent. Only for what no manifest names."""
+
+    def discard(self, prefix: str) -> None:
+        """Remove every key that starts with `prefix`, and uploads to such keys that never ended. Only for what a dead writer left."""
 
     def forget(self, key: str) -> bool:
         """Drop a cached download of `key`, so that `local_path` fetches it again. False when there is none: what it gave is the original."""
@@ -105,7 +148,7 @@ class LocalStore:
         """See Store.scratch. On the store's own disk, so that a link puts a file in place."""
         return self._tmp
 
-    def create(self, key: str, data: bytes) -> bool:
+    def create(self, key: str, data: bytes, *, cached: bool = False) -> bool:
         """See Store.create."""
         if (self._root / check_key(key)).exists():
             return False
@@ -128,7 +171,9 @@ class LocalStore:
 
     def get(self, key: str) -> bytes:
         """See Store.get."""
-        return self.local_path(key).read_bytes()
+        path = self.local_path(key)
+        with readable_errors(self._root):
+            return path.read_bytes()
 
     def local_path(self, key: str) -> Path:
         """See Store.local_path."""
@@ -152,6 +197,29 @@ class LocalStore:
             found += [key for name in names if (key := (relative / name).as_posix()).startswith(prefix)]
         return sorted(found)
 
+    def entries(self, prefix: str) -> Sequence[Entry]:
+        """See Store.entries."""
+        found = []
+        for key in self.list(prefix):
+            try:
+                status = (self._root / key).stat()
+            except FileNotFoundError:
+                continue
+            found.append(Entry(key, status.st_size, status.st_mtime))
+        return found
+
+    def checksum(self, key: str) -> str:
+        """See Store.checksum."""
+        with self.local_path(key).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def uploads(self) -> Sequence[Upload]:
+        """See Store.uploads. Files come whole here."""
+        return ()
+
+    def abort(self, upload: Upload) -> None:
+        """See Store.abort. There is none."""
+
     def delete(self, key: str) -> None:
         """See Store.delete. Folders left empty go too."""
         path = self._root / check_key(key)
@@ -164,15 +232,21 @@ class LocalStore:
             except OSError:
                 break
 
+    def discard(self, prefix: str) -> None:
+        """See Store.discard."""
+        for key in self.list(prefix):
+            self.delete(key)
+
     def forget(self, key: str) -> bool:
         """See Store.forget. Nothing is cached here."""
         return False
 
     @contextmanager
     def _scratch(self) -> Iterator[Path]:
-        scratch = self._tmp / uuid.uuid4().hex
+        scratch = self._tmp / owned_name()
         with readable_errors(self._root):
             try:
+                failpoint("store-write")
                 yield scratch
             finally:
                 scratch.unlink(missing_ok=True)
@@ -195,22 +269,37 @@ class LocalStore:
 
 
 @contextmanager
-def readable_errors(root: Path) -> Iterator[None]:
-    """Turn what the system says of a full or forbidden disk into StoreError with its fix. root: the folder to name."""
+def readable_errors(root: Path, what: str = "store", variable: str = "TRIPLANE_STORE") -> Iterator[None]:
+    """Turn what the system says of a full, broken or forbidden disk into StoreError with its fix.
+
+    root: the folder to name; what: it is; variable: tells it to be elsewhere.
+    """
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StoreError(
-                f"store {root} is full: free some space, or point TRIPLANE_STORE elsewhere, then run the same command again"
-            ) from None
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise StoreError(
-                f"store {root} is not writable ({error.strerror}): fix its permissions, or point TRIPLANE_STORE elsewhere"
-            ) from None
-        raise
+            fix = f"is full: free some space, or point {variable} elsewhere, then run the same command again"
+        elif error.errno in (errno.EIO, errno.ESTALE):
+            fix = f"can't be read or written ({error.strerror}): check its disk, then run the same command again"
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            fix = f"is not writable ({error.strerror}): fix its permissions, or point {variable} elsewhere"
+        elif error.errno in (errno.ENOTDIR, errno.EEXIST):
+            fix = f"is not a directory ({error.strerror}): point {variable} at one"
+        else:
+            raise
+        raise StoreError(f"{what} {root} {fix}") from None
+
+
+@contextmanager
+def staging_errors(store: Store) -> Iterator[None]:
+    """`readable_errors` for what happens in a store's scratch folder: beside a remote store that is the cache."""
+    beside = store.url == str(store.scratch.parent)
+    variable = "TRIPLANE_STORE" if beside else "TRIPLANE_CACHE"
+    with readable_errors(store.scratch, "store's folder" if beside else "cache", variable):
+        yield
 
 
 def scratch_directory(store: Store) -> tempfile.TemporaryDirectory[str]:
-    """A temporary directory for staging files before they are committed."""
-    return tempfile.TemporaryDirectory(prefix="stage-", dir=store.scratch)
+    """A temporary directory for staging files before they are committed. Raises StoreError."""
+    with staging_errors(store):
+        return owned_directory(STAGE, store.scratch)

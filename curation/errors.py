@@ -25,3 +25,7 @@ class TaskError(CurationError):
 
 class TokenizerError(CurationError):
     """A tokenizer that can't be trained as asked."""
+
+
+class RequestRefused(CurationError):
+    """A judge or reward model won't answer this one request: the component has no value there."""

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import random
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from pydantic import ValidationError
@@ -79,6 +80,19 @@ def verdict_key(task: Task, diff: bytes) -> str:
     return f"verdicts/{key[:2]}/{key}.json"
 
 
+def read_verdict(store: Store, key: str) -> Verdict | None:
+    """The verdict recorded under `key`, or None. Raises ArtifactCorrupt."""
+    for _ in range(2):
+        try:
+            return Verdict.model_validate_json(store.local_path(key).read_bytes())
+        except (ArtifactMissing, FileNotFoundError):
+            return None
+        except ValidationError:
+            if not store.forget(key):  # a damaged copy is fetched again
+                break
+    raise ArtifactCorrupt(f"verdict {key} in {store.url} is not readable: delete that file; it will be graded again")
+
+
 def judge(tests: tuple[str, ...], result: VerifyResult) -> Verdict:
     """Exact accounting of the named tests: one that did not report, or reported twice with different words, did not pass."""
     reports: dict[str, TestVerdict] = {}
@@ -111,6 +125,8 @@ class Verifier:
     ) -> None:
         self._client, self._store, self._timeout_s = client, store, timeout_s
         self._slots = asyncio.Semaphore(concurrency)
+        # as many as there are slots: far away, a store answers in tens of milliseconds
+        self._readers = ThreadPoolExecutor(concurrency, "verdicts")
         self._memory: OrderedDict[str, Verdict] = OrderedDict()
         self._flights: dict[str, _Flight] = {}
         self._templates: dict[str, str] = {}
@@ -145,14 +161,18 @@ class Verifier:
 
     async def _settle(self, key: str, task: Task, diff: bytes) -> Verdict:
         async with self._slots:
-            verdict = await asyncio.to_thread(self._recall, key)
+            loop = asyncio.get_running_loop()
+            verdict = await loop.run_in_executor(self._readers, self._recall, key)
             if verdict is None:
                 verdict = await self._verify(task, diff)
-                if verdict.exit == "timed_out":
+                if verdict.exit in (
+                    "timed_out",
+                    "crashed",
+                ):  # by what was graded, or by a busy machine or somebody's kill
                     verdict = await self._verify(task, diff)
                 if verdict.exit == "timed_out":
                     return verdict
-                verdict = await asyncio.to_thread(self._record, key, verdict)
+                verdict = await loop.run_in_executor(self._readers, self._record, key, verdict)
         self._memory[key] = verdict
         if len(self._memory) > REMEMBERED:
             self._memory.popitem(last=False)
@@ -187,19 +207,10 @@ class Verifier:
         return self._templates[image]
 
     def _recall(self, key: str) -> Verdict | None:
-        if self._store is None:
-            return None
-        try:
-            return Verdict.model_validate_json(self._store.get(key))
-        except ArtifactMissing:
-            return None
-        except ValidationError:
-            raise ArtifactCorrupt(
-                f"verdict {key} in {self._store.url} is not readable: delete that file; it will be graded again"
-            ) from None
+        return None if self._store is None else read_verdict(self._store, key)
 
     def _record(self, key: str, verdict: Verdict) -> Verdict:
         """The verdict that counts: this one, or the one that another process recorded first."""
-        if self._store is None or self._store.create(key, canonical_json(verdict.model_dump())):
+        if self._store is None or self._store.create(key, canonical_json(verdict.model_dump()), cached=True):
             return verdict
         return self._recall(key) or verdict

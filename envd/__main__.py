@@ -6,10 +6,12 @@ import argparse
 import asyncio
 import json
 import logging
+import os
 import sys
 import time
 from pathlib import Path
 
+from contracts.errors import describe
 from envd.errors import EnvdError
 
 _HELP = """\
@@ -63,6 +65,9 @@ def main(argv: list[str] | None = None) -> int:
         metavar="DIR",
         help="a directory of the server's own, removed when it ends (default: a temporary one)",
     )
+    serving.add_argument(
+        "--failure-fd", type=int, metavar="FD", help="a pipe for the reason when it fails, instead of standard error"
+    )
     serving.add_argument("--with-parent", type=int, metavar="PID", help="stop when this process, our parent, dies")
     arguments = parser.parse_args(argv)
     handler = logging.StreamHandler()
@@ -79,8 +84,15 @@ def main(argv: list[str] | None = None) -> int:
                 with_parent=arguments.with_parent,
             )
         )
-    except EnvdError as error:
-        print(f"envd: {error}", file=sys.stderr)
+    except (EnvdError, OSError) as error:
+        reason = describe(error) if isinstance(error, OSError) else str(error)
+        try:
+            if arguments.failure_fd is not None:
+                os.write(arguments.failure_fd, reason.encode())
+                return 1
+        except BrokenPipeError:
+            pass  # who started it stopped listening when it was ready
+        print(f"envd: {reason}", file=sys.stderr)
         return 1
     return 0
 

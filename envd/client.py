@@ -33,9 +33,11 @@ from envd.types import (
 )
 
 __all__ = [
+    "EnvdError",
     "Limits",
     "Sandbox",
     "SandboxClient",
+    "SandboxGone",
     "ServerInfo",
     "TestOutcome",
     "ToolCall",

@@ -6,15 +6,17 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+from contracts.owned import socket_directory
 from envd.errors import BackendUnavailable
+from envd.sandbox.cgroups import OWNED, remove_groups
 
 _START_TIMEOUT_S = 90.0
+_SOCKET = "envd.sock"
 
 
 class LocalEnvd:
@@ -35,7 +37,7 @@ class LocalEnvd:
         """Where the server listens, for `SandboxClient`."""
         if self._directory is None:
             raise BackendUnavailable("LocalEnvd is not running: use it as `with LocalEnvd() as envd`")
-        return f"unix:{self._directory}/envd.sock"
+        return f"unix:{self._directory}/{_SOCKET}"
 
     @property
     def alive(self) -> bool:
@@ -43,22 +45,27 @@ class LocalEnvd:
         return self._process is not None and self._process.poll() is None
 
     def __enter__(self) -> LocalEnvd:
-        self._directory = Path(tempfile.mkdtemp(prefix="envd-local-"))
+        self._directory = socket_directory(OWNED, len(_SOCKET))
         options = ["--listen", self.address, "--state-dir", str(self._directory), "--backend", self._backend]
         options += ["--log-level", self._log_level, "--with-parent", str(os.getpid())]
         root = Path(__file__).resolve().parent.parent
         paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+        reader, writer = os.pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "envd", "serve", *options],
+            [sys.executable, "-m", "envd", "serve", *options, "--failure-fd", str(writer)],
             stdin=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             start_new_session=True,
+            pass_fds=[writer],
         )
+        os.close(writer)
         try:
-            self._wait_until_ready()
+            self._wait_until_ready(reader)
         except BaseException:
             self._stop()
             raise
+        finally:
+            os.close(reader)
         return self
 
     def __exit__(
@@ -66,14 +73,16 @@ class LocalEnvd:
     ) -> None:
         self._stop()
 
-    def _wait_until_ready(self) -> None:
+    def _wait_until_ready(self, failure: int) -> None:
+        """failure: where it says why, if it fails."""
         assert self._process is not None and self._directory is not None
-        socket_file = self._directory / "envd.sock"
+        socket_file = self._directory / _SOCKET
         deadline = time.monotonic() + _START_TIMEOUT_S
         while not socket_file.exists():
             code = self._process.poll()
             if code is not None:
-                raise BackendUnavailable(f"envd ended with code {code} while it started; its last lines say why")
+                reason = os.read(failure, 4096).decode(errors="replace") or f"it ended with code {code}"
+                raise BackendUnavailable(f"envd did not start: {reason}")
             if time.monotonic() > deadline:
                 raise BackendUnavailable(f"envd was not ready after {_START_TIMEOUT_S:g} s")
             time.sleep(0.01)
@@ -89,4 +98,5 @@ class LocalEnvd:
             self._process = None
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
+            remove_groups(self._directory.name)
             self._directory = None

@@ -25,8 +25,16 @@ class EngineUnreachable(EngineError):
     """A remote engine did not answer within its deadline and retries."""
 
 
+class Withdrawn(EngineError):
+    """A server was taken out of service: it can't serve the policy that is live."""
+
+
 class StaleVersion(EngineError):
     """A remote engine serves another policy version than the caller expects."""
+
+
+class WeightsDiffer(EngineError):
+    """A server holds, or computes with, other weights than the checkpoint it was given."""
 
 
 class RolloutError(InferenceError):

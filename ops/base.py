@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 from contracts.artifacts import Artifact
@@ -13,6 +12,7 @@ from ops.step import Step
 from ops.training import warm_start
 from resources.experiment import ImportedBase
 from resources.launcher import Launcher
+from resources.loops import run_async
 from resources.sandboxes import SandboxesResource
 
 
@@ -26,7 +26,7 @@ def make_suite(step: Step, sandboxes: SandboxesResource) -> Artifact:
                 lambda done, total: step.progress.update("validating", done, total),
             )  # fmt: skip
 
-    return asyncio.run(build())
+    return run_async(build())
 
 
 def make_base(step: Step, launcher: Launcher) -> Artifact:

@@ -25,10 +25,12 @@ from inference.engines.base import Engine
 from inference.rollouts.evaluate import run_episodes
 from inference.rollouts.progress import ShardProgress
 from ops import keys
+from ops.grading import ungraded_allowed
 from ops.inputs import load_tasks, split_tasks
 from ops.step import Step
 from resources.errors import EvaluationIncomplete
 from resources.experiment import Experiment
+from resources.loops import run_async
 from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
 
@@ -106,7 +108,7 @@ def play_splits(
         else:
             found[split] = run
     if missing:
-        found |= asyncio.run(_play(step, sampler, sandboxes, policy, suite, missing))
+        found |= run_async(_play(step, sampler, sandboxes, policy, suite, missing))
     return found
 
 
@@ -154,7 +156,7 @@ async def _play_split(
         progress=playing, limits=experiment.sandboxes.limits.limits(),
     )  # fmt: skip
     table = episodes_table(episodes)
-    allowed = experiment.rewards.max_ungraded
+    allowed = ungraded_allowed(experiment)
     rewards = await grade_episodes(
         table, tasks, verifier, RewardConfig(max_ungraded=allowed),
         lambda done, total: step.progress.update(f"grading {split.value}", done, total),
@@ -180,6 +182,6 @@ def require_graded(rewards: pa.Table, allowed: float, what: str) -> None:
     lost = rewards["solved"].null_count
     if lost > allowed * len(rewards) or lost == len(rewards):
         raise EvaluationIncomplete(
-            f"evaluation of {what} lost {lost} of {len(rewards)} episodes to infrastructure faults, more than "
-            f"rewards.max_ungraded={allowed} allows; nothing was committed: see the log, check engine and envd, run the same step again"
+            f"evaluation of {what} lost {lost} of {len(rewards)} episodes to infrastructure faults, more than the share "
+            f"{allowed} that rewards.max_ungraded and the profile allow; nothing was committed: see the log, check engine and envd, run the same step again"
         )

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
+import pyarrow as pa
+
 from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, find_artifact, open_artifact
+from contracts.chat import ChatTokenizer
 from curation.dataset import DATASET_VERSION, build_dataset
-from curation.rewards import REWARDS_VERSION, grade_rollouts
+from curation.rewards import REWARDS_VERSION, RewardConfig, grade_rollouts
+from curation.rewards.grading import Graded
 from curation.statistics import pass_rate
 from curation.verify import Verifier
 from ops import keys
 from ops.inputs import IterationInputs, load_tasks
 from ops.step import Step
+from resources.experiment import Experiment
+from resources.loops import run_async
 from resources.sandboxes import SandboxesResource
 
 
@@ -20,34 +25,63 @@ def grade(step: Step, sandboxes: SandboxesResource, inputs: IterationInputs, rol
     """The `rewards` artifact of an iteration's rollouts."""
     key = keys.rewards_key(step.experiment, rollouts, inputs.task_suite)
     found = find_artifact(step.store, "rewards", key)
-    return found or asyncio.run(_grade(step, sandboxes, inputs, rollouts, key))
+    if found is not None:
+        return found
+    config, graded = step.experiment.rewards, run_async(_grade(step, sandboxes, inputs, rollouts))
+    with ArtifactWriter(
+        step.store, "rewards", key, parents={"rollouts": rollouts, "task_suite": inputs.task_suite},
+        config=config.slice(), code_version=REWARDS_VERSION,
+    ) as out:  # fmt: skip
+        out.add_table("rewards.parquet", graded.rewards)
+        if config.components:
+            # why, not what: a judge's other words for the same score change nothing that comes after
+            out.add_table("evidence.parquet", graded.evidence, telemetry=True)
+        return out.commit(meta=_facts(graded.rewards, config))
 
 
-async def _grade(
-    step: Step, sandboxes: SandboxesResource, inputs: IterationInputs, rollouts: ArtifactRef, key: str
-) -> Artifact:
-    config = step.experiment.rewards
-    async with sandboxes.client(step.experiment.sandboxes) as client:
-        table = await grade_rollouts(
+async def _grade(step: Step, sandboxes: SandboxesResource, inputs: IterationInputs, rollouts: ArtifactRef) -> Graded:
+    experiment = step.experiment
+
+    def tokenizer() -> ChatTokenizer:
+        return ChatTokenizer.from_directory(
+            open_artifact(step.store, inputs.policy).directory(), spaced=experiment.base.spaced
+        )
+
+    async with sandboxes.client(experiment.sandboxes) as client:
+        return await grade_rollouts(
             open_artifact(step.store, rollouts),
             load_tasks(step.store, inputs.task_suite),
             Verifier(client, step.store),
-            config,
+            experiment.rewards.model_copy(update={"max_ungraded": ungraded_allowed(experiment)}),
             lambda done, total: step.progress.update("grading", done, total),
+            store=step.store,
+            tokenizer=tokenizer,
         )
-    with ArtifactWriter(
-        step.store, "rewards", key, parents={"rollouts": rollouts, "task_suite": inputs.task_suite},
-        config=config.model_dump(mode="json"), code_version=REWARDS_VERSION,
-    ) as out:  # fmt: skip
-        out.add_table("rewards.parquet", table)
-        rewards = [value for value in table["reward"].to_pylist() if value is not None]
-        rate = pass_rate(table)
-        return out.commit(
-            meta={
-                "graded": len(rewards), "ungraded": table.num_rows - len(rewards), "solved": rate.solved,
-                "reward_mean": sum(rewards) / len(rewards) if rewards else None, "pass_rate": rate.rate,
-            }
-        )  # fmt: skip
+
+
+def ungraded_allowed(experiment: Experiment) -> float:
+    """Share of the episodes that may stay ungraded. None where the same rollouts must always get the same rewards: deterministic, no judges."""
+    if experiment.rollouts.profile == "deterministic" and not experiment.rewards.asked:
+        return 0.0
+    return experiment.rewards.max_ungraded
+
+
+def _facts(table: pa.Table, config: RewardConfig) -> dict[str, Any]:
+    rewards = [value for value in table["reward"].to_pylist() if value is not None]
+    rate = pass_rate(table)
+    facts = {
+        "graded": len(rewards), "ungraded": table.num_rows - len(rewards), "solved": rate.solved,
+        "reward_mean": sum(rewards) / len(rewards) if rewards else None, "pass_rate": rate.rate,
+    }  # fmt: skip
+    return facts | ({"recomputation": recomputation(config)} if config.components else {})
+
+
+def recomputation(config: RewardConfig) -> str:
+    """What grading the same rollouts once more in another store would give."""
+    if not config.asked:
+        return "identical"
+    names = ", ".join(f"{each.name} (model {each.model})" for each in config.asked)
+    return f"equivalent: what {names} answered is kept in this store; asked elsewhere, a model may answer otherwise"
 
 
 def make_dataset(step: Step, rollouts: ArtifactRef, rewards: ArtifactRef) -> Artifact:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field
 
 from contracts.artifacts import (
@@ -20,6 +22,7 @@ from ops import keys
 from ops.step import Step
 from resources.errors import NotMaterialized, RegistryError
 from resources.experiment import Experiment
+from resources.launcher import require_launchable
 from resources.refs import read_artifact
 from resources.registry import Registry
 
@@ -88,6 +91,7 @@ def pin_inputs(step: Step, base: ArtifactRef, suite: ArtifactRef, policy: str) -
     found = find_artifact(step.store, "iteration_inputs", key)
     if found is not None:
         return found
+    require_launchable(step.experiment)  # now, not when hours of rollouts are to be trained on
     start = resolve_start(step.store, step.experiment.name, base, policy)
     inputs = IterationInputs(
         experiment=step.experiment.name, iteration=step.iteration, policy=start.checkpoint, start=start, task_suite=suite, base=base,
@@ -99,7 +103,16 @@ def pin_inputs(step: Step, base: ArtifactRef, suite: ArtifactRef, policy: str) -
         step.store, "iteration_inputs", key, parents=parents, config=config, code_version=keys.INPUTS_VERSION
     ) as out:
         out.add_json("inputs.json", inputs.model_dump(mode="json"))
-        return out.commit(meta={**config, "policy": inputs.policy.digest, "asked_for": policy})
+        restored = restoring_rollback(step.store, step.experiment.name, inputs.policy)
+        return out.commit(meta={**config, "policy": inputs.policy.digest, "asked_for": policy, **restored})
+
+
+def restoring_rollback(store: Store, experiment: str, policy: ArtifactRef) -> dict[str, Any]:
+    """Why this policy is live, where it is so by a rollback: {"rollback": {number, to, reason}}; else nothing."""
+    live = Registry(store, experiment).live()
+    if live is None or live.rollback is None or live.policy != policy:
+        return {}
+    return {"rollback": {"number": live.number, "to": live.rollback.to, "reason": live.rollback.reason}}
 
 
 def resolve_start(store: Store, experiment: str, base: ArtifactRef, policy: str) -> Start:

@@ -97,7 +97,7 @@ def rollouts_key(
 def rewards_key(experiment: Experiment, rollouts: ArtifactRef, suite: ArtifactRef) -> str:
     """Of the rewards."""
     inputs = {"rollouts": rollouts.digest, "task_suite": suite.digest}
-    return action_key("rewards", inputs, experiment.rewards.model_dump(mode="json"), REWARDS_VERSION)
+    return action_key("rewards", inputs, experiment.rewards.slice(), REWARDS_VERSION)
 
 
 def dataset_key(experiment: Experiment, rollouts: ArtifactRef, rewards: ArtifactRef) -> str:

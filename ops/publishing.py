@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, Frozen, find_artifact, open_artifact
+from contracts.digests import canonical_json
+from contracts.failpoints import failpoint
 from contracts.tasks import Split
-from curation.statistics import PairedDifference, non_inferior
+from curation.statistics import Judgement, PairedDifference, non_inferior
 from ops import keys
 from ops.inputs import IterationInputs, trainer_state_of
+from ops.smoke import Smoke
 from ops.step import Step
-from resources.registry import LivePolicy, Registry
+from resources.registry import Registry
 
 Verdict = Literal["live", "refused", "stale"]
+SMOKE_FILE = "smoke.json"
 
 
 class Decision(Frozen):
     """What became of a candidate."""
 
     decision: Verdict
-    """live: promoted. refused: not shown to be non-inferior. stale: good enough, but its parent was no longer live."""
+    """live: promoted. refused: not shown to be non-inferior, or not to be served. stale: good enough, but its parent was no longer live."""
     reasons: list[str]
     candidate: ArtifactRef
     parent: ArtifactRef
@@ -27,13 +32,23 @@ class Decision(Frozen):
     """Place in the registry's history, of a candidate that went live."""
 
 
+def read_smoke(artifact: Artifact) -> Smoke | None:
+    """The smoke episode beside a decision, or None when none was played for it."""
+    return Smoke.model_validate(artifact.json(SMOKE_FILE)) if SMOKE_FILE in artifact.names() else None
+
+
 def read_decision(artifact: Artifact) -> Decision:
     """The content of a `sampler` artifact."""
     return Decision.model_validate(artifact.json("decision.json"))
 
 
-def publish(step: Step, inputs: IterationInputs, candidate: ArtifactRef, evaluation: ArtifactRef) -> Artifact:
-    """Decide about a candidate and act on it; a decision already taken is reported again and changes nothing."""
+def publish(
+    step: Step, inputs: IterationInputs, candidate: ArtifactRef, evaluation: ArtifactRef, smoke: Callable[[], Smoke]
+) -> Artifact:
+    """Decide about a candidate and act on it; a decision already taken is reported again and changes nothing.
+
+    smoke: plays the smoke episode of a candidate that is good enough.
+    """
     parent = inputs.start.checkpoint
     key = keys.decision_key(step.experiment, step.iteration, candidate, parent, evaluation)
     found = find_artifact(step.store, "sampler", key)
@@ -42,38 +57,65 @@ def publish(step: Step, inputs: IterationInputs, candidate: ArtifactRef, evaluat
     difference = PairedDifference(
         **open_artifact(step.store, evaluation).json("evaluation.json")[Split.GATE.value]["difference"]
     )
-    decision = _decide(step, candidate, parent, difference)
+    decision, played = _decide(step, candidate, parent, difference, smoke)
     parents = {"candidate": candidate, "parent": parent, "evaluation": evaluation}
     config: dict[str, Any] = keys.decision_slice(step.experiment, step.iteration)
     with ArtifactWriter(
         step.store, "sampler", key, parents=parents, config=config, code_version=keys.DECISION_VERSION
     ) as out:
         out.add_json("decision.json", decision.model_dump(mode="json"))
+        if played is not None:
+            (out.directory / SMOKE_FILE).write_bytes(canonical_json(played.model_dump(mode="json")))
+            out.add_file(SMOKE_FILE, telemetry=True)
         return out.commit(meta={"decision": decision.decision, "iteration": step.iteration, "policy": candidate.digest})
 
 
-def _decide(step: Step, candidate: ArtifactRef, parent: ArtifactRef, difference: PairedDifference) -> Decision:
+def _decide(
+    step: Step, candidate: ArtifactRef, parent: ArtifactRef, difference: PairedDifference, smoke: Callable[[], Smoke]
+) -> tuple[Decision, Smoke | None]:
+    """The decision, acted on; and the smoke episode, if there was one."""
+
     def decided(verdict: Verdict, reason: str, number: int | None = None) -> Decision:
         return Decision(decision=verdict, reasons=[reason], candidate=candidate, parent=parent, pointer_number=number)
 
     if candidate.digest == parent.digest:
-        return decided("refused", "candidate equals its parent: nothing was learned")
+        return decided("refused", "candidate equals its parent: nothing was learned"), None
     judgement = non_inferior(difference, step.experiment.promotion.margin)
-    if not judgement.holds:
-        return decided("refused", judgement.sentence)
     registry = Registry(step.store, step.experiment.name)
-    state = trainer_state_of(step.store, candidate)
-    # a run killed between promotion and this record finds its own entry
-    entry = registry.promote(candidate, state, parent=parent.digest, iteration=step.iteration) or _own_entry(
-        registry, step, candidate
-    )
+    refusal, played = None, None
+    if registry.promotion_of(candidate.digest, step.iteration) is None:
+        refusal, played = _try_to_promote(step, registry, candidate, parent, judgement, smoke)
+    # asked last, whatever was found before: a killed run, or another one of this iteration, may have promoted it and recorded nothing yet
+    entry = registry.promotion_of(candidate.digest, step.iteration)
     if entry is not None:
-        return decided("live", judgement.sentence, entry.number)
-    live = registry.live()
+        other = "" if judgement.holds else f"; it went live as change {entry.number} before this was asked"
+        return decided("live", f"{judgement.sentence}{other}", entry.number), played
+    if refusal is not None:
+        return decided("refused", refusal), played
+    return decided("stale", f"{judgement.sentence}; but {_why_stale(registry, candidate, parent)}"), played
+
+
+def _try_to_promote(
+    step: Step, registry: Registry, candidate: ArtifactRef, parent: ArtifactRef, judgement: Judgement, smoke: Callable[[], Smoke]
+) -> tuple[str | None, Smoke | None]:  # fmt: skip
+    """Promote a candidate that deserves it; why it does not, and its smoke episode. Neither: its parent is not live, or not any more."""
+    if not judgement.holds:
+        return judgement.sentence, None
+    if not registry.may_promote(candidate, parent.digest):
+        return None, None
+    played = smoke()
+    if played.fault is not None:
+        return f"{judgement.sentence}; but its smoke episode failed: {played.fault}", played
+    state = trainer_state_of(step.store, candidate)
+    registry.promote(candidate, state, parent=parent.digest, iteration=step.iteration)
+    failpoint("policy-promoted")
+    return None, played
+
+
+def _why_stale(registry: Registry, candidate: ArtifactRef, parent: ArtifactRef) -> str:
+    live, before = registry.live(), registry.find(candidate.digest)
+    if before is not None:
+        return f"it was live before, as change {before.number}: `triplane rollback --to {before.number}` brings it back"
     now = live.policy.short if live else "nothing"
-    return decided("stale", f"{judgement.sentence}; but its parent {parent.short} is not live any more, {now} is")
-
-
-def _own_entry(registry: Registry, step: Step, candidate: ArtifactRef) -> LivePolicy | None:
-    entry = registry.find(candidate.digest)
-    return entry if entry is not None and entry.iteration == step.iteration else None
+    how = f", restored by a rollback ({live.rollback.reason})" if live and live.rollback else ""
+    return f"its parent {parent.short} is not live any more, {now} is{how}"

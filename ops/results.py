@@ -9,6 +9,8 @@ import dagster as dg
 import pyarrow as pa
 
 from contracts.artifacts import Artifact, ArtifactRef
+from contracts.failpoints import failpoint
+from ops.columns import COLUMNS, type_text
 
 if TYPE_CHECKING:
     Materialized = dg.MaterializeResult[ArtifactRef]
@@ -16,30 +18,61 @@ else:
     Materialized = dg.MaterializeResult  # Dagster does not recognize the parametrized class as an asset's annotation
 
 Metadata = dict[str, Any]
+SHORT = 16
+"""Digits of another artifact's digest: enough for `triplane lineage`."""
 MAX_MARKDOWN = 30_000
 """Characters of one markdown entry; Dagster wants an event below 100 KB."""
 
 
 def describe(artifact: Artifact) -> Metadata:
-    """Where an artifact is and what it was made of."""
+    """Where an artifact is, when it was committed and what it was made of."""
     ref, manifest = artifact.ref, artifact.manifest
     rows = [
-        dg.TableRecord({"role": role, "kind": parent.kind, "digest": parent.digest, "uri": parent.uri})
+        dg.TableRecord({"role": role, "kind": parent.kind, "digest": parent.digest[:SHORT]})
         for role, parent in sorted(manifest.parents.items())
     ]
-    found: Metadata = {
-        "dagster/uri": f"{artifact.store.url}/{ref.uri}",
+    found: Metadata = {"parents": dg.MetadataValue.table(rows)} if rows else {}
+    return found | {
+        # older than the materialization when the work was found, not done again
+        "committed": dg.MetadataValue.timestamp(manifest.created_unix),
         "digest": ref.digest,
-        "action_key": ref.key,
-        "bytes": sum(entry.size for entry in manifest.files),
+        "action key": ref.key,
+        "size": size_text(sum(entry.size for entry in manifest.files)),
         "config": dg.MetadataValue.json(manifest.config),
+        "dagster/uri": f"{artifact.store.url}/{ref.uri}",
     }
-    return found | ({"parents": dg.MetadataValue.table(rows)} if rows else {})
+
+
+def present(metadata: Mapping[str, Any]) -> Metadata:
+    """Metadata as a person reads it: names in words, four digits of a float. Dagster's own keys stay."""
+    return {name if "/" in name else label(name): _rounded(value) for name, value in metadata.items()}
+
+
+def label(name: str) -> str:
+    """A column's or metric's name in words."""
+    return name.replace("held_out", "held-out").replace("_", " ")
+
+
+def size_text(size: int) -> str:
+    """Bytes for people: 999 B, 1.9 MB."""
+    unit, units = float(size), iter(("B", "kB", "MB", "GB", "TB"))
+    name = next(units)
+    while unit >= 1000 and name != "TB":
+        unit, name = unit / 1000, next(units)
+    return f"{size} B" if name == "B" else f"{unit:.3g} {name}"
+
+
+def _rounded(value: Any) -> Any:
+    if not isinstance(value, float):
+        return value
+    return round(value, 1) if abs(value) >= 1000 else float(f"{value:.4g}")
 
 
 def table_facts(table: pa.Table) -> Metadata:
     """Row count and column schema, under the keys that Dagster's asset page reads."""
-    columns = [dg.TableColumn(field.name, str(field.type)) for field in table.schema]
+    columns = [
+        dg.TableColumn(field.name, type_text(field.type), description=COLUMNS.get(field.name)) for field in table.schema
+    ]
     return {"dagster/row_count": table.num_rows, "dagster/column_schema": dg.TableSchema(columns)}
 
 
@@ -83,16 +116,20 @@ def _cell(value: Any) -> str:
 
 def output(artifact: Artifact, metadata: Mapping[str, Any]) -> dg.Output[ArtifactRef]:
     """What the last op of a graph asset returns."""
+    failpoint("artifact-described")
     return dg.Output(
-        artifact.ref, metadata={**describe(artifact), **metadata}, data_version=dg.DataVersion(artifact.ref.digest)
+        artifact.ref,
+        metadata=present({**metadata, **describe(artifact)}),
+        data_version=dg.DataVersion(artifact.ref.digest),
     )
 
 
 def result(artifact: Artifact, metadata: Mapping[str, Any], checks: Sequence[dg.AssetCheckResult] = ()) -> Materialized:
     """What an asset returns."""
+    failpoint("artifact-described")
     return dg.MaterializeResult(
         value=artifact.ref,
-        metadata={**describe(artifact), **metadata},
+        metadata=present({**metadata, **describe(artifact)}),
         data_version=dg.DataVersion(artifact.ref.digest),
         check_results=list(checks),
     )

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import dagster as dg
 import pyarrow.compute as pc
 
 from contracts.artifacts import Artifact
-from ops.results import numbers
+from ops.results import label, numbers
+from ops.step import Step
+
+SPEED = "tokens_per_second"
 
 
 def rollout_numbers(rollouts: Artifact) -> dict[str, Any]:
@@ -18,9 +23,34 @@ def rollout_numbers(rollouts: Artifact) -> dict[str, Any]:
     total = max(1, episodes.num_rows)
     found: dict[str, Any] = {**numbers(rollouts.meta), "episodes": episodes.num_rows}
     for column in ("turns", "policy_tokens", "format_errors"):
-        found[f"{column} mean"] = pc.mean(episodes[column]).as_py()
+        found[f"{column} per episode"] = pc.mean(episodes[column]).as_py()
     for column in ("seconds", "sampling_seconds", "tool_seconds"):
-        found[f"{column} mean"] = pc.mean(telemetry[column]).as_py()
+        found[f"{column} per episode"] = pc.mean(telemetry[column]).as_py()
     for outcome, count in sorted(Counter(episodes["outcome"].to_pylist()).items()):
         found[f"share {outcome}"] = count / total
     return numbers(found)
+
+
+def sampled_numbers(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What this very run sampled, and how fast: shards may have run side by side or one after the other.
+
+    shards: what `sample_shard` returned, one of each shard that had something to look at.
+    """
+    groups = sum(shard["groups"] - shard["found"] for shard in shards)
+    tokens = sum(shard["tokens"] for shard in shards)
+    found: dict[str, Any] = {"groups sampled by this run": groups}
+    if tokens:
+        seconds = max(shard["ended"] for shard in shards) - min(shard["began"] for shard in shards)
+        found[SPEED] = tokens / max(seconds, 1e-6)
+    return found
+
+
+def speed_before(step: Step) -> dict[str, Any]:
+    """The speed that an earlier materialization of this partition had: a repeat samples nothing, and its plot keeps the point."""
+    wanted = dg.AssetRecordsFilter(dg.AssetKey([step.experiment.name, step.asset]), asset_partitions=[step.iteration])
+    for record in step.context.instance.fetch_materializations(wanted, limit=1).records:
+        made = record.asset_materialization
+        value = made.metadata.get(label(SPEED)) if made else None
+        if value is not None:
+            return {SPEED: value.value}
+    return {}

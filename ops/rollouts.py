@@ -4,9 +4,9 @@ The plan is committed before anything is sampled; merge raises unless every grou
 not run is an error, and a re-run repeats only what is missing.
 """
 
-import asyncio
 import json
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,18 +20,20 @@ from curation.errors import InfraFault
 from curation.verify import Verifier
 from inference.errors import InfraFault as SamplingFault
 from inference.rollouts import ROLLOUTS_VERSION
-from inference.rollouts.merge import expected_groups, merge_groups
+from inference.rollouts.merge import Gathered, gather_groups, merge_groups
 from inference.rollouts.plan import GroupPlan, RolloutPlan
 from inference.rollouts.progress import ShardProgress
 from inference.rollouts.worker import GradeResult, run_shard
 from ops import keys
 from ops.inputs import PromptsDrawn, load_tasks, read_inputs
 from ops.results import output, table_facts
-from ops.rollout_numbers import rollout_numbers
+from ops.rollout_numbers import rollout_numbers, sampled_numbers, speed_before
 from ops.samples import sample_episodes
 from ops.step import Step, begin
 from resources.experiment import Experiment
+from resources.loops import run_async
 from resources.progress import ProgressSink
+from resources.ref_io import REF
 from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
 from resources.store import StoreResource
@@ -69,7 +71,7 @@ def read_plan(artifact: Artifact) -> RolloutPlan:
 async def sample_shard(
     step: Step, plan: RolloutPlan, shard: int, sampler: SamplerResource, sandboxes: SandboxesResource
 ) -> dict[str, Any]:
-    """Sample and commit what is missing of one shard. Returns its counts."""
+    """Sample and commit what is missing of one shard. Returns its counts, and when it began and ended in Unix seconds."""
     experiment = step.experiment
     tasks = load_tasks(step.store, plan.inputs["task_suite"])
     policy = open_artifact(step.store, plan.policy)
@@ -85,12 +87,16 @@ async def sample_shard(
             except InfraFault:
                 return GradeResult(None)
 
+        began = time.time()
         report = await run_shard(
             plan, shard, engine=engine, sandboxes=client, tasks=tasks, store=step.store, grade=grade,
             tokenizer=ChatTokenizer.from_directory(policy.directory(), spaced=experiment.base.spaced),
             progress=lambda now: _show(step, now), limits=experiment.sandboxes.limits.limits(),
         )  # fmt: skip
-    return {"groups": report.groups, "found": report.groups_found, "refills": report.refills, "tokens": report.tokens}
+    return {
+        "groups": report.groups, "found": report.groups_found, "refills": report.refills, "tokens": report.tokens,
+        "began": began, "ended": time.time(),
+    }  # fmt: skip
 
 
 def _show(step: Step, now: ShardProgress) -> None:
@@ -133,15 +139,18 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
             context.log.info(f"rollouts {planned.key[:12]} are committed: nothing to sample")
             return part
         try:
-            report = asyncio.run(sample_shard(step, planned, part["shard"], sampler, sandboxes))
-        except SamplingFault as fault:  # committed groups stay; once more for what infrastructure lost
+            report = run_async(sample_shard(step, planned, part["shard"], sampler, sandboxes))
+        except SamplingFault as fault:
+            if context.retry_number:
+                raise
+            # committed groups stay; once more for what infrastructure lost
             raise dg.RetryRequested(max_retries=1, seconds_to_wait=random.uniform(1, 5)) from fault
         context.log.info(f"shard {part['shard']}: {json.dumps(report)}")
-        return part
+        return {**part, "sampled": report}
 
     @dg.op(
         name=f"{prefix}_merge", description="Merge all groups; fails unless every expected one is committed.",
-        out={"result": dg.Out(ArtifactRef), "check": dg.Out(dg.Nothing)},
+        out={"result": dg.Out(REF), "check": dg.Out(dg.Nothing)},
     )  # fmt: skip
     def merge(
         context: dg.OpExecutionContext,
@@ -151,25 +160,28 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
     ) -> Iterator[dg.Output[ArtifactRef] | dg.AssetCheckResult]:
         step = begin(context, experiment, ASSET, store.open(), progress)
         planned = read_plan(open_artifact(step.store, ArtifactRef.model_validate(parts[0]["plan"])))
-        expected, lacking = groups_lacking(planned, step.store)
+        gathered = gather_groups(planned, step.store)
+        lacking = groups_lacking(planned, gathered, step.store)
         yield dg.AssetCheckResult(
             passed=not lacking, asset_key=dg.AssetKey([experiment.name, ASSET]), check_name=CHECK,
-            metadata={"expected": len(expected), "lacking": [group.task_id for group in lacking[:20]]},
+            metadata={"expected": len(gathered.expected), "lacking": [group.task_id for group in lacking[:20]]},
         )  # fmt: skip
-        merged = merge_groups(planned, step.store)  # raises when any is lacking, and names them
-        yield output(merged, rollout_metadata(step, merged, planned))
+        merged = merge_groups(planned, step.store, gathered)  # raises when any is lacking, and names them
+        sampled = sampled_numbers([part["sampled"] for part in parts if "sampled" in part])
+        yield output(merged, {**rollout_metadata(step, merged, planned), **speed_before(step), **sampled})
 
     return plan, shard, merge
 
 
-def groups_lacking(plan: RolloutPlan, store: Store) -> tuple[list[GroupPlan], list[GroupPlan]]:
-    """The groups that the plan leads to, and those of them that are neither committed nor among the merged rollouts."""
-    expected, missing = expected_groups(plan, store)
+def groups_lacking(plan: RolloutPlan, gathered: Gathered, store: Store) -> list[GroupPlan]:
+    """The groups that the plan leads to and that are neither committed nor among the merged rollouts."""
+    if not gathered.missing:
+        return []
     merged = find_artifact(store, ASSET, plan.key)
     if merged is None:
-        return expected, missing
+        return gathered.missing
     held = set(merged.table("episodes.parquet", columns=["group_id"])["group_id"].to_pylist())
-    return expected, [group for group in expected if group.group_id not in held]
+    return [group for group in gathered.missing if group.group_id not in held]
 
 
 def rollout_metadata(step: Step, merged: Artifact, plan: RolloutPlan) -> dict[str, Any]:
@@ -179,6 +191,6 @@ def rollout_metadata(step: Step, merged: Artifact, plan: RolloutPlan) -> dict[st
     tasks = load_tasks(step.store, plan.inputs["task_suite"])
     return {
         **table_facts(merged.table("episodes.parquet")),
-        **rollout_numbers(merged),
         "samples": sample_episodes(merged, tokenizer, tasks),
+        **rollout_numbers(merged),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,9 +12,8 @@ import dagster as dg
 from contracts.artifacts import Artifact
 from contracts.chat import ChatTokenizer
 from contracts.tasks import Task
-from ops.results import markdown_table
 
-SAMPLES = 6
+SAMPLES = 4
 MAX_TEXT = 1500
 """Characters of one transcript."""
 
@@ -21,39 +21,39 @@ MAX_TEXT = 1500
 def sample_episodes(
     rollouts: Artifact, tokenizer: ChatTokenizer, tasks: Mapping[str, Task], rewards: Artifact | None = None
 ) -> dg.MarkdownMetadataValue:
-    """A table of episodes spread over the artifact: task, outcome, reward, tool calls and the text the tokens stand for."""
+    """Episodes spread over the artifact, one after the other: task, how it ended, and the text the tokens stand for."""
     episodes = rollouts.table(
         "episodes.parquet", columns=["episode_id", "task_id", "outcome", "turns", "policy_tokens"]
     )
     if not episodes.num_rows:
-        return markdown_table([])
+        return dg.MetadataValue.md("nothing to show")
     stride = max(1, episodes.num_rows // SAMPLES)
     chosen = episodes.take(list(range(0, episodes.num_rows, stride))[:SAMPLES]).to_pylist()
     ids = {row["episode_id"] for row in chosen}
     tokens = _tokens(rollouts, ids)
-    graded = _rewards(rewards, ids) if rewards else {}
-    return markdown_table([_row(row, tokens, graded, tokenizer, tasks) for row in chosen])
+    graded = _rewards(rewards, ids) if rewards else None
+    shown = [_episode(row, tokenizer.decode(tokens.get(row["episode_id"], [])), graded, tasks) for row in chosen]
+    return dg.MetadataValue.md("\n\n".join(shown))
 
 
-def _row(
-    row: Mapping[str, Any], tokens: Mapping[str, list[int]], graded: Mapping[str, Any], tokenizer: ChatTokenizer,
-    tasks: Mapping[str, Task],
-) -> dict[str, Any]:  # fmt: skip
-    text = tokenizer.decode(tokens.get(row["episode_id"], []))
+def _episode(
+    row: Mapping[str, Any], text: str, graded: Mapping[str, float | None] | None, tasks: Mapping[str, Task]
+) -> str:
     task = tasks.get(row["task_id"])
-    shown: dict[str, Any] = {
-        "episode": row["episode_id"][:12],
-        "task": row["task_id"],
-        "asked": html.escape(task.instruction) if task else "",
-        "outcome": row["outcome"],
-    }
-    if graded:
-        shown["reward"] = graded.get(row["episode_id"])
-    return shown | {
-        "turns": row["turns"],
-        "tokens": row["policy_tokens"],
-        "transcript": html.escape(text[:MAX_TEXT]),
-    }
+    facts = [row["outcome"].replace("_", " "), f"{row['turns']} turns", f"{row['policy_tokens']} tokens"]
+    if graded is not None:
+        reward = graded.get(row["episode_id"])
+        facts.insert(1, "not graded" if reward is None else f"reward {reward:.3g}")
+    head = f"**{html.escape(row['task_id'])}**: {', '.join(facts)}, `triplane episodes show {row['episode_id'][:12]}`"
+    asked = f"{html.escape(task.instruction[:MAX_TEXT])}\n\n" if task else ""
+    return f"{head}\n\n{asked}{fenced(text[:MAX_TEXT])}"
+
+
+def fenced(text: str) -> str:
+    """A markdown code block that nothing in `text` can end."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}text\n{text}\n{fence}"
 
 
 def _tokens(rollouts: Artifact, ids: set[str]) -> dict[str, list[int]]:

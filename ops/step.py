@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import dagster as dg
 
 from contracts.store import Store
+from ops.results import present
 from resources.experiment import Experiment
 from resources.progress import Progress, ProgressSink
 
@@ -35,7 +36,7 @@ class StepProgress:
         if now - self._observed >= OBSERVE_EVERY_S:
             self._observed = now
             values = {f"{phase} done": float(done), **{name: float(value) for name, value in numbers.items()}}
-            self._context.log_event(dg.AssetObservation(self._key, partition=self._partition, metadata=dict(values)))
+            self._context.log_event(dg.AssetObservation(self._key, partition=self._partition, metadata=present(values)))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from contracts.artifacts import Artifact, ArtifactRef, find_artifact, open_artifact
+from contracts.artifacts import Artifact, ArtifactRef, find_artifact, list_artifacts, open_artifact
+from contracts.store import Store
 from ops import keys
 from ops.inputs import IterationInputs
 from ops.results import numbers
@@ -15,7 +16,12 @@ from ops.step import Step
 from resources.errors import LaunchFailed
 from resources.experiment import LauncherConfig, SftBase
 from resources.launcher import Launcher
-from trainer.config import GrpoJob, SftJob
+from trainer.config import SNAPSHOT, SNAPSHOT_JOB, GrpoJob, SftJob
+
+METRIC_NAMES = {"lr": "learning_rate", "old_kl": "KL to the acting policy", "tis_mean": "importance_weight_mean"}
+"""What the asset page calls the trainer's metrics, where that differs."""
+OF_ONE_STEP = ("rows", "tokens", "seconds")
+"""Metrics of a single optimizer step that say nothing of the whole."""
 
 
 def warm_start(
@@ -51,7 +57,7 @@ def threads_of(launcher: LauncherConfig) -> int:
 
 
 def training_numbers(checkpoint: Artifact) -> dict[str, Any]:
-    """The last training step's metrics, and the run's totals, for plots."""
+    """The last optimizer step's metrics, and totals of the training that made the checkpoint, for plots."""
     import json
 
     if "metrics.jsonl" not in checkpoint.names():
@@ -61,14 +67,27 @@ def training_numbers(checkpoint: Artifact) -> dict[str, Any]:
     last: dict[str, Any] = {}
     for row in rows:
         last.update(row)
-    totals = {"optimizer_steps": len(steps), "seconds": sum(row.get("seconds", 0.0) for row in steps)}
-    return numbers(last) | totals
+    tokens, seconds = (sum(row.get(name, 0) for row in steps) for name in ("tokens", "seconds"))
+    totals = {"optimizer_steps": len(steps), "trained_tokens": tokens, "training_seconds": seconds}
+    if seconds:
+        totals["tokens_per_second"] = tokens / seconds
+    shown = {METRIC_NAMES.get(name, name): value for name, value in last.items() if name not in OF_ONE_STEP}
+    return numbers(shown) | totals
+
+
+def _drop_snapshots(store: Store, job: SftJob) -> None:
+    """Remove what a trainer left that was killed after its checkpoint was committed."""
+    for snapshot in list(list_artifacts(store, SNAPSHOT)):
+        if snapshot.manifest.config.get(SNAPSHOT_JOB) == job.key:
+            store.discard(f"{snapshot.ref.uri}/")
 
 
 def _train(step: Step, launcher: Launcher, job: SftJob | GrpoJob, steps: int, taken: int) -> Artifact:
     """Run `job` unless its work is there. steps: it takes at most; taken: by the policy it starts from."""
     found = find_artifact(step.store, "checkpoint", job.key)
     if found is not None and find_artifact(step.store, "trainer_state", job.key) is not None:
+        if isinstance(job, SftJob):
+            _drop_snapshots(step.store, job)
         return found
     where = step.experiment.trainer.launcher
 

@@ -25,5 +25,17 @@ class RegistryError(TriplaneError):
     """The registry holds no such policy, or a name for several."""
 
 
+class AlreadyLive(RegistryError):
+    """A rollback was asked for to the policy that is live."""
+
+
+class DeploymentFailed(TriplaneError):
+    """A candidate could not be tried, for no fault of its own."""
+
+
+class CheckFailed(TriplaneError):
+    """A blocking check found an asset unfit for what comes after it."""
+
+
 class StepFailed(TriplaneError):
     """A run in this process failed without an error of its own."""

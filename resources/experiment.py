@@ -106,7 +106,7 @@ class SandboxesConfig(Section):
     backend: Literal["auto", "namespaces", "plain"] = "auto"
     """Of the server started here. plain isolates nothing; auto takes it only where nothing else works, and says so."""
     address: str | None = None
-    """`unix:/path` or `host:port` of an envd server that already runs; null starts one for the run."""
+    """`unix:/path` or `host:port` of an envd server that already runs; null takes $TRIPLANE_ENVD, else starts one for the run."""
     limits: LimitsConfig = LimitsConfig()
     """What one episode's sandbox may use."""
 
@@ -155,6 +155,38 @@ class PromotionConfig(Section):
     """What the next iteration of a sequence does: not start, or sample again with the live policy."""
 
 
+class DeploymentConfig(Section):
+    """Where the live policy is served. The registry alone says which one that is; servers named here are told of every change."""
+
+    servers: tuple[str, ...] = ()
+    """Base URLs, up to and including /v1, of `python -m inference serve` or `triplane serve` processes; each must see the store's files. Those
+    that can't be swapped are withdrawn from traffic and named on the sampler's page."""
+    canary: str | None = None
+    """Base URL of such a server without traffic, on which a candidate plays its smoke episode; null: an engine as `engine` says."""
+    attempts: int = Field(default=3, ge=1, le=100)
+    """Attempts at the swap of one server."""
+    timeout_s: float = Field(default=120.0, gt=0)
+    """Deadline of one request to a server, in seconds; loading weights is one."""
+
+    @field_validator("servers", "canary")
+    @classmethod
+    def _are_urls(cls, value: tuple[str, ...] | str | None) -> tuple[str, ...] | str | None:
+        for url in (value,) if isinstance(value, str) else value or ():
+            if not url.startswith(("http://", "https://")) or not url.endswith("/v1"):
+                raise ValueError(f"{url!r} is no base URL of a server: write it as http://host:8000/v1")
+        return value
+
+    @model_validator(mode="after")
+    def _canary_has_no_traffic(self) -> Self:
+        if self.canary in self.servers:
+            raise ValueError(
+                f"canary {self.canary} is among the servers: their clients would meet candidates; name another one"
+            )
+        if len(set(self.servers)) != len(self.servers):
+            raise ValueError("a server is named twice: name each once")
+        return self
+
+
 def _kind_of_suite(value: Any) -> str:
     imported = isinstance(value, ImportedSuiteConfig) or (isinstance(value, dict) and value.get("kind") == "import")
     return "import" if imported else "generated"
@@ -196,6 +228,8 @@ class Experiment(Section):
     """Comparison with the parent."""
     promotion: PromotionConfig = PromotionConfig()
     """When a candidate goes live."""
+    deployment: DeploymentConfig = DeploymentConfig()
+    """Where the live policy is served. In no key."""
 
     @field_validator("base", "engine", mode="before")
     @classmethod

@@ -15,12 +15,15 @@ import dagster as dg
 from pydantic import Field
 
 from resources.errors import LaunchFailed
+from resources.experiment import Experiment
+from resources.pipes import PIPES_BUCKET, open_channel
+from trainer.errors import LAST_WORDS
 from trainer.parent import PARENT_VARIABLE
 
 Context = dg.OpExecutionContext | dg.AssetExecutionContext
 OnMessage = Callable[[Mapping[str, Any]], None]
 
-_TAIL_LINES = 15
+_TAIL_LINES, _SHOWN = 15, 60
 
 
 class Launcher(Protocol):
@@ -42,8 +45,12 @@ class Launcher(Protocol):
 class LocalLauncher(dg.ConfigurableResource[Any]):
     """Runs a command as a child process of this machine. One that heeds `PARENT_VARIABLE`, as the trainer does, dies with its parent."""
 
-    grace_s: float = Field(default=20.0, gt=0, description="Seconds a child gets to end after being asked to")
+    grace_s: float = Field(default=5.0, gt=0, description="Seconds a child gets to end after being asked to")
     poll_s: float = Field(default=0.1, gt=0, description="Seconds between looks for messages")
+    pipes_bucket: str = Field(
+        default="",
+        description=f"S3 bucket through which a child reports; empty: ${PIPES_BUCKET}, else a file of this machine",
+    )
 
     def run(
         self,
@@ -60,10 +67,8 @@ class LocalLauncher(dg.ConfigurableResource[Any]):
         if refusal is not None:
             raise LaunchFailed(refusal)
         seen, deadline = 0, time.monotonic() + timeout_s
-        with tempfile.TemporaryFile() as log, dg.open_pipes_session(
-            context=context,
-            context_injector=dg.PipesTempFileContextInjector(),
-            message_reader=dg.PipesTempFileMessageReader(),
+        with tempfile.TemporaryFile() as log, open_channel(self.pipes_bucket) as channel, dg.open_pipes_session(
+            context=context, context_injector=channel.injector, message_reader=channel.reader
         ) as session:  # fmt: skip
             child = subprocess.Popen(
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
@@ -84,6 +89,7 @@ class LocalLauncher(dg.ConfigurableResource[Any]):
                         )
             finally:
                 _stop(child, self.grace_s)
+                channel.ended()
             tail = _tail(log)
         if child.returncode != 0:
             raise LaunchFailed(f"`{_shown(command)}` ended with code {child.returncode}: {tail}")
@@ -100,6 +106,14 @@ def local_refusal(nodes: int, gpus: int) -> str | None:
     if gpus:
         return f"trainer.launcher.gpus={gpus}: the trainer computes on the CPU only, more processes would repeat one another; set it to 0"
     return None
+
+
+def require_launchable(experiment: Experiment) -> None:
+    """Raise LaunchFailed if the experiment's training could not be launched."""
+    where = experiment.trainer.launcher
+    refusal = local_refusal(where.nodes, where.gpus)
+    if refusal is not None:
+        raise LaunchFailed(f"{experiment.name}: {refusal}")
 
 
 def _ended(child: subprocess.Popen[bytes], wait_s: float) -> bool:
@@ -119,10 +133,14 @@ def _stop(child: subprocess.Popen[bytes], grace_s: float) -> None:
 
 
 def _tail(log: IO[bytes]) -> str:
+    """The program's own last words where it has some, else its last lines."""
     log.seek(0)
     lines = log.read().decode(errors="replace").splitlines()
+    if lines and lines[-1].startswith(LAST_WORDS):
+        return lines[-1]
     return " | ".join(line.strip() for line in lines[-_TAIL_LINES:] if line.strip())[-2000:] or "it said nothing"
 
 
 def _shown(command: Sequence[str]) -> str:
-    return " ".join([Path(command[0]).name, *command[1:]])[:160]
+    shown = " ".join([Path(command[0]).name, *command[1:]])
+    return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."

@@ -64,12 +64,20 @@ def explain(error: ValidationError, model: type[BaseModel], source: str) -> str:
             lines.append(f"{where} is not a field: {_suggest(model, path)}")
             continue
         message = fault["msg"].removeprefix("Value error, ")
-        lines.append(f"{where} = {fault['input']!r:.60}: {message}" if where else message)
+        lines.append(f"{where} = {_shown(where, fault['input'])}: {message}" if where else message)
     return f"experiment {source}: " + "; ".join(lines)
 
 
+def _shown(where: str, value: Any) -> str:
+    """A value as an error repeats it: not where people put secrets by mistake."""
+    secret = ".endpoint" in where and (where.endswith("api_key_env") or "@" in repr(value))
+    return "(not shown)" if secret else f"{value!r:.60}"
+
+
 def _without_tag(path: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """A fault's place as the file writes it: pydantic inserts the chosen kind after `base`, `engine` and `tasks`."""
+    """A fault's place as the file writes it: pydantic inserts the chosen kind after `base`, `engine`, `tasks` and each of `rewards.components`."""
+    if path[:2] == ("rewards", "components") and len(path) > 3:
+        return path[:3] + path[4:]
     tagged = len(path) > 1 and path[1] in _KINDS.get(path[0], ())
     return path[:1] + path[2:] if tagged else path
 
@@ -77,6 +85,8 @@ def _without_tag(path: tuple[int | str, ...]) -> tuple[int | str, ...]:
 def _suggest(model: type[BaseModel], path: tuple[int | str, ...]) -> str:
     models: list[type[BaseModel]] = [model]
     for part in path[:-1]:
+        if isinstance(part, int):
+            continue
         models = [
             found
             for each in models
@@ -91,6 +101,6 @@ def _suggest(model: type[BaseModel], path: tuple[int | str, ...]) -> str:
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
-    elif get_origin(annotation) in (Union, types.UnionType, Annotated):
+    elif get_origin(annotation) in (Union, types.UnionType, Annotated, tuple):
         for part in get_args(annotation):
             yield from _models(part)

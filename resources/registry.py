@@ -1,10 +1,39 @@
-"""Which policy is live. Materialized is not live: only this says what may be used."""
+"""Which policy is live. Materialized is not live: only this says what may be used.
+
+    promote:  A -> B          B's parent was live
+    rollback: A -> B -> A     one more entry; history is never rewritten
+
+Every change is a compare-and-swap on the number of the last entry, so of two changes at once one wins and the other learns of it.
+"""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from contracts.artifacts import ArtifactRef, Frozen
 from contracts.pointers import Pointer, PointerEntry
 from contracts.store import Store
+from resources.errors import AlreadyLive, RegistryError
+
+BASE = "base"
+"""In the place of an iteration: the base policy, which none made."""
+_NUMBER_DIGITS = 5
+"""More decimal digits than these begin a digest."""
+
+
+class Rollback(Frozen):
+    """Why a policy is live again."""
+
+    to: int
+    """Number of the entry that is restored, itself no rollback; 0: the base policy."""
+    reason: str
+    """What the operator said."""
+    unix: float
+    """When, in seconds since 1970."""
+    request: str | None = None
+    """What asked for it, e.g. a Dagster run together with its relaunches; None: nobody asks again."""
 
 
 class LivePolicy(Frozen):
@@ -19,11 +48,49 @@ class LivePolicy(Frozen):
     parent: str
     """Digest of the policy it replaced."""
     iteration: str
-    """Partition key of the iteration that made it."""
+    """Partition key of the iteration that made it, or "base"."""
+    rollback: Rollback | None = None
+    """None for a promotion."""
+
+    @property
+    def origin(self) -> int:
+        """Number of the promotion that first made this policy live; 0: the base policy."""
+        return self.rollback.to if self.rollback else self.number
+
+    @property
+    def made_by(self) -> str:
+        """What made it, for people."""
+        return "the base policy" if self.iteration == BASE else f"made by iteration {self.iteration}"
+
+    @property
+    def came_by(self) -> str:
+        """How it went live, for people."""
+        how = f"by a rollback ({self.rollback.reason})" if self.rollback else "by promotion"
+        return f"change {self.number} of the registry, {how}"
+
+
+class Restorable(Frozen):
+    """A policy that was live and can be so again."""
+
+    number: int
+    """Of the promotion that first made it live; 0: the base policy."""
+    policy: ArtifactRef
+    trainer_state: ArtifactRef
+    iteration: str
+    """Partition key of the iteration that made it, or "base"."""
+
+
+@dataclass(frozen=True)
+class BasePolicy:
+    """The policy that acts while nothing is promoted."""
+
+    policy: ArtifactRef
+    trainer_state: Callable[[], ArtifactRef]
+    """Finds what training goes on from; asked only when it is wanted. Raises NotMaterialized."""
 
 
 class Registry:
-    """The live policy of one experiment, with its history. Every change is a compare-and-swap."""
+    """The live policy of one experiment, with its history."""
 
     def __init__(self, store: Store, experiment: str) -> None:
         self.experiment = experiment
@@ -35,30 +102,165 @@ class Registry:
         return _policy(entry) if entry else None
 
     def history(self) -> list[LivePolicy]:
-        """Every policy that ever went live, oldest first."""
+        """Every change, oldest first."""
         return [_policy(entry) for entry in self._pointer.history()]
 
     def find(self, digest: str) -> LivePolicy | None:
-        """The entry at which the policy of this digest went live, or None."""
+        """The latest entry at which the policy of this digest went live, or None."""
         return next((entry for entry in reversed(self.history()) if entry.policy.digest == digest), None)
+
+    def promotion_of(self, digest: str, iteration: str) -> LivePolicy | None:
+        """The entry by which an iteration's candidate was promoted, or None; whether it is live still is another question."""
+        return next(
+            (
+                entry
+                for entry in self.history()
+                if entry.rollback is None and entry.policy.digest == digest and entry.iteration == iteration
+            ),
+            None,
+        )
+
+    def may_promote(self, candidate: ArtifactRef, parent: str) -> bool:
+        """Whether `promote` would succeed now."""
+        return _may_follow(self.history(), candidate, parent)
 
     def promote(
         self, candidate: ArtifactRef, trainer_state: ArtifactRef, *, parent: str, iteration: str
     ) -> LivePolicy | None:
         """Make `candidate` live if its parent (a digest) still is. None when another policy is live by now: nothing changed.
 
-        While nothing was promoted yet the base policy counts as live, so any parent is accepted.
+        A policy is promoted once: after a rollback it comes back by another rollback only. While nothing was promoted yet the base policy
+        counts as live, so any parent is accepted.
         """
-        live = self.live()
-        if live is not None and live.policy.digest != parent:
+        history = self.history()
+        if not _may_follow(history, candidate, parent):
             return None
-        number = live.number if live else 0
         entry = LivePolicy(
-            number=number + 1, policy=candidate, trainer_state=trainer_state, parent=parent, iteration=iteration
+            number=(history[-1].number if history else 0) + 1,
+            policy=candidate,
+            trainer_state=trainer_state,
+            parent=parent,
+            iteration=iteration,
         )
-        advanced = self._pointer.advance(entry.model_dump(mode="json", exclude={"number"}), number)
-        return entry if advanced else None
+        return entry if self._append(entry) else None
+
+    def restorable(self, to: str | None, base: BasePolicy | None) -> Restorable:
+        """The policy that a rollback asks for.
+
+        to: "base", the number of a change, the beginning of the digest of a policy that was live, or None for the policy from which the live
+        one was made live. base: None where there is no base policy. Raises RegistryError when there is none or several, AlreadyLive when it
+        is live.
+        """
+        history = self.history()
+        live = history[-1] if history else None
+        if live is None or (live.origin == 0 and to is None):
+            raise RegistryError(f"the base policy of {self.experiment} is live: there is nothing to go back to")
+        number = _before(history, live) if to is None else _named(to, history, base)
+        chosen = None if number is None else history[number - 1] if number else base
+        if chosen is None:
+            raise RegistryError(
+                f"{to or BASE!r} names no policy that was live in {self.experiment}: give base, a change from 1 to {len(history)}, "
+                f"or more digits of a digest; `triplane rollback -e {self.experiment} --list` shows them"
+            )
+        if chosen.policy.digest == live.policy.digest:
+            raise AlreadyLive(f"policy {live.policy.short} is live already ({live.came_by}): there is nothing to do")
+        if isinstance(chosen, BasePolicy):
+            return Restorable(number=0, policy=chosen.policy, trainer_state=chosen.trainer_state(), iteration=BASE)
+        return Restorable(
+            number=chosen.number, policy=chosen.policy, trainer_state=chosen.trainer_state, iteration=chosen.iteration
+        )
+
+    def rollback_of(self, request: str) -> LivePolicy | None:
+        """The entry by which `request` was carried out, or None; whether it is live still is another question."""
+        return _carried_out(self.history(), request)
+
+    def rollback(self, target: Restorable, reason: str, *, expected: int, request: str | None = None) -> LivePolicy:
+        """Make an earlier policy live again, as one more change. expected: number of the change that is live as the caller knows it.
+
+        A request is carried out once: asked again it gives its entry of then. Raises RegistryError when another change came first: nothing
+        was changed.
+        """
+        history = self.history()
+        done = _carried_out(history, request) if request else None
+        if done is not None:
+            return done
+        live = history[-1] if history else None
+        if live is not None and live.number == expected:
+            back = Rollback(to=target.number, reason=reason, unix=time.time(), request=request)
+            entry = LivePolicy(
+                number=expected + 1, policy=target.policy, trainer_state=target.trainer_state, parent=live.policy.digest,
+                iteration=target.iteration, rollback=back,
+            )  # fmt: skip
+            if self._append(entry):
+                return entry
+            if request:
+                return self.rollback(target, reason, expected=expected, request=request)
+            live = self.live()
+        now = f"{live.policy.short}, {live.made_by} ({live.came_by})" if live else "the base policy"
+        raise RegistryError(
+            f"{self.experiment} was changed meanwhile: live is {now}, nothing was rolled back; look at it and ask again"
+        )
+
+    def standing(self, number: int | None = None) -> list[int]:
+        """Promotions that the policy of a promotion builds on, itself included, oldest first. number: None for the live policy, 0 for the base."""
+        history = self.history()
+        live = history[-1].origin if history else 0
+        return _lines(history)[live if number is None else number]
+
+    def rolled_back(self) -> dict[str, LivePolicy]:
+        """Policies that went live and that the live one does not build on, by digest, each with the rollback that undid it."""
+        history = self.history()
+        lines = _lines(history)
+        standing = lines[history[-1].origin] if history else []
+        undone: dict[str, LivePolicy] = {}
+        for entry in history:
+            if entry.rollback is None and entry.number not in standing:
+                later = (each for each in history[entry.number :] if each.rollback is not None)
+                undone[entry.policy.digest] = next(each for each in later if entry.number not in lines[each.origin])
+        return undone
+
+    def _append(self, entry: LivePolicy) -> bool:
+        value = entry.model_dump(mode="json", exclude={"number"}, exclude_none=True)
+        return self._pointer.advance(value, entry.number - 1)
+
+
+def _may_follow(history: list[LivePolicy], candidate: ArtifactRef, parent: str) -> bool:
+    if history and history[-1].policy.digest != parent:
+        return False
+    return all(entry.policy.digest != candidate.digest for entry in history)
+
+
+def _carried_out(history: list[LivePolicy], request: str) -> LivePolicy | None:
+    return next((entry for entry in history if entry.rollback and entry.rollback.request == request), None)
+
+
+def _lines(history: list[LivePolicy]) -> dict[int, list[int]]:
+    """For every promotion, and 0 for the base policy: the promotions that its policy builds on, itself included."""
+    lines: dict[int, list[int]] = {0: []}
+    origin = 0
+    for entry in history:
+        if entry.rollback is None:
+            lines[entry.number] = [*lines[origin], entry.number]
+        origin = entry.origin
+    return lines
 
 
 def _policy(entry: PointerEntry) -> LivePolicy:
     return LivePolicy(number=entry.number, **entry.value)
+
+
+def _before(history: list[LivePolicy], live: LivePolicy) -> int:
+    """The promotion that was live when the live policy was promoted; 0: the base policy."""
+    return history[live.origin - 2].origin if live.origin > 1 else 0
+
+
+def _named(to: str, history: list[LivePolicy], base: BasePolicy | None) -> int | None:
+    """Number of the promotion that `to` names, 0 for the base policy, or None when none or several are meant."""
+    if to == BASE:
+        return 0
+    if to.isdecimal() and len(to) <= _NUMBER_DIGITS:
+        number = int(to)
+        return history[number - 1].origin if 0 < number <= len(history) else None
+    known = {entry.policy.digest: entry.origin for entry in history} | ({base.policy.digest: 0} if base else {})
+    found = [number for digest, number in known.items() if digest.startswith(to)]
+    return found[0] if len(found) == 1 and to else None

@@ -1,6 +1,6 @@
 """Engines that serve a policy, as a Dagster resource.
 
-lease(policy, role) -> the kept engine, hot-reloaded when it serves another policy -> release
+lease(policy, role) -> the kept engine or vLLM server, hot-reloaded when it serves another policy -> release
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from pydantic import PrivateAttr
 
 from contracts.artifacts import Artifact
 from inference.engines import Engine, open_engine
-from inference.engines.config import BuiltinConfig, OpenAIConfig
+from inference.engines.config import BuiltinConfig, OpenAIConfig, VllmConfig
 
 if TYPE_CHECKING:
     from inference.engines.builtin import BuiltinEngine
+    from inference.engines.vllm_keeper import VllmKeeper
 
 _log = logging.getLogger(__name__)
 
@@ -28,9 +29,10 @@ Role = Literal["rollouts", "evaluation"]
 
 
 class SamplerResource(dg.ConfigurableResource[Any]):
-    """Leases engines. The built-in one is kept between the leases of a run; remote ones are connected to for each."""
+    """Leases engines. The built-in one and a vLLM server are kept between the leases of a run; remote ones are connected to for each."""
 
     _kept: dict[str, tuple[BuiltinEngine, str]] = PrivateAttr(default_factory=dict)
+    _keepers: dict[str, VllmKeeper] = PrivateAttr(default_factory=dict)
 
     @contextmanager
     def yield_for_execution(self, context: dg.InitResourceContext) -> Iterator[SamplerResource]:
@@ -41,18 +43,32 @@ class SamplerResource(dg.ConfigurableResource[Any]):
             self.close()
 
     @asynccontextmanager
-    async def lease(self, policy: Artifact, role: Role, config: BuiltinConfig | OpenAIConfig) -> AsyncIterator[Engine]:
+    async def lease(
+        self, policy: Artifact, role: Role, config: BuiltinConfig | OpenAIConfig | VllmConfig
+    ) -> AsyncIterator[Engine]:
         """An engine that serves `policy` (a checkpoint) until the block ends. Its versions are the policy's content digest."""
         if isinstance(config, BuiltinConfig):
             yield await self._builtin(policy, config)
             return
-        engine = open_engine(config, policy.directory(), policy.ref.digest)
+        keeper = self._keeper(policy, role, config) if isinstance(config, VllmConfig) else None
+        engine = open_engine(config, policy.directory(), policy.ref.digest, keeper)
         try:
             if await engine.version() != policy.ref.digest:
                 await engine.load_weights(policy.directory(), policy.ref.digest)
             yield engine
         finally:
             await engine.close()
+
+    def _keeper(self, policy: Artifact, role: Role, config: VllmConfig) -> VllmKeeper:
+        """The keeper of this configuration's server; those of others are stopped, since two servers don't share GPUs."""
+        from inference.engines.vllm_keeper import VllmKeeper
+
+        place = config.model_dump_json()
+        for other in set(self._keepers) - {place}:
+            self._keepers.pop(other).stop()
+        keeper = self._keepers.setdefault(place, VllmKeeper(config))
+        keeper.note = f"{role} with policy {policy.ref.short}"
+        return keeper
 
     async def _builtin(self, policy: Artifact, config: BuiltinConfig) -> Engine:
         place = config.model_dump_json()
@@ -75,3 +91,5 @@ class SamplerResource(dg.ConfigurableResource[Any]):
         kept, self._kept = self._kept, {}
         for engine, _ in kept.values():
             asyncio.run(engine.close())
+        while self._keepers:
+            self._keepers.popitem()[1].stop()

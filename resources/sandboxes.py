@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Any
@@ -15,6 +16,9 @@ from envd.local import LocalEnvd
 from resources.experiment import SandboxesConfig
 
 _log = logging.getLogger(__name__)
+
+ADDRESS_VARIABLE = "TRIPLANE_ENVD"
+"""Where an envd server runs already, for every experiment that names none: a deployment's, beside the code location."""
 
 
 class SandboxesResource(dg.ConfigurableResource[Any]):
@@ -31,9 +35,10 @@ class SandboxesResource(dg.ConfigurableResource[Any]):
             self.close()
 
     def address(self, config: SandboxesConfig) -> str:
-        """Where a server for this configuration answers; starts one, also in a dead one's place, unless the configuration names one."""
-        if config.address is not None:
-            return config.address
+        """Where a server for this configuration answers; starts one, also in a dead one's place, unless the configuration or $TRIPLANE_ENVD names one."""
+        named = config.address or os.environ.get(ADDRESS_VARIABLE)
+        if named:
+            return named
         known = self._servers.get(config.backend)
         if known is not None and known[0].alive:
             return known[0].address

@@ -7,6 +7,7 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
+from contracts.leftovers import sweep_once
 from contracts.store import Store, open_store
 
 
@@ -18,5 +19,7 @@ class StoreResource(dg.ConfigurableResource[Any]):
     )
 
     def open(self) -> Store:
-        """The store."""
-        return open_store(self.url or None)
+        """The store. What killed processes left there is swept when a process first opens it."""
+        store = open_store(self.url or None)
+        sweep_once(store)
+        return store

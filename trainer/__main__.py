@@ -7,17 +7,14 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from contracts.errors import TriplaneError
+from contracts.errors import TriplaneError, describe
 from trainer.config import SftJob, read_job
-from trainer.errors import TrainingConfigError, TrainingStopped
+from trainer.errors import LAST_WORDS, TrainingConfigError, TrainingStopped
 from trainer.parent import end_with_parent
 
-PIPES_VARIABLE = "DAGSTER_PIPES_CONTEXT"
 EXAMPLE = """\
 example of a job (JSON or YAML; references are those of committed artifacts):
   kind: sft
@@ -50,11 +47,14 @@ def main(arguments: list[str] | None = None) -> int:
         end_with_parent()
         result = _run(options.job or options.config)
     except TrainingStopped as stopped:
-        print(f"trainer: {stopped}", file=sys.stderr)
+        print(f"{LAST_WORDS}{stopped}", file=sys.stderr)
         return stopped.exit_status
     except TriplaneError as error:
-        print(f"trainer: {error}", file=sys.stderr)
+        print(f"{LAST_WORDS}{error}", file=sys.stderr)
         return 2 if isinstance(error, TrainingConfigError) else 1
+    except OSError as error:
+        print(f"{LAST_WORDS}{describe(error)}", file=sys.stderr)
+        return 1
     print(json.dumps(result), flush=True)
     return 0
 
@@ -66,11 +66,12 @@ def _run(source: str) -> dict[str, Any]:
     # Imported late: a malformed job must not wait for torch.
     from trainer.console import console_watcher
     from trainer.metrics import pipes_watcher
+    from trainer.pipes import open_pipes
     from trainer.run import run_job
     from trainer.runtime import keep_freed_memory
 
     keep_freed_memory()
-    with _pipes() as context, console_watcher(job) as console:
+    with open_pipes() as context, console_watcher(job) as console:
         watchers = (
             [console]
             if context is None
@@ -82,21 +83,16 @@ def _run(source: str) -> dict[str, Any]:
         return result
 
 
-@contextmanager
-def _pipes() -> Iterator[Any]:
-    """Dagster's channel when Dagster launched this process, else None."""
-    if PIPES_VARIABLE not in os.environ:
-        yield None
-        return
-    from dagster_pipes import open_dagster_pipes
-
-    with open_dagster_pipes() as context:
-        yield context
-
-
 def _stop(number: int, frame: FrameType | None) -> None:
+    for each in (
+        signal.SIGTERM,
+        signal.SIGINT,
+    ):  # the launcher asks again for what Ctrl-C asked of both: clean up undisturbed
+        signal.signal(each, signal.SIG_IGN)
     raise TrainingStopped(number)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # taking down the interpreter with torch in it takes a second for nothing

@@ -19,6 +19,9 @@ GRPO_VERSION = "1"
 IMPORT_VERSION = "1"
 """Code version of `trainer.import_hf`."""
 
+SNAPSHOT, SNAPSHOT_JOB = "trainer_snapshot", "job"
+"""Kind of the marks that a job resumes from, and where their manifest's config names the job's key."""
+
 
 class _Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)

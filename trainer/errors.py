@@ -6,6 +6,9 @@ from signal import Signals
 
 from contracts.errors import ConfigError, TriplaneError
 
+LAST_WORDS = "trainer: "
+"""What the last line of a failed trainer begins with; the reason follows."""
+
 
 class TrainingConfigError(ConfigError):
     """A job is malformed or contradicts the artifacts it names."""

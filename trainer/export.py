@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter
 from contracts.checkpoints import WEIGHTS, check_checkpoint, is_quantized
 from contracts.digests import tensors_digest
+from contracts.failpoints import failpoint
 from contracts.store import Store
 from trainer.errors import TrainingDataError
 from trainer.parameters import Buffer, Parameters, parameter_shapes
+from trainer.tensors import read_tensors, save_tensors
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 RECIPE = "w8"
@@ -39,7 +40,7 @@ def checkpoint_tensors(parameters: Parameters) -> dict[str, Tensor]:
 def load_checkpoint(directory: Path) -> Parameters:
     """The parameters of an exported checkpoint, with its very codes and scales; masters are the dequantized weights."""
     config = check_checkpoint(directory)
-    tensors = load_file(directory / WEIGHTS)
+    tensors = read_tensors(directory / WEIGHTS)
     masters, codes, scales = {}, {}, {}
     for name, shape in parameter_shapes(config).items():
         if not is_quantized(name):
@@ -69,7 +70,8 @@ def publish_checkpoint(
     """Commit a `checkpoint` artifact. tokenizer: any artifact that holds the tokenizer's files. metrics: JSONL, outside the digest."""
     with ArtifactWriter(store, "checkpoint", key, parents=parents, config=config, code_version=code_version) as out:
         tensors = checkpoint_tensors(parameters)
-        save_file(tensors, out.directory / WEIGHTS, metadata={"format": "pt"})
+        save_tensors(tensors, out.directory / WEIGHTS, metadata={"format": "pt"})
+        failpoint("checkpoint-staged")
         out.add_file(WEIGHTS, tensor_digest(tensors))
         out.add_json("config.json", parameters.config)
         out.add_json("generation_config.json", _generation_config(parameters.config))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from contracts.artifacts import Artifact, open_artifact
+from contracts.failpoints import failpoint
 from contracts.store import Store
 from trainer.config import GRPO_VERSION, GrpoConfig, GrpoJob
 from trainer.data import cut_by_length, make_batch, shuffled
@@ -167,6 +168,7 @@ def _publish(
     saved = publish_state(
         store, "trainer_state", job.key, state, parents=parents, config=config, code_version=GRPO_VERSION
     )
+    failpoint("state-committed")
     checkpoint = publish_checkpoint(
         store, job.key, parameters, start, parents=parents, config=config, code_version=GRPO_VERSION, meta=summary,
         metrics=metrics.jsonl(),

@@ -24,6 +24,7 @@ from trainer.errors import TrainingDataError
 from trainer.export import TOKENIZER_FILES, expert_names, publish_checkpoint, tensor_digest
 from trainer.parameters import Parameters, parameter_shapes
 from trainer.state import capture_state, publish_state
+from trainer.tensors import check_finite
 
 _REQUIRED = {
     "attention_bias": False, "hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": [],
@@ -65,7 +66,7 @@ def import_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
         raise TrainingDataError(f"{directory} has no config.json: pass a Hugging Face model directory")
-    found: dict[str, Any] = json.loads(path.read_text())
+    found = _read_json(path)
     if found.get("model_type") != "qwen3_moe":
         raise TrainingDataError(
             f"{path}: model_type {found.get('model_type')!r} is not qwen3_moe, the only one trained"
@@ -88,6 +89,16 @@ def import_config(directory: Path) -> dict[str, Any]:
     return {**config, "quantization_config": quantization_config(config)}
 
 
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise TrainingDataError(f"{path} is not JSON ({error}): fetch it again") from None
+    if not isinstance(found, dict):
+        raise TrainingDataError(f"{path} holds no JSON object: fetch it again")
+    return found
+
+
 def _field(found: Mapping[str, Any], name: str, path: Path) -> Any:
     if name not in found:
         raise TrainingDataError(f"{path} lacks {name}: is it a complete Qwen3-MoE config?")
@@ -105,7 +116,7 @@ def _rope_theta(found: Mapping[str, Any], path: Path) -> float:
 def _read_masters(directory: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:
     """float32 tensors by the trainer's names, from one file or from shards."""
     index = directory / f"{WEIGHTS}.index.json"
-    places: dict[str, str] = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+    places: dict[str, str] = _field(_read_json(index), "weight_map", index) if index.is_file() else {}
     files: dict[str, Any] = {}
 
     def tensor(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -119,7 +130,10 @@ def _read_masters(directory: Path, config: Mapping[str, Any]) -> dict[str, Tenso
                 f"{directory / file} does not give tensor {name} ({error}): fetch it again"
             ) from None
         if tuple(found.shape) != shape:
-            raise TrainingDataError(f"{directory}: tensor {name} is {tuple(found.shape)}, config.json says {shape}")
+            raise TrainingDataError(
+                f"{directory}: tensor {name} is {tuple(found.shape)}, config.json says {shape}: fetch both again"
+            )
+        check_finite(name, found, directory / file)
         return found.float()
 
     masters = {}

@@ -15,6 +15,7 @@ import torch
 
 from contracts.artifacts import Artifact, open_artifact
 from contracts.chat import ChatTokenizer
+from contracts.failpoints import failpoint
 from contracts.store import Store
 from trainer.config import SFT_VERSION, SftConfig, SftJob
 from trainer.data import TokenSequence, cut_by_length, make_batch, read_sequences, shuffled
@@ -155,6 +156,7 @@ class _Run:
         saved = publish_state(
             self._store, "trainer_state", job.key, state, parents=parents, config=config, code_version=SFT_VERSION
         )
+        failpoint("state-committed")
         summary = {
             "step": self.taken, "expected_solve": self._last.solve, "expected_form": self._last.form, "converged": converged,
         }  # fmt: skip

@@ -9,15 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, find_artifact
 from contracts.digests import action_key
+from contracts.failpoints import failpoint
 from contracts.store import Store
+from trainer.config import SNAPSHOT, SNAPSHOT_JOB
 from trainer.errors import TrainingDataError
 from trainer.export import RECIPE, tensor_digest
 from trainer.parameters import Parameters, parameter_shapes
+from trainer.tensors import read_tensors, save_tensors
 
 OptimizerName = Literal["none", "muon", "adamw"]
 _MASTER = "master."
@@ -58,7 +60,8 @@ def publish_state(
     with ArtifactWriter(store, kind, key, parents=parents, config=config, code_version=code_version) as out:
         tensors = {f"{_MASTER}{name}": tensor for name, tensor in state.masters.items()} | state.optimizer
         tensors = {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}
-        save_file(tensors, out.directory / "state.safetensors")
+        save_tensors(tensors, out.directory / "state.safetensors")
+        failpoint("state-staged")
         out.add_file("state.safetensors", tensor_digest(tensors))
         body = {"step": state.step, "recipe": RECIPE, "optimizer": state.optimizer_name, "extra": state.extra}
         out.add_json("state.json", body)
@@ -67,7 +70,7 @@ def publish_state(
 
 def load_state(artifact: Artifact, config: Mapping[str, Any]) -> TrainerState:
     """The inverse of `publish_state` for a model with this config.json. Raises TrainingDataError when they do not fit."""
-    tensors, body = load_file(artifact.path("state.safetensors")), artifact.json("state.json")
+    tensors, body = read_tensors(artifact.path("state.safetensors")), artifact.json("state.json")
     masters = {name.removeprefix(_MASTER): tensor for name, tensor in tensors.items() if name.startswith(_MASTER)}
     found = {name: tuple(tensor.shape) for name, tensor in masters.items()}
     if found != parameter_shapes(config):
@@ -86,7 +89,7 @@ def load_state(artifact: Artifact, config: Mapping[str, Any]) -> TrainerState:
 class Snapshots:
     """Crash-safe marks along one job, found again by the job's key. Only the latest is kept."""
 
-    kind = "trainer_snapshot"
+    kind = SNAPSHOT
 
     def __init__(self, store: Store, job_key: str, every: int, last: int) -> None:
         self._store, self._job = store, job_key
@@ -107,7 +110,9 @@ class Snapshots:
     def save(self, state: TrainerState, config: Mapping[str, Any], code_version: str) -> None:
         """Commit `state`, then drop the earlier ones."""
         key = self._key(state.step)
-        publish_state(self._store, self.kind, key, state, parents={}, config=config, code_version=code_version)
+        described = {**config, SNAPSHOT_JOB: self._job}
+        publish_state(self._store, self.kind, key, state, parents={}, config=described, code_version=code_version)
+        failpoint("snapshot-committed")
         self._drop(step for step in self._steps if step < state.step)
 
     def clear(self) -> None:
@@ -116,8 +121,8 @@ class Snapshots:
 
     def _drop(self, steps: Any) -> None:
         for step in steps:
-            folder = f"artifacts/{self.kind}/{self._key(step)}/"
-            for key in sorted(self._store.list(folder), key=lambda key: not key.endswith("manifest.json")):
+            # in order of name the manifest goes last: what a kill leaves can still be found
+            for key in self._store.list(f"artifacts/{self.kind}/{self._key(step)}/"):
                 self._store.delete(key)
 
     def _key(self, step: int) -> str:

@@ -14,11 +14,11 @@ from resources.errors import ExperimentError
 from resources.experiment import Experiment, find_experiments, load_experiment
 from resources.launcher import LocalLauncher
 from resources.progress import ProgressSink, no_progress
-from resources.refs import RefIOManager
+from resources.ref_io import RefIOManager
 from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
 from resources.store import StoreResource
-from triplane_dagster.jobs import base_job, iteration_job
+from triplane_dagster.jobs import base_job, iteration_job, rollback_job
 from triplane_dagster.schedules import nightly
 from triplane_dagster.sensors import continue_sequence
 
@@ -67,7 +67,11 @@ def definitions_for(
     iterations = [(experiment, iteration_job(experiment)) for experiment in experiments]
     return dg.Definitions(
         assets=[asset for experiment in experiments for asset in experiment_assets(experiment)],
-        jobs=[*(base_job(experiment) for experiment in experiments), *(job for _, job in iterations)],
+        jobs=[
+            *(base_job(experiment) for experiment in experiments),
+            *(job for _, job in iterations),
+            *(rollback_job(experiment) for experiment in experiments),
+        ],
         schedules=[nightly(experiment, job) for experiment, job in iterations],
         sensors=[continue_sequence(experiment, job) for experiment, job in iterations],
         resources={**resources_with(sink), **(resources or {})},

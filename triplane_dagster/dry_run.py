@@ -8,7 +8,7 @@ from contracts.artifacts import Artifact, ArtifactRef, find_artifact
 from contracts.digests import digest_of
 from contracts.store import Store, open_store
 from curation.tasks.build import planned_key
-from inference.engines.config import OpenAIConfig
+from inference.engines.config import OpenAIConfig, VllmConfig
 from ops import keys
 from ops.evaluation import samples_of
 from ops.inputs import IterationInputs, find_inputs
@@ -86,7 +86,7 @@ class _Plan:
             keys.rollouts_key(experiment, partition, inputs.policy, prompts, inputs.task_suite) if inputs and prompts else None,
         )  # fmt: skip
         rewards = self._step(
-            "rewards", partition, experiment.rewards.model_dump(mode="json"), self._sandboxes(),
+            "rewards", partition, experiment.rewards.slice(), self._sandboxes(),
             keys.rewards_key(experiment, rollouts, inputs.task_suite) if inputs and rollouts else None,
         )  # fmt: skip
         dataset = self._step(
@@ -100,7 +100,7 @@ class _Plan:
         )  # fmt: skip
         evaluation = self._evaluation(partition, inputs, candidate)
         self._step(
-            "sampler", partition, keys.decision_slice(experiment, partition), "this process",
+            "sampler", partition, keys.decision_slice(experiment, partition), self._deployment(),
             keys.decision_key(experiment, partition, candidate, start.checkpoint, evaluation) if start and candidate and evaluation else None,
         )  # fmt: skip
 
@@ -162,8 +162,14 @@ class _Plan:
 
     def _engine(self) -> str:
         engine, prompts = self.experiment.engine, self.experiment.prompts
-        place = f" at {engine.base_url}" if isinstance(engine, OpenAIConfig) else ""
+        address = engine.base_url if isinstance(engine, OpenAIConfig | VllmConfig) else None
+        place = f" at {address}" if address else ""
         return f"{engine.kind} engine{place}, {prompts.workers} worker(s) x {self.experiment.rollouts.concurrency} episodes"
+
+    def _deployment(self) -> str:
+        deployment = self.experiment.deployment
+        canary = f"canary {deployment.canary}" if deployment.canary else self._engine().partition(",")[0]
+        return f"smoke episode on {canary}; {len(deployment.servers)} server(s) to swap"
 
     def _sandboxes(self) -> str:
         sandboxes = self.experiment.sandboxes

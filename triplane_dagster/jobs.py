@@ -1,14 +1,19 @@
-"""The two jobs of an experiment: what is made once, and one iteration."""
-
-from __future__ import annotations
+"""The jobs of an experiment: what is made once, one iteration, and the way back to an earlier policy."""
 
 import dagster as dg
 from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
+from pydantic import Field
 
 from assets.naming import ONCE, PER_ITERATION, key_of
+from ops.deploy import servers_line
+from ops.rollback import bring_live, observation, roll_back_once
+from resources.errors import AlreadyLive
 from resources.experiment import Experiment
+from resources.store import StoreResource
 
 EXPERIMENT_TAG = "triplane/experiment"
+MAX_RETRIES_TAG = "dagster/max_retries"
+"""How often Dagster launches a run again whose worker died, if `run_retries` is on in its instance."""
 REMAINING_TAG = "triplane/remaining"
 """How many iterations follow the one that carries it; see `sensors`."""
 
@@ -21,6 +26,11 @@ def base_job_name(experiment: Experiment) -> str:
 def iteration_job_name(experiment: Experiment) -> str:
     """E.g. quickstart_iteration."""
     return f"{experiment.name}_iteration"
+
+
+def rollback_job_name(experiment: Experiment) -> str:
+    """E.g. quickstart_rollback."""
+    return f"{experiment.name}_rollback"
 
 
 def _tags(experiment: Experiment) -> dict[str, str]:
@@ -46,3 +56,40 @@ def iteration_job(experiment: Experiment) -> UnresolvedAssetJobDefinition:
         description=f"{experiment.name}: one iteration, from pinned inputs to the decision.",
         tags=_tags(experiment),
     )
+
+
+class RollBackTo(dg.Config):
+    """Run configuration of a rollback."""
+
+    to: str = Field(
+        default="",
+        description="base, the number of a change, or the beginning of the digest of a policy that was live; empty: the policy before.",
+    )
+    reason: str = Field(description="Why, in a few words. Kept in the registry.")
+
+
+def rollback_job(experiment: Experiment) -> dg.JobDefinition:
+    """An earlier policy live again. Shows as an observation on the page of sampler."""
+
+    @dg.op(name=f"{experiment.name}_roll_back", out=dg.Out(dg.Nothing))
+    def roll_back_op(context: dg.OpExecutionContext, config: RollBackTo, store: StoreResource) -> None:
+        opened, request = store.open(), context.run.get_root_run_id() or context.run_id
+        try:
+            done = roll_back_once(opened, experiment, config.to or None, config.reason, request)
+        except AlreadyLive as error:
+            context.log.info(f"{error}; {servers_line(bring_live(opened, experiment))}")
+            return
+        how = "was rolled back to before, by this same run" if done.before else "is live"
+        context.log.info(f"{done.entry.policy.short} {how}: {done.entry.came_by}; {servers_line(done.servers)}")
+        context.log_event(observation(experiment.name, done))
+
+    @dg.job(
+        name=rollback_job_name(experiment),
+        description=f"{experiment.name}: make an earlier policy live again. Adds a change to the registry; nothing is deleted.",
+        # launched anew after a crash, "the policy before" could mean another one by then: a person asks again
+        tags={**_tags(experiment), MAX_RETRIES_TAG: "0"},
+    )
+    def job() -> None:
+        roll_back_op()
+
+    return job

@@ -6,17 +6,20 @@ run_base -> run_iteration(0000) -> run_iteration(0001) -> ...      one envd serv
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
+from dagster._core.errors import DagsterAssetCheckFailedError
 
 from assets.naming import key_of
 from contracts.store import open_store
-from resources.errors import StepFailed
+from resources.errors import CheckFailed, StepFailed
 from resources.experiment import Experiment
+from resources.launcher import require_launchable
 from resources.progress import ProgressSink, no_progress
 from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
@@ -75,13 +78,39 @@ class Runner:
         self._sandboxes.close()
 
     def _run(self, job: dg.JobDefinition, partition: str | None, config: Mapping[str, Any] | None = None) -> None:
-        name = process_name()
-        done = job.execute_in_process(
-            instance=self._instance, partition_key=partition, run_config={**_QUIET, **(config or {})},
-            tags={PROCESS_TAG: name} if name else None,
-        )  # fmt: skip
+        name, run_id = process_name(), str(uuid.uuid4())
+        try:
+            done = job.execute_in_process(
+                instance=self._instance, partition_key=partition, run_config={**_QUIET, **(config or {})}, run_id=run_id,
+                tags={PROCESS_TAG: name} if name else None,
+            )  # fmt: skip
+        except DagsterAssetCheckFailedError:
+            raise CheckFailed(failed_checks(self._instance, run_id)) from None
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._cancel(run_id)
+            raise
         if not done.success:
             raise StepFailed(f"run {done.run_id[:8]} of {job.name} failed: `triplane ui` shows its log")
+
+    def _cancel(self, run_id: str) -> None:
+        """Show an interrupted run as canceled. Dagster calls it failed, since it was not Dagster that was asked to end it."""
+        run = self._instance.get_run_by_id(run_id)
+        if run is not None:
+            self._instance.report_run_canceled(
+                run, "Interrupted. Committed work is kept; the next run goes on from it."
+            )
+
+
+def failed_checks(instance: dg.DagsterInstance, run_id: str) -> str:
+    """Which blocking checks of a run failed, and what they found."""
+    found = []
+    for entry in instance.all_logs(run_id, of_type=dg.DagsterEventType.ASSET_CHECK_EVALUATION):
+        checked = entry.get_dagster_event().asset_check_evaluation_data
+        if not checked.passed and checked.blocking:
+            facts = ", ".join(f"{name} {value.value}" for name, value in checked.metadata.items())
+            found.append(f"{checked.asset_key.to_user_string()} fails its check {checked.check_name}: {facts}")
+    return "; ".join(found) or f"run {run_id[:8]} failed a check: `triplane ui` shows which"
 
 
 @contextmanager
@@ -98,16 +127,22 @@ def open_runner(
 
 
 def run_iterations(
-    experiment: Experiment, count: int, instance: dg.DagsterInstance, progress: ProgressSink = no_progress
+    experiment: Experiment,
+    count: int,
+    instance: dg.DagsterInstance,
+    progress: ProgressSink = no_progress,
+    between: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """Base assets, then `count` further iterations in sequence. Returns the partition keys that came to a decision.
 
     After a kill, the same call finishes the iterations it set out to make, and no more. Stops after a refusal when
-    promotion.on_refusal says so. Raises what a failing step raised.
+    promotion.on_refusal says so. Raises what a failing step raised. between: called after each run; may raise to stop there.
     """
+    require_launchable(experiment)
     store = open_store()
     with open_runner(experiment, instance, progress) as runner:
         runner.base()
+        between()
         if count == 0:
             return []
         target = begin_target(store, experiment, count)
@@ -115,6 +150,7 @@ def run_iterations(
         for partition in target.iterations():
             if not iterations.is_complete(store, experiment, partition):
                 runner.iteration(partition)
+                between()
             made.append(partition)
             if not iterations.may_continue(store, experiment, partition):
                 break

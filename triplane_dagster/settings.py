@@ -60,7 +60,7 @@ def _iteration(store: Store, experiment: Experiment, iteration: str) -> Iterator
     if plan is not None:
         yield "rollouts", plan.manifest.config, keys.rollouts_slice(experiment, iteration)
     for step, slice_ in (
-        ("rewards", experiment.rewards.model_dump(mode="json")),
+        ("rewards", experiment.rewards.slice()),
         ("dataset", experiment.dataset.model_dump(mode="json")),
         ("checkpoint", keys.training_slice(experiment, iteration)),
     ):

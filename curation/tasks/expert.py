@@ -11,6 +11,7 @@ from pathlib import Path
 
 from contracts.chat import ChatTokenizer, ToolCallText
 from contracts.episodes import TokenRole
+from contracts.owned import owned_directory, sweep_abandoned
 from curation.errors import TaskError
 from curation.tasks.bugs import VISIBLE_TEST, Bug
 from curation.tasks.families import Family
@@ -18,6 +19,7 @@ from curation.tasks.suite import visible_test
 from envd.client import ToolCall
 from envd.tools import run_file_tool
 
+_PREFIX = "triplane-expert-"
 DONE = "done"
 """The expert's last turn: a turn without a tool call ends the episode."""
 
@@ -42,7 +44,9 @@ class ExpertEpisode:
 def open_workbench() -> Iterator[Workbench]:
     """A workbench in a temporary directory, in memory where the system has one: twenty thousand episodes take half the time."""
     memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as root:
+    place = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+    sweep_abandoned(place, _PREFIX)
+    with owned_directory(_PREFIX, place) as root:
         yield Workbench(Path(root))
 
 

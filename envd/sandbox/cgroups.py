@@ -6,10 +6,15 @@ Where no group can be written the limits fall back to rlimits, and the server sa
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
+
+from contracts.owned import abandoned
 
 _MOUNT = Path("/sys/fs/cgroup")
 _PERIOD_US = 100_000
+OWNED = "envd-"
+"""How the names of run directories begin, and of the groups that are named after them: one that a killed server left is known by it."""
 
 
 class Cgroups:
@@ -20,6 +25,7 @@ class Cgroups:
         self._bases: dict[str, int] = {}  # controller -> directory descriptor of our own group
         self._paths: dict[str, Path] = {}
         self._unified = False
+        _sweep()
         for controller, parent in _own_groups().items():
             base = parent / name
             try:
@@ -110,6 +116,40 @@ def _own_groups() -> dict[str, Path]:
             if controller in ("memory", "pids", "cpu"):
                 found[controller] = _MOUNT / controller / path.lstrip("/")
     return {key: path for key, path in found.items() if os.access(path, os.W_OK)}
+
+
+def abandoned_groups() -> list[Path]:
+    """The groups of servers that were killed with their zygotes."""
+    return [base for parent in dict.fromkeys(_own_groups().values()) for base in abandoned(parent, OWNED)]
+
+
+def remove_groups(name: str, patience_s: float = 2.0) -> None:
+    """Remove the groups of the server whose run directory has this name, once it has ended: a zygote that was killed leaves its own.
+
+    patience_s: how long the last processes in them may take to end.
+    """
+    deadline = time.monotonic() + patience_s
+    for parent in dict.fromkeys(_own_groups().values()):
+        for base in parent.glob(f"{name}-*"):
+            while not _removed(base) and time.monotonic() < deadline:
+                time.sleep(0.02)
+
+
+def _sweep() -> None:
+    """Remove what is abandoned. A group whose last process still ends is left to the next server."""
+    for base in abandoned_groups():
+        _removed(base)
+
+
+def _removed(base: Path) -> bool:
+    try:
+        for group in (*(each for each in base.iterdir() if each.is_dir()), base):
+            group.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def _put(base: int, name: str, value: str, *, optional: bool = False) -> None:

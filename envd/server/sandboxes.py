@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from contracts.owned import owned_name, sweep_abandoned
 from envd.errors import BackendUnavailable, SandboxGone, ServerBusy
+from envd.sandbox.cgroups import OWNED, remove_groups
 from envd.sandbox.linux import sandbox_owner
 from envd.server.templates import Templates
 from envd.server.zygotes import Link, Zygote
@@ -58,7 +60,8 @@ class Sandboxes:
 
     @classmethod
     async def _start_on(cls, backend: str, state_dir: Path | None) -> Sandboxes:
-        run_dir = state_dir or Path(tempfile.mkdtemp(prefix="envd-"))
+        sweep_abandoned(Path(tempfile.gettempdir()), OWNED)
+        run_dir = state_dir or Path(tempfile.gettempdir(), f"{OWNED}{owned_name()}")
         run_dir.mkdir(parents=True, exist_ok=True)
         run_dir.chmod(0o711)
         for name in ("templates", "boxes"):
@@ -172,6 +175,7 @@ class Sandboxes:
             await self.destroy(identity)
         await asyncio.gather(self._agents.stop(), self._verifiers.stop(), self.templates.settled())
         await asyncio.to_thread(shutil.rmtree, self._run_dir, True)
+        await asyncio.to_thread(remove_groups, self._run_dir.name)
 
     async def zygote_died(self) -> None:
         """Return when a zygote has ended by itself; the server can't go on without it."""

@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
+from contracts.errors import describe
 from envd.errors import TemplateError
 
 _STAMP = 1_000_000_000
@@ -74,7 +75,7 @@ class Templates:
             draft.rename(self._directory / digest)
         except OSError as error:
             if not (self._directory / digest).exists():  # else another attempt was first
-                raise TemplateError(f"template {digest[:12]} can't be stored: {error}") from error
+                raise TemplateError(f"template {digest[:12]} can't be stored: {describe(error)}") from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 
@@ -104,7 +105,10 @@ def _commit(directory: Path) -> None:
     ):
         done = subprocess.run(["git", *command], cwd=directory, env=environment, capture_output=True, check=False)
         if done.returncode:
-            raise TemplateError(f"git {command[0]} failed on a template: {done.stderr.decode(errors='replace')}")
+            said = " ".join(done.stderr.decode(errors="replace").split())
+            raise TemplateError(
+                f"git {command[0]} failed on a template ({said}): check {directory.parent}, and the space on its disk"
+            )
 
 
 def _settle(directory: Path, owner: int) -> None:

@@ -1,6 +1,7 @@
 """Engines behind one interface (`base.Engine`): token ids in, token ids with log-probabilities and policy versions out.
 
-`open_engine` picks one by its config. `builtin` runs on the CPU in a thread of this process, `openai` talks to a server.
+`open_engine` picks one by its config. `builtin` runs on the CPU in a thread of this process, `openai` talks to a server, `vllm` to one that it
+gives each policy and proves to serve it (vllm_update); it may start that server itself (vllm_keeper).
 May import contracts, triplane_kernels and inference.errors.
 """
 
@@ -10,24 +11,41 @@ from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
 from inference.engines.base import Completion, Engine, SamplingParams
-from inference.engines.config import BuiltinConfig, EngineConfig, OpenAIConfig
+from inference.engines.config import BuiltinConfig, EngineConfig, OpenAIConfig, VllmConfig
 
 if TYPE_CHECKING:  # torch and httpx are loaded by who opens the one or the other
     from inference.engines.builtin import BuiltinEngine
     from inference.engines.openai import OpenAIEngine
+    from inference.engines.vllm import VllmEngine
+    from inference.engines.vllm_keeper import VllmKeeper
 
-__all__ = ["BuiltinConfig", "Completion", "Engine", "EngineConfig", "OpenAIConfig", "SamplingParams", "open_engine"]
+__all__ = [
+    "BuiltinConfig", "Completion", "Engine", "EngineConfig", "OpenAIConfig", "SamplingParams", "VllmConfig", "open_engine",
+]  # fmt: skip
 
 
 @overload
 def open_engine(spec: BuiltinConfig, directory: Path, version: str) -> BuiltinEngine: ...
 @overload
 def open_engine(spec: OpenAIConfig, directory: Path, version: str) -> OpenAIEngine: ...
-def open_engine(spec: BuiltinConfig | OpenAIConfig, directory: Path, version: str) -> BuiltinEngine | OpenAIEngine:
+@overload
+def open_engine(spec: VllmConfig, directory: Path, version: str, keeper: VllmKeeper | None = None) -> VllmEngine: ...
+@overload
+def open_engine(
+    spec: OpenAIConfig | VllmConfig, directory: Path, version: str, keeper: VllmKeeper | None
+) -> OpenAIEngine | VllmEngine: ...
+def open_engine(
+    spec: BuiltinConfig | OpenAIConfig | VllmConfig, directory: Path, version: str, keeper: VllmKeeper | None = None
+) -> BuiltinEngine | OpenAIEngine | VllmEngine:
     """An engine for the checkpoint in `directory`, called `version`.
 
-    A server is expected to serve that version already, or to be given it by `load_weights`; it refuses to answer with another one.
+    A server is expected to serve that version already, or to be given it by `load_weights`; it refuses to answer with another one. vLLM is given
+    it with the first call. keeper: of the vLLM server to use and to leave running.
     """
+    if isinstance(spec, VllmConfig):
+        from inference.engines.vllm import VllmEngine
+
+        return VllmEngine(spec, directory, version, keeper)
     if isinstance(spec, OpenAIConfig):
         from inference.engines.openai import OpenAIEngine
 

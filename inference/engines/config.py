@@ -23,14 +23,7 @@ class BuiltinConfig(_Config):
     """Memory for the state of finished turns, in MiB; 0 turns reuse off."""
 
 
-class OpenAIConfig(_Config):
-    """A server that takes and returns token ids over the OpenAI completions API: `python -m inference serve`, or vLLM."""
-
-    kind: Literal["openai"] = "openai"
-    base_url: str
-    """Up to and including `/v1`, e.g. http://localhost:8000/v1."""
-    model: str = "policy"
-    """The name the server gives the policy."""
+class _RemoteConfig(_Config):
     connections: int = Field(default=256, ge=1)
     """Requests in flight at most."""
     timeout_s: float = Field(default=600.0, gt=0)
@@ -39,4 +32,49 @@ class OpenAIConfig(_Config):
     """More attempts after a connection fault; any answer, even an error, is final."""
 
 
-EngineConfig = Annotated[BuiltinConfig | OpenAIConfig, Field(discriminator="kind")]
+class OpenAIConfig(_RemoteConfig):
+    """A server that takes and returns token ids over the OpenAI completions API and is told of no new policies: `python -m inference serve`, or any."""
+
+    kind: Literal["openai"] = "openai"
+    base_url: str
+    """Up to and including `/v1`, e.g. http://localhost:8000/v1."""
+    model: str = "policy"
+    """The name the server gives the policy."""
+
+
+class VllmConfig(_RemoteConfig):
+    """A vLLM server, given every policy and proven to serve it: one started for the run, or one that runs (`base_url`). See docs/engines.md."""
+
+    kind: Literal["vllm"] = "vllm"
+    base_url: str | None = None
+    """Root of a server that runs, e.g. http://host:8000; it must see our files. Null starts one here and stops it at the end of the run."""
+    python: str = "python"
+    """Interpreter of the environment that has vLLM, for a server started here."""
+    flags: tuple[str, ...] = ()
+    """More arguments for a server started here, e.g. [--max-model-len, "16384"]. They win over ours."""
+    env: dict[str, str] = {}
+    """More environment variables for a server started here."""
+    devices: tuple[int, ...] = ()
+    """GPUs of a server started here (CUDA_VISIBLE_DEVICES); empty: all. One server at a time has them."""
+    tensor_parallel: int = Field(default=1, ge=1, le=64)
+    """GPUs (or CPU workers) that share a layer, of a server started here."""
+    weights: Literal["auto", "fp8", "dequantized"] = "auto"
+    """What the server loads: the FP8 checkpoint itself, or a float32 copy of it in $TRIPLANE_CACHE. auto: the copy on a CPU, where vLLM loads no
+    FP8 blocks."""
+    exact: bool = True
+    """Whether served weights must be the checkpoint's to the bit. Only for GPU kernels that quantize weights again: false leaves small differences to
+    the probes."""
+    tolerance: float | None = Field(default=None, gt=0)
+    """Largest difference of a probe's log-probability, served against computed by the built-in engine. Null: 1e-4 for float32 weights; 0.5 for FP8
+    kernels, which round activations."""
+    probe_gigabytes: float = Field(default=4.0, ge=0)
+    """Checkpoints larger than this are not computed here for the probes: their tensors and layers are compared, their log-probabilities are not."""
+    startup_timeout_s: float = Field(default=900.0, gt=0)
+    """Seconds until a server that was started must answer, and that GPUs in use are waited for."""
+    drain_s: float = Field(default=60.0, ge=0)
+    """Seconds that requests in flight get to finish before new weights are loaded; then they are aborted, and sampled again."""
+    max_restarts: int = Field(default=2, ge=0, le=100)
+    """Times that a server which died is started again, a lease."""
+
+
+EngineConfig = Annotated[BuiltinConfig | OpenAIConfig | VllmConfig, Field(discriminator="kind")]

@@ -88,14 +88,19 @@ class Rotary:
         return self._cos[batch.positions], self._sin[batch.positions]
 
 
-def forward(weights: Weights, cache: KvCache, rotary: Rotary, batch: Batch) -> Tensor:
-    """Run the batch, writing its keys and values to the cache. Returns normalized hidden states [T padded, hidden]."""
+def forward(
+    weights: Weights, cache: KvCache, rotary: Rotary, batch: Batch, routes: list[Tensor] | None = None
+) -> Tensor:
+    """Run the batch, writing its keys and values to the cache. Returns normalized hidden states [T padded, hidden].
+
+    routes: gets each layer's chosen experts, [T padded, experts_per_token].
+    """
     shape = weights.architecture
     cos, sin = rotary.tables(batch)
     x = weights.embedding[batch.tokens]
     for index, layer in enumerate(weights.layers):
         x = x + _attention(shape, layer, cache, index, batch, cos, sin, _norm(x, layer.input_norm, shape))
-        x = x + _experts(shape, layer, _norm(x, layer.post_norm, shape))
+        x = x + _experts(shape, layer, _norm(x, layer.post_norm, shape), routes)
     return _norm(x, weights.norm, shape)
 
 
@@ -156,12 +161,14 @@ def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
     return total
 
 
-def _experts(shape: Architecture, layer: LayerWeights, x: Tensor) -> Tensor:
+def _experts(shape: Architecture, layer: LayerWeights, x: Tensor, routes: list[Tensor] | None) -> Tensor:
     """Top-k routed experts; each runs over its own rows, gathered to a group padded to ROW."""
     top = shape.experts_per_token
     shares, chosen = F.linear(x, layer.router).softmax(-1).topk(top, -1)
     if shape.normalize_top_k:
         shares = shares / shares.sum(-1, keepdim=True)
+    if routes is not None:
+        routes.append(chosen)
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
     counts = torch.bincount(flat, minlength=shape.experts)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from inference.engines.base import FinishReason
-from inference.engines.kv import KvCache
+from inference.engines.kv import ROW, KvCache
 from inference.engines.model import Batch, Rotary, forward, logits_of, make_batch
 from inference.engines.prefix import Prefix, PrefixStore
 from inference.engines.requests import Request, SequenceTable
@@ -48,6 +48,7 @@ class Scheduler:
         self._table = SequenceTable()
         self._decoding = 0
         self._prefilling = 0
+        self._chunk = CHUNK
 
     @property
     def idle(self) -> bool:
@@ -70,9 +71,14 @@ class Scheduler:
             self._decode()
 
     def reload(self, weights: Weights, version: str) -> None:
-        """Use other weights from the next step on. What is cached of sequences in flight stays."""
+        """Use other weights from the next step on. Sequences in flight are prefilled again, so that later tokens are what `version` alone
+        would sample after those before them, and their logprobs what it scores."""
         self.weights, self.version = weights, version
         self._prefixes.clear()
+        in_flight = len(self._table.requests)
+        self._decoding, self._prefilling = 0, in_flight
+        self._table.cached[:in_flight] = 0
+        self._chunk = max(ROW, PREFILL_TOKENS // max(1, in_flight))
         for slot, request in enumerate(self._table.requests):
             request.marks.append((version, int(self._table.length[slot]) - len(request.tokens)))
 
@@ -95,6 +101,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Start a group. Of requests with one prompt (a GRPO group) the first goes ahead, the others follow with its state."""
+        self._chunk = CHUNK
         kind, fresh = self.waiting[0].kind, 0
         leaders: dict[bytes, Request] = {}
         followers: list[Request] = []
@@ -136,7 +143,7 @@ class Scheduler:
     def _prefill(self) -> None:
         table, first, last = self._table, self._decoding, self._decoding + self._prefilling
         starts = table.cached[first:last].copy()
-        stops = np.minimum(table.length[first:last], starts + CHUNK)
+        stops = np.minimum(table.length[first:last], starts + self._chunk)
         # A finished row of a group whose longest prompt goes on recomputes its last token: the same bits, at the cost of one row.
         starts = np.minimum(starts, stops - 1)
         parts = [
@@ -164,8 +171,8 @@ class Scheduler:
                 self._keep(slot, int(self._table.length[slot]) - 1)
 
     def _keep(self, slot: int, length: int) -> None:
-        """Keep the state of a slot's first `length` tokens for later prompts, unless a reload made it a mixture."""
-        if len(self._table.requests[slot].marks) == 1 and self._prefixes.enabled:
+        """Keep the state of a slot's first `length` tokens for later prompts."""
+        if self._prefixes.enabled:
             tokens = self._table.tokens[slot, :length].copy()
             self._prefixes.put(Prefix(tokens, self._cache.copy_out(slot, length)))
 

@@ -80,12 +80,8 @@ def read_weights(directory: Path) -> Weights:
 
     Raises SchemaError for a checkpoint that misses a tensor or has one of the wrong form, EngineError for one this engine can't run.
     """
-    config = _read_config(directory)
-    quantized = "quantization_config" in config
-    if quantized:
-        check_checkpoint(directory)
-    architecture = read_architecture(config, directory)
-    tensors = _read_tensors(directory, config, quantized)
+    architecture = read_architecture(_read_config(directory), directory)
+    _, tensors = read_tensors(directory)
     layers = tuple(_layer(tensors, architecture, index) for index in range(architecture.layers))
     embedding = tensors["model.embed_tokens.weight"]
     head = embedding if architecture.tied else tensors["lm_head.weight"]
@@ -133,8 +129,12 @@ def _read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def _read_tensors(directory: Path, config: dict[str, Any], quantized: bool) -> dict[str, Tensor]:
-    """Every weight by name, float32, dequantized, finite and of its expected shape."""
+def read_tensors(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json, and every weight by name: float32, dequantized, finite and of its expected shape. Raises SchemaError, EngineError."""
+    config = _read_config(directory)
+    quantized = "quantization_config" in config
+    if quantized:
+        check_checkpoint(directory)
     raw: dict[str, Tensor] = {}
     for path in _weight_files(directory):
         try:
@@ -155,7 +155,7 @@ def _read_tensors(directory: Path, config: dict[str, Any], quantized: bool) -> d
             raise EngineError(
                 f"checkpoint {directory}: tensor {name} is not finite; its training diverged, don't serve it"
             )
-    return found
+    return config, found
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 import uuid
 from pathlib import Path
 from typing import Any
 
+from contracts.owned import start_of
 from contracts.pointers import Pointer
 from contracts.store import Store
 
@@ -33,19 +35,27 @@ class ClaimOwner:
         self._prefix = f"claims/{key}"
         self._lease = Pointer(store, f"{self._prefix}/owners/{self.name}")
         self._renewals = 0
+        self._ended = False
+        self._lock = threading.Lock()
 
     def renew(self) -> None:
-        """Take or prolong the lease. Every claim of this owner depends on it."""
-        self._set_lease(time.time() + self.lease_s)
+        """Take or prolong the lease, unless it was given up. Every claim of this owner depends on it."""
+        with self._lock:
+            if not self._ended:
+                self._set_lease(time.time() + self.lease_s)
 
     def end(self) -> None:
-        """Give up the lease, and with it every claim."""
-        self._set_lease(0.0)
+        """Give up the lease, and with it every claim, at once: after a renewal that is still under way in another thread."""
+        with self._lock:
+            self._ended = True
+            self._set_lease(0.0)
 
     def claim(self, group_id: str) -> bool:
         """Try to become the one who samples `group_id`. False while another live owner has it."""
         pointer = Pointer(self._store, f"{self._prefix}/groups/{group_id}")
-        current = pointer.current()
+        if pointer.advance({"owner": self.name}, 0):
+            return True
+        current = pointer.current_of_few()
         if current is not None:
             if current.value["owner"] == self.name:
                 return True
@@ -66,14 +76,13 @@ class ClaimOwner:
 
 def clear_claims(store: Store, key: str) -> None:
     """Remove the claims of finished rollouts: with every group committed nobody asks for them any more."""
-    for entry in store.list(f"pointers/claims/{key}/"):
-        store.delete(entry)
+    store.discard(f"pointers/claims/{key}/")
 
 
 def this_process() -> dict[str, Any]:
     """What identifies this process: a machine that can look it up, its pid there, and when it started (pids are reused)."""
     pid = os.getpid()
-    return {"host": socket.gethostname(), "machine": _machine(), "pid": pid, "started": _start_ticks(pid)}
+    return {"host": socket.gethostname(), "machine": _machine(), "pid": pid, "started": start_of(pid)}
 
 
 def _machine() -> str | None:
@@ -85,18 +94,12 @@ def _machine() -> str | None:
         return None
 
 
-def _start_ticks(pid: int) -> str | None:
-    """Start time of a process in clock ticks since boot, or None when there is no such process. Source: proc(5), field 22 of stat."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]
-
-
 def _is_dead(process: dict[str, Any]) -> bool:
     """Whether the process is known to be gone. False when it ran where this process can't look."""
     machine = _machine()
     if machine is None or process["machine"] != machine:
         return False
-    return bool(_start_ticks(process["pid"]) != process["started"])
+    try:
+        return bool(start_of(process["pid"]) != process["started"])
+    except OSError:
+        return False

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from contracts.chat import ChatTokenizer
 from contracts.episodes import Episode, Outcome, Slot, ToolCallRecord, episode_id
 from contracts.tasks import Task
+from envd.client import EnvdError, SandboxGone
 from inference.engines.base import Completion, Engine, SamplingParams
-from inference.errors import EngineError, InfraFault, RequestTooLong, StaleVersion
+from inference.errors import EngineError, EngineStopped, EngineUnreachable, InfraFault, RequestTooLong, StaleVersion
+from inference.rollouts import ledger
 from inference.rollouts.config import RolloutConfig
 from inference.rollouts.prompt import first_messages
 from inference.rollouts.transcript import Transcript
@@ -50,7 +52,8 @@ class Player:
 async def play_episode(player: Player, task: Task, slot: Slot, group_id: str) -> Episode:
     """Play `slot` to an outcome. Faults of the engine or the sandbox are retried with the same seed, then recorded as INFRA_ERROR.
 
-    Raises StaleVersion when the engine serves another policy under the deterministic profile.
+    Under the deterministic profile it raises StaleVersion when the engine serves another policy, and InfraFault when engine or envd can't
+    be reached at all: how many episodes such an outage meets is chance, and no part of their content.
     """
     attempts = player.config.max_attempts
     async with player.gate:
@@ -60,16 +63,30 @@ async def play_episode(player: Player, task: Task, slot: Slot, group_id: str) ->
                 return await play.to_end()
             except InfraFault as fault:
                 _log.warning("episode %s, attempt %d of %d: %s", play.episode_id, attempt + 1, attempts, fault)
+                if attempt + 1 == attempts and player.config.profile == "deterministic" and _is_outage(fault):
+                    raise InfraFault(
+                        f"{fault}; gave up after {attempts} attempts: check it, then run the same step again, committed groups stay"
+                    ) from fault
             if attempt + 1 < attempts:
                 await asyncio.sleep(BACKOFF_S * 2**attempt * random.uniform(0.5, 1.5))
         return play.episode(Outcome.INFRA_ERROR, b"")
+
+
+def _is_outage(fault: InfraFault) -> bool:
+    """Whether a whole server failed, and not one request or sandbox."""
+    cause = fault.__cause__
+    if isinstance(cause, EnvdError):
+        return not isinstance(cause, SandboxGone)
+    return isinstance(cause, (EngineStopped, EngineUnreachable))
 
 
 class Attempt:
     """One attempt at an episode, and its tokens, calls and costs so far."""
 
     def __init__(self, player: Player, task: Task, slot: Slot, group_id: str, attempt: int) -> None:
-        self.episode_id = episode_id(slot, player.key, attempt)
+        # under the deterministic profile all attempts come to the same episode: which of them it was is telemetry
+        self._numbered = 0 if player.config.profile == "deterministic" else attempt
+        self.episode_id = episode_id(slot, player.key, self._numbered)
         self._player, self._task, self._slot = player, task, slot
         self._group_id, self._attempt = group_id, attempt
         self._workspace: Workspace = player.workspaces.open(task)
@@ -134,6 +151,9 @@ class Attempt:
         self._transcript.add_policy(completion)
         self._turns += 1
         self._sampled += len(completion.token_ids)
+        ledger.record(
+            self._player.key, self._group_id, self.episode_id, self._attempt, self._turns, len(completion.token_ids)
+        )
         return completion
 
     async def _execute(self, completion: Completion) -> Outcome | None:
@@ -177,7 +197,7 @@ class Attempt:
         return Episode(
             episode_id=self.episode_id, group_id=self._group_id, task_id=self._task.task_id,
             task_digest=self._task.digest, image_digest=self._task.image_digest, sample=self._slot.sample,
-            attempt=self._attempt, seed=self._slot.token_seed, policy_version=self._player.policy_version,
+            attempt=self._numbered, seed=self._slot.token_seed, policy_version=self._player.policy_version,
             temperature=config.temperature, max_tokens=config.max_tokens, outcome=outcome, turns=self._turns,
             tool_calls=self._calls, format_errors=self._format_errors, final_diff=final_diff,
             sequences=[self._transcript.sequence()],

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contracts.chat import ChatTokenizer
 from contracts.digests import digest_of
 from contracts.episodes import Episode, Slot
+from contracts.failpoints import failpoint
 from contracts.tasks import Split, Task
 from envd.client import Limits, SandboxClient
 from inference.engines.base import Engine
@@ -62,4 +63,5 @@ async def run_episodes(
             playing = [running.create_task(play(task, sample)) for task in tasks for sample in range(samples)]
     except BaseExceptionGroup as several:
         raise several.exceptions[0] from None
+    failpoint("evaluation-played")
     return [episode.result() for episode in playing]

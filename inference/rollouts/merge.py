@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
 import pyarrow as pa
 
 from contracts.artifacts import Artifact, ArtifactWriter, find_artifact
@@ -14,48 +18,75 @@ from inference.rollouts.groups import find_group, lacks_variance
 from inference.rollouts.plan import GroupPlan, RolloutPlan
 
 ROLLOUTS = "rollouts"
+READERS = 16
+"""Groups read at once: each is a few small objects of its own, far away on S3."""
 _TABLES = {"episodes.parquet": False, "sequences.parquet": False, "telemetry.parquet": True}
 _SHOWN = 5
 
 
-def expected_groups(plan: RolloutPlan, store: Store) -> tuple[list[GroupPlan], list[GroupPlan]]:
-    """The groups this plan leads to as far as known, and those of them not committed yet; both in order of index.
+@dataclass(frozen=True)
+class Gathered:
+    """The groups that a plan leads to as far as known, and those of them that are committed."""
+
+    expected: list[GroupPlan]
+    """In order of index."""
+    committed: Mapping[str, Artifact]
+    """By group_id."""
+
+    @property
+    def missing(self) -> list[GroupPlan]:
+        """Those not committed yet, in order of index."""
+        return [group for group in self.expected if group.group_id not in self.committed]
+
+
+def gather_groups(plan: RolloutPlan, store: Store) -> Gathered:
+    """Look for every group that the plan leads to.
 
     Every committed group without variance takes the next one of its shard's reserve. Taking stops at the first k for which
     planned groups and the first k of the reserve hold at most k groups without variance; that k does not depend on the order in which
     groups finish, so the set follows from seeds and verdicts alone.
     """
     expected: list[GroupPlan] = []
-    missing: list[GroupPlan] = []
-    for shard in range(plan.workers):
-        pending, reserve = plan.shard(shard)
-        while pending:
-            group = pending.pop(0)
-            expected.append(group)
-            artifact = find_group(plan, group, store)
-            if artifact is None:
-                missing.append(group)
-            elif plan.config.refill and reserve and lacks_variance(artifact):
-                pending.append(reserve.pop(0))
-    return sorted(expected, key=_place), sorted(missing, key=_place)
+    committed: dict[str, Artifact] = {}
+    with ThreadPoolExecutor(READERS) as pool:
+        shards = [plan.shard(shard) for shard in range(plan.workers)]
+        wave = [group for groups, _ in shards for group in groups]
+        while wave:
+            expected += wave
+            found = pool.map(lambda group: find_group(plan, group, store), wave)
+            arrived = {group.group_id: artifact for group, artifact in zip(wave, found, strict=True) if artifact}
+            committed |= arrived
+            wave = []
+            for groups, reserve in shards if plan.config.refill else ():
+                lacking = sum(lacks_variance(arrived[each.group_id]) for each in groups if each.group_id in arrived)
+                groups[:], reserve[:] = reserve[:lacking], reserve[lacking:]
+                wave += groups
+    return Gathered(sorted(expected, key=lambda group: group.index), committed)
 
 
-def merge_groups(plan: RolloutPlan, store: Store) -> Artifact:
-    """Commit the rollouts: all groups' rows by group index and sample. Raises GroupsMissing unless every expected group is committed."""
+def merge_groups(plan: RolloutPlan, store: Store, gathered: Gathered | None = None) -> Artifact:
+    """Commit the rollouts: all groups' rows by group index and sample. Raises GroupsMissing unless every expected group is committed.
+
+    gathered: what `gather_groups` just found, if it was asked already.
+    """
     found = find_artifact(store, ROLLOUTS, plan.key)
-    if found is not None:
-        return found
-    expected, missing = expected_groups(plan, store)
-    if missing:
-        names = ", ".join(f"{group.index} ({group.task_id})" for group in missing[:_SHOWN])
-        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-        raise GroupsMissing(
-            f"rollouts {plan.key[:12]} lack {len(missing)} of {len(expected)} groups: {names}{more}; run the workers again, committed groups are skipped"
-        )
-    committed = [find_group(plan, group, store) for group in expected]
-    artifact = _merge([group for group in committed if group is not None], plan, store)
+    if found is None:
+        gathered = gathered or gather_groups(plan, store)
+        if gathered.missing:
+            raise GroupsMissing(_missing_line(plan, gathered))
+        found = _merge([gathered.committed[group.group_id] for group in gathered.expected], plan, store)
     clear_claims(store, plan.key)
-    return artifact
+    return found
+
+
+def _missing_line(plan: RolloutPlan, gathered: Gathered) -> str:
+    missing = gathered.missing
+    names = ", ".join(f"{group.index} ({group.task_id})" for group in missing[:_SHOWN])
+    more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+    return (
+        f"rollouts {plan.key[:12]} lack {len(missing)} of {len(gathered.expected)} groups: {names}{more}; "
+        "run the workers again, committed groups are skipped"
+    )
 
 
 def _merge(groups: list[Artifact], plan: RolloutPlan, store: Store) -> Artifact:
@@ -63,8 +94,10 @@ def _merge(groups: list[Artifact], plan: RolloutPlan, store: Store) -> Artifact:
         store, ROLLOUTS, plan.key, parents={"policy": plan.policy, **plan.inputs},
         config=plan.config.model_dump(mode="json"), code_version=ROLLOUTS_VERSION,
     ) as out:  # fmt: skip
-        for name, telemetry in _TABLES.items():
-            out.add_table(name, pa.concat_tables(group.table(name) for group in groups), telemetry=telemetry)
+        with ThreadPoolExecutor(READERS) as pool:
+            for name, telemetry in _TABLES.items():
+                tables = pool.map(lambda group, name=name: group.table(name), groups)
+                out.add_table(name, pa.concat_tables(tables), telemetry=telemetry)
         # how the work was divided is no part of what came out of it
         (out.directory / "plan.json").write_bytes(canonical_json(plan.model_dump(mode="json")))
         out.add_file("plan.json", telemetry=True)
@@ -79,7 +112,3 @@ def _merge(groups: list[Artifact], plan: RolloutPlan, store: Store) -> Artifact:
                 "solved": sum(solved is True for group in groups for solved in group.meta["solved"]),
             }
         )
-
-
-def _place(group: GroupPlan) -> int:
-    return group.index

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from contracts.artifacts import Artifact
 from contracts.chat import ChatTokenizer
 from contracts.episodes import Episode, Outcome
+from contracts.failpoints import failpoint
 from contracts.store import Store
 from contracts.tasks import Task
 from envd.client import Limits, SandboxClient
@@ -129,6 +130,7 @@ class _Shard:
     async def _run_group(self, group: GroupPlan, running: asyncio.TaskGroup) -> None:
         artifact = await self._found_or_claimed(group)
         if artifact is None:
+            failpoint("group-claimed")
             artifact = await self._sample(group)
             self._meter.group()
         else:
@@ -158,13 +160,22 @@ class _Shard:
                 f"group {group.index} (task {group.task_id}) lost all {len(episodes)} episodes to infrastructure faults, see the log: check engine and envd, then run the worker again"
             )
         solved = await asyncio.gather(*(self._verdict(task, episode) for episode in episodes))
-        return await asyncio.to_thread(commit_group, self._plan, group, episodes, solved, self._store)
+        failpoint("group-sampled")
+        committed = await asyncio.to_thread(commit_group, self._plan, group, episodes, solved, self._store)
+        failpoint("group-committed")
+        return committed
 
     async def _verdict(self, task: Task, episode: Episode) -> bool | None:
         """Early verdict where a refill may depend on it."""
         if not self._plan.config.refill or episode.outcome is Outcome.INFRA_ERROR:
             return None
-        return (await self._grade(task, episode.final_diff)).solved
+        solved = (await self._grade(task, episode.final_diff)).solved
+        if solved is None and self._plan.config.profile == "deterministic":
+            raise InfraFault(
+                f"an episode of task {task.task_id} could not be graded, and which prompts are drawn again depends on it: "
+                "check envd, then run the same step again, committed groups stay"
+            )
+        return solved
 
 
 async def _check(plan: RolloutPlan, shard: int, engine: Engine, tasks: Mapping[str, Task]) -> None:

@@ -1,4 +1,4 @@
-"""Requests and answers of the HTTP API: OpenAI's, plus `/v1/score`, `/v1/load_weights` and `/version`."""
+"""Requests and answers of the HTTP API: OpenAI's, plus `/v1/score`, `/v1/load_weights`, `/v1/withdraw` and `/version`."""
 
 from __future__ import annotations
 
@@ -119,3 +119,10 @@ class LoadRequest(_Request):
     """A checkpoint directory on the server's machine."""
     version: str = Field(min_length=1)
     """What tokens of these weights are stamped with."""
+
+
+class WithdrawRequest(_Request):
+    """POST /v1/withdraw."""
+
+    reason: str = Field(min_length=1)
+    """What clients are told."""

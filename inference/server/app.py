@@ -1,6 +1,8 @@
 """The HTTP application: routes over one engine.
 
 request JSON -> pydantic model -> engine -> OpenAI-shaped answer     any TriplaneError -> {"error": {message, type, code}}
+
+A server that can't serve the live policy is withdrawn: /health and new completions answer 503 until weights were loaded. What is in flight ends.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from contracts.chat import ChatTokenizer
 from contracts.errors import TriplaneError
 from inference.engines.base import Completion, Engine, SamplingParams
 from inference.engines.openai import OWNER
-from inference.errors import BadRequest, EngineStopped, RequestTooLong, StaleVersion
-from inference.server.api import ChatRequest, CompletionRequest, LoadRequest, ScoreRequest
+from inference.errors import BadRequest, EngineStopped, RequestTooLong, StaleVersion, Withdrawn
+from inference.server.api import ChatRequest, CompletionRequest, LoadRequest, ScoreRequest, WithdrawRequest
 from inference.server.chat import answer_message, prompt_tokens
 
 CHAT_TOKENS = 1024
@@ -36,6 +38,8 @@ class Application:
     def __init__(self, engine: Engine, tokenizer: ChatTokenizer | None, model: str) -> None:
         """tokenizer: None serves token ids only."""
         self._engine, self._tokenizer, self._model = engine, tokenizer, model
+        self.withdrawn: str | None = None
+        """Why it is out of service, or None."""
 
     def starlette(self) -> Starlette:
         """The ASGI application."""
@@ -47,10 +51,22 @@ class Application:
             Route("/v1/chat/completions", _json(ChatRequest, self._chat), methods=["POST"]),
             Route("/v1/score", _json(ScoreRequest, self._score), methods=["POST"]),
             Route("/v1/load_weights", _json(LoadRequest, self._load), methods=["POST"]),
+            Route("/v1/withdraw", _json(WithdrawRequest, self._withdraw), methods=["POST"]),
         ]
         return Starlette(routes=routes, exception_handlers={TriplaneError: _explain, Exception: _explain})
 
+    async def swap(self, directory: Path, version: str) -> None:
+        """Serve another policy from now on, and be in service again. Raises EngineError; the policy in place then stays."""
+        await self._engine.load_weights(directory, version)
+        self.withdrawn = None
+
+    async def version(self) -> str:
+        """The policy version being served."""
+        return await self._engine.version()
+
     async def _health(self, request: Request) -> JSONResponse:
+        if self.withdrawn is not None:
+            return JSONResponse({"status": "withdrawn", "reason": self.withdrawn}, status_code=503)
         return JSONResponse({"status": "ok"})
 
     async def _version(self, request: Request) -> JSONResponse:
@@ -106,12 +122,20 @@ class Application:
         return {"object": "score", "logprobs": logprobs, "policy_version": before}
 
     async def _load(self, body: LoadRequest) -> dict[str, Any]:
-        await self._engine.load_weights(Path(body.directory), body.version)
+        await self.swap(Path(body.directory), body.version)
         return {"object": "policy", "version": body.version}
+
+    async def _withdraw(self, body: WithdrawRequest) -> dict[str, Any]:
+        self.withdrawn = body.reason
+        return {"object": "policy", "version": await self._engine.version(), "withdrawn": body.reason}
 
     async def _generate(
         self, prompt: list[int], count: int, stops: tuple[int, ...], body: CompletionRequest | ChatRequest
     ) -> Completion:
+        if self.withdrawn is not None:
+            raise Withdrawn(
+                f"this server is withdrawn ({self.withdrawn}): ask another one, or load the live policy here"
+            )
         if isinstance(body, CompletionRequest):
             await self._check_version(body.policy_version)
         seed = secrets.randbits(63) if body.seed is None else body.seed
@@ -173,6 +197,8 @@ async def _explain(request: Request, error: Exception) -> JSONResponse:
     match error:
         case StaleVersion():
             return _error(409, str(error), "stale_policy_version")
+        case Withdrawn():
+            return _error(503, str(error), "withdrawn", kind="server_error")
         case RequestTooLong():
             return _error(400, str(error), "context_length_exceeded")
         case EngineStopped():

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -13,6 +17,7 @@ from contracts.errors import ArtifactMissing, ConfigError
 from contracts.store import open_store
 from inference.engines.builtin import BuiltinEngine
 from inference.server.app import Application
+from inference.server.follow import Source, follow
 
 
 def find_policy(policy: str, store: str | None) -> tuple[Path, str]:
@@ -47,26 +52,61 @@ def split_address(listen: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def serve(directory: Path, version: str, listen: str, *, model: str, max_batch: int, threads: int | None) -> None:
-    """Serve until interrupted. Prints the address once it answers."""
+@dataclass(frozen=True)
+class Following:
+    """Where a server learns which policy to serve from now on."""
+
+    source: Source
+    poll_s: float
+    """Seconds between two looks."""
+
+
+def serve(
+    directory: Path, version: str, listen: str, *, model: str, max_batch: int, threads: int | None,
+    following: Following | None = None,
+) -> None:  # fmt: skip
+    """Serve until interrupted. Prints the address once it answers. following: None stays with the policy until told by /v1/load_weights."""
     host, port = split_address(listen)
-    asyncio.run(_serve(directory, version, host, port, model, max_batch, threads))
+    asyncio.run(_serve(directory, version, host, port, model, max_batch, threads, following))
 
 
 async def _serve(
-    directory: Path, version: str, host: str, port: int, model: str, max_batch: int, threads: int | None
-) -> None:
+    directory: Path, version: str, host: str, port: int, model: str, max_batch: int, threads: int | None,
+    following: Following | None,
+) -> None:  # fmt: skip
     tokenizer = ChatTokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
     engine = BuiltinEngine(directory, version, max_batch=max_batch, threads=threads)
-    app = Application(engine, tokenizer, model).starlette()
-    config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=10)
+    app = Application(engine, tokenizer, model)
+    config = uvicorn.Config(app.starlette(), host=host, port=port, log_level="warning", timeout_graceful_shutdown=10)
     server = uvicorn.Server(config)
-    announcer = asyncio.create_task(_announce(server, version))
     try:
-        await server.serve()
+        async with _beside(server, _announce(server, version)):
+            if following is None:
+                await server.serve()
+                return
+            async with _beside(server, follow(app, following.source, following.poll_s)):
+                await server.serve()
     finally:
-        announcer.cancel()
         await engine.close()
+
+
+@asynccontextmanager
+async def _beside(server: uvicorn.Server, work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run `work` while the server serves; a failure of it ends the server and is raised."""
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            server.should_exit = True
+
+    task = asyncio.create_task(work)
+    task.add_done_callback(ended)
+    try:
+        yield
+    finally:
+        task.cancel()
+        (outcome,) = await asyncio.gather(task, return_exceptions=True)
+    if isinstance(outcome, Exception):
+        raise outcome
 
 
 async def _announce(server: uvicorn.Server, version: str) -> None:

@@ -10,5 +10,7 @@ Everything a policy wrote reaches the page as compressed data and becomes text n
 Imported by assets and triplane_dagster. May import: dagster (timings only), resources and what lies below.
 """
 
+ROUTE = "/reports"
+"""Where our web server shows reports: ROUTE/<action key>. Without host and port, so a link is right behind any address."""
 REPORT_VERSION = "1"
 """Code version of the `report` step."""

@@ -49,6 +49,7 @@ def compose(sources: Sources, earlier: list[Row], seconds: Seconds) -> Report:
         **facts.distributions(sources),
         "families": facts.families(sources, tasks),
         "decision": facts.decision(sources),
+        **facts.restored(sources),
         "inputs": facts.inputs(sources),
     }
     shown = summary | {

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from contracts.artifacts import Artifact
 from contracts.chat import ChatTokenizer
 from contracts.tasks import Task
+from ops.report.components import read_evidence
 from ops.report.facts import graded_outcome
 from ops.report.history import finite
 from ops.report.sources import Sources
@@ -44,6 +45,7 @@ def viewer(sources: Sources, tasks: Mapping[str, Task]) -> dict[str, Any]:
     details = _details(rollouts, [row for row in rows if row["episode_id"] in detailed], vocabulary)
     states = {row["episode_id"]: (row["task_id"], row["final_diff"]) for row in rows if row["episode_id"] in detailed}
     verdicts = read_verdicts(sources.store, states, tasks)
+    evidence = read_evidence(sources.get("rewards"), detailed)
     graded, members, telemetry = (
         _by_episode(sources.get(asset), file)
         for asset, file in (("rewards", "rewards.parquet"), ("dataset", "members.parquet"), ("rollouts", "telemetry.parquet"))
@@ -53,7 +55,8 @@ def viewer(sources: Sources, tasks: Mapping[str, Task]) -> dict[str, Any]:
         name = row["episode_id"]
         facts = _facts(row, graded.get(name), members.get(name), telemetry.get(name), tasks.get(row["task_id"]))
         tests = {"tests": verdicts[name]} if name in verdicts else {}
-        episodes.append(facts | details.get(name, {}) | tests)
+        why = {"evidence": evidence[name]} if name in evidence else {}
+        episodes.append(facts | details.get(name, {}) | tests | why)
     played = {row["task_id"] for row in rows}
     return {
         "episodes": episodes,

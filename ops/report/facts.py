@@ -125,6 +125,13 @@ def decision(sources: Sources) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
+def restored(sources: Sources) -> dict[str, Any]:
+    """The rollback that brought the acting policy back, where one did: {"rollback": {number, to, reason}}."""
+    pinned = sources.get("iteration_inputs")
+    rollback = pinned.meta.get("rollback") if pinned else None
+    return {"rollback": rollback} if rollback else {}
+
+
 def _run(sources: Sources, evaluation: Artifact | None, role: str) -> Artifact | None:
     ref = evaluation.manifest.parents.get(role) if evaluation else None
     return open_artifact(sources.store, ref) if ref and ref.kind == "evaluation_run" else None

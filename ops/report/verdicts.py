@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from pydantic import ValidationError
-
-from contracts.errors import ArtifactMissing
+from contracts.errors import ArtifactCorrupt
 from contracts.store import Store
 from contracts.tasks import Task
-from curation.verify import Verdict, verdict_key
+from curation.verify import read_verdict, verdict_key
 
 READERS = 16
 """Verdicts read at once: each is a small object of its own, far away on S3."""
@@ -34,10 +32,10 @@ def read_verdicts(store: Store, states: Mapping[str, tuple[str, bytes]], tasks: 
 
 def _read(store: Store, key: str) -> Tests | None:
     try:
-        verdict = Verdict.model_validate_json(store.get(key))
-    except (ArtifactMissing, ValidationError):
+        verdict = read_verdict(store, key)
+    except ArtifactCorrupt:
         return None
-    return [_shown(test.model_dump()) for test in verdict.tests]
+    return None if verdict is None else [_shown(test.model_dump()) for test in verdict.tests]
 
 
 def _shown(test: dict[str, Any]) -> dict[str, str]:

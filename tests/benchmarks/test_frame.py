@@ -60,6 +60,11 @@ def test_each_comparison_is_the_opposite_of_its_complement(measured: float, valu
         assert verdicts[0].met != verdicts[1].met
 
 
+def test_an_equality_is_met_by_its_value_only() -> None:
+    assert judge([goal("==", 0)], {"m": 0.0})[0].met
+    assert not judge([goal("==", 0)], {"m": 1.0})[0].met
+
+
 def test_a_metric_that_was_not_measured_misses_its_goal() -> None:
     assert not judge([goal("<", 1)], {})[0].met
     assert not judge([goal("<", 1)], {"m": math.nan})[0].met

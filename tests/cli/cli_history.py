@@ -66,7 +66,8 @@ def write_history(store: Store) -> History:
         name: str, kind: str, parents: dict[str, str], fill: Callable[[ArtifactWriter], None], **meta: Any
     ) -> None:
         refs = {role: made[parent].ref for role, parent in parents.items()}
-        key = digest_of([name, {role: ref.digest for role, ref in refs.items()}])
+        # a trainer state has the key of its checkpoint
+        key = digest_of([name.removesuffix("_state"), {role: ref.digest for role, ref in refs.items()}])
         with ArtifactWriter(store, kind, key, parents=refs, config={"step": name}, code_version="1") as out:
             fill(out)
             made[name] = out.commit(meta)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from cli_history import EXPERIMENT, History, Run
@@ -109,3 +112,13 @@ def test_nothing_that_a_policy_wrote_can_steer_a_terminal(text: str) -> None:
     shown = visible(text)
     assert all(letter.isprintable() or letter in "\t\n" or ord(letter) > 0x9F for letter in shown)
     assert visible("a\x1b[2Jb") == "a\\x1b[2Jb"
+
+
+def test_questions_to_the_store_do_not_wait_for_dagster(history: History) -> None:
+    program = "import sys; sys.argv = ['triplane', 'status']\nfrom triplane_dagster.cli import main\ntry: main()\nexcept SystemExit as end: assert not end.code\nassert 'dagster' not in sys.modules"
+    subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "TRIPLANE_STORE": history.store.url},
+        check=True,
+        timeout=120,
+    )

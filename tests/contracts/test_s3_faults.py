@@ -13,13 +13,15 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
+from benchmarks.faulty_s3 import Fault, FaultyS3, faulty_s3
 from contracts import s3client, s3store, s3write
 from contracts.artifacts import ArtifactWriter, find_artifact
-from contracts.errors import ArtifactMissing, StoreError
+from contracts.digests import canonical_json
+from contracts.errors import ArtifactCorrupt, ArtifactMissing, StoreError
 from contracts.filecache import FileCache, cache_base
 from contracts.pointers import Pointer
 from contracts.store import Store, open_store
-from tests.contracts.faulty_s3 import Fault, FaultyS3, faulty_s3
+from curation.verify import Verdict, read_verdict
 
 KEY = "0" * 64
 
@@ -167,6 +169,26 @@ def test_a_damaged_copy_in_the_cache_is_fetched_again(store: Store) -> None:
     copy.chmod(0o644)
     copy.write_bytes(b"torn")
     assert artifact.path("data.bin").read_bytes() == b"honest"
+
+
+def test_what_was_just_written_is_read_without_asking(s3: FaultyS3, store: Store) -> None:
+    assert store.create("verdict", b"solved", cached=True) and not store.create("verdict", b"failed", cached=True)
+    s3.requests.clear()
+    assert store.local_path("verdict").read_bytes() == b"solved"
+    assert s3.requests == []
+
+
+def test_a_damaged_copy_of_a_verdict_is_fetched_again(store: Store) -> None:
+    verdict = Verdict(solved=True, exit="completed", tests=[])
+    store.create("verdict", canonical_json(verdict.model_dump()), cached=True)
+    copy = store.local_path("verdict")
+    copy.chmod(0o644)
+    copy.write_bytes(b"{")
+    assert read_verdict(store, "verdict") == verdict
+    assert read_verdict(store, "none") is None
+    store.create("damaged", b"{", cached=True)
+    with pytest.raises(ArtifactCorrupt, match=r"verdict damaged in s3://.* is not readable"):
+        read_verdict(store, "damaged")
 
 
 def test_an_object_that_was_deleted_is_not_served_from_the_cache(store: Store, tmp_path: Path) -> None:

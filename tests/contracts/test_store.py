@@ -3,41 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
-import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
 from contracts.artifacts import ArtifactWriter, find_artifact, list_artifacts, open_artifact
 from contracts.errors import ArtifactCorrupt, ArtifactMissing, StoreError
-from contracts.pointers import Pointer
+from contracts.pointers import Pointer, PointerEntry
 from contracts.s3store import S3Store
 from contracts.store import LocalStore, Store, open_store
-
-
-@pytest.fixture(scope="module")
-def s3_endpoint() -> Iterator[str]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
-
-
-@pytest.fixture(params=["local", "s3"])
-def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    if request.param == "local":
-        return open_store(str(tmp_path / "store"))
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": request.getfixturevalue("s3_endpoint"), "TRIPLANE_CACHE": str(tmp_path / "cache"),
-    }.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
-    bucket = tmp_path.name.replace("_", "-").lower()
-    boto3.client("s3").create_bucket(Bucket=bucket)
-    return open_store(f"s3://{bucket}/some/prefix")
 
 
 def write(store: Store, key: str, data: bytes) -> str:
@@ -98,10 +72,17 @@ def test_racing_creators_have_one_winner(store: Store) -> None:
 def test_pointer_is_compare_and_swap_with_history(store: Store) -> None:
     pointer = Pointer(store, "quickstart/live")
     assert pointer.current() is None
-    assert pointer.advance({"policy": "a"}, 0)
-    assert not pointer.advance({"policy": "b"}, 0)
-    assert pointer.advance({"policy": "c"}, 1)
-    assert [(entry.number, entry.value["policy"]) for entry in pointer.history()] == [(1, "a"), (2, "c")]
+    for number, policy in enumerate("acde"):
+        assert pointer.current_of_few() == pointer.current()
+        assert pointer.advance({"policy": policy}, number)
+        assert not pointer.advance({"policy": "b"}, number)
+    assert pointer.current_of_few() == pointer.current() == PointerEntry(4, {"policy": "e"})
+    assert [(entry.number, entry.value["policy"]) for entry in pointer.history()] == [
+        (1, "a"),
+        (2, "c"),
+        (3, "d"),
+        (4, "e"),
+    ]
 
 
 def test_artifact_round_trip_and_second_writer_adopts_the_first(store: Store) -> None:

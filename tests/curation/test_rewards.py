@@ -4,7 +4,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import curation.verify
@@ -90,6 +90,7 @@ def test_valid_means_ended_by_itself_with_an_edit_that_took_and_no_format_error(
     assert is_valid(episode(**changes)) is valid
 
 
+@settings(deadline=None)
 @given(solved=st.booleans(), edited=st.booleans(), weights=st.tuples(st.floats(-2, 2), st.floats(-2, 2)))
 def test_a_reward_is_the_sum_of_its_recorded_components(
     solved: bool, edited: bool, weights: tuple[float, float]

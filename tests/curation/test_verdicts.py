@@ -139,6 +139,15 @@ def test_a_verdict_that_timed_out_is_tried_twice_counts_as_failed_and_is_never_r
     assert client.calls == 4
 
 
+def test_a_crash_counts_and_is_remembered_only_when_it_happens_twice(tmp_path: Path) -> None:
+    crash = result(exit="crashed")
+    killed = ScriptedClient(crash, SOLVED)
+    assert asyncio.run(Verifier(killed, LocalStore(tmp_path / "killed")).grade(TASK, b"diff")).solved, "by an outsider"
+    store, crashing = LocalStore(tmp_path / "crashing"), ScriptedClient(crash)
+    verdict = asyncio.run(Verifier(crashing, store).grade(TASK, b"diff"))
+    assert (verdict.exit, crashing.calls, len(store.list("verdicts/"))) == ("crashed", 2, 1)
+
+
 def test_infrastructure_faults_are_retried_and_then_leave_the_episode_ungraded(tmp_path: Path) -> None:
     fault = ServerUnavailable("gone")
     recovering = ScriptedClient(fault, SandboxStartError("no memory"), SOLVED)

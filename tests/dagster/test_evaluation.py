@@ -16,7 +16,12 @@ from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
 
 
-def test_a_run_that_lost_its_episodes_is_an_error_and_leaves_nothing_behind(ran: World) -> None:
+def test_a_run_that_lost_its_episodes_is_an_error_and_leaves_nothing_behind(
+    ran: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "ops.step.OBSERVE_EVERY_S", float("inf")
+    )  # outside a run nothing can be observed, however long it takes
     # no turn fits into a millisecond, which the deterministic profile calls a fault of the infrastructure
     rollouts = ran.experiment.rollouts.model_copy(update={"episode_timeout_s": 0.001, "max_attempts": 1})
     hurried = ran.experiment.model_copy(update={"rollouts": rollouts})

@@ -11,7 +11,8 @@ from assets.naming import check, key_of, partitions_of
 from ops.rollouts import ASSET, CHECK, make_plan, rollout_ops
 from ops.step import begin
 from resources.progress import no_progress
-from resources.refs import RefIOManager, require_ref
+from resources.ref_io import RefIOManager
+from resources.refs import require_ref
 from resources.store import StoreResource
 
 

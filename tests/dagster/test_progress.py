@@ -37,5 +37,5 @@ def test_the_sink_hears_everything_and_dagster_now_and_then(
         assert observed is not None
         assert {name: value.value for name, value in observed.metadata.items()} == {
             "sampling done": 2.0,
-            "tokens_per_second": 20.0,
+            "tokens per second": 20.0,
         }

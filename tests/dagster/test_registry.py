@@ -1,16 +1,22 @@
 from __future__ import annotations
 
+import json
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from contracts.artifacts import ArtifactRef
+from contracts.digests import canonical_json
 from contracts.store import open_store
-from resources.errors import NotMaterialized
+from resources.errors import NotMaterialized, RegistryError
 from resources.experiment import Experiment
 from resources.refs import read_ref, require_ref, write_ref
-from resources.registry import Registry
+from resources.registry import BasePolicy, LivePolicy, Registry, Restorable
 from triplane_dagster.targets import begin_target, end_target
 
 
@@ -66,3 +72,128 @@ def test_the_same_command_goes_on_to_the_same_end(tmp_path: Path, tiny: Experime
     assert again.iterations() == ["0001", "0002", "0003"]
     end_target(store, tiny, again)
     assert begin_target(store, tiny, 3).iterations() == ["0001", "0002", "0003"]
+
+
+def base_policy() -> BasePolicy:
+    return BasePolicy(policy("base"), lambda: policy("s", "trainer_state"))
+
+
+def registry_of(folder: Path, *names: str) -> Registry:
+    """Policies promoted one after the other, from the base policy on."""
+    registry = Registry(open_store(str(folder)), "one")
+    for index, (parent, name) in enumerate(pairwise(("base", *names))):
+        state = policy(f"s{name}", "trainer_state")
+        assert registry.promote(policy(name), state, parent=policy(parent).digest, iteration=f"{index:04d}")
+    return registry
+
+
+def go_back(registry: Registry, to: str | None) -> LivePolicy:
+    target = registry.restorable(to, base_policy())
+    return registry.rollback(target, "a drill", expected=len(registry.history()))
+
+
+def test_a_rollback_adds_an_entry_and_restores_policy_and_trainer_state(tmp_path: Path) -> None:
+    registry = registry_of(tmp_path, "a", "b", "c")
+    before = registry.history()
+    back = go_back(registry, "1")
+    assert registry.history() == [*before, back] and registry.live() == back
+    assert (back.number, back.policy, back.trainer_state) == (4, before[0].policy, before[0].trainer_state)
+    assert (back.iteration, back.parent) == ("0000", policy("c").digest)
+    assert back.rollback is not None and (back.rollback.to, back.rollback.reason) == (1, "a drill")
+    assert registry.standing() == [1]
+    assert set(registry.rolled_back()) == {policy("b").digest, policy("c").digest}
+
+
+def test_without_a_target_each_rollback_goes_one_promotion_further_back(tmp_path: Path) -> None:
+    registry = registry_of(tmp_path, "a", "b")
+    assert [go_back(registry, None).policy for _ in range(2)] == [policy("a"), policy("base")]
+    with pytest.raises(RegistryError, match="the base policy of one is live"):
+        go_back(registry, None)
+    assert go_back(registry, policy("b").digest[:9]).policy == policy("b"), "and forward again by name"
+    assert registry.rolled_back() == {}
+
+
+def test_what_follows_a_rollback_counts_from_there(tmp_path: Path) -> None:
+    registry = registry_of(tmp_path, "a", "b")
+    go_back(registry, "1")
+    state = policy("s", "trainer_state")
+    assert registry.promote(policy("x"), state, parent=policy("b").digest, iteration="0002") is None
+    assert registry.promote(policy("b"), state, parent=policy("a").digest, iteration="0001") is None, "once only"
+    child = registry.promote(policy("c"), state, parent=policy("a").digest, iteration="0002")
+    assert child is not None and registry.standing() == [1, 4]
+    assert set(registry.rolled_back()) == {policy("b").digest}
+    assert go_back(registry, None).policy == policy("a")
+
+
+@pytest.mark.parametrize(
+    ("to", "fault"),
+    [
+        ("7", "names no policy"),
+        ("feedbeef", "names no policy"),
+        ("", "names no policy"),
+        ("3", "is live already"),
+        (policy("c").digest[:8], "is live already"),
+    ],
+)
+def test_a_rollback_to_nowhere_says_what_there_is(to: str, fault: str, tmp_path: Path) -> None:
+    registry = registry_of(tmp_path, "a", "b", "c")
+    with pytest.raises(RegistryError, match=fault):
+        go_back(registry, to)
+    assert len(registry.history()) == 3
+
+
+def test_of_many_rollbacks_at_once_one_wins_and_the_others_say_what_is_live(tmp_path: Path) -> None:
+    registry = registry_of(tmp_path, "a", "b", "c")
+    targets = [registry.restorable(to, base_policy()) for to in ("base", "1", "2")] * 6
+
+    def attempt(target: Restorable) -> str:
+        try:
+            return f"won {registry.rollback(target, 'a drill', expected=3).policy.short}"
+        except RegistryError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(8) as pool:
+        said = list(pool.map(attempt, targets))
+    live = registry.live()
+    assert live is not None and len(registry.history()) == 4
+    assert [line for line in said if line.startswith("won")] == [f"won {live.policy.short}"]
+    assert sum(f"live is {live.policy.short}" in line and "nothing was rolled back" in line for line in said) == 17
+
+
+def test_entries_of_before_are_read_and_promotions_are_still_written_so(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    old = {
+        "policy": policy("a").model_dump(), "trainer_state": policy("s", "trainer_state").model_dump(),
+        "parent": policy("base").digest, "iteration": "0000",
+    }  # fmt: skip
+    store.create("pointers/live/one/00000001.json", canonical_json(old))
+    registry = Registry(store, "one")
+    live = registry.live()
+    assert live is not None and live.policy == policy("a") and live.rollback is None
+    registry.promote(policy("b"), policy("s", "trainer_state"), parent=policy("a").digest, iteration="0001")
+    assert set(json.loads(store.get("pointers/live/one/00000002.json"))) == set(old)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 9), max_size=9))
+def test_history_is_only_added_to_and_the_live_policy_builds_on_what_stands(choices: list[int]) -> None:
+    """Promotions (even numbers) and rollbacks to anything that was live (odd ones), in any order."""
+    with tempfile.TemporaryDirectory() as folder:
+        registry, lines = Registry(open_store(folder), "one"), {policy("base").digest: list[str]()}
+        for index, choice in enumerate(choices):
+            before, live = registry.history(), registry.live()
+            acting = live.policy if live else policy("base")
+            if choice % 2 == 0:
+                made = policy(f"p{index}")
+                assert registry.promote(made, acting, parent=acting.digest, iteration=f"{index:04d}")
+                lines[made.digest] = [*lines[acting.digest], made.digest]
+            elif live is not None and (to := min(choice // 2, len(before))) != live.number:
+                try:
+                    go_back(registry, str(to) if to else "base")
+                except RegistryError:
+                    assert before[to - 1].policy == acting if to else acting == policy("base")
+            history = registry.history()
+            assert history[: len(before)] == before
+            standing = [history[number - 1].policy.digest for number in registry.standing()]
+            assert standing == lines[history[-1].policy.digest if history else policy("base").digest]
+            assert not set(standing) & set(registry.rolled_back())

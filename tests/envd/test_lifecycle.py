@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from envd.client import Limits, SandboxClient, ToolCall
 from envd.errors import BackendUnavailable, EnvdError, SandboxGone, ServerUnavailable, TemplateError
 from envd.local import LocalEnvd
+from envd.sandbox.proctree import descendants
 from resources.experiment import SandboxesConfig
 from resources.sandboxes import SandboxesResource
 from tests.envd.harness import FILES, Harness
@@ -99,6 +101,47 @@ def test_a_kill_leaves_nothing(victim: str) -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
+
+
+@pytest.mark.parametrize("role", ["agent", "verifier"])
+def test_a_killed_zygote_ends_its_server_which_leaves_nothing(role: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with LocalEnvd("namespaces") as server:
+        asyncio.run(busy(server.address))
+        marker = run_directory(server.address)
+        zygotes = [
+            pid for pid, parent in descendants(server_at(server.address)).items() if parent == server_at(server.address)
+        ]
+        victim = next(pid for pid in zygotes if f"{marker}-{role}" in Path(f"/proc/{pid}/cmdline").read_text())
+        os.kill(victim, signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while server.alive and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not server.alive
+    assert gone(marker) == []
+    said = capfd.readouterr().err
+    assert "a zygote died: restart envd" in said and "Traceback" not in said
+
+
+def test_what_servers_left_that_were_killed_with_their_zygotes_goes_when_the_next_starts() -> None:
+    code = (
+        "import sys, time\nfrom envd.local import LocalEnvd\n"
+        "with LocalEnvd('namespaces') as server:\n    print(server.address, flush=True)\n    time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    address = parent.stdout.readline().strip()
+    asyncio.run(busy(address))
+    marker = run_directory(address)
+    family = [parent.pid, *descendants(parent.pid)]
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: none may tidy up after another
+        for pid in family:
+            with suppress(ProcessLookupError):  # process 1 of a sandbox takes the others along
+                os.kill(pid, number)
+    parent.wait()
+    parent.stdout.close()
+    assert any(marker in trace for trace in traces(marker)), "killed all at once, they leave their directory"
+    with LocalEnvd("namespaces"):
+        assert gone(marker) == []
 
 
 def test_finish_and_close_end_a_sandbox(anywhere: Harness) -> None:

@@ -203,6 +203,26 @@ async def test_a_hot_reload_stamps_later_tokens_and_leaves_no_stale_state(policy
     await again.close()
 
 
+async def test_tokens_after_a_reload_are_those_of_the_new_policy_alone(policy: Path, other_policy: Path) -> None:
+    versions = {"v1": policy, "v2": other_policy}
+    engine = BuiltinEngine(policy, "v1")
+    flying = [
+        asyncio.create_task(engine.generate([1, 2, 3 + seed], SamplingParams(1.0, 250, seed))) for seed in range(24)
+    ]
+    await asyncio.sleep(0.1)
+    await engine.load_weights(other_policy, "v2")
+    completions = await asyncio.gather(*flying)
+    await engine.close()
+    assert any(len(completion.spans) == 2 for completion in completions)
+    for version, directory in versions.items():
+        fresh = BuiltinEngine(directory, version)
+        for seed, completion in enumerate(completions):
+            scores = await fresh.score([1, 2, 3 + seed, *completion.token_ids])
+            for _, start, end in [span for span in completion.spans if span[0] == version]:
+                assert completion.logprobs[start:end] == scores[3 + start : 3 + end]
+        await fresh.close()
+
+
 async def test_another_architecture_is_refused_and_the_policy_in_place_stays(
     policy: Path, write_policy: Callable[..., Path]
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,10 +34,3 @@ def first(world: World) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def hostile_page(world: World) -> bytes:
     return page_of(world.store, "0001")
-
-
-@pytest.fixture
-def page_file(hostile_page: bytes, tmp_path: Path) -> Path:
-    path = tmp_path / "page.html"
-    path.write_bytes(hostile_page)
-    return path

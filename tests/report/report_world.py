@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pyarrow as pa
+
 from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter
 from contracts.chat import ChatTokenizer, ToolCallText
 from contracts.digests import digest_of
@@ -14,6 +16,7 @@ from contracts.episodes import telemetry_table as telemetry
 from contracts.store import Store
 from contracts.tasks import Split, Task, tasks_table
 from curation.dataset import DatasetConfig, build_dataset
+from curation.rewards import EVIDENCE
 from curation.verify import TestVerdict, Verdict, verdict_key
 from ops.evaluation import compare
 from resources.refs import write_ref
@@ -76,10 +79,12 @@ def write_hostile(store: Store, history: History) -> World:
     episodes = [hostile_episode(task, policy, sample) for sample in range(3)]
     parents = {"policy": policy, "task_suite": suite.ref, "iteration_inputs": inputs.ref}
     rollouts = commit(store, "rollouts", parents, {}, lambda out: add_episodes(out, episodes))
-    rewards = commit(
-        store, "rewards", {"rollouts": rollouts.ref}, {},
-        lambda out: out.add_table("rewards.parquet", rewards_rows(episodes)),
-    )  # fmt: skip
+
+    def graded(out: ArtifactWriter) -> None:
+        out.add_table("rewards.parquet", rewards_rows(episodes))
+        out.add_table("evidence.parquet", hostile_evidence(episodes[0]), telemetry=True)
+
+    rewards = commit(store, "rewards", {"rollouts": rollouts.ref}, {}, graded)
     dataset = commit(
         store, "dataset", {"rollouts": rollouts.ref, "rewards": rewards.ref}, {},
         lambda out: build_dataset(rollouts, rewards, DatasetConfig(), out),
@@ -100,6 +105,20 @@ def write_hostile(store: Store, history: History) -> World:
     verdict = Verdict(solved=False, exit="completed", tests=[failed])
     store.create(verdict_key(task, episodes[1].final_diff), verdict.model_dump_json().encode())
     return World(history, episodes, task)
+
+
+def hostile_evidence(episode: Episode) -> pa.Table:
+    """A judge that repeats what it was told, and one that was led to say nothing of use."""
+    known = {
+        "episode_id": episode.episode_id,
+        "component": "review",
+        "raw": 0.75,
+        "value": 0.5,
+        "reason": HOSTILE,
+        "answers": [HOSTILE],
+    }
+    nothing = known | {"component": "style", "raw": None, "value": None, "reason": "the answer is not JSON"}
+    return pa.Table.from_pylist([known, nothing], schema=EVIDENCE)
 
 
 def hostile_episode(task: Task, policy: ArtifactRef, sample: int) -> Episode:

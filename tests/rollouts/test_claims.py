@@ -49,6 +49,38 @@ def test_a_claim_is_kept_by_its_owner_and_free_once_the_lease_ends(tmp_path: Pat
     assert not owner(store).claim("g")
 
 
+class SlowStore(LocalStore):
+    """Writes wait for `go`, as they may on a store that is far away."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.writing, self.go = threading.Event(), threading.Event()
+        self.go.set()
+
+    def create(self, key: str, data: bytes, *, cached: bool = False) -> bool:
+        self.writing.set()
+        self.go.wait(20)
+        return super().create(key, data, cached=cached)
+
+
+def test_an_owner_that_ends_while_its_lease_is_being_renewed_holds_nothing(tmp_path: Path) -> None:
+    store = SlowStore(tmp_path)
+    first = owner(store)
+    assert first.claim("g")
+    store.go.clear()
+    store.writing.clear()
+    renewing, ending = threading.Thread(target=first.renew), threading.Thread(target=first.end)
+    renewing.start()
+    assert store.writing.wait(20)
+    ending.start()
+    time.sleep(0.1)  # time for `end` to meet the renewal
+    store.go.set()
+    renewing.join(20)
+    ending.join(20)
+    first.renew()
+    assert owner(LocalStore(tmp_path)).claim("g")
+
+
 def test_an_expired_lease_is_taken_over_and_a_renewed_one_is_not(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     slow, keen = owner(store, lease_s=0.1), owner(store)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from contracts.episodes import Episode, Outcome, Slot, TokenRole
 from envd.client import Limits, SandboxClient
 from envd.local import LocalEnvd
 from inference.engines.base import Completion, SamplingParams
-from inference.errors import StaleVersion
+from inference.errors import InfraFault, StaleVersion
 from inference.rollouts.config import RolloutConfig
 from inference.rollouts.episode import Player, play_episode
 from inference.rollouts.workspace import Workspaces
@@ -110,31 +111,50 @@ class FlakyEngine(ScriptedEngine):
         return await super().generate(prompt_ids, params)
 
 
-@pytest.mark.parametrize(("faults", "outcome", "attempt"), [(1, "completed", 1), (2, "infra_error", 1)])
+@pytest.mark.parametrize("profile", ["deterministic", "throughput"])
+@pytest.mark.parametrize(("faults", "outcome"), [(1, "completed"), (2, "infra_error")])
 def test_faults_are_retried_with_the_same_seed_and_then_recorded(
-    faults: int, outcome: str, attempt: int, envd: LocalEnvd, tokenizer: ChatTokenizer
+    faults: int, outcome: str, profile: str, envd: LocalEnvd, tokenizer: ChatTokenizer
 ) -> None:
     engine = FlakyEngine(tokenizer, read_then_maybe_fix)
     engine.faults = faults
-    episode = play(envd, engine, tokenizer, max_attempts=2)
-    assert (episode.outcome.value, episode.attempt, episode.seed) == (outcome, attempt, SLOT.token_seed)
+    episode = play(envd, engine, tokenizer, max_attempts=2, profile=profile)
+    assert (episode.outcome.value, episode.seed) == (outcome, SLOT.token_seed)
+    assert episode.attempt == (profile == "throughput") and episode.telemetry["retries"] == 1
 
 
-def test_a_dead_sandbox_server_is_an_infra_error(tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_leaves_no_trace_in_a_deterministic_episode(envd: LocalEnvd, tokenizer: ChatTokenizer) -> None:
+    engine = FlakyEngine(tokenizer, read_then_maybe_fix)
+    undisturbed = play(envd, engine, tokenizer)
+    engine.faults = 1
+    disturbed = play(envd, engine, tokenizer)
+    assert disturbed.telemetry["retries"] == 1
+    assert dataclasses.replace(disturbed, telemetry={}) == dataclasses.replace(undisturbed, telemetry={})
+
+
+@pytest.mark.parametrize("profile", ["deterministic", "throughput"])
+def test_a_dead_sandbox_server_is_an_infra_error_and_a_fault_of_the_whole_step_where_bits_count(
+    profile: str, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("envd.client.RPC_GRACE_S", 0.2)
     with LocalEnvd() as server:
         address = server.address
     script = turns([call("read", path="m.py")], "done")
 
     async def run() -> Episode:
-        config = RolloutConfig(max_tokens=1200, max_turn_tokens=200, max_attempts=2)
+        settings = {"max_tokens": 1200, "max_turn_tokens": 200, "max_attempts": 2, "profile": profile}
+        config = RolloutConfig.model_validate(settings)
         async with SandboxClient(address) as client:
             workspaces = Workspaces(client, Limits(), config.episode_timeout_s)
             gate = asyncio.Semaphore(1)
             player = Player(ScriptedEngine(tokenizer, script), workspaces, tokenizer, config, POLICY.digest, "k", gate)
             return await play_episode(player, one_file_task(0), SLOT, "g")
 
-    assert asyncio.run(run()).outcome is Outcome.INFRA_ERROR
+    if profile == "throughput":
+        assert asyncio.run(run()).outcome is Outcome.INFRA_ERROR
+        return
+    with pytest.raises(InfraFault, match=r"envd at unix:\S+ did not answer .* gave up after 2 attempts"):
+        asyncio.run(run())
 
 
 def test_the_clock_ends_an_episode_only_outside_the_deterministic_profile(

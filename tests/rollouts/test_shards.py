@@ -20,8 +20,9 @@ from contracts.tasks import Split
 from envd.client import SandboxClient
 from envd.local import LocalEnvd
 from inference.errors import GroupsMissing, InfraFault, PlanError, StaleVersion
+from inference.rollouts.claims import ClaimOwner
 from inference.rollouts.evaluate import run_episodes
-from inference.rollouts.merge import expected_groups, merge_groups
+from inference.rollouts.merge import gather_groups, merge_groups
 from inference.rollouts.plan import RolloutPlan
 from inference.rollouts.progress import ShardProgress
 from inference.rollouts.worker import ShardReport, run_shard
@@ -88,6 +89,9 @@ def test_merged_rows_round_trip_and_stand_in_order(tmp_path: Path, envd: LocalEn
     assert rollouts.meta["policy_tokens"] == report.tokens
     assert RolloutPlan.model_validate(rollouts.json("plan.json")) == plan
     assert store.list("pointers/") == [], "claims of finished rollouts are cleared"
+    ClaimOwner(store, plan.key).renew()
+    assert merge_groups(plan, store).ref == rollouts.ref
+    assert store.list("pointers/") == [], "those that a killed merge left, too"
 
 
 def test_committed_groups_are_never_sampled_again(tmp_path: Path, envd: LocalEnvd, tokenizer: ChatTokenizer) -> None:
@@ -123,7 +127,7 @@ def test_a_merge_names_the_groups_that_are_missing(tmp_path: Path, envd: LocalEn
     plan, store = make_plan(TASKS, 4, workers=2, refill=False), LocalStore(tmp_path)
     sample(plan, store, envd, ScriptedEngine(tokenizer, read_then_maybe_fix), tokenizer, [1])
     missing = [group.task_id for group in plan.groups if group.index % 2 == 0]
-    assert [group.task_id for group in expected_groups(plan, store)[1]] == missing
+    assert [group.task_id for group in gather_groups(plan, store).missing] == missing
     with pytest.raises(GroupsMissing, match=rf"lack 2 of 4 groups: 0 \({missing[0]}\), 2 \({missing[1]}\)"):
         merge_groups(plan, store)
 
@@ -159,16 +163,21 @@ def test_a_killed_worker_that_runs_again_gives_the_same_rollouts(
     assert merge_groups(plan, store).ref == merge_groups(plan, undisturbed).ref
 
 
-def test_a_group_lost_to_infrastructure_is_not_committed(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+@pytest.mark.parametrize(
+    ("profile", "message"), [("deterministic", "nobody there; gave up"), ("throughput", "lost all 4 episodes")]
+)
+def test_a_group_lost_to_infrastructure_is_not_committed(
+    profile: str, message: str, tmp_path: Path, tokenizer: ChatTokenizer
+) -> None:
     class Gone(ScriptedEngine):
         async def generate(self, prompt_ids: object, params: object) -> object:  # type: ignore[override]
             from inference.errors import EngineUnreachable
 
             raise EngineUnreachable("nobody there")
 
-    plan, store = make_plan(TASKS, 1, max_attempts=1), LocalStore(tmp_path)
+    plan, store = make_plan(TASKS, 1, max_attempts=1, profile=profile), LocalStore(tmp_path)
     envd = type("NoEnvd", (), {"address": "unix:/nowhere"})()
-    with pytest.raises(InfraFault, match="lost all 4 episodes"):
+    with pytest.raises(InfraFault, match=message):
         sample(plan, store, envd, Gone(tokenizer, read_then_maybe_fix), tokenizer, [0])
     assert groups_in(tmp_path) == []
 

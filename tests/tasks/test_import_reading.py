@@ -146,7 +146,7 @@ def test_a_source_without_tasks_says_what_to_give(tmp_path: Path) -> None:
 _text = st.text("ab\n\r\x0c\x1c\u2028", max_size=20)
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(before=_text, after=_text)
 def test_a_cheats_patch_applies_whatever_the_lines_look_like(before: str, after: str) -> None:
     assume(before != after)
@@ -159,7 +159,7 @@ def test_a_cheats_patch_applies_whatever_the_lines_look_like(before: str, after:
 _trees = st.dictionaries(st.sampled_from(["a.py", "b.bin", "c/d.txt", "c/é.md"]), st.binary(max_size=60))
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(before=_trees, after=_trees)
 def test_the_patch_between_two_trees_leads_from_one_to_the_other(
     before: dict[str, bytes], after: dict[str, bytes]

@@ -7,7 +7,20 @@ from typing import Annotated
 
 import typer
 
-from triplane_dagster.cli import episodes, experiments, iterate, lineage, report, serve, status, tasks, ui
+from triplane_dagster.cli import (
+    doctor,
+    episodes,
+    experiments,
+    iterate,
+    lineage,
+    report,
+    rollback,
+    serve,
+    status,
+    store,
+    tasks,
+    ui,
+)
 from triplane_dagster.cli.guard import GuardedGroup
 
 app = typer.Typer(
@@ -58,6 +71,9 @@ app.add_typer(episodes.app, name="episodes")
 app.command()(lineage.lineage)
 app.command()(report.report)
 app.command()(ui.ui)
+app.command()(doctor.doctor)
 app.command()(serve.serve)
+app.command()(rollback.rollback)
 app.add_typer(tasks.app, name="tasks")
+app.add_typer(store.app, name="store")
 app.add_typer(experiments.app, name="experiments")

@@ -87,3 +87,11 @@ def docs(
         typer.echo(text, nl=False)
     else:
         output.write_text(text)
+
+
+@app.command()
+def raters(as_json: AsJson = False) -> None:
+    """List the rules that `rewards.components` of kind trace may name, and what each counts."""
+    from curation.rewards.traces import rule_table
+
+    print_rows(rule_table(), as_json=as_json, empty="there are no rules")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -11,6 +12,7 @@ from contracts.store import Store
 from contracts.tasks import Split
 from curation.statistics import PassRate, pass_rate
 from resources.refs import read_artifact, read_ref
+from resources.registry import Registry
 
 Rates = dict[str, dict[str, PassRate]]
 """Split -> policy digest -> pass rate."""
@@ -32,6 +34,8 @@ class IterationSummary:
     decision: str | None
     """live, refused or stale."""
     reasons: tuple[str, ...]
+    rolled_back: str | None = None
+    """The rollback that took the policy back after it had gone live."""
 
     def rate(self, split: Split, policy: str | None) -> PassRate | None:
         """Pass rate of one of the two policies on a split."""
@@ -55,11 +59,13 @@ def partitions(store: Store, experiment: str, asset: str) -> list[str]:
 
 def summaries(store: Store, experiment: str) -> list[IterationSummary]:
     """Every iteration that began, in order."""
-    return [summary(store, experiment, iteration) for iteration in partitions(store, experiment, "iteration_inputs")]
+    undone = {digest: entry.came_by for digest, entry in Registry(store, experiment).rolled_back().items()}
+    began = partitions(store, experiment, "iteration_inputs")
+    return [summary(store, experiment, iteration, undone) for iteration in began]
 
 
-def summary(store: Store, experiment: str, iteration: str) -> IterationSummary:
-    """One iteration."""
+def summary(store: Store, experiment: str, iteration: str, undone: Mapping[str, str]) -> IterationSummary:
+    """One iteration. undone: what took a policy back, by its digest."""
     inputs = read_artifact(store, experiment, "iteration_inputs", iteration)
     candidate = read_ref(store, experiment, "checkpoint", iteration)
     decision = read_artifact(store, experiment, "sampler", iteration)
@@ -72,6 +78,7 @@ def summary(store: Store, experiment: str, iteration: str) -> IterationSummary:
         rates=_rates(store, read_artifact(store, experiment, "evaluation", iteration)),
         decision=decided.get("decision"),
         reasons=tuple(decided.get("reasons", ())),
+        rolled_back=undone.get(candidate.digest) if candidate and decided.get("decision") == "live" else None,
     )
 
 
@@ -89,7 +96,7 @@ def row_of(found: IterationSummary) -> dict[str, Any]:
         "gate": percent(gate),
         "held-out": percent(held_out),
         "policy": found.policy[:12] if found.policy else None,
-        "decision": found.decision,
+        "decision": f"{found.decision}, rolled back" if found.rolled_back else found.decision,
     }
 
 
@@ -109,6 +116,7 @@ def json_of(found: IterationSummary) -> dict[str, Any]:
         },
         "decision": found.decision,
         "reasons": list(found.reasons),
+        "rolled_back": found.rolled_back,
     }
 
 

@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
-import signal
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +10,7 @@ import typer
 from contracts.store import open_store
 from contracts.tasks import Split
 from triplane_dagster.cli.experiments import find_experiment
+from triplane_dagster.cli.interrupts import stoppable
 from triplane_dagster.cli.options import AsJson, ExperimentName, Overrides
 from triplane_dagster.cli.output import console, print_json, print_rows
 from triplane_dagster.cli.quiet import quiet_dagster
@@ -85,11 +80,13 @@ def _run(experiment: Experiment, count: int) -> list[str]:
     """Run `count` iterations under progress bars. Returns the partition keys that came to a decision."""
     if not count:
         return []
-    from triplane_dagster.cli.bars import Bars
-    from triplane_dagster.run import open_instance, run_iterations
+    open_store()  # one that can't be used is told before seconds of imports
+    with stoppable() as interruption:
+        from triplane_dagster.cli.bars import Bars
+        from triplane_dagster.run import open_instance, run_iterations
 
-    with Bars() as bars, quiet_dagster(), _stoppable(), open_instance() as instance:
-        return run_iterations(experiment, count, instance, bars)
+        with Bars() as bars, quiet_dagster(), open_instance() as instance:
+            return run_iterations(experiment, count, instance, bars, interruption.check)
 
 
 def _report(experiment: Experiment, only: list[str] | None, *, as_json: bool) -> None:
@@ -169,19 +166,3 @@ def _say_what_next(experiment: Experiment) -> None:
     console().print("\nLook further:")
     for command, text in lines.items():
         console().print(f"  {command:<{width}}   {text}")
-
-
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """SIGTERM ends the command as Ctrl-C does: sandboxes and engines are closed."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        command = "triplane " + shlex.join(sys.argv[1:])
-        typer.echo(f"stopped: committed work is kept, go on with `{command}`", err=True)
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 
 @contextmanager
 def quiet_dagster() -> Iterator[None]:
-    """Silence Dagster in this block. Exceptions still say everything."""
+    """Silence Dagster in this block. Exceptions still say everything, and what steps write to stderr is shown."""
     if os.environ.get("TRIPLANE_DEBUG"):
         yield
         return
@@ -20,9 +23,38 @@ def quiet_dagster() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _mirror_stderr_alone():
             warnings.simplefilter("ignore", BetaWarning)
             warnings.simplefilter("ignore", PreviewWarning)
             yield
     finally:
         logging.disable(before)
+
+
+@contextmanager
+def _mirror_stderr_alone() -> Iterator[None]:
+    """Change how Dagster shows what steps print: it offers no setting for it.
+
+    Its four helper processes a step are in the terminal's process group and answer Ctrl-C with tracebacks; what steps print on stdout
+    does not belong among a command's results. Log files get everything, as before.
+    """
+    from dagster._core.execution import compute_logs
+
+    before = compute_logs.tail_to_stream
+    compute_logs.tail_to_stream = _show
+    try:
+        yield
+    finally:
+        compute_logs.tail_to_stream = before
+
+
+@contextmanager
+def _show(path: str, stream: Any) -> Iterator[None]:
+    """Copy what is written to the file at `path` to `stream`, if that is stderr."""
+    with ExitStack() as ending:
+        if stream is sys.stderr:
+            command = ["tail", "--quiet", f"--pid={os.getpid()}", "-F", "-c", "+0", path]
+            tail = subprocess.Popen(command, stdout=2, stderr=subprocess.DEVNULL, start_new_session=True)
+            ending.callback(tail.wait)
+            ending.callback(tail.terminate)
+        yield

@@ -76,7 +76,7 @@ def _sections(path: str, model: type[BaseModel]) -> Iterator[tuple[str, type[Bas
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
-    elif get_origin(annotation) in (Union, types.UnionType, Annotated):
+    elif get_origin(annotation) in (Union, types.UnionType, Annotated, tuple):
         for part in get_args(annotation):
             yield from _models(part)
 
@@ -89,7 +89,7 @@ def _row(name: str, info: FieldInfo, text: str) -> str:
 
 def _type_text(annotation: Any) -> str:
     if list(_models(annotation)):
-        return "section"
+        return "list of sections" if get_origin(annotation) is tuple else "section"
     if get_origin(annotation) is Literal:
         return " or ".join(f"`{value}`" for value in get_args(annotation))
     if get_origin(annotation) in (Union, types.UnionType):

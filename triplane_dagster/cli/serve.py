@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from contracts.artifacts import Artifact, ArtifactRef, list_artifacts, open_artifact
-from contracts.errors import ArtifactMissing
+from contracts.errors import ArtifactMissing, ConfigError
 from contracts.store import Store, open_store
 from triplane_dagster.cli.options import ExperimentName
 
@@ -20,20 +20,53 @@ def serve(
         str, typer.Option(help="Digest of a checkpoint (its first digits are enough), or base; default: the live one.")
     ] = "live",
     listen: Annotated[str, typer.Option(help="host:port to answer at.")] = "127.0.0.1:8000",
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Swap to every policy that goes live, rollbacks included, without a pause.")
+    ] = False,
+    poll: Annotated[float, typer.Option(min=0.01, help="Seconds between two looks at what is live.")] = 2.0,
 ) -> None:
     """Serve a policy until Ctrl-C: /v1/chat/completions, /v1/completions (text or token ids), /v1/models, /health.
+
+    Requests in flight during a swap go on: their policy_spans say which policy made each token.
 
     Examples:
 
         triplane serve
 
+        triplane serve --follow --poll 1
+
         triplane serve --policy 3f9c2a71 --listen 0.0.0.0:8000
     """
+    if follow:
+        if policy != "live":
+            raise ConfigError(f"--follow serves what is live, --policy names {policy}: leave one of them out")
+        _serve_live(open_store(), experiment, listen, poll)
+        return
     checkpoint = find_policy(open_store(), experiment, policy)
     typer.echo(f"serving policy {checkpoint.ref.short} at http://{listen}", err=True)
     command = [sys.executable, "-m", "inference", "serve", "--policy", str(checkpoint.directory())]
     command += ["--version", checkpoint.ref.digest, "--listen", listen]
     os.execv(sys.executable, command)
+
+
+def _serve_live(store: Store, experiment: str, listen: str, poll_s: float) -> None:
+    from inference.server.follow import Wanted
+    from inference.server.serve import Following
+    from inference.server.serve import serve as run
+
+    def live() -> Wanted:
+        checkpoint = find_policy(store, experiment, "live")
+        return Wanted(checkpoint.ref.digest, checkpoint.directory)
+
+    first = live()
+    typer.echo(f"serving what is live in {experiment}, policy {first.version[:12]} now, at http://{listen}", err=True)
+    try:
+        run(
+            first.directory(), first.version, listen, model="policy", max_batch=256, threads=None,
+            following=Following(live, poll_s),
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        return
 
 
 def find_policy(store: Store, experiment: str, policy: str) -> Artifact:

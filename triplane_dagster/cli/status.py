@@ -51,6 +51,7 @@ def _status(store: Store, experiment: str) -> dict[str, Any]:
     return {
         "experiment": experiment,
         "live": live.model_dump(mode="json") if live else None,
+        "live_because": f"{live.made_by} ({live.came_by})" if live else "nothing was promoted yet",
         "base_policy": base.digest if base else None,
         "base_pass_rates": {
             split.value: rate_json(base_rate(history, split)) for split in (Split.GATE, Split.HELD_OUT)
@@ -65,8 +66,7 @@ def _print(store: Store, found: dict[str, Any]) -> None:
     out, live, name = console(), found["live"], found["experiment"]
     out.print(Text(name, "bold"))
     if live:
-        policy = live["policy"]["digest"][:12]
-        out.print(f"live: {policy}, made by iteration {live['iteration']} (change {live['number']} of the registry)")
+        out.print(Text(f"live: {live['policy']['digest'][:12]}, {found['live_because']}"))
     elif found["base_policy"]:
         out.print(f"live: the base policy {found['base_policy'][:12]}; nothing was promoted yet")
     else:

@@ -27,7 +27,10 @@ EXPECTED = {"oracle": 1.0, "noop": 0.0}
 
 def import_tasks(
     source: Annotated[
-        Path, typer.Argument(help="A folder whose subfolders hold a task.yaml, or a SWE-bench style .jsonl file.")
+        Path,
+        typer.Argument(
+            help="A folder whose subfolders hold a task.yaml, or a .jsonl file of SWE-bench style rows or interactions."
+        ),
     ],
     repos: Annotated[
         Path | None, typer.Option(help="Folder of the clones that a .jsonl file names; default: the file's own.")

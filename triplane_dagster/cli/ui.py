@@ -1,15 +1,29 @@
-"""`triplane ui`: the asset graph in the Dagster web server, with the daemon that runs schedules and sensors."""
+"""`triplane ui`: the asset graph and the reports in the Dagster web server, with the daemon that runs schedules and sensors."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import signal
+import socket
+import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+import yaml
 
 from contracts.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dagster import DagsterInstance
+
+GRACE_S = 20.0
+"""Seconds that the daemon gets to end: it may be launching a run."""
 
 
 def ui(
@@ -23,33 +37,77 @@ def ui(
         triplane ui --port 3001
     """
     root = project_root()
+    require_free(host, port)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that nothing is left running however this ends
     typer.echo(f"http://{host}:{port} (Ctrl-C stops it)", err=True)
     os.environ.setdefault("DAGSTER_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TRIPLANE_STORE", str(Path(".triplane/store").absolute()))
     os.chdir(root)
-    _free_the_queue()
-    command = [
-        sys.executable,
-        "-m",
-        "dagster",
-        "dev",
-        "--workspace",
-        "workspace.yaml",
-        "--host",
-        host,
-        "--port",
-        str(port),
-    ]
-    os.execv(sys.executable, command)
-
-
-def _free_the_queue() -> None:
-    """A killed in-process run would hold the queue's only slot."""
     from triplane_dagster.dead_runs import cancel_dead_runs
     from triplane_dagster.run import open_instance
+    from triplane_dagster.webserver import serve
 
-    with open_instance() as instance:
-        cancel_dead_runs(instance)
+    with open_instance() as instance, alone(Path(instance.root_directory).resolve()):
+        cancel_dead_runs(instance)  # a killed in-process run would hold the queue's only slot
+        with code_servers(instance) as workspace, daemon(instance, workspace):
+            serve(instance, workspace, host, port)
+
+
+@contextmanager
+def alone(home: Path) -> Iterator[None]:
+    """Hold the place of the one UI of an instance: two daemons would launch every run twice. Raises ConfigError."""
+    home.mkdir(parents=True, exist_ok=True)
+    with (home / ".triplane-ui.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"a `triplane ui` runs for {home} already: use that one, or stop it first") from None
+        yield
+
+
+@contextmanager
+def code_servers(instance: DagsterInstance) -> Iterator[Path]:
+    """Processes that load the definitions once for everybody, as `dagster dev` has them. Yields a workspace file that points at them."""
+    from dagster._cli.proxy_server_manager import ProxyServerManager
+    from dagster._core.workspace.load_target import WorkspaceFileTarget
+
+    with (
+        ProxyServerManager(
+            instance, WorkspaceFileTarget(["workspace.yaml"]), code_server_log_level="WARNING"
+        ) as servers,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        workspace = Path(folder) / "workspace.yaml"
+        workspace.write_text(yaml.safe_dump({"load_from": [dict(spec) for spec in servers.get_code_server_specs()]}))
+        yield workspace
+
+
+@contextmanager
+def daemon(instance: DagsterInstance, workspace: Path) -> Iterator[None]:
+    """The process that runs the queue, schedules and sensors, until the block ends."""
+    from dagster._serdes import serialize_value
+
+    command = [sys.executable, "-m", "dagster._daemon", "run", "--log-level", "warning", "--workspace", str(workspace)]
+    child = subprocess.Popen([*command, "--instance-ref", serialize_value(instance.get_ref())])
+    try:
+        yield
+    finally:
+        child.terminate()
+        try:
+            child.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+def require_free(host: str, port: int) -> None:
+    """Raises ConfigError unless this address can be listened at: known before minutes are spent on loading."""
+    try:
+        with socket.create_server((host, port)):
+            pass
+    except OSError as error:
+        why = (error.strerror or str(error)).partition(" (while")[0]
+        raise ConfigError(f"cannot listen at {host}:{port} ({why}): choose another --host or --port") from None
 
 
 def project_root() -> Path:

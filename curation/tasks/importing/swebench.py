@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from contracts.tasks import Split
 from curation.errors import TaskError
+from curation.tasks.importing.interactions import as_instance, is_interaction
 from curation.tasks.importing.reading import Reading, Source, check_tests, task_of
 from curation.tasks.importing.trees import commit_tree, patched_tree
 from curation.tasks.validate import BrokenTask
@@ -38,6 +39,8 @@ class Row(BaseModel):
     """Node ids that must still pass after it."""
     split: Split | None = None
     """Where the task belongs; dealt unless said."""
+    conversation: str | None = None
+    """Digest of the interaction that it came from, if any."""
 
     @field_validator("FAIL_TO_PASS", "PASS_TO_PASS", mode="before")
     @classmethod
@@ -52,12 +55,12 @@ def read_rows(file: Path, repos: Path) -> Reading:
         if not line.strip():
             continue
         values = _values(line, file, number)
-        name = str(values.get("instance_id") or f"line {number}")
+        name = str(values.get("instance_id") or values.get("interaction_id") or f"line {number}")
         try:
             if name in seen:
                 raise TaskError(f"line {number} has the instance_id of an earlier line: give it another")
             seen.add(name)
-            row = _row(values)
+            row = _row(as_instance(values) if is_interaction(values) else values)
             reading.tasks.append(task_of(_source(row, repos)))
         except TaskError as error:
             reading.broken.append(BrokenTask(task_id=name, reason=str(error)))
@@ -106,6 +109,7 @@ def _source(row: Row, repos: Path) -> Source:
         meta={
             "repo": row.repo, "base_commit": row.base_commit,
             "fail_to_pass": row.FAIL_TO_PASS, "pass_to_pass": row.PASS_TO_PASS,
+            **({"conversation": row.conversation} if row.conversation else {}),
         },
     )  # fmt: skip
 

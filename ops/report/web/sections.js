@@ -20,6 +20,7 @@ function headline(data) {
   if (row.training) add("Training", `${row.training.optimizer_steps} steps`, `loss ${short(row.training.loss)}`, `entropy ${short(row.training.entropy)}`, `KL ${short(row.training.old_kl)}`);
   if (row.seconds) add("Time", seconds(Object.values(row.seconds).reduce((a, b) => a + b, 0)), `rollouts ${seconds(row.seconds.rollouts)}`);
   byId("headline").append(...cards);
+  if (data.rollback) byId("decision").append(el("div", { class: "card verdict" }, el("b", null, "Acting policy"), badge("rolled back"), el("span", null, `restored by change ${data.rollback.number} of the registry: ${data.rollback.reason}`)));
   if (!data.decision) return;
   byId("badge").textContent = data.decision.decision;
   byId("badge").className = `badge ${tone(data.decision.decision)}`;

@@ -58,6 +58,16 @@ function testResults(episode, task) {
   return [head, el("ul", { class: "tests" }, tests.map((test) => el("li", null, test.status && badge(test.status), " ", el("code", null, test.name), test.message && el("pre", null, test.message))))];
 }
 
+/* What each composed component of the reward found, and why. */
+function evidence(episode) {
+  if (!episode.evidence) return null;
+  const answers = (found) => found.answers.length ? el("details", null, el("summary", null, found.answers.length === 1 ? "what was answered" : `${count(found.answers.length)} answers`), found.answers.map((text) => el("pre", null, text))) : null;
+  return [
+    el("h3", null, "Reward components", el("small", null, "value before its weight; the sum above counts it with its weight")),
+    el("ul", { class: "tests" }, episode.evidence.map((found) => el("li", null, el("code", null, found.name), " ", el("b", null, missing(found.value) ? "no value" : short(found.value)), " ", found.reason, answers(found)))),
+  ];
+}
+
 function detail(episode, data, select) {
   const task = data.viewer.tasks[episode.task_id] || {};
   const fact = (name, value) => el("span", null, `${name} `, el("b", null, value));
@@ -75,6 +85,7 @@ function detail(episode, data, select) {
       el("h3", null, "Final diff"), diffView(episode.diff),
     ] : whole,
     testResults(episode, task),
+    evidence(episode),
     task.reference && el("details", null, el("summary", null, "Reference fix"), diffView(task.reference)),
     el("h3", null, "Lineage"),
     el("div", null, el("div", null, "episode ", copyable(episode.episode_id)), el("div", null, "policy ", copyable(episode.policy_version)), el("div", null, "group ", copyable(episode.group_id)),

@@ -1,16 +1,22 @@
-"""A proxy before an S3 server that loses answers, cuts bodies, fails requests and forgets conditions, on order."""
+"""A proxy before an S3 server that loses answers, cuts bodies, fails requests, answers late and forgets conditions: on order, or by weather."""
 
 from __future__ import annotations
 
 import http.client
+import random
+import sys
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-Kind = Literal["lose_answer", "cut_body", "fail", "conflict", "refuse", "unconditional"]
+Kind = Literal["lose_answer", "cut_body", "fail", "slow", "conflict", "refuse", "unconditional"]
+SLOW_S = 0.5
+"""Seconds that a slow answer is late."""
 _ANSWERS = {"fail": (503, "SlowDown"), "conflict": (409, "ConditionalRequestConflict"), "refuse": (403, "AccessDenied")}
 
 
@@ -24,6 +30,29 @@ class Fault:
     times: int = 1
 
 
+class Weather:
+    """Faults that come by themselves: every request meets one with a probability of `rate`, by a seeded choice."""
+
+    BY_METHOD: ClassVar[dict[str, tuple[Kind, ...]]] = {
+        "GET": ("fail", "slow", "cut_body"), "HEAD": ("fail", "slow"), "DELETE": ("fail", "slow", "lose_answer"),
+        "PUT": ("fail", "slow", "lose_answer"), "POST": ("fail", "slow", "lose_answer"),
+    }  # fmt: skip
+
+    def __init__(self, rate: float, seed: int) -> None:
+        self.rate = rate
+        self.counts: Counter[str] = Counter()
+        self._chance, self._lock = random.Random(seed), threading.Lock()
+
+    def take(self, method: str) -> Fault | None:
+        """The fault that meets a request of this method."""
+        with self._lock:
+            if self._chance.random() >= self.rate:
+                return None
+            kind = self._chance.choice(self.BY_METHOD[method])
+            self.counts[kind] += 1
+        return Fault(kind, method)
+
+
 @dataclass
 class FaultyS3:
     """The proxy: its address, the faults still to come, and what was asked."""
@@ -31,6 +60,7 @@ class FaultyS3:
     endpoint: str
     faults: list[Fault] = field(default_factory=list)
     requests: list[tuple[str, str]] = field(default_factory=list)
+    weather: Weather | None = None
 
     def take(self, method: str, path: str) -> Fault | None:
         """The fault that meets this request."""
@@ -39,22 +69,33 @@ class FaultyS3:
             if fault.times > 0 and fault.method == method and fault.where in path:
                 fault.times -= 1
                 return fault
-        return None
+        return self.weather.take(method) if self.weather else None
 
 
 @contextmanager
 def faulty_s3(server: str) -> Iterator[FaultyS3]:
     """A proxy on this machine before `server` (host:port)."""
-    proxy = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    proxy.daemon_threads = True
+    proxy = _Server(("127.0.0.1", 0), _Handler)
     state = FaultyS3(f"http://127.0.0.1:{proxy.server_address[1]}")
     _Handler.places[proxy.server_address[1]] = (server, state)
     thread = threading.Thread(target=proxy.serve_forever, args=(0.05,), daemon=True)
     thread.start()
-    yield state
-    proxy.shutdown()
-    proxy.server_close()
-    thread.join()
+    try:
+        yield state
+    finally:
+        proxy.shutdown()
+        proxy.server_close()
+        thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Quiet where whoever asked was killed."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -62,7 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
     places: ClassVar[dict[int, tuple[str, FaultyS3]]] = {}
 
     def _pass_on(self) -> None:
-        server, state = self.places[self.server.server_address[1]]
+        server, state = self.places[self.connection.getsockname()[1]]
         body = self._body()
         fault = state.take(self.command, self.path)
         if fault is not None and fault.kind in _ANSWERS:
@@ -70,6 +111,8 @@ class _Handler(BaseHTTPRequestHandler):
             answer = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>ordered</Message></Error>".encode()
             self._answer(status, {"Content-Type": "application/xml"}, answer)
             return
+        if fault is not None and fault.kind == "slow":
+            time.sleep(SLOW_S)
         upstream = http.client.HTTPConnection(server, timeout=20)
         sent = {name: value for name, value in self.headers.items() if name not in ("Expect", "Transfer-Encoding")}
         if fault is not None and fault.kind == "unconditional":
@@ -94,7 +137,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", length)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(data[: len(data) // 2] if cut else data)
+            with suppress(ConnectionError):  # whoever asked may have been killed
+                self.wfile.write(data[: len(data) // 2] if cut else data)
         self.close_connection = cut
 
     def _body(self) -> bytes:

@@ -1,0 +1,160 @@
+"""What is to be found after a disturbed run: the same content as without, nothing sampled twice, nothing left."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import boto3
+
+from benchmarks.chaos_lab import NAME, Lab
+from contracts.artifacts import MANIFEST, list_artifacts
+from contracts.errors import ArtifactCorrupt
+from contracts.store import Store
+from envd.sandbox.cgroups import OWNED, abandoned_groups
+from envd.sandbox.proctree import descendants
+from inference.rollouts.ledger import Sampled, read_ledger
+from resources.registry import Registry
+from trainer.config import SNAPSHOT
+
+Work = tuple[str, str]
+"""Action key of rollouts and group id; or action key of an evaluation run and ""."""
+ORPHANS_END_S = 30.0
+"""Seconds that what lost its parent may take to end."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """Everything that a store holds and that repeats exactly."""
+
+    artifacts: Mapping[tuple[str, str], str]
+    """(kind, action key) -> content digest."""
+    history: Sequence[tuple[int, str, str, str]]
+    """(number, policy, parent, iteration) of every policy that went live."""
+
+    def differing(self, other: Content) -> list[str]:
+        """Kinds and keys that only one of the two holds, or that differ."""
+        names = sorted(set(self.artifacts) | set(other.artifacts))
+        return [
+            f"{kind}/{key[:12]}"
+            for kind, key in names
+            if self.artifacts.get((kind, key)) != other.artifacts.get((kind, key))
+        ]
+
+
+def read_content(store: Store) -> Content:
+    """The content of a store as it is now."""
+    found = {(each.ref.kind, each.ref.key): each.ref.digest for each in list_artifacts(store)}
+    history = [
+        (each.number, each.policy.digest, each.parent, each.iteration) for each in Registry(store, NAME).history()
+    ]
+    return Content(found, history)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The ledger's account."""
+
+    sampled: int
+    lost_at_most: int
+    """Sampled before an interruption, of work that was committed only after it: what may have been sampled again."""
+    sampled_after_commit: int
+    """Groups and evaluations of which a token was sampled when they were committed already."""
+
+
+def account(lines: Iterable[Sampled], commits: Mapping[Work, float], interruptions: Sequence[float]) -> Tokens:
+    """commits: when each work was committed; interruptions: when something was killed or a run failed; both in seconds since 1970."""
+    sampled = lost = 0
+    again: set[Work] = set()
+    for line in lines:
+        work = (line.key, line.group) if (line.key, line.group) in commits else (line.key, "")
+        committed = commits.get(work, float("inf"))
+        sampled += line.tokens
+        lost += line.tokens * any(line.unix <= moment < committed for moment in interruptions)
+        if line.unix > committed:
+            again.add(work)
+    return Tokens(sampled, lost, len(again))
+
+
+def read_tokens(lab: Lab, interruptions: Sequence[float]) -> Tokens:
+    """The account of a lab."""
+    store = lab.store()
+    commits: dict[Work, float] = {}
+    for group in list_artifacts(store, "group"):
+        config = group.manifest.config
+        commits[config["rollouts"], config["group_id"]] = group.manifest.created_unix
+    for run in list_artifacts(store, "evaluation_run"):
+        commits[run.ref.key, ""] = run.manifest.created_unix
+    return account(read_ledger(lab.ledger), commits, interruptions)
+
+
+def broken_artifacts(store: Store) -> list[str]:
+    """Artifacts with a file that is missing or differs from the manifest."""
+    found = []
+    for artifact in list_artifacts(store):
+        try:
+            artifact.directory()
+        except ArtifactCorrupt:
+            found.append(artifact.ref.uri)
+    return found
+
+
+def unnamed_keys(store: Store) -> list[str]:
+    """What a store holds and nothing names: files of attempts that lost, snapshots and claims of work that is done."""
+    named = set()
+    for artifact in list_artifacts(store):
+        if artifact.ref.kind != SNAPSHOT:
+            folder = f"{artifact.ref.uri}/{artifact.manifest.attempt}"
+            named |= {f"{artifact.ref.uri}/{MANIFEST}", *(f"{folder}/{name}" for name in artifact.names())}
+    return [key for key in store.list("artifacts/") if key not in named] + store.list("pointers/claims/")
+
+
+def temporary_files(lab: Lab) -> list[str]:
+    """What is left in the folders for temporary files."""
+    folders = (lab.folder / "t", lab.folder / "s" / "tmp", lab.folder / "c" / "tmp")
+    return [str(path.relative_to(lab.folder)) for folder in folders if folder.is_dir() for path in folder.iterdir()]
+
+
+def pending_uploads(lab: Lab) -> int:
+    """Multipart uploads that were begun and never ended."""
+    if not lab.url.startswith("s3:"):
+        return 0
+    bucket = lab.url.split("/")[2]
+    return len(boto3.client("s3").list_multipart_uploads(Bucket=bucket).get("Uploads", []))
+
+
+def mounts_of(folder: Path) -> list[str]:
+    """Mounts at or of something below `folder`."""
+    return [line for line in Path("/proc/mounts").read_text().splitlines() if f"{folder}/" in line]
+
+
+def groups_of(pids: Iterable[int]) -> list[str]:
+    """Control groups that servers of these processes left."""
+    ours = {str(pid) for pid in pids}
+    return [path.name for path in abandoned_groups() if path.name.removeprefix(OWNED).split(".")[1] in ours]
+
+
+def orphans(spared: Set[int]) -> list[int]:
+    """Live processes below this one, which adopts orphans, once they had time to end. spared: children that stay."""
+    deadline = time.monotonic() + ORPHANS_END_S
+    while True:
+        reap(spared)
+        left = [pid for pid in descendants(os.getpid()) if pid not in spared]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.2)
+
+
+def reap(spared: Set[int]) -> None:
+    """Collect adopted children that ended."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) in spared:
+            continue
+        with suppress(OSError):
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if fields[0] == "Z" and int(fields[1]) == os.getpid():
+                os.waitpid(int(entry.name), os.WNOHANG)

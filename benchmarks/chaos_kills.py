@@ -1,0 +1,112 @@
+"""Which kills are dealt, and dealing them: at named points by TRIPLANE_KILL_AT, at random instants by SIGKILL from outside."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from contracts.failpoints import POINTS
+from envd.sandbox.proctree import descendants
+
+Victim = Literal["group", "tree", "triplane", "trainer", "envd", "zygote", "sandbox"]
+VICTIMS: dict[Victim, str] = {
+    "group": "the process group of `triplane`: itself and its trainer",
+    "tree": "everything at once, as when a machine dies",
+    "triplane": "only the orchestrating process",
+    "trainer": "only the trainer",
+    "envd": "only the sandbox server",
+    "zygote": "only a process that forks sandboxes",
+    "sandbox": "only a process in a sandbox",
+}
+FATAL: tuple[Victim, ...] = ("group", "tree", "triplane")
+"""Victims with which the command itself dies."""
+MOST_ARRIVALS = {
+    "store-write": 40, "artifact-staged": 8, "before-manifest": 8, "after-manifest": 8, "multipart-under-way": 4, "group-claimed": 4,
+    "group-sampled": 4, "group-committed": 4, "evaluation-played": 2, "artifact-described": 8, "reference-written": 8,
+}  # fmt: skip
+"""Arrivals at a point among which the fatal one is drawn; 1 where not named."""
+ONLY_ON: dict[str, str] = {"store-write": "local", "multipart-under-way": "s3"}
+BASE_ONLY = ("snapshot-committed",)
+"""Points that only the making of the base policy passes."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """A kill to be dealt at a named point."""
+
+    point: str
+    arrival: int
+
+    def __str__(self) -> str:
+        return f"{self.point}:{self.arrival}"
+
+
+def orders(count: int, store: str, chance: random.Random) -> Iterator[Order]:
+    """`count` orders: every point of this store about equally often; what only the base policy's making passes comes first."""
+    points = [point for point in POINTS if ONLY_ON.get(point, store) == store]
+    later = [point for point in points if point not in BASE_ONLY]
+    dealt = [point for point in points if point in BASE_ONLY][:count]
+    while len(dealt) < count:
+        dealt += chance.sample(later, min(len(later), count - len(dealt)))
+    for point in dealt:
+        yield Order(point, chance.randint(1, MOST_ARRIVALS.get(point, 1)))
+
+
+def pick_victims(victim: Victim, triplane: int, chance: random.Random) -> Sequence[int]:
+    """The processes to kill now; none while the victim does not exist."""
+    below = descendants(triplane)
+    if victim == "triplane":
+        return [triplane]
+    if victim == "tree":
+        return [triplane, *below]
+    if victim == "group":
+        return [triplane, *(pid for pid in below if _group_of(pid) == triplane)]
+    commands = {pid: _command(pid) for pid in below}
+    zygotes = [
+        pid
+        for pid, command in commands.items()
+        if "envd.sandbox.zygote" in command and _is_zygote(pid, below, commands)
+    ]
+    found = {
+        "trainer": [pid for pid, command in commands.items() if "-m trainer" in command],
+        "envd": [pid for pid, command in commands.items() if "-m envd serve" in command],
+        "zygote": zygotes,
+        "sandbox": sorted({pid for zygote in zygotes for pid in descendants(zygote)}),
+    }[victim]
+    return [chance.choice(found)] if found else []
+
+
+def kill_all(pids: Sequence[int]) -> bool:
+    """SIGKILL all at once: stopped first, so that none tidies up after another. Whether any was there."""
+    hit = False
+    for number in (signal.SIGSTOP, signal.SIGKILL) if len(pids) > 1 else (signal.SIGKILL,):
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+                hit = True
+    return hit
+
+
+def _is_zygote(pid: int, below: dict[int, int], commands: dict[int, str]) -> bool:
+    """A sandbox's own processes carry the command line of the zygote that forked them."""
+    return "envd.sandbox.zygote" not in commands.get(below[pid], "")
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _group_of(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return -1

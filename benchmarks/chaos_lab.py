@@ -1,0 +1,113 @@
+"""A folder in which `triplane iterate` runs as a user's would, with every place that it may write to below it.
+
+s store   t TMPDIR   c cache   l ledger   d dagster   run.log   kills.log
+
+Names are short: a socket's path must fit 108 bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from contracts.failpoints import FAIL_VARIABLE, KILL_VARIABLE
+from contracts.store import Store, open_store
+from inference.rollouts.ledger import VARIABLE as LEDGER_VARIABLE
+
+EXPERIMENT = Path(__file__).with_name("chaos.yaml")
+NAME = "chaos"
+_ROOT = Path(__file__).parents[1]
+_OURS = ("TRIPLANE_", "DAGSTER_")
+
+
+@dataclass
+class Lab:
+    """One store of the experiment, and the command that works on it."""
+
+    folder: Path
+    url: str = ""
+    """Of the store; empty: a directory of the lab's own."""
+    extra: Mapping[str, str] = field(default_factory=dict)
+    """Variables by which the store is found."""
+    seed: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("t", "c", "l", "d"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        (self.folder / "d" / "dagster.yaml").write_text("telemetry:\n  enabled: false\n")
+
+    @property
+    def store_url(self) -> str:
+        """What the command gets as TRIPLANE_STORE."""
+        return self.url or str(self.folder / "s")
+
+    @property
+    def ledger(self) -> Path:
+        """Folder of the token ledger."""
+        return self.folder / "l"
+
+    @property
+    def log(self) -> Path:
+        """What the runs printed."""
+        return self.folder / "run.log"
+
+    def store(self) -> Store:
+        """The store, opened in this process, whose environment must name the lab's S3 server."""
+        return open_store(self.store_url)
+
+    def environment(self, kill_at: str = "", fail_at: str = "") -> dict[str, str]:
+        """Of a run."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
+        orders = {KILL_VARIABLE: kill_at, FAIL_VARIABLE: fail_at}
+        return {
+            **kept, **self.extra, **{name: value for name, value in orders.items() if value},
+            "TRIPLANE_STORE": self.store_url, "TRIPLANE_CACHE": str(self.folder / "c"), "TMPDIR": str(self.folder / "t"),
+            LEDGER_VARIABLE: str(self.ledger), "DAGSTER_HOME": str(self.folder / "d"), "DAGSTER_DISABLE_TELEMETRY": "1",
+            "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(_ROOT), *sys.path[1:]]),
+        }  # fmt: skip
+
+    def start(self, iterations: int, kill_at: str = "", fail_at: str = "") -> subprocess.Popen[bytes]:
+        """Run `triplane iterate -n iterations` as the leader of a process group of its own."""
+        command = [
+            sys.executable,
+            "-m",
+            "triplane_dagster.cli",
+            "iterate",
+            "-e",
+            str(EXPERIMENT),
+            "-n",
+            str(iterations),
+        ]
+        command += ["--set", f"seed={self.seed}", "--json"]
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.folder, start_new_session=True,
+                env=self.environment(kill_at, fail_at),
+            )  # fmt: skip
+
+    def iterate(self, iterations: int, timeout_s: float) -> tuple[int, float]:
+        """(exit status, seconds) of an undisturbed run."""
+        began = time.monotonic()
+        process = self.start(iterations)
+        try:
+            return process.wait(timeout_s), time.monotonic() - began
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+    def note(self, line: str) -> None:
+        """Add a line to kills.log."""
+        with (self.folder / "kills.log").open("a") as file:
+            file.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+
+    def said(self, since: int) -> str:
+        """What was printed after the log had `since` bytes."""
+        with self.log.open("rb") as file:
+            file.seek(since)
+            return file.read().decode(errors="replace")

@@ -1,0 +1,98 @@
+"""Named instants at which a process can be made to die, for proving that it may die anywhere.
+
+    TRIPLANE_KILL_AT=group-committed       SIGKILL when this process first reaches that point
+    TRIPLANE_KILL_AT=group-committed:3     ... the third time
+    TRIPLANE_FAIL_AT=store-write:2:ENOSPC  raise that OSError instead (EIO when no name is given), as a bad disk would
+
+Children inherit the variables and count for themselves. Unset, which is read once at import, a point costs one comparison.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from contracts.errors import ConfigError
+
+KILL_VARIABLE = "TRIPLANE_KILL_AT"
+FAIL_VARIABLE = "TRIPLANE_FAIL_AT"
+
+POINTS: Mapping[str, str] = {
+    "store-write": "an object of a local store is about to be written",
+    "artifact-staged": "an artifact's files are staged, none is in the store",
+    "before-manifest": "an artifact's files are in the store, its manifest is not",
+    "after-manifest": "an artifact exists, what losing attempts left is not swept yet",
+    "multipart-under-way": "some of a large file's parts are on their way to S3",
+    "group-claimed": "a worker has claimed a group",
+    "group-sampled": "a group's episodes have ended and envd gave their diffs, nothing is committed",
+    "group-committed": "a group is committed",
+    "evaluation-played": "an evaluation's episodes have ended, nothing is committed",
+    "state-staged": "a trainer state or snapshot is written to its stage",
+    "state-committed": "a trainer state is committed, its checkpoint is not",
+    "checkpoint-staged": "a checkpoint's weights are written to their stage",
+    "snapshot-committed": "a snapshot is committed, earlier ones are not dropped yet",
+    "policy-promoted": "a policy went live, the decision about it is not recorded",
+    "artifact-described": "an artifact is committed, Dagster knows nothing of it",
+    "reference-written": "an asset's reference is in the store, Dagster has no event",
+}
+"""Every point and what is true there."""
+
+
+@dataclass
+class _Order:
+    """What happens at which arrival at which point."""
+
+    name: str
+    left: int
+    """Arrivals until it happens."""
+    error: int | None
+    """errno to raise; None: SIGKILL."""
+
+
+def failpoint(name: str) -> None:
+    """Die or fail here if the environment says so. name: of POINTS."""
+    if _ORDERED:
+        _arrive(name)
+
+
+def parse_order(variable: str, text: str) -> _Order:
+    """`name`, `name:n`, and for TRIPLANE_FAIL_AT `name:n:ERRNO`. Raises ConfigError."""
+    name, _, rest = text.partition(":")
+    number, _, code = rest.partition(":")
+    fails = variable == FAIL_VARIABLE
+    error = getattr(errno, code or "EIO", None) if fails else None
+    if name not in POINTS:
+        raise ConfigError(f"{variable}={text}: no failpoint is called {name!r}; choose one of {', '.join(POINTS)}")
+    if not (number or "1").isdecimal() or int(number or 1) < 1 or (fails and error is None) or (code and not fails):
+        raise ConfigError(f"{variable}={text}: write {name}, {name}:2" + (f", or {name}:2:ENOSPC" if fails else ""))
+    return _Order(name, int(number or 1), error)
+
+
+def _arrive(name: str) -> None:
+    for order in _orders():
+        if order.name != name:
+            continue
+        with _LOCK:
+            order.left -= 1
+            due = order.left == 0
+        if due and order.error is None:
+            os.write(2, f"failpoint {name}: killed by {KILL_VARIABLE}\n".encode())
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif due and order.error is not None:
+            os.write(2, f"failpoint {name}: failed by {FAIL_VARIABLE}\n".encode())
+            raise OSError(order.error, os.strerror(order.error))
+
+
+@functools.cache
+def _orders() -> list[_Order]:
+    """Read late, so that a malformed order is an error of the work, which is one line, and not of an import."""
+    return [parse_order(each, os.environ[each]) for each in (KILL_VARIABLE, FAIL_VARIABLE) if os.environ.get(each)]
+
+
+_LOCK = threading.Lock()
+_ORDERED = bool(os.environ.get(KILL_VARIABLE) or os.environ.get(FAIL_VARIABLE))

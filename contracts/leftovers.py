@@ -1,0 +1,98 @@
+"""What killed processes left of their work in a store, and its removal: stages, unfinished copies, files of attempts that no manifest names.
+
+Only what is known to be abandoned: its process ran on this machine and is gone, or it is of elsewhere and a day old. An attempt whose files had all
+arrived is completed, which is safe even when its writer's last request is still on its way; of any other the files are removed.
+Safe beside other processes, live or sweeping.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from contracts.artifacts import MANIFEST, Manifest, find_artifact
+from contracts.attempts import AttemptNote, read_note, read_seal
+from contracts.errors import ArtifactCorrupt, SchemaError
+from contracts.filecache import PARTIAL
+from contracts.owned import is_leftover, remove
+from contracts.store import STAGE, Store
+
+
+def sweep_leftovers(store: Store) -> None:
+    """Remove what dead processes left. Raises StoreError."""
+    for entry in leftovers(store):
+        sweep_leftover(entry, store)
+
+
+def leftovers(store: Store) -> list[Path]:
+    """Files and folders of the store's scratch that dead processes left, sorted."""
+    return list(_abandoned(store.scratch))
+
+
+def sweep_leftover(entry: Path, store: Store) -> None:
+    """Settle one of `leftovers`. Raises StoreError."""
+    if entry.name.startswith(STAGE):
+        _sweep_stage(entry, store)
+    else:
+        remove(entry)
+
+
+def sweep_once(store: Store) -> None:
+    """`sweep_leftovers`, the first time that this process asks for this store."""
+    done = _swept(store.url)
+    if not done:
+        done.append(None)
+        sweep_leftovers(store)
+
+
+@functools.lru_cache(maxsize=64)
+def _swept(url: str) -> list[None]:
+    return []
+
+
+def _abandoned(scratch: Path) -> Iterator[Path]:
+    now = time.time()
+    for entry in sorted(scratch.iterdir()):
+        try:
+            age = now - entry.lstat().st_mtime
+        except FileNotFoundError:
+            continue
+        if is_leftover(entry.name, age, STAGE, PARTIAL, ""):
+            yield entry
+
+
+def _sweep_stage(stage: Path, store: Store) -> None:
+    note = read_note(stage)
+    if note is not None and note.store != store.url:
+        return  # its files are elsewhere: whoever works there sweeps them
+    if note is not None:
+        _settle(note, read_seal(stage), store)
+    remove(stage)
+
+
+def _settle(note: AttemptNote, manifest: bytes | None, store: Store) -> None:
+    """Complete an attempt, or remove its files unless they became the artifact."""
+    if manifest is not None and _is_whole(manifest, note, store):
+        store.create(f"{note.folder}/{MANIFEST}", manifest)
+    _, kind, key = note.folder.split("/")
+    try:
+        winner = find_artifact(store, kind, key)
+    except (ArtifactCorrupt, SchemaError):
+        return  # which attempt won can't be told: its reader will say what is wrong
+    if winner is None or winner.manifest.attempt != note.attempt:
+        store.discard(f"{note.folder}/{note.attempt}/")
+
+
+def _is_whole(manifest: bytes, note: AttemptNote, store: Store) -> bool:
+    """Whether the manifest is complete and every file that it names is there still, in its size: since the seal somebody may have removed them."""
+    try:
+        promised = Manifest.model_validate_json(manifest).files
+    except ValidationError:
+        return False
+    folder = f"{note.folder}/{note.attempt}"
+    there = {entry.key: entry.size for entry in store.entries(f"{folder}/")}
+    return all(there.get(f"{folder}/{entry.path}") == entry.size for entry in promised)

@@ -1,0 +1,131 @@
+"""Temporary folders and files that say whose they are, so that what a killed process left is told from what a live one uses.
+
+    <prefix><machine>.<pid>.<start>.<random>
+
+machine: of the boot and the pid namespace; start: of the process, since pids are reused. Only what a process of this machine left is
+known to be abandoned; beside other machines nothing is touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+Fate = Literal["alive", "gone", "unknown"]
+_UNSEEN_START = "0"
+_SHORT = Path("/tmp")
+_SOCKET_PATH = 107
+"""Bytes of a socket's whole path: Linux takes no more (unix(7))."""
+ABANDONED_S = 24 * 3600.0
+"""Age in seconds from which what no process of this machine owns was left by a killed one."""
+_NAME = re.compile(r"(?P<machine>[0-9a-f]{6})\.(?P<pid>\d+)\.(?P<start>\d+)\.[A-Za-z0-9_]+")
+
+
+def owned_name() -> str:
+    """A fresh name of this process's own."""
+    return f"{_owner(os.getpid())}.{uuid.uuid4().hex[:10]}"
+
+
+def owned_directory(prefix: str, parent: Path | None = None) -> tempfile.TemporaryDirectory[str]:
+    """A temporary directory of this process's own. parent: the system's folder for them when None."""
+    return tempfile.TemporaryDirectory(prefix=f"{prefix}{_owner(os.getpid())}.", dir=parent)
+
+
+def socket_directory(prefix: str, socket_name: int) -> Path:
+    """A folder of this process's own that sockets go to: where temporary files go, or in /tmp where a socket's path would be too long.
+
+    socket_name: bytes of the longest socket's name. What dead processes left under the same prefix is removed first; the caller removes this one.
+    """
+    usual, name = Path(tempfile.gettempdir()), f"{prefix}{owned_name()}"
+    for parent in {usual, _SHORT}:
+        sweep_abandoned(parent, prefix)
+    fits = len(os.fsencode(usual / name)) + 1 + socket_name <= _SOCKET_PATH
+    directory = (usual if fits else _SHORT) / name
+    directory.mkdir(mode=0o700)
+    return directory
+
+
+def fate_of_owner(name: str, prefix: str = "") -> Fate:
+    """What became of the process that a name was given to here. unknown: no name of ours, of another machine, or it can't be looked up."""
+    found = _NAME.match(name.removeprefix(prefix)) if name.startswith(prefix) else None
+    if found is None or found["machine"] != _machine() or found["start"] == _UNSEEN_START:
+        return "unknown"
+    try:
+        return "alive" if start_of(int(found["pid"])) == found["start"] else "gone"
+    except OSError:
+        return "unknown"
+
+
+def is_abandoned(name: str, prefix: str = "") -> bool:
+    """Whether a name that starts with `prefix` and was given here belongs to a process of this machine that is gone."""
+    return fate_of_owner(name, prefix) == "gone"
+
+
+def is_leftover(name: str, age_s: float, *prefixes: str) -> bool:
+    """Whether something of this age, named by one of these prefixes, may go: its process is gone, or it is old and nobody here owns it."""
+    fates = {fate_of_owner(name, prefix) for prefix in prefixes}
+    return "gone" in fates or ("alive" not in fates and age_s > ABANDONED_S)
+
+
+def abandoned(parent: Path, prefix: str = "") -> Iterator[Path]:
+    """What dead processes left in `parent` under such names."""
+    try:
+        entries = sorted(parent.iterdir())
+    except OSError:
+        return
+    for entry in entries:
+        if is_abandoned(entry.name, prefix):
+            yield entry
+
+
+def sweep_abandoned(parent: Path, prefix: str = "") -> None:
+    """Remove what dead processes left in `parent`. Safe beside others that do the same."""
+    for entry in abandoned(parent, prefix):
+        remove(entry)
+
+
+def remove(entry: Path) -> None:
+    """Remove a file or a whole folder; silent when it is gone already, or belongs to another user."""
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            entry.unlink()
+
+
+def start_of(pid: int) -> str | None:
+    """Start time of a live process in clock ticks since boot, or None when there is none. Source: proc(5), field 22 of stat.
+
+    Raises OSError when that can't be asked: no descriptor is left, for one.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else fields[19]
+
+
+@functools.lru_cache(maxsize=4)
+def _owner(pid: int) -> str:
+    # without /proc no owner can be looked up: a machine that matches none
+    return f"{_machine() or 'unseen'}.{pid}.{start_of(pid) or _UNSEEN_START}"
+
+
+@functools.cache
+def _machine() -> str | None:
+    """Six digits for this boot and pid namespace, or None where the system has no /proc."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        place = f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return None
+    return hashlib.sha256(place.encode()).hexdigest()[:6]

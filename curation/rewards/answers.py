@@ -1,0 +1,77 @@
+"""Answers of judges and reward models, kept: nobody is asked the same question twice, whoever was killed in between.
+
+    ask(question) -> store (judgements/) -> the endpoint, once for equal questions in flight
+                           ^-----------------' created exclusively: the first answer counts for everyone
+
+A question is the request itself (model, prompt, sampling) with the model's revision. Weights, bounds and addresses are not part of it, so grading
+again with other weights asks nothing. Kept is what was said; what it means is read from it each time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+from weakref import WeakValueDictionary
+
+from pydantic import ValidationError
+
+from contracts.artifacts import Frozen
+from contracts.digests import canonical_json, digest_of
+from contracts.errors import ArtifactCorrupt, ArtifactMissing
+from contracts.store import Store
+
+ANSWERS_VERSION = "1"
+"""Bump when the same question may be asked in other words."""
+
+
+class Answer(Frozen):
+    """What an endpoint said."""
+
+    text: str
+    """Its own words."""
+    served: str
+    """The model's name, as the endpoint gave it; empty when it gave none."""
+
+
+def question_key(question: Mapping[str, Any]) -> str:
+    """Where in the store the answer to this question lives."""
+    key = digest_of({"question": dict(question), "version": ANSWERS_VERSION})
+    return f"judgements/{key[:2]}/{key}.json"
+
+
+class Answers:
+    """The answers in one store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def ask(
+        self, question: Mapping[str, Any], slots: asyncio.Semaphore, asking: Callable[[], Awaitable[Answer]]
+    ) -> Answer:
+        """The kept answer to a question, or what `asking` returns, kept. slots: one is held until the answer is kept."""
+        key = question_key(question)
+        lock = self._asking.setdefault(key, asyncio.Lock())
+        async with lock:
+            known = await asyncio.to_thread(self._recall, key)
+            if known is not None:
+                return known
+            async with slots:
+                return await asyncio.to_thread(self._keep, key, await asking())
+
+    def _recall(self, key: str) -> Answer | None:
+        try:
+            return Answer.model_validate_json(self._store.get(key))
+        except ArtifactMissing:
+            return None
+        except ValidationError:
+            raise ArtifactCorrupt(
+                f"judgement {key} in {self._store.url} is not readable: delete that file; it will be asked again"
+            ) from None
+
+    def _keep(self, key: str, answer: Answer) -> Answer:
+        """The answer that counts: this one, or the one that another process kept first."""
+        if self._store.create(key, canonical_json(answer.model_dump())):
+            return answer
+        return self._recall(key) or answer

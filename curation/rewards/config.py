@@ -1,0 +1,244 @@
+"""The `rewards` section of an experiment: weights of the two usual components, and a list of further ones.
+
+    reward = solved * [hidden tests pass] + valid * [well conducted] + sum over components of weight * clip(value)
+
+A component's sign is in its docstring: penalties have values <= 0, so a positive weight always asks for what the name says.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+
+from curation.rewards.prompt import JUDGE_TEMPLATE, MODEL_TEMPLATE, check_template
+
+COMPONENTS_VERSION = "1"
+"""Bump when a component's value may become another for the same episode. In the rewards' key only where there are components."""
+
+RuleName = Literal["read_before_edit", "repeated_calls", "failed_calls", "edits_tests", "ran_tests", "tested_last_edit"]
+"""Rules of curation.rewards.traces."""
+
+USUAL = ("solved", "valid")
+_HOST = re.compile(r"https?://[^/@?#\s]+(/[^@?#\s]*)?")
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Endpoint(_Part):
+    """Where a judge or a reward model answers. In no key: a model that moves is not asked again."""
+
+    url: str
+    """http:// or https://. A judge's ends in /v1, a reward model's is the scoring route itself, such as http://host:8000/classify."""
+    api_key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    """NAME of the environment variable that holds the key, never the key itself. null: none is sent."""
+    timeout_s: float = Field(default=120.0, gt=0, le=86_400)
+    """Seconds one attempt may take."""
+    concurrency: int = Field(default=16, ge=1, le=4096)
+    """Requests in flight at most. They run beside the hidden tests."""
+    attempts: int = Field(default=5, ge=1, le=20)
+    """Attempts at one request that meets infrastructure faults: no connection, no answer in time, HTTP 408, 425, 429 or 5xx."""
+
+    @model_validator(mode="after")
+    def _plain_url(self) -> Self:
+        if not _HOST.fullmatch(self.url):
+            raise ValueError("endpoint.url must be http(s)://host[:port]/path without user, password or query")
+        return self
+
+
+class Component(_Part):
+    """What every component has: a name, a weight, and bounds of its value."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]{0,62}$")
+    """Its column in tables and plots: lower case letters, digits and underscores; neither `solved` nor `valid`."""
+    weight: float = Field(allow_inf_nan=False)
+    """What a value of 1 is worth. 0 records the component without rewarding it."""
+    clip_low: float | None = Field(default=None, allow_inf_nan=False)
+    """Lower values count as this; null: no bound."""
+    clip_high: float | None = Field(default=None, allow_inf_nan=False)
+    """Higher values count as this; null: no bound."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.clip_low is not None and self.clip_high is not None and self.clip_low > self.clip_high:
+            raise ValueError(f"clip_low {self.clip_low} exceeds clip_high {self.clip_high}: swap them")
+        return self
+
+    def clip(self, value: float) -> float:
+        """The value within the component's bounds."""
+        value = value if self.clip_low is None else max(self.clip_low, value)
+        return value if self.clip_high is None else min(self.clip_high, value)
+
+
+class TestsComponent(Component):
+    """Share of the task's hidden tests that passed, in [0, 1]."""
+
+    __test__ = False
+    kind: Literal["tests"]
+    """Discriminates the components."""
+
+
+class FormatComponent(Component):
+    """Minus the number of tool calls that could not be parsed."""
+
+    kind: Literal["format"]
+    """Discriminates the components."""
+
+
+class LengthComponent(Component):
+    """Soft penalty for long episodes, in [-1, 0]: DAPO's overlong shaping, by the tokens that the policy sampled."""
+
+    kind: Literal["length"]
+    """Discriminates the components."""
+    budget: int = Field(ge=1)
+    """Policy tokens at which the value has fallen to -1."""
+    cushion: int = Field(ge=1)
+    """Tokens before the budget over which it falls, linearly, from 0."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.cushion > self.budget:
+            raise ValueError(f"cushion {self.cushion} exceeds budget {self.budget}: lower it")
+        return self
+
+
+class TurnsComponent(Component):
+    """Minus the number of turns beyond the free ones."""
+
+    kind: Literal["turns"]
+    """Discriminates the components."""
+    free: int = Field(default=0, ge=0)
+    """Turns that cost nothing."""
+
+
+class TraceComponent(Component):
+    """A named rule over the recorded tool calls, in [0, 1]. `triplane experiments raters` lists the rules."""
+
+    kind: Literal["trace"]
+    """Discriminates the components."""
+    rule: RuleName
+    """Which rule."""
+
+
+class _Asked(Component):
+    model: str = Field(min_length=1)
+    """The model's name, as the endpoint knows it."""
+    revision: str = ""
+    """Whatever tells this model from an earlier one of the same name; changing it asks again."""
+    max_chars: int = Field(default=60_000, ge=200)
+    """Characters of each part that are shown; of a longer one the middle is left out."""
+    extra: dict[str, Any] = {}
+    """Further fields of the request, e.g. {chat_template_kwargs: {enable_thinking: false}}. A null leaves a usual field out."""
+    endpoint: Endpoint
+    """Where it answers."""
+
+
+class JudgeComponent(_Asked):
+    """A language model's judgement, in [0, 1] from worst to best, over an OpenAI-compatible chat endpoint."""
+
+    kind: Literal["judge"]
+    """Discriminates the components."""
+    template: str = JUDGE_TEMPLATE
+    """What is asked. {task}, {diff}, {transcript} and {reference} stand for the episode's parts, which are fenced and marked as data."""
+    lowest: float = Field(default=0.0, allow_inf_nan=False)
+    """The worst score on the scale the judge is told."""
+    highest: float = Field(default=10.0, allow_inf_nan=False)
+    """The best score."""
+    samples: int = Field(default=1, ge=1, le=64)
+    """Judgements of one episode, averaged. Each has its own seed, which matters at a temperature above 0."""
+    temperature: float = Field(default=0.0, ge=0, le=2)
+    """Of the judge."""
+    max_tokens: int = Field(default=512, ge=1)
+    """Tokens the judge may answer with."""
+    structured: Literal["json_schema", "json_object", "none"] = "json_schema"
+    """How the schema is asked for beside the prompt: OpenAI's response_format, or nothing for a server that lacks it."""
+
+    @model_validator(mode="after")
+    def _askable(self) -> Self:
+        check_template(self.template)
+        if self.lowest >= self.highest:
+            raise ValueError(f"lowest {self.lowest} is not below highest {self.highest}: a scale needs both ends")
+        return self
+
+
+class RewardModelComponent(_Asked):
+    """A reward model's score, as the server returns it, over one of vLLM's scoring routes."""
+
+    kind: Literal["reward_model"]
+    """Discriminates the components."""
+    api: Literal["classify", "score", "pooling"] = "classify"
+    """The shape of request and answer, whatever the route's address is."""
+    input: Literal["text", "chat", "tokens"] = "text"
+    """text: the rendered template. chat: the task as the user's message, the template as the assistant's. tokens: the token ids of the
+    episode's last context, for a model that shares the policy's tokenizer."""
+    template: str = MODEL_TEMPLATE
+    """What is scored. Places as in a judge's template, without fences."""
+    index: int = Field(default=-1, ge=-4096, le=4096)
+    """Which number of the vector that classify and pooling return; of one vector a token, the last token's is taken."""
+    activation: bool | None = None
+    """Whether the server applies softmax or sigmoid (`use_activation`); null leaves it to the server."""
+
+    @model_validator(mode="after")
+    def _askable(self) -> Self:
+        check_template(self.template)
+        if self.api == "score" and self.input != "text":
+            raise ValueError("api score compares two texts: use input text, or api classify or pooling")
+        return self
+
+
+Asked = JudgeComponent | RewardModelComponent
+AnyComponent = Annotated[
+    TestsComponent
+    | FormatComponent
+    | LengthComponent
+    | TurnsComponent
+    | TraceComponent
+    | JudgeComponent
+    | RewardModelComponent,
+    Field(discriminator="kind"),
+]
+
+
+class RewardConfig(_Part):
+    """Weights of the reward's components."""
+
+    solved: float = Field(default=1.0, allow_inf_nan=False)
+    """For a final state that passes every hidden test."""
+    valid: float = Field(default=0.1, allow_inf_nan=False)
+    """For an episode that ended by itself, without a format error and with at least one edit that took."""
+    max_ungraded: float = Field(default=0.05, ge=0, le=1)
+    """Share of the episodes that may stay ungraded for infrastructure faults; above it the step fails instead of training on a remainder.
+    Under the deterministic profile, without judges, none may: the same rollouts always get the same rewards."""
+    components: tuple[AnyComponent, ...] = ()
+    """Further components, added to the two above: see docs/rewards.md."""
+
+    @model_validator(mode="after")
+    def _distinct(self) -> Self:
+        names = [*USUAL, *(each.name for each in self.components)]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"components: the name {twice} is taken: give each component its own")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _older_form(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A field that came later is written only where it says something: keys and digests of work made without it stay."""
+        values: dict[str, Any] = dump(self)
+        if not self.components:
+            values.pop("components", None)
+        return values
+
+    @property
+    def asked(self) -> tuple[Asked, ...]:
+        """Components that an endpoint answers: with any, grading again elsewhere is equivalent instead of identical."""
+        return tuple(each for each in self.components if isinstance(each, Asked))
+
+    def slice(self) -> dict[str, Any]:
+        """What decides the rewards: all of this but where endpoints are."""
+        if not self.components:
+            return self.model_dump(mode="json")
+        values = self.model_dump(mode="json", exclude={"components": {"__all__": {"endpoint"}}})
+        return values | {"components_version": COMPONENTS_VERSION}

@@ -1,0 +1,127 @@
+"""One HTTP endpoint that judges: bounded concurrency, deadlines, retries with jitter for infrastructure faults only.
+
+What an answer means is the caller's: here an answer is JSON, a refusal of this one request, or a fault.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+
+from curation.errors import CurationError, InfraFault, RequestRefused
+from curation.rewards.answers import Answer
+from curation.rewards.config import Endpoint
+
+BACKOFF_S = 0.5
+"""First pause after a fault; doubles with each, jittered by half."""
+MAX_PAUSE_S = 60.0
+"""Longest pause, also when the server asks for more by Retry-After."""
+MAX_TEXT = 200
+"""Characters of a server's words in an error."""
+
+_AGAIN = {408, 425, 429}
+_MISTAKES = {401, 403, 404, 405}
+_MISCONFIGURED = {
+    401: "it wants a key: name the variable that holds it in endpoint.api_key_env",
+    403: "the key is not allowed this: check endpoint.api_key_env and the model's name",
+    404: "check endpoint.url and the model's name",
+    405: "check endpoint.url",
+}
+
+
+class EndpointClient:
+    """Requests to one endpoint. May be used from one event loop only."""
+
+    def __init__(self, component: str, endpoint: Endpoint) -> None:
+        """component: for errors. Raises CurationError when the variable that should hold the key is not set."""
+        self._who, self._endpoint = f"component {component}", endpoint
+        self._url = endpoint.url.rstrip("/")
+        self._key = _key(self._who, endpoint)
+        self.slots = asyncio.Semaphore(endpoint.concurrency)
+        """One is held from before a request until its answer is kept, so a kill loses no more answers than there are slots."""
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        self._http = httpx.AsyncClient(
+            headers=headers, limits=httpx.Limits(max_connections=endpoint.concurrency),
+            timeout=httpx.Timeout(endpoint.timeout_s, connect=min(10.0, endpoint.timeout_s), pool=None),
+        )  # fmt: skip
+        self.requests = 0
+        """Requests really sent."""
+
+    async def post(self, path: str, body: dict[str, Any], read: Callable[[Any], Answer]) -> Answer:
+        """What is answered. path: appended to the endpoint's URL. The caller holds a slot. read: finds the answer in the JSON, or raises ValueError.
+
+        Raises InfraFault when attempts are used up, RequestRefused for a request that the server won't serve, CurationError when it serves none.
+        """
+        url = self._url + path
+        fault, asked = "", 0.0
+        for attempt in range(self._endpoint.attempts):
+            if attempt:
+                await asyncio.sleep(self._pause(attempt, asked))
+            try:
+                self.requests += 1
+                async with asyncio.timeout(self._endpoint.timeout_s):
+                    response = await self._http.post(url, json=body)
+                if not self._faulty(response):
+                    return self._answer(url, response, read)
+                fault, asked = f"HTTP {response.status_code}", _retry_after(response)
+            except httpx.InvalidURL as error:
+                raise CurationError(f"{self._who}: {url} is no URL ({error}): correct endpoint.url") from None
+            except (httpx.TimeoutException, TimeoutError):
+                fault, asked = f"no answer within {self._endpoint.timeout_s:g} s", 0.0
+            except httpx.HTTPError as error:
+                fault, asked = type(error).__name__, 0.0
+            except ValueError as error:
+                fault, asked = f"its answer can't be read: {error}", 0.0
+        raise InfraFault(
+            f"{self._who}: {url} failed {self._endpoint.attempts} times ({fault}): start that server or correct endpoint.url, then run the "
+            "same step again"
+        )
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+
+    def _pause(self, attempt: int, asked: float) -> float:
+        usual = BACKOFF_S * 2.0 ** (attempt - 1) * random.uniform(0.5, 1.5)
+        return min(MAX_PAUSE_S, max(asked, usual))
+
+    def _faulty(self, response: httpx.Response) -> bool:
+        return response.status_code in _AGAIN or response.status_code >= 500
+
+    def _answer(self, url: str, response: httpx.Response, read: Callable[[Any], Answer]) -> Answer:
+        if response.is_success:
+            return read(response.json())
+        status, said = response.status_code, self._said(response)
+        if status in _MISTAKES or response.is_redirect:
+            fix = _MISCONFIGURED.get(status, "name the address it redirects to in endpoint.url")
+            raise CurationError(f"{self._who}: {url} answered {status} ({said}): {fix}")
+        raise RequestRefused(f"{self._who}: {url} answered {status} ({said})")
+
+    def _said(self, response: httpx.Response) -> str:
+        """A server's words on one line; servers echo keys, so ours is taken out."""
+        text = " ".join(response.text.split())
+        return (text.replace(self._key, "***") if self._key else text)[:MAX_TEXT]
+
+
+def _key(who: str, endpoint: Endpoint) -> str | None:
+    if endpoint.api_key_env is None:
+        return None
+    key = os.environ.get(endpoint.api_key_env, "").strip()
+    if not key:
+        raise CurationError(
+            f"{who}: ${endpoint.api_key_env} is not set: export the key of {endpoint.url}, or set api_key_env to null"
+        )
+    return key
+
+
+def _retry_after(response: httpx.Response) -> float:
+    """Seconds that a server asks to wait, 0 where it names none (or a date)."""
+    try:
+        return max(0.0, float(response.headers.get("Retry-After", "0")))
+    except ValueError:
+        return 0.0

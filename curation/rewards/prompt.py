@@ -1,0 +1,83 @@
+"""What a judge or a reward model is shown: a template whose places are filled with parts of the episode, as data.
+
+An episode's text is written by the policy that is being judged. So each part stands between marks that carry a digest of the parts
+themselves, which no part can contain, and the control tokens of chat templates are broken up wherever they occur.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from contracts.digests import digest_of
+
+PARTS = ("task", "diff", "transcript", "reference")
+"""Places of a template."""
+
+JUDGE_TEMPLATE = """A coding agent was asked:
+{task}
+What it did, turn by turn:
+{transcript}
+The change it left behind:
+{diff}
+How well does the change do what was asked, and would a careful maintainer accept it as it is?"""
+
+MODEL_TEMPLATE = "{transcript}\n\n{diff}"
+"""The transcript begins with what the agent was asked."""
+
+_PLACE = re.compile(r"\{([a-z_]+)\}")
+_CONTROL = re.compile(r"<(?=[|｜])|<(?=/?(?:s|bos|eos|start_of_turn|end_of_turn)>)|\[(?=/?INST\])")
+"""Where a control token of the usual chat templates begins: <|im_end|>, <｜User｜>, </s>, <end_of_turn>, [/INST]."""
+
+
+def check_template(template: str) -> None:
+    """Raises ValueError for a place that isn't one of PARTS, or when there is none."""
+    places = _PLACE.findall(template)
+    unknown = next((place for place in places if place not in PARTS), None)
+    if unknown is not None:
+        raise ValueError(f"template names {{{unknown}}}: known are {', '.join(f'{{{part}}}' for part in PARTS)}")
+    if not places:
+        raise ValueError(
+            "template names no part of the episode: every episode would be the same; write e.g. {task} and {diff}"
+        )
+
+
+def places_of(template: str) -> set[str]:
+    """The parts that a template shows."""
+    return set(_PLACE.findall(template))
+
+
+def fill(template: str, parts: Mapping[str, str], max_chars: int) -> str:
+    """The template with its places filled; each part is shortened to `max_chars` and robbed of control tokens."""
+    shown = _shown(template, parts, max_chars)
+    return _PLACE.sub(lambda place: shown[place[1]], template)
+
+
+def fill_fenced(template: str, parts: Mapping[str, str], max_chars: int) -> tuple[str, str]:
+    """(`fill`, with each part between two marked lines; the mark)."""
+    shown = _shown(template, parts, max_chars)
+    mark = fence_mark(shown)
+    fenced = {name: f"[begin {name} {mark}]\n{text}\n[end {name} {mark}]" for name, text in shown.items()}
+    return _PLACE.sub(lambda place: fenced[place[1]], template), mark
+
+
+def _shown(template: str, parts: Mapping[str, str], max_chars: int) -> dict[str, str]:
+    return {name: neutral(shorten(parts[name], max_chars)) for name in places_of(template)}
+
+
+def fence_mark(parts: Mapping[str, str]) -> str:
+    """Sixteen hex digits that depend on every part: text written before they are known can't contain them."""
+    return digest_of(dict(parts))[:16]
+
+
+def neutral(text: str) -> str:
+    """The text with a blank inside each control token, so that a server reads it as text."""
+    return _CONTROL.sub(lambda found: f"{found[0]} ", text)
+
+
+def shorten(text: str, limit: int) -> str:
+    """Beginning and end of a text longer than `limit`, saying how much is missing."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"

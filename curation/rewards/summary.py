@@ -1,0 +1,50 @@
+"""Components over an iteration: how large, how spread, how often anything at all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+
+import pyarrow as pa
+
+from curation.rewards.config import RewardConfig
+
+
+@dataclass(frozen=True)
+class ComponentSummary:
+    """Values of one component before its weight, over the episodes in which it has one."""
+
+    name: str
+    kind: str
+    weight: float
+    mean: float
+    std: float
+    """Population deviation."""
+    nonzero: float
+    """Share of the values that are not 0."""
+    missing: int
+    """Scored episodes in which the component found no value."""
+
+
+def component_summaries(rewards: pa.Table, evidence: pa.Table | None, config: RewardConfig) -> list[ComponentSummary]:
+    """`solved` and `valid`, then the configured components in order; those without any value are left out. evidence: None where none was kept."""
+    found = []
+    parts = [part for row in rewards["components"].to_pylist() for part in row]
+    for name, weight in (("solved", config.solved), ("valid", config.valid)):
+        values = [round(part["value"] / weight, 6) for part in parts if part["name"] == name] if weight else []
+        found += _summary(name, "usual", weight, values)
+    rows = evidence.select(["component", "value"]).to_pylist() if evidence is not None else []
+    for component in config.components:
+        rated = [row["value"] for row in rows if row["component"] == component.name]
+        found += _summary(component.name, component.kind, component.weight, rated)
+    return found
+
+
+def _summary(name: str, kind: str, weight: float, rated: Sequence[float | None]) -> list[ComponentSummary]:
+    values = [value for value in rated if value is not None and math.isfinite(value)]
+    if not values:
+        return []
+    nonzero = sum(value != 0 for value in values) / len(values)
+    return [ComponentSummary(name, kind, weight, fmean(values), pstdev(values), nonzero, len(rated) - len(values))]

@@ -1,0 +1,64 @@
+"""Episodes as the text and tokens that a judge or a reward model reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow as pa
+
+from contracts.chat import TURN_END, TURN_START, ChatTokenizer, message_views
+from contracts.episodes import TokenRole
+from contracts.tasks import Task
+from curation.errors import RewardsMismatch
+
+_SPEAKERS = {TokenRole.PROMPT: "prompt", TokenRole.POLICY: "agent", TokenRole.FORCED: "agent"}
+
+
+class Transcripts:
+    """The token sequences of a `rollouts` artifact, by episode."""
+
+    def __init__(self, sequences: pa.Table, tokenizer: ChatTokenizer) -> None:
+        """sequences: rows of SEQUENCES. tokenizer: the acting policy's."""
+        self._sequences, self._tokenizer = sequences, tokenizer
+        self._rows: dict[str, list[int]] = {}
+        for row, episode in enumerate(sequences["episode_id"].to_pylist()):
+            self._rows.setdefault(episode, []).append(row)
+
+    def tokens(self, episode_id: str) -> list[int]:
+        """Token ids of the episode's last context."""
+        return list(self._contexts(episode_id)[-1]["token_ids"])
+
+    def text(self, episode_id: str) -> str:
+        """All contexts of an episode, each run of tokens under who put it there."""
+        return "\n\n".join(self._context(row) for row in self._contexts(episode_id))
+
+    def _contexts(self, episode_id: str) -> list[dict[str, Any]]:
+        rows = self._rows.get(episode_id)
+        if not rows:
+            raise RewardsMismatch(f"episode {episode_id} has no sequence: these rollouts can't be judged")
+        found: list[dict[str, Any]] = self._sequences.take(rows).to_pylist()
+        return sorted(found, key=lambda row: row["index"])
+
+    def _context(self, row: Mapping[str, Any]) -> str:
+        views = message_views(self._tokenizer, row["token_ids"], row["token_role"])
+        return "\n".join(f"{_SPEAKERS.get(view['role'], 'environment')}: {_plain(view['text'])}" for view in views)
+
+
+def parts_of(episode: Mapping[str, Any], task: Task, transcripts: Transcripts, wanted: set[str]) -> dict[str, str]:
+    """The wanted parts of an episode, by the names of curation.rewards.prompt.PARTS."""
+    parts: dict[str, str] = {}
+    if "task" in wanted:
+        parts["task"] = task.instruction
+    if "diff" in wanted:
+        parts["diff"] = episode["final_diff"].decode(errors="replace") or "(nothing was changed)"
+    if "transcript" in wanted:
+        parts["transcript"] = transcripts.text(episode["episode_id"])
+    if "reference" in wanted:
+        parts["reference"] = task.reference_diff.decode(errors="replace")
+    return parts
+
+
+def _plain(text: str) -> str:
+    """A run's text without the marks of turns, which are our own."""
+    return text.replace(TURN_START, "").replace(TURN_END, "").strip()

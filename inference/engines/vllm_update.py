@@ -1,0 +1,219 @@
+"""How a vLLM server comes to serve a policy, and how that is proven. Between the first step and the last nothing it says counts as a policy's.
+
+pause -> mark unproven -> load -> reset the prefix cache -> compare tensors and layers -> resume -> compare probes -> mark with the version
+
+An update's unproven mark is its own alone; the workers keep it with the weights they loaded. Before the server is resumed, before it is marked
+with the version and after, both must still be there: of two clients that update one server at once, the one that finds the other's traces raises
+StaleVersion, and no weights keep a version that is not theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inference.engines.http import JsonClient
+from inference.engines.vllm_probes import Probe
+from inference.errors import EngineError, EngineUnreachable, StaleVersion, WeightsDiffer
+
+UNPROVEN = "unproven:"
+"""Begins the version of weights that are not proven yet: no client takes them for a policy."""
+_SHOWN = 6
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is to be served."""
+
+    version: str
+    served: Path
+    """The directory that the server loads."""
+    probes: list[Probe]
+    exact: bool
+    tolerance: float
+    """Of a probe's log-probability, natural log."""
+
+
+@dataclass(frozen=True)
+class _Update:
+    """One client's attempt to let a server serve a policy."""
+
+    client: JsonClient
+    policy: Policy
+    mark: str
+    """The version until all is proven. No other update has it."""
+    loaded: str
+    """What the workers say that they loaded, when their weights are this update's."""
+
+
+async def load_policy(client: JsonClient, policy: Policy, drain_s: float) -> None:
+    """Replace the server's weights. Requests in flight finish with the weights they began with, or are aborted after `drain_s` seconds.
+    Raises WeightsDiffer, or StaleVersion when somebody else updates the server: it then keeps its unproven mark."""
+    mark = _fresh_mark(policy)
+    update = _Update(client, policy, mark, loaded=mark)
+    await pause(client, drain_s)
+    try:
+        await _mark(client, mark)
+        await _command(client, "triplane_load", {"directory": str(policy.served), "mark": mark})
+        await reset_prefix_cache(client)
+        await _compare_tensors(client, policy)
+        await _require(update, mark)
+    finally:
+        await client.call("POST", "/resume")
+    await _conclude(update)
+
+
+async def prove_policy(client: JsonClient, policy: Policy) -> None:
+    """Show that a server which was started on the policy's checkpoint serves it, and mark it so. Raises WeightsDiffer, StaleVersion."""
+    update = _Update(client, policy, _fresh_mark(policy), loaded="")
+    await _mark(client, update.mark)
+    await _compare_tensors(client, policy)
+    await _conclude(update)
+
+
+async def serves(client: JsonClient, version: str) -> bool:
+    """Whether the server was proven to serve this version: it is marked so, and loaded nothing else."""
+    if await served_version(client) != version:
+        return False
+    return all(not loaded or loaded.startswith(_unproven(version)) for loaded in await _loaded(client))
+
+
+async def served_version(client: JsonClient) -> str:
+    """What the server's next token will be marked with; "default" for a server nobody has marked."""
+    return str((await client.call("GET", "/weight_info"))["weight_version"])
+
+
+async def pause(client: JsonClient, drain_s: float) -> None:
+    """Stop the server's scheduler: once requests in flight are through, else by aborting them."""
+    try:
+        async with asyncio.timeout(drain_s):
+            await client.call("POST", "/pause", mode="wait")
+    except TimeoutError:
+        _log.warning("requests still run after %g s: they are aborted, and will be sampled again", drain_s)
+        await client.call("POST", "/pause", mode="abort")
+
+
+async def reset_prefix_cache(client: JsonClient) -> None:
+    """Forget every cached prefix. Raises EngineError when the server did not."""
+    answer = await client.call("POST", "/reset_prefix_cache")
+    if not (answer or {}).get("success"):
+        raise EngineError(
+            f"{client.base} did not reset its prefix cache ({answer}): restart it, its prefixes are of older weights"
+        )
+
+
+async def score(client: JsonClient, token_ids: list[int], salt: str) -> tuple[list[float], list[dict[str, Any]]]:
+    """(log-probability of each token given those before it, 0.0 at index 0; the versions that the server marks its answer with)."""
+    params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
+    body = {"token_ids": token_ids, "sampling_params": params, "cache_salt": salt}
+    answer = await client.call("POST", "/inference/v1/generate", body)
+    choice = answer["choices"][0]
+    if choice["finish_reason"] == "abort" or answer["prompt_logprobs"] is None:
+        raise EngineUnreachable(f"{client.base} ended a request before it was scored: ask again")
+    found = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
+    return [0.0, *(entry[str(token)]["logprob"] for token, entry in found)], choice["weight_versions"] or []
+
+
+def _unproven(version: str) -> str:
+    return f"{UNPROVEN}{version}:"
+
+
+def _fresh_mark(policy: Policy) -> str:
+    return f"{_unproven(policy.version)}{uuid.uuid4().hex}"
+
+
+async def _conclude(update: _Update) -> None:
+    """Compare what the server answers, and give it the version."""
+    await _compare_probes(update)
+    await _require(update, update.mark)
+    await _mark(update.client, update.policy.version)
+    await _require(update, update.policy.version)
+
+
+async def _require(update: _Update, version: str) -> None:
+    """Raise StaleVersion unless the server is marked with `version` and holds the weights of this update. A version that belongs to other
+    weights, since one of both came late, is taken away."""
+    client, policy = update.client, update.policy
+    ours = set(await _loaded(client)) == {update.loaded}
+    found = await served_version(client)
+    if ours and found == version:
+        return
+    if not found.startswith(UNPROVEN) and (ours or found == policy.version):
+        await _mark(client, update.mark)
+    raise StaleVersion(
+        f"{client.base} was updated or started again by somebody else while policy {policy.version[:12]} was loaded (it is marked {found[:24]!r}): "
+        "give each client its own server, and run this again"
+    )
+
+
+async def _loaded(client: JsonClient) -> list[str]:
+    """Of every worker, the mark of the update that its weights are of; "" for those it was started with."""
+    return [str(each) for each in await _command(client, "triplane_loaded", {})]
+
+
+async def _mark(client: JsonClient, version: str) -> None:
+    await client.call("POST", "/update_weight_version", {"new_version": version})
+
+
+async def _command(client: JsonClient, method: str, arguments: dict[str, Any]) -> list[Any]:
+    """Call a method of our extension on every worker of the server."""
+    try:
+        answer = await client.call("POST", "/collective_rpc", {"method": method, "kwargs": arguments})
+    except EngineUnreachable:
+        raise
+    except EngineError as error:
+        raise EngineError(
+            f"{error}; if it lacks {method}: start it with VLLM_SERVER_DEV_MODE=1, our folder vllm_side on PYTHONPATH and "
+            "--worker-extension-cls triplane_vllm.WorkerExtension, see docs/engines.md"
+        ) from error
+    results: list[Any] = answer["results"]
+    return results
+
+
+async def _compare_tensors(client: JsonClient, policy: Policy) -> None:
+    arguments = {"directory": str(policy.served), "exact": policy.exact}
+    workers = await _command(client, "triplane_verify", arguments)
+    found = [f"{each['name']} {each['detail']}" for worker in workers for each in worker]
+    if found:
+        shown = list(dict.fromkeys(found))
+        raise WeightsDiffer(_refusal(client, policy, shown))
+
+
+async def _compare_probes(update: _Update) -> None:
+    """The server's log-probabilities against those computed here."""
+    client, policy, salt = update.client, update.policy, f"probe of {update.mark}"
+    scored = await asyncio.gather(*(score(client, probe.token_ids, salt) for probe in policy.probes))
+    if any({str(each["version"]) for each in marks} != {update.mark} for _, marks in scored):
+        await _require(update, update.mark)
+        raise StaleVersion(
+            f"{client.base} did not answer the probes of policy {policy.version[:12]} as marked: restart it"
+        )
+    gaps = [
+        abs(served - wanted)
+        for (logprobs, _), probe in zip(scored, policy.probes, strict=True)
+        for served, wanted in zip(logprobs, probe.logprobs, strict=True)
+    ]
+    numbers = [gap for gap in gaps if math.isfinite(gap)]
+    if len(numbers) < len(gaps):
+        what = f"log-probabilities of probes are no numbers ({len(gaps) - len(numbers)} of {len(gaps)} tokens)"
+        raise WeightsDiffer(_refusal(client, policy, [what]))
+    worst = max(gaps, default=0.0)
+    if worst > policy.tolerance:
+        share = sum(gap > policy.tolerance for gap in gaps) / len(gaps)
+        what = f"log-probabilities of probes differ by up to {worst:.2g} ({share:.0%} of the tokens by more than {policy.tolerance:g})"
+        raise WeightsDiffer(_refusal(client, policy, [what]))
+    _log.info("%s serves %s: %d probes agree to %.1e", client.base, policy.version[:12], len(policy.probes), worst)
+
+
+def _refusal(client: JsonClient, policy: Policy, found: list[str]) -> str:
+    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return (
+        f"{client.base} does not serve policy {policy.version[:12]} from {policy.served}: {'; '.join(found[:_SHOWN])}{more}. It is not used: "
+        "restart it on that checkpoint"
+    )

@@ -1,0 +1,66 @@
+"""A journal of every token that a policy sampled, committed or lost: what telemetry can't tell, since it is committed with its episodes.
+
+    $TRIPLANE_LEDGER/tokens.jsonl      one line a turn, appended by one write; off unless the variable names a folder
+
+A killed process loses no line that it wrote, and tears at most the last one.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+VARIABLE = "TRIPLANE_LEDGER"
+FILE = "tokens.jsonl"
+_FOLDER = os.environ.get(VARIABLE)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One turn that an engine sampled."""
+
+    unix: float
+    """When it had been sampled."""
+    pid: int
+    key: str
+    """Action key of the work: of the rollouts, or of the evaluation run."""
+    group: str
+    episode: str
+    attempt: int
+    """From 0; counts infrastructure faults."""
+    turn: int
+    """From 1."""
+    tokens: int
+
+
+def record(key: str, group: str, episode: str, attempt: int, turn: int, tokens: int) -> None:
+    """Append a line, if a ledger is kept."""
+    if _FOLDER is None:
+        return
+    line = asdict(Sampled(time.time(), os.getpid(), key, group, episode, attempt, turn, tokens))
+    # the line break comes first: a line torn by a kill spoils no other
+    os.write(_descriptor(_FOLDER, os.getpid()), b"\n" + json.dumps(line).encode())
+
+
+def read_ledger(folder: Path) -> Iterator[Sampled]:
+    """Every whole line, in order of writing. A line that its writer was killed in is passed over."""
+    path = folder / FILE
+    if not path.exists():
+        return
+    for line in path.read_bytes().splitlines():
+        try:
+            yield Sampled(**json.loads(line))
+        except (ValueError, TypeError):
+            continue
+
+
+@functools.lru_cache(maxsize=2)
+def _descriptor(folder: str, pid: int) -> int:
+    """Of the journal, opened once a process: appended lines of several processes do not mix."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return os.open(Path(folder) / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)

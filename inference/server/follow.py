@@ -1,0 +1,63 @@
+"""A server that follows what is live: asks now and then, swaps when the answer changed.
+
+    source() -> version, directory          same version: nothing to do
+        |
+    Application.swap ---- fails ---> withdrawn, tried again at the next look
+
+A source that can't be asked (its store is away) leaves the server as it is: nobody knows that its policy is stale.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from contracts.errors import TriplaneError
+from inference.server.app import Application
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The policy to serve."""
+
+    version: str
+    directory: Callable[[], Path]
+    """Gives its checkpoint, fetched and verified; called only when it is to be loaded. Raises TriplaneError."""
+
+
+Source = Callable[[], Wanted]
+"""Says what is live. Raises TriplaneError. Called in a thread."""
+
+
+async def follow(app: Application, source: Source, poll_s: float) -> None:
+    """Keep `app` on what `source` names, until cancelled. poll_s: seconds between two looks."""
+    said = ""
+    while True:
+        fault = await _look(app, source)
+        if fault and fault != said:
+            _log.warning("%s; trying again every %g s", fault, poll_s)
+        said = fault
+        await asyncio.sleep(poll_s)
+
+
+async def _look(app: Application, source: Source) -> str:
+    """One look; what went wrong, or nothing."""
+    try:
+        wanted = await asyncio.to_thread(source)
+    except TriplaneError as error:
+        return f"can't tell which policy is live ({error})"
+    served = await app.version()
+    if wanted.version == served and app.withdrawn is None:
+        return ""
+    try:
+        await app.swap(await asyncio.to_thread(wanted.directory), wanted.version)
+    except TriplaneError as error:
+        app.withdrawn = f"policy {wanted.version[:12]} is live and can't be loaded: {error}"
+        return f"withdrawn, still on policy {served[:12]}: {app.withdrawn}"
+    print(f"policy {wanted.version} in place of {served}", flush=True)
+    return ""

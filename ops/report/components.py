@@ -1,0 +1,33 @@
+"""Why each component of an episode's reward has its value, where the rewards keep evidence of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from contracts.artifacts import Artifact
+from ops.report.history import finite
+from ops.reward_components import EVIDENCE_FILE
+
+MAX_REASON, MAX_ANSWER = 600, 1_200
+"""Characters of one reason and of one answer of a judge."""
+MAX_ANSWERS = 4
+"""Answers shown of one component."""
+
+
+def read_evidence(rewards: Artifact | None, episodes: Collection[str]) -> dict[str, list[dict[str, Any]]]:
+    """Evidence by episode id, of these episodes; nothing where no component was composed."""
+    if rewards is None or EVIDENCE_FILE not in rewards.names():
+        return {}
+    table = rewards.table(EVIDENCE_FILE)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in table.filter(pc.is_in(table["episode_id"], pa.array(sorted(episodes), pa.string()))).to_pylist():
+        shown = {
+            "name": row["component"], "value": finite(row["value"]), "reason": row["reason"][:MAX_REASON],
+            "answers": [answer[:MAX_ANSWER] for answer in row["answers"][:MAX_ANSWERS]],
+        }  # fmt: skip
+        found.setdefault(row["episode_id"], []).append(shown)
+    return found

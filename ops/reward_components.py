@@ -1,0 +1,26 @@
+"""What the asset page says of each component of the reward: a number a plot, and one table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from contracts.artifacts import Artifact
+from curation.rewards import RewardConfig
+from curation.rewards.summary import component_summaries
+from ops.results import Metadata, markdown_table
+
+EVIDENCE_FILE = "evidence.parquet"
+
+
+def component_metadata(rewards: Artifact, config: RewardConfig) -> Metadata:
+    """Mean, deviation and share of non-zero values of every component, before its weight; whether recomputation is identical."""
+    evidence = rewards.table(EVIDENCE_FILE) if EVIDENCE_FILE in rewards.names() else None
+    found = component_summaries(rewards.table("rewards.parquet"), evidence, config)
+    numbers: dict[str, Any] = {}
+    for each in found:
+        values = {"mean": each.mean, "std": each.std, "nonzero": each.nonzero}
+        numbers |= {f"component/{each.name}/{what}": value for what, value in values.items()}
+        if each.missing:
+            numbers[f"component/{each.name}/missing"] = each.missing
+    said = {"recomputation": rewards.meta["recomputation"]} if "recomputation" in rewards.meta else {}
+    return {**numbers, **said, "components": markdown_table([vars(each) for each in found])}

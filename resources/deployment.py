@@ -1,0 +1,132 @@
+"""Servers of the live policy. The registry is the truth: each server is brought to what it names, whoever changed it and when.
+
+live? -> load -> a few tokens, stamped and finite? -> live still? -> serving
+  ^---------------- no, or a fault ------------------------|
+attempts used up -> withdrawn: the server refuses traffic until it is swapped
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import httpx
+
+from contracts.artifacts import Artifact
+from contracts.chat import ChatTokenizer
+from contracts.errors import TriplaneError
+from inference.engines.base import Completion, Engine, SamplingParams
+from inference.engines.openai import OpenAIEngine
+from inference.errors import EngineError
+from resources.experiment import DeploymentConfig
+
+PAUSE_S = 0.5
+PROBE = SamplingParams(temperature=1.0, max_tokens=8, seed=0)
+WITHDRAW_TIMEOUT_S = 10.0
+_log = logging.getLogger(__name__)
+
+Live = Callable[[], Artifact]
+"""The checkpoint that is live now."""
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """How one server came out of a change of the live policy."""
+
+    url: str
+    policy: str | None
+    """Digest of the live policy that it serves, or None."""
+    fault: str | None
+    """Why it does not serve it, and whether it is withdrawn."""
+
+
+async def swap_servers(config: DeploymentConfig, live: Live) -> list[ServerState]:
+    """Bring every server to the live policy, all at once. Requests in flight go on."""
+    return list(await asyncio.gather(*(_swap(url, config, live) for url in config.servers)))
+
+
+@asynccontextmanager
+async def open_canary(config: DeploymentConfig, policy: Artifact) -> AsyncIterator[Engine]:
+    """The canary, serving `policy`. Raises EngineError."""
+    assert config.canary is not None, "the caller asked whether there is one"
+    engine = _connect(config.canary, config, policy)
+    try:
+        await engine.load_weights(policy.directory(), policy.ref.digest)
+        yield engine
+    finally:
+        await engine.close()
+
+
+def fault_of(completion: Completion, version: str) -> str | None:
+    """What is wrong with a completion that a healthy engine of `version` can't have made, or None."""
+    tokens, logprobs, end = len(completion.token_ids), completion.logprobs, 0
+    if completion.finish_reason == "abort":
+        return "the engine aborted the request"
+    if not tokens:
+        return "no token came back"
+    if len(logprobs) != tokens:
+        return f"{tokens} tokens came back with {len(logprobs)} logprobs"
+    for place, value in enumerate(logprobs):
+        if not math.isfinite(value) or value > 1e-6:
+            return f"token {place} has logprob {value}"
+    for stamped, start, stop in completion.spans:
+        if stamped != version:
+            return f"tokens are stamped with policy {stamped[:12]} instead of {version[:12]}"
+        if start != end or stop <= start:
+            return "the policy spans leave gaps"
+        end = stop
+    return None if end == tokens else "some tokens are stamped with no policy"
+
+
+async def _swap(url: str, config: DeploymentConfig, live: Live) -> ServerState:
+    fault = ""
+    for attempt in range(config.attempts):
+        policy = await asyncio.to_thread(live)
+        try:
+            await _serve(url, config, policy, reload=attempt > 0)
+        except TriplaneError as error:
+            fault = str(error)
+        else:
+            if (await asyncio.to_thread(live)).ref == policy.ref:
+                return ServerState(url, policy.ref.digest, None)
+            fault = f"the live policy went on changing during {config.attempts} attempts"
+            continue
+        if attempt + 1 < config.attempts:
+            await asyncio.sleep(PAUSE_S * 2**attempt)
+    said = await _withdraw(url, f"it could not be swapped to policy {policy.ref.short}")
+    _log.warning("%s does not serve the live policy %s: %s; %s", url, policy.ref.short, fault, said)
+    return ServerState(url, None, f"{fault}; {said}")
+
+
+async def _serve(url: str, config: DeploymentConfig, policy: Artifact, *, reload: bool) -> None:
+    """Make a server serve `policy` and see that it does. Raises EngineError."""
+    engine = _connect(url, config, policy)
+    try:
+        if reload or await engine.version() != policy.ref.digest:
+            await engine.load_weights(policy.directory(), policy.ref.digest)
+        prompt = ChatTokenizer.from_directory(policy.directory()).prompt([("user", "ready?")])
+        fault = fault_of(await engine.generate(prompt, PROBE), policy.ref.digest)
+    finally:
+        await engine.close()
+    if fault is not None:
+        raise EngineError(f"{url} answers wrongly after the swap: {fault}")
+
+
+def _connect(url: str, config: DeploymentConfig, policy: Artifact) -> OpenAIEngine:
+    return OpenAIEngine(
+        url, "policy", version=policy.ref.digest, directory=policy.directory(), timeout_s=config.timeout_s, retries=1
+    )
+
+
+async def _withdraw(url: str, reason: str) -> str:
+    """Take a server out of service; what became of it, in words."""
+    try:
+        async with httpx.AsyncClient(timeout=WITHDRAW_TIMEOUT_S) as http:
+            (await http.post(f"{url}/withdraw", json={"reason": reason})).raise_for_status()
+    except httpx.HTTPError as error:
+        return f"it could not be withdrawn either ({type(error).__name__}): take it out of traffic by hand"
+    return "it is withdrawn"

@@ -1,0 +1,55 @@
+"""Event loops that a signal can end: the work is cancelled and cleans up, and only then is the signal what it was before."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Coroutine
+from types import FrameType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def run_async(work: Coroutine[Any, Any, T]) -> T:
+    """Like asyncio.run, where SIGINT or SIGTERM would raise: while a step runs, Dagster's handler does.
+
+    An exception raised in the middle of a loop's callback is logged and forgotten, so here a signal cancels `work`; once that has
+    ended, the signal goes to whoever handled it before.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return asyncio.run(work)
+    received: list[signal.Signals] = []
+
+    async def cancellable() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None, "a coroutine runs in a task"
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            if not received:
+                received.append(signal.Signals(number))
+                loop.call_soon_threadsafe(task.cancel)
+
+        for number in _SIGNALS:
+            signal.signal(number, stop)
+        return await work
+
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        return asyncio.run(cancellable())
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if received:
+            _hand_on(received[0], before[received[0]])
+
+
+def _hand_on(number: signal.Signals, handler: Any) -> None:
+    """Let its earlier handler have a signal: called, since a signal sent anew would count as a second one."""
+    if callable(handler):
+        handler(number, None)
+    else:
+        signal.raise_signal(number)

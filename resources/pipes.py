@@ -1,0 +1,58 @@
+"""How a launched process and its Dagster run talk: by files of this machine, or through an S3 bucket that both can reach.
+
+run --context--> process --messages--> run        triplane-pipes/<random>/ in the bucket, removed when the process has ended
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import dagster as dg
+
+from contracts.owned import owned_directory, sweep_abandoned
+from resources.errors import LaunchFailed
+
+PIPES_BUCKET = "TRIPLANE_PIPES_BUCKET"
+"""Names the bucket in the environment."""
+_PREFIX = "triplane-pipes-"
+"""How the names of the folders begin through which a child is told its context and reports."""
+
+
+@dataclass(frozen=True)
+class Channel:
+    """Both directions."""
+
+    injector: dg.PipesContextInjector
+    reader: dg.PipesMessageReader
+    ended: Callable[[], None]
+    """To be called when the process has ended: nobody waits for messages that a killed one would still have sent."""
+
+
+def open_channel(bucket: str) -> AbstractContextManager[Channel]:
+    """A channel for one process. bucket: "" means $TRIPLANE_PIPES_BUCKET, and files where that is not set. Raises LaunchFailed."""
+    bucket = bucket or os.environ.get(PIPES_BUCKET, "")
+    if not bucket:
+        return _file_channel()
+    try:
+        from resources.pipes_s3 import bucket_channel
+    except ImportError as error:
+        raise LaunchFailed(
+            f"messages through bucket {bucket} need {error.name}: pip install 'triplane[aws]', or unset {PIPES_BUCKET}"
+        ) from None
+    return bucket_channel(bucket)
+
+
+@contextmanager
+def _file_channel() -> Iterator[Channel]:
+    sweep_abandoned(Path(tempfile.gettempdir()), _PREFIX)
+    with owned_directory(_PREFIX) as folder:
+        injector, reader = (
+            dg.PipesFileContextInjector(f"{folder}/context"),
+            dg.PipesFileMessageReader(f"{folder}/messages"),
+        )
+        yield Channel(injector, reader, ended=lambda: None)

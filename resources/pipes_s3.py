@@ -1,0 +1,90 @@
+"""The channel through a bucket. Needs dagster-aws."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from botocore.exceptions import BotoCoreError, ClientError
+from dagster_aws.pipes import PipesS3ContextInjector, PipesS3MessageReader
+from dagster_pipes import PIPES_PROTOCOL_VERSION, PIPES_PROTOCOL_VERSION_FIELD
+
+from contracts.s3client import code_of, connect, is_missing
+from contracts.s3write import delete_all
+from resources.errors import LaunchFailed
+from resources.pipes import PIPES_BUCKET, Channel
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
+
+PREFIX = "triplane-pipes"
+"""Folder of the bucket. What a killed run leaves there is for a lifecycle rule: expire after a day."""
+LOOK_S = 0.5
+"""Seconds, at least, between two looks for messages."""
+CLOSED = json.dumps({PIPES_PROTOCOL_VERSION_FIELD: PIPES_PROTOCOL_VERSION, "method": "closed", "params": None})
+_log = logging.getLogger(__name__)
+
+
+@contextmanager
+def bucket_channel(bucket: str) -> Iterator[Channel]:
+    """A channel through a folder of `bucket` of its own, which is removed at the end. Raises LaunchFailed."""
+    client, folder = connect(conditional=False), f"{PREFIX}/{uuid.uuid4().hex}"
+    try:
+        reader = _Messages(client, bucket, folder)
+        yield Channel(
+            PipesS3ContextInjector(bucket=bucket, client=client, key_prefix=f"{folder}/"), reader, reader.ended.set
+        )
+    except (ClientError, BotoCoreError) as error:
+        raise LaunchFailed(
+            f"bucket {bucket}, through which the launched process reports, can't be used ({code_of(error)}): "
+            f"check that it exists and the credentials, or unset {PIPES_BUCKET}"
+        ) from None
+    finally:
+        _remove(client, bucket, folder)
+
+
+class _Messages(PipesS3MessageReader):
+    """Reads all that is there at once, and closes the channel in the name of a process that was killed before it could."""
+
+    def __init__(self, client: S3Client, bucket: str, folder: str) -> None:
+        super().__init__(interval=LOOK_S, bucket=bucket, client=client)
+        self.ended = threading.Event()
+        self._s3, self._folder = client, folder
+
+    @contextmanager
+    def get_params(self) -> Iterator[Mapping[str, Any]]:
+        """Where the process puts its messages."""
+        with super().get_params() as params:
+            yield {**params, "key_prefix": f"{self._folder}/messages"}
+
+    def messages_are_readable(self, params: Mapping[str, Any]) -> bool:
+        """Always: what is not there yet is asked for again."""
+        return True
+
+    def download_messages(self, cursor: Any, params: Mapping[str, Any]) -> tuple[Any, str] | None:
+        """Every chunk from the next one on, as lines. Once the process has ended and nothing is left, that it closed the channel."""
+        ended, chunks = self.ended.is_set(), []
+        try:
+            while True:
+                found = self._s3.get_object(Bucket=self.bucket, Key=f"{params['key_prefix']}/{self.counter}.json")
+                chunks.append(found["Body"].read().decode())
+                self.counter += 1
+        except (ClientError, BotoCoreError) as error:
+            if not is_missing(error):
+                _log.warning("messages in bucket %s can't be read now: %s", self.bucket, code_of(error))
+            elif ended and not chunks:
+                chunks.append(CLOSED)
+        return (self.counter, "\n".join(chunks)) if chunks else None
+
+
+def _remove(client: S3Client, bucket: str, folder: str) -> None:
+    try:
+        for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=f"{folder}/"):
+            delete_all(client, bucket, [item["Key"] for item in page.get("Contents", [])])
+    except (ClientError, BotoCoreError) as error:
+        _log.warning("%s/%s/ stays until the bucket's lifecycle rule removes it: %s", bucket, folder, code_of(error))

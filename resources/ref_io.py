@@ -1,0 +1,59 @@
+"""References between steps: the only thing that passes through Dagster.
+
+pointers/assets/...                    what assets produced, see `resources.refs`
+runs/<run>/<step>/<output>.json        values inside a graph asset (shards)
+"""
+
+import json
+from typing import Any
+
+import dagster as dg
+
+from contracts.artifacts import ArtifactRef
+from contracts.digests import canonical_json
+from contracts.failpoints import failpoint
+from resources.refs import require_ref, write_ref
+from resources.store import StoreResource
+
+REF = dg.PythonObjectDagsterType(
+    ArtifactRef, name="ArtifactRef", description="Where an artifact is, and its content digest."
+)
+dg.make_python_type_usable_as_dagster_type(ArtifactRef, REF)
+
+
+class RefIOManager(dg.ConfigurableIOManager):
+    """Keeps references in the store, so that they survive any process and need no shared disk."""
+
+    store: dg.ResourceDependency[StoreResource]
+
+    def handle_output(self, context: dg.OutputContext, obj: Any) -> None:
+        """Record an asset's reference, or a small JSON value inside a graph."""
+        store = self.store.open()
+        if not context.has_asset_key:
+            store.create(_step_key(context), canonical_json(obj))
+            return
+        if not isinstance(obj, ArtifactRef):
+            raise TypeError(
+                f"asset {context.asset_key.to_user_string()} returned {type(obj).__name__}, not an ArtifactRef"
+            )
+        experiment, asset = context.asset_key.path
+        write_ref(store, experiment, asset, context.asset_partition_key if context.has_asset_partitions else None, obj)
+        failpoint("reference-written")
+
+    def load_input(self, context: dg.InputContext) -> Any:
+        """The reference of the upstream asset at this partition, or the value inside a graph."""
+        store = self.store.open()
+        upstream = context.upstream_output
+        if not context.has_asset_key:
+            assert upstream is not None, "an input inside a graph has an upstream step"
+            return json.loads(store.get(_step_key(upstream)))
+        experiment, asset = context.asset_key.path
+        return require_ref(
+            store, experiment, asset, context.asset_partition_key if context.has_asset_partitions else None
+        )
+
+
+def _step_key(context: dg.OutputContext) -> str:
+    step = (context.step_key or "step").replace("[", "_").replace("]", "")
+    name = f"{context.name}.{context.mapping_key}" if context.mapping_key else context.name
+    return f"runs/{context.run_id}/{step}/{name}.json"

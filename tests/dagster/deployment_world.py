@@ -1,0 +1,153 @@
+"""Candidates, steps and servers for tests of deployment: real ones, in the store that the tiny experiment left."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import dagster as dg
+import uvicorn
+from dagster_world import World
+from safetensors.torch import load_file, save_file
+
+from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, copy_into, open_artifact
+from contracts.checkpoints import WEIGHTS
+from contracts.digests import digest_of
+from inference.engines.builtin import BuiltinEngine
+from inference.server.app import Application
+from ops.inputs import IterationInputs, Start, find_inputs, trainer_state_of
+from ops.publishing import Decision, publish, read_decision
+from ops.smoke import Smoke, play_smoke
+from ops.step import Step, StepProgress
+from resources.experiment import Experiment
+from resources.progress import no_progress
+from resources.refs import require_ref, write_ref
+from resources.registry import Registry
+from resources.sampler import SamplerResource
+from resources.sandboxes import SandboxesResource
+
+
+class NoProgress(StepProgress):
+    """Dagster takes no observation outside a run."""
+
+    def update(self, phase: str, done: float, total: float | None, **numbers: float) -> None:
+        """Drop it."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One experiment of its own, whose candidates are those of the tiny experiment."""
+
+    world: World
+    experiment: Experiment
+    base: ArtifactRef
+    first: ArtifactRef
+    """Trained from the base policy by iteration 0000."""
+    second: ArtifactRef
+    """Trained from `first` by iteration 0001."""
+
+    @property
+    def registry(self) -> Registry:
+        return Registry(self.world.store, self.experiment.name)
+
+    def step(self, iteration: str) -> Step:
+        context = dg.build_op_context()
+        progress = NoProgress(context, self.experiment.name, "sampler", iteration, no_progress)
+        return Step(self.experiment, "sampler", iteration, self.world.store, progress, context)
+
+    def inputs(self, iteration: str, parent: ArtifactRef) -> IterationInputs:
+        made = find_inputs(self.world.store, self.world.experiment, "0000")
+        assert made is not None
+        start = Start(checkpoint=parent, trainer_state=trainer_state_of(self.world.store, parent))
+        changes = {"experiment": self.experiment.name, "iteration": iteration, "policy": parent, "start": start}
+        return made.model_copy(update=changes)
+
+    def publish(
+        self, candidate: ArtifactRef, parent: ArtifactRef, iteration: str, smoke: Callable[[], Smoke] | None = None
+    ) -> Decision:
+        """Decide as `sampler[iteration]` does, with a smoke episode on real engine and sandboxes unless `smoke` says otherwise."""
+        evaluation = require_ref(self.world.store, self.world.experiment.name, "evaluation", "0000")
+        inputs = self.inputs(iteration, parent)
+        step = self.step(iteration)
+        return read_decision(
+            publish(step, inputs, candidate, evaluation, smoke or (lambda: self.smoke(candidate, iteration)))
+        )
+
+    def smoke(self, candidate: ArtifactRef, iteration: str = "0000") -> Smoke:
+        sampler, sandboxes = SamplerResource(), SandboxesResource()
+        suite = require_ref(self.world.store, self.world.experiment.name, "task_suite")
+        try:
+            return play_smoke(self.step(iteration), sampler, sandboxes, candidate, suite)
+        finally:
+            sampler.close()
+            sandboxes.close()
+
+    def promote(self, candidate: ArtifactRef, parent: ArtifactRef, iteration: str) -> None:
+        state = trainer_state_of(self.world.store, candidate)
+        assert self.registry.promote(candidate, state, parent=parent.digest, iteration=iteration) is not None
+
+
+def stage_of(world: World, name: str, **changes: object) -> Stage:
+    """A stage with a registry of its own. changes: of the experiment."""
+    refs = [entry.policy for entry in Registry(world.store, world.experiment.name).history()[:2]]
+    base = require_ref(world.store, world.experiment.name, "base_policy")
+    write_ref(world.store, name, "base_policy", None, base)
+    experiment = world.experiment.model_copy(update={"name": name, **changes})
+    return Stage(world, experiment, base, *refs)
+
+
+def no_smoke() -> Smoke:
+    """For candidates that must not come as far."""
+    raise AssertionError("a smoke episode was played")
+
+
+def good_smoke() -> Smoke:
+    """For tests that are about something else."""
+    return Smoke(fault=None, task_id="none", outcome="completed")
+
+
+def spoilt(world: World, candidate: ArtifactRef, tensor: str, value: float | None) -> ArtifactRef:
+    """A copy of a checkpoint in which every number of one tensor is `value`; None: it lacks the tensor."""
+    with ArtifactWriter(
+        world.store, "checkpoint", digest_of([candidate.key, tensor, str(value)]), parents={}, config={}, code_version="1"
+    ) as out:  # fmt: skip
+        source = open_artifact(world.store, candidate)
+        copy_into(source, out.directory)
+        weights = load_file(out.directory / WEIGHTS)
+        if value is None:
+            del weights[tensor]
+        else:
+            weights[tensor] = weights[tensor].float().fill_(value).to(weights[tensor].dtype)
+        save_file(weights, out.directory / WEIGHTS)
+        for name in source.names():
+            out.add_file(name)
+        return out.commit().ref
+
+
+@contextmanager
+def serving(policy: Artifact, application: type[Application] = Application) -> Iterator[str]:
+    """Base URL of a real server of `policy`, in a thread."""
+    engine = BuiltinEngine(policy.directory(), policy.ref.digest, threads=1)
+    app = application(engine, None, "policy")
+    server = uvicorn.Server(uvicorn.Config(app.starlette(), host="127.0.0.1", port=0, log_level="warning"))
+    started = threading.Event()
+
+    async def run() -> None:
+        ends = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.02)
+        started.set()
+        await ends
+        await engine.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    assert started.wait(60)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
+    finally:
+        server.should_exit = True
+        thread.join(30)

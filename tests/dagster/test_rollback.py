@@ -1,0 +1,146 @@
+"""The rollback job as the launchpad runs it, and the iteration that follows."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from dagster._core.events import RunFailureReason
+from dagster._core.execution.retries import auto_reexecution_should_retry_run
+from dagster._core.storage.tags import PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
+from dagster_world import World
+
+from assets.naming import key_of
+from contracts.artifacts import open_artifact
+from contracts.store import open_store
+from ops.inputs import find_inputs, trainer_state_of
+from ops.report.facts import restored
+from ops.report.sources import find_sources
+from ops.rollback import change_live, plan_rollback
+from resources.experiment import Experiment
+from resources.refs import require_ref
+from resources.registry import Registry
+from triplane_dagster.assembly import definitions_for
+from triplane_dagster.cli.history import row_of, summaries
+from triplane_dagster.iterations import decision_of, next_partition
+from triplane_dagster.jobs import base_job_name, rollback_job_name
+from triplane_dagster.run import open_runner
+
+
+@pytest.fixture
+def mine(ran: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """A copy of the store after two iterations, and an instance that knows nothing of them."""
+    shutil.copytree(ran.store.url, tmp_path / "store")
+    (tmp_path / "dagster").mkdir()
+    monkeypatch.setenv("TRIPLANE_STORE", str(tmp_path / "store"))
+    with dg.DagsterInstance.local_temp(str(tmp_path / "dagster")) as instance:
+        yield World(ran.experiment, open_store(), instance, ran.made)
+
+
+def launch(world: World, tags: dict[str, str] | None = None, **config: str) -> dg.ExecuteInProcessResult:
+    """As the launchpad does; with tags of a relaunch, as Dagster does that."""
+    job = definitions_for([world.experiment]).resolve_job_def(rollback_job_name(world.experiment))
+    run_config = {"ops": {f"{world.experiment.name}_roll_back": {"config": config}}}
+    return job.execute_in_process(instance=world.instance, run_config=run_config, tags=tags, raise_on_error=False)
+
+
+def observed(world: World) -> list[dg.AssetObservation]:
+    """What the sampler's page shows, latest first."""
+    records = world.instance.fetch_observations(key_of(world.experiment, "sampler"), limit=10).records
+    return [record.asset_observation for record in records if record.asset_observation is not None]
+
+
+def values(metadata: Any) -> dict[str, Any]:
+    return {name: value.value for name, value in metadata.items()}
+
+
+def test_the_job_restores_a_policy_and_shows_it_on_the_samplers_page(mine: World) -> None:
+    first = Registry(mine.store, mine.experiment.name).history()[0].policy
+    assert launch(mine, reason="it cheats").success
+    live = Registry(mine.store, mine.experiment.name).live()
+    assert live is not None and live.policy == first and live.rollback is not None
+    (shown,) = observed(mine)
+    assert shown.partition == "0000"
+    said = values(shown.metadata)
+    assert said["reason"] == "it cheats" and said["iterations undone"] == "0001" and said["live policy"] == first.digest
+    assert launch(mine, to="1", reason="again").success, "it is live already: only servers are brought"
+    assert len(observed(mine)) == 1
+    assert not launch(mine, to="base", reason=" ").success, "a reason is needed"
+    assert launch(mine, to="2", reason="it did not").success
+    assert values(observed(mine)[0].metadata)["iterations counting again"] == "0001"
+    assert len(Registry(mine.store, mine.experiment.name).history()) == 4
+
+
+def test_a_run_that_died_before_the_servers_finds_its_own_rollback_when_it_is_made_again(mine: World) -> None:
+    name, registry = mine.experiment.name, Registry(mine.store, mine.experiment.name)
+    dead = "11111111-1111-1111-1111-111111111111"
+    change_live(mine.store, name, plan_rollback(mine.store, name, None), "it cheats", dead)
+    before = registry.history()
+    again = launch(mine, tags={ROOT_RUN_ID_TAG: dead, PARENT_RUN_ID_TAG: dead}, reason="it cheats")
+    assert again.success and registry.history() == before, "one rollback, not two"
+    said = values(observed(mine)[0].metadata)
+    assert said["iterations undone"] == "0001" and said["live number"] == before[-1].number
+    assert launch(mine, reason="and another").success, "a run of its own is another request"
+    live = registry.live()
+    assert live is not None and live.origin == 0 and len(registry.history()) == len(before) + 1
+
+
+def test_dagster_does_not_launch_a_rollback_again_by_itself(tiny: Experiment, tmp_path: Path) -> None:
+    jobs, retries = definitions_for([tiny]), {"run_retries": {"enabled": True, "max_retries": 3}}
+    with dg.DagsterInstance.local_temp(str(tmp_path), overrides=retries) as instance:
+
+        def is_launched_again(job: str, **run_config: Any) -> bool:
+            wanted = jobs.resolve_job_def(job)
+            run = instance.create_run_for_job(wanted, run_config=run_config, tags=wanted.run_tags)
+            instance.report_run_failed(run)
+            failed = instance.get_run_by_id(run.run_id)
+            assert failed is not None
+            return auto_reexecution_should_retry_run(instance, failed, RunFailureReason.RUN_EXCEPTION)
+
+        assert is_launched_again(base_job_name(tiny))
+        ops = {f"{tiny.name}_roll_back": {"config": {"reason": "it cheats"}}}
+        assert not is_launched_again(rollback_job_name(tiny), ops=ops)
+
+
+def test_the_next_iteration_acts_with_and_trains_from_the_restored_policy_and_says_so(mine: World) -> None:
+    name, store = mine.experiment.name, mine.store
+    registry, base = Registry(store, name), require_ref(store, name, "base_policy")
+    assert launch(mine, to="base", reason="start over").success
+    following = next_partition(store, mine.experiment)
+    # rewards are all zero here: trained as before, the same policy would come of the same start, and that one was rolled back
+    trainer = mine.experiment.trainer
+    other = trainer.model_copy(update={"grpo": trainer.grpo.model_copy(update={"weight_decay": 0.5})})
+    with open_runner(mine.experiment.model_copy(update={"trainer": other}), mine.instance) as runner:
+        runner.base()
+        runner.iteration(following)
+        inputs = find_inputs(store, mine.experiment, following)
+        assert inputs is not None and inputs.policy == inputs.start.checkpoint == base
+        assert inputs.start.trainer_state == trainer_state_of(store, base)
+        trained = open_artifact(store, require_ref(store, name, "checkpoint", following)).manifest.parents
+        assert trained["checkpoint"] == base and trained["trainer_state"] == inputs.start.trainer_state
+        decision = decision_of(store, mine.experiment, following)
+        assert decision is not None and (decision.decision, decision.pointer_number) == ("live", 4)
+        assert registry.standing() == [4]
+
+    before = registry.history()
+    with open_runner(mine.experiment, mine.instance) as runner:
+        runner.iteration("0001")
+        assert registry.history() == before, "materializing a rolled-back candidate's decision again promotes nothing"
+    event = mine.instance.get_latest_materialization_event(key_of(mine.experiment, "sampler"))
+    assert event is not None and event.asset_materialization is not None
+    assert "start over" in values(event.asset_materialization.metadata)["rolled back since"]
+    pinned = mine.instance.fetch_materializations(
+        dg.AssetRecordsFilter(key_of(mine.experiment, "iteration_inputs"), asset_partitions=[following]), limit=1
+    ).records[0]
+    assert pinned.asset_materialization is not None
+    assert "start over" in values(pinned.asset_materialization.metadata)["restored by"]
+    assert restored(find_sources(store, name, following)) == {
+        "rollback": {"number": 3, "to": 0, "reason": "start over"}
+    }
+    assert restored(find_sources(store, name, "0001")) == {}
+    rows = {row["iteration"]: row["decision"] for row in map(row_of, summaries(store, name))}
+    assert (rows["0001"], rows[following]) == ("live, rolled back", "live")

@@ -1,0 +1,159 @@
+"""deploy/ and the workflow as files: valid by their published schemas, complete, and no more privileged than they say."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from dockerfile_parse import DockerfileParser
+from packaging.requirements import Requirement
+
+from tests.deploy.compose import COMPOSE, DOCKERFILE, ROOT, VARIABLE, services
+
+OURS = [name for name, service in services({}).items() if "build" in service.definition]
+DOCUMENT = ROOT / "docs" / "deploy.md"
+
+
+def valid(schema: str, path: Path) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).with_name("check-jsonschema")), "--builtin-schema", f"vendor.{schema}"]
+    return subprocess.run([*command, str(path)], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [("compose-spec", COMPOSE), ("github-workflows", ROOT / ".github" / "workflows" / "ci.yml")],
+    ids=["compose", "workflow"],
+)
+def test_a_file_is_valid_by_its_published_schema(schema: str, path: Path, tmp_path: Path) -> None:
+    done = valid(schema, path)
+    assert done.returncode == 0, done.stdout
+    misspelled = tmp_path / path.name
+    misspelled.write_text(path.read_text().replace("\nservices:", "\nservicez:").replace("\njobs:", "\njobz:"))
+    assert valid(schema, misspelled).returncode == 1
+
+
+def test_every_variable_has_a_default_and_is_explained() -> None:
+    names = {found["name"] for found in VARIABLE.finditer(COMPOSE.read_text()) if found["name"]}
+    services({})  # raises where one has no default
+    listed = set(re.findall(r"^\| `([A-Z0-9_]+)` \|", DOCUMENT.read_text(), flags=re.MULTILINE))
+    assert names == listed
+
+
+def test_what_a_service_waits_for_can_come_true() -> None:
+    known = services({})
+    for service in known.values():
+        for name, wait in service.definition.get("depends_on", {}).items():
+            if wait["condition"] == "service_healthy":
+                assert known[name].healthcheck, f"{service.name} waits for {name} to be healthy, which nothing checks"
+            else:
+                assert known[name].definition["restart"] == "on-failure", f"{name} never completes"
+
+
+def test_every_file_that_is_named_exists() -> None:
+    stages = re.findall(r"^FROM \S+ AS (\w+)$", DOCKERFILE.read_text(), flags=re.MULTILINE)
+    for service in services({}).values():
+        build = service.definition.get("build")
+        if build:
+            assert (COMPOSE.parent / build["context"] / build["dockerfile"]).is_file() and build["target"] in stages
+        words = [*service.command, *service.healthcheck]
+        assert all((ROOT / word).is_file() for word in words if word.startswith("deploy/"))
+        places = [each.partition(":")[0] for each in service.definition.get("volumes", [])]
+        assert all((COMPOSE.parent / place).is_dir() for place in places if place.startswith("."))
+        profiles = [each for each in service.definition.get("security_opt", []) if each.startswith("seccomp=")]
+        assert all((COMPOSE.parent / each.removeprefix("seccomp=")).is_file() for each in profiles)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_service_of_ours_has_no_capability(name: str) -> None:
+    definition = services({})[name].definition
+    assert definition["cap_drop"] == ["ALL"] and "cap_add" not in definition and "privileged" not in definition
+    assert "no-new-privileges:true" in definition["security_opt"]
+
+
+def test_only_envd_leaves_the_default_profiles() -> None:
+    for service in services({}).values():
+        options = [each for each in service.definition.get("security_opt", []) if not each.startswith("no-new")]
+        assert not options or service.name == "envd"
+
+
+def test_nothing_is_reachable_from_other_machines() -> None:
+    ports = [port for service in services({}).values() for port in service.definition.get("ports", [])]
+    assert len(ports) == 2 and all(port.startswith("127.0.0.1:") for port in ports)
+    assert services({})["envd"].definition["network_mode"] == "none"
+
+
+def instructions(kind: str) -> list[str]:
+    parser = DockerfileParser(fileobj=DOCKERFILE.open("rb"))
+    return [step["value"] for step in parser.structure if step["instruction"] == kind]
+
+
+def test_images_are_pinned_and_end_as_an_ordinary_user() -> None:
+    stages = [value.split() for value in instructions("FROM")]
+    bases = [image for image, *_ in stages if image not in [stage[-1] for stage in stages]]
+    assert bases and all(re.fullmatch(r"[\w/.-]+:\d+\.\d+\.\d+-[\w-]+", image) for image in bases)
+    assert instructions("USER") == ["triplane"] * (len(stages) - 1)
+    images = [service.definition["image"] for service in services({}).values()]
+    assert all(re.search(r":(local$|v?\d+\.\d+)", image) for image in images), images
+
+
+def test_every_installation_is_constrained() -> None:
+    installations = [each for value in instructions("RUN") for each in re.findall(r"pip install [^&]*", value)]
+    assert len(installations) == 4
+    assert all("--constraint constraints.txt" in each or "--no-deps" in each for each in installations)
+
+
+def test_what_is_copied_exists_and_is_not_ignored() -> None:
+    lines = (ROOT / "deploy" / "Dockerfile.dockerignore").read_text().splitlines()
+    kept = [line[1:] for line in lines if line.startswith("!")]
+    assert "*" in lines and all((ROOT / name).exists() for name in kept)
+    for value in instructions("COPY"):
+        for source in value.split()[:-1]:
+            assert (ROOT / source).exists()
+            assert source == "." or any(fnmatch(source.split("/")[0], name) for name in kept), source
+    packages = packages_of_the_project()
+    assert packages <= set(kept), "a package of the project is missing in the image"
+
+
+def packages_of_the_project() -> set[str]:
+    """Top-level folders with Python packages of the project."""
+    return {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"}
+
+
+def test_dependencies_are_those_of_the_project() -> None:
+    script = [sys.executable, str(ROOT / "deploy" / "dependencies.py")]
+    printed = subprocess.run([*script, "aws", "postgres"], capture_output=True, text=True, check=True).stdout
+    names = {Requirement(line).name for line in printed.splitlines()}
+    assert {"dagster", "torch", "dagster-aws", "dagster-postgres"} <= names and "pytest-timeout" not in names
+    assert subprocess.run([*script, "nonsense"], capture_output=True).returncode != 0
+
+
+def test_the_seccomp_profile_forbids_what_sandboxes_do_not_need_and_nothing_they_do() -> None:
+    profile: dict[str, Any] = json.loads((ROOT / "deploy" / "envd-seccomp.json").read_text())
+    denied = [name for rule in profile["syscalls"] for name in rule["names"]]
+    assert len(denied) == len(set(denied)) and {"bpf", "keyctl", "init_module", "perf_event_open"} <= set(denied)
+    assert not {"clone", "unshare", "mount", "umount2", "pivot_root", "sethostname"} & set(denied)
+
+
+@pytest.mark.parametrize("name", ["dagster-production.yaml", "dagster-aws.yaml"])
+def test_dagster_accepts_an_instance_file(name: str) -> None:
+    from dagster._core.instance.config import dagster_instance_config
+
+    settings, _ = dagster_instance_config(str(ROOT / "deploy"), name)
+    assert settings["telemetry"] == {"enabled": False}
+    assert settings["compute_logs"]["class"] == "S3ComputeLogManager"
+
+
+def test_the_workflow_calls_targets_that_exist() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    makefile = (ROOT / "Makefile").read_text()
+    jobs = workflow["jobs"]
+    targets = {each for job in jobs.values() for each in job.get("strategy", {}).get("matrix", {}).get("target", [])}
+    assert {"demo", "test", "test-slow", "test-browser"} <= targets
+    assert all(re.search(rf"^{target}:", makefile, flags=re.MULTILINE) for target in targets)

@@ -1,0 +1,56 @@
+"""The way back to Dagster, when Dagster launched this process: through a file of this machine, or through an S3 bucket.
+
+Which one, the launcher says in the environment. A bucket needs no disk in common: it is what a pod uses.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from trainer.errors import TrainingError
+
+if TYPE_CHECKING:
+    from dagster_pipes import PipesContext
+
+PIPES_VARIABLE = "DAGSTER_PIPES_CONTEXT"
+UPLOAD_S = 0.5
+"""Seconds, at least, between two uploads of messages; each upload is one object."""
+
+
+@contextmanager
+def open_pipes() -> Iterator[PipesContext | None]:
+    """Dagster's channel, closed at the end of the block; None when nobody launched this process. Raises TrainingError."""
+    if PIPES_VARIABLE not in os.environ:
+        yield None
+        return
+    with _open() as context:
+        yield context
+
+
+def _open() -> PipesContext:
+    from dagster_pipes import PipesMappingParamsLoader, open_dagster_pipes
+
+    bucket = PipesMappingParamsLoader(os.environ).load_messages_params().get("bucket")
+    return open_dagster_pipes() if bucket is None else _open_bucket(bucket)
+
+
+def _open_bucket(bucket: str) -> PipesContext:
+    from botocore.exceptions import BotoCoreError, ClientError
+    from dagster_pipes import PipesS3ContextLoader, PipesS3MessageWriter, open_dagster_pipes
+
+    from contracts.s3client import code_of, connect
+
+    client = connect(conditional=False)
+    try:
+        return open_dagster_pipes(
+            context_loader=PipesS3ContextLoader(client),
+            message_writer=PipesS3MessageWriter(client, interval=UPLOAD_S),
+        )
+    except (ClientError, BotoCoreError) as error:
+        raise TrainingError(
+            f"bucket {bucket}, through which the launcher is told of progress, can't be read ({code_of(error)}): "
+            "check AWS_ENDPOINT_URL, the network and the credentials of this process"
+        ) from None

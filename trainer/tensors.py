@@ -1,0 +1,48 @@
+"""Named tensors as a safetensors file, with errors that say what to do."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from contracts.errors import SchemaError
+
+_SYSTEM = re.compile(r"\(os error (\d+)\)")
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write the file. Raises OSError where the system refuses: safetensors itself tells of a full disk in words only."""
+    try:
+        save_file(dict(tensors), path, metadata=metadata)
+    except SafetensorError as error:
+        found = _SYSTEM.search(str(error))
+        if found is None:
+            raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number), str(path)) from None
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a file. Raises SchemaError for one that is not whole, or holds a number that is not finite."""
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise SchemaError(f"{path} is not a readable safetensors file ({error}): make its artifact again") from None
+    for name, tensor in tensors.items():
+        check_finite(name, tensor, path)
+    return tensors
+
+
+def check_finite(name: str, tensor: Tensor, path: Path) -> None:
+    """Raise SchemaError if a number of `tensor` is not finite: nothing can be trained from it, and nothing served."""
+    if not bool(torch.isfinite(tensor.float()).all()):
+        raise SchemaError(
+            f"{path}: tensor {name} holds numbers that are not finite: its training diverged, take an earlier policy"
+        )

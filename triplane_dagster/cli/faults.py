@@ -1,0 +1,49 @@
+"""Errors as a user reads them: one line that names the thing and the fix, also for those that Dagster, its database or the system raise."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from contracts.errors import REFUSALS, TriplaneError, describe
+
+_HOME = "DAGSTER_HOME"
+
+
+def line_of(error: BaseException) -> str | None:
+    """The line for `error` or for what it wraps; None for what is a fault of this program, which deserves its traceback."""
+    chain = list(_causes(error))
+    ours = next((each for each in chain if isinstance(each, TriplaneError)), None)
+    if ours is not None:
+        return " ".join(str(ours).split())
+    for each in chain:
+        line = describe(each) if isinstance(each, OSError) and each.errno in REFUSALS else _of_dagster(each)
+        if line is not None:
+            return line
+    return None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """`error` and what it was raised from: Dagster wraps what a step raises."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__
+
+
+def _of_dagster(error: BaseException) -> str | None:
+    """Errors of Dagster's own records: what is wrong with where they are."""
+    module, name = type(error).__module__.partition(".")[0], type(error).__name__
+    said = " ".join(str(getattr(error, "orig", None) or error).split())[:300]
+    if module == "sqlalchemy":
+        where = f"{_HOME}={os.environ[_HOME]}" if os.environ.get(_HOME) else "the dagster.yaml here"
+        scratch = os.environ.get("TMPDIR") or "/tmp"
+        return (
+            f"Dagster's records, where {where} says, can't be used ({said}): free some space there and in {scratch}, make them writable, "
+            f"or point {_HOME} elsewhere, then run the same command again"
+        )
+    if name == "DagsterInvariantViolationError" and _HOME in said:
+        return f"{said.rstrip('.')}. Or unset {_HOME}: the records are then kept in .triplane/dagster"
+    if name in ("DagsterInvalidConfigError", "ParserError", "ScannerError") and module in ("dagster", "yaml"):
+        return f"dagster.yaml is not valid ({said}): correct it, or point {_HOME} at a folder with another one"
+    return None

@@ -1,0 +1,177 @@
+"""SIGINT and SIGTERM while a long command runs: it cleans up and ends within seconds; a second one ends it at once.
+
+    signal --(C level)--> wakeup pipe -> watcher: remembers the first, ends the process at the second or when cleaning up takes too long
+           --(Python)---> whoever handles it now: `_raise`, Dagster during a run, an event loop's canceller during a step
+
+The watcher sees what the others miss: Dagster drops a signal that arrives while it finishes a run, and code that is stuck handles none.
+An error raised where Python can't pass one on, as in a finalizer, is raised once more a moment later.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import select
+import shlex
+import signal
+import sys
+import threading
+import time
+from _thread import interrupt_main
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+GRACE_S = 8.0
+"""Seconds to clean up. What is left then ends by itself: each child watches its parent, and committed work needs no cleaning."""
+APART_S = 0.5
+"""Signals nearer to the first than this are the same request: a wrapper may pass on what the terminal sends too."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SWALLOWED, _SOON_S = 0, 0.02
+"""A byte in the wakeup pipe that is no signal: the error that one raised came to nothing, raise it again soon."""
+
+
+class Interrupted(BaseException):
+    """The command was asked to stop. Not an Exception: no handler for faults is to take it for one."""
+
+    def __init__(self, number: int, line: str | None = None) -> None:
+        super().__init__(line or how_to_go_on(number))
+        self.exit_status = 128 + number
+
+
+def how_to_go_on(number: int) -> str:
+    """The one line that an interrupted command says."""
+    command = "triplane " + shlex.join(sys.argv[1:])
+    return f"interrupted ({signal.Signals(number).name}): committed work is kept, go on with `{command}`"
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether this is what a signal raises, here or in Dagster."""
+    return (
+        isinstance(error, (Interrupted, KeyboardInterrupt))
+        or type(error).__name__ == "DagsterExecutionInterruptedError"
+    )
+
+
+class Interruption:
+    """What signals asked for so far."""
+
+    def __init__(self, line: str | None = None) -> None:
+        self.line = line
+        """What the command says at its end; None: how to go on."""
+        self.number: signal.Signals | None = None
+        """The first signal, or None."""
+        self.ended = False
+        """The work has ended: whoever runs it tells how to go on."""
+        self._seen = threading.Event()
+
+    def begin(self, number: signal.Signals) -> None:
+        """The first signal came."""
+        self.number = number
+        self._seen.set()
+
+    def check(self, wait_s: float = 0.0) -> None:
+        """Raise Interrupted if a signal has come, whoever handled it. wait_s: for one that is known to have come."""
+        if self._seen.wait(wait_s) and self.number is not None:
+            raise Interrupted(self.number, self.line)
+
+
+@contextmanager
+def stoppable(line: str | None = None) -> Iterator[Interruption]:
+    """In this block signals raise, and whatever error ends it after a signal becomes Interrupted. Main thread only.
+
+    line: what an interruption says, where running the same command again is not how to go on. After an interruption the process is expected to end: it is watched until then.
+    """
+    state, stderr = Interruption(line), os.dup(2)  # Dagster points descriptor 2 at a log file while a step runs
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = {number: signal.signal(number, _raise) for number in _SIGNALS}
+    unraisable, sys.unraisablehook = sys.unraisablehook, functools.partial(_raise_later, sys.unraisablehook, writer)
+    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    watcher = threading.Thread(target=_watch, args=(state, reader, stderr), name="interrupts", daemon=True)
+    watcher.start()
+    atexit.register(_leave, state)
+    try:
+        yield state
+    except BaseException as error:
+        state.check(wait_s=float(is_interrupt(error)))
+        raise
+    finally:
+        state.ended = True
+        for number in _SIGNALS:
+            signal.signal(number, before[number] if state.number is None else _ignore)
+        if state.number is None:
+            sys.unraisablehook = unraisable
+            atexit.unregister(_leave)
+            signal.set_wakeup_fd(wakeup)
+            os.close(writer)
+            watcher.join()
+            for descriptor in (reader, stderr):
+                os.close(descriptor)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    raise Interrupted(number)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """The watcher acts on it."""
+
+
+def _raise_later(usual: Callable[[Any], Any], writer: int, lost: Any) -> None:
+    """What Python does with an error in a finalizer, but for those of signals."""
+    if lost.exc_value is not None and is_interrupt(lost.exc_value):
+        os.write(writer, bytes([_SWALLOWED]))
+    else:
+        usual(lost)
+
+
+def _leave(state: Interruption) -> None:
+    """The last of the exit handlers after an interruption: taking down the interpreter with torch in it takes a second for nothing."""
+    if state.number is not None:
+        sys.stdout.flush()
+        os._exit(128 + state.number)
+
+
+def _watch(state: Interruption, reader: int, stderr: int) -> None:
+    """The watcher's thread: ends with the block, or with the process."""
+    number = _first_signal(reader)
+    if number is None:
+        return
+    state.begin(number)
+    if not _wait_for_another(reader, number):
+        return  # the work had ended before anybody here knew of the signal
+    if not state.ended:
+        os.write(stderr, f"\n{state.line or how_to_go_on(number)}\n".encode())
+    os._exit(128 + number)
+
+
+def _first_signal(reader: int) -> signal.Signals | None:
+    while received := os.read(reader, 1):
+        if received[0] in _SIGNALS:
+            return signal.Signals(received[0])
+    return None
+
+
+def _wait_for_another(reader: int, number: signal.Signals) -> bool:
+    """True at the next signal that is another request, at latest `GRACE_S` after the first; False when nobody sends any more.
+
+    number: of the first.
+    """
+    first, own = time.monotonic(), 0
+    while (left := first + GRACE_S - time.monotonic()) > 0:
+        ready, _, _ = select.select([reader], [], [], left)
+        received = os.read(reader, 64) if ready else b""
+        if ready and not received:
+            return False
+        signals = sum(each in _SIGNALS for each in received)
+        if signals > own and time.monotonic() - first > APART_S:
+            return True
+        own = max(0, own - signals)
+        if _SWALLOWED in received:
+            time.sleep(_SOON_S)
+            own += 1
+            interrupt_main(number)
+    return True

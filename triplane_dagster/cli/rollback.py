@@ -1,0 +1,181 @@
+"""`triplane rollback`: an earlier policy live again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from contracts.errors import ConfigError
+from contracts.store import Store, open_store
+from triplane_dagster.cli.experiments import find_experiment
+from triplane_dagster.cli.interrupts import stoppable
+from triplane_dagster.cli.options import AsJson, ExperimentName
+from triplane_dagster.cli.output import console, print_json, print_rows
+from triplane_dagster.cli.quiet import quiet_dagster
+
+if TYPE_CHECKING:
+    from ops.rollback import RollbackPlan, RolledBack
+    from resources.deployment import ServerState
+    from resources.experiment import Experiment
+    from resources.registry import LivePolicy
+
+
+def rollback(
+    experiment: ExperimentName = "quickstart",
+    to: Annotated[
+        str | None,
+        typer.Option(
+            help="base, the number of a change, or the first digits of a policy that was live; default: the one before."
+        ),
+    ] = None,
+    reason: Annotated[str, typer.Option(help="Why. Kept in the registry.")] = "by hand",
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    list_changes: Annotated[bool, typer.Option("--list", help="Only list every change of the live policy.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make an earlier policy live again. Nothing is deleted: the registry gains one more change, and servers are swapped.
+
+    The next iteration acts with the restored policy and trains on from its weights and optimizer.
+
+    Naming the policy that is live changes nothing and brings the servers to it again.
+
+    Examples:
+
+        triplane rollback --reason "pass rate fell in production"
+
+        triplane rollback --to 3 --yes
+
+        triplane rollback --list
+    """
+    from ops.rollback import RolledBack, bring_live, change_live, plan_rollback
+    from resources.errors import AlreadyLive
+
+    wanted, store = find_experiment(experiment), open_store()
+    if list_changes:
+        print_rows(_changes(store, wanted.name), as_json=as_json, empty="nothing was promoted yet")
+        return
+    try:
+        plan = plan_rollback(store, wanted.name, to)
+    except AlreadyLive as error:
+        _bring_again(store, wanted, str(error), as_json)
+        return
+    if not as_json:
+        _show(wanted, plan)
+    if not yes:
+        _confirm()
+    entry = change_live(store, wanted.name, plan, reason)
+    with stoppable(f"interrupted: rolled back, {_how_to_bring(wanted, entry)}"):
+        if not as_json:
+            console().print(Text(f"live: {entry.policy.short}, {entry.made_by} ({entry.came_by})"))
+        done = RolledBack(plan, entry, bring_live(store, wanted))
+        told = _tell_dagster(wanted, done)
+    if as_json:
+        print_json(_json_of(done))
+    _warn(done.servers, told)
+
+
+def _bring_again(store: Store, experiment: Experiment, said: str, as_json: bool) -> None:
+    """For a policy that is live: the registry stays, the servers are brought to it."""
+    from ops.deploy import servers_line
+    from ops.rollback import bring_live
+    from resources.registry import Registry
+
+    live = Registry(store, experiment.name).live()
+    assert live is not None, "a policy is live already only where one was promoted"
+    with stoppable(f"interrupted: {_how_to_bring(experiment, live)}"):
+        servers = bring_live(store, experiment)
+    if as_json:
+        print_json({"live": live.model_dump(mode="json"), "servers": [vars(each) for each in servers]})
+    else:
+        console().print(Text(f"{said}; {servers_line(servers)}"), soft_wrap=True)
+    _warn(servers, [])
+
+
+def _how_to_bring(experiment: Experiment, live: LivePolicy) -> str:
+    """What is done and what is not: the same command again could go one policy further back."""
+    command = f"triplane rollback -e {experiment.name} --to {live.origin or 'base'}"
+    return f"{live.policy.short} is live; servers: not all were brought to it, `{command}` does that"
+
+
+def _warn(servers: Sequence[ServerState], told: Sequence[str]) -> None:
+    for warning in (*(f"{each.url}: {each.fault}" for each in servers if each.fault), *told):
+        typer.echo(f"warning: {warning}", err=True)
+
+
+def _show(experiment: Experiment, plan: RollbackPlan) -> None:
+    out, live, target = console(), plan.live, plan.target
+    origin = (
+        "the base policy" if target.number == 0 else f"made by iteration {target.iteration}, change {target.number}"
+    )
+    out.print(Text(experiment.name, "bold"))
+    out.print(Text(f"from  {live.policy.short}  {live.made_by}, {live.came_by}"))
+    out.print(Text(f"to    {target.policy.short}  {origin}"))
+    for what, iterations in (("will not count any more", plan.undone), ("will count again", plan.redone)):
+        if iterations:
+            out.print(f"{what}: what iterations {', '.join(iterations)} learned")
+    out.print("the next iteration acts with and trains from the restored policy; nothing is deleted")
+    if experiment.deployment.servers:
+        out.print(f"servers to be swapped: {', '.join(experiment.deployment.servers)}")
+
+
+def _confirm() -> None:
+    if not sys.stdin.isatty():
+        raise ConfigError("a rollback asks before it acts, and nobody is there to answer: add --yes")
+    if not typer.confirm("roll back?"):
+        raise typer.Exit(1)
+
+
+def _tell_dagster(experiment: Experiment, done: RolledBack) -> list[str]:
+    """Show the rollback on the sampler's page; what went wrong with that, which undoes nothing."""
+    from dagster import DagsterError
+
+    from ops.rollback import observation
+    from triplane_dagster.run import open_instance
+
+    try:
+        with quiet_dagster(), open_instance() as instance:
+            instance.report_runless_asset_event(observation(experiment.name, done))
+    except (DagsterError, OSError) as error:
+        return [
+            f"rolled back, but Dagster's pages do not show it ({type(error).__name__}): its instance can't be opened"
+        ]
+    return []
+
+
+def _changes(store: Store, experiment: str) -> list[dict[str, Any]]:
+    from resources.registry import Registry
+
+    registry = Registry(store, experiment)
+    undone, history = registry.rolled_back(), registry.history()
+    return [
+        {
+            "change": entry.number,
+            "policy": entry.policy.short,
+            "what": f"rollback to {entry.rollback.to or 'base'}" if entry.rollback else "promotion",
+            "iteration": entry.iteration,
+            "reason": entry.rollback.reason if entry.rollback else None,
+            "when": _time(entry.rollback.unix) if entry.rollback else None,
+            "state": "live" if entry is history[-1] else "undone" if entry.policy.digest in undone else None,
+        }
+        for entry in history
+    ]
+
+
+def _time(unix: float) -> str:
+    return datetime.fromtimestamp(unix, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _json_of(done: RolledBack) -> dict[str, Any]:
+    plan = done.plan
+    return {
+        "from": plan.live.model_dump(mode="json"),
+        "live": done.entry.model_dump(mode="json"),
+        "undone": list(plan.undone),
+        "redone": list(plan.redone),
+        "servers": [vars(each) for each in done.servers],
+    }

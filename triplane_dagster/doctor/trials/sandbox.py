@@ -1,0 +1,53 @@
+"""`python -m triplane_dagster.doctor.trials.sandbox auto|namespaces|ADDRESS`: run a command in a real sandbox and say what that was."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Literal
+
+from contracts.errors import TriplaneError
+from envd.client import SandboxClient
+from envd.local import LocalEnvd
+from envd.types import ToolCall
+
+ANSWER_S = 5.0
+
+
+async def use(address: str) -> str:
+    """One sandbox of the server there."""
+    async with SandboxClient(address) as client:
+        async with asyncio.timeout(ANSWER_S):
+            about = await client.info()
+        template = await client.put_template({"probe": b"probe\n"})
+        sandbox = await client.create(template)
+        answer = await sandbox.call(ToolCall("exec", {"command": "cat probe"}))
+        await sandbox.close()
+    if "probe" not in answer.text:
+        raise TriplaneError(f"a sandbox did not run a command: {answer.text}")
+    isolates = "isolates" if about.isolation else "ISOLATES NOTHING: run trusted policies only"
+    limits = ", ".join(about.limits_enforced) or "none"
+    return f"{about.backend}: ran a command, {isolates}; enforced limits: {limits}"
+
+
+def main(what: str) -> int:
+    """Exit status 0, and one line on stdout, when a sandbox ran."""
+    backends: dict[str, Literal["auto", "namespaces"]] = {"auto": "auto", "namespaces": "namespaces"}
+    try:
+        if what in backends:
+            with LocalEnvd(backends[what]) as server:
+                print(asyncio.run(use(server.address)))
+        else:
+            print(asyncio.run(use(what)))
+    except TimeoutError:
+        print(f"no envd answers at {what} within {ANSWER_S:g} s", file=sys.stderr)
+        return 1
+    except TriplaneError as error:
+        if "its last lines say why" not in str(error):
+            print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,49 @@
+"""The run launcher of production: Dagster's default one, which starts a run in its code server, and which also notices when that is gone.
+
+Dagster's own lacks the second half: when a code server dies together with the run inside it, nobody is left to mark that run as failed, and it
+would hold its experiment's place in the queue for ever. Run monitoring asks here; `run_retries` then launches the run again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dagster import DagsterRun
+from dagster._core.errors import DagsterUserCodeUnreachableError
+from dagster._core.launcher import DefaultRunLauncher
+from dagster._core.launcher.base import CheckRunHealthResult, WorkerStatus
+from dagster._grpc.types import CanCancelExecutionRequest, CanCancelExecutionResult
+from dagster._serdes import deserialize_value
+from dagster._serdes.config_class import ConfigurableClassData
+
+ANSWER_S = 20
+"""Seconds to wait for the code server."""
+
+
+class WatchedRunLauncher(DefaultRunLauncher):
+    """Starts runs in the code server, and says whether one is still there. For servers of `dagster api grpc`, which know all their runs."""
+
+    @classmethod
+    def from_config_value(cls, inst_data: ConfigurableClassData, config_value: Any) -> WatchedRunLauncher:
+        """Dagster calls this with what dagster.yaml says, which is nothing."""
+        return cls(inst_data=inst_data)
+
+    @property
+    def supports_check_run_worker_health(self) -> bool:
+        """Yes: this is what the class is for."""
+        return True
+
+    def check_run_worker_health(self, run: DagsterRun) -> CheckRunHealthResult:
+        """FAILED only when the code server answers that it executes no such run. One that can't be reached may be starting: asked again later."""
+        client = self._get_grpc_client_for_termination(run.run_id)  # type: ignore[no-untyped-call]
+        if client is None:
+            return CheckRunHealthResult(WorkerStatus.SUCCESS, "the run has ended")
+        try:
+            answer = client.can_cancel_execution(CanCancelExecutionRequest(run_id=run.run_id), timeout=ANSWER_S)
+        except DagsterUserCodeUnreachableError:
+            return CheckRunHealthResult(WorkerStatus.RUNNING, f"{client.host} does not answer: asked again later")
+        if deserialize_value(answer, CanCancelExecutionResult).can_cancel:
+            return CheckRunHealthResult(WorkerStatus.RUNNING)
+        return CheckRunHealthResult(
+            WorkerStatus.FAILED, f"code server {client.host} executes no such run: it was restarted"
+        )

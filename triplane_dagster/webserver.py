@@ -1,0 +1,81 @@
+"""The Dagster web server, which also shows reports: ROUTE/<action key> is the HTML page of that `report` artifact.
+
+Run by `triplane ui`; where Dagster's services run apart, `python -m triplane_dagster.webserver` takes the place of `dagster-webserver`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import dagster as dg
+import typer
+import uvicorn
+from dagster._core.workspace.context import WorkspaceProcessContext
+from dagster._core.workspace.load_target import WorkspaceFileTarget
+from dagster_webserver.version import __version__
+from dagster_webserver.webserver import DagsterWebserver
+from starlette.requests import Request
+from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from contracts.artifacts import find_artifact
+from contracts.errors import TriplaneError
+from contracts.store import open_store
+from ops.report import ROUTE
+
+SANDBOX = {"Content-Security-Policy": "sandbox allow-scripts allow-popups", "X-Content-Type-Options": "nosniff"}
+"""A report shows what a policy wrote: whatever ran there would have no origin, hence no way to this server's GraphQL."""
+GRACE_S = 3
+"""Seconds that open connections get when the server ends."""
+
+
+class ReportingWebserver(DagsterWebserver[Any, Any]):
+    """Dagster's web server with one more route."""
+
+    def build_routes(self) -> list[BaseRoute]:
+        """Dagster's routes after ours: its last one answers to everything."""
+        return [Route(f"{ROUTE}/{{key}}", report_page), *super().build_routes()]  # type: ignore[no-untyped-call]
+
+
+def report_page(request: Request) -> Response:
+    """The page of a `report` artifact, checked against its manifest; nothing else of the store can be asked for."""
+    key = request.path_params["key"]
+    if not re.fullmatch("[0-9a-f]{64}", key):
+        return PlainTextResponse(f"a report's address is {ROUTE}/ and the 64 hex digits of its action key", 404)
+    try:
+        store = open_store()
+        report = find_artifact(store, "report", key)
+        if report is None:
+            return PlainTextResponse(f"no report {key[:12]} in {store.url}: materialize its report asset again", 404)
+        return FileResponse(report.path("report.html"), media_type="text/html", headers=SANDBOX)
+    except TriplaneError as error:
+        return PlainTextResponse(f"report {key[:12]} can't be shown: {error}", 500)
+
+
+def serve(instance: dg.DagsterInstance, workspace: Path, host: str, port: int) -> None:
+    """Answer until interrupted. workspace: a workspace.yaml."""
+    instance.optimize_for_webserver(statement_timeout=15_000, pool_recycle=3600, max_overflow=20)
+    target = WorkspaceFileTarget([str(workspace)])
+    with WorkspaceProcessContext(instance, workspace_load_target=target, version=__version__) as context:
+        app = ReportingWebserver(context, live_data_poll_rate=2000).create_asgi_app()
+        uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=GRACE_S)
+
+
+def main(
+    workspace: Annotated[Path, typer.Option("--workspace", "-w", help="Where the code location is.")] = Path(
+        "workspace.yaml"
+    ),
+    host: Annotated[str, typer.Option("--host", "-h", help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", "-p", help="Port to listen at.")] = 3000,
+) -> None:
+    """Serve the Dagster UI and reports. The instance is $DAGSTER_HOME's, else that of dagster.yaml here."""
+    from triplane_dagster.run import open_instance
+
+    with open_instance() as instance:
+        serve(instance, workspace, host, port)
+
+
+if __name__ == "__main__":
+    typer.run(main)
