@@ -25,7 +25,7 @@ from tests.vllm.conftest import real_config
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(2400)]
 ITERATIONS = 2
-CONCURRENCY, GROUPS = 4, 16
+CONCURRENCY, GROUPS = 4, 64
 TOLERANCE = 1e-4
 
 
@@ -43,6 +43,7 @@ def experiment(folder: Path) -> Path:
     """The tiny experiment on vLLM, a few episodes at a time so that groups are committed one after the other."""
     values: dict[str, Any] = yaml.safe_load((ROOT / "tests" / "dagster" / "tiny.yaml").read_text())
     values["engine"] = real_config(max_restarts=2).model_dump(mode="json", exclude_defaults=True) | {"kind": "vllm"}
+    values["tasks"] |= {"train": GROUPS + 8}
     values["prompts"] = {"groups": GROUPS, "reserve": 2, "workers": 1}
     values["rollouts"] |= {"concurrency": CONCURRENCY, "episode_timeout_s": 900}
     path = folder / "tiny.yaml"
@@ -70,6 +71,19 @@ def engine_processes(temporary: Path) -> set[int]:
     return found
 
 
+def held_in_flight(laboratory: Laboratory, temporary: Path) -> dict[str, tuple[str, float]]:
+    """Stop vLLM's engine where it stands: groups that wait for a token stay in flight, the others are soon committed and are returned."""
+    engines = engine_processes(temporary)
+    assert engines
+    for each in engines:
+        os.kill(each, signal.SIGSTOP)
+    before, found = {}, committed(laboratory)
+    while len(found) > len(before):
+        time.sleep(1)
+        before, found = found, committed(laboratory)
+    return found
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("vllm")
@@ -81,12 +95,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             cwd=folder, env=laboratory.env, stdout=log, stderr=log,
         )  # fmt: skip
         try:
-            while len(before := committed(laboratory)) < 3:
+            groups = folder / ".triplane" / "store" / "artifacts" / "group"
+            while len(list(groups.glob("*/manifest.json"))) < 3:
                 assert child.poll() is None, f"ended before three groups were committed: {tail(log)}"
-                time.sleep(0.02)
-            victims = engine_processes(temporary)
-            assert victims
-            for victim in victims:
+                time.sleep(0.01)
+            before = held_in_flight(laboratory, temporary)
+            for victim in engine_processes(temporary):
                 os.kill(victim, signal.SIGKILL)
             child.wait(1800)
         finally:
