@@ -49,6 +49,66 @@ class SandboxesStub:
                 request_serializer=contracts_dot_pb_dot_envd__pb2.CreateRequest.SerializeToString,
                 response_deserializer=contracts_dot_pb_dot_envd__pb2.CreateReply.FromString,
                 _registered_method=True)
+        self.CreateBatch = channel.unary_unary(
+                '/triplane.envd.v1.Sandboxes/CreateBatch',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.CreateBatchRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.CreateBatchReply.FromString,
+                _registered_method=True)
+        self.Get = channel.unary_unary(
+                '/triplane.envd.v1.Sandboxes/Get',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.GetRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.SandboxState.FromString,
+                _registered_method=True)
+        self.List = channel.unary_unary(
+                '/triplane.envd.v1.Sandboxes/List',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.ListRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.ListReply.FromString,
+                _registered_method=True)
+        self.Pause = channel.unary_unary(
+                '/triplane.envd.v1.Sandboxes/Pause',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.PauseRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.SandboxState.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/triplane.envd.v1.Sandboxes/Resume',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.SandboxState.FromString,
+                _registered_method=True)
+        self.Hibernate = channel.unary_unary(
+                '/triplane.envd.v1.Sandboxes/Hibernate',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.HibernateRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.SandboxState.FromString,
+                _registered_method=True)
+        self.Fork = channel.unary_unary(
+                '/triplane.envd.v1.Sandboxes/Fork',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.ForkRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.CreateReply.FromString,
+                _registered_method=True)
+        self.Snapshot = channel.unary_unary(
+                '/triplane.envd.v1.Sandboxes/Snapshot',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.SnapshotRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.SnapshotReply.FromString,
+                _registered_method=True)
+        self.Restore = channel.unary_unary(
+                '/triplane.envd.v1.Sandboxes/Restore',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.RestoreRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.CreateReply.FromString,
+                _registered_method=True)
+        self.DeleteSnapshot = channel.unary_unary(
+                '/triplane.envd.v1.Sandboxes/DeleteSnapshot',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.DeleteSnapshotRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.DeleteSnapshotReply.FromString,
+                _registered_method=True)
+        self.Migrate = channel.unary_unary(
+                '/triplane.envd.v1.Sandboxes/Migrate',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.MigrateRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.MigrateReply.FromString,
+                _registered_method=True)
+        self.Receive = channel.stream_unary(
+                '/triplane.envd.v1.Sandboxes/Receive',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.SnapshotChunk.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.ReceiveReply.FromString,
+                _registered_method=True)
         self.Diff = channel.unary_unary(
                 '/triplane.envd.v1.Sandboxes/Diff',
                 request_serializer=contracts_dot_pb_dot_envd__pb2.DiffRequest.SerializeToString,
@@ -58,6 +118,16 @@ class SandboxesStub:
                 '/triplane.envd.v1.Sandboxes/Delete',
                 request_serializer=contracts_dot_pb_dot_envd__pb2.DeleteRequest.SerializeToString,
                 response_deserializer=contracts_dot_pb_dot_envd__pb2.DeleteReply.FromString,
+                _registered_method=True)
+        self.DeleteBatch = channel.unary_unary(
+                '/triplane.envd.v1.Sandboxes/DeleteBatch',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.DeleteBatchRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.DeleteBatchReply.FromString,
+                _registered_method=True)
+        self.Audit = channel.unary_stream(
+                '/triplane.envd.v1.Sandboxes/Audit',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.AuditRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.AuditEvent.FromString,
                 _registered_method=True)
 
 
@@ -84,6 +154,87 @@ class SandboxesServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CreateBatch(self, request, context):
+        """Several at once; each answers for itself, in request order.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Get(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def List(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pause(self, request, context):
+        """Stops every process of the sandbox where it stands; memory is kept. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Goes on after Pause or Hibernate. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Hibernate(self, request, context):
+        """Snapshot, then end what runs: memory and processor are free, Resume brings it back under the same id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Fork(self, request, context):
+        """An independent copy under a new id, with fresh entropy and a fresh host name; the original runs on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Snapshot(self, request, context):
+        """Keeps the state on the server's disk; the sandbox runs on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Restore(self, request, context):
+        """A new sandbox from a snapshot of this server, or of what a Receive stored.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteSnapshot(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Migrate(self, request, context):
+        """Moves the sandbox to another server, which goes on with it under the same id and token. Here it is gone then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Receive(self, request_iterator, context):
+        """The receiving side of Migrate: a header, then the snapshot's bytes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Diff(self, request, context):
         """The workspace against its template, in git's format.
         """
@@ -93,6 +244,19 @@ class SandboxesServicer:
 
     def Delete(self, request, context):
         """Destroys a sandbox; with want_diff its last diff is returned in the same round trip. Idempotent without it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteBatch(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Audit(self, request, context):
+        """Audit events (what a policy denied or limited, what was tampered with), from `after` on; follow keeps the stream open.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -116,6 +280,66 @@ def add_SandboxesServicer_to_server(servicer, server):
                     request_deserializer=contracts_dot_pb_dot_envd__pb2.CreateRequest.FromString,
                     response_serializer=contracts_dot_pb_dot_envd__pb2.CreateReply.SerializeToString,
             ),
+            'CreateBatch': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateBatch,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.CreateBatchRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.CreateBatchReply.SerializeToString,
+            ),
+            'Get': grpc.unary_unary_rpc_method_handler(
+                    servicer.Get,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.GetRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.SandboxState.SerializeToString,
+            ),
+            'List': grpc.unary_unary_rpc_method_handler(
+                    servicer.List,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.ListRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.ListReply.SerializeToString,
+            ),
+            'Pause': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pause,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.PauseRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.SandboxState.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.ResumeRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.SandboxState.SerializeToString,
+            ),
+            'Hibernate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Hibernate,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.HibernateRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.SandboxState.SerializeToString,
+            ),
+            'Fork': grpc.unary_unary_rpc_method_handler(
+                    servicer.Fork,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.ForkRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.CreateReply.SerializeToString,
+            ),
+            'Snapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.Snapshot,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.SnapshotRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.SnapshotReply.SerializeToString,
+            ),
+            'Restore': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restore,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.RestoreRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.CreateReply.SerializeToString,
+            ),
+            'DeleteSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteSnapshot,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.DeleteSnapshotRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.DeleteSnapshotReply.SerializeToString,
+            ),
+            'Migrate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Migrate,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.MigrateRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.MigrateReply.SerializeToString,
+            ),
+            'Receive': grpc.stream_unary_rpc_method_handler(
+                    servicer.Receive,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.SnapshotChunk.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.ReceiveReply.SerializeToString,
+            ),
             'Diff': grpc.unary_unary_rpc_method_handler(
                     servicer.Diff,
                     request_deserializer=contracts_dot_pb_dot_envd__pb2.DiffRequest.FromString,
@@ -125,6 +349,16 @@ def add_SandboxesServicer_to_server(servicer, server):
                     servicer.Delete,
                     request_deserializer=contracts_dot_pb_dot_envd__pb2.DeleteRequest.FromString,
                     response_serializer=contracts_dot_pb_dot_envd__pb2.DeleteReply.SerializeToString,
+            ),
+            'DeleteBatch': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteBatch,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.DeleteBatchRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.DeleteBatchReply.SerializeToString,
+            ),
+            'Audit': grpc.unary_stream_rpc_method_handler(
+                    servicer.Audit,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.AuditRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.AuditEvent.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -219,6 +453,330 @@ class Sandboxes:
             _registered_method=True)
 
     @staticmethod
+    def CreateBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triplane.envd.v1.Sandboxes/CreateBatch',
+            contracts_dot_pb_dot_envd__pb2.CreateBatchRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.CreateBatchReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Get(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triplane.envd.v1.Sandboxes/Get',
+            contracts_dot_pb_dot_envd__pb2.GetRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.SandboxState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def List(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triplane.envd.v1.Sandboxes/List',
+            contracts_dot_pb_dot_envd__pb2.ListRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.ListReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triplane.envd.v1.Sandboxes/Pause',
+            contracts_dot_pb_dot_envd__pb2.PauseRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.SandboxState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triplane.envd.v1.Sandboxes/Resume',
+            contracts_dot_pb_dot_envd__pb2.ResumeRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.SandboxState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Hibernate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triplane.envd.v1.Sandboxes/Hibernate',
+            contracts_dot_pb_dot_envd__pb2.HibernateRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.SandboxState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fork(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triplane.envd.v1.Sandboxes/Fork',
+            contracts_dot_pb_dot_envd__pb2.ForkRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.CreateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Snapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triplane.envd.v1.Sandboxes/Snapshot',
+            contracts_dot_pb_dot_envd__pb2.SnapshotRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.SnapshotReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restore(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triplane.envd.v1.Sandboxes/Restore',
+            contracts_dot_pb_dot_envd__pb2.RestoreRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.CreateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triplane.envd.v1.Sandboxes/DeleteSnapshot',
+            contracts_dot_pb_dot_envd__pb2.DeleteSnapshotRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.DeleteSnapshotReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Migrate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triplane.envd.v1.Sandboxes/Migrate',
+            contracts_dot_pb_dot_envd__pb2.MigrateRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.MigrateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Receive(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/triplane.envd.v1.Sandboxes/Receive',
+            contracts_dot_pb_dot_envd__pb2.SnapshotChunk.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.ReceiveReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Diff(request,
             target,
             options=(),
@@ -272,6 +830,903 @@ class Sandboxes:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def DeleteBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triplane.envd.v1.Sandboxes/DeleteBatch',
+            contracts_dot_pb_dot_envd__pb2.DeleteBatchRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.DeleteBatchReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Audit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/triplane.envd.v1.Sandboxes/Audit',
+            contracts_dot_pb_dot_envd__pb2.AuditRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.AuditEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class FilesStub:
+    """Files of one sandbox. Paths are taken from the workspace, which no path and no link leaves.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Read = channel.unary_unary(
+                '/triplane.envd.v1.Files/Read',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.FileReadRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.FileReadReply.FromString,
+                _registered_method=True)
+        self.Write = channel.unary_unary(
+                '/triplane.envd.v1.Files/Write',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.FileWriteRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.FileStat.FromString,
+                _registered_method=True)
+        self.Stat = channel.unary_unary(
+                '/triplane.envd.v1.Files/Stat',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.PathRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.FileStat.FromString,
+                _registered_method=True)
+        self.List = channel.unary_unary(
+                '/triplane.envd.v1.Files/List',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.FileListRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.FileListReply.FromString,
+                _registered_method=True)
+        self.Move = channel.unary_unary(
+                '/triplane.envd.v1.Files/Move',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.FileMoveRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.FileStat.FromString,
+                _registered_method=True)
+        self.Remove = channel.unary_unary(
+                '/triplane.envd.v1.Files/Remove',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.FileRemoveRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.FileRemoveReply.FromString,
+                _registered_method=True)
+        self.MakeDirectory = channel.unary_unary(
+                '/triplane.envd.v1.Files/MakeDirectory',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.PathRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.FileStat.FromString,
+                _registered_method=True)
+        self.Search = channel.unary_unary(
+                '/triplane.envd.v1.Files/Search',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.FileSearchRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.FileSearchReply.FromString,
+                _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/triplane.envd.v1.Files/Watch',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.FileWatchRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.FileEvent.FromString,
+                _registered_method=True)
+        self.Upload = channel.stream_unary(
+                '/triplane.envd.v1.Files/Upload',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.UploadChunk.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.FileStat.FromString,
+                _registered_method=True)
+        self.Download = channel.unary_stream(
+                '/triplane.envd.v1.Files/Download',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.PathRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.DownloadChunk.FromString,
+                _registered_method=True)
+
+
+class FilesServicer:
+    """Files of one sandbox. Paths are taken from the workspace, which no path and no link leaves.
+    """
+
+    def Read(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Write(self, request, context):
+        """All or nothing: a reader sees the old content or the new one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Stat(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def List(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Move(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Remove(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MakeDirectory(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Search(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Watch(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Upload(self, request_iterator, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Download(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_FilesServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Read': grpc.unary_unary_rpc_method_handler(
+                    servicer.Read,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.FileReadRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.FileReadReply.SerializeToString,
+            ),
+            'Write': grpc.unary_unary_rpc_method_handler(
+                    servicer.Write,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.FileWriteRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.FileStat.SerializeToString,
+            ),
+            'Stat': grpc.unary_unary_rpc_method_handler(
+                    servicer.Stat,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.PathRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.FileStat.SerializeToString,
+            ),
+            'List': grpc.unary_unary_rpc_method_handler(
+                    servicer.List,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.FileListRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.FileListReply.SerializeToString,
+            ),
+            'Move': grpc.unary_unary_rpc_method_handler(
+                    servicer.Move,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.FileMoveRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.FileStat.SerializeToString,
+            ),
+            'Remove': grpc.unary_unary_rpc_method_handler(
+                    servicer.Remove,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.FileRemoveRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.FileRemoveReply.SerializeToString,
+            ),
+            'MakeDirectory': grpc.unary_unary_rpc_method_handler(
+                    servicer.MakeDirectory,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.PathRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.FileStat.SerializeToString,
+            ),
+            'Search': grpc.unary_unary_rpc_method_handler(
+                    servicer.Search,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.FileSearchRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.FileSearchReply.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.FileWatchRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.FileEvent.SerializeToString,
+            ),
+            'Upload': grpc.stream_unary_rpc_method_handler(
+                    servicer.Upload,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.UploadChunk.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.FileStat.SerializeToString,
+            ),
+            'Download': grpc.unary_stream_rpc_method_handler(
+                    servicer.Download,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.PathRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.DownloadChunk.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'triplane.envd.v1.Files', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('triplane.envd.v1.Files', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Files:
+    """Files of one sandbox. Paths are taken from the workspace, which no path and no link leaves.
+    """
+
+    @staticmethod
+    def Read(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triplane.envd.v1.Files/Read',
+            contracts_dot_pb_dot_envd__pb2.FileReadRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.FileReadReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Write(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triplane.envd.v1.Files/Write',
+            contracts_dot_pb_dot_envd__pb2.FileWriteRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.FileStat.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Stat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triplane.envd.v1.Files/Stat',
+            contracts_dot_pb_dot_envd__pb2.PathRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.FileStat.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def List(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triplane.envd.v1.Files/List',
+            contracts_dot_pb_dot_envd__pb2.FileListRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.FileListReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Move(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triplane.envd.v1.Files/Move',
+            contracts_dot_pb_dot_envd__pb2.FileMoveRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.FileStat.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Remove(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triplane.envd.v1.Files/Remove',
+            contracts_dot_pb_dot_envd__pb2.FileRemoveRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.FileRemoveReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MakeDirectory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triplane.envd.v1.Files/MakeDirectory',
+            contracts_dot_pb_dot_envd__pb2.PathRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.FileStat.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Search(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triplane.envd.v1.Files/Search',
+            contracts_dot_pb_dot_envd__pb2.FileSearchRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.FileSearchReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/triplane.envd.v1.Files/Watch',
+            contracts_dot_pb_dot_envd__pb2.FileWatchRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.FileEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Upload(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/triplane.envd.v1.Files/Upload',
+            contracts_dot_pb_dot_envd__pb2.UploadChunk.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.FileStat.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Download(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/triplane.envd.v1.Files/Download',
+            contracts_dot_pb_dot_envd__pb2.PathRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.DownloadChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class ProcessesStub:
+    """Processes of one sandbox. Output is kept in a bounded ring inside the sandbox; its bytes are numbered from 0, so a reader that lost its
+    connection goes on where it was, and sees what the ring has dropped.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Start = channel.unary_unary(
+                '/triplane.envd.v1.Processes/Start',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.ProcessStartRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.ProcessState.FromString,
+                _registered_method=True)
+        self.List = channel.unary_unary(
+                '/triplane.envd.v1.Processes/List',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.ProcessListRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.ProcessListReply.FromString,
+                _registered_method=True)
+        self.Connect = channel.unary_stream(
+                '/triplane.envd.v1.Processes/Connect',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.ProcessConnectRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.ProcessEvent.FromString,
+                _registered_method=True)
+        self.Stdin = channel.unary_unary(
+                '/triplane.envd.v1.Processes/Stdin',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.ProcessStdinRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.ProcessState.FromString,
+                _registered_method=True)
+        self.CloseStdin = channel.unary_unary(
+                '/triplane.envd.v1.Processes/CloseStdin',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.ProcessRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.ProcessState.FromString,
+                _registered_method=True)
+        self.Signal = channel.unary_unary(
+                '/triplane.envd.v1.Processes/Signal',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.ProcessSignalRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.ProcessState.FromString,
+                _registered_method=True)
+        self.Resize = channel.unary_unary(
+                '/triplane.envd.v1.Processes/Resize',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.ProcessResizeRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.ProcessState.FromString,
+                _registered_method=True)
+
+
+class ProcessesServicer:
+    """Processes of one sandbox. Output is kept in a bounded ring inside the sandbox; its bytes are numbered from 0, so a reader that lost its
+    connection goes on where it was, and sees what the ring has dropped.
+    """
+
+    def Start(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def List(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Connect(self, request, context):
+        """Output from an offset on, until the process has ended and all is read.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Stdin(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CloseStdin(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Signal(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resize(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_ProcessesServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Start': grpc.unary_unary_rpc_method_handler(
+                    servicer.Start,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.ProcessStartRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.ProcessState.SerializeToString,
+            ),
+            'List': grpc.unary_unary_rpc_method_handler(
+                    servicer.List,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.ProcessListRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.ProcessListReply.SerializeToString,
+            ),
+            'Connect': grpc.unary_stream_rpc_method_handler(
+                    servicer.Connect,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.ProcessConnectRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.ProcessEvent.SerializeToString,
+            ),
+            'Stdin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Stdin,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.ProcessStdinRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.ProcessState.SerializeToString,
+            ),
+            'CloseStdin': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseStdin,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.ProcessRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.ProcessState.SerializeToString,
+            ),
+            'Signal': grpc.unary_unary_rpc_method_handler(
+                    servicer.Signal,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.ProcessSignalRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.ProcessState.SerializeToString,
+            ),
+            'Resize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resize,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.ProcessResizeRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.ProcessState.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'triplane.envd.v1.Processes', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('triplane.envd.v1.Processes', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Processes:
+    """Processes of one sandbox. Output is kept in a bounded ring inside the sandbox; its bytes are numbered from 0, so a reader that lost its
+    connection goes on where it was, and sees what the ring has dropped.
+    """
+
+    @staticmethod
+    def Start(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triplane.envd.v1.Processes/Start',
+            contracts_dot_pb_dot_envd__pb2.ProcessStartRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.ProcessState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def List(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triplane.envd.v1.Processes/List',
+            contracts_dot_pb_dot_envd__pb2.ProcessListRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.ProcessListReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Connect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/triplane.envd.v1.Processes/Connect',
+            contracts_dot_pb_dot_envd__pb2.ProcessConnectRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.ProcessEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Stdin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triplane.envd.v1.Processes/Stdin',
+            contracts_dot_pb_dot_envd__pb2.ProcessStdinRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.ProcessState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloseStdin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triplane.envd.v1.Processes/CloseStdin',
+            contracts_dot_pb_dot_envd__pb2.ProcessRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.ProcessState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Signal(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triplane.envd.v1.Processes/Signal',
+            contracts_dot_pb_dot_envd__pb2.ProcessSignalRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.ProcessState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triplane.envd.v1.Processes/Resize',
+            contracts_dot_pb_dot_envd__pb2.ProcessResizeRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.ProcessState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class ToolsStub:
     """Missing associated documentation comment in .proto file."""
@@ -282,6 +1737,11 @@ class ToolsStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.Schemas = channel.unary_unary(
+                '/triplane.envd.v1.Tools/Schemas',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.SchemasRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.SchemasReply.FromString,
+                _registered_method=True)
         self.Batch = channel.unary_unary(
                 '/triplane.envd.v1.Tools/Batch',
                 request_serializer=contracts_dot_pb_dot_envd__pb2.BatchRequest.SerializeToString,
@@ -292,8 +1752,15 @@ class ToolsStub:
 class ToolsServicer:
     """Missing associated documentation comment in .proto file."""
 
+    def Schemas(self, request, context):
+        """The tools, as JSON schemas in the form that chat templates take.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Batch(self, request, context):
-        """Runs tool calls in one sandbox and answers in request order.
+        """Runs tool calls in one sandbox and answers in request order; calls that only read, and adjacent exec calls, run at the same time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -302,6 +1769,11 @@ class ToolsServicer:
 
 def add_ToolsServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Schemas': grpc.unary_unary_rpc_method_handler(
+                    servicer.Schemas,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.SchemasRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.SchemasReply.SerializeToString,
+            ),
             'Batch': grpc.unary_unary_rpc_method_handler(
                     servicer.Batch,
                     request_deserializer=contracts_dot_pb_dot_envd__pb2.BatchRequest.FromString,
@@ -317,6 +1789,33 @@ def add_ToolsServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Tools:
     """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def Schemas(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triplane.envd.v1.Tools/Schemas',
+            contracts_dot_pb_dot_envd__pb2.SchemasRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.SchemasReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Batch(request,
