@@ -4,7 +4,8 @@
 
 The server asks (id above 0, unique among what is outstanding, kind a `Ask`); the agent answers each ask with any number of PART
 frames and exactly one OK or ERROR of the same id. Asks are answered in any order; file asks are never kept waiting by a running command.
-CANCEL ends what an ask still does (a watch, a long poll); the cancelled ask answers ERROR ECANCELED. When the stream ends, so does the
+CANCEL ends what an ask still does; the cancelled ask answers ERROR ECANCELED, unless its answer was under way. A SHELL ask's commands end
+as at their deadline (the shell is started anew), the pieces of a WRITE are thrown away, a SHELL that still queued never runs. When the stream ends, so does the
 agent, with all that it started. Both sides treat a frame beyond the bounds, an unknown kind or trailing bytes as the peer's fault and
 close: code in a sandbox may have taken its agent over.
 
@@ -40,10 +41,13 @@ WRITE     path bytes, flags u8, mode u32, offset u64, data bytes    -           
           flags: 1 last piece, 2 make parents, 4 must create, 8 also where `path` is a directory's name: refuse EISDIR (always so), 16 into
           place (not atomic: open, truncate, write; keeps links and modes as a program's own write does). Without 16 pieces of one ask id go to a hidden temporary
           file beside `path` and are renamed over it with the last piece; pieces of one file carry offset 0, len, ... in order. mode 0: as it was, else 0644.
+          All pieces are one ask: they are answered once, by OK at the last piece or by ERROR at the first that fails. A piece whose offset is
+          above 0 and whose ask is not open (it was answered or cancelled) is dropped without an answer.
 STAT      path bytes, follow u8                                     -                              entry
 LIST      path bytes, depth u32, limit u32, flags u8                n u32, n times (entry)         truncated u8
           flags: 1 leave out .git __pycache__ .pytest_cache, 2 files and links only. Sorted by name within a directory, a directory before
-          what is in it; entry paths are relative to the workspace. Links are not followed. depth 0: without end.
+          what is in it; entry paths are relative to the workspace. Links are not followed. depth 0: without end. Truncated where `limit`
+          entries or LIST_BYTES of parts are reached.
 MOVE      source bytes, target bytes, overwrite u8                  -                              entry
 REMOVE    path bytes, recursive u8                                  -                              -
 MKDIR     path bytes, parents u8                                    -                              entry
@@ -70,6 +74,10 @@ VERSION = 1
 MAX_FRAME = 8 * 1024 * 1024
 CHUNK = 1024 * 1024
 """Bytes of file or output data in one frame."""
+LIST_BYTES = 16 * 1024 * 1024
+"""Bytes that all parts of one LIST may hold."""
+PART = 128 * 1024
+"""Bytes that an agent puts into one PART frame, about."""
 HEAD = struct.Struct("<IIB")
 
 
