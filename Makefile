@@ -19,6 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch numpy
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m envd.native.build --if-possible
 	touch $@
 
 demo: $(STAMP)  ## one small model learns to fix code, on this CPU, in minutes

@@ -1,4 +1,9 @@
-"""Errors of the environment plane."""
+"""Errors of the environment plane. A server names the class beside the gRPC status, so that its client raises the same one."""
+
+from __future__ import annotations
+
+import errno
+import os
 
 from contracts.errors import TriplaneError
 
@@ -17,6 +22,44 @@ class SandboxGone(EnvdError):
 
 class SandboxStartError(EnvdError):
     """A sandbox could not be started."""
+
+
+class WrongState(EnvdError):
+    """The sandbox is paused, hibernated or just being moved, so the call has to wait for another one."""
+
+
+class Unsupported(EnvdError):
+    """The sandbox's backend can't do this."""
+
+
+class PolicyDenied(EnvdError):
+    """The policy does not allow it."""
+
+
+class AccessDenied(EnvdError):
+    """The server asks for a key, and got none or another."""
+
+
+class IdempotencyError(EnvdError):
+    """An idempotency key that was used for another request, or whose answer is too large to be kept."""
+
+
+class FileError(EnvdError):
+    """A file operation failed as the system call would. `errno` is the system's number."""
+
+    def __init__(self, message: str, number: int = 0) -> None:
+        super().__init__(message)
+        self.errno = number
+
+    @classmethod
+    def of(cls, number: int, path: str) -> FileError:
+        """The error that a system call gave for a path."""
+        name = errno.errorcode.get(number, str(number))
+        return cls(f"{path[:200]}: {os.strerror(number).lower()} ({name})", number)
+
+
+class MigrationError(EnvdError):
+    """A sandbox could not be moved. It runs on where it was."""
 
 
 class ServerBusy(EnvdError):

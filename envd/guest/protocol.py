@@ -56,6 +56,7 @@ WATCH     path bytes, recursive u8                                  n u32, n tim
 SYNC      -                                                         -                              -      (file systems, before a snapshot)
 QUIT      -                                                         -                              -      (then the agent ends)
 CANCEL    id u32                                                    -                              -
+          Is an ask with an id of its own, answered by OK, also where the other ask is not known (any more).
           entry: path bytes, type u8 (1 file, 2 directory, 3 link, 4 other), mode u32, size u64, mtime_ns i64, target bytes
 
 ERROR     errno u32, words bytes
@@ -162,9 +163,13 @@ class Writer:
             self.data(value)
         return self
 
+    def body(self) -> bytes:
+        """The fields alone."""
+        return b"".join(self._parts)
+
     def frame(self, identity: int, kind: int) -> bytes:
         """The whole frame. Raises ProtocolError beyond MAX_FRAME."""
-        body = b"".join(self._parts)
+        body = self.body()
         size = len(body) + HEAD.size - 4
         if size > MAX_FRAME:
             raise ProtocolError(f"a frame of {size} bytes is beyond {MAX_FRAME}")
