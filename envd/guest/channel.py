@@ -1,0 +1,386 @@
+"""Asks multiplexed over one stream: bounded in memory, in time and in what the other end may send.
+
+    ask -> frame out          frame in -> the future of its id -> ask's answer
+
+One object a sandbox and no task, lock or buffer of its own while it is idle: a server holds thousands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import struct
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+from envd.errors import SandboxGone
+from envd.guest.protocol import HEAD, MAX_FRAME, Answer, Ask, ProtocolError, Reader
+
+T = TypeVar("T")
+_MAX_OUTSTANDING = 4096
+_MAX_QUEUED = 256
+"""Parts of a watch that wait for their reader; more are dropped."""
+_LATE = 16 * 1024 * 1024
+"""Bytes of answer that may be under way when an ask is cancelled."""
+_MAX_WORDS = 4096
+_SMALL = 4 * _MAX_WORDS
+"""Bytes that any answer may have: an error's words are among them."""
+_PART, _OK, _ERROR = int(Answer.PART), int(Answer.OK), int(Answer.ERROR)
+
+
+class Waiting:
+    """An ask that is not answered yet."""
+
+    __slots__ = ("bound", "due", "future", "lost", "parts", "queue", "sent", "wake")
+
+    def __init__(self, future: asyncio.Future[bytes], bound: int, due: float, parts: list[bytes] | None) -> None:
+        self.future = future
+        self.bound = bound
+        """Bytes that may still come."""
+        self.due = due
+        self.parts = parts
+        self.queue: deque[bytes] | None = None
+        self.wake: asyncio.Future[None] | None = None
+        self.lost = False
+        """Parts were dropped: nobody read them."""
+        self.sent = False
+
+
+class Channel(asyncio.Protocol):
+    """One end of a stream whose other end is an agent.
+
+    patience_s: how long an answer may take beyond what its ask waits for, before the agent counts as hung.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._patience_s = patience_s
+        self._asks: dict[int, Waiting] = {}
+        self._last_id = 0
+        self._pending = bytearray()
+        self._wanted = HEAD.size
+        self._transports: list[asyncio.BaseTransport] = []
+        self._writer: asyncio.WriteTransport | None = None
+        self._writable: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._held = False
+        self._reason: str | None = None
+        self._ended = asyncio.Event()
+
+    # The ask's side
+
+    async def ask(
+        self, kind: Ask, fields: bytes, *, bound: int = 0, wait_s: float = 0.0, parts: list[bytes] | None = None
+    ) -> bytes:
+        """Ask and return the OK's fields. `bound`: bytes that the answer and its parts may have; parts are appended to `parts`.
+
+        Raises OSError with the guest's errno, SandboxGone. A cancelled ask is cancelled in the guest too.
+        """
+        identity, waiting = self._open(bound, wait_s, parts)
+        try:
+            if self._writable is not None:
+                await self._drained()
+            self._send(kind, fields, identity, waiting)
+            return await waiting.future
+        except asyncio.CancelledError:
+            self._abandon(identity)
+            raise
+
+    async def ask_in_pieces(self, kind: Ask, pieces: list[bytes], *, bound: int = 0) -> bytes:
+        """Ask by several frames of one id, as fast as the guest takes them."""
+        identity, waiting = self._open(bound, 0.0, None)
+        try:
+            for fields in pieces:
+                if self._writable is not None:
+                    await self._drained()
+                if waiting.future.done():
+                    break
+                waiting.due = self._loop.time() + self._patience_s
+                self._send(kind, fields, identity, waiting)
+            return await waiting.future
+        except asyncio.CancelledError:
+            self._abandon(identity)
+            raise
+
+    async def ask_for_nothing(self, kind: Ask, fields: bytes) -> None:
+        """Ask for what is answered by an empty OK."""
+        if await self.ask(kind, fields):
+            self.broken("fields where none belong")
+
+    def parsed(self, parse: Callable[..., T], *arguments: Any) -> T:
+        """Take an answer apart; where it does not fit, the stream ends and SandboxGone is raised."""
+        try:
+            return parse(*arguments)
+        except (ProtocolError, struct.error) as error:
+            self.broken(str(error))
+
+    def broken(self, how: str) -> NoReturn:
+        """The guest broke the protocol: close, and raise SandboxGone."""
+        self.end(f"the sandbox's agent broke the protocol ({how})")
+        raise SandboxGone(self._reason or how)
+
+    def open_stream(self, kind: Ask, fields: bytes) -> tuple[int, Waiting]:
+        """Ask for what answers by parts without end; read them by `next_part`, end it by `close_stream`."""
+        identity, waiting = self._open(0, float("inf"), None)
+        waiting.queue = deque()
+        self._send(kind, fields, identity, waiting)
+        return identity, waiting
+
+    async def next_part(self, waiting: Waiting) -> bytes | None:
+        """The next part; None where parts were dropped because nobody read them. Raises as `ask` does, EPIPE where the guest ended it."""
+        assert waiting.queue is not None
+        while not waiting.queue:
+            if waiting.lost:
+                waiting.lost = False
+                return None
+            if waiting.future.done():
+                waiting.future.result()
+                raise OSError(32, os.strerror(32))
+            waiting.wake = self._loop.create_future()
+            await waiting.wake
+        return waiting.queue.popleft()
+
+    def close_stream(self, identity: int) -> None:
+        """End what `open_stream` began."""
+        if identity in self._asks:
+            self._abandon(identity)
+
+    @property
+    def reason(self) -> str | None:
+        """Why the stream ended; None while it lives."""
+        return self._reason
+
+    def hold(self) -> None:
+        """Be patient without end: the guest is stopped."""
+        self._held = True
+
+    def release(self) -> None:
+        """Be patient anew: the guest runs again."""
+        self._held = False
+        now = self._loop.time()
+        for waiting in self._asks.values():
+            waiting.due = max(waiting.due, now + self._patience_s)
+        self._watch_time()
+
+    def end(self, reason: str) -> None:
+        """Close the stream: every ask raises SandboxGone with the reason."""
+        if self._reason is None:
+            self._reason = reason
+            asks, self._asks = self._asks, {}
+            for waiting in asks.values():
+                _fail(waiting, SandboxGone(reason))
+            self._pending = bytearray()
+            if self._timer is not None:
+                self._timer.cancel()
+            if self._writable is not None and not self._writable.done():
+                self._writable.set_result(None)
+        for transport in self._transports:
+            # close() would wait for a guest that does not read
+            getattr(transport, "abort", transport.close)()
+        if not self._transports:
+            self._ended.set()
+
+    async def ended(self) -> None:
+        """Wait until the stream is closed at this end."""
+        await self._ended.wait()
+
+    def _open(self, bound: int, wait_s: float, parts: list[bytes] | None) -> tuple[int, Waiting]:
+        if self._reason is not None:
+            raise SandboxGone(self._reason)
+        if len(self._asks) >= _MAX_OUTSTANDING:
+            raise OSError(11, f"the sandbox has {_MAX_OUTSTANDING} asks outstanding: wait for their answers")
+        identity = self._fresh_id()
+        due = self._loop.time() + wait_s + self._patience_s
+        waiting = Waiting(self._loop.create_future(), bound + _SMALL, due, parts)
+        self._asks[identity] = waiting
+        if self._timer is None or due < self._timer.when():
+            self._watch_time()
+        return identity, waiting
+
+    def _fresh_id(self) -> int:
+        identity = self._last_id % 0xFFFFFFFF + 1
+        while identity in self._asks:
+            identity = identity % 0xFFFFFFFF + 1
+        self._last_id = identity
+        return identity
+
+    def _send(self, kind: Ask, fields: bytes, identity: int, waiting: Waiting) -> None:
+        if self._writer is not None and self._reason is None:
+            self._writer.write(HEAD.pack(len(fields) + 5, identity, kind) + fields)
+            waiting.sent = True
+
+    async def _drained(self) -> None:
+        """Wait until the guest has read what was sent; a stopped or hostile one must not fill our memory."""
+        while self._writable is not None and self._reason is None:
+            await asyncio.shield(self._writable)
+
+    def _abandon(self, identity: int) -> None:
+        """Nobody waits any more. The id stays known until the guest has answered, so that a late answer is no fault."""
+        waiting = self._asks.get(identity)
+        if waiting is None:
+            return
+        if waiting.future.done() and not waiting.future.cancelled():
+            waiting.future.exception()
+        waiting.future.cancel()
+        if not waiting.sent:
+            del self._asks[identity]
+            return
+        waiting.queue = None
+        waiting.bound += _LATE
+        waiting.due = self._loop.time() + self._patience_s
+        cancelling = self._fresh_id()
+        self._asks[cancelling] = nobody = Waiting(self._loop.create_future(), _SMALL, waiting.due, None)
+        nobody.future.cancel()
+        self._send(Ask.CANCEL, identity.to_bytes(4, "little"), cancelling, nobody)
+        self._watch_time()
+
+    # Time
+
+    def _watch_time(self) -> None:
+        """One timer for all asks; none while nothing is outstanding."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due = min((each.due for each in self._asks.values()), default=float("inf"))
+        if due != float("inf") and not self._held and self._reason is None:
+            self._timer = self._loop.call_at(due, self._look_at_time)
+
+    def _look_at_time(self) -> None:
+        self._timer = None
+        now = self._loop.time()
+        if any(each.due <= now for each in self._asks.values()) and not self._held:
+            self.end("the sandbox hangs: its agent did not answer in time")
+        else:
+            self._watch_time()
+
+    # The stream's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The event loop has the stream, or the half of it that is read."""
+        self._transports.append(transport)
+
+    def write_to(self, transport: asyncio.WriteTransport) -> None:
+        """Send asks there."""
+        self._writer = transport
+        if transport not in self._transports:
+            self._transports.append(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The other end has gone, or this one closed."""
+        self.end("the sandbox ended: it used up a limit, crashed or was destroyed")
+        self._ended.set()
+
+    def pause_writing(self) -> None:
+        """The guest does not read."""
+        if self._writable is None:
+            self._writable = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        """The guest reads again."""
+        writable, self._writable = self._writable, None
+        if writable is not None and not writable.done():
+            writable.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        """Take frames apart and hand them out."""
+        if self._pending:
+            self._pending += data
+            if len(self._pending) < self._wanted:
+                return
+            data, self._pending = bytes(self._pending), bytearray()
+        try:
+            self._take(data)
+        except ProtocolError as error:
+            self.end(f"the sandbox's agent broke the protocol ({error})")
+
+    def _take(self, data: bytes) -> None:
+        at, size = 0, len(data)
+        self._wanted = HEAD.size
+        while size - at >= HEAD.size:
+            length, identity, kind = HEAD.unpack_from(data, at)
+            end = at + 4 + length
+            if length < 5 or length > MAX_FRAME:
+                raise ProtocolError(f"a frame of {length} bytes")
+            waiting = self._asks.get(identity)
+            if waiting is None:
+                raise ProtocolError("an answer to nothing that was asked")
+            if length > waiting.bound:
+                raise ProtocolError("an answer larger than what was asked for")
+            if end > size:
+                self._wanted = end - at
+                break
+            self._hand_out(identity, waiting, kind, data[at + HEAD.size : end])
+            if self._reason is not None:
+                return
+            at = end
+        if at < size:
+            self._pending += data[at:]
+
+    def _hand_out(self, identity: int, waiting: Waiting, kind: int, body: bytes) -> None:
+        future = waiting.future
+        if kind == _OK:
+            del self._asks[identity]
+            if not future.done():
+                future.set_result(body)
+                _wake(waiting)
+        elif kind == _ERROR:
+            del self._asks[identity]
+            error = _error(body)
+            if not future.done():
+                _fail(waiting, error)
+        elif kind == _PART and waiting.queue is not None:
+            if len(body) > waiting.bound:
+                raise ProtocolError("a part larger than parts may be")
+            if len(waiting.queue) < _MAX_QUEUED:
+                waiting.queue.append(body)
+            else:
+                waiting.lost = True
+            _wake(waiting)
+        elif kind == _PART and (waiting.parts is not None or future.done()):
+            waiting.bound -= len(body) + HEAD.size
+            if waiting.parts is not None and not future.done():
+                waiting.parts.append(body)
+        else:
+            raise ProtocolError(f"kind {kind} answers nothing that was asked")
+
+
+def _wake(waiting: Waiting) -> None:
+    if waiting.wake is not None and not waiting.wake.done():
+        waiting.wake.set_result(None)
+
+
+def _fail(waiting: Waiting, error: Exception) -> None:
+    if not waiting.future.done():
+        waiting.future.set_exception(error)
+        if waiting.queue is not None:
+            waiting.future.exception()  # it may be read by nobody
+    _wake(waiting)
+
+
+def _error(body: bytes) -> OSError:
+    reader = Reader(body)
+    code, words = reader.u32(), reader.data()
+    reader.end()
+    if not 0 < code < 4096 or len(words) > _MAX_WORDS:
+        raise ProtocolError("an error is malformed")
+    return OSError(code, words.decode("utf-8", "replace") or os.strerror(code))
+
+
+class WriteHalf(asyncio.BaseProtocol):
+    """The half of a channel that is written, where the stream is two pipes."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The guest does not listen any more."""
+        self._channel.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The guest does not read."""
+        self._channel.pause_writing()
+
+    def resume_writing(self) -> None:
+        """The guest reads again."""
+        self._channel.resume_writing()
