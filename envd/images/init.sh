@@ -1,0 +1,51 @@
+#!/bin/busybox sh
+# The first program in a guest: loads drivers, puts the file systems together as every sandbox sees them, and becomes the agent.
+# The server's settings come on the kernel's command line: envd.disk_mb envd.pids envd.stream envd.read_only.
+set -e
+export PATH=/bin
+/bin/busybox mkdir -p /bin /proc /sys /dev /new
+/bin/busybox --install -s /bin
+mount -t devtmpfs dev /dev
+mount -t proc proc /proc
+mount -t sysfs sysfs /sys
+while read -r module; do insmod "/modules/$module" || echo "envd: no driver $module"; done </modules/order
+
+setting() { sed -n "s/.*\benvd\.$1=\([A-Za-z0-9:_.-]*\).*/\1/p" /proc/cmdline; }
+disk() { # a disk by its serial number; under Firecracker, which gives none, by its place
+    for found in /sys/block/vd*; do
+        if [ "$(cat "$found/serial" 2>/dev/null)" = "$1" ]; then echo "/dev/${found##*/}"; return; fi
+    done
+    echo "/dev/$2"
+}
+mount -t squashfs -o ro,nosuid,nodev "$(disk root vda)" /new
+mount -t squashfs -o ro,nosuid,nodev "$(disk template vdb)" /new/.template
+mount -t tmpfs -o "nosuid,nodev,mode=755,nr_inodes=65536,size=$(setting disk_mb)m" scratch /new/.scratch
+mkdir /new/.scratch/upper /new/.scratch/work /new/.scratch/tmp
+chmod 1777 /new/.scratch/tmp
+if [ "$(setting read_only)" = 1 ]; then
+    mount -o bind,ro /new/.template /new/workspace
+else
+    mount -t overlay -o nosuid,nodev,lowerdir=/new/.template,upperdir=/new/.scratch/upper,workdir=/new/.scratch/work overlay /new/workspace
+fi
+mount -o bind /new/.scratch/tmp /new/tmp
+umount /new/.scratch
+mount -t tmpfs -o nosuid,nodev,mode=700,size=8m agent /new/.agent
+cp /envd-guest /new/.agent/envd-guest
+mount -o remount,ro /new/.agent
+mount -t cgroup2 -o nosuid,nodev,noexec group /new/sys/fs/cgroup 2>/dev/null || true
+ip link set lo up
+mount -o move /proc /new/proc
+mount -o move /sys /new/sys
+mount -o move /dev /new/dev
+ln -sf /tmp /new/dev/shm 2>/dev/null || true
+
+stream=$(setting stream)
+if [ "$stream" = serial ]; then
+    for port in /new/sys/class/virtio-ports/*; do
+        if [ "$(cat "$port/name")" = envd ]; then set -- --serial "/dev/${port##*/}"; fi
+    done
+else
+    set -- --vsock "${stream#vsock:}"
+fi
+echo "envd: the agent takes over ($*)"
+exec switch_root /new /.agent/envd-guest --init "$@" --workspace /workspace --scratch /tmp
