@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 from envd.errors import SandboxGone
+from envd.guest.escape import Escape
 from envd.guest.protocol import HEAD, MAX_FRAME, Answer, Ask, ProtocolError, Reader
 
 T = TypeVar("T")
@@ -51,13 +52,15 @@ class Channel(asyncio.Protocol):
     """One end of a stream whose other end is an agent.
 
     patience_s: how long an answer may take beyond what its ask waits for, before the agent counts as hung.
+    escaped: the stream may have been cut in the middle of a frame; start it anew (`Escape`).
     """
 
-    def __init__(self, patience_s: float) -> None:
+    def __init__(self, patience_s: float, *, escaped: bool = False) -> None:
         self._loop = asyncio.get_running_loop()
         self._patience_s = patience_s
         self._asks: dict[int, Waiting] = {}
         self._last_id = 0
+        self._escape = Escape() if escaped else None
         self._pending = bytearray()
         self._wanted = HEAD.size
         self._transports: list[asyncio.BaseTransport] = []
@@ -71,13 +74,20 @@ class Channel(asyncio.Protocol):
     # The ask's side
 
     async def ask(
-        self, kind: Ask, fields: bytes, *, bound: int = 0, wait_s: float = 0.0, parts: list[bytes] | None = None
+        self,
+        kind: Ask,
+        fields: bytes,
+        *,
+        bound: int = 0,
+        wait_s: float = 0.0,
+        parts: list[bytes] | None = None,
+        identity: int | None = None,
     ) -> bytes:
         """Ask and return the OK's fields. `bound`: bytes that the answer and its parts may have; parts are appended to `parts`.
 
         Raises OSError with the guest's errno, SandboxGone. A cancelled ask is cancelled in the guest too.
         """
-        identity, waiting = self._open(bound, wait_s, parts)
+        identity, waiting = self._open(bound, wait_s, parts, identity)
         try:
             if self._writable is not None:
                 await self._drained()
@@ -87,21 +97,12 @@ class Channel(asyncio.Protocol):
             self._abandon(identity)
             raise
 
-    async def ask_in_pieces(self, kind: Ask, pieces: list[bytes], *, bound: int = 0) -> bytes:
-        """Ask by several frames of one id, as fast as the guest takes them."""
-        identity, waiting = self._open(bound, 0.0, None)
-        try:
-            for fields in pieces:
-                if self._writable is not None:
-                    await self._drained()
-                if waiting.future.done():
-                    break
-                waiting.due = self._loop.time() + self._patience_s
-                self._send(kind, fields, identity, waiting)
-            return await waiting.future
-        except asyncio.CancelledError:
-            self._abandon(identity)
-            raise
+    async def ask_in_pieces(self, kind: Ask, pieces: list[bytes]) -> bytes:
+        """Ask by several frames of one id, each after the answer to the one before. Returns the last answer's fields."""
+        identity, body = self._fresh_id(), b""
+        for fields in pieces:
+            body = await self.ask(kind, fields, identity=identity)
+        return body
 
     async def ask_for_nothing(self, kind: Ask, fields: bytes) -> None:
         """Ask for what is answered by an empty OK."""
@@ -122,7 +123,7 @@ class Channel(asyncio.Protocol):
 
     def open_stream(self, kind: Ask, fields: bytes) -> tuple[int, Waiting]:
         """Ask for what answers by parts without end; read them by `next_part`, end it by `close_stream`."""
-        identity, waiting = self._open(0, float("inf"), None)
+        identity, waiting = self._open(0, float("inf"), None, None)
         waiting.queue = deque()
         self._send(kind, fields, identity, waiting)
         return identity, waiting
@@ -185,12 +186,12 @@ class Channel(asyncio.Protocol):
         """Wait until the stream is closed at this end."""
         await self._ended.wait()
 
-    def _open(self, bound: int, wait_s: float, parts: list[bytes] | None) -> tuple[int, Waiting]:
+    def _open(self, bound: int, wait_s: float, parts: list[bytes] | None, identity: int | None) -> tuple[int, Waiting]:
         if self._reason is not None:
             raise SandboxGone(self._reason)
         if len(self._asks) >= _MAX_OUTSTANDING:
             raise OSError(11, f"the sandbox has {_MAX_OUTSTANDING} asks outstanding: wait for their answers")
-        identity = self._fresh_id()
+        identity = identity or self._fresh_id()
         due = self._loop.time() + wait_s + self._patience_s
         waiting = Waiting(self._loop.create_future(), bound + _SMALL, due, parts)
         self._asks[identity] = waiting
@@ -207,7 +208,8 @@ class Channel(asyncio.Protocol):
 
     def _send(self, kind: Ask, fields: bytes, identity: int, waiting: Waiting) -> None:
         if self._writer is not None and self._reason is None:
-            self._writer.write(HEAD.pack(len(fields) + 5, identity, kind) + fields)
+            frame = HEAD.pack(len(fields) + 5, identity, kind) + fields
+            self._writer.write(frame if self._escape is None else self._escape.encode(frame))
             waiting.sent = True
 
     async def _drained(self) -> None:
@@ -265,6 +267,8 @@ class Channel(asyncio.Protocol):
         self._writer = transport
         if transport not in self._transports:
             self._transports.append(transport)
+        if self._escape is not None:
+            transport.write(self._escape.reset)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The other end has gone, or this one closed."""
@@ -284,12 +288,14 @@ class Channel(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take frames apart and hand them out."""
-        if self._pending:
-            self._pending += data
-            if len(self._pending) < self._wanted:
-                return
-            data, self._pending = bytes(self._pending), bytearray()
         try:
+            if self._escape is not None:
+                data = self._escape.decode(data)
+            if self._pending:
+                self._pending += data
+                if len(self._pending) < self._wanted:
+                    return
+                data, self._pending = bytes(self._pending), bytearray()
             self._take(data)
         except ProtocolError as error:
             self.end(f"the sandbox's agent broke the protocol ({error})")

@@ -44,24 +44,29 @@ class GuestLink(FileAsks):
         self._shells_end = 0.0
 
     @classmethod
-    async def over_socket(cls, sock: socket.socket, *, patience_s: float = PATIENCE_S) -> GuestLink:
+    async def over_socket(
+        cls, sock: socket.socket, *, patience_s: float = PATIENCE_S, escaped: bool = False
+    ) -> GuestLink:
         """Over a connected stream socket, which the link owns from now on.
 
-        patience_s: how long an answer may take beyond what its ask waits for.
+        patience_s: how long an answer may take beyond what its ask waits for. escaped: the agent speaks the escaped stream that
+        serial lines and restored snapshots need (envd/guest/escape.py).
         """
         sock.setblocking(False)
         loop = asyncio.get_running_loop()
-        channel = Channel(patience_s)
+        channel = Channel(patience_s, escaped=escaped)
         connect = loop.create_unix_connection if sock.family == socket.AF_UNIX else loop.create_connection
         transport, _ = await connect(lambda: channel, sock=sock)
         channel.write_to(transport)
         return cls(channel)
 
     @classmethod
-    async def over_pipes(cls, reading: int, writing: int, *, patience_s: float = PATIENCE_S) -> GuestLink:
+    async def over_pipes(
+        cls, reading: int, writing: int, *, patience_s: float = PATIENCE_S, escaped: bool = False
+    ) -> GuestLink:
         """Over the ends of two pipes, as a program's standard streams are; the link owns both."""
         loop = asyncio.get_running_loop()
-        channel = Channel(patience_s)
+        channel = Channel(patience_s, escaped=escaped)
         await loop.connect_read_pipe(lambda: channel, os.fdopen(reading, "rb", buffering=0))
         writer, _ = await loop.connect_write_pipe(lambda: WriteHalf(channel), os.fdopen(writing, "wb", buffering=0))
         channel.write_to(writer)

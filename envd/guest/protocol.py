@@ -41,8 +41,7 @@ WRITE     path bytes, flags u8, mode u32, offset u64, data bytes    -           
           flags: 1 last piece, 2 make parents, 4 must create, 8 also where `path` is a directory's name: refuse EISDIR (always so), 16 into
           place (not atomic: open, truncate, write; keeps links and modes as a program's own write does). Without 16 pieces of one ask id go to a hidden temporary
           file beside `path` and are renamed over it with the last piece; pieces of one file carry offset 0, len, ... in order. mode 0: as it was, else 0644.
-          All pieces are one ask: they are answered once, by OK at the last piece or by ERROR at the first that fails. A piece whose offset is
-          above 0 and whose ask is not open (it was answered or cancelled) is dropped without an answer.
+          Every piece is answered; the next is sent after that. A piece that fails throws all away, and so does a CANCEL of the id.
 STAT      path bytes, follow u8                                     -                              entry
 LIST      path bytes, depth u32, limit u32, flags u8                n u32, n times (entry)         truncated u8
           flags: 1 leave out .git __pycache__ .pytest_cache, 2 files and links only. Sorted by name within a directory, a directory before
