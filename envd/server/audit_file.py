@@ -1,0 +1,163 @@
+"""The file of an audit log: lines appended at once, kept by the disk in batches, moved aside at a size."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import threading
+from pathlib import Path
+
+from contracts.errors import describe
+from envd.errors import EnvdError
+
+_SYNC_S = 0.2
+"""Pause between two batches."""
+_log = logging.getLogger("envd.audit")
+
+
+class AuditFile:
+    """Appends lines to a file that is this process's alone. Not safe for several threads: its caller holds a lock."""
+
+    def __init__(self, path: Path, *, max_bytes: int, files: int) -> None:
+        self._path, self._max_bytes, self._files = path, max_bytes, files
+        self._lost = 0
+        self._torn = False
+        self._lock_fd = _lock(path)
+        self._fd, self._size = self._open()
+        self.last_number = self._take_up()
+        self._dirty = threading.Event()
+        self._closing = threading.Event()
+        self._retired: list[int] = []
+        self._keeper = threading.Thread(target=self._keep, name="audit", daemon=True)
+        self._keeper.start()
+
+    def write(self, line: bytes) -> bool:
+        """Append a line. False: the disk refused it, which is counted and not raised, since the server goes on."""
+        if self._size + len(line) > self._max_bytes and self._size:
+            self._rotate()
+        data = b"\n" + line if self._torn else line
+        try:
+            written = os.write(self._fd, data)
+        except OSError as error:
+            self._refused(describe(error))
+            return False
+        self._size += written
+        self._torn = written < len(data)
+        if self._torn:
+            self._refused("the disk took a part of a line: free some space")
+        self._dirty.set()
+        return not self._torn
+
+    def take_lost(self) -> int:
+        """How many lines were lost since this was last asked."""
+        lost, self._lost = self._lost, 0
+        return lost
+
+    def close(self) -> None:
+        """Have the disk keep everything, then close."""
+        self._closing.set()
+        self._dirty.set()
+        self._keeper.join()
+        self._sync_all()
+        os.close(self._fd)
+        os.close(self._lock_fd)
+
+    def _refused(self, reason: str) -> None:
+        if not self._lost:
+            _log.error("the audit log %s can't be written: %s", self._path, reason)
+        self._lost += 1
+
+    def _open(self) -> tuple[int, int]:
+        try:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640)
+        except OSError as error:
+            raise EnvdError(f"the audit log can't be written: {describe(error)}") from error
+        return fd, os.fstat(fd).st_size
+
+    def _take_up(self) -> int:
+        """Go on after what an earlier server wrote: end a line that its death tore, and return the last number."""
+        if self._size and os.pread(self._fd, 1, self._size - 1) != b"\n":
+            self._torn = True
+        for number in (0, *range(1, self._files)):
+            path = self._path if number == 0 else self._aside(number)
+            if (last := _last_number(path)) is not None:
+                return last
+        return 0
+
+    def _aside(self, number: int) -> Path:
+        return self._path.with_name(f"{self._path.name}.{number}")
+
+    def _rotate(self) -> None:
+        """Oldest first, so that a kill in between leaves a gap in the names and no line lost but the oldest file's."""
+        try:
+            for number in range(self._files - 1, 0, -1):
+                source = self._path if number == 1 else self._aside(number - 1)
+                if source.exists():
+                    source.rename(self._aside(number))
+            if self._files == 1:
+                self._path.unlink(missing_ok=True)
+            fresh, size = self._open()
+        except (OSError, EnvdError) as error:
+            self._refused(str(error))
+            return  # goes on in the old one, which may grow
+        self._retired.append(self._fd)
+        self._fd, self._size, self._torn = fresh, size, False
+
+    def _keep(self) -> None:
+        """The thread that waits for the disk, so that nobody else does."""
+        while not self._closing.is_set():
+            self._dirty.wait()
+            self._dirty.clear()
+            self._sync_all()
+            self._closing.wait(_SYNC_S)
+
+    def _sync_all(self) -> None:
+        while self._retired:
+            old = self._retired.pop()
+            _sync(old)
+            os.close(old)
+        current = os.dup(self._fd)  # a rotation may put another one in its place meanwhile
+        _sync(current)
+        os.close(current)
+
+
+def _sync(fd: int) -> None:
+    try:
+        os.fdatasync(fd)
+    except OSError as error:
+        _log.error("the disk does not keep the audit log: %s", describe(error))
+
+
+def _lock(path: Path) -> int:
+    """Hold `PATH.lock` as long as this process lives: two servers would number their events alike."""
+    try:
+        fd = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640)
+    except OSError as error:
+        raise EnvdError(f"the audit log can't be written: {describe(error)}") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        raise EnvdError(f"another server writes the audit log {path}: give each its own file") from error
+    return fd
+
+
+def _last_number(path: Path) -> int | None:
+    """Number of the last whole line of a file, which is read from its end."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 65536))
+            lines = file.read().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise EnvdError(f"the audit log can't be read: {describe(error)}") from error
+    for line in reversed(lines):
+        try:
+            return int(json.loads(line)["number"])
+        except (ValueError, TypeError, KeyError):
+            continue
+    return None
