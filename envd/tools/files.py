@@ -1,23 +1,31 @@
-"""The file tools: read, write, edit, list, search."""
+"""The file tools: read, write, edit, list, search.
+
+Each is a generator that asks for what it needs of the workspace (`Load`, `Store`, `Listing`, `Search`) and ends with its result,
+so the same lines of code answer for a local directory (`run_file_tool`) and for a sandbox at the other end of a stream
+(envd/server/toolrunner.py). What answers throws an OSError into the generator where the workspace says no.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
-import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from envd.tools.output import Output
 from envd.tools.paths import make_parents, open_in_root, relative
 from envd.tools.schemas import check_arguments
+from envd.tools.searching import HIDDEN, MAX_FILE_BYTES, BadPattern, compile_pattern, matches
+from envd.tools.textfile import line_count, numbered, replace_line
 from envd.types import ToolCall, ToolResult
 
-HIDDEN = frozenset({".git", "__pycache__", ".pytest_cache"})
-"""Names that list, search and diffs leave out."""
-MAX_FILE_BYTES = 32 * 1024 * 1024
+__all__ = ["HIDDEN", "MAX_FILE_BYTES", "Listing", "Load", "Search", "Store", "ToolError", "run_file_tool", "tool_steps"]
+
+MAX_ENTRIES = 100_000
+"""Of one listing."""
+_MAX_PATH = 4095
 _REASONS = {
     errno.ENOENT: "no such file",
     errno.ENOTDIR: "not a directory",
@@ -38,19 +46,75 @@ class ToolError(Exception):
     """A tool's own failure; its message is what the model reads."""
 
 
+class Load(NamedTuple):
+    """Wants a regular file's bytes, at most MAX_FILE_BYTES. Answered by them."""
+
+    path: str
+
+
+class Store(NamedTuple):
+    """Wants a file's content replaced, in place. Answered by None."""
+
+    path: str
+    data: bytes
+    create: bool
+    """Also make the file and the directories above it."""
+
+
+class Listing(NamedTuple):
+    """Wants what is below a directory, without HIDDEN. Answered by (path, is a directory) pairs, sorted by bytes, parents first."""
+
+    path: str
+    depth: int
+
+
+class Search(NamedTuple):
+    """Wants the lines that match. Answered by an `Output`, empty where there are none."""
+
+    pattern: str
+    path: str
+
+
+Need = Load | Store | Listing | Search
+Steps = Generator[Need, Any, "str | Output"]
+
+
+def tool_steps(call: ToolCall) -> Generator[Need, Any, ToolResult]:
+    """The file tool as a generator. Bad calls and failures are results with `ok=False`; it raises nothing."""
+    try:
+        answer = yield from _run(call.name, call.arguments)
+    except ToolError as error:
+        return _result(False, str(error))
+    return _result(True, answer)
+
+
 def run_file_tool(root: Path, call: ToolCall) -> ToolResult:
     """Run one file tool on the workspace `root`. Bad calls and failures answer `ok=False`; nothing is raised."""
-    output = Output()
-    ok = True
+    steps = tool_steps(call)
     try:
-        output.feed(_run(root, call.name, call.arguments).encode("utf-8", "surrogateescape"))
-    except ToolError as error:
-        ok = False
-        output.feed(str(error).encode("utf-8", "surrogateescape"))
+        need = next(steps)
+        while True:
+            try:
+                answer = _answer(root, need)
+            except (OSError, ToolError, ValueError) as error:
+                need = steps.throw(error)
+            else:
+                need = steps.send(answer)
+    except StopIteration as end:
+        result: ToolResult = end.value
+        return result
+
+
+def _result(ok: bool, answer: str | Output) -> ToolResult:
+    if isinstance(answer, str):
+        output = Output()
+        output.feed(answer.encode("utf-8", "surrogateescape"))
+    else:
+        output = answer
     return ToolResult(ok, output.text(), output.true_bytes, output.truncated)
 
 
-def _run(root: Path, name: str, arguments: Mapping[str, Any]) -> str:
+def _run(name: str, arguments: Mapping[str, Any]) -> Steps:
     wrong = check_arguments(name, arguments)
     if wrong:
         raise ToolError(wrong)
@@ -58,7 +122,10 @@ def _run(root: Path, name: str, arguments: Mapping[str, Any]) -> str:
         raise ToolError(f"error: {name} needs a sandbox")
     path = str(arguments.get("path", "."))
     try:
-        return _FILE_TOOLS[name](root, arguments)
+        os.fsencode(path)
+        if len(path) > _MAX_PATH:
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+        return (yield from _FILE_TOOLS[name](path, arguments))
     except OSError as error:
         reason = _REASONS.get(error.errno or 0, os.strerror(error.errno or 0).lower())
         raise ToolError(f"error: {reason}: {path}") from error
@@ -66,131 +133,159 @@ def _run(root: Path, name: str, arguments: Mapping[str, Any]) -> str:
         raise ToolError("error: text is not valid unicode") from error
 
 
-def _read(root: Path, arguments: Mapping[str, Any]) -> str:
-    lines = _lines(_load(root, arguments["path"]))
+def _read(path: str, arguments: Mapping[str, Any]) -> Steps:
+    data = yield Load(path)
+    lines = line_count(data)
     start = arguments.get("start", 1)
-    end = min(arguments.get("end", len(lines)), len(lines))
+    end = min(arguments.get("end", lines), lines)
     if not lines and start == 1:
         return ""
     if start < 1 or start > end:
-        raise ToolError(f"error: {arguments['path']} has {len(lines)} lines")
-    return "\n".join(f"{number} {lines[number - 1]}" for number in range(start, end + 1))
+        raise ToolError(f"error: {path} has {lines} lines")
+    return numbered(data, start, end)
 
 
-def _write(root: Path, arguments: Mapping[str, Any]) -> str:
-    if relative(arguments["path"]) == ".":
-        raise ToolError(f"error: is a directory: {arguments['path']}")
-    make_parents(root, arguments["path"])
-    _store(root, arguments["path"], arguments["content"], os.O_CREAT)
+def _write(path: str, arguments: Mapping[str, Any]) -> Steps:
+    if relative(path) == ".":
+        raise ToolError(f"error: is a directory: {path}")
+    yield Store(path, arguments["content"].encode("utf-8", "surrogateescape"), True)
     return "ok"
 
 
-def _edit(root: Path, arguments: Mapping[str, Any]) -> str:
-    path, new = arguments["path"], arguments["new"]
-    text = _load(root, path)
+def _edit(path: str, arguments: Mapping[str, Any]) -> Steps:
+    data = yield Load(path)
     if "line" in arguments:
-        lines = _lines(text)
-        number = arguments["line"]
-        if not 1 <= number <= len(lines):
-            raise ToolError(f"error: {path} has {len(lines)} lines")
-        lines[number - 1] = new.removesuffix("\n")
-        text = "\n".join(lines) + ("\n" if text.endswith("\n") else "")
+        lines = line_count(data)
+        if not 1 <= arguments["line"] <= lines:
+            raise ToolError(f"error: {path} has {lines} lines")
+        data = replace_line(data, arguments["line"], _encoded(arguments["new"]))
     else:
-        count = text.count(arguments["old"]) if arguments["old"] else 0
+        old = _encoded(arguments["old"]) if _is_unicode(arguments["old"]) else b""
+        count = data.count(old) if old else 0
         if count != 1:
             raise ToolError(
                 f"error: old occurs {count} times in {path}" if count else f"error: old not found in {path}"
             )
-        text = text.replace(arguments["old"], new)
-    _store(root, path, text, 0)
+        data = data.replace(old, _encoded(arguments["new"]))
+    yield Store(path, data, False)
     return "ok"
 
 
-def _list(root: Path, arguments: Mapping[str, Any]) -> str:
-    depth = arguments.get("depth", 2)
-    fd = open_in_root(root, arguments.get("path", "."), os.O_RDONLY | os.O_DIRECTORY)
-    prefix = relative(arguments.get("path", "."))
-    return "\n".join(
-        name + ("/" if is_dir else "") for name, is_dir in _walk(fd, "" if prefix == "." else prefix, depth)
-    )
+def _list(path: str, arguments: Mapping[str, Any]) -> Steps:
+    found = yield Listing(path, min(max(arguments.get("depth", 2), 1), MAX_ENTRIES))
+    if len(found) > MAX_ENTRIES:
+        raise too_many(path)
+    return "\n".join(name + "/" if is_dir else name for name, is_dir in found)
 
 
-def _search(root: Path, arguments: Mapping[str, Any]) -> str:
+def _search(path: str, arguments: Mapping[str, Any]) -> Steps:
+    os.fsencode(arguments["pattern"])
     try:
-        pattern = re.compile(arguments["pattern"])
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ToolError(f"error: bad pattern: {getattr(error, 'msg', 'too complex')}") from error
-    path = relative(arguments.get("path", "."))
-    fd = open_in_root(root, path, os.O_RDONLY | os.O_NONBLOCK)
-    if stat.S_ISDIR(os.fstat(fd).st_mode):
-        names = [name for name, is_dir in _walk(fd, "" if path == "." else path, 64) if not is_dir]
-    else:
-        os.close(fd)
-        names = [path]
-    return "\n".join(_matches(root, names, pattern)) or "no matches"
+        found = yield Search(arguments["pattern"], relative(path))
+    except BadPattern as error:
+        raise ToolError(f"error: bad pattern: {error}") from error
+    return found if found.true_bytes else "no matches"
 
 
-def _matches(root: Path, names: list[str], pattern: re.Pattern[str]) -> Iterator[str]:
-    for name in names:
-        try:
-            text = _load(root, name)
-        except (OSError, ToolError):
-            continue  # a dangling link, a socket, or a file that was removed meanwhile
-        if "\0" in text[:8192]:
-            continue
-        for number, line in enumerate(_lines(text), 1):
-            if pattern.search(line):
-                yield f"{name}:{number}: {line}"
-
-
-def _walk(fd: int, prefix: str, depth: int) -> Iterator[tuple[str, bool]]:
-    """Yield (path, is directory), sorted, parents before children; links are never followed. Closes fd."""
-    try:
-        with os.scandir(fd) as entries:
-            found = sorted((entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries)
-        for name, is_dir in found:
-            if name in HIDDEN:
-                continue
-            path = f"{prefix}/{name}" if prefix else name
-            yield path, is_dir
-            if is_dir and depth > 1:
-                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-                yield from _walk(os.open(name, flags, dir_fd=fd), path, depth - 1)
-    finally:
-        os.close(fd)
-
-
-def _load(root: Path, path: str) -> str:
-    fd = open_in_root(root, path, os.O_RDONLY | os.O_NONBLOCK)
-    with os.fdopen(fd, "rb") as file:
-        about = os.fstat(fd)
-        if stat.S_ISDIR(about.st_mode):
-            raise ToolError(f"error: is a directory: {path}")
-        if not stat.S_ISREG(about.st_mode):
-            raise ToolError(f"error: not a regular file: {path}")
-        if about.st_size > MAX_FILE_BYTES:
-            raise ToolError(f"error: larger than {MAX_FILE_BYTES} bytes: {path}")
-        return file.read().decode("utf-8", "surrogateescape")
-
-
-def _store(root: Path, path: str, text: str, flags: int) -> None:
-    data = text.encode("utf-8", "surrogateescape")
-    fd = open_in_root(root, path, os.O_WRONLY | os.O_TRUNC | os.O_NONBLOCK | flags)
-    with os.fdopen(fd, "wb", buffering=0) as file:
-        view = memoryview(data)
-        while view:
-            view = view[file.write(view) or 0 :]
-
-
-def _lines(text: str) -> list[str]:
-    lines = text.split("\n")
-    return lines[:-1] if lines[-1] == "" else lines
-
-
-_FILE_TOOLS: dict[str, Callable[[Path, Mapping[str, Any]], str]] = {
+_FILE_TOOLS: dict[str, Callable[[str, Mapping[str, Any]], Steps]] = {
     "read": _read,
     "write": _write,
     "edit": _edit,
     "list": _list,
     "search": _search,
 }
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _is_unicode(text: str) -> bool:
+    """A lone surrogate is in no file's text: what is not valid there reads as other bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _answer(root: Path, need: Need) -> Any:
+    """What a local directory has to say."""
+    if isinstance(need, Load):
+        return _load(root, need.path)
+    if isinstance(need, Store):
+        return _store(root, need)
+    if isinstance(need, Listing):
+        fd = open_in_root(root, need.path, os.O_RDONLY | os.O_DIRECTORY)
+        prefix = relative(need.path)
+        return list(_walk(fd, "" if prefix == "." else prefix, need.depth))
+    output = Output()
+    pattern = compile_pattern(need.pattern)
+    fd = open_in_root(root, need.path, os.O_RDONLY | os.O_NONBLOCK)
+    for line in matches(fd, need.path, pattern):
+        output.feed(b"\n" + line if output.true_bytes else line)
+    return output
+
+
+def _walk(fd: int, prefix: str, depth: int) -> Iterator[tuple[str, bool]]:
+    """Yield (path, is directory), sorted, parents before children; links are never followed, what is locked stays closed. Closes fd."""
+    pending = [(fd, prefix, _sorted(fd))]
+    try:
+        while pending:
+            fd, prefix, names = pending[-1]
+            name, is_dir = next(names, (None, False))
+            if name is None:
+                os.close(pending.pop()[0])
+                continue
+            path = f"{prefix}/{name}" if prefix else name
+            yield path, is_dir
+            if not is_dir or len(pending) == depth:
+                continue
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            try:
+                inner = os.open(name, flags, dir_fd=fd)
+            except OSError:
+                continue
+            pending.append((inner, path, _sorted(inner)))
+    finally:
+        for fd, _, _ in pending:
+            os.close(fd)
+
+
+def _sorted(fd: int) -> Iterator[tuple[str | None, bool]]:
+    with os.scandir(fd) as entries:
+        found = sorted((os.fsencode(entry.name), entry.is_dir(follow_symlinks=False)) for entry in entries)
+    return iter([(os.fsdecode(name), is_dir) for name, is_dir in found if os.fsdecode(name) not in HIDDEN])
+
+
+def _load(root: Path, path: str) -> bytes:
+    fd = open_in_root(root, path, os.O_RDONLY | os.O_NONBLOCK)
+    with os.fdopen(fd, "rb") as file:
+        about = os.fstat(fd)
+        if stat.S_ISDIR(about.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not stat.S_ISREG(about.st_mode):
+            raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
+        if about.st_size > MAX_FILE_BYTES:
+            raise too_large(path)
+        return file.read()
+
+
+def too_large(path: str) -> ToolError:
+    """The answer to a `Load` of more than MAX_FILE_BYTES."""
+    return ToolError(f"error: larger than {MAX_FILE_BYTES} bytes: {path}")
+
+
+def too_many(path: str) -> ToolError:
+    """The answer to a `Listing` of more than MAX_ENTRIES."""
+    return ToolError(f"error: more than {MAX_ENTRIES} entries: list a directory below {path}")
+
+
+def _store(root: Path, need: Store) -> None:
+    if need.create:
+        make_parents(root, need.path)
+    flags = os.O_WRONLY | os.O_TRUNC | os.O_NONBLOCK | (os.O_CREAT if need.create else 0)
+    with os.fdopen(open_in_root(root, need.path, flags), "wb", buffering=0) as file:
+        view = memoryview(need.data)
+        while view:
+            view = view[file.write(view) or 0 :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 MAX_OUTPUT_BYTES = 16 * 1024
 """What a policy is shown of one call, in bytes; half from the head, half from the tail."""
+_MAX_INT64 = 2**63 - 1
 
 
 class Output:
@@ -14,6 +15,18 @@ class Output:
         self._head = bytearray()
         self._tail = bytearray()
         self.true_bytes = 0
+
+    @classmethod
+    def of_parts(cls, head: bytes, tail: bytes, true_bytes: int, limit: int = MAX_OUTPUT_BYTES) -> Output:
+        """The output of `true_bytes` bytes that begins with head and ends with tail; what is between is not needed.
+
+        Head and tail together hold all of it, or at least half the limit each. Sizes that do not fit each other do no harm.
+        """
+        output = cls(limit)
+        output.feed(head)
+        output.feed(tail)
+        output.true_bytes = min(max(true_bytes, output.true_bytes), _MAX_INT64)
+        return output
 
     def feed(self, data: bytes) -> None:
         """Add output."""
