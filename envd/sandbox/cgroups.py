@@ -20,11 +20,13 @@ OWNED = "envd-"
 class Cgroups:
     """Makes and removes sandbox groups. Descriptors are held open, so it still works after the zygote changed its root."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, freezer: bool = False) -> None:
+        """freezer: keep a v2 hierarchy that carries no controllers too, since its groups still freeze, kill and count time."""
         self._name = name
         self._bases: dict[str, int] = {}  # controller -> directory descriptor of our own group
         self._paths: dict[str, Path] = {}
         self._unified = False
+        self._freezer = freezer
         _sweep()
         for controller, parent in _own_groups().items():
             base = parent / name
@@ -44,7 +46,17 @@ class Cgroups:
     def enforced(self) -> tuple[str, ...]:
         """Which of memory, pids, cpu the kernel limits for us."""
         found = ("memory", "pids", "cpu") if self._unified else tuple(self._bases)
-        return tuple(sorted(found))
+        return tuple(sorted(set(found) - {"unified"}))
+
+    @property
+    def unified(self) -> bool:
+        """Whether v2 carries the controllers."""
+        return self._unified
+
+    @property
+    def descriptors(self) -> dict[str, tuple[int, int]]:
+        """Of each controller's own group and of the directory that it is in; `unified` is v2."""
+        return {key: (fd, self._parents[key]) for key, fd in self._bases.items()}
 
     def place(self, group: str, pid: int, *, memory: int, pids: int, cpu: float) -> None:
         """Create a group with these limits (bytes, processes, cores) and move a process into it."""
@@ -96,8 +108,15 @@ class Cgroups:
             (self._paths["unified"] / "cgroup.subtree_control").write_text("+memory +pids +cpu")
             self._unified = True
         except OSError:
+            if self._freezer:
+                return
             os.close(self._bases.pop("unified"))
             self._paths.pop("unified").rmdir()
+
+
+def box_groups(name: str, group: str) -> dict[str, Path]:
+    """Where the groups of one sandbox are, by controller, as seen from the server that started the owner of `name`."""
+    return {key: path / name / group for key, path in _own_groups().items()}
 
 
 def _own_groups() -> dict[str, Path]:

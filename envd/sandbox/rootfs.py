@@ -5,6 +5,7 @@
 /.template   the pristine workspace, read-only
 /workspace   overlay: the template below, a size-limited tmpfs above
 /tmp         on that same tmpfs
+/dev/pts     terminals of its own (native spawner)
 """
 
 from __future__ import annotations
@@ -45,22 +46,36 @@ def prepare_base(run_dir: Path) -> None:
     for name in ("base", "templates", "proc", "mnt", "dev", "workspace"):
         (root / name).mkdir()
     base = root / "base"
-    _skeleton(base)
-    for name in _SYSTEM:
-        source = Path("/") / name
-        if source.is_symlink():
-            (base / name).symlink_to(source.readlink())
-        elif source.is_dir():
-            _bind_read_only(str(source), base / name)
-    for path in python_directories():
-        _bind_read_only(path, base / path.lstrip("/"))
+    _system(base)
     _bind_read_only(str(run_dir / "templates"), root / "templates")
     linux.mount("/proc", str(root / "proc"), flags=linux.MS_BIND | linux.MS_REC)
-    _devices(base / "dev")
     _devices(root / "dev")
     linux.mount(str(base), str(base), flags=linux.MS_BIND | linux.MS_REC)
     flags = linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID
     linux.mount("", str(base), flags=flags)
+    linux.pivot_into(str(root))
+
+
+def prepare_shared_root(run_dir: Path) -> None:
+    """Build the root that the native spawner lives in and that its sandboxes get copies of, and move into it.
+
+    What no sandbox may see is below /.scratch, which each sandbox unmounts: `templates`, `proc` (the host's) and `box` (for mounts).
+    Called once, in the spawner's fresh mount namespace.
+    """
+    linux.mount("", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
+    root = run_dir / "root"
+    root.mkdir(exist_ok=True)
+    linux.mount("tmpfs", str(root), "tmpfs", linux.MS_NOSUID, "mode=755,size=16m")
+    _system(root)
+    (root / "dev/pts").mkdir()
+    (root / "dev/ptmx").symlink_to("pts/ptmx")
+    hidden = root / ".scratch"
+    linux.mount("tmpfs", str(hidden), "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "mode=700,size=64k")
+    for name in ("templates", "proc", "box"):
+        (hidden / name).mkdir()
+    _bind_read_only(str(run_dir / "templates"), hidden / "templates")
+    linux.mount("/proc", str(hidden / "proc"), flags=linux.MS_BIND | linux.MS_REC)
+    linux.mount("", str(root), flags=linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID)
     linux.pivot_into(str(root))
 
 
@@ -80,6 +95,20 @@ def enter(template: str, disk_bytes: int) -> None:
     linux.mount("proc", "/mnt/proc", "proc", safe | linux.MS_NOEXEC)
     linux.pivot_into("/mnt")
     Path("/tmp").chmod(0o1777)
+
+
+def _system(base: Path) -> None:
+    """All that a sandbox sees and does not own."""
+    _skeleton(base)
+    for name in _SYSTEM:
+        source = Path("/") / name
+        if source.is_symlink():
+            (base / name).symlink_to(source.readlink())
+        elif source.is_dir():
+            _bind_read_only(str(source), base / name)
+    for path in python_directories():
+        _bind_read_only(path, base / path.lstrip("/"))
+    _devices(base / "dev")
 
 
 def _skeleton(base: Path) -> None:

@@ -1,0 +1,202 @@
+/* Process 1 of a sandbox, from the clone to its agent's loop. */
+#include <errno.h>
+#include <fcntl.h>
+#include <grp.h>
+#include <net/if.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mount.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "guest.h"
+#include "spawn.h"
+
+#define SAFE (MS_NOSUID | MS_NODEV)
+#define INODES "65536"
+
+/* Tells the spawner what went wrong, in words, and ends. */
+static _Noreturn void fail(int sync, const char *what)
+{
+    char words[200];
+    snprintf(words, sizeof words, "e%s: %s", what, strerror(errno));
+    send(sync, words, strlen(words), MSG_NOSIGNAL);
+    _exit(1);
+}
+
+static int make_directory(int base, const char *name, mode_t mode, uint32_t owner)
+{
+    if (mkdirat(base, name, mode) < 0)
+        return -1;
+    if (owner != 0 && fchownat(base, name, owner, owner, AT_SYMLINK_NOFOLLOW) < 0)
+        return -1;
+    return fchmodat(base, name, mode, 0); /* past the umask */
+}
+
+int make_scratch(const struct settings *settings, const struct request *wanted)
+{
+    char size[32];
+    snprintf(size, sizeof size, "%llu", (unsigned long long)wanted->disk_bytes);
+    int context = fsopen("tmpfs", FSOPEN_CLOEXEC);
+    if (context < 0)
+        return -1;
+    int root = -1;
+    if (fsconfig(context, FSCONFIG_SET_STRING, "size", size, 0) == 0 && fsconfig(context, FSCONFIG_SET_STRING, "mode", "755", 0) == 0
+        && fsconfig(context, FSCONFIG_SET_STRING, "nr_inodes", INODES, 0) == 0 && fsconfig(context, FSCONFIG_CMD_CREATE, NULL, NULL, 0) == 0)
+        root = fsmount(context, FSMOUNT_CLOEXEC, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV);
+    int saved = errno;
+    close(context);
+    errno = saved;
+    if (root < 0)
+        return -1;
+    uint32_t owner = settings->owner;
+    if (make_directory(root, "upper", 0755, owner) < 0 || make_directory(root, "work", 0755, owner) < 0
+        || make_directory(root, "tmp", 01777, owner) < 0) {
+        saved = errno;
+        close(root);
+        errno = saved;
+        return -1;
+    }
+    return root;
+}
+
+/* Runs tar as the user that owns the files, with no privilege, on what a snapshot holds. */
+static void unpack(const struct settings *settings, int archive, int sync)
+{
+    pid_t worker = fork();
+    if (worker < 0)
+        fail(sync, "fork for tar");
+    if (worker == 0) {
+        uint32_t owner = settings->owner;
+        if (setgroups(0, NULL) < 0 && owner != 0)
+            _exit(126);
+        if (setresgid(owner, owner, owner) < 0 || setresuid(owner, owner, owner) < 0 || chdir(HIDDEN_BOX) < 0 || dup2(archive, 0) < 0)
+            _exit(126);
+        close_range(3, ~0U, 0);
+        if (owner == 0 && drop_capabilities() < 0)
+            _exit(126);
+        if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) < 0 || filter_calls() < 0)
+            _exit(126);
+        execl("/usr/bin/tar", "tar", "--extract", "--file=-", "--no-same-owner", "--preserve-permissions", "--xattrs",
+              "--xattrs-include=user.overlay.opaque", "--delay-directory-restore", "--", "upper", "tmp", (char *)NULL);
+        _exit(127);
+    }
+    int status;
+    while (waitpid(worker, &status, 0) < 0 && errno == EINTR)
+        ;
+    if (WIFEXITED(status) && WEXITSTATUS(status) == 0)
+        return;
+    errno = WIFEXITED(status) && WEXITSTATUS(status) == 127 ? ENOENT : ENOSPC;
+    fail(sync, "tar can't unpack the snapshot (disk_mb below what it holds, or /usr/bin/tar is missing)");
+}
+
+_Noreturn void write_archive(int scratch, int out)
+{
+    if (fchdir(scratch) < 0 || dup2(out, 1) < 0)
+        _exit(126);
+    close_range(3, ~0U, 0);
+    if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) < 0 || filter_calls() < 0)
+        _exit(126);
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    execl("/usr/bin/tar", "tar", "--create", "--file=-", "--format=pax", "--numeric-owner", "--sparse", "--xattrs",
+          "--xattrs-include=user.overlay.opaque", "--warning=no-file-ignored", "--exclude=tmp/.envd", "--", "upper", "tmp", (char *)NULL);
+    _exit(127);
+}
+
+static void mount_view(const struct settings *settings, const struct request *wanted, int scratch, int archive, int sync)
+{
+    char template[sizeof HIDDEN_TEMPLATES + MAX_NAME];
+    snprintf(template, sizeof template, "%s/%s", HIDDEN_TEMPLATES, wanted->template);
+    if (move_mount(scratch, "", AT_FDCWD, HIDDEN_BOX, MOVE_MOUNT_F_EMPTY_PATH) < 0)
+        fail(sync, "mount its tmpfs");
+    if (archive >= 0)
+        unpack(settings, archive, sync);
+    if (mount(template, "/.template", NULL, MS_BIND, NULL) < 0)
+        fail(sync, "bind its template");
+    unsigned long flags = SAFE | (wanted->flags & FLAG_READ_ONLY ? MS_RDONLY : 0);
+    const char *layers = "lowerdir=/.template,upperdir=" HIDDEN_BOX "/upper,workdir=" HIDDEN_BOX "/work,userxattr";
+    if (mount("overlay", "/workspace", "overlay", flags, layers) < 0)
+        fail(sync, "mount its overlay");
+    if (mount(HIDDEN_BOX "/tmp", "/tmp", NULL, MS_BIND, NULL) < 0)
+        fail(sync, "bind its /tmp");
+    if (mount("proc", "/proc", "proc", SAFE | MS_NOEXEC, NULL) < 0)
+        fail(sync, "mount its /proc");
+    if (mount("devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, "ptmxmode=0666,mode=0620") < 0)
+        fail(sync, "mount its /dev/pts");
+    if (umount2(HIDDEN, MNT_DETACH) < 0)
+        fail(sync, "unmount what is hidden");
+    if (chdir("/workspace") < 0)
+        fail(sync, "enter its workspace");
+}
+
+static int raise_loopback(void)
+{
+    struct ifreq request = {.ifr_name = "lo", .ifr_flags = IFF_UP | IFF_RUNNING};
+    int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    if (fd < 0)
+        return -1;
+    int done = ioctl(fd, SIOCSIFFLAGS, &request);
+    close(fd);
+    return done;
+}
+
+/* Until here process 1 was the spawner's own user; from here it is root of a user namespace that owns nothing. */
+static void become_nobody(int sync)
+{
+    char go;
+    if (unshare(CLONE_NEWUSER | CLONE_NEWCGROUP) < 0)
+        fail(sync, "unshare its user namespace");
+    if (send(sync, "m", 1, MSG_NOSIGNAL) != 1 || recv(sync, &go, 1, 0) != 1)
+        _exit(1); /* the spawner has gone */
+    setgroups(0, NULL); /* refused where groups can't be mapped; there the user's own stay, as everywhere for that user */
+    if (setresgid(0, 0, 0) < 0 || setresuid(0, 0, 0) < 0)
+        fail(sync, "become its user");
+}
+
+static void confine(const struct settings *settings, const struct request *wanted, int sync)
+{
+    if (drop_capabilities() < 0)
+        fail(sync, "drop capabilities");
+    if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) < 0 || prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) < 0)
+        fail(sync, "prctl");
+    /* not earlier: a change of user undoes it */
+    if (prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0) < 0)
+        fail(sync, "prctl");
+    if (limit_resources(settings, wanted) < 0)
+        fail(sync, "setrlimit");
+    if (restrict_files(settings->landlock) < 0)
+        fail(sync, "Landlock");
+    if (filter_calls() < 0)
+        fail(sync, "seccomp");
+    if (send(sync, "r", 1, MSG_NOSIGNAL) != 1)
+        _exit(1); /* the spawner died before its death could be signalled */
+}
+
+_Noreturn void run_box(const struct settings *settings, const struct request *wanted, int stream, int archive, int scratch, int sync)
+{
+    sigset_t none;
+    sigemptyset(&none);
+    for (int number = 1; number < NSIG; number++)
+        signal(number, SIG_DFL);
+    sigprocmask(SIG_SETMASK, &none, NULL);
+    umask(022);
+    if (groups_enter(&settings->groups, wanted) < 0)
+        fail(sync, "enter its control groups");
+    mount_view(settings, wanted, scratch, archive, sync);
+    if (sethostname(wanted->host_name, strlen(wanted->host_name)) < 0)
+        fail(sync, "set its host name");
+    if (raise_loopback() < 0)
+        fail(sync, "raise its loopback");
+    become_nobody(sync);
+    confine(settings, wanted, sync);
+    const struct guest_config config = {.workspace = "/workspace", .scratch = "/tmp/.envd", .is_init = true};
+    _exit(guest_main(stream, stream, &config));
+}

@@ -1,0 +1,41 @@
+"""Becomes the native spawner: prepares, in Python, what it needs of the machine, and runs the program `envd-spawn` in its place.
+
+    python -m envd.sandbox.spawner CONTROL_FD RUN_DIR NAME PROGRAM
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from envd.sandbox import linux, rootfs
+from envd.sandbox.cgroups import Cgroups
+from envd.sandbox.zygote import sandbox_environment
+
+
+def main(arguments: list[str]) -> None:
+    """Never returns: ends as the spawner."""
+    control, run_dir, name, program = int(arguments[0]), Path(arguments[1]), arguments[2], arguments[3]
+    # Opened now because their paths are out of sight once this process has a root of its own.
+    binary = os.open(program, os.O_RDONLY | os.O_CLOEXEC)
+    above = os.open(run_dir.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    groups = Cgroups(name, freezer=True)
+    owner = linux.sandbox_owner()
+    inside = owner if owner == linux.SANDBOX_USER else 0
+    linux.own_mounts()
+    rootfs.prepare_shared_root(run_dir)
+    command = ["envd-spawn", "--owner", str(inside), "--run-dir", f"{above}:{run_dir.name}"]
+    kept = [control, above]
+    for controller, (base, parent) in groups.descriptors.items():
+        command += [f"--{controller}", str(base), "--group", f"{parent}:{name}"]
+        kept += [base, parent]
+    if groups.unified:
+        command.append("--unified-limits")
+    for fd in kept:
+        os.set_inheritable(fd, True)
+    os.execve(binary, [*command, str(control)], sandbox_environment("/tmp"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
