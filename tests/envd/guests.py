@@ -1,0 +1,66 @@
+"""Starts an agent on a workspace of its own, as an ordinary process, and gives the link to it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+from envd.guest.link import GuestLink
+from envd.native import guest_binary
+
+T = TypeVar("T")
+KINDS = ("python", "native")
+
+
+def command(kind: str, fd: int, directory: Path) -> list[str]:
+    if kind == "python":
+        program = [sys.executable, "-m", "envd.guest"]
+    else:
+        native = guest_binary()
+        assert native is not None, "the native agent is not built: python -m envd.native.build"
+        program = [str(native)]
+    where = ["--workspace", str(directory / "workspace"), "--scratch", str(directory / "scratch")]
+    return [*program, "--fd", str(fd), *where]
+
+
+class Guest:
+    """One running agent. `link` works once `run` has made it."""
+
+    def __init__(self, kind: str, directory: Path) -> None:
+        self.workspace = directory / "workspace"
+        self.workspace.mkdir(parents=True)
+        self.socket, theirs = socket.socketpair()
+        environment = {"PATH": os.environ["PATH"], "HOME": str(directory), "LANG": "C.UTF-8"}
+        environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
+        with theirs:
+            self.process = subprocess.Popen(
+                command(kind, theirs.fileno(), directory), pass_fds=[theirs.fileno()], env=environment
+            )
+
+    def run(self, job: Callable[[GuestLink], Awaitable[T]], *, patience_s: float = 30.0, init: bool = True) -> T:
+        async def whole() -> T:
+            link = await GuestLink.over_socket(self.socket, patience_s=patience_s)
+            try:
+                if init:
+                    await link.init(host_name="box", env={"GREETING": "hello"})
+                async with asyncio.timeout(60):
+                    return await job(link)
+            finally:
+                link.close()
+                await link.closed()
+
+        return asyncio.run(whole())
+
+    def stop(self) -> None:
+        self.socket.close()
+        try:
+            self.process.wait(10)
+        finally:
+            self.process.kill()
+            self.process.wait()
