@@ -46,7 +46,7 @@ def prepare_base(run_dir: Path) -> None:
     for name in ("base", "templates", "proc", "mnt", "dev", "workspace"):
         (root / name).mkdir()
     base = root / "base"
-    _system(base)
+    fill_base(base)
     _bind_read_only(str(run_dir / "templates"), root / "templates")
     linux.mount("/proc", str(root / "proc"), flags=linux.MS_BIND | linux.MS_REC)
     _devices(root / "dev")
@@ -66,7 +66,7 @@ def prepare_shared_root(run_dir: Path) -> None:
     root = run_dir / "root"
     root.mkdir(exist_ok=True)
     linux.mount("tmpfs", str(root), "tmpfs", linux.MS_NOSUID, "mode=755,size=16m")
-    _system(root)
+    fill_base(root)
     (root / "dev/pts").mkdir()
     (root / "dev/ptmx").symlink_to("pts/ptmx")
     hidden = root / ".scratch"
@@ -97,8 +97,8 @@ def enter(template: str, disk_bytes: int) -> None:
     Path("/tmp").chmod(0o1777)
 
 
-def _system(base: Path) -> None:
-    """All that a sandbox sees and does not own."""
+def fill_base(base: Path) -> None:
+    """Put all that a sandbox sees and does not own into a directory of a private mount namespace."""
     _skeleton(base)
     for name in _SYSTEM:
         source = Path("/") / name
