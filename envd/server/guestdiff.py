@@ -180,8 +180,7 @@ async def _elsewhere(changes: AsyncIterator[Change]) -> bytes:
         feeding.cancel()
         if process.returncode is None:
             process.kill()
-        await asyncio.wait([feeding])
-        await process.wait()
+        await asyncio.gather(feeding, process.wait(), return_exceptions=True)
 
 
 async def _feed(writer: asyncio.StreamWriter, changes: AsyncIterator[Change]) -> None:

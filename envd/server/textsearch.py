@@ -26,7 +26,7 @@ _SET_ITEM = (
     r"(?:[a-z]-[a-z]|[A-Z]-[A-Z]|[0-9]-[0-9]|[A-Za-z0-9_ \"'<>=!@%,;:/`#.*+?(){}|$]|\\[.^$*+?()\[\]{}|\\/\-dsw])"
 )
 _REPEAT = r"(?:[*+?]|\{[0-9]{1,3}(?:,[0-9]{0,3})?\})\??"
-_ATOM = rf"(?:{_LITERAL}|\.|\\[dswDSW]|\[\^?{_SET_ITEM}+\]|\))"
+_ATOM = rf"(?:{_LITERAL}|\.|\\[dsw]|\[{_SET_ITEM}+\]|\))"
 PORTABLE = re.compile(
     rf"(?:\(\?i\))?(?:{_ATOM}(?:{_REPEAT})?(?![*+?{{])|\((?:\?:)?(?![*+?{{])|[|^$](?![*+?{{])|\\[bB](?![*+?{{]))*"
 )
@@ -44,7 +44,8 @@ _INLINE = 128 * 1024
 async def search_text(guest: GuestLink, need: Search, timeout_s: float) -> Output:
     """The lines that match. Raises BadPattern, ToolError, OSError as the local search does."""
     if len(need.pattern) <= _MAX_PORTABLE and PORTABLE.fullmatch(need.pattern) and await _plain(guest, need.path):
-        arguments = [*_RIPGREP, "--regexp", need.pattern, "--", f"./{need.path}"]
+        where = need.path if need.path == "." else f"./{need.path}"
+        arguments = [*_RIPGREP, "--regexp", need.pattern, "--", where]
         done = await run_in_guest(guest, candidates("rg"), arguments, timeout_s=timeout_s)
         if done is not None:
             found = _ripgrep_output(done)

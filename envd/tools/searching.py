@@ -117,7 +117,8 @@ def main(arguments: list[str], write: Callable[[bytes], object]) -> None:
     pattern, path = arguments
     head, tail, size = bytearray(), bytearray(), 0
     try:
-        for line in matches(open_below(".", path), path, compile_pattern(pattern)):
+        compiled = compile_pattern(pattern)
+        for line in matches(open_below(".", path), path, compiled):
             line = b"\n" + line if size else line
             size += len(line)
             room = _KEEP - len(head)

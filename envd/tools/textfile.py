@@ -25,7 +25,7 @@ def numbered(data: bytes, start: int, end: int) -> Output:
     true_bytes = stop - first + digits(start, end) + (end - start + 1)
     if true_bytes <= MAX_OUTPUT_BYTES:
         return _joined(data[first:stop].split(b"\n"), start)
-    return Output.of_parts(_head(data, first, stop, start), _tail(data, first, stop, end), true_bytes)
+    return Output.of_parts(_head(data, first, stop, start), _tail(data, first, stop, end), true_bytes, MAX_OUTPUT_BYTES)
 
 
 def replace_line(data: bytes, number: int, new: bytes) -> bytes:
@@ -36,7 +36,7 @@ def replace_line(data: bytes, number: int, new: bytes) -> bytes:
 
 
 def _joined(lines: list[bytes], start: int) -> Output:
-    output = Output()
+    output = Output(MAX_OUTPUT_BYTES)
     output.feed(b"\n".join(b"%d %b" % (number, line) for number, line in enumerate(lines, start)))
     return output
 
@@ -62,7 +62,7 @@ def _tail(data: bytes, first: int, stop: int, number: int) -> bytes:
         tail.append((b"%d " % number if shown == begin else b"") + data[shown:stop])
         size += len(tail[-1]) + 1
         number, stop = number - 1, begin - 1
-    return b"\n".join(reversed(tail))
+    return b"\n".join(reversed(tail))[-(MAX_OUTPUT_BYTES // 2) :]
 
 
 def digits(start: int, end: int) -> int:
