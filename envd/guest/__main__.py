@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from envd.guest.agent import Agent, Place
+from envd.guest.agent import Agent
 from envd.sandbox import linux
 
 
@@ -30,8 +30,8 @@ def main() -> None:
     for fd in (reading, writing):
         os.set_inheritable(fd, False)
     arguments.scratch.mkdir(mode=0o700, exist_ok=True)
-    workspace = arguments.workspace.resolve()
-    Agent(reading, writing, Place(workspace, workspace, arguments.scratch.resolve())).serve()
+    workspace, scratch = arguments.workspace.resolve(), arguments.scratch.resolve()
+    Agent(reading, writing, workspace=workspace, scratch=scratch).serve()
 
 
 if __name__ == "__main__":

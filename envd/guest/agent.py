@@ -10,9 +10,7 @@ import errno
 import os
 import signal
 import socket
-import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from envd.guest.files import Files
@@ -31,29 +29,19 @@ _MAX_LIMIT = 1024 * 1024
 Cancel = Callable[[], None]
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where an agent finds its things."""
-
-    workspace: Path
-    template: Path
-    scratch: Path
-    """A directory outside the workspace for the shell's pipes."""
-
-
 class Agent:
     """One sandbox's end of the protocol."""
 
-    def __init__(self, reading: int, writing: int, place: Place) -> None:
+    def __init__(self, reading: int, writing: int, *, workspace: Path, scratch: Path) -> None:
         self._in, self._out = reading, writing
         for fd in (reading, writing):
             os.set_blocking(fd, False)
         self._loop = Loop()
         self._env = dict(os.environ)
-        self._files = Files(place.workspace)
-        self._workspace = place.workspace
-        self._processes = Processes(self._loop, place.workspace)
-        self._shell = Shell(self._loop, place.workspace, place.scratch, self._env, self._processes.pids, self._collect)
+        self._files = Files(workspace)
+        self._workspace = workspace
+        self._processes = Processes(self._loop, workspace)
+        self._shell = Shell(self._loop, workspace, scratch, self._env, self._processes.pids, self._collect)
         self._received, self._unsent = bytearray(), bytearray()
         self._waiting: dict[int, Cancel] = {}
         self._asks: dict[int, Callable[[int, Reader], None]] = {
@@ -385,18 +373,6 @@ def refuse(sock: socket.socket, error: BaseException) -> None:
         sock.sendall(HEAD.pack(len(body) + 5, 1, Answer.ERROR) + body)
     except OSError:
         pass  # the server has gone too
-
-
-def prepare_process(env: dict[str, str]) -> None:
-    """Start a sandbox's processes from a known state: umask, environment, standard streams."""
-    os.umask(0o022)
-    os.environ.clear()
-    os.environ.update(env)
-    tempfile.tempdir = None
-    null = os.open("/dev/null", os.O_RDWR)
-    for number in (0, 1, 2):
-        os.dup2(null, number)
-    os.close(null)
 
 
 def _path(fields: Reader) -> str:

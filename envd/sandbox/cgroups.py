@@ -78,17 +78,21 @@ class Cgroups:
             }
         for controller, base in self._bases.items():
             os.mkdir(group, dir_fd=base)
-            for key, value in files[controller].items():
+            for key, value in files.get(controller, {}).items():
                 _put(base, f"{group}/{key}", value, optional=key == "memory.swap.max")
             _put(base, f"{group}/cgroup.procs", str(pid))
 
-    def remove(self, group: str) -> None:
-        """Remove an empty group."""
+    def remove(self, group: str) -> bool:
+        """Remove an empty group. False where its last process is still being torn down."""
+        removed = True
         for base in self._bases.values():
             try:
                 os.rmdir(group, dir_fd=base)
+            except FileNotFoundError:
+                continue
             except OSError:
-                continue  # gone already, or the last process is still being torn down: close() tries again
+                removed = False
+        return removed
 
     def close(self) -> None:
         """Remove everything that was made here."""

@@ -1,20 +1,22 @@
 """Grades one final state in a fresh sandbox: diff applied, test configuration restored, hidden files placed, tests run.
 
-This process supervises and runs nothing of the agent's; the tests run in a forked child that reports over a pipe.
-Its exit code is not believed: a test that did not report is missing, whatever the child said last.
+    serve_verification: this process, the supervisor's user, runs nothing of the agent's
+      prepare.Preparation   diff, configuration, hidden files
+      fork -> runner        the tests, as the workspace's user without capabilities; reports over a pipe
+      verdict               what was reported, believed or not
+
+The runner's exit code is not believed unless it is the one agreed on: a test that did not report is missing, whatever the child said last.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import io
 import json
 import os
 import secrets
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -24,29 +26,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
 from envd.sandbox import linux, wire
-from envd.sandbox.agent import Place
-from envd.sandbox.diff import changed_paths
-from envd.sandbox.patch import NotPlain, apply_plain
+from envd.sandbox.origin import Origin
+from envd.sandbox.place import Place
+from envd.sandbox.prepare import Preparation
 from envd.sandbox.proctree import kill_since, reap
-from envd.sandbox.runner import base_name, pipe_sender, run_tests
+from envd.sandbox.runner import pipe_sender, run_tests
+from envd.sandbox.verdict import Ending, Record, all_missing, judge_records
 from envd.tools import Output
-from envd.tools.paths import make_parents, open_in_root
-from envd.types import TestOutcome, TestStatus, VerifyExit, VerifyResult
+from envd.types import VerifyResult
 
-_CONFIGURATION = frozenset(
-    {
-        "conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg",
-        "pyproject.toml", "sitecustomize.py", "usercustomize.py",
-    }
-)  # fmt: skip
 _LOG_BYTES = 8192
-_MACHINE_FAULTS = frozenset({errno.ENOMEM, errno.EIO, errno.EMFILE, errno.ENFILE, errno.EAGAIN})
-"""What a final state does not cause by itself: to be tried again. Every other failure to set it up is its own."""
-Record = tuple[str, str, str, str, str]
 
 
-def serve_verification(sock: socket.socket, place: Place) -> None:
-    """Answer readiness, then one verification."""
+def serve_verification(sock: socket.socket, place: Place, *, supervised: bool = False) -> None:
+    """Answer readiness, then one verification. supervised: as `linux.become_supervisor` leaves a process."""
     gc.disable()  # a collection would only copy pages that are shared with the zygote
     while (frame := wire.receive(sock)) is not None:
         header, blob = frame
@@ -58,21 +51,34 @@ def serve_verification(sock: socket.socket, place: Place) -> None:
         for path, size in header["hidden"]:
             files[path] = blob[start : start + size]
             start += size
-        result = verify(place, blob[: header["diff_bytes"]], files, header["tests"], float(header["timeout_s"]))
+        result = verify(
+            place, blob[: header["diff_bytes"]], files, header["tests"], float(header["timeout_s"]), supervised
+        )
         wire.send(sock, {"result": asdict(result)})
 
 
 def verify(
-    place: Place, diff: bytes, hidden: Mapping[str, bytes], tests: Sequence[str], timeout_s: float
+    place: Place,
+    diff: bytes,
+    hidden: Mapping[str, bytes],
+    tests: Sequence[str],
+    timeout_s: float,
+    supervised: bool = False,
 ) -> VerifyResult:
     """Run the tests on the template with the diff applied."""
     # held open from before anything is applied or run: whatever stands at its path later is not read
     log = os.open(place.scratch / "log", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    problem = _prepare(place, diff, hidden)
+    preparation = Preparation(place.workspace, place.template, place.scratch, supervised=supervised)
+    problem = preparation.run(diff, hidden)
     if problem is not None:
-        return VerifyResult(_all_missing(tests), "apply_failed", problem)
-    ended, records = _supervise(place, tests, log, timeout_s, layout(place.template, hidden, tests))
-    return VerifyResult(outcomes(tests, records), ended, _read_log(log, place.workspace))
+        return VerifyResult(all_missing(tests), "apply_failed", problem)
+    how = layout(place.template, hidden, tests)
+    origin = Origin(place.workspace, place.template, hidden)
+    runner = _Runner(place.workspace, tests, log, how, origin, supervised)
+    ending, records = runner.supervise(timeout_s)
+    outcomes, tampering = judge_records(tests, records, ending, canaries=not how.conftests)
+    said = _read_log(log, place.workspace)
+    return VerifyResult(outcomes, ending.exit, said, tampering=(*tampering, *preparation.notes))
 
 
 @dataclass(frozen=True)
@@ -93,161 +99,65 @@ def layout(template: Path, hidden: Mapping[str, bytes], tests: Sequence[str]) ->
     )
 
 
-def outcomes(tests: Sequence[str], records: Sequence[Record]) -> tuple[TestOutcome, ...]:
-    """Each requested test's outcome from what was reported. A test passes only if all it stands for ran and passed."""
-    phases: dict[str, dict[str, tuple[str, str]]] = {}
-    twice: set[str] = set()
-    files: dict[str, tuple[str, str]] = {}
-    for kind, name, phase, status, message in records:
-        if kind == "collect":
-            files[name] = (status, message)
-        elif kind == "test":
-            reported = phases.setdefault(name, {})
-            if phase in reported:
-                twice.add(name)
-            reported[phase] = (status, message)
-    answer = []
-    for test in tests:
-        members = [name for name in sorted(phases) if test in (name, base_name(name))]
-        found = [_one_test(phases[name], name in twice) for name in members]
-        status, message = _worst(found) if found else _not_run(test, files)
-        answer.append(TestOutcome(test, status, message))
-    return tuple(answer)
+class _Runner:
+    """The forked child that runs the tests, and what its supervisor does with it."""
+
+    def __init__(
+        self, root: Path, tests: Sequence[str], log: int, how: Layout, origin: Origin, supervised: bool
+    ) -> None:
+        self._root, self._tests, self._log, self._how, self._origin = root, tests, log, how, origin
+        self._supervised = supervised
+
+    def supervise(self, timeout_s: float) -> tuple[Ending, list[Record]]:
+        """Run the tests until they end or the deadline passes; nothing of theirs lives on."""
+        nonce, agreed = secrets.token_hex(16), 16 + secrets.randbelow(240)
+        read_end, write_end = os.pipe2(os.O_CLOEXEC)
+        runner = os.fork()
+        if runner == 0:
+            self._become(write_end, nonce, agreed)
+        os.close(write_end)
+        os.set_blocking(read_end, False)
+        data, in_time = _gather(runner, read_end, timeout_s)
+        status = os.waitstatus_to_exitcode(os.waitpid(runner, 0)[1]) if in_time else 0
+        kill_since(os.getpid(), frozenset())
+        reap()
+        records = list(_believed(data, nonce))
+        if not in_time:
+            return Ending("timed_out", as_agreed=False), records
+        ended = any(record[0] == "end" for record in records)
+        return Ending("completed" if ended else "crashed", status == agreed, status), records
+
+    def _become(self, write_end: int, nonce: str, agreed: int) -> None:
+        """The forked child: nothing but the report pipe is open in it, and it never returns."""
+        try:
+            os.dup2(self._log, 1)
+            os.dup2(self._log, 2)
+            report = 100 + secrets.randbelow(800)
+            os.dup2(write_end, report, inheritable=False)
+            os.closerange(3, report)
+            os.closerange(report + 1, 1024)
+            os.setsid()
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            if self._supervised:
+                _leave_the_supervisor()
+            linux.die_with_parent()  # not earlier: a change of user undoes it
+            gc.enable()
+            gc.set_threshold(20_000, 20, 100)
+            send = pipe_sender(report, nonce)
+            how = self._how
+            run_tests(self._root, self._tests, send, self._origin, src=how.src, conftests=how.conftests)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            linux.leave(agreed)
 
 
-def _one_test(reported: Mapping[str, tuple[str, str]], twice: bool) -> tuple[TestStatus, str]:
-    if twice:
-        return "error", "reported twice"
-    for phase in ("setup", "call", "teardown"):
-        if phase not in reported:
-            return "missing", f"no report of its {phase}"
-        status, message = reported[phase]
-        if status == "skipped":
-            return "skipped", message
-        if status != "passed":
-            return ("failed" if phase == "call" else "error"), message
-    return "passed", ""
-
-
-_SEVERITY: tuple[TestStatus, ...] = ("passed", "skipped", "missing", "error", "failed")
-
-
-def _worst(found: Sequence[tuple[TestStatus, str]]) -> tuple[TestStatus, str]:
-    return max(found, key=lambda outcome: _SEVERITY.index(outcome[0]))
-
-
-def _not_run(test: str, files: Mapping[str, tuple[str, str]]) -> tuple[TestStatus, str]:
-    for name, (status, message) in sorted(files.items()):
-        if test == name or test.startswith(name + "::"):
-            return ("skipped" if status == "skipped" else "error"), message
-    return "missing", "not collected or never reported"
-
-
-def _all_missing(tests: Sequence[str]) -> tuple[TestOutcome, ...]:
-    return tuple(TestOutcome(test, "missing", "not run") for test in tests)
-
-
-def _prepare(place: Place, diff: bytes, hidden: Mapping[str, bytes]) -> str | None:
-    """Set the final state up for the tests; the reason when it can't be."""
-    try:
-        problem = _apply(place, diff)
-        if problem is None:
-            _restore_configuration(place)
-            for path, content in sorted(hidden.items()):
-                _place_file(place.workspace, path, content)
-    except OSError as error:
-        if error.errno in _MACHINE_FAULTS:
-            raise
-        return f"the final state leaves no place for the hidden tests: {error.strerror}"
-    return problem
-
-
-def _apply(place: Place, diff: bytes) -> str | None:
-    """Apply a git patch to the workspace; the reason when git refuses."""
-    if not diff.strip():
-        return None
-    with contextlib.suppress(NotPlain):
-        apply_plain(place.workspace, diff)
-        return None
-    patch, errors = place.scratch / "patch", place.scratch / "errors"
-    patch.write_bytes(diff)
-    actions = [
-        (os.POSIX_SPAWN_OPEN, 2, str(errors), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600),
-    ]
-    command = ["git", "apply", "--whitespace=nowarn", str(patch)]
-    pid = os.posix_spawnp("git", command, os.environ, file_actions=actions)
-    _, status = os.waitpid(pid, 0)
-    if status == 0:
-        return None
-    return errors.read_text(errors="replace").replace(str(patch), "the diff")[:2000]
-
-
-def _restore_configuration(place: Place) -> None:
-    """Undo what the diff did to files that steer Python or pytest."""
-    for path in changed_paths(place.template, place.workspace):
-        if Path(path).name in _CONFIGURATION or path.endswith(".pth"):
-            target, original = place.workspace / path, place.template / path
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
-                target.unlink()
-            if original.exists() and not original.is_symlink():
-                _place_file(place.workspace, path, original.read_bytes())
-
-
-def _place_file(root: Path, path: str, content: bytes) -> None:
-    """Write a file, replacing whatever stands in its way: a link, a directory, or a file where a parent must be."""
-    target = root / path
-    for part in [*reversed(target.relative_to(root).parents), Path(path)][1:]:
-        here = root / part
-        if here.is_symlink() or (here.is_file() and here != target):
-            here.unlink()
-    if target.is_dir():
-        shutil.rmtree(target)
-    make_parents(root, path)
-    target.unlink(missing_ok=True)
-    fd = open_in_root(root, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
-    with os.fdopen(fd, "wb") as file:
-        file.write(content)
-
-
-def _supervise(
-    place: Place, tests: Sequence[str], log: int, timeout_s: float, layout: Layout
-) -> tuple[VerifyExit, list[Record]]:
-    nonce = secrets.token_hex(16)
-    read_end, write_end = os.pipe2(os.O_CLOEXEC)
-    runner = os.fork()
-    if runner == 0:
-        _become_runner(place, tests, log, write_end, nonce, layout)
-    os.close(write_end)
-    os.set_blocking(read_end, False)
-    data, in_time = _gather(runner, read_end, timeout_s)
-    kill_since(os.getpid(), frozenset())
-    reap()
-    records = list(_believed(data, nonce))
-    if not in_time:
-        return "timed_out", records
-    return ("completed" if any(record[0] == "end" for record in records) else "crashed"), records
-
-
-def _become_runner(place: Place, tests: Sequence[str], log: int, write_end: int, nonce: str, layout: Layout) -> None:
-    """The forked child: nothing but the report pipe is open in it, and it never returns."""
-    try:
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        report = 100 + secrets.randbelow(800)
-        os.dup2(write_end, report, inheritable=False)
-        os.closerange(3, report)
-        os.closerange(report + 1, 1024)
-        os.setsid()
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        linux.die_with_parent()
-        gc.enable()
-        gc.set_threshold(20_000, 20, 100)
-        send = pipe_sender(report, nonce)
-        run_tests(place.workspace, tests, send, src=layout.src, conftests=layout.conftests)
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        linux.leave(0)
+def _leave_the_supervisor() -> None:
+    """Become the workspace's user, without a way back."""
+    os.setresgid(0, 0, 0)
+    os.setresuid(0, 0, 0)
+    linux.drop_capabilities()
+    linux.hide_from_ptrace()
 
 
 def _gather(runner: int, pipe: int, timeout_s: float) -> tuple[bytes, bool]:
@@ -298,8 +208,8 @@ def _believed(data: bytes, nonce: str) -> list[Record]:
             if said == nonce and len(rest) == 5 and all(isinstance(each, str) for each in rest):
                 text = rest[4].encode(errors="replace").decode()  # lone surrogates can't be sent on
                 records.append((rest[0], rest[1], rest[2], rest[3], text))
-                if rest[0] == "end":
-                    break
+                if len(records) > 1 and records[-2][0] == "end":
+                    break  # one after the end is all there is to know
     return records
 
 

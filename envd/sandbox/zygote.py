@@ -2,9 +2,9 @@
 
     python -m envd.sandbox.zygote CONTROL_FD RUN_DIR NAME --backend namespaces|plain --role agent|verifier
 
-Control messages (JSON, one a datagram): {"id", "template", "memory", "pids", "cpu", "disk"} with the sandbox's end of a
-socketpair attached. When the control connection closes, the server is gone: the zygote kills what it forked,
-removes groups and directories, and ends.
+Control messages (JSON, one a datagram): {"id", "template", "host_name", "memory", "pids", "cpu", "disk"} with the sandbox's end of a
+socketpair attached; {"kill": id}. In the role `agent` the zygote says {"gone": id} of each sandbox of which nothing is left. When the
+control connection closes, the server is gone: the zygote kills what it forked, removes groups and directories, and ends.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import select
 import shutil
 import signal
 import socket
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from envd.guest.agent import Agent, refuse
 from envd.sandbox import linux, rootfs, wire
-from envd.sandbox.agent import Agent, Place, prepare_process
 from envd.sandbox.cgroups import Cgroups
-from envd.sandbox.proctree import descendants, reap
+from envd.sandbox.place import Place, prepare_process, sandbox_environment
+from envd.sandbox.proctree import descendants, kill_since, reap
 from envd.tools.paths import WORKSPACE
 
 _OPEN_FILES = 1024
@@ -41,7 +41,10 @@ class Zygote:
         self._role = role
         self._boxes: dict[int, str] = {}  # pid of process 1 -> sandbox id
         self._groups = Cgroups(name)
+        self._left: list[str] = []  # groups that could not be removed yet
         self._owner = linux.sandbox_owner()
+        # what judges runs as another user than what is judged, where there are two
+        self._supervised = role == "verifier" and self._namespaces and self._owner == linux.SANDBOX_USER
         # Held open because the path is out of sight once this process has a root of its own.
         self._above_run_dir = os.open(run_dir.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
@@ -96,12 +99,17 @@ class Zygote:
         if not data:
             return False
         request = json.loads(data)
+        if "kill" in request:
+            self._kill(request["kill"])
+            return True
         os.set_inheritable(fds[0], False)
         with socket.socket(fileno=fds[0]) as sock:
             try:
                 self._fork(request, sock)
             except OSError as error:
-                _answer_failure(sock, error)
+                self._answer_failure(sock, error)
+                if request["id"] not in self._boxes.values():
+                    self._tell_gone(request["id"])
         return True
 
     def _fork(self, request: dict[str, Any], sock: socket.socket) -> None:
@@ -128,8 +136,11 @@ class Zygote:
             outside = self._owner if self._owner == linux.SANDBOX_USER else 0
             if outside == 0:
                 Path(f"/proc/{pid}/setgroups").write_text("deny")
-            Path(f"/proc/{pid}/uid_map").write_text(f"0 {outside} 1")
-            Path(f"/proc/{pid}/gid_map").write_text(f"0 {outside} 1")
+            users = f"0 {outside} 1\n"
+            if self._supervised:
+                users += f"{linux.SUPERVISOR} {outside + linux.SUPERVISOR} 1\n"
+            Path(f"/proc/{pid}/uid_map").write_text(users)
+            Path(f"/proc/{pid}/gid_map").write_text(users)
         limits = {key: request[key] for key in ("memory", "pids", "cpu")}
         self._groups.place(request["id"], pid, **limits)
 
@@ -153,7 +164,7 @@ class Zygote:
             )
             serve(self._role, sock, place)
         except BaseException as error:  # noqa: BLE001 - the child reports whatever it was and never returns
-            _answer_failure(sock, error)
+            self._answer_failure(sock, error)
         finally:
             linux.leave(0)
 
@@ -162,10 +173,13 @@ class Zygote:
         os.setresuid(0, 0, 0)
         if self._owner == linux.SANDBOX_USER:
             os.setgroups([])
-        socket.sethostname("sandbox")
+        socket.sethostname(request.get("host_name", "sandbox"))
         rootfs.enter(request["template"], request["disk"])
         linux.raise_loopback()
-        linux.drop_capabilities()
+        if self._supervised:
+            linux.become_supervisor()
+        else:
+            linux.drop_capabilities()
         linux.no_new_privileges()
         linux.hide_from_ptrace()
         prepare_process(sandbox_environment("/tmp"))
@@ -176,6 +190,8 @@ class Zygote:
 
     def _plain_copy(self, request: dict[str, Any]) -> Place:
         template = self._run_dir / "templates" / request["template"]
+        if not template.is_dir():
+            raise FileNotFoundError(f"no template {request['template']}")
         box = self._run_dir / "boxes" / request["id"]
         workspace, scratch = box / "workspace", box / "scratch"
         shutil.copytree(template, workspace, symlinks=True)
@@ -187,15 +203,42 @@ class Zygote:
         os.chdir(workspace)
         return Place(workspace, template, scratch)
 
+    def _kill(self, identity: str) -> None:
+        """End a sandbox, whatever its agent does."""
+        for pid in [pid for pid, each in self._boxes.items() if each == identity]:
+            if not self._namespaces:  # process 1 of a namespace takes everything along, an ordinary process nothing
+                os.kill(pid, signal.SIGSTOP)
+                kill_since(pid, frozenset(), lambda: None)
+            os.kill(pid, signal.SIGKILL)
+
     def _bury(self, ended: dict[int, int]) -> None:
+        if not self._namespaces:
+            self._kill_strays()
         for pid in ended:
             identity = self._boxes.pop(pid, None)
             if identity is None:
                 continue
-            self._groups.remove(identity)
+            self._left.append(identity)
             if not self._namespaces:
-                self._kill_strays()
                 shutil.rmtree(self._run_dir / "boxes" / identity, ignore_errors=True)
+            self._tell_gone(identity)
+        self._left = [each for each in self._left if not self._groups.remove(each)]
+
+    def _tell_gone(self, identity: str) -> None:
+        if self._role == "agent":
+            try:
+                self._control.send(json.dumps({"gone": identity}).encode())
+            except OSError:
+                pass  # the server has gone; poll says so next
+
+    def _answer_failure(self, sock: socket.socket, error: BaseException) -> None:
+        if self._role == "agent":
+            refuse(sock, error)
+            return
+        try:
+            wire.send(sock, {"failed": f"{type(error).__name__}: {error}"})
+        except OSError:
+            pass  # the server has gone too
 
     def _kill_strays(self) -> None:
         """In the plain backend orphans of a dead agent come to us; nothing else below us lacks a living agent."""
@@ -224,40 +267,16 @@ def serve(role: str, sock: socket.socket, place: Place) -> None:
     if role == "verifier":
         from envd.sandbox.verifier import serve_verification
 
-        serve_verification(sock, place)
+        serve_verification(
+            sock, place, supervised=os.geteuid() == linux.SUPERVISOR and place.workspace == Path(WORKSPACE)
+        )
     else:
-        Agent(sock, place).serve()
-
-
-def sandbox_environment(home: str) -> dict[str, str]:
-    """Environment of a sandbox's processes: nothing of the server's own."""
-    python = str(Path(sys.prefix) / "bin")
-    return {
-        "PATH": f"{python}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-        "HOME": home,
-        "TMPDIR": home,
-        "LANG": "C.UTF-8",
-        "TZ": "UTC",
-        "TERM": "dumb",
-        "PYTHONHASHSEED": "0",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "GIT_CONFIG_COUNT": "1",
-        "GIT_CONFIG_KEY_0": "safe.directory",
-        "GIT_CONFIG_VALUE_0": "*",
-    }
+        Agent(sock.fileno(), sock.fileno(), workspace=place.workspace, scratch=place.scratch).serve()
 
 
 def _close_all_but(keep: int) -> None:
     os.closerange(3, keep)
     os.closerange(keep + 1, 65536)
-
-
-def _answer_failure(sock: socket.socket, error: BaseException) -> None:
-    try:
-        wire.send(sock, {"failed": f"{type(error).__name__}: {error}"})
-    except OSError:
-        pass  # the server has gone too
 
 
 def main() -> None:

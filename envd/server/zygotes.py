@@ -8,14 +8,18 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from envd.errors import BackendUnavailable, SandboxGone, SandboxStartError
+from envd.errors import BackendUnavailable, EnvdError, SandboxGone, SandboxStartError
+from envd.guest.link import GuestLink
 from envd.sandbox import wire
 from envd.types import Limits
 
 _START_TIMEOUT_S = 60.0
+_END_TIMEOUT_S = 20.0
+_TOO_LOW = "a sandbox could not start ({}): its memory or pid limit may be too low"
 _MIB = 1024 * 1024
 
 
@@ -76,6 +80,9 @@ class Zygote:
         self._role = role
         self._control = control
         self._count = 0
+        self._live: dict[str, asyncio.Future[None]] = {}
+        self._ended = asyncio.Event()
+        asyncio.get_running_loop().add_reader(control.fileno(), self._hear)
 
     @classmethod
     async def start(cls, run_dir: Path, name: str, backend: str, role: str) -> Zygote:
@@ -116,33 +123,116 @@ class Zygote:
         return cls(process, ours, role, tuple(json.loads(hello)["enforced"]))
 
     async def spawn(self, template: str, limits: Limits, env: dict[str, str]) -> Link:
-        """Fork a sandbox; it is ready when this returns. Raises SandboxStartError."""
+        """Fork a sandbox of the role `verifier`; it is ready when this returns. Raises SandboxStartError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._count += 1
+        with theirs:
+            ours.setblocking(False)
+            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 20)
+            try:
+                # the zygotes of a server share a directory
+                await self._request(f"{self._role}-{self._count}", template, limits, theirs)
+            except BaseException:
+                writer.close()
+                raise
+        link = Link(reader, writer)
+        try:
+            await link.ask({"op": "init", "env": env}, timeout_s=_START_TIMEOUT_S)
+        except SandboxGone as error:
+            raise SandboxStartError(_TOO_LOW.format(error)) from error
+        return link
+
+    async def spawn_guest(
+        self, name: str, template: str, limits: Limits, env: Mapping[str, str], host_name: str
+    ) -> GuestLink:
+        """Fork a sandbox of the role `agent`; its agent has answered INIT when this returns. Raises SandboxStartError."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            link = await GuestLink.over_socket(ours)
+            # Asked before anyone is there to answer: what can't start answers this first ask with its reason.
+            answered = asyncio.ensure_future(link.init(host_name=host_name, env=env))
+            await asyncio.sleep(0)
+            self._live[name] = asyncio.get_running_loop().create_future()
+            try:
+                await self._request(name, template, limits, theirs, host_name=host_name)
+            except BaseException:
+                self._live.pop(name)
+                link.close()
+                await asyncio.gather(answered, return_exceptions=True)
+                raise
+        try:
+            await answered
+        except (OSError, SandboxGone) as error:
+            await self.end_guest(name, link)
+            raise SandboxStartError(_TOO_LOW.format(error)) from error
+        except BaseException:
+            link.close()
+            self._kill(name)
+            raise
+        return link
+
+    async def end_guest(self, name: str, link: GuestLink) -> None:
+        """End a sandbox, and wait until nothing of it is left. Idempotent. Raises EnvdError where it does not end."""
+        link.close()
+        gone = self._live.get(name)
+        if gone is None:
+            return
+        self._kill(name)
+        try:
+            await asyncio.wait_for(asyncio.shield(gone), _END_TIMEOUT_S)
+        except TimeoutError as error:
+            raise EnvdError(
+                f"sandbox {name} does not end: a process of it hangs in the kernel; restart envd"
+            ) from error
+        await link.closed()
+
+    async def died(self) -> str:
+        """Return when the zygote has ended by itself."""
+        await self._ended.wait()
+        return f"the zygote of role {self._role} died: restart envd; the kernel's log tells whether memory ran out"
+
+    async def _request(self, name: str, template: str, limits: Limits, theirs: socket.socket, **more: str) -> None:
         request = {
-            "id": f"{self._role}-{self._count}",  # the zygotes of a server share a directory
+            "id": name,
             "template": template,
             "memory": limits.memory_mb * _MIB,
             "pids": limits.pids,
             "cpu": limits.cpu,
             "disk": limits.disk_mb * _MIB,
+            **more,
         }
-        with theirs:
-            ours.setblocking(False)
-            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 20)
-            try:
-                await self._send(json.dumps(request).encode(), theirs)
-            except OSError as error:
-                writer.close()
-                raise SandboxStartError(f"the zygote has gone ({error}): restart envd") from error
-        link = Link(reader, writer)
         try:
-            await link.ask({"op": "init", "env": env}, timeout_s=_START_TIMEOUT_S)
-        except SandboxGone as error:
-            raise SandboxStartError(
-                f"a sandbox could not start ({error}): its memory or pid limit may be too low"
-            ) from error
-        return link
+            await self._send(json.dumps(request).encode(), theirs)
+        except OSError as error:
+            raise SandboxStartError(f"the zygote has gone ({error}): restart envd") from error
+
+    def _kill(self, name: str) -> None:
+        try:
+            self._control.send(json.dumps({"kill": name}).encode())
+        except BlockingIOError:
+            asyncio.get_running_loop().call_later(0.01, self._kill, name)  # its queue is full
+        except OSError:
+            pass  # the zygote has gone, and all that it forked with it
+
+    def _hear(self) -> None:
+        """The zygote says what has gone; end of file says that it has gone itself."""
+        try:
+            data = self._control.recv(65536)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data:
+            gone = self._live.pop(str(json.loads(data)["gone"]), None)
+            if gone is not None and not gone.done():
+                gone.set_result(None)
+            return
+        asyncio.get_running_loop().remove_reader(self._control.fileno())
+        self._ended.set()
+        for gone in self._live.values():
+            if not gone.done():
+                gone.set_result(None)
+        self._live.clear()
 
     async def _send(self, data: bytes, sock: socket.socket) -> None:
         while True:
@@ -154,7 +244,9 @@ class Zygote:
 
     async def stop(self) -> None:
         """Close the control connection and wait until the zygote has cleaned up."""
-        self._control.close()
+        if self._control.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._control.fileno())
+            self._control.close()
         try:
             await asyncio.to_thread(self.process.wait, 15)
         except subprocess.TimeoutExpired:

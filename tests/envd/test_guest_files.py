@@ -46,7 +46,7 @@ def test_a_file_comes_back_as_it_was_written(guest: Guest) -> None:
         assert (await link.read_all("a/b/c.txt", 0))[1] == b""
 
     guest.run(job)
-    assert os.listdir(guest.workspace / "a/b") == ["c.txt"]
+    assert [path.name for path in (guest.workspace / "a/b").iterdir()] == ["c.txt"]
 
 
 def test_a_large_file_goes_in_pieces_and_is_whole(guest: Guest) -> None:
@@ -62,7 +62,7 @@ def test_a_large_file_goes_in_pieces_and_is_whole(guest: Guest) -> None:
         assert (await link.read_all("exact", CHUNK))[1] == data[:CHUNK]
 
     guest.run(job)
-    assert sorted(os.listdir(guest.workspace)) == ["big", "exact"]
+    assert sorted(path.name for path in guest.workspace.iterdir()) == ["big", "exact"]
 
 
 def test_a_reader_never_sees_half_of_a_file(guest: Guest) -> None:
