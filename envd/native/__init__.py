@@ -9,8 +9,6 @@ import functools
 import logging
 from pathlib import Path
 
-from envd.native.build import BINARIES, fingerprint, recorded_fingerprint
-
 _log = logging.getLogger(__name__)
 
 
@@ -25,13 +23,15 @@ def spawner_binary() -> Path | None:
 
 
 def _built(name: str) -> Path | None:
-    path = BINARIES / name
-    return path if path.exists() and _current() else None
+    path = Path(__file__).resolve().parent / "bin" / name
+    return path if path.exists() and _current(name) else None
 
 
 @functools.cache
-def _current() -> bool:
-    current = recorded_fingerprint() == fingerprint()
+def _current(name: str) -> bool:
+    from envd.native import build
+
+    current = build.recorded_fingerprint(name) == build.fingerprint(name)
     if not current:
-        _log.warning("the programs in %s are older than their sources: run `python -m envd.native.build`", BINARIES)
+        _log.warning("%s is older than its sources: run `python -m envd.native.build`", build.BINARIES / name)
     return current

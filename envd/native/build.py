@@ -31,19 +31,21 @@ class BuildError(Exception):
     """The programs can't be compiled here; the message says why in one line."""
 
 
-def fingerprint() -> str:
-    """Of the sources and the flags."""
+def fingerprint(name: str) -> str:
+    """Of a program's sources and the flags."""
     digest = hashlib.sha256(repr((_WARNINGS, _RELEASE, _LINK, _SANITIZE)).encode())
-    for path in sorted([*SOURCES.glob("*.c"), *SOURCES.glob("*.h")]):
-        content = path.read_bytes()
-        digest.update(f"{path.name} {len(content)}\n".encode() + content)
+    other = "spawn" if name == "envd-guest" else "main"
+    for path in sorted([*programs().get(name, []), *SOURCES.glob("*.h")]):
+        if not path.name.startswith(other):
+            content = path.read_bytes()
+            digest.update(f"{path.name} {len(content)}\n".encode() + content)
     return digest.hexdigest()
 
 
-def recorded_fingerprint(directory: Path = BINARIES) -> str:
-    """Of the sources that the programs in `directory` were built from; empty where there are none."""
+def recorded_fingerprint(name: str, directory: Path = BINARIES) -> str:
+    """Of what the program in `directory` was built from; empty where there is none."""
     try:
-        return (directory / _STAMP).read_text()
+        return (directory / f"{name}.{_STAMP}").read_text() if (directory / name).exists() else ""
     except OSError:
         return ""
 
@@ -61,18 +63,18 @@ def programs() -> dict[str, list[Path]]:
 def build(*, sanitize: bool = False) -> list[Path]:
     """Compile what changed and return the programs' paths. Raises BuildError."""
     directory = BINARIES / "sanitize" if sanitize else BINARIES
-    paths = [directory / name for name in programs()]
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        now = fingerprint()
-        if recorded_fingerprint(directory) == now and all(path.exists() for path in paths):
-            return paths
-        (directory / _STAMP).unlink(missing_ok=True)
-        with tempfile.TemporaryDirectory(dir=directory) as work:
-            _compile(_compiler(), Path(work), directory, _SANITIZE if sanitize else _RELEASE)
-        (directory / _STAMP).write_text(now)
-    return paths
+        for name, sources in programs().items():
+            now = fingerprint(name)
+            if recorded_fingerprint(name, directory) != now:
+                with tempfile.TemporaryDirectory(dir=directory) as work:
+                    _compile(name, sources, Path(work) / name, _SANITIZE if sanitize else _RELEASE)
+                    (directory / f"{name}.{_STAMP}").unlink(missing_ok=True)
+                    (Path(work) / name).replace(directory / name)
+                (directory / f"{name}.{_STAMP}").write_text(now)
+    return [directory / name for name in programs()]
 
 
 def _compiler() -> list[str]:
@@ -85,15 +87,14 @@ def _compiler() -> list[str]:
     return command
 
 
-def _compile(compiler: Sequence[str], work: Path, directory: Path, flags: Sequence[str]) -> None:
-    for name, sources in programs().items():
-        command = [*compiler, *_WARNINGS, *flags, *map(str, sources), *_LINK, "-o", str(work / name)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            sys.stderr.write(done.stderr)
-            first = next((line for line in done.stderr.splitlines() if "error" in line), f"code {done.returncode}")
-            raise BuildError(f"{compiler[0]} can't compile {name}: {first.strip()}")
-        (work / name).replace(directory / name)
+def _compile(name: str, sources: Sequence[Path], target: Path, flags: Sequence[str]) -> None:
+    compiler = _compiler()
+    command = [*compiler, *_WARNINGS, *flags, *map(str, sources), *_LINK, "-o", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        sys.stderr.write(done.stderr)
+        first = next((line for line in done.stderr.splitlines() if "error" in line), f"code {done.returncode}")
+        raise BuildError(f"{compiler[0]} can't compile {name}: {first.strip()}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

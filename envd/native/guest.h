@@ -11,6 +11,7 @@ struct guest_config {
     bool is_init;           /* process 1 of its pid namespace: the kernel ends all with it. Else it is a subreaper and kills what it started */
     bool owns_machine;      /* may set the clock, mix the kernel's entropy with credit, name the host (a VM's init) */
     bool escaped;           /* the stream is byte-stuffed and can be reset (protocol.h), for serial lines and restored snapshots */
+    bool stays;             /* with `escaped`: where the line ends, wait for the next server instead of ending */
     bool no_openat2;        /* resolve paths step by step even where the kernel could (kernels without openat2 do so by themselves) */
 };
 

@@ -1,0 +1,410 @@
+/* START and what is done to processes. Each is the child of a supervisor of its own (guest_supervisor.c), which reports its start and end. */
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/ioctl.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+#include "agent.h"
+
+#define MAX_PROCESSES 256
+#define MAX_ENDED 32 /* of which so many are remembered when they have ended, with their output */
+#define MAX_RING (16u * 1024 * 1024)
+#define MIN_RING 4096u
+#define END_OF_INPUT 4 /* what a terminal takes for it: Ctrl-D */
+
+static struct process *processes; /* in the order of their start */
+static size_t process_count;
+static uint32_t last_number;
+
+struct process *process_find(uint32_t number) {
+    for (struct process *process = processes; process != NULL; process = process->next)
+        if (process->number == number && !process->starting) return process;
+    return NULL;
+}
+
+static void process_free(struct process *process) {
+    for (struct process **at = &processes; *at != NULL; at = &(*at)->next)
+        if (*at == process) {
+            *at = process->next;
+            process_count--;
+            break;
+        }
+    source_close(&process->report);
+    source_close(&process->input);
+    for (int i = 0; i < 2; i++) {
+        source_close(&process->output[i].source);
+        ring_free(&process->output[i].ring);
+    }
+    free(process->argv);
+    free(process);
+}
+
+static bool over(const struct process *process) {
+    return !process->running && !process->starting && process->supervisor == 0;
+}
+
+static bool make_room(void) {
+    size_t ended = 0;
+    for (struct process *process = processes; process != NULL; process = process->next) ended += over(process);
+    for (struct process *process = processes, *next; process != NULL && ended >= MAX_ENDED; process = next) {
+        next = process->next;
+        if (!over(process)) continue;
+        process_free(process);
+        ended--;
+    }
+    return process_count < MAX_PROCESSES;
+}
+
+static void output_ready(struct source *source, uint32_t events) {
+    (void)events;
+    struct channel *channel = (struct channel *)((char *)source - offsetof(struct channel, source));
+    ssize_t count = read(source->fd, pipe_buffer(), PIPE_PIECE);
+    if (count < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    if (count > 0) ring_feed(&channel->ring, pipe_buffer(), (size_t)count);
+    polls_wake();
+    if (count > 0) return;
+    channel->ended = true; /* EIO is how a terminal without users says so */
+    source_close(source);
+}
+
+static void process_ended(struct process *process, int code) {
+    process->running = false;
+    process->code = code;
+    process->deadline = NEVER;
+    source_close(&process->input);
+    polls_wake();
+}
+
+static void started(struct process *process, pid_t pid) {
+    process->pid = pid;
+    process->running = true;
+    process->starting = false;
+    if (process->start_id == 0) return;
+    struct frame frame;
+    frame_start(&frame, process->start_id, ANSWER_OK, 8);
+    put_u32(&frame, process->number);
+    put_u32(&frame, (uint32_t)process->pid);
+    frame_send(&frame);
+}
+
+static void start_failed(struct process *process, int code) {
+    if (process->start_id != 0) answer_error(process->start_id, code);
+    process_free(process);
+}
+
+/* Somebody killed the supervisor: what was below it is now below the agent, and no longer told apart but by its age. */
+static void supervisor_lost(struct process *process) {
+    struct pids spared = {NULL, 0, 0};
+    processes_supervisors(&spared);
+    jobs_pids(&spared);
+    if (driver_running()) pids_add(&spared, driver_pid());
+    tree_kill_orphans_since(process->start, &spared);
+    pids_free(&spared);
+}
+
+static void report_ready(struct source *source, uint32_t events) {
+    (void)events;
+    struct process *process = (struct process *)((char *)source - offsetof(struct process, report));
+    struct report report;
+    ssize_t count = read(source->fd, &report, sizeof report);
+    if (count < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    if (count == sizeof report && report.kind == REPORT_STARTED && process->starting) {
+        started(process, report.value);
+    } else if (count == sizeof report && report.kind == REPORT_ENDED) {
+        process_ended(process, report.value);
+    } else if (process->starting) {
+        start_failed(process, count == sizeof report ? report.value : EAGAIN);
+    } else {
+        source_close(source);
+        if (!process->running) return;
+        process_ended(process, -SIGKILL);
+        supervisor_lost(process);
+    }
+}
+
+struct ends { int ours[3], theirs[3]; };
+
+static void close_all(const int list[3]) {
+    for (int i = 0; i < 3; i++) {
+        bool repeated = false;
+        for (int j = 0; j < i; j++) repeated = repeated || list[j] == list[i];
+        if (list[i] >= 0 && !repeated) close(list[i]);
+    }
+}
+
+static int open_terminal(struct ends *ends, uint32_t rows, uint32_t columns) {
+    int master = posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC);
+    if (master < 0) return errno;
+    ends->ours[0] = master;
+    int slave = grantpt(master) == 0 && unlockpt(master) == 0 ? ioctl(master, TIOCGPTPEER, O_RDWR | O_NOCTTY | O_CLOEXEC) : -1;
+    if (slave < 0) {
+        const char *name = ptsname(master);
+        slave = name != NULL ? open(name, O_RDWR | O_NOCTTY | O_CLOEXEC) : -1;
+    }
+    if (slave < 0) return errno;
+    ends->theirs[0] = ends->theirs[1] = ends->theirs[2] = slave;
+    struct winsize size = {.ws_row = (unsigned short)(rows ? rows : 24), .ws_col = (unsigned short)(columns ? columns : 80)};
+    ioctl(master, TIOCSWINSZ, &size);
+    ends->ours[1] = fcntl(master, F_DUPFD_CLOEXEC, 3);
+    return ends->ours[1] < 0 ? errno : 0;
+}
+
+static int open_pipe(int *reader, int *writer) {
+    int both[2];
+    if (pipe2(both, O_CLOEXEC) != 0) return errno;
+    *reader = both[0];
+    *writer = both[1];
+    return 0;
+}
+
+static int open_pipes(struct ends *ends, uint8_t flags) {
+    int code = 0;
+    if (flags & START_STDIN) code = open_pipe(&ends->theirs[0], &ends->ours[0]);
+    else if ((ends->theirs[0] = open("/dev/null", O_RDONLY | O_CLOEXEC)) < 0) code = errno;
+    if (code == 0) code = open_pipe(&ends->ours[1], &ends->theirs[1]);
+    if (code == 0 && (flags & START_ONE_RING)) ends->theirs[2] = ends->theirs[1];
+    else if (code == 0) code = open_pipe(&ends->ours[2], &ends->theirs[2]);
+    return code;
+}
+
+static int open_directory(struct span path) {
+    static const char workspace[] = "/workspace";
+    char name[4096];
+    size_t prefix = sizeof workspace - 1;
+    bool inside = path.size == 0 || path.data[0] != '/' ||
+                  (path.size >= prefix && memcmp(path.data, workspace, prefix) == 0 && (path.size == prefix || path.data[prefix] == '/'));
+    if (!inside) {
+        if (path.size >= sizeof name) return -ENAMETOOLONG;
+        memcpy(name, path.data, path.size);
+        name[path.size] = 0;
+        int fd = open(name, O_PATH | O_DIRECTORY | O_CLOEXEC);
+        return fd < 0 ? -errno : fd;
+    }
+    int code = normalise(path, name);
+    return code < 0 ? code : open_in_root(name, O_PATH | O_DIRECTORY, 0);
+}
+
+static void listen_to(struct process *process, const struct ends *ends, uint32_t ring) {
+    uint32_t room = ring < MIN_RING ? MIN_RING : ring > MAX_RING ? MAX_RING : ring;
+    process->input = (struct source){ends->ours[0], NULL};
+    if (ends->ours[0] >= 0) fcntl(ends->ours[0], F_SETFL, O_NONBLOCK);
+    for (int i = 0; i < 2; i++) {
+        struct channel *channel = &process->output[i];
+        *channel = (struct channel){.source = {ends->ours[i + 1], output_ready}, .ring = {.most = room}, .ended = ends->ours[i + 1] < 0};
+        if (channel->ended) continue;
+        fcntl(channel->source.fd, F_SETFL, O_NONBLOCK);
+        source_add(&channel->source, EPOLLIN);
+    }
+}
+
+static int fork_supervisor(struct process *process, struct launch *what) {
+    int reader = -1, writer = -1;
+    int code = open_pipe(&reader, &writer);
+    if (code != 0) return code;
+    pid_t parent = getpid(), pid = fork();
+    if (pid < 0) {
+        code = errno;
+        close(reader);
+        close(writer);
+        return code;
+    }
+    if (pid == 0) {
+        if (!config.is_init) prctl(PR_SET_PDEATHSIG, SIGKILL);
+        if (getppid() != parent) _exit(1);
+        supervise(what, writer);
+    }
+    close(writer);
+    fcntl(reader, F_SETFL, O_NONBLOCK);
+    process->supervisor = pid;
+    process->start = start_ticks(pid);
+    process->report = (struct source){reader, report_ready};
+    source_add(&process->report, EPOLLIN);
+    return 0;
+}
+
+struct start {
+    char **argv, **env;
+    struct span directory;
+    uint8_t flags;
+    uint32_t rows, columns, timeout_ms, ring;
+};
+
+static int start(uint32_t id, struct start *ask) {
+    if (ask->argv[0] == NULL || ask->argv[0][0] == 0) return EINVAL;
+    if (!make_room()) return EAGAIN;
+    struct ends ends = {{-1, -1, -1}, {-1, -1, -1}};
+    int directory = open_directory(ask->directory);
+    bool terminal = ask->flags & START_PTY;
+    int code = directory < 0 ? -directory : terminal ? open_terminal(&ends, ask->rows, ask->columns) : open_pipes(&ends, ask->flags);
+    struct process *process = allocate(sizeof *process);
+    *process = (struct process){.start_id = id, .starting = true, .report = {-1, NULL}, .input = {-1, NULL}, .terminal = terminal, .deadline = NEVER};
+    process->output[0].source.fd = process->output[1].source.fd = -1;
+    char **env = merged_env(ask->env);
+    struct launch what = {.argv = ask->argv, .env = env, .directory = directory, .input = ends.theirs[0], .output = ends.theirs[1],
+                          .error = ends.theirs[2], .control = -1, .status = -1, .terminal = terminal};
+    if (code == 0) code = fork_supervisor(process, &what);
+    free(env);
+    if (directory >= 0) close(directory);
+    close_all(ends.theirs);
+    if (code != 0) {
+        close_all(ends.ours);
+        free(process);
+        return code;
+    }
+    process->number = ++last_number;
+    process->argv = ask->argv;
+    if (ask->timeout_ms > 0) process->deadline = now_ms() + ask->timeout_ms;
+    listen_to(process, &ends, ask->ring);
+    struct process **end = &processes;
+    while (*end != NULL) end = &(*end)->next;
+    *end = process;
+    process_count++;
+    return 0;
+}
+
+void ask_start(uint32_t id, struct reader *from) {
+    struct start ask;
+    ask.argv = take_strings(from);
+    ask.env = take_strings(from);
+    ask.directory = take_bytes(from);
+    ask.flags = take_u8(from);
+    ask.rows = take_u32(from);
+    ask.columns = take_u32(from);
+    ask.timeout_ms = take_u32(from);
+    ask.ring = take_u32(from);
+    int code = taken(from) ? start(id, &ask) : 0;
+    free(ask.env);
+    if (!taken(from) || code != 0) free(ask.argv);
+    if (taken(from) && code != 0) answer_error(id, code);
+}
+
+void put_state(struct frame *frame, const struct process *process) {
+    put_u32(frame, process->number);
+    put_u32(frame, (uint32_t)process->pid);
+    put_u8(frame, process->running);
+    put_u32(frame, (uint32_t)process->code);
+    put_u8(frame, process->timed_out);
+    put_u64(frame, process->output[0].ring.total);
+    put_u64(frame, process->output[1].ring.total);
+    size_t count_at = frame->size;
+    uint32_t count = 0;
+    put_u32(frame, 0);
+    for (; process->argv[count] != NULL; count++) put_string(frame, process->argv[count]);
+    set_u32(frame, count_at, count);
+}
+
+void ask_processes(uint32_t id, struct reader *from) {
+    if (!taken(from)) return;
+    struct frame frame;
+    frame_start(&frame, id, ANSWER_OK, 256);
+    size_t count_at = frame.size;
+    uint32_t count = 0;
+    put_u32(&frame, 0);
+    for (struct process *process = processes; process != NULL; process = process->next) {
+        size_t before = frame.size;
+        if (process->starting) continue;
+        put_state(&frame, process);
+        if (frame.size > MAX_FRAME) { /* arguments beyond what a frame holds */
+            frame.size = before;
+            break;
+        }
+        count++;
+    }
+    set_u32(&frame, count_at, count);
+    frame_send(&frame);
+}
+
+void ask_stdin(uint32_t id, struct reader *from) {
+    struct process *process = process_find(take_u32(from));
+    struct span data = take_bytes(from);
+    if (!taken(from)) return;
+    int code = process == NULL ? ESRCH : process->input.fd < 0 ? EPIPE : 0;
+    ssize_t count = code == 0 ? write(process->input.fd, data.data, data.size) : 0;
+    if (count < 0 && errno != EAGAIN && errno != EINTR) code = errno;
+    if (code != 0) {
+        answer_error(id, code);
+        return;
+    }
+    struct frame frame;
+    frame_start(&frame, id, ANSWER_OK, 4);
+    put_u32(&frame, count > 0 ? (uint32_t)count : 0);
+    frame_send(&frame);
+}
+
+void ask_close_stdin(uint32_t id, struct reader *from) {
+    struct process *process = process_find(take_u32(from));
+    if (!taken(from)) return;
+    int code = process == NULL ? ESRCH : 0;
+    const char end = END_OF_INPUT;
+    if (code == 0 && process->terminal && process->input.fd >= 0) code = write(process->input.fd, &end, 1) == 1 ? 0 : errno;
+    else if (code == 0) source_close(&process->input);
+    if (code != 0) answer_error(id, code);
+    else answer_ok(id);
+}
+
+void ask_signal(uint32_t id, struct reader *from) {
+    struct process *process = process_find(take_u32(from));
+    uint32_t number = take_u32(from);
+    bool tree = take_u8(from) != 0;
+    if (!taken(from)) return;
+    int code = 0;
+    if (process == NULL || (!tree && !process->running) || (tree && process->supervisor == 0)) code = ESRCH;
+    else if (number == 0 || number > (uint32_t)SIGRTMAX) code = EINVAL;
+    else if (!tree) code = kill(process->pid, (int)number) == 0 ? 0 : errno;
+    else if (number == SIGKILL) tree_kill(process->supervisor, NULL);
+    else code = tree_signal(process->supervisor, (int)number);
+    if (code != 0) answer_error(id, code);
+    else answer_ok(id);
+}
+
+void ask_resize(uint32_t id, struct reader *from) {
+    struct process *process = process_find(take_u32(from));
+    uint32_t rows = take_u32(from), columns = take_u32(from);
+    if (!taken(from)) return;
+    struct winsize size = {.ws_row = (unsigned short)rows, .ws_col = (unsigned short)columns};
+    int code = process == NULL || !process->running ? ESRCH : !process->terminal ? ENOTTY : 0;
+    if (code == 0 && ioctl(process->input.fd, TIOCSWINSZ, &size) != 0) code = errno;
+    if (code != 0) answer_error(id, code);
+    else answer_ok(id);
+}
+
+bool process_reaped(pid_t pid) {
+    for (struct process *process = processes; process != NULL; process = process->next)
+        if (process->supervisor == pid) {
+            process->supervisor = 0;
+            return true;
+        }
+    return false;
+}
+
+void processes_supervisors(struct pids *into) {
+    for (struct process *process = processes; process != NULL; process = process->next)
+        if (process->supervisor != 0) pids_add(into, process->supervisor);
+}
+
+/* A process that is only just starting is kept, though nobody is told its number: PROCESSES lists it. */
+void processes_forget(void) {
+    for (struct process *process = processes; process != NULL; process = process->next)
+        process->start_id = 0;
+}
+
+int64_t processes_deadline(void) {
+    int64_t due = NEVER;
+    for (struct process *process = processes; process != NULL; process = process->next)
+        if (!process->starting && process->deadline < due) due = process->deadline;
+    return due;
+}
+
+void processes_tick(int64_t now) {
+    for (struct process *process = processes; process != NULL; process = process->next)
+        if (!process->starting && process->deadline <= now) {
+            process->deadline = NEVER;
+            process->timed_out = true;
+            if (process->supervisor != 0) tree_kill(process->supervisor, NULL);
+        }
+}
