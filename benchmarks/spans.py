@@ -6,12 +6,13 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 from pydantic import PrivateAttr
 
 from contracts.artifacts import Artifact
 from envd.client import Sandbox, SandboxClient
-from envd.types import Limits, ToolCall, ToolResult, VerifyResult
+from envd.types import Handle, Limits, ToolCall, ToolResult, VerifyResult
 from inference.engines import BuiltinConfig, OpenAIConfig, VllmConfig
 from inference.engines.base import Completion, Engine, SamplingParams
 from resources.experiment import SandboxesConfig
@@ -82,14 +83,14 @@ class MeasuredEngine:
 class MeasuredSandbox(Sandbox):
     """A sandbox whose calls are recorded."""
 
-    def __init__(self, client: SandboxClient, sandbox_id: str, spans: Spans) -> None:
-        super().__init__(client, sandbox_id)
+    def __init__(self, client: SandboxClient, handle: Handle, spans: Spans) -> None:
+        super().__init__(client, handle)
         self._spans = spans
 
-    async def batch(self, calls: Sequence[ToolCall], *, timeout_s: float = 10) -> list[ToolResult]:
+    async def batch(self, calls: Sequence[ToolCall], **options: Any) -> list[ToolResult]:
         """See Sandbox.batch."""
         with self._spans.of("tools"):
-            return await super().batch(calls, timeout_s=timeout_s)
+            return await super().batch(calls, **options)
 
     async def finish(self) -> bytes:
         """See Sandbox.finish."""
@@ -104,13 +105,11 @@ class MeasuredClient(SandboxClient):
         super().__init__(address)
         self._spans = spans
 
-    async def create(
-        self, template: str, *, limits: Limits = Limits(), env: Mapping[str, str] | None = None
-    ) -> Sandbox:
+    async def create(self, template: str, **options: Any) -> Sandbox:
         """See SandboxClient.create."""
         with self._spans.of("tools"):
-            made = await super().create(template, limits=limits, env=env)
-        return MeasuredSandbox(self, made.id, self._spans)
+            made = await super().create(template, **options)
+        return MeasuredSandbox(self, made.handle, self._spans)
 
     async def verify(
         self, template: str, diff: bytes, hidden_files: Mapping[str, bytes], tests: Sequence[str], *,

@@ -10,19 +10,22 @@ async with SandboxClient(address) as client:
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing, suppress
 from types import TracebackType
-from typing import Any, NoReturn, cast
-
-import grpc
+from typing import Any, cast
 
 from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
-from envd.errors import EnvdError, SandboxGone, SandboxStartError, ServerBusy, ServerUnavailable, TemplateError
+from envd.calling import RPC_GRACE_S, Caller
+from envd.client_sandbox import MOVE_S, Sandbox, limits_message, status_of
+from envd.connection import Access
+from envd.errors import EnvdError, SandboxGone, ServerBusy
 from envd.types import (
+    BackendInfo,
+    Handle,
     Limits,
+    SandboxStatus,
     ServerInfo,
     TestOutcome,
     TestStatus,
@@ -33,11 +36,14 @@ from envd.types import (
 )
 
 __all__ = [
+    "Access",
     "EnvdError",
+    "Handle",
     "Limits",
     "Sandbox",
     "SandboxClient",
     "SandboxGone",
+    "SandboxStatus",
     "ServerInfo",
     "TestOutcome",
     "ToolCall",
@@ -45,51 +51,52 @@ __all__ = [
     "VerifyResult",
 ]
 
-MESSAGE_BYTES = 64 * 1024 * 1024
-CHANNEL_OPTIONS = [
-    ("grpc.max_send_message_length", MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MESSAGE_BYTES),
-]
-_RECONNECT_OPTIONS = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 2000)]
-RPC_GRACE_S = 30.0
-"""What an RPC may take beyond the tool's own deadline: queueing and transport on a busy machine."""
-
 
 class SandboxClient:
     """A connection to one envd server. `address` is `unix:/path` or `host:port`. Holds no state but the channel.
 
     The first call waits for a server that still starts. Once one has answered, a server that has gone is an error at once,
-    and a later call finds one that came back at the same address.
+    and a later call finds one that came back at the same address. access: TLS and the key, where the server asks for them.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, access: Access = Access()) -> None:
         self.address = address
-        self._channel: grpc.aio.Channel | None = None
-        self._answered = False
+        self.caller = Caller(address, access)
 
     async def __aenter__(self) -> SandboxClient:
-        self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS + _RECONNECT_OPTIONS)
-        self._sandboxes = rpc.SandboxesStub(self._channel)  # type: ignore[no-untyped-call]
-        self._tools = rpc.ToolsStub(self._channel)  # type: ignore[no-untyped-call]
-        self._verifier = rpc.VerifierStub(self._channel)  # type: ignore[no-untyped-call]
+        channel = self.caller.open()
+        self.sandboxes = rpc.SandboxesStub(channel)  # type: ignore[no-untyped-call]
+        self.files = rpc.FilesStub(channel)  # type: ignore[no-untyped-call]
+        self.processes = rpc.ProcessesStub(channel)  # type: ignore[no-untyped-call]
+        self.tools = rpc.ToolsStub(channel)  # type: ignore[no-untyped-call]
+        self._verifier = rpc.VerifierStub(channel)  # type: ignore[no-untyped-call]
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._channel is not None:
-            await self._channel.close()
-            self._channel = None
+        await self.caller.close()
 
     async def info(self) -> ServerInfo:
-        """What the server is: its backend, whether it isolates, how many sandboxes live."""
-        reply = await self._ask(self._sandboxes.Info, pb.InfoRequest(), RPC_GRACE_S)
+        """What the server is: its backends, whether they isolate, how many sandboxes live."""
+        reply = await self._ask("Info", pb.InfoRequest())
         return ServerInfo(
             backend=reply.backend,
             isolation=reply.isolation,
             version=reply.version,
             live=reply.live,
             limits_enforced=tuple(reply.limits_enforced),
+            backends=tuple(
+                BackendInfo(
+                    each.name,
+                    cast(Any, each.isolation_level),
+                    tuple(each.limits_enforced),
+                    each.keeps_processes,
+                    tuple(each.features),
+                    each.helper,
+                )
+                for each in reply.backends
+            ),
         )
 
     async def put_template(self, files: Mapping[str, bytes]) -> str:
@@ -97,16 +104,74 @@ class SandboxClient:
 
         The workspace that sandboxes get is a git repository with these files in one commit, the same for ever.
         """
-        request = pb.PutTemplateRequest(files=dict(files))
-        return cast(str, (await self._ask(self._sandboxes.PutTemplate, request, RPC_GRACE_S)).digest)
+        return cast(str, (await self._ask("PutTemplate", pb.PutTemplateRequest(files=dict(files)))).digest)
 
     async def create(
-        self, template: str, *, limits: Limits = Limits(), env: Mapping[str, str] | None = None
+        self,
+        template: str,
+        *,
+        limits: Limits = Limits(),
+        env: Mapping[str, str] | None = None,
+        labels: Mapping[str, str] | None = None,
+        backend: str = "",
+        policy: str = "",
+        idempotency_key: str | None = None,
     ) -> Sandbox:
-        """Start a sandbox with its own copy of the template's workspace; it answers calls when this returns."""
-        request = pb.CreateRequest(template=template, limits=_limits(limits), env=dict(env or {}))
-        reply = await self._ask(self._sandboxes.Create, request, RPC_GRACE_S)
-        return Sandbox(self, reply.sandbox_id)
+        """Start a sandbox with its own copy of the template's workspace; it answers calls when this returns.
+
+        backend: empty for the server's choice. policy: YAML, within the server's own. idempotency_key: a retry with the same one
+        gets the same sandbox.
+        """
+        request = _create_request(template, limits, env, labels, backend, policy)
+        reply = await self._ask("Create", request, key=idempotency_key)
+        return self.attach(Handle(reply.sandbox_id, reply.token))
+
+    async def create_many(
+        self,
+        template: str,
+        count: int,
+        *,
+        limits: Limits = Limits(),
+        env: Mapping[str, str] | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> list[Sandbox | EnvdError]:
+        """Start several, in one round trip. One that could not be started is its error in the list."""
+        request = _create_request(template, limits, env, labels, "", "")
+        reply = await self._ask("CreateBatch", pb.CreateBatchRequest(requests=[request] * count), MOVE_S)
+        return [
+            self.attach(Handle(each.created.sandbox_id, each.created.token))
+            if each.HasField("created")
+            else EnvdError(each.error)
+            for each in reply.results
+        ]
+
+    def attach(self, handle: Handle) -> Sandbox:
+        """A sandbox that lives already, by the `Sandbox.handle` of whoever created it."""
+        return Sandbox(self, handle)
+
+    async def list(self, labels: Mapping[str, str] | None = None) -> list[SandboxStatus]:
+        """All sandboxes of the server, or those that carry all of these labels."""
+        reply = await self._ask("List", pb.ListRequest(labels=dict(labels or {})))
+        return [status_of(each) for each in reply.sandboxes]
+
+    async def restore(self, snapshot_id: str, *, limits: Limits | None = None) -> Sandbox:
+        """A new sandbox from a snapshot. limits: in place of the snapshot's."""
+        request = pb.RestoreRequest(snapshot_id=snapshot_id, limits=None if limits is None else limits_message(limits))
+        reply = await self._ask("Restore", request, MOVE_S)
+        return self.attach(Handle(reply.sandbox_id, reply.token))
+
+    async def delete_snapshot(self, snapshot_id: str) -> None:
+        """Remove a snapshot. Idempotent."""
+        await self._ask("DeleteSnapshot", pb.DeleteSnapshotRequest(snapshot_id=snapshot_id))
+
+    async def audit(
+        self, *, sandbox_id: str = "", after: int = 0, follow: bool = False
+    ) -> AsyncGenerator[pb.AuditEvent, None]:
+        """Audit events with numbers above `after`; with `follow` also those to come, without end."""
+        request = pb.AuditRequest(sandbox_id=sandbox_id, after=after, follow=follow)
+        async with aclosing(self.caller.stream(self.sandboxes.Audit, request)) as events:
+            async for event in events:
+                yield event
 
     async def verify(
         self,
@@ -128,13 +193,13 @@ class SandboxClient:
             diff=diff,
             hidden_files=dict(hidden_files),
             tests=tests,
-            limits=_limits(limits),
+            limits=limits_message(limits),
             timeout_s=timeout_s,
         )
         reply = None
         while reply is None:
             with suppress(ServerBusy):  # it answered, so it works: queue again
-                reply = await self._ask(self._verifier.Verify, request, timeout_s + 4 * RPC_GRACE_S)
+                reply = await self.caller.ask(self._verifier.Verify, request, timeout_s + 4 * RPC_GRACE_S)
         return VerifyResult(
             outcomes=tuple(
                 TestOutcome(each.name, cast(TestStatus, each.status), each.message) for each in reply.outcomes
@@ -144,95 +209,26 @@ class SandboxClient:
             seconds=reply.seconds,
         )
 
-    async def _ask(self, method: Any, request: Any, timeout_s: float) -> Any:
-        if self._channel is None:
+    async def _ask(self, method: str, request: Any, timeout_s: float | None = None, key: str | None = None) -> Any:
+        if not hasattr(self, "sandboxes"):
             raise EnvdError("SandboxClient is not open: use it as `async with SandboxClient(address) as client`")
-        try:
-            reply = await method(request, timeout=timeout_s, wait_for_ready=not self._answered)
-        except grpc.aio.AioRpcError as error:
-            _raise_typed(error, self.address)
-        self._answered = True
-        return reply
+        deadline_s = RPC_GRACE_S if timeout_s is None else timeout_s
+        return await self.caller.ask(getattr(self.sandboxes, method), request, deadline_s, key=key)
 
 
-class Sandbox:
-    """One live sandbox of a `SandboxClient`. Leaving its `async with` block closes it."""
-
-    def __init__(self, client: SandboxClient, sandbox_id: str) -> None:
-        self.id = sandbox_id
-        self._client = client
-
-    async def __aenter__(self) -> Sandbox:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def call(self, call: ToolCall, *, timeout_s: float = 10) -> ToolResult:
-        """Run one tool call. A tool that fails answers `ok=False`; an exception means the sandbox itself failed."""
-        return (await self.batch([call], timeout_s=timeout_s))[0]
-
-    async def batch(self, calls: Sequence[ToolCall], *, timeout_s: float = 10) -> list[ToolResult]:
-        """Run the calls of one turn and answer in request order; adjacent `exec` calls run at the same time."""
-        request = pb.BatchRequest(
-            sandbox_id=self.id,
-            calls=[
-                pb.ToolCall(name=call.name, arguments_json=json.dumps(_flat(call.arguments), sort_keys=True))
-                for call in calls
-            ],
-            timeout_s=timeout_s,
-        )
-        deadline_s = timeout_s * max(1, len(calls)) + RPC_GRACE_S
-        reply = await self._client._ask(self._client._tools.Batch, request, deadline_s)
-        return [
-            ToolResult(each.ok, each.text, each.true_bytes, each.truncated, each.timed_out, each.seconds)
-            for each in reply.results
-        ]
-
-    async def diff(self) -> bytes:
-        """The workspace against its template: git format, binary-safe, the same bytes for the same state."""
-        request = pb.DiffRequest(sandbox_id=self.id)
-        return cast(bytes, (await self._client._ask(self._client._sandboxes.Diff, request, RPC_GRACE_S)).diff)
-
-    async def finish(self) -> bytes:
-        """Return the diff and destroy the sandbox, in one round trip."""
-        request = pb.DeleteRequest(sandbox_id=self.id, want_diff=True)
-        return cast(bytes, (await self._client._ask(self._client._sandboxes.Delete, request, RPC_GRACE_S)).diff)
-
-    async def close(self) -> None:
-        """Destroy the sandbox. Closing it twice is harmless."""
-        request = pb.DeleteRequest(sandbox_id=self.id)
-        await self._client._ask(self._client._sandboxes.Delete, request, RPC_GRACE_S)
-
-
-def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments as they are sent. No tool takes lists or objects, so one is as wrong empty as nested beyond what JSON readers bear."""
-    return {key: [] if isinstance(value, (list, dict)) else value for key, value in arguments.items()}
-
-
-def _limits(limits: Limits) -> pb.Limits:
-    return pb.Limits(
-        memory_mb=limits.memory_mb,
-        pids=limits.pids,
-        cpu=limits.cpu,
-        disk_mb=limits.disk_mb,
-        lifetime_s=limits.lifetime_s,
+def _create_request(
+    template: str,
+    limits: Limits,
+    env: Mapping[str, str] | None,
+    labels: Mapping[str, str] | None,
+    backend: str,
+    policy: str,
+) -> pb.CreateRequest:
+    return pb.CreateRequest(
+        template=template,
+        limits=limits_message(limits),
+        env=dict(env or {}),
+        labels=dict(labels or {}),
+        backend=backend,
+        policy_yaml=policy,
     )
-
-
-def _raise_typed(error: grpc.aio.AioRpcError, address: str) -> NoReturn:
-    detail = error.details() or error.code().name
-    code = error.code()
-    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-        raise ServerUnavailable(
-            f"envd at {address} did not answer ({detail}); check that `python -m envd serve` runs there"
-        ) from error
-    kinds: dict[grpc.StatusCode, type[EnvdError]] = {
-        grpc.StatusCode.NOT_FOUND: SandboxGone,
-        grpc.StatusCode.FAILED_PRECONDITION: TemplateError,
-        grpc.StatusCode.RESOURCE_EXHAUSTED: SandboxStartError,
-        grpc.StatusCode.ABORTED: ServerBusy,
-    }
-    raise kinds.get(code, EnvdError)(detail) from error

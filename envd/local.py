@@ -7,9 +7,9 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
 
 from contracts.owned import socket_directory
 from envd.errors import BackendUnavailable
@@ -26,8 +26,9 @@ class LocalEnvd:
     the kernel ties the child to that thread.
     """
 
-    def __init__(self, backend: Literal["auto", "namespaces", "plain"] = "auto", *, log_level: str = "warning") -> None:
-        self._backend = backend
+    def __init__(self, backend: str = "auto", *, log_level: str = "warning", options: Sequence[str] = ()) -> None:
+        """backend: as `--backend` takes it. options: further arguments of `envd serve`."""
+        self._backend, self._options = backend, tuple(options)
         self._log_level = log_level
         self._directory: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -47,7 +48,7 @@ class LocalEnvd:
     def __enter__(self) -> LocalEnvd:
         self._directory = socket_directory(OWNED, len(_SOCKET))
         options = ["--listen", self.address, "--state-dir", str(self._directory), "--backend", self._backend]
-        options += ["--log-level", self._log_level, "--with-parent", str(os.getpid())]
+        options += [*self._options, "--log-level", self._log_level, "--with-parent", str(os.getpid())]
         root = Path(__file__).resolve().parent.parent
         paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
         reader, writer = os.pipe()

@@ -282,7 +282,7 @@ class SnapshotChunk(_message.Message):
     def __init__(self, header: _Optional[_Union[ReceiveHeader, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class ReceiveHeader(_message.Message):
-    __slots__ = ("sandbox_id", "token", "backend", "template", "template_files", "limits", "env", "labels", "policy_yaml", "expires_in_s")
+    __slots__ = ("sandbox_id", "token", "backend", "template", "template_files", "limits", "env", "labels", "policy_yaml", "expires_in_s", "host_name")
     class TemplateFilesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -314,6 +314,7 @@ class ReceiveHeader(_message.Message):
     LABELS_FIELD_NUMBER: _ClassVar[int]
     POLICY_YAML_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
+    HOST_NAME_FIELD_NUMBER: _ClassVar[int]
     sandbox_id: str
     token: str
     backend: str
@@ -324,7 +325,8 @@ class ReceiveHeader(_message.Message):
     labels: _containers.ScalarMap[str, str]
     policy_yaml: str
     expires_in_s: float
-    def __init__(self, sandbox_id: _Optional[str] = ..., token: _Optional[str] = ..., backend: _Optional[str] = ..., template: _Optional[str] = ..., template_files: _Optional[_Mapping[str, bytes]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., env: _Optional[_Mapping[str, str]] = ..., labels: _Optional[_Mapping[str, str]] = ..., policy_yaml: _Optional[str] = ..., expires_in_s: _Optional[float] = ...) -> None: ...
+    host_name: str
+    def __init__(self, sandbox_id: _Optional[str] = ..., token: _Optional[str] = ..., backend: _Optional[str] = ..., template: _Optional[str] = ..., template_files: _Optional[_Mapping[str, bytes]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., env: _Optional[_Mapping[str, str]] = ..., labels: _Optional[_Mapping[str, str]] = ..., policy_yaml: _Optional[str] = ..., expires_in_s: _Optional[float] = ..., host_name: _Optional[str] = ...) -> None: ...
 
 class ReceiveReply(_message.Message):
     __slots__ = ("lost",)
@@ -409,10 +411,12 @@ class DeleteReply(_message.Message):
     def __init__(self, diff: _Optional[bytes] = ...) -> None: ...
 
 class DeleteBatchRequest(_message.Message):
-    __slots__ = ("sandbox_ids",)
+    __slots__ = ("sandbox_ids", "tokens")
     SANDBOX_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     sandbox_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, sandbox_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    tokens: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, sandbox_ids: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class DeleteBatchReply(_message.Message):
     __slots__ = ()
@@ -583,12 +587,14 @@ class FileMatch(_message.Message):
     def __init__(self, path: _Optional[str] = ..., line: _Optional[int] = ..., column: _Optional[int] = ..., text: _Optional[bytes] = ...) -> None: ...
 
 class FileSearchReply(_message.Message):
-    __slots__ = ("matches", "truncated")
+    __slots__ = ("matches", "truncated", "engine")
     MATCHES_FIELD_NUMBER: _ClassVar[int]
     TRUNCATED_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
     matches: _containers.RepeatedCompositeFieldContainer[FileMatch]
     truncated: bool
-    def __init__(self, matches: _Optional[_Iterable[_Union[FileMatch, _Mapping]]] = ..., truncated: _Optional[bool] = ...) -> None: ...
+    engine: str
+    def __init__(self, matches: _Optional[_Iterable[_Union[FileMatch, _Mapping]]] = ..., truncated: _Optional[bool] = ..., engine: _Optional[str] = ...) -> None: ...
 
 class FileWatchRequest(_message.Message):
     __slots__ = ("sandbox_id", "path", "recursive")

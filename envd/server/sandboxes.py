@@ -1,203 +1,232 @@
-"""The live sandboxes of a server: each has an id nobody can guess, one connection, and a lifetime."""
+"""The live sandboxes of a server: created, found by an id nobody can guess and a token, listed, and ended when their time is over."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
+import re
 import secrets
-import shutil
-import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections import OrderedDict
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from contracts.owned import owned_name, sweep_abandoned
-from envd.errors import BackendUnavailable, SandboxGone, ServerBusy
-from envd.sandbox.cgroups import OWNED, remove_groups
-from envd.sandbox.linux import sandbox_owner
+from envd.backends.base import Backend, Box, BoxSpec
+from envd.errors import EnvdError, SandboxGone
+from envd.server.admission import Wanted, decide
+from envd.server.audit import AuditLog, Kind
+from envd.server.idempotency import Answers
+from envd.server.live import Live
+from envd.server.policy import Decisions, Policy
+from envd.server.snapshots import Snapshots, remove_tree
 from envd.server.templates import Templates
-from envd.server.zygotes import Link, Zygote
-from envd.types import Limits, ServerInfo
 
-VERSION = "1"
-_ASK_S = 60.0
-"""How long an agent may take beyond its tools' own deadlines before the sandbox counts as hung."""
+T = TypeVar("T")
+_GONE = "it was finished, crashed, or outlived its lifetime"
+_REMEMBERED = 1024
+"""Ended sandboxes whose ends are still told to who holds their token."""
+_IDENTITY = re.compile(r"[A-Za-z0-9_-]{16,64}")
 _log = logging.getLogger("envd")
 
 
-@dataclass
-class _Live:
-    link: Link
-    expiry: asyncio.TimerHandle
-
-
 class Sandboxes:
-    """Creates, finds and destroys sandboxes, and runs verifications beside them."""
+    """All of a server's sandboxes, whatever backend they run on."""
 
-    def __init__(self, backend: str, run_dir: Path, agents: Zygote, verifiers: Zygote) -> None:
-        self.backend = backend
-        self.templates = Templates(run_dir / "templates", sandbox_owner())
-        self._run_dir = run_dir
-        self._agents, self._verifiers = agents, verifiers
-        self._live: dict[str, _Live] = {}
-        self._verifying = asyncio.Semaphore(os.cpu_count() or 1)
-
-    @classmethod
-    async def start(cls, backend: str, state_dir: Path | None = None) -> Sandboxes:
-        """Start on a backend; `auto` takes namespaces where one really starts, else plain, and says so.
-
-        Files are kept in `state_dir`, else in a fresh temporary directory, which is removed at the end either way.
-        """
-        if backend != "auto":
-            return await cls._start_on(backend, state_dir)
-        try:
-            return await cls._start_on("namespaces", state_dir)
-        except BackendUnavailable as error:
-            _log.error("namespaces do not work here (%s): falling back to the plain backend", error)
-            return await cls._start_on("plain", state_dir)
-
-    @classmethod
-    async def _start_on(cls, backend: str, state_dir: Path | None) -> Sandboxes:
-        sweep_abandoned(Path(tempfile.gettempdir()), OWNED)
-        run_dir = state_dir or Path(tempfile.gettempdir(), f"{OWNED}{owned_name()}")
-        run_dir.mkdir(parents=True, exist_ok=True)
-        run_dir.chmod(0o711)
-        for name in ("templates", "boxes"):
-            (run_dir / name).mkdir()
-        started: list[Zygote] = []
-        try:
-            for role in ("agent", "verifier"):
-                started.append(await Zygote.start(run_dir, f"{run_dir.name}-{role}", backend, role))
-            sandboxes = cls(backend, run_dir, *started)
-            await sandboxes._probe()
-        except BaseException:
-            for zygote in started:
-                await zygote.stop()
-            shutil.rmtree(run_dir, ignore_errors=True)
-            raise
-        if backend == "plain":
-            _log.error("PLAIN BACKEND: sandboxes are ordinary processes and isolate nothing; run trusted code only")
-        return sandboxes
-
-    async def _probe(self) -> None:
-        """Really start a sandbox, so that a machine that can't is found out now."""
-        template = await self.templates.put({"probe": b"probe\n"})
-        identity = await self.create(template, Limits(), {})
-        try:
-            call = {"name": "exec", "arguments": {"command": "cat probe"}}
-            result = (await self.batch(identity, [call], 10))[0]
-        except SandboxGone as error:
-            raise BackendUnavailable(f"a {self.backend} sandbox died in its first command") from error
-        if result["text"] != "probe\nexit 0":
-            raise BackendUnavailable(f"a {self.backend} sandbox can't run commands: {result['text']}")
-        await self.destroy(identity)
-
-    def info(self) -> ServerInfo:
-        """What this server is."""
-        enforced = (*self._agents.enforced, "disk") if self.backend == "namespaces" else self._agents.enforced
-        isolation = self.backend == "namespaces"
-        return ServerInfo(self.backend, isolation, VERSION, len(self._live), tuple(sorted(enforced)))
-
-    async def create(self, template: str, limits: Limits, env: Mapping[str, str]) -> str:
-        """Start a sandbox and return its id."""
-        link = await self._agents.spawn(self.templates.require(template), limits, dict(env))
-        identity = secrets.token_urlsafe(16)
-        expiry = asyncio.get_running_loop().call_later(limits.lifetime_s, self._expire, identity)
-        self._live[identity] = _Live(link, expiry)
-        _log.debug("created sandbox %s", identity)
-        return identity
-
-    async def batch(self, identity: str, calls: Sequence[dict[str, Any]], timeout_s: float) -> list[dict[str, Any]]:
-        """Run tool calls and return their results as the agent sent them."""
-        link = self._find(identity).link
-        request = {"op": "batch", "calls": list(calls), "timeout_s": timeout_s}
-        reply, _ = await self._ask(identity, link, request, timeout_s * max(1, len(calls)) + _ASK_S)
-        return list(reply["results"])
-
-    async def diff(self, identity: str) -> bytes:
-        """The sandbox's workspace against its template."""
-        _, diff = await self._ask(identity, self._find(identity).link, {"op": "diff"}, _ASK_S)
-        return diff
-
-    async def destroy(self, identity: str) -> None:
-        """End a sandbox; unknown ids are fine."""
-        live = self._live.pop(identity, None)
-        if live is None:
-            return
-        live.expiry.cancel()
-        live.link.close()
-        await live.link.closed()
-
-    async def verify(
+    def __init__(
         self,
-        template: str,
-        diff: bytes,
-        hidden: Mapping[str, bytes],
-        tests: Sequence[str],
-        limits: Limits,
-        timeout_s: float,
-        patience_s: float | None = None,
-    ) -> dict[str, Any]:
-        """Grade a final state in a sandbox of its own; at most one a core at a time.
+        backends: Mapping[str, Backend],
+        templates: Templates,
+        snapshots: Snapshots,
+        *,
+        policy: Policy,
+        audit: AuditLog,
+    ) -> None:
+        self.backends, self.templates, self.snapshots = backends, templates, snapshots
+        self.policy, self.audit = policy, audit
+        self.answers = Answers(most=4096, most_bytes=16 << 20)
+        """Of calls that name no sandbox."""
+        self._live: dict[str, Live] = {}
+        self._ended: OrderedDict[str, Live] = OrderedDict()
+        self._starting = 0
+        self._names = 0
+        self._tasks: set[asyncio.Task[Any]] = set()
 
-        Raises ServerBusy when none of these slots came free within `patience_s` (None: waits without end).
-        """
-        digest = self.templates.require(template)
-        files = sorted(hidden.items())
-        header = {
-            "op": "verify",
-            "diff_bytes": len(diff),
-            "hidden": [[path, len(content)] for path, content in files],
-            "tests": list(tests),
-            "timeout_s": timeout_s,
-        }
-        blob = diff + b"".join(content for _, content in files)
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def find(self, identity: str, token: str) -> Live:
+        """A live sandbox. Raises SandboxGone, for a wrong token as for an unknown id."""
+        self.notice(identity)
+        live = self._live.get(identity)
+        if live is not None and live.is_token(token):
+            return live
+        ended = self._ended.get(identity)
+        why = ended.ended if ended is not None and ended.is_token(token) else _GONE
+        if live is not None:
+            self.audit.record("auth.denied", identity, what="sandbox token")
+        raise SandboxGone(f"no sandbox {identity[:40]!r}: {why}")
+
+    def answers_of(self, identity: str, token: str) -> Answers:
+        """Where a sandbox's idempotent answers are kept, also just after its end."""
+        ended = self._ended.get(identity)
+        if ended is not None and ended.is_token(token):
+            return ended.answers
+        return self.find(identity, token).answers
+
+    def all(self, labels: Mapping[str, str]) -> list[Live]:
+        """The sandboxes that carry all of these labels, oldest first."""
+        wanted = labels.items()
+        return [live for live in self._live.values() if wanted <= live.labels.items()]
+
+    async def create(self, wanted: Wanted) -> Live:
+        """Start a sandbox; it answers calls when this returns. Raises PolicyDenied, TemplateError, SandboxStartError."""
+        backend, spec, decisions = self.plan(wanted)
+        box = await self.started(backend.create(spec))
+        return self.admit(Live(*_identity(), backend, spec, box, decisions, wanted.policy_yaml, wanted.labels))
+
+    async def restore(
+        self, wanted: Wanted, state: Path, *, host_name: str, like: tuple[str, str] | None = None
+    ) -> Live:
+        """A sandbox from what `Box.snapshot` wrote. like: the (id, token) that it keeps; fresh ones when None."""
+        backend, spec, decisions = self.plan(wanted, host_name)
+        if like is not None and not (_IDENTITY.fullmatch(like[0]) and like[0] not in self._live and len(like[1]) >= 16):
+            raise EnvdError(
+                f"sandbox id {like[0][:40]!r} can't be taken over: it is here already, or is not one of ours"
+            )
+        box = await self.started(backend.restore(state, spec))
+        lost = () if backend.features.keeps_processes else ("processes",)
+        identity, token = like or _identity()
+        labels = wanted.labels
+        return self.admit(Live(identity, token, backend, spec, box, decisions, wanted.policy_yaml, labels, lost=lost))
+
+    def plan(self, wanted: Wanted, host_name: str = "sandbox") -> tuple[Backend, BoxSpec, Decisions]:
+        """The backend and the box that a request gets. Raises PolicyDenied, TemplateError."""
+        backend, decisions = decide(wanted, self.backends, self.policy, self.audit, len(self._live) + self._starting)
+        spec = BoxSpec(
+            name=self.fresh_name(),
+            template=self.templates.require(wanted.template),
+            template_dir=self.templates.directory_of(wanted.template),
+            limits=decisions.limits,
+            env=wanted.env,
+            host_name=host_name,
+            network=decisions.network,
+            read_only=decisions.read_only,
+        )
+        return backend, spec, decisions
+
+    def fresh_name(self) -> str:
+        """A name for a box, unique on this server."""
+        self._names += 1
+        return f"box-{self._names}"
+
+    async def started(self, starting: Coroutine[Any, Any, Box]) -> Box:
+        """A box that starts. When the caller gives up meanwhile it is destroyed, since nobody would know of it."""
+        self._starting += 1
+        task = self.background(starting)
         try:
-            async with asyncio.timeout(patience_s):
-                await self._verifying.acquire()
-        except TimeoutError as error:
-            raise ServerBusy(f"no verification slot came free in {patience_s:g} s: ask again") from error
-        try:
-            link = await self._verifiers.spawn(digest, limits, {})
-            try:
-                reply, _ = await link.ask(header, blob, timeout_s=timeout_s + _ASK_S)
-            finally:
-                link.close()
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(self._orphaned)
+            raise
         finally:
-            self._verifying.release()
-        return dict(reply["result"])
+            self._starting -= 1
+
+    def admit(self, live: Live) -> Live:
+        """From now on it can be found, until its lifetime is over."""
+        self._live[live.identity] = live
+        self.expire_in(live, live.spec.limits.lifetime_s)
+        return live
+
+    def expire_in(self, live: Live, seconds: float) -> None:
+        """Its lifetime is over after so many seconds, or after its limit where that is less."""
+        seconds = min(max(seconds, 0), live.spec.limits.lifetime_s)
+        if live.timer is not None:
+            live.timer.cancel()
+        live.expires = time.monotonic() + seconds
+        live.timer = asyncio.get_running_loop().call_later(seconds, self._expire, live)
+
+    async def end(self, live: Live, why: str = _GONE) -> None:
+        """Destroy a sandbox and leave nothing of it. Idempotent; a change of state that is under way ends first."""
+        if not live.ended:
+            self.forget(live, why)
+            await self.clear(live)
+
+    async def clear(self, live: Live) -> None:
+        """Destroy what a forgotten sandbox has."""
+        async with live.alone():
+            box, live.box = live.box, None
+            stored, live.stored = live.stored, None
+            if box is not None:
+                await self._note_limits(live, box)
+                await box.destroy()
+            if stored is not None:
+                await remove_tree(stored)
+
+    def forget(self, live: Live, why: str) -> None:
+        """From now on it can't be found; its end is told to who holds its token."""
+        live.ended = why
+        if live.timer is not None:
+            live.timer.cancel()
+        self._live.pop(live.identity, None)
+        self._ended[live.identity] = live
+        while len(self._ended) > _REMEMBERED:
+            self._ended.popitem(last=False)
+        self.audit.forget(live.identity)
+
+    def notice(self, identity: str) -> None:
+        """Whether a sandbox ended by itself, or its agent was closed for what it sent; then it is no more."""
+        live = self._live.get(identity)
+        reason = None if live is None else live.died()
+        if live is not None and reason is not None:
+            kind: Kind = "guest.malformed" if "protocol" in reason else "sandbox.died"
+            self.audit.record(kind, identity, reason=reason, backend=live.backend.name)
+            self.forget(live, reason)
+            self.background(self.clear(live))
+
+    def background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Work that goes on when its caller has gone."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._background_ended)
+        return task
+
+    async def finished(self, work: Coroutine[Any, Any, T]) -> T:
+        """Work that may not stop half-way: it goes on when its caller has gone."""
+        return await asyncio.shield(self.background(work))
 
     async def stop(self) -> None:
-        """Destroy everything and leave nothing behind."""
-        for identity in list(self._live):
-            await self.destroy(identity)
-        await asyncio.gather(self._agents.stop(), self._verifiers.stop(), self.templates.settled())
-        await asyncio.to_thread(shutil.rmtree, self._run_dir, True)
-        await asyncio.to_thread(remove_groups, self._run_dir.name)
+        """End every sandbox, and wait for what is under way."""
+        while self._live or self._tasks:
+            await asyncio.gather(*(self.end(live) for live in list(self._live.values())), return_exceptions=True)
+            if self._tasks:
+                await asyncio.wait(set(self._tasks))
 
-    async def zygote_died(self) -> None:
-        """Return when a zygote has ended by itself; the server can't go on without it."""
-        while self._agents.process.poll() is None and self._verifiers.process.poll() is None:
-            await asyncio.sleep(0.5)
+    def _expire(self, live: Live) -> None:
+        if not live.ended:
+            _log.warning("sandbox %s outlived its lifetime and was destroyed", live.identity)
+            seconds = round(time.monotonic() - live.created, 1)
+            self.audit.record("lifetime.expired", live.identity, seconds=seconds)
+            self.background(self.end(live, "it outlived its lifetime"))
 
-    async def _ask(
-        self, identity: str, link: Link, request: dict[str, Any], timeout_s: float
-    ) -> tuple[dict[str, Any], bytes]:
+    async def _note_limits(self, live: Live, box: Box) -> None:
         try:
-            return await link.ask(request, timeout_s=timeout_s)
-        except (SandboxGone, asyncio.CancelledError):
-            await self.destroy(identity)
-            raise
+            events = (await box.usage()).events
+        except (EnvdError, OSError):
+            return  # it has ended: what it used is no longer known
+        for limit, count in events.items():
+            if count and limit in ("memory", "pids"):
+                self.audit.record("limit.memory" if limit == "memory" else "limit.pids", live.identity, count=count)
 
-    def _find(self, identity: str) -> _Live:
-        if identity not in self._live:
-            raise SandboxGone(f"no sandbox {identity[:40]!r}: it was finished, crashed, or outlived its lifetime")
-        return self._live[identity]
+    def _orphaned(self, task: asyncio.Task[Box]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            self.background(task.result().destroy())
 
-    def _expire(self, identity: str) -> None:
-        live = self._live.pop(identity, None)
-        if live is not None:
-            _log.warning("sandbox %s outlived its lifetime and was destroyed", identity)
-            live.link.close()
+    def _background_ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, EnvdError):
+            _log.error("a sandbox's change failed", exc_info=error)
+
+
+def _identity() -> tuple[str, str]:
+    return secrets.token_urlsafe(16), secrets.token_urlsafe(24)

@@ -1,54 +1,195 @@
-"""Runs a server until it is told to stop, or its parent dies."""
+"""Runs a server until it is told to stop, its parent dies, or what forks its sandboxes does."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import logging
 import os
+import shutil
 import signal
+import tempfile
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped, unused-ignore]
+from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped, unused-ignore]
 
+from contracts.errors import describe
+from contracts.owned import owned_name, sweep_abandoned
+from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
-from envd.client import CHANNEL_OPTIONS
+from envd.backends.base import Backend, IsolationLevel
+from envd.connection import CHANNEL_OPTIONS, Access
 from envd.errors import BackendUnavailable, EnvdError
 from envd.sandbox import linux
+from envd.sandbox.cgroups import OWNED, remove_groups
+from envd.server.audit import AuditLog
+from envd.server.backends import start_backends, stop_backends
+from envd.server.listening import KeyCheck, Listening
+from envd.server.migration import Migration
+from envd.server.policy import load_policy
 from envd.server.sandboxes import Sandboxes
-from envd.server.service import SandboxesService, ToolsService, VerifierService
+from envd.server.service_files import FilesService
+from envd.server.service_processes import ProcessesService
+from envd.server.service_sandboxes import SandboxesService
+from envd.server.service_tools import ToolsService
+from envd.server.service_verifier import VerifierService
+from envd.server.snapshots import Snapshots
+from envd.server.states import States
+from envd.server.templates import Templates
+from envd.server.verifications import Verifications
 
+_GRACE_S = 0.5
+_SERVER_OPTIONS = [
+    # a client that vanished without a word is noticed, and what it asked for cancelled
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.max_metadata_size", 16 * 1024),
+    ("grpc.so_reuseport", 0),
+]
 _log = logging.getLogger("envd")
 
 
-async def serve(listen: str, backend: str, *, state_dir: Path | None, with_parent: int | None) -> None:
-    """Serve on `unix:/path` or `host:port`. With `with_parent` (its pid) it stops when that process dies."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    if with_parent is not None:
+@dataclass(frozen=True)
+class Options:
+    """How a server runs."""
+
+    listening: Listening = field(default_factory=Listening)
+    backends: tuple[str, ...] = ("auto",)
+    """The first is the default one."""
+    state_dir: Path | None = None
+    """A directory of the server's own, removed when it ends; None: a temporary one."""
+    snapshot_dir: Path | None = None
+    """Where snapshots are kept; None: in the state directory, until the server ends."""
+    pool: int = 0
+    """Sandboxes kept ready for each template that is in use."""
+    policy: Path | None = None
+    audit_log: Path | None = None
+    peer_ca: Path | None = None
+    """Certificates of the servers that sandboxes are moved to; None: they are reached without TLS."""
+    with_parent: int | None = None
+    """Stop when this process, the parent, dies."""
+
+
+async def serve(options: Options) -> None:
+    """Serve until SIGTERM or SIGINT. Raises EnvdError, in one line, for what can't be served."""
+    options.listening.check()
+    keys, policy = options.listening.keys(), load_policy(_policy_text(options.policy))
+    stop = _told_to_stop()
+    if options.with_parent is not None:
         linux.die_with_parent(signal.SIGTERM)
-        if os.getppid() != with_parent:
+        if os.getppid() != options.with_parent:
             return  # it died before the kernel was asked to watch it
-    sandboxes = await Sandboxes.start(backend, state_dir)
-    server = grpc.aio.server(options=CHANNEL_OPTIONS)
-    rpc.add_SandboxesServicer_to_server(SandboxesService(sandboxes), server)  # type: ignore[no-untyped-call]
-    rpc.add_ToolsServicer_to_server(ToolsService(sandboxes), server)  # type: ignore[no-untyped-call]
-    rpc.add_VerifierServicer_to_server(VerifierService(sandboxes), server)  # type: ignore[no-untyped-call]
-    try:
-        try:
-            server.add_insecure_port(listen)
-        except RuntimeError as error:
-            raise EnvdError(f"envd can't listen on {listen}: {error}") from error
+    async with contextlib.AsyncExitStack() as stack:
+        run_dir = await stack.enter_async_context(_run_directory(options.state_dir))
+        audit = AuditLog(options.audit_log)
+        stack.callback(audit.close)
+        templates = Templates(run_dir / "templates", linux.sandbox_owner())
+        stack.push_async_callback(templates.settled)
+        snapshots = Snapshots(options.snapshot_dir or run_dir / "snapshots")
+        stack.push_async_callback(snapshots.stop)
+        backends = await start_backends(options.backends, run_dir, pool=options.pool)
+        stack.push_async_callback(stop_backends, backends)
+        verifications = await Verifications.start(run_dir, templates, isolated=_isolates(backends))
+        stack.push_async_callback(verifications.stop)
+        sandboxes = Sandboxes(backends, templates, snapshots, policy=policy, audit=audit)
+        stack.push_async_callback(sandboxes.stop)
+        server = grpc.aio.server(
+            options=CHANNEL_OPTIONS + _SERVER_OPTIONS, interceptors=[KeyCheck(keys, audit)] if keys else []
+        )
+        probe = _add_services(server, sandboxes, verifications, Access(tls_ca=options.peer_ca))
+        options.listening.listen(server)
         await server.start()
-        info = sandboxes.info()
-        _log.info("listening on %s, backend %s, limits %s", listen, info.backend, ",".join(info.limits_enforced))
-        waiting = [asyncio.ensure_future(stop.wait()), asyncio.ensure_future(sandboxes.zygote_died())]
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for each in waiting:
-            each.cancel()
-        if not stop.is_set():
-            raise BackendUnavailable("a zygote died: restart envd; the kernel's log tells whether memory ran out")
+        stack.push_async_callback(server.stop, _GRACE_S)
+        await probe.set("", health_pb2.HealthCheckResponse.SERVING)
+        _log.info("listening on %s, backends %s", options.listening.address, ", ".join(backends))
+        await _until(stop, [*(each.died() for each in backends.values()), verifications.died()])
+        await probe.enter_graceful_shutdown()
+
+
+def _add_services(
+    server: grpc.aio.Server, sandboxes: Sandboxes, verifications: Verifications, access: Access
+) -> health.aio.HealthServicer:
+    states = States(sandboxes)
+    services = {
+        "Sandboxes": SandboxesService(sandboxes, Migration(sandboxes, states, access), states),
+        "Files": FilesService(sandboxes),
+        "Processes": ProcessesService(sandboxes),
+        "Tools": ToolsService(sandboxes),
+        "Verifier": VerifierService(sandboxes, verifications),
+    }
+    for name, service in services.items():
+        getattr(rpc, f"add_{name}Servicer_to_server")(service, server)
+    probe = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(probe, server)
+    names = [pb.DESCRIPTOR.services_by_name[name].full_name for name in services]
+    reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    return probe
+
+
+async def _until(stop: asyncio.Event, deaths: list[Coroutine[Any, Any, str]]) -> None:
+    """Wait until the server is told to stop. Raises BackendUnavailable where something that it needs has died."""
+    told = asyncio.ensure_future(stop.wait())
+    waiting = [asyncio.ensure_future(death) for death in deaths]
+    await asyncio.wait([told, *waiting], return_when=asyncio.FIRST_COMPLETED)
+    told.cancel()
+    for each in waiting:
+        each.cancel()
+    died = [each for each in waiting if each.done() and not each.cancelled()]
+    if died and not stop.is_set():
+        reason = died[0].result()
+        raise BackendUnavailable(f"{reason}: restart envd; the kernel's log tells whether memory ran out")
+
+
+def _told_to_stop() -> asyncio.Event:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
+
+
+@contextlib.asynccontextmanager
+async def _run_directory(state_dir: Path | None) -> AsyncIterator[Path]:
+    """A directory of the server's own; what killed servers left is removed first."""
+    sweep_abandoned(Path(tempfile.gettempdir()), OWNED)
+    run_dir = state_dir or Path(tempfile.gettempdir(), f"{OWNED}{owned_name()}")
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir.chmod(0o711)
+        held = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for name in ("templates", "boxes"):
+            await asyncio.to_thread(
+                shutil.rmtree, run_dir / name, True
+            )  # a killed server's, in a directory that was named
+            (run_dir / name).mkdir()
+    except BlockingIOError as error:
+        raise EnvdError(f"another server uses {run_dir}: name another --state-dir") from error
+    except OSError as error:
+        raise EnvdError(f"the server has no place for its files: {describe(error)}") from error
+    try:
+        yield run_dir
     finally:
-        await server.stop(grace=0.5)
-        await sandboxes.stop()
+        await asyncio.to_thread(shutil.rmtree, run_dir, True)
+        await asyncio.to_thread(remove_groups, run_dir.name)
+        os.close(held)
+
+
+def _isolates(backends: dict[str, Backend]) -> bool:
+    """Verifications run in namespaces, save where the operator chose ordinary processes."""
+    return next(iter(backends.values())).features.isolation > IsolationLevel.NONE
+
+
+def _policy_text(path: Path | None) -> str:
+    try:
+        return "" if path is None else path.read_text()
+    except (OSError, UnicodeError) as error:
+        reason = describe(error) if isinstance(error, OSError) else str(error)
+        raise EnvdError(f"the policy can't be read: {reason}") from error

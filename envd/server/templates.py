@@ -55,6 +55,18 @@ class Templates:
             raise TemplateError(f"envd has no template {digest[:80]!r}: call put_template first")
         return digest
 
+    def directory_of(self, digest: str) -> Path:
+        """Where a template's files are; never to be changed."""
+        return self._directory / digest
+
+    def files_of(self, digest: str) -> dict[str, bytes]:
+        """The files that a template was made of. Blocking."""
+        root = self._directory / self.require(digest)
+        found = (path for path in root.rglob("*") if path.is_file())
+        return {
+            name: path.read_bytes() for path in found if not (name := str(path.relative_to(root))).startswith(".git/")
+        }
+
     async def _store_once(self, digest: str, files: Mapping[str, bytes]) -> None:
         async with self._lock:
             if not (self._directory / digest).exists():

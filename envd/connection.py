@@ -1,0 +1,64 @@
+"""How a client, or a server that moves a sandbox, reaches an envd server: addresses, TLS, keys, metadata."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from contracts.errors import describe
+from envd.errors import EnvdError
+
+MESSAGE_BYTES = 64 * 1024 * 1024
+CHANNEL_OPTIONS = [
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+]
+_RECONNECT_OPTIONS = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 2000)]
+SANDBOX_TOKEN = "triplane-sandbox-token"
+"""Metadata key: the token of the sandbox that a call names."""
+IDEMPOTENCY_KEY = "triplane-idempotency-key"
+"""Metadata key: a repeated call with the same value answers what the first one did."""
+ERROR_NAME, ERROR_NUMBER = "triplane-error", "triplane-errno"
+"""Trailing metadata of a failed call: the class in envd.errors, and the system's number of a file error."""
+Metadata = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Access:
+    """What a server asks of who connects. All of it None: a server without TLS and keys."""
+
+    key: str | None = None
+    """Its bearer key."""
+    tls_ca: Path | None = None
+    """Certificates that the server's is checked against; TLS is spoken when this is given."""
+    tls_cert: Path | None = None
+    """Our certificate, where the server asks for one."""
+    tls_key: Path | None = None
+    """The private key of `tls_cert`."""
+
+    @property
+    def metadata(self) -> Metadata:
+        """Metadata of every call."""
+        return () if self.key is None else (("authorization", f"Bearer {self.key}"),)
+
+    def channel(self, address: str) -> grpc.aio.Channel:
+        """A channel to `unix:/path` or `host:port`."""
+        options = CHANNEL_OPTIONS + _RECONNECT_OPTIONS
+        if self.tls_ca is None:
+            return grpc.aio.insecure_channel(address, options=options)
+        credentials = grpc.ssl_channel_credentials(
+            root_certificates=read_secret(self.tls_ca),
+            private_key=None if self.tls_key is None else read_secret(self.tls_key),
+            certificate_chain=None if self.tls_cert is None else read_secret(self.tls_cert),
+        )
+        return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+def read_secret(path: Path) -> bytes:
+    """A certificate's or key's file. Raises EnvdError, one line, when it can't be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise EnvdError(f"a certificate or key can't be read: {describe(error)}") from error

@@ -1,0 +1,117 @@
+"""What a client may ask a sandbox to be: requests checked against plain bounds and the policy, and turned into a `BoxSpec`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from contracts.pb import envd_pb2 as pb
+from envd.backends.base import Backend
+from envd.errors import EnvdError, PolicyDenied
+from envd.server.audit import AuditLog
+from envd.server.policy import Decisions, Policy, load_policy
+from envd.types import Limits
+
+_LIMITS = ("memory_mb", "pids", "cpu", "disk_mb", "lifetime_s")
+_MOST = Limits(memory_mb=1 << 22, pids=1 << 22, cpu=1024, disk_mb=1 << 24, lifetime_s=365 * 24 * 3600.0)
+"""Beyond these a number is a mistake, whatever the policy says."""
+_MAX_ENV_BYTES = 128 * 1024
+_MAX_LABELS, _MAX_LABEL = 32, 256
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A sandbox that somebody asks for. Limits of 0 take the policy's defaults."""
+
+    template: str
+    limits: Mapping[str, float] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    backend: str = ""
+    policy_yaml: str = ""
+
+    @classmethod
+    def of(cls, request: pb.CreateRequest | pb.ReceiveHeader) -> Wanted:
+        """What a request asks for. Raises EnvdError for what no policy allows."""
+        wanted = cls(
+            request.template,
+            {name: getattr(request.limits, name) for name in _LIMITS},
+            dict(request.env),
+            dict(request.labels),
+            request.backend,
+            request.policy_yaml,
+        )
+        _check_numbers(wanted.limits)
+        check_env(wanted.env)
+        _check_labels(wanted.labels)
+        return wanted
+
+    def with_limits(self, limits: pb.Limits) -> Wanted:
+        """The same with the limits that are named in place of its own."""
+        named = {name: value for name in _LIMITS if (value := getattr(limits, name))}
+        wanted = replace(self, limits={**self.limits, **named})
+        _check_numbers(wanted.limits)
+        return wanted
+
+
+def limits_of(limits: pb.Limits) -> Limits:
+    """Limits of a request; what it leaves at zero takes the default. Raises EnvdError for others than positive numbers."""
+    asked = {name: getattr(limits, name) for name in _LIMITS}
+    _check_numbers(asked)
+    default = Limits()
+    return Limits(**{name: value or getattr(default, name) for name, value in asked.items()})
+
+
+def decide(
+    wanted: Wanted, backends: Mapping[str, Backend], policy: Policy, audit: AuditLog, live: int
+) -> tuple[Backend, Decisions]:
+    """The backend that a sandbox gets, and what the policies say of it. Raises PolicyDenied, which is recorded."""
+    own = load_policy(wanted.policy_yaml)
+    merged, denials = own.under(policy)
+    backend = _choose(wanted.backend, backends, merged)
+    features = backend.features
+    decisions = merged.check(
+        wanted.limits,
+        backend=backend.name,
+        isolation=features.isolation,
+        can=features.can,
+        enforced=features.limits_enforced,
+        live=live,
+    )
+    refused = (*denials, *decisions.denials)
+    if refused:
+        reason = "; ".join(str(each) for each in refused)
+        audit.record("policy.denied", "", reason=reason, backend=backend.name, labels=list(wanted.labels.items()))
+        raise PolicyDenied(reason)
+    return backend, decisions
+
+
+def _choose(name: str, backends: Mapping[str, Backend], policy: Policy) -> Backend:
+    if name:
+        if name not in backends:
+            raise EnvdError(f"backend {name[:40]!r} does not run here: this server has {', '.join(backends)}")
+        return backends[name]
+    fits = (each for each in backends.values() if each.features.isolation >= policy.least)
+    return next(fits, next(iter(backends.values())))
+
+
+def _check_numbers(limits: Mapping[str, float]) -> None:
+    for name, value in limits.items():
+        if not value >= 0:  # also what is not a number
+            raise EnvdError(f"limits must be positive: {name} is {value:g}")
+        if value > getattr(_MOST, name):
+            raise EnvdError(f"limits.{name} is {value:g}: it must be at most {getattr(_MOST, name):g}")
+
+
+def check_env(env: Mapping[str, str]) -> None:
+    """Raise EnvdError for variables that no process can have."""
+    if sum(len(key) + len(value) for key, value in env.items()) > _MAX_ENV_BYTES:
+        raise EnvdError(f"the environment is larger than {_MAX_ENV_BYTES} characters: write a file instead")
+    for key, value in env.items():
+        if not key or "=" in key or "\0" in key + value:
+            raise EnvdError(f"environment variable {key[:40]!r} can't be set: names hold no '=' and nothing a null")
+
+
+def _check_labels(labels: Mapping[str, str]) -> None:
+    if len(labels) > _MAX_LABELS or any(len(each) > _MAX_LABEL for pair in labels.items() for each in pair):
+        raise EnvdError(f"a sandbox has at most {_MAX_LABELS} labels of at most {_MAX_LABEL} characters")

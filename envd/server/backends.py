@@ -1,0 +1,61 @@
+"""Starting the backends that a server is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from envd.backends.base import Backend, IsolationLevel
+from envd.errors import BackendUnavailable
+
+BACKENDS = ("namespaces", "plain", "gvisor", "qemu", "firecracker", "pods")
+_log = logging.getLogger("envd")
+
+
+async def start_backends(names: Sequence[str], run_dir: Path, *, pool: int) -> dict[str, Backend]:
+    """The backends by name, the default one first. `auto`: namespaces where they really start, else plain, which says so.
+
+    pool: sandboxes kept ready, where a backend can. Raises BackendUnavailable with the reason of the first that does not work.
+    """
+    started: dict[str, Backend] = {}
+    try:
+        for name in names:
+            for each in await _auto(run_dir, pool) if name == "auto" else [await _start(name, run_dir, pool)]:
+                started.setdefault(each.name, each)
+    except BaseException:
+        await stop_backends(started)
+        raise
+    for name, backend in started.items():
+        if backend.features.isolation == IsolationLevel.NONE:
+            _log.error(
+                "%s BACKEND: sandboxes are ordinary processes and isolate nothing; run trusted code only", name.upper()
+            )
+    return started
+
+
+async def stop_backends(backends: dict[str, Backend]) -> None:
+    """Stop them all, whichever of them fails to."""
+    for error in await asyncio.gather(*(each.stop() for each in backends.values()), return_exceptions=True):
+        if isinstance(error, BaseException):
+            _log.error("a backend did not stop cleanly", exc_info=error)
+
+
+async def _auto(run_dir: Path, pool: int) -> list[Backend]:
+    try:
+        return [await _start("namespaces", run_dir, pool)]
+    except BackendUnavailable as error:
+        _log.error("namespaces do not work here (%s): falling back to the plain backend", error)
+        return [await _start("plain", run_dir, pool)]
+
+
+async def _start(name: str, run_dir: Path, pool: int) -> Backend:
+    if name not in BACKENDS:
+        raise BackendUnavailable(f"no backend {name!r}: choose of {', '.join(BACKENDS)}, or auto")
+    start = importlib.import_module(f"envd.backends.{name}").start
+    options = {"pool": pool} if "pool" in inspect.signature(start).parameters else {}
+    return cast(Backend, await start(run_dir, **options))

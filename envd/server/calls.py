@@ -1,0 +1,133 @@
+"""What every servicer's methods share: metadata, idempotency, and errors as gRPC statuses.
+
+@unary                             looks at the idempotency key, turns errors into statuses
+@streaming                         the same without the key: a stream is taken up again by its offsets
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from contracts.errors import describe
+from envd import errors
+from envd.connection import ERROR_NAME, ERROR_NUMBER, IDEMPOTENCY_KEY, SANDBOX_TOKEN
+from envd.server.live import Live
+from envd.server.sandboxes import Sandboxes
+
+Context = grpc.aio.ServicerContext[Any, Any]
+T = TypeVar("T")
+_Code = grpc.StatusCode
+_CODES: tuple[tuple[type[errors.EnvdError], grpc.StatusCode], ...] = (
+    (errors.SandboxGone, _Code.NOT_FOUND),
+    (errors.TemplateError, _Code.FAILED_PRECONDITION),
+    (errors.WrongState, _Code.FAILED_PRECONDITION),
+    (errors.SandboxStartError, _Code.RESOURCE_EXHAUSTED),
+    (errors.ServerBusy, _Code.ABORTED),
+    (errors.Unsupported, _Code.UNIMPLEMENTED),
+    (errors.PolicyDenied, _Code.PERMISSION_DENIED),
+    (errors.AccessDenied, _Code.UNAUTHENTICATED),
+    (errors.IdempotencyError, _Code.ALREADY_EXISTS),
+    (errors.MigrationError, _Code.ABORTED),
+)
+_FILE_CODES = {
+    errno.ENOENT: _Code.NOT_FOUND, errno.EEXIST: _Code.ALREADY_EXISTS, errno.ENOTEMPTY: _Code.FAILED_PRECONDITION,
+    errno.EACCES: _Code.PERMISSION_DENIED, errno.EPERM: _Code.PERMISSION_DENIED, errno.EROFS: _Code.PERMISSION_DENIED,
+    errno.ENOSPC: _Code.RESOURCE_EXHAUSTED, errno.EDQUOT: _Code.RESOURCE_EXHAUSTED, errno.EFBIG: _Code.RESOURCE_EXHAUSTED,
+    errno.ESRCH: _Code.NOT_FOUND, errno.EAGAIN: _Code.RESOURCE_EXHAUSTED,
+}  # fmt: skip
+_MAX_WORDS = 2000
+"""Of a status: its words travel in a header of limited size."""
+_log = logging.getLogger("envd")
+
+
+class Service:
+    """Base of the servicers: finding the sandbox that a request names."""
+
+    def __init__(self, sandboxes: Sandboxes) -> None:
+        self.sandboxes = sandboxes
+
+    def live(self, request: Any, context: Context) -> Live:
+        """The sandbox of a request. Raises SandboxGone where there is none, or the token is another's."""
+        return self.sandboxes.find(request.sandbox_id, metadata_of(context, SANDBOX_TOKEN))
+
+    def tool_allowed(self, live: Live, tool: str) -> None:
+        """Raise PolicyDenied, and record it, where the policy forbids a tool."""
+        if not live.decisions.allows(tool):
+            self.sandboxes.audit.record("tool.denied", live.identity, tool=tool)
+            raise errors.PolicyDenied(f"the policy of sandbox {live.identity[:40]} does not allow {tool}")
+
+
+def unary(method: Callable[[Any, Any, Context], Awaitable[T]]) -> Callable[[Any, Any, Context], Awaitable[T]]:
+    """Wrap a servicer's method."""
+
+    @functools.wraps(method)
+    async def answer(service: Any, request: Any, context: Context) -> T:
+        try:
+            key = metadata_of(context, IDEMPOTENCY_KEY)
+            if not key or not isinstance(request, Message):  # streams have none
+                return await method(service, request, context)
+            sandboxes: Sandboxes = service.sandboxes
+            identity = getattr(request, "sandbox_id", "")
+            kept = (
+                sandboxes.answers_of(identity, metadata_of(context, SANDBOX_TOKEN)) if identity else sandboxes.answers
+            )
+            reply: T = await kept.once(key, request, lambda: method(service, request, context))
+            return reply
+        except (errors.EnvdError, OSError) as error:
+            await abort(service, request, context, error)
+
+    return answer
+
+
+def streaming(
+    method: Callable[[Any, Any, Context], AsyncIterator[T]],
+) -> Callable[[Any, Any, Context], AsyncIterator[T]]:
+    """Wrap a servicer's method that answers with a stream."""
+
+    @functools.wraps(method)
+    async def answer(service: Any, request: Any, context: Context) -> AsyncIterator[T]:
+        try:
+            async for each in method(service, request, context):
+                yield each
+        except (errors.EnvdError, OSError) as error:
+            await abort(service, request, context, error)
+
+    return answer
+
+
+def metadata_of(context: Context, key: str) -> str:
+    """A request's metadata value, empty when there is none."""
+    for name, value in context.invocation_metadata() or ():
+        if name == key:
+            return value if isinstance(value, str) else value.decode("ascii", "replace")
+    return ""
+
+
+async def abort(service: Service, request: Any, context: Context, error: Exception) -> NoReturn:
+    """End a call with the status of an error, and its class's name beside it, so that the client raises the same."""
+    code = code_of(error)
+    if isinstance(error, OSError):
+        _log.error("a call failed on this machine", exc_info=error)
+        error = errors.EnvdError(f"the server failed: {describe(error)}")
+    if isinstance(error, errors.SandboxGone):
+        service.sandboxes.notice(getattr(request, "sandbox_id", ""))
+    number = error.errno if isinstance(error, errors.FileError) else 0
+    trailing = ((ERROR_NAME, type(error).__name__), (ERROR_NUMBER, str(number)))
+    await context.abort(code, str(error)[:_MAX_WORDS], trailing)
+    raise error
+
+
+def code_of(error: Exception) -> grpc.StatusCode:
+    """The gRPC status that tells of an error."""
+    if isinstance(error, errors.FileError):
+        return _FILE_CODES.get(error.errno, _Code.FAILED_PRECONDITION)
+    if isinstance(error, errors.EnvdError):
+        return next((code for kind, code in _CODES if isinstance(error, kind)), _Code.INVALID_ARGUMENT)
+    return _Code.INTERNAL

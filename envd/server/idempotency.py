@@ -1,0 +1,111 @@
+"""Answers of calls that carried an idempotency key, so that a retry gets what the first try did instead of doing it again."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import Message
+
+from envd.errors import IdempotencyError
+
+KEY = "triplane-idempotency-key"
+MAX_KEY = 200
+_LIFETIME_S = 600.0
+
+
+@dataclass
+class _Kept:
+    request: bytes
+    task: asyncio.Task[Any] | None
+    """None when it is done."""
+    reply: Message | None = None
+    """None when it is not done, or too large to be kept."""
+    size: int = 0
+    at: float = 0.0
+
+
+class Answers:
+    """The kept answers of one sandbox, or of a server's creations. Bounded in number, bytes and age; failures are not kept."""
+
+    def __init__(self, most: int = 256, most_bytes: int = 4 << 20, lifetime_s: float = _LIFETIME_S) -> None:
+        self._most, self._most_bytes, self._lifetime_s = most, most_bytes, lifetime_s
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        self._forget_old()
+        return len(self._kept)
+
+    async def once(self, key: str, request: Message, work: Callable[[], Awaitable[Any]]) -> Any:
+        """The answer of the first call with this key; a retry while that runs waits for it.
+
+        The work goes on when its caller has gone: the retry will ask for what came of it. Raises IdempotencyError where the key
+        belongs to another request, or its answer could not be kept.
+        """
+        if not 0 < len(key) <= MAX_KEY:
+            raise IdempotencyError(f"an idempotency key has 1 to {MAX_KEY} characters, this one has {len(key)}")
+        self._forget_old()
+        said = _digest(request)
+        kept = self._kept.get(key) or self._begin(key, said, work)
+        if kept.request != said:
+            raise IdempotencyError(f"idempotency key {key!r} was used for another request: take a new key")
+        if kept.task is not None:
+            return await asyncio.shield(kept.task)
+        if kept.reply is None:
+            words = f"its answer of {kept.size} bytes was too large to be kept: ask for the state it left"
+            raise IdempotencyError(f"the call with idempotency key {key!r} was done, but {words}")
+        return kept.reply
+
+    def _begin(self, key: str, said: bytes, work: Callable[[], Awaitable[Any]]) -> _Kept:
+        while len(self._kept) >= self._most:
+            if not self._forget_one():
+                raise IdempotencyError(f"{self._most} calls with idempotency keys run already: wait for one to end")
+        task = asyncio.ensure_future(_awaited(work))
+        kept = self._kept[key] = _Kept(said, task)
+        task.add_done_callback(lambda done: self._ended(key, kept, done))
+        return kept
+
+    def _ended(self, key: str, kept: _Kept, done: asyncio.Task[Any]) -> None:
+        kept.task = None
+        if done.cancelled() or done.exception() is not None:
+            del self._kept[key]
+            return
+        kept.size, kept.at = done.result().ByteSize(), time.monotonic()
+        if kept.size <= self._most_bytes // 4:
+            kept.reply = done.result()
+            self._bytes += kept.size
+        while self._bytes > self._most_bytes and self._forget_one():
+            pass
+
+    def _forget_old(self) -> None:
+        limit = time.monotonic() - self._lifetime_s
+        for key, kept in list(self._kept.items()):
+            if kept.task is None and kept.at < limit:
+                self._forget(key)
+
+    def _forget_one(self) -> bool:
+        oldest = next((key for key, kept in self._kept.items() if kept.task is None), None)
+        if oldest is not None:
+            self._forget(oldest)
+        return oldest is not None
+
+    def _forget(self, key: str) -> None:
+        kept = self._kept.pop(key)
+        if kept.reply is not None:
+            self._bytes -= kept.size
+
+
+async def _awaited(work: Callable[[], Awaitable[Any]]) -> Any:
+    return await work()
+
+
+def _digest(request: Message) -> bytes:
+    whole = hashlib.sha256(request.DESCRIPTOR.full_name.encode() + b"\0")
+    whole.update(request.SerializeToString(deterministic=True))
+    return whole.digest()

@@ -1,0 +1,129 @@
+"""Where a server listens and whom it answers: addresses, TLS, bearer keys."""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from envd.connection import read_secret
+from envd.errors import AccessDenied, EnvdError
+from envd.server.audit import AuditLog
+
+_MIN_KEY = 16
+_HEALTH = "/grpc.health.v1.Health/"
+"""Answered without a key: a kubelet's probe can't send one."""
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Where a server listens and what it asks of who connects."""
+
+    address: str = "127.0.0.1:7070"
+    """`unix:/path` or `host:port`."""
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    """Clients must show a certificate of it."""
+    key_file: Path | None = None
+    """One bearer key a line; any of them is accepted."""
+    insecure: bool = False
+    """Listen beyond this machine without TLS or without asking for a key or a certificate."""
+
+    def check(self) -> None:
+        """Raise EnvdError for a combination that is a mistake."""
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise EnvdError("--tls-cert and --tls-key belong together: give both")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise EnvdError("--tls-client-ca needs TLS: give --tls-cert and --tls-key too")
+        asks = self.key_file is not None or self.tls_client_ca is not None
+        if not (self.insecure or _is_local(self.address) or (self.tls_cert is not None and asks)):
+            raise EnvdError(
+                f"{self.address} can be reached from other machines: give --tls-cert, --tls-key and --key-file (or --tls-client-ca), "
+                "listen on a unix socket or on 127.0.0.1, or say --insecure where the network itself keeps others out"
+            )
+
+    def keys(self) -> tuple[bytes, ...]:
+        """The accepted keys; empty where none is asked for. Raises EnvdError for a file without usable ones."""
+        if self.key_file is None:
+            return ()
+        lines = (line.strip() for line in read_secret(self.key_file).splitlines())
+        found = tuple(line for line in lines if line and not line.startswith(b"#"))
+        if not found or any(len(key) < _MIN_KEY for key in found):
+            raise EnvdError(f"{self.key_file} must hold keys of at least {_MIN_KEY} characters, one a line")
+        return found
+
+    def listen(self, server: grpc.aio.Server) -> None:
+        """Have a server listen there. Raises EnvdError."""
+        try:
+            if self.tls_cert is None or self.tls_key is None:
+                server.add_insecure_port(self.address)
+                return
+            pair = (read_secret(self.tls_key), read_secret(self.tls_cert))
+            client_ca = None if self.tls_client_ca is None else read_secret(self.tls_client_ca)
+            credentials = grpc.ssl_server_credentials([pair], client_ca, require_client_auth=client_ca is not None)
+            server.add_secure_port(self.address, credentials)
+        except RuntimeError as error:
+            raise EnvdError(f"envd can't listen on {self.address}: {error}") from error
+
+
+class KeyCheck(grpc.aio.ServerInterceptor):
+    """Answers UNAUTHENTICATED to calls without one of the keys."""
+
+    def __init__(self, keys: tuple[bytes, ...], audit: AuditLog) -> None:
+        self._keys, self._audit = keys, audit
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        """See grpc.aio.ServerInterceptor."""
+        handler = await continuation(details)
+        if handler is None or details.method.startswith(_HEALTH) or self._is_known(details):
+            return handler
+        self._audit.record("auth.denied", "", what="key", method=str(details.method))
+        return _refusing(handler)
+
+    def _is_known(self, details: grpc.HandlerCallDetails) -> bool:
+        said = next((value for key, value in details.invocation_metadata or () if key == "authorization"), "")
+        given = (said if isinstance(said, bytes) else said.encode()).removeprefix(b"Bearer ")
+        # each is compared, so that the time does not tell which one was nearly right
+        return sum(secrets.compare_digest(given, key) for key in self._keys) > 0
+
+
+def _refusing(handler: Any) -> Any:
+    """A handler of the same kind that refuses."""
+    error = AccessDenied("this server asks for a key: send it as `authorization: Bearer <key>`")
+
+    async def one(request: Any, context: Any) -> Any:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error), (("triplane-error", "AccessDenied"),))
+
+    async def many(request: Any, context: Any) -> Any:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error), (("triplane-error", "AccessDenied"),))
+        yield  # what makes it a stream
+
+    kinds = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }
+    make = kinds[bool(handler.request_streaming), bool(handler.response_streaming)]
+    return make(many if handler.response_streaming else one)
+
+
+def _is_local(address: str) -> bool:
+    """Whether only this machine can reach an address."""
+    if address.startswith(("unix:", "unix-abstract:")):
+        return True
+    host = address.removeprefix("ipv4:").removeprefix("ipv6:").rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,97 @@
+"""The Tools service: what an agent calls."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from contracts.pb import envd_pb2 as pb
+from contracts.pb import envd_pb2_grpc as rpc
+from envd.errors import EnvdError
+from envd.server.audit import leaves_root
+from envd.server.calls import Context, Service, unary
+from envd.server.live import Live
+from envd.server.toolrunner import run_batch
+from envd.tools import TOOLS
+from envd.types import ToolCall, ToolResult
+
+MAX_TIMEOUT_S = 3600.0
+MAX_CALLS = 256
+"""Calls of one batch that are run."""
+_SURPLUS = f"error: not run: a turn may hold at most {MAX_CALLS} calls"
+_SCHEMAS = json.dumps([spec.json_schema() for spec in TOOLS.values()])
+
+
+class ToolsService(Service, rpc.ToolsServicer):
+    """Tool calls."""
+
+    @unary
+    async def Schemas(self, request: pb.SchemasRequest, context: Context) -> pb.SchemasReply:
+        """The tools, as chat templates take them."""
+        return pb.SchemasReply(tools_json=_SCHEMAS)
+
+    @unary
+    async def Batch(self, request: pb.BatchRequest, context: Context) -> pb.BatchReply:
+        """Run tool calls in a sandbox and answer in request order."""
+        live = self.live(request, context)
+        calls = [ToolCall(call.name, _arguments(call)) for call in request.calls[:MAX_CALLS]]
+        timeout_s = checked_timeout(request.timeout_s)
+        async with live.using() as guest:
+            results = await self._run(live, guest, calls, timeout_s)
+        surplus = len(request.calls) - len(calls)
+        return pb.BatchReply(results=[*map(_result, results), *[_result(_refusal(_SURPLUS))] * surplus])
+
+    async def _run(self, live: Live, guest: Any, calls: list[ToolCall], timeout_s: float) -> list[ToolResult]:
+        for call in calls:
+            path = call.arguments.get("path")
+            if isinstance(path, str) and ".." in path and leaves_root(path):
+                self.sandboxes.audit.record("path.escape", live.identity, tool=call.name, path=path)
+        denied = {index for index, call in enumerate(calls) if not live.decisions.allows(call.name)}
+        if not denied:
+            results = await run_batch(guest, calls, timeout_s)
+        else:
+            allowed = iter(await run_batch(guest, [c for i, c in enumerate(calls) if i not in denied], timeout_s))
+            results = [self._deny(live, call) if i in denied else next(allowed) for i, call in enumerate(calls)]
+        for call, result in zip(calls, results, strict=True):
+            if result.timed_out or result.truncated:
+                kind = "limit.time" if result.timed_out else "limit.output"
+                self.sandboxes.audit.record(kind, live.identity, tool=call.name, bytes=result.true_bytes)  # type: ignore[arg-type]
+        return results
+
+    def _deny(self, live: Live, call: ToolCall) -> ToolResult:
+        self.sandboxes.audit.record("tool.denied", live.identity, tool=call.name)
+        return _refusal(
+            f"error: no such tool: {call.name}" if call.name not in TOOLS else f"error: not allowed: {call.name}"
+        )
+
+
+def checked_timeout(seconds: float) -> float:
+    """A request's timeout. Raises EnvdError where it is none."""
+    if not 0 < seconds <= MAX_TIMEOUT_S:
+        raise EnvdError(f"timeout_s is {seconds:g}: it must be above 0 and at most {MAX_TIMEOUT_S:g}")
+    return seconds
+
+
+def _refusal(text: str) -> ToolResult:
+    return ToolResult(False, text, len(text.encode()))
+
+
+def _result(result: ToolResult) -> pb.ToolResult:
+    return pb.ToolResult(
+        ok=result.ok,
+        text=result.text,
+        true_bytes=result.true_bytes,
+        truncated=result.truncated,
+        timed_out=result.timed_out,
+        seconds=result.seconds,
+    )
+
+
+def _arguments(call: pb.ToolCall) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.arguments_json or "{}")
+    except (ValueError, RecursionError) as error:
+        raise EnvdError(f"arguments of {call.name!r} are not JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise EnvdError(f"arguments of {call.name!r} must be a JSON object")
+    return arguments

@@ -1,0 +1,53 @@
+"""The Verifier service: a final state's verdict."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from contracts.pb import envd_pb2 as pb
+from contracts.pb import envd_pb2_grpc as rpc
+from envd.server.admission import limits_of
+from envd.server.calls import Context, Service, unary
+from envd.server.sandboxes import Sandboxes
+from envd.server.service_tools import checked_timeout
+from envd.server.verifications import Verifications
+
+
+class VerifierService(Service, rpc.VerifierServicer):
+    """Verifications."""
+
+    def __init__(self, sandboxes: Sandboxes, verifications: Verifications) -> None:
+        super().__init__(sandboxes)
+        self._verifications = verifications
+
+    @unary
+    async def Verify(self, request: pb.VerifyRequest, context: Context) -> pb.VerifyReply:
+        """Grade a final state."""
+        started = time.monotonic()
+        timeout_s = checked_timeout(request.timeout_s)
+        left = context.time_remaining()
+        result = await self._verifications.verify(
+            request.template,
+            request.diff,
+            request.hidden_files,
+            request.tests,
+            limits_of(request.limits),
+            timeout_s,
+            None if left is None else max((left - timeout_s) / 2, 0),
+        )
+        tampering = self._tampering(result)
+        return pb.VerifyReply(
+            outcomes=[pb.TestOutcome(**outcome) for outcome in result["outcomes"]],
+            exit=result["exit"],
+            log=result["log"],
+            seconds=time.monotonic() - started,
+            tampering=tampering,
+        )
+
+    def _tampering(self, result: dict[str, Any]) -> list[str]:
+        """What was tried on the verdict, recorded."""
+        found = [str(each) for each in result.get("tampering", ())]
+        for each in found:
+            self.sandboxes.audit.record("verify.tampered", "", what=each)
+        return found

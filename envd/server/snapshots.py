@@ -1,0 +1,124 @@
+"""Snapshots on disk: what a sandbox was made of, and its state, whole or not at all.
+
+    <directory>/<snapshot id>/header      a ReceiveHeader: backend, template with its files, limits, environment, labels, policy
+    <directory>/<snapshot id>/state/      what `Box.snapshot` wrote
+    <directory>/.draft-<owner>            a snapshot that is being written; swept when its server is gone
+    <directory>/.held-<owner>             hibernated sandboxes of a live server
+
+A snapshot outlives its server where the directory does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+
+from contracts.errors import describe
+from contracts.owned import owned_name, sweep_abandoned
+from contracts.pb import envd_pb2 as pb
+from envd.errors import EnvdError
+
+_HEADER, _STATE = "header", "state"
+_DRAFT, _HELD = ".draft-", ".held-"
+_IDENTITY = re.compile(r"[A-Za-z0-9_-]{16,64}")
+
+
+class Snapshots:
+    """The snapshots of one directory, which servers of one machine may share."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._held = directory / f"{_HELD}{owned_name()}"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            directory.chmod(0o700)  # environments of sandboxes, and all of their memory
+            for prefix in (_DRAFT, _HELD):
+                sweep_abandoned(directory, prefix)
+            self._held.mkdir(mode=0o700)
+        except OSError as error:
+            raise EnvdError(f"snapshots can't be kept: {describe(error)}") from error
+
+    async def keep(self, header: pb.ReceiveHeader, write: Callable[[Path], Awaitable[None]]) -> tuple[str, int]:
+        """Store a snapshot whose state `write` puts into a directory: (its id, bytes)."""
+        identity = secrets.token_urlsafe(18)
+        draft = self._directory / f"{_DRAFT}{owned_name()}"
+        try:
+            (draft / _STATE).mkdir(parents=True, mode=0o700)
+            await write(draft / _STATE)
+            await asyncio.to_thread(_finish, draft, header.SerializeToString(), self._directory / identity)
+        except OSError as error:
+            raise EnvdError(f"the snapshot can't be kept: {describe(error)}") from error
+        finally:
+            await asyncio.to_thread(shutil.rmtree, draft, True)
+        return identity, await asyncio.to_thread(size_of, self._directory / identity)
+
+    def find(self, identity: str) -> tuple[pb.ReceiveHeader, Path]:
+        """A snapshot's header and the directory of its state. Raises EnvdError where there is none."""
+        where = self._directory / identity
+        if not _IDENTITY.fullmatch(identity) or not (where / _STATE).is_dir():
+            raise EnvdError(f"no snapshot {identity[:40]!r} on this server: it was deleted, or is another server's")
+        try:
+            header = pb.ReceiveHeader.FromString((where / _HEADER).read_bytes())
+        except (OSError, DecodeError) as error:
+            raise EnvdError(f"snapshot {identity} is damaged ({error}): delete it") from error
+        return header, where / _STATE
+
+    async def delete(self, identity: str) -> None:
+        """Remove a snapshot. Idempotent."""
+        if _IDENTITY.fullmatch(identity):
+            await asyncio.to_thread(_discard, self._directory / identity, self._directory / f"{_DRAFT}{owned_name()}")
+
+    def hold(self) -> Path:
+        """A fresh empty directory for a state that goes when this server does."""
+        where = self._held / secrets.token_hex(8)
+        where.mkdir(mode=0o700)
+        return where
+
+    async def stop(self) -> None:
+        """Remove what was held."""
+        await asyncio.to_thread(shutil.rmtree, self._held, True)
+
+
+def size_of(directory: Path) -> int:
+    """Bytes on disk of the files below a directory; holes of sparse files do not count."""
+    return sum(path.lstat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
+
+
+async def link_tree(source: Path, target: Path) -> None:
+    """Another name for every file below a directory that nobody writes to any more."""
+    await asyncio.to_thread(shutil.copytree, source, target, copy_function=os.link, dirs_exist_ok=True)
+
+
+async def remove_tree(directory: Path) -> None:
+    """Remove a directory, outside the event loop."""
+    await asyncio.to_thread(shutil.rmtree, directory, True)
+
+
+def _finish(draft: Path, header: bytes, target: Path) -> None:
+    """On disk first, then under its name: what has a name is whole, also after a power cut."""
+    (draft / _HEADER).write_bytes(header)
+    for path in [*draft.rglob("*"), draft]:
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            continue
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    draft.rename(target)
+
+
+def _discard(directory: Path, aside: Path) -> None:
+    """Out of sight at once, then gone: nobody finds half a snapshot."""
+    try:
+        directory.rename(aside)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(aside, ignore_errors=True)
