@@ -1,0 +1,97 @@
+"""The OCI bundle of a gVisor sandbox: what `runsc` is told to run, and in what.
+
+/            the server's base (envd/sandbox/rootfs.py), read-only
+/.template   the pristine workspace, read-only
+/workspace   overlay inside the sandbox: the template below, a size-limited tmpfs above
+/tmp         on that same tmpfs
+/dev, /proc  gVisor's own
+
+The sandbox's root is no user of the host's. Process 1 mounts the workspace, gives up every capability and becomes the agent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from envd.backends.base import BoxSpec
+from envd.backends.gvisor_stage import AGENT_DIRECTORY
+from envd.sandbox import linux, rootfs
+from envd.sandbox.place import sandbox_environment
+from envd.tools.paths import WORKSPACE
+
+_SCRATCH = "/.scratch"
+_MIB = 1024 * 1024
+_FILES = 4096
+"""Descriptors of one process."""
+_MOUNTING = ("CAP_SYS_ADMIN", "CAP_SETPCAP")
+_NAMESPACES = ("pid", "network", "ipc", "uts", "mount", "user")
+_BECOME_AGENT = f"""
+mkdir -m 755 {_SCRATCH}/upper {_SCRATCH}/work && mkdir -m 1777 {_SCRATCH}/tmp &&
+mount -t overlay -o "$1",lowerdir={rootfs.INSIDE_TEMPLATE},upperdir={_SCRATCH}/upper,workdir={_SCRATCH}/work overlay {WORKSPACE} &&
+mount --bind {_SCRATCH}/tmp /tmp && umount -l {_SCRATCH} && cd {WORKSPACE} && shift &&
+exec setpriv --bounding-set=-all --inh-caps=-all --no-new-privs -- "$@"
+"""
+"""What process 1 does first, as a shell's script; $1: rw or ro. The capabilities that it has are over the sandbox's own kernel only."""
+AGENT = (
+    f"{AGENT_DIRECTORY}/envd-guest", "--stdio", "--escaped", "--workspace", str(WORKSPACE), "--scratch", "/tmp/.envd"
+)  # fmt: skip
+
+
+def write_bundle(directory: Path, spec: BoxSpec, *, base: str, template: str, agent: str) -> None:
+    """Write `config.json` into a fresh directory.
+
+    base, template, agent: directories that gofers can reach: the root, the template, and where the program envd-guest is.
+    """
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(_config(spec, base, template, agent)))
+
+
+def _config(spec: BoxSpec, base: str, template: str, agent: str) -> dict[str, Any]:
+    # The owner of the template's files. An unprivileged server's stage is root of a namespace that holds its user only.
+    mapping = [{"containerID": 0, "hostID": linux.SANDBOX_USER if os.geteuid() == 0 else 0, "size": 1}]
+    return {
+        "ociVersion": "1.0.0",
+        "hostname": spec.host_name,
+        "root": {"path": base, "readonly": True},
+        "process": {
+            "user": {"uid": 0, "gid": 0},
+            "args": ["/bin/sh", "-c", _BECOME_AGENT, "sh", "ro" if spec.read_only else "rw", *AGENT],
+            "env": [f"{key}={value}" for key, value in sandbox_environment("/tmp").items()],
+            "cwd": "/",
+            "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), _MOUNTING),
+            "noNewPrivileges": True,
+            "rlimits": [
+                _limit("NPROC", spec.limits.pids),
+                _limit("NOFILE", _FILES),
+                _limit("FSIZE", spec.limits.disk_mb * _MIB),
+                _limit("CORE", 0),
+            ],
+        },
+        "mounts": [
+            {"destination": "/proc", "type": "proc"},
+            {"destination": "/dev", "type": "tmpfs"},
+            _read_only(rootfs.INSIDE_TEMPLATE, template),
+            _read_only(AGENT_DIRECTORY, agent),
+            {
+                "destination": _SCRATCH,
+                "type": "tmpfs",
+                "options": [f"size={spec.limits.disk_mb * _MIB}", "mode=755"],
+            },
+        ],
+        "linux": {
+            "namespaces": [{"type": kind} for kind in _NAMESPACES],
+            "uidMappings": mapping,
+            "gidMappings": mapping,
+        },
+    }
+
+
+def _limit(name: str, value: int) -> dict[str, Any]:
+    return {"type": f"RLIMIT_{name}", "soft": value, "hard": value}
+
+
+def _read_only(destination: str, source: str) -> dict[str, Any]:
+    return {"destination": destination, "type": "bind", "source": source, "options": ["bind", "ro", "nosuid", "nodev"]}
