@@ -30,11 +30,12 @@
 struct box {
     int sync;    /* while it starts; else -1 */
     int scratch; /* its tmpfs: what an archive is made of */
-    bool started;
+    bool killed; /* the server asked for it */
     bool ended;
     int status;
     int64_t ended_ms;
     char name[MAX_NAME];
+    char events[64];
 };
 
 /* Side by side, so that a search reads little. Not inherited by sandboxes: they would keep copies of the pages that change. */
@@ -106,13 +107,15 @@ static void forget(uint32_t i)
 
 static pid_t clone_into(int group)
 {
-    struct clone_args arguments = {.flags = NAMESPACES, .exit_signal = SIGCHLD};
+    struct clone_args arguments = {.flags = NAMESPACES | CLONE_CLEAR_SIGHAND, .exit_signal = SIGCHLD};
     if (group >= 0) {
         arguments.flags |= CLONE_INTO_CGROUP;
         arguments.cgroup = (uint64_t)group;
     }
     return (pid_t)syscall(SYS_clone3, &arguments, sizeof arguments);
 }
+
+static bool leaving; /* the server said goodbye: it removes the run directory itself */
 
 static const char *start(const struct request *wanted, int stream, int archive)
 {
@@ -193,7 +196,6 @@ static void hear(uint32_t id)
         report(REPORT_FAILED, id, 0, "its user can't be mapped");
         kill(table->pids[i], SIGKILL);
     } else if (size == 1 && said[0] == 'r') {
-        box->started = true;
         report(REPORT_STARTED, id, table->pids[i], "");
     } else if (size > 1) {
         said[size] = 0;
@@ -210,7 +212,7 @@ static bool bury(uint32_t i)
     struct box *box = &table->boxes[i];
     if (groups_remove(&settings.groups, box->name) < 0 && errno == EBUSY && now_ms() - box->ended_ms < PATIENCE_MS)
         return false;
-    report(REPORT_ENDED, table->ids[i], box->status, "");
+    report(REPORT_ENDED, table->ids[i], box->status, box->events);
     forget(i);
     return true;
 }
@@ -246,6 +248,8 @@ static void reap(void)
         box->ended = true;
         box->status = status;
         box->ended_ms = now_ms();
+        if (!box->killed)
+            groups_events(&settings.groups, box->name, box->events, sizeof box->events);
         if (!bury(i))
             table->lingering++;
     }
@@ -269,6 +273,7 @@ static void end(uint32_t id)
         return;
     /* first, so that its files are freed by its own last process and not here */
     shut(&table->boxes[i].scratch);
+    table->boxes[i].killed = true;
     kill(table->pids[i], SIGKILL);
 }
 
@@ -323,7 +328,7 @@ static void create(const struct request *wanted, int stream, int source)
     }
 }
 
-/* One request; false when the server has gone. */
+/* One request; false when there will be no more. */
 static bool serve(void)
 {
     struct request wanted = {0};
@@ -345,9 +350,11 @@ static bool serve(void)
         end(wanted.box);
     else if (size == sizeof wanted && wanted.kind == REQUEST_ARCHIVE)
         archive(wanted.box, fds[0]);
+    else if (size == sizeof wanted && wanted.kind == REQUEST_LEAVE)
+        leaving = true;
     shut(&fds[0]);
     shut(&fds[1]);
-    return true;
+    return !leaving;
 }
 
 #define EVENT_CONTROL (1ULL << 32)
@@ -395,7 +402,7 @@ static void clean_up(const struct parent_directory *groups, int group_count, con
     for (int i = 0; i < group_count; i++)
         unlinkat(groups[i].fd, groups[i].name, AT_REMOVEDIR);
     /* rm is one of the programs of the root here; the directory is reached by a descriptor, its path is out of sight */
-    if (run_dir->fd >= 0 && fchdir(run_dir->fd) == 0)
+    if (!leaving && run_dir->fd >= 0 && fchdir(run_dir->fd) == 0)
         execl("/usr/bin/rm", "rm", "--recursive", "--force", "--", run_dir->name, (char *)NULL);
 }
 
@@ -483,6 +490,7 @@ int main(int count, char **arguments)
     control = atoi(arguments[optind]);
     hide_arguments(count, arguments);
     settings.landlock = landlock_abi();
+    prepare_filter();
     int children = prepare();
     if (children < 0) {
         perror("envd-spawn");

@@ -22,6 +22,7 @@ enum request_kind {
     REQUEST_CREATE = 1,   /* descriptors: the agent's stream; with FLAG_RESTORE also the archive to read */
     REQUEST_KILL = 2,     /* end it; answered by REPORT_ENDED, also where it is not known */
     REQUEST_ARCHIVE = 3,  /* descriptor: the file that its changed files are written to, as a tar; answered by REPORT_ARCHIVED */
+    REQUEST_LEAVE = 4,    /* end all of them and then itself, and leave the run directory to the server */
 };
 
 enum request_flags { FLAG_READ_ONLY = 1, FLAG_RESTORE = 2 };
@@ -44,7 +45,7 @@ enum report_kind {
     REPORT_READY = 1,    /* once, at the start; words: the limits that are enforced and the walls that stand, by spaces */
     REPORT_STARTED = 2,  /* value: its process 1; its agent reads its stream from now on */
     REPORT_FAILED = 3,   /* it could not be set up; words say why; REPORT_ENDED follows */
-    REPORT_ENDED = 4,    /* nothing is left of it: value: the wait status of process 1 */
+    REPORT_ENDED = 4,    /* nothing is left of it: value: the wait status of process 1; words: how often limits were hit, as `memory N pids N` */
     REPORT_ARCHIVED = 5, /* value: 0, or what went wrong: words */
 };
 
@@ -75,13 +76,15 @@ int groups_make(const struct groups *groups, const struct request *wanted, int *
 int groups_enter(const struct groups *groups, const struct request *wanted);                  /* in process 1: makes those of v1 too */
 int groups_remove(const struct groups *groups, const char *name); /* EBUSY: its last process is not gone yet */
 void groups_remove_all(const struct groups *groups);
+void groups_events(const struct groups *groups, const char *name, char *words, size_t size);
 
 /* spawn_walls.c: confine this process and what it starts, for good. */
 int drop_capabilities(void);
 int limit_resources(const struct settings *settings, const struct request *wanted);
 int restrict_files(int abi); /* Landlock */
 int landlock_abi(void);
-int filter_calls(void); /* seccomp; needs no_new_privs */
+void prepare_filter(void); /* once, in the spawner: its children inherit it */
+int filter_calls(void);    /* seccomp; needs no_new_privs */
 
 /* spawn_box.c */
 int make_scratch(const struct settings *settings, const struct request *wanted); /* the detached tmpfs of a sandbox; -1 with errno */

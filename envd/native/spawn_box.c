@@ -184,8 +184,6 @@ _Noreturn void run_box(const struct settings *settings, const struct request *wa
 {
     sigset_t none;
     sigemptyset(&none);
-    for (int number = 1; number < NSIG; number++)
-        signal(number, SIG_DFL);
     sigprocmask(SIG_SETMASK, &none, NULL);
     umask(022);
     if (groups_enter(&settings->groups, wanted) < 0)

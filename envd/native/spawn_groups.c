@@ -96,6 +96,29 @@ int groups_remove(const struct groups *groups, const char *name)
     return worst ? -1 : 0;
 }
 
+/* The number after `key` in a file of lines `key number`. 0 where there is none. */
+static unsigned long long count(int base, const char *group, const char *file, const char *key)
+{
+    char path[2 * MAX_NAME], text[512];
+    snprintf(path, sizeof path, "%s/%s", group, file);
+    int fd = base < 0 ? -1 : openat(base, path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return 0;
+    ssize_t size = read(fd, text, sizeof text - 1);
+    close(fd);
+    text[size < 0 ? 0 : size] = 0;
+    char *found = strstr(text, key);
+    return found ? strtoull(found + strlen(key), NULL, 10) : 0;
+}
+
+void groups_events(const struct groups *groups, const char *name, char *words, size_t size)
+{
+    int memory = groups->unified_limits ? groups->unified : groups->memory;
+    int pids = groups->unified_limits ? groups->unified : groups->pids;
+    const char *file = groups->unified_limits ? "memory.events" : "memory.oom_control";
+    snprintf(words, size, "memory %llu pids %llu", count(memory, name, file, "oom_kill "), count(pids, name, "pids.events", "max "));
+}
+
 static void empty(int base)
 {
     int again = base < 0 ? -1 : openat(base, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);

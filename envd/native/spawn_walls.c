@@ -125,13 +125,13 @@ static const int refused[] = {
     SYS_delete_module, SYS_reboot, SYS_swapon, SYS_swapoff, SYS_acct, SYS_quotactl, SYS_quotactl_fd, SYS_open_by_handle_at,
     SYS_fanotify_init, SYS_syslog, SYS_vhangup, SYS_settimeofday, SYS_clock_settime, SYS_clock_adjtime, SYS_adjtimex,
 #if defined(__x86_64__)
-    SYS_iopl, SYS_ioperm, SYS_uselib, SYS_ustat, SYS_modify_ldt,
+    SYS_iopl, SYS_ioperm, SYS_uselib, SYS_modify_ldt,
 #endif
 };
 
 /* A classic BPF program, written instruction by instruction. */
 struct program {
-    struct sock_filter code[192];
+    struct sock_filter code[256];
     size_t length;
 };
 
@@ -162,36 +162,19 @@ static void answer_if(struct program *program, uint16_t comparison, uint32_t val
 #define ARGUMENT(n) offsetof(struct seccomp_data, args[n]) /* its low half: both architectures are little-endian */
 #define TIOCSETD_ 0x5423
 
-/* The length of what follows is patched in when it is known. */
-static size_t begin_call(struct program *program, int call)
-{
-    add(program, BPF_JMP | BPF_JEQ | BPF_K, 0, 0, (uint32_t)call);
-    return program->length - 1;
-}
+#define NEW_NAMESPACES (CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP)
+#define NEW_TIME 0x80 /* of unshare; to clone it is a part of the exit signal */
 
-static void end_call(struct program *program, size_t begin)
+static void filter_namespaces(struct program *program, uint32_t flags)
 {
-    answer(program, SECCOMP_RET_ALLOW);
-    program->code[begin].jf = (uint8_t)(program->length - begin - 1);
-}
-
-static void filter_namespaces(struct program *program)
-{
-    const uint32_t flags = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP;
-    size_t begin = begin_call(program, SYS_clone);
     load(program, ARGUMENT(0));
     answer_if(program, BPF_JSET, flags, ERRNO(EPERM));
-    end_call(program, begin);
-    begin = begin_call(program, SYS_unshare);
-    load(program, ARGUMENT(0));
-    answer_if(program, BPF_JSET, flags | 0x80 /* CLONE_NEWTIME */, ERRNO(EPERM));
-    end_call(program, begin);
+    answer(program, SECCOMP_RET_ALLOW);
 }
 
 /* Sockets of the families that programs use, and of those only the protocols that need no module loaded. */
 static void filter_sockets(struct program *program)
 {
-    size_t begin = begin_call(program, SYS_socket);
     load(program, ARGUMENT(0));
     answer_if(program, BPF_JEQ, AF_UNIX, SECCOMP_RET_ALLOW);
     add(program, BPF_JMP | BPF_JEQ | BPF_K, 0, 3, AF_NETLINK);
@@ -207,43 +190,94 @@ static void filter_sockets(struct program *program)
     for (size_t i = 0; i < sizeof protocols / sizeof *protocols; i++)
         answer_if(program, BPF_JEQ, protocols[i], SECCOMP_RET_ALLOW);
     answer(program, ERRNO(EPROTONOSUPPORT));
-    end_call(program, begin);
 }
 
 static void filter_terminals(struct program *program)
 {
-    size_t begin = begin_call(program, SYS_ioctl);
     load(program, ARGUMENT(1));
     answer_if(program, BPF_JEQ, TIOCSTI, ERRNO(EPERM));
     answer_if(program, BPF_JEQ, TIOCLINUX, ERRNO(EPERM));
     answer_if(program, BPF_JEQ, TIOCSETD_, ERRNO(EPERM));
-    end_call(program, begin);
+    answer(program, SECCOMP_RET_ALLOW);
+}
+
+/* What is done about a call. */
+enum action { ALLOW, REFUSE, NO_SUCH, CLONE, UNSHARE, SOCKET, TERMINAL };
+
+#define KNOWN 512           /* beyond any number that a kernel has today; later ones are allowed */
+#define X32_CALLS 0x40000000 /* x86_64 programs may ask for these instead, which have other numbers */
+
+static void act(struct program *program, enum action action)
+{
+    switch (action) {
+    case ALLOW: answer(program, SECCOMP_RET_ALLOW); break;
+    case REFUSE: answer(program, ERRNO(EPERM)); break;
+    case NO_SUCH: answer(program, ERRNO(ENOSYS)); break;
+    case CLONE: filter_namespaces(program, NEW_NAMESPACES); break;
+    case UNSHARE: filter_namespaces(program, NEW_NAMESPACES | NEW_TIME); break;
+    case SOCKET: filter_sockets(program); break;
+    case TERMINAL: filter_terminals(program); break;
+    }
+}
+
+/* Numbers from `first` up to the next range's are treated alike. */
+struct range {
+    uint32_t first;
+    enum action action;
+};
+
+/* A binary search: the kernel tries the filter on every call there is when it is installed, in each sandbox, so a chain would be felt. */
+static void search(struct program *program, const struct range *ranges, size_t count)
+{
+    if (count == 1) {
+        act(program, ranges[0].action);
+        return;
+    }
+    size_t half = count / 2, jump = program->length;
+    add(program, BPF_JMP | BPF_JGE | BPF_K, 0, 0, ranges[half].first);
+    search(program, ranges, half);
+    size_t distance = program->length - jump - 1;
+    if (distance > UINT8_MAX)
+        abort();
+    program->code[jump].jt = (uint8_t)distance;
+    search(program, ranges + half, count - half);
 }
 
 static void write_filter(struct program *program)
 {
+    enum action actions[KNOWN] = {ALLOW};
+    struct range ranges[KNOWN + 2];
+    size_t count = 0;
+    for (size_t i = 0; i < sizeof refused / sizeof *refused; i++)
+        actions[refused[i]] = REFUSE;
+    actions[SYS_clone3] = NO_SUCH; /* its flags are out of a filter's sight: the C library takes clone instead */
+    actions[SYS_clone] = CLONE;
+    actions[SYS_unshare] = UNSHARE;
+    actions[SYS_socket] = SOCKET;
+    actions[SYS_ioctl] = TERMINAL;
+    for (uint32_t call = 0; call < KNOWN; call++)
+        if (call == 0 || actions[call] != actions[call - 1])
+            ranges[count++] = (struct range){call, actions[call]};
+    ranges[count++] = (struct range){KNOWN, ALLOW};
+    ranges[count++] = (struct range){X32_CALLS, NO_SUCH};
     load(program, offsetof(struct seccomp_data, arch));
     add(program, BPF_JMP | BPF_JEQ | BPF_K, 1, 0, ARCHITECTURE);
     answer(program, ERRNO(ENOSYS)); /* 32-bit calls have other numbers */
     load(program, offsetof(struct seccomp_data, nr));
-#if defined(__x86_64__)
-    answer_if(program, BPF_JGE, 0x40000000, ERRNO(ENOSYS)); /* x32 */
-#endif
-    /* flags of clone3 are out of a filter's sight: the C library takes clone instead */
-    answer_if(program, BPF_JEQ, SYS_clone3, ERRNO(ENOSYS));
-    for (size_t i = 0; i < sizeof refused / sizeof *refused; i++)
-        answer_if(program, BPF_JEQ, (uint32_t)refused[i], ERRNO(EPERM));
-    filter_namespaces(program);
-    filter_sockets(program);
-    filter_terminals(program);
-    answer(program, SECCOMP_RET_ALLOW);
+    search(program, ranges, count);
+}
+
+static struct program calls_filter;
+
+void prepare_filter(void)
+{
+    if (calls_filter.length == 0)
+        write_filter(&calls_filter);
 }
 
 int filter_calls(void)
 {
-    static struct program program;
-    if (program.length == 0) /* the spawner writes it once, its children inherit it */
-        write_filter(&program);
-    struct sock_fprog whole = {.len = (unsigned short)program.length, .filter = program.code};
+    prepare_filter();
+    struct sock_fprog whole = {.len = (unsigned short)calls_filter.length, .filter = calls_filter.code};
     return (int)syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &whole);
 }

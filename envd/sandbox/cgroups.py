@@ -5,14 +5,19 @@ Where no group can be written the limits fall back to rlimits, and the server sa
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from contracts.owned import abandoned
+from envd.errors import EnvdError
 
 _MOUNT = Path("/sys/fs/cgroup")
 _PERIOD_US = 100_000
+_FREEZE_S = 5.0
 OWNED = "envd-"
 """How the names of run directories begin, and of the groups that are named after them: one that a killed server left is known by it."""
 
@@ -186,3 +191,52 @@ def _put(base: int, name: str, value: str, *, optional: bool = False) -> None:
         os.write(fd, value.encode())
     finally:
         os.close(fd)
+
+
+class Measured(NamedTuple):
+    """What the groups of one sandbox count; 0 where there is no such group."""
+
+    memory_bytes: int
+    pids: int
+    cpu_s: float
+    events: dict[str, int]
+    """How often a limit was hit: memory, pids."""
+
+
+def measure(where: Mapping[str, Path]) -> Measured:
+    """Read the groups that `box_groups` named."""
+    memory, pids = where.get("memory", where.get("unified")), where.get("pids", where.get("unified"))
+    cpu = where.get("unified")
+    killed = _field(memory, "memory.oom_control", "oom_kill") or _field(memory, "memory.events", "oom_kill")
+    events = {"memory": killed, "pids": _field(pids, "pids.events", "max")}
+    return Measured(
+        memory_bytes=_field(memory, "memory.usage_in_bytes") or _field(memory, "memory.current"),
+        pids=_field(pids, "pids.current"),
+        cpu_s=_field(cpu, "cpu.stat", "usage_usec") / 1e6,
+        events={key: count for key, count in events.items() if count},
+    )
+
+
+async def freeze(where: Mapping[str, Path], frozen: bool) -> None:
+    """Freeze or thaw the processes of a sandbox (v2) and wait until they stand still. Raises EnvdError."""
+    group = where["unified"]
+    try:
+        (group / "cgroup.freeze").write_text("1" if frozen else "0")
+        deadline = time.monotonic() + _FREEZE_S
+        while _field(group, "cgroup.events", "frozen") != frozen:
+            if time.monotonic() > deadline:
+                raise EnvdError(
+                    f"the sandbox does not stand still within {_FREEZE_S:g} s: a process hangs in the kernel"
+                )
+            await asyncio.sleep(0.001)
+    except OSError as error:
+        raise EnvdError(f"control group {group.name} can't be frozen: {error.strerror}") from error
+
+
+def _field(group: Path | None, name: str, key: str = "") -> int:
+    """A number from a group's file: all of it, or the word after `key`."""
+    try:
+        text = (group / name).read_text() if group is not None else "0"
+        return int(dict(line.split() for line in text.splitlines())[key] if key else text)
+    except (KeyError, OSError, ValueError):
+        return 0

@@ -1,6 +1,6 @@
 """Becomes the native spawner: prepares, in Python, what it needs of the machine, and runs the program `envd-spawn` in its place.
 
-    python -m envd.sandbox.spawner CONTROL_FD RUN_DIR NAME PROGRAM
+python -m envd.sandbox.spawner CONTROL_FD RUN_DIR NAME PROGRAM
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from envd.sandbox import linux, rootfs
 from envd.sandbox.cgroups import Cgroups
-from envd.sandbox.zygote import sandbox_environment
+from envd.sandbox.place import sandbox_environment
 
 
 def main(arguments: list[str]) -> None:

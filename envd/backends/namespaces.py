@@ -1,0 +1,298 @@
+"""Sandboxes in namespaces of the host's kernel, started by the native spawner; by the Python zygote where that could not be compiled.
+
+create: from the warm pool, else envd-spawn --clone--> process 1 = the agent --stream--> GuestLink
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from envd.backends.base import Backend, BoxSpec, Features, IsolationLevel, Usage
+from envd.backends.pool import Pool
+from envd.backends.spawner import Spawner, Started
+from envd.errors import BackendUnavailable, EnvdError, SandboxGone, SandboxStartError
+from envd.guest.link import GuestLink
+from envd.native import spawner_binary
+from envd.sandbox.cgroups import box_groups, freeze, measure
+from envd.sandbox.linux import sandbox_owner
+from envd.types import Limits
+
+HELPER = "TRIPLANE_ENVD_HELPER"
+"""Environment variable: `python` takes the Python zygote although the native spawner is there."""
+_FILES = "files.tar"
+_ABOUT = "snapshot.json"
+_DESTROY_S = 30.0
+_PROBE_S = 20.0
+_log = logging.getLogger("envd")
+
+
+class NamespacesBox:
+    """A `Box` of the native spawner's."""
+
+    def __init__(self, backend: NamespacesBackend, spec: BoxSpec, started: Started, guest: GuestLink) -> None:
+        self._backend, self._started, self._guest = backend, started, guest
+        self.spec = spec
+        self._groups = backend.groups_of(started.number)
+        self._paused = False
+
+    @property
+    def guest(self) -> GuestLink:
+        """The agent in it."""
+        return self._guest
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can still be used."""
+        return self._guest.gone is None and not self._started.ended.done()
+
+    async def pause(self) -> None:
+        """Freeze its control group."""
+        self._check()
+        if "pause" not in self._backend.features.can:
+            raise EnvdError("sandboxes can't be paused here: that takes a writable control group v2")
+        if not self._paused:
+            self._guest.hold()
+            try:
+                await freeze(self._groups, True)
+            except BaseException:
+                await self._thaw()
+                raise
+            self._paused = True
+
+    async def resume(self) -> None:
+        """Thaw it."""
+        self._check()
+        if self._paused:
+            await self._thaw()
+            self._paused = False
+
+    async def _thaw(self) -> None:
+        await freeze(self._groups, False)
+        self._guest.release()
+
+    async def snapshot(self, into: Path) -> tuple[str, ...]:
+        """Write the files it changed, below its workspace and /tmp. It stands still meanwhile, where it can be paused."""
+        self._check()
+        stopped = not self._paused and "pause" in self._backend.features.can
+        if stopped:
+            await self.pause()
+        try:
+            with (into / _FILES).open("xb") as file:
+                await self._backend.spawner.archive(self._started, file.fileno())
+                await asyncio.to_thread(os.fsync, file.fileno())
+        finally:
+            if stopped and self.alive:
+                await self.resume()
+        (into / _ABOUT).write_text(json.dumps({"backend": self._backend.name, "template": self.spec.template}))
+        return ("processes",)
+
+    async def usage(self) -> Usage:
+        """What its groups count."""
+        self._check()
+        found = measure(self._groups)
+        disk = _disk_bytes(self._started.pid)
+        return Usage(found.memory_bytes, found.pids, found.cpu_s, disk, found.events)
+
+    async def destroy(self) -> None:
+        """Kill process 1, and all with it, and wait until nothing is left."""
+        self._guest.close()
+        self._backend.spawner.kill(self._started)
+        try:
+            async with asyncio.timeout(_DESTROY_S):
+                await asyncio.shield(self._started.ended)
+        except TimeoutError as error:
+            raise EnvdError(
+                f"sandbox {self.spec.name} does not end within {_DESTROY_S:g} s: a process hangs in the kernel"
+            ) from error
+
+    def _check(self) -> None:
+        if self._started.ended.done():
+            hit = ", ".join(f"{key} {count} times" for key, count in self._started.events.items())
+            raise SandboxGone(f"the sandbox ended{': it hit its limits: ' + hit if hit else ''}")
+        if self._guest.gone is not None:
+            raise SandboxGone(self._guest.gone)
+
+
+class NamespacesBackend:
+    """A `Backend` of one native spawner."""
+
+    name = "namespaces"
+
+    def __init__(self, run_dir: Path, spawner: Spawner, groups: str, pool: int) -> None:
+        self.spawner = spawner
+        self._templates = run_dir / "templates"
+        self._groups = box_groups(groups, ".")
+        walls = set(spawner.walls)
+        can = {"snapshot", "fork", "migrate", "pty", *(["pause"] if "unified" in self._groups else [])}
+        limits = tuple(sorted(walls & {"memory", "pids", "cpu"} | {"disk"}))
+        self._features = Features(IsolationLevel.PROCESS, limits, False, frozenset(can), "native")
+        self._pool = Pool(self._start_plain, pool)
+
+    @property
+    def features(self) -> Features:
+        """What it can do here."""
+        return self._features
+
+    def groups_of(self, number: int) -> dict[str, Path]:
+        """Where the control groups of a sandbox are, by controller."""
+        return {controller: base.parent / base.name / f"box-{number}" for controller, base in self._groups.items()}
+
+    async def create(self, spec: BoxSpec) -> NamespacesBox:
+        """Take a sandbox from the pool, or start one. Raises SandboxStartError."""
+        self._accept(spec)
+        while (box := self._pool.take(spec)) is not None:
+            if await self._handed_out(box, spec):
+                return box
+        with self._pool.busy():
+            return await self._start(spec)
+
+    async def restore(self, snapshot: Path, spec: BoxSpec) -> NamespacesBox:
+        """Start a sandbox whose files are a snapshot's. Raises SandboxStartError."""
+        self._accept(spec)
+        try:
+            about = json.loads((snapshot / _ABOUT).read_text())
+            archive = os.open(snapshot / _FILES, os.O_RDONLY | os.O_CLOEXEC)
+        except (OSError, ValueError) as error:
+            raise SandboxStartError(f"{snapshot} holds no snapshot of the namespaces backend ({error})") from error
+        try:
+            if about.get("template") != spec.template:
+                raise SandboxStartError(
+                    f"the snapshot is of template {about.get('template')!r}: restore it with that one"
+                )
+            with self._pool.busy():
+                return await self._start(spec, archive)
+        finally:
+            os.close(archive)
+
+    async def died(self) -> str:
+        """Return when the spawner has ended by itself."""
+        return await self.spawner.died()
+
+    async def stop(self) -> None:
+        """Destroy everything."""
+        await self._pool.stop()
+        await self.spawner.stop()
+
+    def _accept(self, spec: BoxSpec) -> None:
+        if spec.template_dir.parent != self._templates:
+            raise SandboxStartError(f"template {spec.template[:12]} is not below {self._templates}")
+        if spec.network:
+            raise SandboxStartError("the namespaces backend allows no network: choose one whose features name it")
+
+    async def _handed_out(self, box: NamespacesBox, spec: BoxSpec) -> bool:
+        """Give a sandbox of the pool its environment; false when it had ended meanwhile."""
+        box.spec = spec
+        try:
+            await box.guest.init(host_name=spec.host_name, env=spec.env)
+            return True
+        except SandboxGone:
+            await box.destroy()
+            return False
+        except BaseException:
+            _soon(box.destroy())
+            raise
+
+    async def _start_plain(self, spec: BoxSpec) -> NamespacesBox:
+        return await self._start(spec)
+
+    async def _start(self, spec: BoxSpec, archive: int | None = None) -> NamespacesBox:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        guest = await GuestLink.over_socket(ours)
+        started: Started | None = None
+        try:
+            with theirs:
+                started = self.spawner.create(
+                    theirs,
+                    template=spec.template_dir.name,
+                    host_name=spec.host_name,
+                    limits=spec.limits,
+                    read_only=spec.read_only,
+                    archive=archive,
+                )
+            await guest.init(host_name=spec.host_name, env=spec.env)
+            return NamespacesBox(self, spec, started, guest)
+        except BaseException as error:
+            guest.close()
+            if started is None:
+                raise
+            self.spawner.kill(started)
+            if not isinstance(error, (SandboxGone, OSError)):
+                raise
+            async with asyncio.timeout(_DESTROY_S):
+                await asyncio.shield(started.ended)
+            hit = ", ".join(started.events)
+            reason = started.failure or (f"its {hit} limit was hit" if hit else str(error))
+            raise SandboxStartError(
+                f"a sandbox could not start ({reason}): its memory or pid limit may be too low"
+            ) from error
+
+
+async def start(run_dir: Path, pool: int = 0) -> Backend:
+    """Start the backend and really start a sandbox in it. Raises BackendUnavailable.
+
+    pool: sandboxes kept ready for each template and limits that were asked for.
+    """
+    program = None if os.environ.get(HELPER) == "python" else spawner_binary()
+    if program is None:
+        from envd.backends import python_zygote
+
+        return await python_zygote.start(run_dir)
+    (run_dir / "templates").mkdir(parents=True, exist_ok=True)
+    groups = f"{run_dir.name}-native"
+    spawner = await Spawner.start(run_dir, groups, program)
+    backend = NamespacesBackend(run_dir, spawner, groups, pool)
+    try:
+        await _probe(backend, run_dir / "templates")
+    except BaseException:
+        await backend.stop()
+        raise
+    return backend
+
+
+async def _probe(backend: NamespacesBackend, templates: Path) -> None:
+    template, owner = templates / f"probe-{secrets.token_hex(4)}", sandbox_owner()
+    try:
+        template.mkdir()
+        (template / "probe").write_bytes(b"probe\n")
+        for path in (template, template / "probe"):
+            os.chown(path, owner, owner)
+        box = await backend._start(BoxSpec("probe", template.name, template, Limits()))
+        try:
+            (result,) = await box.guest.shell([("cat probe", _PROBE_S)])
+        finally:
+            await box.destroy()
+    except (OSError, EnvdError) as error:
+        raise BackendUnavailable(f"a namespaces sandbox does not start: {error}") from error
+    finally:
+        shutil.rmtree(template, ignore_errors=True)
+    if (result.code, result.head) != (0, b"probe\n"):
+        said = result.head.decode(errors="replace").strip()
+        raise BackendUnavailable(f"a namespaces sandbox can't run commands: {said[:300]!r}")
+
+
+def _disk_bytes(pid: int) -> int:
+    """What its tmpfs holds: /tmp is a part of it, and a mount that the sandbox can't change."""
+    try:
+        about = os.statvfs(f"/proc/{pid}/root/tmp") if pid else None
+    except OSError:
+        about = None
+    return 0 if about is None else (about.f_blocks - about.f_bfree) * about.f_frsize
+
+
+_under_way: set[asyncio.Task[Any]] = set()
+
+
+def _soon(work: Coroutine[Any, Any, None]) -> None:
+    """Let it run to its end although who asked for it was cancelled."""
+    task = asyncio.ensure_future(work)
+    _under_way.add(task)
+    task.add_done_callback(_under_way.discard)
