@@ -177,8 +177,9 @@ class Channel(asyncio.Protocol):
             if self._writable is not None and not self._writable.done():
                 self._writable.set_result(None)
         for transport in self._transports:
-            # close() would wait for a guest that does not read
-            getattr(transport, "abort", transport.close)()
+            if not transport.is_closing():  # asyncio's pipes do not bear it twice
+                # close() would wait for a guest that does not read
+                getattr(transport, "abort", transport.close)()
         if not self._transports:
             self._ended.set()
 
