@@ -44,25 +44,24 @@ def candidates(name: str) -> list[str]:
 
 
 async def run_in_guest(
-    guest: GuestLink, programs: Sequence[str], arguments: Sequence[str], *, timeout_s: float, directory: str = ""
+    guest: GuestLink, programs: Sequence[str], arguments: Sequence[str], *, timeout_s: float, at_most: int = MAX_OUTPUT
 ) -> Finished | None:
     """Run the first of `programs` that the sandbox has, in its workspace; None where it has none of them.
 
-    Raises OSError where it can't be started for another reason (no process left, no memory), SandboxGone.
+    at_most: bytes of each stream that are kept. Raises OSError where it can't be started for another reason (no process left, no memory), SandboxGone.
     """
     missing = _missing.setdefault(guest, set())
     for program in programs:
         if program in missing:
             continue
         try:
-            process, _ = await guest.start(
-                [program, *arguments], directory=directory, timeout_s=timeout_s, ring=MAX_OUTPUT
-            )
+            process, _ = await guest.start([program, *arguments], timeout_s=timeout_s, ring=at_most)
         except (FileNotFoundError, PermissionError):
+            await guest.stat(".")  # else it is the workspace that is not there
             missing.add(program)
             continue
         try:
-            return await _finish(guest, process, timeout_s)
+            return await _finish(guest, process, timeout_s, at_most)
         except BaseException:
             task = asyncio.create_task(_kill(guest, process))
             _killing.add(task)
@@ -71,32 +70,35 @@ async def run_in_guest(
     return None
 
 
-async def _finish(guest: GuestLink, process: int, timeout_s: float) -> Finished:
+async def _finish(guest: GuestLink, process: int, timeout_s: float, at_most: int) -> Finished:
     async with asyncio.timeout(timeout_s + _GRACE_S):
-        stdout, much = await _drained(guest, process, 1)
+        stdout, much = await _drained(guest, process, 1, at_most)
         if much:
-            await guest.signal(process, signal.SIGKILL, tree=True)
-        stderr, more = await _drained(guest, process, 2)
+            await _kill(guest, process)
+        stderr, more = await _drained(guest, process, 2, at_most)
         state = await guest.wait(process, wait_s=_PROMPT_S)
         while state.running:
             state = await guest.wait(process, wait_s=_PROMPT_S)
     return Finished(state.code, stdout, stderr, much or more, state.timed_out)
 
 
-async def _drained(guest: GuestLink, process: int, channel: int) -> tuple[bytes, bool]:
+async def _drained(guest: GuestLink, process: int, channel: int, at_most: int) -> tuple[bytes, bool]:
     """All output of a channel, and whether there was more than is kept."""
     pieces: list[bytes] = []
     offset = 0
     while True:
         chunk = await guest.output(process, channel, offset, wait_s=_PROMPT_S)
-        if chunk.start != offset or chunk.total > MAX_OUTPUT:
+        if chunk.start != offset:
             return b"".join(pieces), True
         pieces.append(chunk.data)
+        if chunk.total > at_most:
+            return b"".join(pieces)[:at_most], True
         offset += len(chunk.data)
         if chunk.ended:
             return b"".join(pieces), False
 
 
 async def _kill(guest: GuestLink, process: int) -> None:
+    """What has ended already is fine."""
     with contextlib.suppress(OSError, EnvdError):
         await guest.signal(process, signal.SIGKILL, tree=True)

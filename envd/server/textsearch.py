@@ -43,7 +43,7 @@ _INLINE = 128 * 1024
 
 async def search_text(guest: GuestLink, need: Search, timeout_s: float) -> Output:
     """The lines that match. Raises BadPattern, ToolError, OSError as the local search does."""
-    if len(need.pattern) <= _MAX_PORTABLE and PORTABLE.fullmatch(need.pattern) and await _plain(guest, need.path):
+    if len(need.pattern) <= _MAX_PORTABLE and PORTABLE.fullmatch(need.pattern) and await no_links_on(guest, need.path):
         where = need.path if need.path == "." else f"./{need.path}"
         arguments = [*_RIPGREP, "--regexp", need.pattern, "--", where]
         done = await run_in_guest(guest, candidates("rg"), arguments, timeout_s=timeout_s)
@@ -58,8 +58,8 @@ async def search_text(guest: GuestLink, need: Search, timeout_s: float) -> Outpu
     return _own_output(done)
 
 
-async def _plain(guest: GuestLink, path: str) -> bool:
-    """Whether a path is there and no part of it is a link, which ripgrep would take from the sandbox's root."""
+async def no_links_on(guest: GuestLink, path: str) -> bool:
+    """Whether a path (as `relative` gives it) is there and no part of it is a link, which ripgrep would take from the sandbox's root."""
     parts = [] if path == "." else path.split("/")
     if ".." in parts or len(parts) > searching.MAX_DEPTH:
         return False
