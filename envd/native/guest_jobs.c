@@ -14,6 +14,7 @@
 
 #define MAX_JOBS 32
 #define MAX_PATH 4096
+#define MAX_DEPTH 100 /* directories open at once */
 
 static struct job {
     pid_t pid;   /* 0: free */
@@ -93,25 +94,35 @@ static bool is_dots(const char *name) {
     return strcmp(name, ".") == 0 || strcmp(name, "..") == 0;
 }
 
-static int remove_at(int parent, const char *name) {
+/* A tree may be deeper than there are descriptors: what lies too deep is moved up to the top, which is read until it is empty. */
+static int remove_at(int parent, const char *name, int top, int depth) {
+    static unsigned moved;
     if (unlinkat(parent, name, 0) == 0 || errno == ENOENT) return 0;
     int code = errno;
+    if (depth == MAX_DEPTH) {
+        char hidden[48];
+        snprintf(hidden, sizeof hidden, ".envd-deep-%d-%u", (int)getpid(), moved++);
+        if (renameat(parent, name, top, hidden) == 0) return 0;
+    }
     int fd = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (fd < 0) return errno == ENOTDIR || errno == ELOOP ? code : errno;
     DIR *directory = fdopendir(fd);
     code = directory == NULL ? errno : 0;
-    for (struct dirent *each; code == 0 && (each = readdir(directory)) != NULL;)
-        if (!is_dots(each->d_name)) code = remove_at(fd, each->d_name);
+    do {
+        if (directory != NULL) rewinddir(directory);
+        for (struct dirent *each; code == 0 && (each = readdir(directory)) != NULL;)
+            if (!is_dots(each->d_name)) code = remove_at(fd, each->d_name, depth == 0 ? fd : top, depth + 1);
+        if (code == 0) code = unlinkat(parent, name, AT_REMOVEDIR) == 0 || errno == ENOENT ? -1 : errno == ENOTEMPTY && depth == 0 ? 0 : errno;
+    } while (code == 0);
     if (directory != NULL) closedir(directory);
-    if (code != 0) return code;
-    return unlinkat(parent, name, AT_REMOVEDIR) == 0 || errno == ENOENT ? 0 : errno;
+    return code < 0 ? 0 : code;
 }
 
 int remove_tree(const char *path, const char *unused) {
     (void)unused;
     const char *name;
     int parent = open_parent(path, &name);
-    return parent < 0 ? -parent : remove_at(parent, name);
+    return parent < 0 ? -parent : remove_at(parent, name, -1, 0);
 }
 
 static int copy_content(int in, int out) {
@@ -187,8 +198,8 @@ int copy_and_remove(const char *source, const char *target) {
     int code = copy_at(from, old, to, hidden);
     if (code == 0 && renameat(to, hidden, to, name) != 0) code = errno;
     if (code != 0) {
-        if (code != EEXIST) remove_at(to, hidden);
+        if (code != EEXIST) remove_at(to, hidden, -1, 0);
         return code;
     }
-    return remove_at(from, old);
+    return remove_at(from, old, -1, 0);
 }
