@@ -25,7 +25,7 @@ from contracts.tasks import Task
 from curation.errors import CurationError, InfraFault
 from envd.client import Limits, SandboxClient, VerifyResult
 
-VERIFIER_VERSION = "1"
+VERIFIER_VERSION = "2"
 """Bump when the same final state may get another verdict: this file, LIMITS, or what envd runs and reports."""
 
 LIMITS = Limits()

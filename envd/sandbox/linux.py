@@ -10,6 +10,7 @@ import resource
 import signal
 import socket
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,6 +29,12 @@ MNT_DETACH = 0x2
 SANDBOX_USER = 231072
 """Host user that a sandbox's root is, when envd runs as root: it owns nothing on the host."""
 
+SUPERVISOR = 1
+"""User inside a sandbox, SANDBOX_USER + 1 on the host, that supervises what runs there as its root."""
+_SUPERVISORS = (0, 1, 3, 5, 6, 7)
+"""CAP_CHOWN, DAC_OVERRIDE, FOWNER, KILL, SETGID, SETUID; of the sandbox's user namespace only."""
+
+_PR_SET_KEEPCAPS = 8
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP = 1, 4, 24
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
 _CAPABILITY_VERSION_3 = 0x20080522
@@ -127,8 +134,30 @@ def drop_capabilities() -> None:
     """Give up every capability, for this process and whatever it runs."""
     for capability in range(_LAST_CAPABILITY + 1):
         _libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability))
+    set_capabilities(())
+
+
+def set_capabilities(kept: Iterable[int]) -> None:
+    """Have these capabilities and no others, permitted and effective; those that were given up stay so."""
+    mask = sum(1 << capability for capability in kept)
+    low, high = mask & 0xFFFFFFFF, mask >> 32
     header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
-    _check(_libc.capset(header, bytes(24)), "capset")
+    _check(_libc.capset(header, struct.pack("=6I", low, low, 0, high, high, 0)), "capset")
+
+
+def become_supervisor() -> None:
+    """Go on as a user of one's own in a sandbox, able to change back to its root, and to kill and to overrule what that one does."""
+    for capability in range(_LAST_CAPABILITY + 1):
+        _libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability))
+    _libc.prctl(_PR_SET_KEEPCAPS, ctypes.c_ulong(1))
+    act_as(SUPERVISOR)
+
+
+def act_as(user: int) -> None:
+    """As the supervisor: act as this user of the sandbox from here on, able to come back."""
+    os.setresgid(user, user, SUPERVISOR)
+    os.setresuid(user, user, SUPERVISOR)
+    set_capabilities(_SUPERVISORS)
 
 
 def raise_loopback() -> None:

@@ -1,7 +1,12 @@
 """Runs named tests in-process with a pytest that is imported already, and reports each outcome on a private pipe.
 
 Only pytest's core plugins are loaded; no ini file or installed plugin is read, and conftest files only where the caller vouches
-for them. The code under test shares this process, so a record is only believed if it carries the run's nonce and arrives once; deeper defences belong to the verifier.
+for them. The code under test shares this process, so a record is only believed if it carries the run's nonce and arrives once, and what
+the verdict rests on is looked at again after the tests are imported and after they ran:
+
+    collect -> watched? -> setup, call, teardown of each test -> canary -> watched? -> end
+
+The canary is a test that must fail; where it passes, results are being rewritten. Deeper defences belong to the verifier.
 """
 
 from __future__ import annotations
@@ -11,11 +16,16 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+from _pytest.runner import runtestprotocol
+
+from envd.sandbox import equality
+from envd.sandbox.origin import Origin
+from envd.sandbox.watch import Watch, strange_plugins
 
 _PLUGINS = (
     "cacheprovider", "terminal", "junitxml", "pastebin", "stepwise", "faulthandler", "setuponly",
@@ -51,16 +61,19 @@ def inside_session(root: Path, body: Callable[[], None]) -> None:
     pytest.main(_arguments(root), plugins=[Prepare()])
 
 
-def run_tests(root: Path, tests: Sequence[str], send: Send, *, src: bool = False, conftests: bool = False) -> None:
-    """Collect and run the named tests below root; `send` gets every phase of every test, and `end` at the end.
+def run_tests(
+    root: Path, tests: Sequence[str], send: Send, origin: Origin, *, src: bool = False, conftests: bool = False
+) -> None:
+    """Collect and run the named tests below root; `send` gets every phase of every test, what was tampered with, and `end` at the end.
 
-    src: packages may also lie in root/src. conftests: read them. Called once in a process, which ends with it.
+    origin: tells the task's code from the final state's. src: packages may also lie in root/src. conftests: read them.
+    Called once in a process, which ends with it.
     """
     sys.dont_write_bytecode = True
     sys.path[:0] = [str(root), str(root / "src")] if src else [str(root)]
     files = dict.fromkeys(test.split("::", 1)[0] for test in tests)
     present = [str(root / path) for path in files if (root / path).is_file()]
-    recorder = _recorder(root, tests, send)
+    recorder = _recorder(root, tests, send, origin, canary=not conftests)
     if _prepared:
         session = _prepared[0]
         session.config.pluginmanager._noconftest = not conftests  # options were read before the task was known
@@ -117,10 +130,21 @@ def _arguments(root: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def _recorder(root: Path, tests: Sequence[str], send: Send) -> object:
+def _recorder(root: Path, tests: Sequence[str], send: Send, origin: Origin, *, canary: bool) -> object:
     wanted = frozenset(tests)
+    running = [""]
+    known: list[object] = [*_prepared[0].config.pluginmanager.get_plugins()] if _prepared else []
+    equality.arm(origin, lambda name: send("tamper", running[0], status=name))
+
+    def look(config: pytest.Config, tests_ran: bool) -> None:
+        found = _changes(origin, tests_ran=tests_ran)
+        for name in found + strange_plugins(config.pluginmanager.get_plugins(), known, origin):
+            send("tamper", status=name)
 
     class Recorder:
+        def pytest_sessionstart(self, session: pytest.Session) -> None:
+            known.extend(session.config.pluginmanager.get_plugins())
+
         @pytest.hookimpl(trylast=True)
         def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
             items[:] = [item for item in items if item.nodeid in wanted or base_name(item.nodeid) in wanted]
@@ -130,11 +154,49 @@ def _recorder(root: Path, tests: Sequence[str], send: Send) -> object:
                 status = "error" if report.failed else "skipped"
                 send("collect", report.nodeid, status=status, message=_message(report, root))
 
+        @pytest.hookimpl(wrapper=True, tryfirst=True)
+        def pytest_runtestloop(self, session: pytest.Session) -> Iterator[None]:
+            look(session.config, tests_ran=False)
+            answer = yield
+            if canary:
+                _canary(session, send)
+            look(session.config, tests_ran=True)
+            return answer
+
+        def pytest_runtest_logstart(self, nodeid: str) -> None:
+            running[0] = nodeid
+
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
             message = "" if report.passed else _message(report, root)
             send("test", report.nodeid, report.when, report.outcome, message)
 
-    return Recorder()
+    recorder = Recorder()
+    known.append(recorder)
+    return recorder
+
+
+class _Canary(pytest.Item):
+    """A test that fails, whatever the code under test does, as long as results are reported as they are."""
+
+    def runtest(self) -> None:
+        left, right = os.getpid(), -1
+        assert left == right, "canary"
+
+    def repr_failure(self, excinfo: Any, style: Any = None) -> str:
+        return "canary"
+
+    def reportinfo(self) -> tuple[str, int, str]:
+        return "canary", 0, "canary"
+
+
+def _canary(session: pytest.Session, send: Send) -> None:
+    """Run one and say how it ended."""
+    try:
+        reports = runtestprotocol(_Canary.from_parent(session, name="canary", nodeid="canary"), log=False)
+        outcome = next((str(report.outcome) for report in reports if report.when == "call"), "failed")
+    except Exception:  # noqa: BLE001 - a test that left pytest unfit to go on hides nothing by it
+        outcome = "failed"
+    send("canary", status=outcome)
 
 
 def _message(report: Any, root: Path) -> str:
@@ -154,4 +216,6 @@ def _crash_message(longrepr: Any) -> str:
     return errors[-1] if errors else str(longrepr).strip()
 
 
+equality.install()
 warm_up()
+_changes = Watch().changes

@@ -1,0 +1,151 @@
+"""Finds objects that equal everything, where a test compares them.
+
+Installed once into pytest's assertion rewriting and into unittest's assertions: before `assert a == b` compares, both sides (and what
+lists, tuples, sets and dictionaries among them hold) are asked whether they also equal what nothing equals. The assertion itself
+and its words stay as they are.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import unittest
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import Any
+
+from _pytest.assertion import rewrite
+
+from envd.sandbox.origin import Origin
+
+_PLAIN = frozenset({int, str, float, bytes, bool, complex, type(None), type, range, slice})
+_CONTAINERS = (list, tuple, set, frozenset, dict)
+_MOST_ELEMENTS, _MOST_DEPTH = 256, 3
+_GUARD = "_envd_guard"
+_ASKED = (ast.Eq, ast.In)
+_UNITTEST = ("assertEqual", "assertIn", "assertListEqual", "assertTupleEqual", "assertDictEqual", "assertSetEqual", "assertSequenceEqual", "assertCountEqual")  # fmt: skip
+
+
+class _Fresh:
+    """Equals nothing."""
+
+    def __eq__(self, other: object) -> bool:
+        return NotImplemented
+
+    __hash__ = object.__hash__
+
+
+# Many numbers, since an honest class may compare modulo a small one; other kinds need few.
+_NUMBERS = [int.from_bytes(os.urandom(8), "little") for _ in range(64)]
+_LIKE: dict[type, list[Any]] = {
+    int: _NUMBERS,
+    float: [number * 1.5 for number in _NUMBERS],
+    str: [f"{number:x}" for number in _NUMBERS[:8]],
+    bytes: [number.to_bytes(8, "little") for number in _NUMBERS[:8]],
+    list: [[number] for number in _NUMBERS[:8]],
+    tuple: [(number,) for number in _NUMBERS[:8]],
+    dict: [{number: number} for number in _NUMBERS[:8]],
+    set: [{number} for number in _NUMBERS[:8]],
+}
+_armed: list[tuple[Origin, Callable[[str], None]]] = []
+
+
+def arm(origin: Origin, report: Callable[[str], None]) -> None:
+    """From now on call `report("always-equal")` where a test compares such an object of the final state's."""
+    _armed[:] = [(origin, report)]
+
+
+def always_equal(found: Any, other: Any = None) -> bool:
+    """Whether an object equals what nothing equals, or all of many values of `other`'s kind."""
+    probes: list[Any] = _LIKE.get(type(other), [])
+    return _equals(found, _Fresh()) or (bool(probes) and all(_equals(found, probe) for probe in probes))
+
+
+def guard(left: Any, right: Any, kind: str = "Eq") -> None:
+    """Look at both sides of a comparison that a test is about to make."""
+    if not _armed or (type(left) in _PLAIN and type(right) in _PLAIN):
+        return
+    origin, report = _armed[0]
+    if kind == "In" and type(right) not in _PLAIN and not isinstance(right, _CONTAINERS) and _holds(right, origin):
+        report("always-equal")
+    for one, other in ((left, right), (right, left)):
+        if _suspect(one, other, origin, _MOST_DEPTH):
+            report("always-equal")
+            return
+
+
+def _suspect(found: Any, other: Any, origin: Origin, depth: int) -> bool:
+    kind = type(found)
+    if kind in _PLAIN:
+        return False
+    if kind in _CONTAINERS:
+        inner: Iterable[Any] = found.values() if kind is dict else found
+        beside: list[Any] = list(islice(other, _MOST_ELEMENTS)) if type(other) is kind and kind in (list, tuple) else []
+        return depth > 0 and any(
+            _suspect(each, beside[index] if index < len(beside) else 0, origin, depth - 1)
+            for index, each in enumerate(islice(inner, _MOST_ELEMENTS))
+        )
+    method = getattr(kind, "__eq__", None)
+    if method is object.__eq__ or not kind.__flags__ & (1 << 9):  # of C, so not of the final state
+        return False
+    return always_equal(found, other) and not _excused(kind, method, origin)
+
+
+def _holds(found: Any, origin: Origin) -> bool:
+    method = getattr(type(found), "__contains__", None)
+    if method is None or not type(found).__flags__ & (1 << 9) or _excused(type(found), method, origin):
+        return False
+    try:
+        return _Fresh() in found and all(number in found for number in _NUMBERS)
+    except BaseException:  # noqa: BLE001 - the comparison itself will raise it again
+        return False
+
+
+def _excused(kind: type, method: Any, origin: Origin) -> bool:
+    """Of the task's own tests, or of a package, as unittest.mock.ANY is."""
+    return origin.vouched(method) or (origin.systems(method) and origin.systems(kind))
+
+
+def _equals(found: Any, other: Any) -> bool:
+    try:
+        return bool(found == other)
+    except BaseException:  # noqa: BLE001 - the comparison itself will raise it again
+        return False
+
+
+def install() -> None:
+    """Put the guard into pytest's rewriting and unittest's assertions, for this process and its forks. Harmless until armed."""
+    if hasattr(rewrite, _GUARD):
+        return
+    setattr(rewrite, _GUARD, guard)
+    compare = rewrite.AssertionRewriter.visit_Compare
+
+    def visit_compare(self: rewrite.AssertionRewriter, comp: ast.Compare) -> tuple[ast.expr, str]:
+        start = len(self.statements)
+        answer = compare(self, comp)
+        guarded: list[ast.stmt] = []
+        for statement in self.statements[start:]:
+            asked = statement.value if isinstance(statement, ast.Assign) else None
+            if isinstance(asked, ast.Compare) and isinstance(asked.ops[0], _ASKED):
+                kind = ast.Constant(type(asked.ops[0]).__name__)
+                guarded.append(ast.Expr(self.helper(_GUARD, asked.left, asked.comparators[0], kind)))
+            guarded.append(statement)
+        self.statements[start:] = guarded
+        return answer
+
+    rewrite.AssertionRewriter.visit_Compare = visit_compare  # type: ignore[method-assign]
+    for name in _UNITTEST:
+        setattr(
+            unittest.TestCase, name, _guarded(getattr(unittest.TestCase, name), "In" if name == "assertIn" else "Eq")
+        )
+
+
+def _guarded(method: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    __unittest = True
+
+    def asserting(self: unittest.TestCase, first: Any, second: Any, *rest: Any, **named: Any) -> Any:
+        guard(first, second, kind)
+        return method(self, first, second, *rest, **named)
+
+    asserting.__name__ = method.__name__
+    return asserting

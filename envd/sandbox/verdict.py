@@ -1,0 +1,140 @@
+"""From what a runner reported to outcomes: exact accounting of the named tests, and what was tried on the verdict.
+
+A test that did not report is missing, whatever was said last. A test passes only if all it stands for ran, passed, and nothing that its
+verdict rests on was tampered with.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from envd.sandbox.runner import base_name
+from envd.types import TestOutcome, TestStatus, VerifyExit
+
+Record = tuple[str, str, str, str, str]
+"""Kind (test, collect, tamper, canary, end), name, phase, status, message."""
+_FINDING = re.compile(r"[\w.:-]{1,80}")
+_MOST_FINDINGS = 32
+_EVERYWHERE = ""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a runner ended."""
+
+    exit: VerifyExit
+    as_agreed: bool
+    """With the exit code that only it and its supervisor know."""
+    status: int = 0
+    """Exit code; negative: by a signal."""
+
+
+def judge_records(
+    tests: Sequence[str], records: Sequence[Record], ending: Ending, *, canary: bool
+) -> tuple[tuple[TestOutcome, ...], tuple[str, ...]]:
+    """Outcomes in the order of `tests`, and the names of what was tampered with."""
+    found = _findings(records, ending, canary)
+    answer = tuple(
+        _unless_tampered(outcome, found) if outcome.status == "passed" else outcome
+        for outcome in outcomes(tests, records)
+    )
+    names = sorted({name for each in found.values() for name in each})
+    if ending.exit == "crashed" and (ending.as_agreed or ending.status == 0):
+        names.append("exit-early")
+    return answer, tuple(names[:_MOST_FINDINGS])
+
+
+def outcomes(tests: Sequence[str], records: Sequence[Record]) -> tuple[TestOutcome, ...]:
+    """Each requested test's outcome from what was reported."""
+    phases: dict[str, dict[str, tuple[str, str]]] = {}
+    twice: set[str] = set()
+    files: dict[str, tuple[str, str]] = {}
+    for kind, name, phase, status, message in records:
+        if kind == "collect":
+            files[name] = (status, message)
+        elif kind == "test":
+            reported = phases.setdefault(name, {})
+            if phase in reported:
+                twice.add(name)
+            reported[phase] = (status, message)
+    answer = []
+    for test in tests:
+        members = [name for name in sorted(phases) if test in (name, base_name(name))]
+        found = [_one_test(phases[name], name in twice) for name in members]
+        status, message = _worst(found) if found else _not_run(test, files)
+        answer.append(TestOutcome(test, status, message))
+    return tuple(answer)
+
+
+def _findings(records: Sequence[Record], ending: Ending, canary: bool) -> dict[str, set[str]]:
+    """What was tampered with, by the test during which it was found; `_EVERYWHERE`: it touches all of them."""
+    found: dict[str, set[str]] = {}
+    seen: set[tuple[str, str]] = set()
+    ended = False
+    fates = []
+    for kind, name, phase, status, _ in records:
+        if ended:
+            found.setdefault(_EVERYWHERE, set()).add("forged:report-after-the-end")
+            break
+        if kind == "test":
+            if (name, phase) in seen:
+                found.setdefault(name, set()).add("forged:report")
+            seen.add((name, phase))
+        elif kind == "tamper":
+            known = status if _FINDING.fullmatch(status) else "forged:report"
+            if sum(map(len, found.values())) < _MOST_FINDINGS:
+                # a patch outlives the test that made it
+                found.setdefault(name if status == "always-equal" else _EVERYWHERE, set()).add(known)
+        elif kind == "canary":
+            fates.append(status)
+        ended = ended or kind == "end"
+    if any(fate != "failed" for fate in fates):
+        found.setdefault(_EVERYWHERE, set()).add("rewritten:report")
+    if ended and (not ending.as_agreed or (canary and len(fates) != 1)) and ending.exit == "completed":
+        found.setdefault(_EVERYWHERE, set()).add("forged:end")
+    return found
+
+
+def _unless_tampered(outcome: TestOutcome, found: Mapping[str, set[str]]) -> TestOutcome:
+    names = {
+        name
+        for where, each in found.items()
+        if where == _EVERYWHERE or outcome.name in (where, base_name(where))
+        for name in each
+    }
+    return TestOutcome(outcome.name, "error", f"tampered: {', '.join(sorted(names))}") if names else outcome
+
+
+def _one_test(reported: Mapping[str, tuple[str, str]], twice: bool) -> tuple[TestStatus, str]:
+    if twice:
+        return "error", "reported twice"
+    for phase in ("setup", "call", "teardown"):
+        if phase not in reported:
+            return "missing", f"no report of its {phase}"
+        status, message = reported[phase]
+        if status == "skipped":
+            return "skipped", message
+        if status != "passed":
+            return ("failed" if phase == "call" else "error"), message
+    return "passed", ""
+
+
+_SEVERITY: tuple[TestStatus, ...] = ("passed", "skipped", "missing", "error", "failed")
+
+
+def _worst(found: Sequence[tuple[TestStatus, str]]) -> tuple[TestStatus, str]:
+    return max(found, key=lambda outcome: _SEVERITY.index(outcome[0]))
+
+
+def _not_run(test: str, files: Mapping[str, tuple[str, str]]) -> tuple[TestStatus, str]:
+    for name, (status, message) in sorted(files.items()):
+        if test == name or test.startswith(name + "::"):
+            return ("skipped" if status == "skipped" else "error"), message
+    return "missing", "not collected or never reported"
+
+
+def all_missing(tests: Sequence[str]) -> tuple[TestOutcome, ...]:
+    """Of a run that could not begin."""
+    return tuple(TestOutcome(test, "missing", "not run") for test in tests)

@@ -1,0 +1,118 @@
+"""Notices when code under test replaces what its verdict rests on: clocks, builtins, pytest, unittest, the tracing hooks.
+
+What is watched is looked up once, before any code of a task was imported, and compared by identity.
+"""
+
+from __future__ import annotations
+
+import builtins
+import datetime
+import importlib
+import math
+import os
+import sys
+import time
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+
+from envd.sandbox.origin import Origin
+
+_BUILTINS = (
+    "AssertionError", "Exception", "BaseException", "abs", "all", "any", "bool", "dict", "divmod", "float", "frozenset", "getattr", "hasattr",
+    "hash", "id", "int", "isinstance", "issubclass", "iter", "len", "list", "max", "min", "next", "object", "range", "repr", "reversed", "round",
+    "set", "sorted", "str", "sum", "tuple", "type", "zip", "enumerate", "map", "filter", "__build_class__",
+)  # fmt: skip
+_CLOCKS = (
+    "time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time", "process_time_ns", "thread_time",
+    "clock_gettime",
+)  # fmt: skip
+_MODULES = (
+    "builtins",
+    "datetime",
+    "json",
+    "math",
+    "operator",
+    "os",
+    "pytest",
+    "sys",
+    "time",
+    "unittest",
+    "unittest.case",
+    "_pytest",
+    "pluggy",
+)
+_WHOLE = (
+    "_pytest.assertion.rewrite", "_pytest.assertion.util", "_pytest.runner", "_pytest.runner:CallInfo", "_pytest.runner:SetupState",
+    "_pytest.reports:TestReport", "_pytest.reports:BaseReport", "_pytest.python:Function", "_pytest.approx", "_pytest.python_api", "_pytest.raises",
+    "_pytest.skipping", "_pytest.outcomes", "_pytest.unittest:TestCaseFunction", "_pytest._code.code:ExceptionInfo", "_pytest.main:Session",
+    "pluggy._hooks:HookCaller", "pluggy._hooks:HookImpl", "pluggy._callers", "pluggy._manager:PluginManager", "unittest:TestCase",
+    "unittest.case:_Outcome", "unittest.case:_AssertRaisesContext", "operator", "json",
+    "envd.sandbox.equality", "envd.sandbox.origin:Origin",
+)  # fmt: skip
+"""Modules, and classes of modules, of which all that can be called is watched. What this pytest does not have is left out."""
+_SOME: tuple[tuple[Any, Iterable[str]], ...] = (
+    (builtins, _BUILTINS), (time, _CLOCKS), (datetime, ("datetime", "date")), (math, ("isclose", "isnan")),
+    (pytest, ("raises", "fail", "skip", "approx", "fixture", "warns", "exit", "Item", "Function")),
+    (os, ("write", "getpid", "_exit")), (sys, ("settrace", "setprofile", "exit")),
+)  # fmt: skip
+Seen = tuple[str, Any, str, Any, Any]
+"""Name, owner, attribute, value, and a function's code."""
+
+
+def _look() -> Iterator[Seen]:
+    wanted = [*_SOME, *((owner, _callables(owner)) for place in _WHOLE if (owner := _find(place)) is not None)]
+    for owner, names in wanted:
+        for name in names:
+            value = vars(owner)[name]
+            label = f"{getattr(owner, '__qualname__', owner.__name__).removeprefix('_pytest.')}.{name}"
+            yield label, owner, name, value, getattr(value, "__code__", None)
+
+
+def _find(place: str) -> Any:
+    module, _, name = place.partition(":")
+    try:
+        found = importlib.import_module(module)
+    except ImportError:
+        return None
+    return getattr(found, name, None) if name else found
+
+
+def _callables(owner: Any) -> list[str]:
+    kinds = (types.FunctionType, types.BuiltinFunctionType, classmethod, staticmethod, property, type)
+    return [name for name, value in vars(owner).items() if isinstance(value, kinds)]
+
+
+class Watch:
+    """What was there before any code of a task ran."""
+
+    def __init__(self) -> None:
+        self._seen = list(_look())
+        self._modules = {name: sys.modules[name] for name in _MODULES}
+
+    def changes(self, origin: Origin, *, tests_ran: bool) -> list[str]:
+        """What is replaced by other than the task's own code, by name.
+
+        tests_ran: a package's object, as a mock or a frozen clock, may then be what the task's tests left behind, and does not count.
+        """
+        found = []
+        for label, owner, name, value, code in self._seen:
+            now = owner.__dict__.get(name)
+            if now is value and (code is None or value.__code__ is code):
+                continue
+            if not (origin.vouched(now) or (tests_ran and now is not value and origin.systems(now))):
+                found.append(f"patched:{label}")
+        found += [f"patched:{name}" for name, module in self._modules.items() if sys.modules.get(name) is not module]
+        for label, hook in (("sys.settrace", sys.gettrace()), ("sys.setprofile", sys.getprofile())):
+            if hook is not None and not origin.vouched(hook) and not origin.systems(hook):
+                found.append(f"hooked:{label}")
+        return found
+
+
+def strange_plugins(plugins: Iterable[Any], known: Iterable[Any], origin: Origin) -> list[str]:
+    """Plugins that are registered now, were not before, and are the final state's."""
+    before = {id(each) for each in known}
+    fresh = [each for each in plugins if id(each) not in before]
+    return ["hooked:pytest"] if any(not (origin.vouched(each) or origin.systems(each)) for each in fresh) else []
