@@ -81,7 +81,7 @@ class Agent:
             self._collect()
 
         self._loop.watch(wake_read, child_ended)
-        self._loop.watch(self._in, self._receive)
+        self._flush()
         try:
             self._loop.run()
             self._flush()
@@ -101,8 +101,12 @@ class Agent:
             self._loop.stop()
             return
         self._received += data
+        self._serve_received()
+
+    def _serve_received(self) -> None:
+        """Serve what has come, as long as the server takes the answers."""
         at = 0
-        while len(self._received) - at >= HEAD.size:
+        while len(self._received) - at >= HEAD.size and len(self._unsent) <= _HIGH_WATER:
             length, identity, kind = HEAD.unpack_from(self._received, at)
             if not 5 <= length <= MAX_FRAME or not identity:
                 raise ProtocolError("a frame beyond the bounds")
@@ -143,23 +147,22 @@ class Agent:
                 del self._unsent[: os.write(self._out, self._unsent[: 1 << 18])]
         except BlockingIOError:
             pass
+        reads = READ if len(self._unsent) <= _HIGH_WATER else 0
+        writes = WRITE if self._unsent else 0
         if self._in == self._out:
-            wanted = (0 if len(self._unsent) > _HIGH_WATER else READ) | (WRITE if self._unsent else 0)
-            self._loop.watch(self._in, self._ready, wanted)
+            self._loop.watch(self._in, self._ready, reads | writes)
             return
-        if self._unsent:
-            self._loop.watch(self._out, self._flush, WRITE)
-        else:
-            self._loop.unwatch(self._out)
-        if len(self._unsent) > _HIGH_WATER:
-            self._loop.unwatch(self._in)
-        else:
-            self._loop.watch(self._in, self._receive)
+        for fd, call, events in ((self._in, self._receive, reads), (self._out, self._ready, writes)):
+            if events:
+                self._loop.watch(fd, call, events)
+            else:
+                self._loop.unwatch(fd)
 
     def _ready(self) -> None:
         if self._unsent:
             self._flush()
-        if len(self._unsent) <= _HIGH_WATER:
+            self._serve_received()
+        if len(self._unsent) <= _HIGH_WATER and self._in == self._out:
             self._receive()
 
     def _collect(self) -> None:

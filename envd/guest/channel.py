@@ -332,8 +332,8 @@ class Channel(asyncio.Protocol):
                 future.set_result(body)
                 _wake(waiting)
         elif kind == _ERROR:
-            del self._asks[identity]
             error = _error(body)
+            del self._asks[identity]
             if not future.done():
                 _fail(waiting, error)
         elif kind == _PART and waiting.queue is not None:
