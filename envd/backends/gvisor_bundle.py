@@ -26,18 +26,13 @@ _SCRATCH = "/.scratch"
 _MIB = 1024 * 1024
 _FILES = 4096
 """Descriptors of one process."""
-_MOUNTING = ("CAP_SYS_ADMIN", "CAP_SETPCAP")
+_MOUNTING = ("CAP_SYS_ADMIN", "CAP_SETPCAP", "CAP_CHOWN")
 _NAMESPACES = ("pid", "network", "ipc", "uts", "mount", "user")
-_BECOME_AGENT = f"""
-mkdir -m 755 {_SCRATCH}/upper {_SCRATCH}/work && mkdir -m 1777 {_SCRATCH}/tmp &&
-mount -t overlay -o "$1",lowerdir={rootfs.INSIDE_TEMPLATE},upperdir={_SCRATCH}/upper,workdir={_SCRATCH}/work overlay {WORKSPACE} &&
-mount --bind {_SCRATCH}/tmp /tmp && umount -l {_SCRATCH} && cd {WORKSPACE} && shift &&
-exec setpriv --bounding-set=-all --inh-caps=-all --no-new-privs -- "$@"
-"""
-"""What process 1 does first, as a shell's script; $1: rw or ro. The capabilities that it has are over the sandbox's own kernel only."""
-AGENT = (
-    f"{AGENT_DIRECTORY}/envd-guest", "--stdio", "--escaped", "--workspace", str(WORKSPACE), "--scratch", "/tmp/.envd"
-)  # fmt: skip
+_AGENT = (
+    *(f"{AGENT_DIRECTORY}/envd-guest", "--stdio", "--escaped", "--workspace", str(WORKSPACE), "--scratch", "/tmp/.envd"),
+    *("--template", rootfs.INSIDE_TEMPLATE, "--disk", _SCRATCH),
+)
+"""Process 1; it mounts the workspace first. The capabilities that it has until then are over the sandbox's own kernel only."""
 
 
 def write_bundle(directory: Path, spec: BoxSpec, *, base: str, template: str, agent: str) -> None:
@@ -58,7 +53,7 @@ def _config(spec: BoxSpec, base: str, template: str, agent: str) -> dict[str, An
         "root": {"path": base, "readonly": True},
         "process": {
             "user": {"uid": 0, "gid": 0},
-            "args": ["/bin/sh", "-c", _BECOME_AGENT, "sh", "ro" if spec.read_only else "rw", *AGENT],
+            "args": [*_AGENT, *(["--read-only"] if spec.read_only else [])],
             "env": [f"{key}={value}" for key, value in sandbox_environment("/tmp").items()],
             "cwd": "/",
             "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), _MOUNTING),

@@ -16,6 +16,7 @@
 #include <unistd.h>
 
 #include "agent.h"
+#include "main.h"
 
 #define SERIAL_WAIT_MS 10000
 
@@ -25,6 +26,7 @@ struct options {
     int fd;
     long port;
     bool stdio, init;
+    struct container container;
 };
 
 static int fail(const char *what, const char *why) {
@@ -34,10 +36,12 @@ static int fail(const char *what, const char *why) {
 
 static int usage(void) {
     fputs("usage: envd-guest (--fd N | --stdio | --serial PATH | --vsock PORT) --workspace DIR --scratch DIR\n"
-          "                  [--escaped] [--init] [--no-openat2]\n"
+          "                  [--escaped] [--init] [--no-openat2] [--template DIR --disk DIR [--read-only]]\n"
           "  --escaped     the stream can be reset (envd/native/protocol.h); --serial implies it\n"
           "  --init        process 1 of a virtual machine: mounts what is missing, owns the clock, powers off at the end\n"
-          "  --no-openat2  resolve paths step by step\n", stderr);
+          "  --no-openat2  resolve paths step by step\n"
+          "  --template    process 1 of a container: mounts the workspace over that directory and the tmpfs --disk, then gives up its capabilities\n",
+          stderr);
     return 2;
 }
 
@@ -53,6 +57,7 @@ static bool parse(int count, char **words, struct options *options) {
         {"fd", required_argument, NULL, 'f'},      {"stdio", no_argument, NULL, 'o'},     {"serial", required_argument, NULL, 's'},
         {"vsock", required_argument, NULL, 'v'},   {"workspace", required_argument, NULL, 'w'}, {"scratch", required_argument, NULL, 't'},
         {"escaped", no_argument, NULL, 'e'},       {"init", no_argument, NULL, 'i'},      {"no-openat2", no_argument, NULL, 'n'},
+        {"template", required_argument, NULL, 'p'}, {"disk", required_argument, NULL, 'd'},    {"read-only", no_argument, NULL, 'r'},
         {NULL, 0, NULL, 0}};
     long value = 0;
     for (int option; (option = getopt_long(count, words, "", known, NULL)) != -1;) {
@@ -66,9 +71,13 @@ static bool parse(int count, char **words, struct options *options) {
         case 'e': options->config.escaped = true; break;
         case 'i': options->init = true; break;
         case 'n': options->config.no_openat2 = true; break;
+        case 'p': options->container.template = optarg; break;
+        case 'd': options->container.disk = optarg; break;
+        case 'r': options->container.read_only = true; break;
         default: return false;
         }
     }
+    if ((options->container.template == NULL) != (options->container.disk == NULL)) return false;
     int streams = (options->fd >= 0) + options->stdio + (options->serial != NULL) + (options->port >= 0);
     return optind == count && streams == 1 && options->config.workspace != NULL && options->config.scratch != NULL;
 }
@@ -130,6 +139,7 @@ int main(int count, char **words) {
     options.config.is_init = getpid() == 1;
     options.config.owns_machine = options.init;
     if (options.init) mount_system();
+    if (options.container.template != NULL && container_enter(&options.container, options.config.workspace) < 0) return 2;
     int code = serve(&options);
     if (options.init && getpid() == 1) {
         sync();

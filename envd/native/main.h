@@ -1,0 +1,16 @@
+/* Parts of the program envd-guest that are not the agent's. */
+#ifndef ENVD_MAIN_H
+#define ENVD_MAIN_H
+
+#include <stdbool.h>
+
+struct container {
+    const char *template; /* the pristine workspace, read-only; NULL: this is no container */
+    const char *disk;     /* an empty tmpfs, whose size is what the sandbox may write; out of sight afterwards */
+    bool read_only;       /* the workspace can't be written */
+};
+
+/* Mounts the workspace over the template and /tmp, and gives up every capability. 0, or -1 after its reason was printed. */
+int container_enter(const struct container *container, const char *workspace);
+
+#endif
