@@ -28,6 +28,7 @@ struct listing {
     uint8_t flags;
     struct level *levels;
     size_t level_count, level_room;
+    size_t sent;      /* bytes of parts */
     char path[MAX_PATH + 256];
 };
 
@@ -118,7 +119,8 @@ static int next_entry(struct listing *listing, struct frame *frame, uint32_t *co
     if (prefix + length + 1 >= sizeof listing->path) return ENAMETOOLONG;
     memcpy(listing->path + prefix, name, length + 1);
     bool listed = !(listing->flags & LIST_FILES) || S_ISREG(about.st_mode) || S_ISLNK(about.st_mode);
-    if (listed && listing->left == 0) {
+    bool too_long = listing->sent + frame->size + 3 * sizeof listing->path > LIST_BYTES;
+    if (listed && (listing->left == 0 || too_long)) {
         *full = true;
         return 0;
     }
@@ -152,6 +154,7 @@ static void step(struct listing *listing) {
     int code = 0;
     for (int i = 0; i < SLICE && code == 0 && !full && listing->level_count > 0; i++) code = next_entry(listing, &frame, &count, &full);
     set_u32(&frame, count_at, count);
+    listing->sent += frame.size;
     if (code != 0) {
         uint32_t id = listing->id;
         free(frame.data);

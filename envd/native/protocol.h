@@ -22,6 +22,7 @@
 #define PROTOCOL_VERSION 1
 #define MAX_FRAME (8u * 1024 * 1024) /* of what follows a frame's size */
 #define CHUNK (1024u * 1024)         /* bytes of file or output data in one frame */
+#define LIST_BYTES (16u * 1024 * 1024) /* all parts of one LIST together */
 #define HEAD_SIZE 9u                 /* u32 size | u32 id | u8 kind */
 #define HEAD_COUNTED 5u              /* of which `size` counts id and kind */
 

@@ -324,3 +324,19 @@ def test_file_asks_are_answered_while_a_command_runs(guest: Guest) -> None:
         running.cancel()
 
     guest.run(job)
+
+
+@pytest.mark.slow
+def test_a_listing_of_very_long_paths_is_cut_before_the_link_is(guest: Guest) -> None:
+    below = guest.workspace
+    for _ in range(14):
+        below = below / ("d" * 250)
+        below.mkdir()
+    for number in range(6000):
+        (below / str(number)).touch()
+
+    async def job(link: GuestLink) -> None:
+        found, cut = await link.list(".", depth=0)
+        assert cut and 2000 < len(found) < 6000
+
+    guest.run(job)
