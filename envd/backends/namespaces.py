@@ -135,7 +135,7 @@ class NamespacesBackend:
         can = {"snapshot", "fork", "migrate", "pty", *(["pause"] if "unified" in self._groups else [])}
         limits = tuple(sorted(walls & {"memory", "pids", "cpu"} | {"disk"}))
         self._features = Features(IsolationLevel.PROCESS, limits, False, frozenset(can), "native")
-        self._pool = Pool(self._start_plain, pool)
+        self.pool = Pool(self._start_plain, pool)
 
     @property
     def features(self) -> Features:
@@ -149,10 +149,10 @@ class NamespacesBackend:
     async def create(self, spec: BoxSpec) -> NamespacesBox:
         """Take a sandbox from the pool, or start one. Raises SandboxStartError."""
         self._accept(spec)
-        while (box := self._pool.take(spec)) is not None:
+        while (box := self.pool.take(spec)) is not None:
             if await self._handed_out(box, spec):
                 return box
-        with self._pool.busy():
+        with self.pool.busy():
             return await self._start(spec)
 
     async def restore(self, snapshot: Path, spec: BoxSpec) -> NamespacesBox:
@@ -168,7 +168,7 @@ class NamespacesBackend:
                 raise SandboxStartError(
                     f"the snapshot is of template {about.get('template')!r}: restore it with that one"
                 )
-            with self._pool.busy():
+            with self.pool.busy():
                 return await self._start(spec, archive)
         finally:
             os.close(archive)
@@ -179,7 +179,7 @@ class NamespacesBackend:
 
     async def stop(self) -> None:
         """Destroy everything."""
-        await self._pool.stop()
+        await self.pool.stop()
         await self.spawner.stop()
 
     def _accept(self, spec: BoxSpec) -> None:
@@ -229,11 +229,10 @@ class NamespacesBackend:
                 raise
             async with asyncio.timeout(_DESTROY_S):
                 await asyncio.shield(started.ended)
-            hit = ", ".join(started.events)
-            reason = started.failure or (f"its {hit} limit was hit" if hit else str(error))
-            raise SandboxStartError(
-                f"a sandbox could not start ({reason}): its memory or pid limit may be too low"
-            ) from error
+            hit = " and ".join(started.events)
+            guess = f"its {hit} limit was hit" if hit else "its memory or pid limit may be too low"
+            reason = started.failure or f"{error}; {guess}"
+            raise SandboxStartError(f"a sandbox could not start: {reason}") from error
 
 
 async def start(run_dir: Path, pool: int = 0) -> Backend:

@@ -79,6 +79,15 @@ static void shut(int *fd)
     *fd = -1;
 }
 
+/* What process 1 said its start through. Taken out of the loop by hand: sandboxes that are being cloned hold copies of it for a moment, and while
+ * there is a copy the kernel goes on reporting it. */
+static void hang_up(struct box *box)
+{
+    if (box->sync >= 0)
+        epoll_ctl(loop, EPOLL_CTL_DEL, box->sync, NULL);
+    shut(&box->sync);
+}
+
 static uint32_t find_id(uint32_t id)
 {
     uint32_t i = 0;
@@ -201,7 +210,7 @@ static void hear(uint32_t id)
         said[size] = 0;
         report(REPORT_FAILED, id, 0, said + 1);
     } /* else it ended without a word: its wait status is reported */
-    shut(&box->sync);
+    hang_up(box);
 }
 
 /* Ending ---------------------------------------------------------------------------------------------------------------------------- */
@@ -242,7 +251,7 @@ static void reap(void)
         struct box *box = &table->boxes[i];
         if (box->sync >= 0)
             hear(table->ids[i]); /* its last words may be waiting */
-        shut(&box->sync);
+        hang_up(box);
         shut(&box->scratch);
         table->pids[i] = -1;
         box->ended = true;
