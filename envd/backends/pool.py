@@ -42,6 +42,8 @@ class Pool(Generic[T]):
 
     def __init__(self, start: Callable[[BoxSpec], Awaitable[T]], size: int) -> None:
         self._start, self._size = start, size
+        self.hits = self.misses = 0
+        """How often one was ready, and was not."""
         self._ready: OrderedDict[Hashable, deque[T]] = OrderedDict()
         self._specs: dict[Hashable, BoxSpec] = {}
         self._creating = 0
@@ -64,7 +66,9 @@ class Pool(Generic[T]):
         while ready:
             box = ready.popleft()
             if box.alive:
+                self.hits += 1
                 return box
+        self.misses += 1
         return None
 
     @contextmanager
