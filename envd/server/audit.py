@@ -13,6 +13,7 @@ import json
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,8 @@ class AuditLog:
         self._ring: list[Event | None] = [None] * KEEP
         self._oldest = self._number + 1
         self._sources: dict[tuple[str, str], _Source] = {}
+        self.counts: Counter[str] = Counter()
+        """Events by kind, also those that were only counted."""
         self._lock = threading.Lock()
         self._followers: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
 
@@ -83,6 +86,7 @@ class AuditLog:
     def record(self, kind: Kind, sandbox_id: str = "", **detail: Any) -> Event | None:
         """Record an event and return it; None when it was one of too many of its kind and sandbox, and only counted."""
         with self._lock:
+            self.counts[kind] += 1
             if not self._admit(kind, sandbox_id):
                 return None
             event = self._append(kind, sandbox_id, detail)

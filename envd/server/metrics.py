@@ -1,0 +1,164 @@
+"""Prometheus metrics of a server, as text on http://HOST:PORT/metrics.
+
+envd_calls_total{method,code}          calls ended; Sandboxes/Create with another code than OK is a failed creation
+envd_call_seconds{method}              their time: Sandboxes/Create, Verifier/Verify, Files/Read ...
+envd_tool_seconds{tool}                time of a tool batch of one kind of tool: exec, read ...; mixed: of several kinds
+envd_sandboxes{backend,state}          that exist now
+envd_sandboxes_memory_bytes{backend}   what they use together, and _pids, _cpu_seconds
+envd_pool_takes_total{backend,result}  creations that found one ready (hit) or not (miss)
+envd_audit_events_total{kind}          denials, limits hit, tampering, each also where only counted
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import TYPE_CHECKING, Any
+
+from envd.backends.base import Usage
+from envd.errors import EnvdError
+from envd.tools import TOOLS
+
+if TYPE_CHECKING:
+    from envd.server.audit import AuditLog
+    from envd.server.sandboxes import Sandboxes
+
+_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_USAGE_S = 5.0
+"""Longest that a scrape waits for what sandboxes use."""
+_STATES = ("running", "paused", "hibernated")
+
+
+class Metrics:
+    """Counts calls, and tells what lives when it is asked. Listens from `start` to `stop`."""
+
+    def __init__(self, sandboxes: Sandboxes, audit: AuditLog) -> None:
+        """Raises EnvdError without the package prometheus-client."""
+        try:
+            import prometheus_client as prometheus
+        except ImportError as error:
+            raise EnvdError("metrics need the package prometheus-client: pip install prometheus-client") from error
+        self._prometheus = prometheus
+        self._registry = prometheus.CollectorRegistry()
+        self._calls = prometheus.Counter("envd_calls", "Calls ended", ("method", "code"), registry=self._registry)
+        self._seconds = prometheus.Histogram(
+            "envd_call_seconds", "Time of calls", ("method",), buckets=_BUCKETS, registry=self._registry
+        )
+        self._tools = prometheus.Histogram(
+            "envd_tool_seconds", "Time of tool batches", ("tool",), buckets=_BUCKETS, registry=self._registry
+        )
+        self._registry.register(_Living(sandboxes, audit, asyncio.get_running_loop()))
+        self._server: Any = None
+
+    def start(self, address: str) -> int:
+        """Listen on HOST:PORT and return the port. Raises EnvdError."""
+        host, _, port = address.rpartition(":")
+        if not port.isdigit() or int(port) > 65535:
+            raise EnvdError(f"--metrics {address!r} is no address: write HOST:PORT, as 127.0.0.1:9464")
+        try:
+            self._server, _ = self._prometheus.start_http_server(
+                int(port), host.strip("[]") or "127.0.0.1", registry=self._registry
+            )
+        except OSError as error:
+            raise EnvdError(f"metrics can't be served on {address}: {error.strerror}: choose another port") from error
+        return int(self._server.server_port)
+
+    def stop(self) -> None:
+        """Stop listening."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+    def begin(self, method: str, request: Any, context: Any) -> Callable[[str], None]:
+        """See `envd.server.observing.Observer`."""
+        started = time.perf_counter()
+        tool = _tool_of(request) if method == "Tools/Batch" else None
+
+        def end(code: str) -> None:
+            seconds = time.perf_counter() - started
+            self._calls.labels(method, code).inc()
+            self._seconds.labels(method).observe(seconds)
+            if tool is not None:
+                self._tools.labels(tool).observe(seconds)
+
+        return end
+
+
+def _tool_of(request: Any) -> str:
+    names = {call.name for call in request.calls}
+    if len(names) != 1:
+        return "mixed"
+    name = str(names.pop())
+    return name if name in TOOLS else "unknown"
+
+
+class _Living:
+    """Tells, at each scrape, what lives and uses what. Called in the threads of the HTTP server."""
+
+    def __init__(self, sandboxes: Sandboxes, audit: AuditLog, loop: asyncio.AbstractEventLoop) -> None:
+        self._sandboxes, self._audit, self._loop = sandboxes, audit, loop
+
+    def describe(self) -> Iterable[Any]:
+        """Nothing beforehand: what there is shows at the scrape."""
+        return ()
+
+    def collect(self) -> Iterator[Any]:
+        """See prometheus_client.registry.Collector."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        counts, usage = self._look()
+        states = GaugeMetricFamily("envd_sandboxes", "Sandboxes that exist", labels=("backend", "state"))
+        for backend in self._sandboxes.backends:
+            for state in _STATES:
+                states.add_metric((backend, state), counts[backend, state])
+        yield states
+        for name, words, part in (
+            ("envd_sandboxes_memory_bytes", "Memory of the live sandboxes", "memory_bytes"),
+            ("envd_sandboxes_pids", "Processes of the live sandboxes", "pids"),
+            ("envd_sandboxes_cpu_seconds", "Processor time used so far by the live sandboxes", "cpu_s"),
+        ):
+            family = GaugeMetricFamily(name, words, labels=("backend",))
+            for backend in self._sandboxes.backends:
+                family.add_metric((backend,), sum(getattr(each, part) for each in usage.get(backend, ())))
+            yield family
+        pools = CounterMetricFamily(
+            "envd_pool_takes", "Creations that asked the warm pool", labels=("backend", "result")
+        )
+        for name, found in self._sandboxes.backends.items():
+            pool = getattr(found, "pool", None)
+            if pool is not None:
+                pools.add_metric((name, "hit"), pool.hits)
+                pools.add_metric((name, "miss"), pool.misses)
+        yield pools
+        events = CounterMetricFamily("envd_audit_events", "Audit events", labels=("kind",))
+        for kind, count in sorted(dict(self._audit.counts).items()):
+            events.add_metric((kind,), count)
+        yield events
+
+    def _look(self) -> tuple[Counter[tuple[str, str]], Mapping[str, list[Usage]]]:
+        """How many of each backend and state there are, and what each backend's use; nothing where the server is too busy to say."""
+        asked = asyncio.run_coroutine_threadsafe(_look_at(self._sandboxes), self._loop)
+        try:
+            return asked.result(_USAGE_S)
+        except (FutureTimeout, RuntimeError):
+            asked.cancel()
+            return Counter(), {}
+
+
+async def _look_at(sandboxes: Sandboxes) -> tuple[Counter[tuple[str, str]], dict[str, list[Usage]]]:
+    live = sandboxes.all({})
+    counts = Counter((each.backend.name, str(each.state)) for each in live)
+    found: dict[str, list[Usage]] = {}
+    for each in live:
+        if each.box is None:
+            continue
+        try:
+            found.setdefault(each.backend.name, []).append(await each.box.usage())
+        except (EnvdError, OSError):
+            continue  # it is just ending
+        await asyncio.sleep(0)  # calls come first
+    return counts, found
