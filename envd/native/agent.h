@@ -190,7 +190,9 @@ struct process {
     int code;
     bool terminal, starting, running, timed_out;
 };
-void ask_start(uint32_t id, struct reader *from);
+struct ends { int ours[3], theirs[3]; }; /* of standard input, output and error; -1: none */
+bool process_room(void);
+void process_add(struct process *process, const struct ends *ends, uint32_t ring);
 void ask_stdin(uint32_t id, struct reader *from);
 void ask_close_stdin(uint32_t id, struct reader *from);
 void ask_signal(uint32_t id, struct reader *from);
@@ -203,6 +205,9 @@ void processes_supervisors(struct pids *into);
 void processes_forget(void);
 int64_t processes_deadline(void);
 void processes_tick(int64_t now);
+
+/* guest_start.c */
+void ask_start(uint32_t id, struct reader *from);
 
 /* guest_supervisor.c */
 enum { REPORT_STARTED = 1, REPORT_FAILED = 2, REPORT_ENDED = 3 };

@@ -82,6 +82,12 @@ static bool parse(int count, char **words, struct options *options) {
     return optind == count && streams == 1 && options->config.workspace != NULL && options->config.scratch != NULL;
 }
 
+/* Whether /proc shows the processes of this pid namespace. */
+static bool own_proc(void) {
+    char pid[16] = "";
+    return readlink("/proc/self", pid, sizeof pid - 1) > 0 && atoi(pid) == getpid();
+}
+
 /* What a kernel gives its first process is a root file system and nothing else. What is mounted already stays. */
 static void mount_system(void) {
     static const struct { const char *type, *where, *data; unsigned long flags; } mounts[] = {
@@ -94,6 +100,7 @@ static void mount_system(void) {
         char parent[64];
         snprintf(parent, sizeof parent, "%s/..", mounts[i].where);
         bool mounted = stat(mounts[i].where, &about) == 0 && stat(parent, &above) == 0 && about.st_dev != above.st_dev;
+        if (i == 0 && mounted) mounted = own_proc();
         if (!mounted && mount(mounts[i].type, mounts[i].where, mounts[i].type, mounts[i].flags, mounts[i].data) != 0)
             fprintf(stderr, "envd-guest: %s is not mounted: %s\n", mounts[i].where, strerror(errno));
     }
