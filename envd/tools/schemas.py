@@ -73,12 +73,29 @@ TOOLS: dict[str, ToolSpec] = {
     )
 }
 
+EXTRA_TOOLS: dict[str, ToolSpec] = {
+    spec.name: spec
+    for spec in (
+        _spec("lint", "Check files for mistakes without running them.", [], path=_STRING),
+        _spec(
+            "semantic_search",
+            "Find the pieces of code that are nearest to a question in words.",
+            ["query"],
+            query=_STRING,
+            path=_STRING,
+            limit=_INTEGER,
+        ),
+    )
+}
+"""Tools that a sandbox has too, and that prompts name only where they are asked to."""
+ALL_TOOLS: dict[str, ToolSpec] = TOOLS | EXTRA_TOOLS
+
 
 def check_arguments(name: str, arguments: Mapping[str, Any]) -> str | None:
     """Return what is wrong with a call, as the one line that the model is shown, or None."""
-    if name not in TOOLS:
+    if name not in ALL_TOOLS:
         return f"error: no such tool: {name}"
-    schema = TOOLS[name].parameters
+    schema = ALL_TOOLS[name].parameters
     for key in schema["required"]:
         if key not in arguments:
             return f"error: {name}: missing argument: {key}"

@@ -1,0 +1,146 @@
+"""`python -m envd mcp`: options, and what is run."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ipaddress
+import logging
+import sys
+from contextlib import AsyncExitStack, suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from mcp.server.stdio import stdio_server
+
+from contracts.errors import describe
+from envd.client import SandboxClient
+from envd.connection import Access, read_secret
+from envd.errors import EnvdError
+from envd.local import LocalEnvd
+from envd.mcp.http import Gate
+from envd.mcp.server import make_server
+from envd.mcp.sessions import Sessions
+from envd.types import Limits
+
+_HELP = """\
+The tools of a sandbox over MCP. A session has a sandbox of its own, from its first tool call to its end.
+
+  python -m envd mcp                                           # standard streams, a private envd server
+  python -m envd mcp --address unix:/run/envd.sock --files .   # sandboxes of that server; workspaces begin as this directory
+  python -m envd mcp --http 127.0.0.1:8000                     # streamable HTTP at http://127.0.0.1:8000/mcp
+"""
+_MAX_FILES, _MAX_BYTES = 10_000, 32 * 1024 * 1024
+_SKIPPED = frozenset({".git", "__pycache__", ".pytest_cache"})
+
+
+def run(given: list[str]) -> int:
+    """Parse the arguments, serve until the end, return the exit code."""
+    arguments = _parser().parse_args(given)
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    try:
+        with suppress(KeyboardInterrupt):
+            asyncio.run(_serve(arguments))
+    except (EnvdError, OSError) as error:
+        print(f"envd: {describe(error) if isinstance(error, OSError) else error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m envd mcp", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--address", help="an envd server, unix:/path or host:port (default: a private one)")
+    add("--key-file", type=Path, metavar="FILE", help="the bearer key of that server")
+    add("--tls-ca", type=Path, metavar="PEM", help="speak TLS to that server")
+    add("--backend", default="auto", help="backend of a private server (default auto)")
+    add("--files", type=Path, metavar="DIR", help="workspaces begin as a copy of this directory (default: empty)")
+    add("--http", metavar="HOST:PORT", help="serve streamable HTTP instead of standard streams")
+    add("--http-keys", type=Path, metavar="FILE", help="ask HTTP clients for a bearer key; FILE holds them, one a line")
+    add("--timeout", type=float, default=60, metavar="S", help="seconds a tool call may take (default 60)")
+    add("--idle", type=float, default=1800, metavar="S", help="end a session's sandbox after so long without calls")
+    add("--lifetime", type=float, default=86_400, metavar="S", help="seconds a sandbox may live (default a day)")
+    add("--max-sessions", type=int, default=64, metavar="N", help="sessions at the same time (default 64)")
+    return parser
+
+
+async def _serve(arguments: argparse.Namespace) -> None:
+    if not (0 < arguments.timeout <= 3600 and arguments.idle > 0 and arguments.lifetime > 0):
+        raise EnvdError("--timeout must be above 0 and at most 3600, --idle and --lifetime above 0")
+    files = {} if arguments.files is None else await asyncio.to_thread(_files, arguments.files)
+    listening = None if arguments.http is None else _listening(arguments)
+    async with AsyncExitStack() as stack:
+        address = arguments.address or stack.enter_context(LocalEnvd(arguments.backend)).address
+        key = None if arguments.key_file is None else read_secret(arguments.key_file).decode().strip()
+        client = await stack.enter_async_context(SandboxClient(address, Access(key=key, tls_ca=arguments.tls_ca)))
+        limits = Limits(lifetime_s=arguments.lifetime)
+        sessions = Sessions(client, files, limits, arguments.timeout, arguments.max_sessions)
+        stack.push_async_callback(sessions.end_all)
+        await client.put_template(files)  # a server that is not there is told at once
+        idle = asyncio.create_task(sessions.end_idle(arguments.idle))
+        stack.callback(idle.cancel)
+        server = make_server(sessions, version("triplane"))
+        if listening is None:
+            async with stdio_server() as (reading, writing):
+                await server.run(reading, writing, server.create_initialization_options())
+        else:
+            await _serve_http(server, sessions, *listening, arguments)
+
+
+async def _serve_http(
+    server: Any, sessions: Sessions, host: str, port: int, keys: list[str], arguments: argparse.Namespace
+) -> None:
+    app = server.streamable_http_app(
+        host=host, session_idle_timeout=arguments.idle, max_sessions=arguments.max_sessions
+    )
+    config = uvicorn.Config(Gate(app, keys, sessions.end), host=host, port=port, log_level="warning", lifespan="on")
+    web = uvicorn.Server(config)
+    print(f"envd: MCP at http://{arguments.http}/mcp", file=sys.stderr)
+    await web.serve()
+    if not web.started:
+        raise EnvdError(f"--http {arguments.http} can't be listened on: choose a port that is free")
+
+
+def _listening(arguments: argparse.Namespace) -> tuple[str, int, list[str]]:
+    host, _, port = arguments.http.rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise EnvdError(f"--http {arguments.http!r} must be HOST:PORT")
+    keys = [] if arguments.http_keys is None else read_secret(arguments.http_keys).decode().split()
+    if not keys and arguments.http_keys is not None:
+        raise EnvdError(f"--http-keys {arguments.http_keys} holds no key: write one a line")
+    if not keys and not _is_loopback(host):
+        raise EnvdError(f"--http {arguments.http} is reached from other machines: give --http-keys")
+    return host, int(port), keys
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _files(directory: Path) -> dict[str, bytes]:
+    """The files of a directory, without git's and Python's. Raises EnvdError where there are too many."""
+    found: dict[str, bytes] = {}
+    size = 0
+    if not directory.is_dir():
+        raise EnvdError(f"--files {directory} is no directory")
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory)
+        if _SKIPPED.intersection(name.parts) or path.is_symlink() or not path.is_file():
+            continue
+        size += path.stat().st_size
+        if len(found) >= _MAX_FILES or size > _MAX_BYTES:
+            raise EnvdError(
+                f"--files {directory} holds over {_MAX_FILES} files or {_MAX_BYTES} bytes: name a smaller one"
+            )
+        found[str(name)] = path.read_bytes()
+    return found
