@@ -9,6 +9,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Coroutine, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -82,6 +83,7 @@ class Sandboxes:
     async def create(self, wanted: Wanted) -> Live:
         """Start a sandbox; it answers calls when this returns. Raises PolicyDenied, TemplateError, SandboxStartError."""
         backend, spec, decisions = self.plan(wanted)
+        spec = await self._without_hidden(spec, decisions)
         box = await self.started(backend.create(spec))
         return self.admit(Live(*_identity(), backend, spec, box, decisions, wanted.policy_yaml, wanted.labels))
 
@@ -94,6 +96,7 @@ class Sandboxes:
             raise EnvdError(
                 f"sandbox id {like[0][:40]!r} can't be taken over: it is here already, or is not one of ours"
             )
+        spec = await self._without_hidden(spec, decisions)
         box = await self.started(backend.restore(state, spec))
         lost = () if backend.features.keeps_processes else ("processes",)
         identity, token = like or _identity()
@@ -114,6 +117,13 @@ class Sandboxes:
             read_only=decisions.read_only,
         )
         return backend, spec, decisions
+
+    async def _without_hidden(self, spec: BoxSpec, decisions: Decisions) -> BoxSpec:
+        """The same on a template that lacks what the policy hides: what is not there no program in the sandbox reads."""
+        if not decisions.hidden:
+            return spec
+        template = await self.templates.without(spec.template, decisions.hidden)
+        return replace(spec, template=template, template_dir=self.templates.directory_of(template))
 
     def fresh_name(self) -> str:
         """A name for a box, unique on this server."""

@@ -8,11 +8,12 @@ import os
 import secrets
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from contracts.errors import describe
 from envd.errors import TemplateError
+from envd.server.policy import hides
 
 _STAMP = 1_000_000_000
 """Modification time (seconds since 1970) of every template file: what differs from it was touched."""
@@ -21,6 +22,8 @@ _GIT_ENV = {f"GIT_{role}_{key}": value for role in ("AUTHOR", "COMMITTER") for k
     "GIT_CONFIG_NOSYSTEM": "1",
     "GIT_CONFIG_GLOBAL": "/dev/null",
 }
+
+_MOST_DERIVED = 1024
 
 
 class Templates:
@@ -31,6 +34,7 @@ class Templates:
         self._owner = owner
         self._lock = asyncio.Lock()
         self._storing: dict[str, asyncio.Task[None]] = {}
+        self._derived: dict[tuple[str, tuple[str, ...]], str] = {}
 
     async def put(self, files: Mapping[str, bytes]) -> str:
         """Store a template and return its digest. Raises TemplateError for a path outside the workspace."""
@@ -44,6 +48,16 @@ class Templates:
         # shielded: a thread can't be cancelled, so a caller that gives up leaves the work, and the lock, to the next one
         await asyncio.shield(storing)
         return digest
+
+    async def without(self, digest: str, hidden: Sequence[str]) -> str:
+        """The digest of the template that lacks what these globs match; stored at first use."""
+        key = (digest, tuple(hidden))
+        if key not in self._derived:
+            files = await asyncio.to_thread(self.files_of, digest)
+            if len(self._derived) >= _MOST_DERIVED:
+                self._derived.clear()
+            self._derived[key] = await self.put({path: data for path, data in files.items() if not hides(hidden, path)})
+        return self._derived[key]
 
     async def settled(self) -> None:
         """Wait until nothing is being stored."""
