@@ -1,4 +1,4 @@
-"""Builds a guest image: `python -m envd.images.build --out DIR`.
+"""Builds a guest image: `python -m envd.images.build [--out DIR]`.
 
     DIR/kernel            bzImage, for QEMU
     DIR/vmlinux           the same kernel uncompressed, for Firecracker
@@ -27,11 +27,38 @@ from envd.images import initramfs, kernel
 from envd.images.packages import MERGED, ImageError, download, field, run, unpack
 
 PACKAGES = (
-    *("bash", "coreutils", "findutils", "grep", "sed", "gawk", "diffutils", "tar", "gzip", "patch", "procps", "util-linux", "less"),
+    *(
+        "bash",
+        "coreutils",
+        "findutils",
+        "grep",
+        "sed",
+        "gawk",
+        "diffutils",
+        "tar",
+        "gzip",
+        "patch",
+        "procps",
+        "util-linux",
+        "less",
+    ),
     *("git", "ripgrep", "make", "python3", "python3-pytest", "python3-venv"),
 )
 """What a guest offers, unless --packages names others."""
-_DIRECTORIES = ("proc", "sys", "dev", "tmp", "run", "var", "root", "workspace", ".template", ".scratch", ".agent", "mnt")
+_DIRECTORIES = (
+    "proc",
+    "sys",
+    "dev",
+    "tmp",
+    "run",
+    "var",
+    "root",
+    "workspace",
+    ".template",
+    ".scratch",
+    ".agent",
+    "mnt",
+)
 _PASSWD = "root:x:0:0:root:/tmp:/bin/bash\nnobody:x:65534:65534:nobody:/:/bin/false\n"
 _GROUP = "root:x:0:\nnogroup:x:65534:\n"
 _HOSTS = "127.0.0.1 localhost sandbox\n::1 localhost\n"
@@ -51,7 +78,8 @@ def build(out: Path, packages: Sequence[str] = PACKAGES) -> dict[str, object]:
         draft.mkdir()
         about = _build(draft, Path(scratch), packages)
         (draft / "image.json").write_text(json.dumps(about, indent=1) + "\n")
-        draft.chmod(0o755)
+        for path in (draft, *draft.iterdir()):
+            path.chmod(0o755 if path.is_dir() else 0o644)  # machines are run by another user
         if out.exists():
             out.rename(Path(scratch, "old"))
         draft.rename(out)
@@ -75,7 +103,20 @@ def _build(draft: Path, scratch: Path, packages: Sequence[str]) -> dict[str, obj
         unpack(package, root)
         versions[field(package, "Package")] = field(package, "Version")
     _finish_root(root)
-    run(["mksquashfs", root, draft / "rootfs.squashfs", "-all-root", "-noappend", "-quiet", "-no-progress", "-comp", "lz4", "-reproducible"])
+    run(
+        [
+            "mksquashfs",
+            root,
+            draft / "rootfs.squashfs",
+            "-all-root",
+            "-noappend",
+            "-quiet",
+            "-no-progress",
+            "-comp",
+            "lz4",
+            "-reproducible",
+        ]
+    )
     (found,) = (tree / "boot").glob("vmlinuz-*")
     shutil.copyfile(found, draft / "kernel")
     kernel.extract_elf(found, next(tools.rglob("bin/lz4")), draft / "vmlinux")
@@ -116,12 +157,31 @@ def _finish_root(root: Path) -> None:
     enter = [] if os.geteuid() == 0 else ["unshare", "--map-root-user"]
     run(["ldconfig" if shutil.which("ldconfig") else "/sbin/ldconfig", "-r", root])
     # a guest's root is read-only: without byte code every import would compile anew, slowest of all where the processor is emulated
-    run([*enter, "chroot", root, "/usr/bin/python3", "-m", "compileall", "-q", "/usr/lib/python3", "/usr/lib/python3.11"])
+    run(
+        [
+            *enter,
+            "chroot",
+            root,
+            "/usr/bin/python3",
+            "-m",
+            "compileall",
+            "-q",
+            "/usr/lib/python3",
+            "/usr/lib/python3.11",
+        ]
+    )
 
 
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def default_directory() -> Path:
+    """Where an image is looked for when nobody names one: $TRIPLANE_ENVD_IMAGE, else the user's cache."""
+    named = os.environ.get("TRIPLANE_ENVD_IMAGE")
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(named) if named else Path(cache, "triplane", "guest-image")
 
 
 def load(directory: Path) -> dict[str, object]:
@@ -139,8 +199,13 @@ def load(directory: Path) -> dict[str, object]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m envd.images.build", description="Build a guest image from Debian packages.")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the image; an older image there is replaced")
+    parser = argparse.ArgumentParser(
+        prog="python -m envd.images.build", description="Build a guest image from Debian packages."
+    )
+    where = default_directory()
+    parser.add_argument(
+        "--out", type=Path, default=where, help=f"folder of the image, replaced as a whole; default: {where}"
+    )
     parser.add_argument("--packages", help=f"what is in the guest, instead of: {' '.join(PACKAGES)}")
     given = parser.parse_args(arguments)
     try:

@@ -17,6 +17,7 @@ disk() { # a disk by its serial number; under Firecracker, which gives none, by 
     done
     echo "/dev/$2"
 }
+stream=$(setting stream)
 mount -t squashfs -o ro,nosuid,nodev "$(disk root vda)" /new
 mount -t squashfs -o ro,nosuid,nodev "$(disk template vdb)" /new/.template
 mount -t tmpfs -o "nosuid,nodev,mode=755,nr_inodes=65536,size=$(setting disk_mb)m" scratch /new/.scratch
@@ -31,21 +32,27 @@ mount -o bind /new/.scratch/tmp /new/tmp
 umount /new/.scratch
 mount -t tmpfs -o nosuid,nodev,mode=700,size=8m agent /new/.agent
 cp /envd-guest /new/.agent/envd-guest
-mount -o remount,ro /new/.agent
-mount -t cgroup2 -o nosuid,nodev,noexec group /new/sys/fs/cgroup 2>/dev/null || true
+mkdir -m 700 /new/.agent/scratch
+
+# everything from here on is one group, so that a fork bomb ends at the sandbox's limit and not at the machine's memory
+mount -t cgroup2 -o nosuid,nodev,noexec group /sys/fs/cgroup
+echo +pids >/sys/fs/cgroup/cgroup.subtree_control
+mkdir /sys/fs/cgroup/sandbox
+setting pids >/sys/fs/cgroup/sandbox/pids.max
+echo $$ >/sys/fs/cgroup/sandbox/cgroup.procs
+umount -l /sys/fs/cgroup
 ip link set lo up
 mount -o move /proc /new/proc
 mount -o move /sys /new/sys
 mount -o move /dev /new/dev
 ln -sf /tmp /new/dev/shm 2>/dev/null || true
 
-stream=$(setting stream)
 if [ "$stream" = serial ]; then
     for port in /new/sys/class/virtio-ports/*; do
         if [ "$(cat "$port/name")" = envd ]; then set -- --serial "/dev/${port##*/}"; fi
     done
 else
-    set -- --vsock "${stream#vsock:}"
+    set -- --vsock "${stream#vsock:}" --escaped
 fi
 echo "envd: the agent takes over ($*)"
-exec switch_root /new /.agent/envd-guest --init "$@" --workspace /workspace --scratch /tmp
+exec switch_root /new /.agent/envd-guest --init "$@" --workspace /workspace --scratch /.agent/scratch

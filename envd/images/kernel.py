@@ -8,7 +8,16 @@ from pathlib import Path
 from envd.images.packages import ImageError, run
 
 PACKAGE = "linux-image-cloud-amd64"
-DRIVERS = ("virtio_pci", "virtio_mmio", "virtio_blk", "virtio_console", "virtio-rng", "squashfs", "overlay", "vmw_vsock_virtio_transport")
+DRIVERS = (
+    "virtio_pci",
+    "virtio_mmio",
+    "virtio_blk",
+    "virtio_console",
+    "virtio-rng",
+    "squashfs",
+    "overlay",
+    "vmw_vsock_virtio_transport",
+)
 """What the initial ramdisk loads, each after what it needs."""
 _DEPENDS = re.compile(rb"\0depends=([^\0]*)\0")
 _LZ4_LEGACY = b"\x02\x21\x4c\x18"
@@ -24,7 +33,7 @@ def drivers(tree: Path) -> list[Path]:
         if path is None:
             raise ImageError(f"the kernel in {PACKAGE} has no driver {name}: it is newer than this envd knows")
         found = _DEPENDS.search(path.read_bytes())
-        for needed in (found[1].decode().split(",") if found and found[1] else []):
+        for needed in found[1].decode().split(",") if found and found[1] else []:
             add(needed)
         if path not in ordered:
             ordered.append(path)
@@ -39,7 +48,9 @@ def extract_elf(bzimage: Path, lz4: Path, target: Path) -> None:
     whole = bzimage.read_bytes()
     start = whole.find(_LZ4_LEGACY)
     if start < 0:
-        raise ImageError(f"{bzimage.name} is not compressed with LZ4: Firecracker needs its uncompressed kernel another way")
+        raise ImageError(
+            f"{bzimage.name} is not compressed with LZ4: Firecracker needs its uncompressed kernel another way"
+        )
     packed = target.with_suffix(".lz4")
     packed.write_bytes(whole[start:])
     try:

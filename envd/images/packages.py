@@ -25,7 +25,9 @@ def download(names: Sequence[str], into: Path) -> list[Path]:
     Uses the machine's package sources and lists, and changes nothing of the machine's own state.
     """
     if shutil.which("apt-get") is None or not _LISTS.is_dir():
-        raise ImageError("guest images are made of Debian packages: build on a Debian machine with apt-get, and copy the folder")
+        raise ImageError(
+            "guest images are made of Debian packages: build on a Debian machine with apt-get, and copy the folder"
+        )
     archives, status = into / "archives", into / "status"
     (archives / "partial").mkdir(parents=True, exist_ok=True)
     status.touch()
@@ -39,7 +41,20 @@ def download(names: Sequence[str], into: Path) -> list[Path]:
     }
     given = [part for key, value in options.items() for part in ("-o", f"{key}={value}")]
     # Debian's own apt hooks look at what is installed, which nothing here is
-    run(["apt-get", "-q", *given, "-o", "DPkg::Post-Invoke=", "-y", "--no-install-recommends", "--download-only", "install", *names])
+    run(
+        [
+            "apt-get",
+            "-q",
+            *given,
+            "-o",
+            "DPkg::Post-Invoke=",
+            "-y",
+            "--no-install-recommends",
+            "--download-only",
+            "install",
+            *names,
+        ]
+    )
     return sorted(archives.glob("*.deb"))
 
 
@@ -60,10 +75,17 @@ def run(command: Sequence[str | os.PathLike[str]], stdin: object = None) -> str:
     """Run a program to its end and return what it printed. Raises ImageError with its last words."""
     try:
         done = subprocess.run(  # type: ignore[call-overload]
-            list(command), stdin=stdin or subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
+            list(command),
+            stdin=stdin or subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
         )
     except FileNotFoundError as error:
-        raise ImageError(f"{command[0]} is not installed: see docs/sandboxes-vm.md for what building an image needs") from error
+        raise ImageError(
+            f"{command[0]} is not installed: see docs/sandboxes-vm.md for what building an image needs"
+        ) from error
     if done.returncode:
         said = " ".join(str(done.stderr or done.stdout).split())[-500:]
         raise ImageError(f"{command[0]} failed ({said}): after `apt-get update`, with room on the disk, build again")

@@ -1,0 +1,117 @@
+"""What a virtual machine is, whoever runs it: its shape, its kernel's command line, and what its snapshots say of themselves."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from envd.backends.base import BoxSpec
+from envd.errors import EnvdError, SandboxStartError
+
+ABOUT = "machine.json"
+OVERHEAD_MB = 64
+"""Memory of a machine beyond its sandbox's limit, for its kernel."""
+VSOCK_PORT = 1024
+"""Where the agent listens in a machine that has a vsock."""
+VERSION = 1
+_BOUNDS = {"memory_mb": (32, 1 << 20), "vcpus": (1, 32), "disk_mb": (1, 1 << 20), "pids": (2, 1 << 22)}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What can't be changed once a machine runs. Machines of one template and shape can start from one snapshot."""
+
+    memory_mb: int
+    """The sandbox's memory; the machine has OVERHEAD_MB more."""
+    vcpus: int
+    disk_mb: int
+    pids: int
+    read_only: bool
+
+    @classmethod
+    def of(cls, spec: BoxSpec) -> Shape:
+        """The shape a sandbox asks for. Raises SandboxStartError for what no machine has."""
+        if spec.network:
+            raise SandboxStartError(
+                "virtual machines here have no network: remove the policy's network rules, or take another backend"
+            )
+        limits = spec.limits
+        shape = cls(limits.memory_mb, max(1, math.ceil(limits.cpu)), limits.disk_mb, limits.pids, spec.read_only)
+        for name, (least, most) in _BOUNDS.items():
+            if not least <= getattr(shape, name) <= most:
+                raise SandboxStartError(
+                    f"{name} = {getattr(shape, name)} is nothing for a virtual machine: take {least} to {most}"
+                )
+        return shape
+
+    @property
+    def machine_mb(self) -> int:
+        """All of the machine's memory, in MiB."""
+        return self.memory_mb + OVERHEAD_MB
+
+
+def kernel_arguments(shape: Shape, stream: str, *more: str) -> str:
+    """The kernel's command line. stream: `serial`, or `vsock:PORT`; see envd/images/init.sh."""
+    settings = {"disk_mb": shape.disk_mb, "pids": shape.pids, "read_only": int(shape.read_only), "stream": stream}
+    given = [f"envd.{key}={value}" for key, value in settings.items()]
+    # a panic ends the machine; the clock is set by INIT; no probing for hardware that is not there
+    usual = [
+        "console=ttyS0",
+        "loglevel=4",
+        "panic=-1",
+        "no_timer_check",
+        "tsc=reliable",
+        "cryptomgr.notests",
+        "random.trust_cpu=on",
+    ]
+    return " ".join([*usual, "8250.nr_uarts=1", "i8042.noaux", "i8042.nokbd", *more, *given])
+
+
+@dataclass(frozen=True)
+class About:
+    """What a snapshot on disk is of."""
+
+    backend: str
+    vmm: str
+    """Program, version and what else a state can't be moved across."""
+    image: str
+    """Digest of the guest image: a machine goes on reading the disk it was booted from."""
+    template: str
+    shape: Shape
+
+
+def write_about(directory: Path, about: About) -> None:
+    """Say in a snapshot's directory what it is; last, so that a half-written snapshot is none."""
+    (directory / ABOUT).write_text(json.dumps({"version": VERSION, **asdict(about)}, indent=1) + "\n")
+
+
+def read_about(directory: Path, *, backend: str, vmm: str, image: str, spec: BoxSpec) -> About:
+    """Read what a snapshot says of itself and check that it can go on here as `spec`. Raises SandboxStartError with what does not fit."""
+    try:
+        found: dict[str, Any] = json.loads((directory / ABOUT).read_text())
+        shape = Shape(**found["shape"])
+        about = About(str(found["backend"]), str(found["vmm"]), str(found["image"]), str(found["template"]), shape)
+        whole = all(
+            isinstance(getattr(shape, name), int) and a <= getattr(shape, name) <= b for name, (a, b) in _BOUNDS.items()
+        )
+        if found["version"] != VERSION or not whole or not isinstance(shape.read_only, bool):
+            raise ValueError("another version, or bounds exceeded")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SandboxStartError(f"{directory.name} holds no snapshot of a virtual machine of this version") from error
+    for what, has, wants in (
+        ("is of the backend", about.backend, backend),
+        ("was taken by", about.vmm, vmm),
+        ("needs the guest image", about.image[:12], image[:12]),
+        ("is of the template", about.template[:12], spec.template[:12]),
+        ("has the memory, in MiB,", shape.memory_mb, spec.limits.memory_mb),
+    ):
+        if has != wants:
+            raise SandboxStartError(f"the snapshot {what} {has}, here is {wants}: restore it where they are the same")
+    return about
+
+
+class MachineError(EnvdError):
+    """A virtual machine that did not do what it was asked."""

@@ -1,0 +1,81 @@
+"""What machines boot from: the guest image with this envd's agent, and one read-only disk a template."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+from pathlib import Path
+
+from envd.errors import BackendUnavailable, SandboxStartError
+from envd.images.build import default_directory, load
+from envd.images.initramfs import with_agent
+from envd.images.packages import ImageError
+from envd.native import guest_binary
+
+_STAMP = "1000000000"
+_PATIENCE_S = 120.0
+
+
+class Media:
+    """The files machines are started with, kept below one directory of the server's own."""
+
+    def __init__(self, directory: Path, image: Path | None = None, *, own_copies: bool = False) -> None:
+        """own_copies: everything lies in `directory`, on its file system. Raises BackendUnavailable, with the fix, where something to boot from is missing."""
+        self._directory = directory
+        self._image = image or default_directory()
+        try:
+            self.digest = str(load(self._image)["digest"])
+        except ImageError as error:
+            raise BackendUnavailable(str(error)) from error
+        agent = guest_binary()
+        if agent is None:
+            raise BackendUnavailable(
+                "virtual machines run the native agent: build it with `python -m envd.native.build`"
+            )
+        if shutil.which("mksquashfs") is None:
+            raise BackendUnavailable(
+                "templates become disks through mksquashfs: install Debian's package squashfs-tools"
+            )
+        directory.mkdir(mode=0o711, parents=True)
+        self.kernel, self.root = self._image / "vmlinux", self._image / "rootfs.squashfs"
+        if own_copies:
+            self.kernel = Path(shutil.copy(self.kernel, directory))
+            self.root = Path(shutil.copy(self.root, directory))
+        self.ramdisk = directory / "initramfs"
+        with_agent(self._image / "initramfs", agent, self.ramdisk)
+        for path in (self.ramdisk, self.kernel, self.root)[: 3 if own_copies else 1]:
+            path.chmod(0o644)
+        self._disks: dict[str, asyncio.Task[Path]] = {}
+
+    async def template_disk(self, digest: str, files: Path) -> Path:
+        """A template's files as a disk; made once."""
+        making = self._disks.get(digest)
+        if making is None or (making.done() and (making.cancelled() or making.exception())):
+            making = self._disks[digest] = asyncio.create_task(self._make(digest, files))
+        return await asyncio.shield(making)
+
+    async def _make(self, digest: str, files: Path) -> Path:
+        target = self._directory / f"{digest[:32]}.squashfs"
+        return await asyncio.to_thread(make_disk, files, target)
+
+    def remove(self) -> None:
+        """Remove every file made here."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def make_disk(files: Path, target: Path) -> Path:
+    """Pack a directory as squashfs, uncompressed: packing and reading cost least, and templates are small."""
+    plain = ("-noI", "-noD", "-noF", "-noX", "-no-xattrs", "-all-root", "-noappend", "-quiet", "-no-progress")
+    draft = target.with_suffix(".draft")
+    command: list[str | Path] = ["mksquashfs", files, draft, *plain, "-processors", "1", "-mkfs-time", _STAMP]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=_PATIENCE_S)
+    except subprocess.TimeoutExpired as error:
+        raise SandboxStartError(f"mksquashfs did not pack the template in {_PATIENCE_S:g} s") from error
+    if done.returncode:
+        said = " ".join(done.stderr.decode(errors="replace").split())[-300:]
+        raise SandboxStartError(f"mksquashfs can't pack the template ({said}): check the space on {target.parent}")
+    draft.chmod(0o644)
+    draft.rename(target)  # atomic: a half-written disk is never seen
+    return target
