@@ -14,15 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from envd.guest.files import Files
-from envd.guest.loop import READ, WRITE, Loop, Timer
+from envd.guest.loop import Loop, Timer
 from envd.guest.processes import Process, Processes, write_output
-from envd.guest.protocol import HEAD, MAX_FRAME, VERSION, Answer, Ask, ProtocolError, Reader, Writer
+from envd.guest.protocol import HEAD, VERSION, Answer, Ask, ProtocolError, Reader, Writer
 from envd.guest.shell import Ended, Job, Shell
+from envd.guest.stream import Stream
 from envd.guest.watch import Watch
 from envd.sandbox.proctree import kill_since, reap
 
-_HIGH_WATER = 4 * 1024 * 1024
-"""Bytes of answers that wait for the server; no more asks are read then."""
 _MAX_WAITING = 4096
 _MAX_COMMANDS = 1024
 _MAX_LIMIT = 1024 * 1024
@@ -33,16 +32,13 @@ class Agent:
     """One sandbox's end of the protocol."""
 
     def __init__(self, reading: int, writing: int, *, workspace: Path, scratch: Path) -> None:
-        self._in, self._out = reading, writing
-        for fd in (reading, writing):
-            os.set_blocking(fd, False)
         self._loop = Loop()
+        self._stream = Stream(self._loop, reading, writing, self._serve_one)
         self._env = dict(os.environ)
         self._files = Files(workspace)
         self._workspace = workspace
         self._processes = Processes(self._loop, workspace)
         self._shell = Shell(self._loop, workspace, scratch, self._env, self._processes.pids, self._collect)
-        self._received, self._unsent = bytearray(), bytearray()
         self._waiting: dict[int, Cancel] = {}
         self._asks: dict[int, Callable[[int, Reader], None]] = {
             Ask.INIT: self._init,
@@ -81,89 +77,30 @@ class Agent:
             self._collect()
 
         self._loop.watch(wake_read, child_ended)
-        self._flush()
+        self._stream.flush()
         try:
             self._loop.run()
-            self._flush()
+            self._stream.flush()
         except (OSError, ProtocolError):
             return  # the stream is closed with the process
         finally:
             kill_since(os.getpid(), frozenset())
-
-    # The stream
-
-    def _receive(self) -> None:
-        try:
-            data = os.read(self._in, 1 << 18)
-        except BlockingIOError:
-            return
-        if not data:
-            self._loop.stop()
-            return
-        self._received += data
-        self._serve_received()
-
-    def _serve_received(self) -> None:
-        """Serve what has come, as long as the server takes the answers."""
-        at = 0
-        while len(self._received) - at >= HEAD.size and len(self._unsent) <= _HIGH_WATER:
-            length, identity, kind = HEAD.unpack_from(self._received, at)
-            if not 5 <= length <= MAX_FRAME or not identity:
-                raise ProtocolError("a frame beyond the bounds")
-            end = at + 4 + length
-            if end > len(self._received):
-                break
-            self._serve_one(identity, kind, bytes(self._received[at + HEAD.size : end]))
-            at = end
-        del self._received[:at]
 
     def _serve_one(self, identity: int, kind: int, body: bytes) -> None:
         serve = self._asks.get(kind)
         if serve is None:
             raise ProtocolError(f"unknown kind {kind}")
         if len(self._waiting) >= _MAX_WAITING:
-            self._fail(identity, OSError(errno.EAGAIN, "too many asks are outstanding"))
+            self._stream.fail(identity, OSError(errno.EAGAIN, "too many asks are outstanding"))
             return
         try:
             serve(identity, Reader(body))
         except OSError as error:
-            self._fail(identity, error)
+            self._stream.fail(identity, error)
         except (RecursionError, MemoryError, ValueError) as error:
             if isinstance(error, ProtocolError):
                 raise
-            self._fail(identity, OSError(errno.EINVAL, f"{type(error).__name__}: {error}"))
-
-    def _answer(self, identity: int, body: bytes = b"", kind: int = Answer.OK) -> None:
-        self._unsent += HEAD.pack(len(body) + 5, identity, kind) + body
-        self._flush()
-
-    def _fail(self, identity: int, error: OSError) -> None:
-        words = os.fsencode(error.strerror or str(error))[:1024]
-        self._answer(identity, Writer().u32(error.errno or errno.EIO).data(words).body(), Answer.ERROR)
-
-    def _flush(self) -> None:
-        try:
-            while self._unsent:
-                del self._unsent[: os.write(self._out, self._unsent[: 1 << 18])]
-        except BlockingIOError:
-            pass
-        reads = READ if len(self._unsent) <= _HIGH_WATER else 0
-        writes = WRITE if self._unsent else 0
-        if self._in == self._out:
-            self._loop.watch(self._in, self._ready, reads | writes)
-            return
-        for fd, call, events in ((self._in, self._receive, reads), (self._out, self._ready, writes)):
-            if events:
-                self._loop.watch(fd, call, events)
-            else:
-                self._loop.unwatch(fd)
-
-    def _ready(self) -> None:
-        if self._unsent:
-            self._flush()
-            self._serve_received()
-        if len(self._unsent) <= _HIGH_WATER and self._in == self._out:
-            self._receive()
+            self._stream.fail(identity, OSError(errno.EINVAL, f"{type(error).__name__}: {error}"))
 
     def _collect(self) -> None:
         for pid, code in reap().items():
@@ -179,7 +116,7 @@ class Agent:
         for value in values:
             key, _, content = os.fsdecode(value).partition("=")
             self._env[key] = content
-        self._answer(identity, Writer().u32(VERSION).u32(os.getpid()).body())
+        self._stream.answer(identity, Writer().u32(VERSION).u32(os.getpid()).body())
 
     def _run_shell(self, identity: int, fields: Reader) -> None:
         limit, count = fields.u32(), fields.u32()
@@ -195,13 +132,13 @@ class Agent:
         def answer(found: list[Ended] | OSError) -> None:
             self._waiting.pop(identity, None)
             if isinstance(found, OSError):
-                self._fail(identity, found)
+                self._stream.fail(identity, found)
                 return
             body = Writer().u32(len(found))
             for each in found:
                 body.i32(each.code).u8(each.timed_out | each.died << 1).u64(each.true_bytes)
                 body.data(each.head).data(each.tail)
-            self._answer(identity, body.body())
+            self._stream.answer(identity, body.body())
 
         job = Job(commands, limit, answer)
         self._waiting[identity] = lambda: self._shell.cancel(job)
@@ -216,7 +153,7 @@ class Agent:
             key, _, content = os.fsdecode(value).partition("=")
             env[key] = content
         process = self._processes.start(argv, env, os.fsdecode(directory), flags, (rows, columns), timeout_ms, ring)
-        self._answer(identity, Writer().u32(process.number).u32(process.pid).body())
+        self._stream.answer(identity, Writer().u32(process.number).u32(process.pid).body())
 
     def _output(self, identity: int, fields: Reader) -> None:
         number, channel, offset = fields.u32(), fields.u8(), fields.u64()
@@ -245,7 +182,7 @@ class Agent:
         """Answer once there is something to tell, or with what there is after wait_ms."""
         body = look(wait_ms == 0)
         if body is not None:
-            self._answer(identity, body)
+            self._stream.answer(identity, body)
             return
         timer: Timer
 
@@ -258,7 +195,7 @@ class Agent:
             body = look(late)
             if body is not None:
                 end()
-                self._answer(identity, body)
+                self._stream.answer(identity, body)
 
         timer = self._loop.after(wait_ms / 1000, lambda: wake(late=True))
         process.wakes.append(wake)
@@ -270,70 +207,70 @@ class Agent:
         body = Writer().u32(len(known))
         for process in known:
             process.write_state(body)
-        self._answer(identity, body.body())
+        self._stream.answer(identity, body.body())
 
     def _stdin(self, identity: int, fields: Reader) -> None:
         process, data = self._processes.find(fields.u32()), fields.data()
         fields.end()
-        self._answer(identity, Writer().u32(self._processes.write(process, data)).body())
+        self._stream.answer(identity, Writer().u32(self._processes.write(process, data)).body())
 
     def _close_stdin(self, identity: int, fields: Reader) -> None:
         process = self._processes.find(fields.u32())
         fields.end()
         self._processes.close_stdin(process)
-        self._answer(identity)
+        self._stream.answer(identity)
 
     def _signal(self, identity: int, fields: Reader) -> None:
         process, number, tree = self._processes.find(fields.u32()), fields.u32(), fields.u8()
         fields.end()
         self._processes.signal(process, number, bool(tree))
-        self._answer(identity)
+        self._stream.answer(identity)
 
     def _resize(self, identity: int, fields: Reader) -> None:
         process, rows, columns = self._processes.find(fields.u32()), fields.u32(), fields.u32()
         fields.end()
         self._processes.resize(process, rows, columns)
-        self._answer(identity)
+        self._stream.answer(identity)
 
     def _read(self, identity: int, fields: Reader) -> None:
         path, offset, at_most = _path(fields), fields.u64(), fields.u32()
         fields.end()
-        self._answer(identity, self._files.read(path, offset, at_most))
+        self._stream.answer(identity, self._files.read(path, offset, at_most))
 
     def _write(self, identity: int, fields: Reader) -> None:
         path, flags, mode, offset, data = _path(fields), fields.u8(), fields.u32(), fields.u64(), fields.data()
         fields.end()
-        self._answer(identity, self._files.write(identity, path, flags, mode, offset, data))
+        self._stream.answer(identity, self._files.write(identity, path, flags, mode, offset, data))
 
     def _stat(self, identity: int, fields: Reader) -> None:
         path, follow = _path(fields), fields.u8()
         fields.end()
-        self._answer(identity, self._files.stat(path, bool(follow)))
+        self._stream.answer(identity, self._files.stat(path, bool(follow)))
 
     def _list(self, identity: int, fields: Reader) -> None:
         path, depth, limit, flags = _path(fields), fields.u32(), fields.u32(), fields.u8()
         fields.end()
         for part, truncated in self._files.entries(path, depth, limit, flags):
             if part:
-                self._answer(identity, part, Answer.PART)
+                self._stream.answer(identity, part, Answer.PART)
             else:
-                self._answer(identity, Writer().u8(truncated).body())
+                self._stream.answer(identity, Writer().u8(truncated).body())
 
     def _move(self, identity: int, fields: Reader) -> None:
         source, target, overwrite = _path(fields), _path(fields), fields.u8()
         fields.end()
-        self._answer(identity, self._files.move(source, target, bool(overwrite)))
+        self._stream.answer(identity, self._files.move(source, target, bool(overwrite)))
 
     def _remove(self, identity: int, fields: Reader) -> None:
         path, recursive = _path(fields), fields.u8()
         fields.end()
         self._files.remove(path, bool(recursive))
-        self._answer(identity)
+        self._stream.answer(identity)
 
     def _mkdir(self, identity: int, fields: Reader) -> None:
         path, parents = _path(fields), fields.u8()
         fields.end()
-        self._answer(identity, self._files.mkdir(path, bool(parents)))
+        self._stream.answer(identity, self._files.mkdir(path, bool(parents)))
 
     def _watch(self, identity: int, fields: Reader) -> None:
         path, recursive = _path(fields), fields.u8()
@@ -344,17 +281,17 @@ class Agent:
         self._waiting[identity] = watch.close
 
     def _tell_change(self, identity: int, part: bytes) -> None:
-        if len(self._unsent) <= _HIGH_WATER:  # else the server does not read: what nobody takes is lost
-            self._answer(identity, part, Answer.PART)
+        if not self._stream.crowded:  # else the server does not read: what nobody takes is lost
+            self._stream.answer(identity, part, Answer.PART)
 
     def _sync(self, identity: int, fields: Reader) -> None:
         fields.end()
         self._files.sync()
-        self._answer(identity)
+        self._stream.answer(identity)
 
     def _quit(self, identity: int, fields: Reader) -> None:
         fields.end()
-        self._answer(identity)
+        self._stream.answer(identity)
         self._loop.stop()
 
     def _cancel(self, identity: int, fields: Reader) -> None:
@@ -364,8 +301,8 @@ class Agent:
         cancel = self._waiting.pop(other, None)
         if cancel is not None:
             cancel()
-            self._fail(other, OSError(errno.ECANCELED, os.strerror(errno.ECANCELED)))
-        self._answer(identity)
+            self._stream.fail(other, OSError(errno.ECANCELED, os.strerror(errno.ECANCELED)))
+        self._stream.answer(identity)
 
 
 def refuse(sock: socket.socket, error: BaseException) -> None:

@@ -16,7 +16,8 @@ from typing import Any, NoReturn, TypeVar
 
 from envd.errors import SandboxGone
 from envd.guest.escape import Escape
-from envd.guest.protocol import HEAD, MAX_FRAME, Answer, Ask, ProtocolError, Reader
+from envd.guest.protocol import HEAD, MAX_FRAME, Answer, Ask, ProtocolError
+from envd.guest.waiting import MAX_WORDS, Waiting, fail, read_error, wake
 
 T = TypeVar("T")
 _MAX_OUTSTANDING = 4096
@@ -24,28 +25,9 @@ _MAX_QUEUED = 256
 """Parts of a watch that wait for their reader; more are dropped."""
 _LATE = 16 * 1024 * 1024
 """Bytes of answer that may be under way when an ask is cancelled."""
-_MAX_WORDS = 4096
-_SMALL = 4 * _MAX_WORDS
+_SMALL = 4 * MAX_WORDS
 """Bytes that any answer may have: an error's words are among them."""
 _PART, _OK, _ERROR = int(Answer.PART), int(Answer.OK), int(Answer.ERROR)
-
-
-class Waiting:
-    """An ask that is not answered yet."""
-
-    __slots__ = ("bound", "due", "future", "lost", "parts", "queue", "sent", "wake")
-
-    def __init__(self, future: asyncio.Future[bytes], bound: int, due: float, parts: list[bytes] | None) -> None:
-        self.future = future
-        self.bound = bound
-        """Bytes that may still come."""
-        self.due = due
-        self.parts = parts
-        self.queue: deque[bytes] | None = None
-        self.wake: asyncio.Future[None] | None = None
-        self.lost = False
-        """Parts were dropped: nobody read them."""
-        self.sent = False
 
 
 class Channel(asyncio.Protocol):
@@ -170,7 +152,7 @@ class Channel(asyncio.Protocol):
             self._reason = reason
             asks, self._asks = self._asks, {}
             for waiting in asks.values():
-                _fail(waiting, SandboxGone(reason))
+                fail(waiting, SandboxGone(reason))
             self._pending = bytearray()
             if self._timer is not None:
                 self._timer.cancel()
@@ -330,12 +312,12 @@ class Channel(asyncio.Protocol):
             del self._asks[identity]
             if not future.done():
                 future.set_result(body)
-                _wake(waiting)
+                wake(waiting)
         elif kind == _ERROR:
-            error = _error(body)
+            error = read_error(body)
             del self._asks[identity]
             if not future.done():
-                _fail(waiting, error)
+                fail(waiting, error)
         elif kind == _PART and waiting.queue is not None:
             if len(body) > waiting.bound:
                 raise ProtocolError("a part larger than parts may be")
@@ -343,35 +325,13 @@ class Channel(asyncio.Protocol):
                 waiting.queue.append(body)
             else:
                 waiting.lost = True
-            _wake(waiting)
+            wake(waiting)
         elif kind == _PART and (waiting.parts is not None or future.done()):
             waiting.bound -= len(body) + HEAD.size
             if waiting.parts is not None and not future.done():
                 waiting.parts.append(body)
         else:
             raise ProtocolError(f"kind {kind} answers nothing that was asked")
-
-
-def _wake(waiting: Waiting) -> None:
-    if waiting.wake is not None and not waiting.wake.done():
-        waiting.wake.set_result(None)
-
-
-def _fail(waiting: Waiting, error: Exception) -> None:
-    if not waiting.future.done():
-        waiting.future.set_exception(error)
-        if waiting.queue is not None:
-            waiting.future.exception()  # it may be read by nobody
-    _wake(waiting)
-
-
-def _error(body: bytes) -> OSError:
-    reader = Reader(body)
-    code, words = reader.u32(), reader.data()
-    reader.end()
-    if not 0 < code < 4096 or len(words) > _MAX_WORDS:
-        raise ProtocolError("an error is malformed")
-    return OSError(code, words.decode("utf-8", "replace") or os.strerror(code))
 
 
 class WriteHalf(asyncio.BaseProtocol):

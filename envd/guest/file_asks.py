@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from envd.guest import results
 from envd.guest.channel import Channel
@@ -124,7 +124,7 @@ class FileAsks:
         fields = Writer().data(name(path)).u8(parents)
         return self._channel.parsed(results.only_entry, await self._channel.ask(Ask.MKDIR, fields.body()))
 
-    async def watch(self, path: str = ".", *, recursive: bool = True) -> AsyncIterator[tuple[Change, ...]]:
+    async def watch(self, path: str = ".", *, recursive: bool = True) -> AsyncGenerator[tuple[Change, ...], None]:
         """Changes as they come; the first, empty, says that the guest watches. Use `contextlib.aclosing`, so that it ends with its reader."""
         identity, waiting = self._channel.open_stream(Ask.WATCH, Writer().data(name(path)).u8(recursive).body())
         try:

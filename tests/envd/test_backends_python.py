@@ -103,7 +103,8 @@ def test_destroying_leaves_no_process_group_or_directory(kind: str, run_dir: Pat
         box = await backend.create(spec_of(run_dir, "mine"))
         await shell(box, f"sleep {mark} & (setsid nohup sleep {mark} >/dev/null 2>&1 &); true")
         await box.guest.start(["sleep", mark])
-        assert len(below_this_process(f"sleep {mark}")) == 3
+        while len(below_this_process(f"sleep {mark}")) < 3:  # what was forked has yet to exec
+            await asyncio.sleep(0.01)
         groups = [path for path in box_groups(f"{run_dir.name}-{kind}", "mine").values() if path.exists()]
         await box.destroy()
         assert below_this_process(f"sleep {mark}") == []

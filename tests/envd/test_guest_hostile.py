@@ -213,26 +213,21 @@ def test_asks_are_bounded_while_the_guest_does_not_read() -> None:
 def test_a_watch_that_nobody_reads_loses_changes_and_says_so() -> None:
     async def job(link: GuestLink, liar: Liar) -> None:
         watching = link.watch(".")
-        first = asyncio.create_task(anext(watching))
+        first = asyncio.ensure_future(anext(watching))
         identity, _, _ = await liar.hear()
         await liar.say(identity, PART, Writer().u32(0).body())
         assert await first == ()
         for number in range(2000):
             await liar.say(identity, PART, Writer().u32(1).u8(2).data(str(number).encode()).body())
         await asyncio.sleep(0.1)
-        seen = [change async for batch in _until_overflow(watching) for change in batch]
+        seen: list[Change] = []
+        while not seen or seen[-1].kind != ChangeKind.OVERFLOW:
+            seen += await anext(watching)
         assert seen[0] == Change(ChangeKind.CHANGED, "0") and seen[-1].kind == ChangeKind.OVERFLOW
         assert len(seen) < 1000
-        await watching.aclose()  # type: ignore[attr-defined]
+        await watching.aclose()
 
     against(job)
-
-
-async def _until_overflow(watching: object):  # type: ignore[no-untyped-def] # noqa: ANN202
-    async for batch in watching:  # type: ignore[attr-defined]
-        yield batch
-        if any(change.kind == ChangeKind.OVERFLOW for change in batch):
-            return
 
 
 def test_a_stream_that_was_cut_starts_anew_at_the_reset() -> None:

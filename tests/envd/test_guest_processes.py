@@ -39,6 +39,15 @@ def alive(mark: str) -> list[int]:
     return found
 
 
+async def until_alive(mark: str, count: int) -> bool:
+    """Whether so many run, soon: what was forked has yet to exec."""
+    for _ in range(500):
+        if len(alive(mark)) == count:
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
 @pytest.fixture
 def mark() -> Iterator[str]:
     """A number of seconds that no other sleep on this machine has."""
@@ -108,7 +117,7 @@ def test_a_deadline_kills_all_that_the_command_started_and_nothing_else(guest: G
         )
         assert time.monotonic() - started < 8
         assert (late.timed_out, late.died, late.head) == (True, False, b"before\n")
-        assert len(alive(mark)) == 2 and (await link.wait(process)).running
+        assert await until_alive(mark, 2) and (await link.wait(process)).running
         assert await sh(link, "kill $(cat old) && echo killed") == (0, "killed\n")
         await link.signal(process, signal.SIGKILL)
         assert (await link.wait(process, wait_s=10)).code == -9
@@ -140,8 +149,7 @@ def test_a_cancelled_command_ends_with_all_it_started_and_the_link_lives_on(gues
     async def job(link: GuestLink) -> None:
         running = asyncio.create_task(link.shell([(f"X=1; (setsid sleep {mark} &); sleep {mark}", 60)]))
         queued = asyncio.create_task(link.shell([(f"touch ran; sleep {mark}", 60)]))
-        await asyncio.sleep(0.5)
-        assert len(alive(mark)) == 2
+        assert await until_alive(mark, 2)
         queued.cancel()
         running.cancel()
         await asyncio.gather(queued, running, return_exceptions=True)
@@ -284,11 +292,10 @@ def test_a_process_that_outlives_its_time_is_killed_with_its_tree(guest: Guest, 
         state = await link.wait(process, wait_s=10)
         assert state.timed_out and not state.running and state.code == -9
         kept, _ = await link.start(["sh", "-c", f"sleep {mark} & sleep {mark}"])
-        await asyncio.sleep(0.2)
+        assert await until_alive(mark, 2)
         await link.signal(kept, signal.SIGKILL, tree=True)
         assert (await link.wait(kept, wait_s=10)).code == -9
-        await asyncio.sleep(0.2)
-        assert alive(mark) == []
+        assert await until_alive(mark, 0)
 
     guest.run(job)
 
@@ -333,7 +340,7 @@ def test_the_end_of_the_stream_ends_all_that_was_started(guest: Guest, mark: str
     async def job(link: GuestLink) -> None:
         await link.start(["sleep", mark])
         await link.shell([(f"sleep {mark} & (setsid nohup sleep {mark} >/dev/null 2>&1 &)", 10)])
-        assert len(alive(mark)) == 3
+        assert await until_alive(mark, 3)
 
     guest.run(job)
     guest.process.wait(10)
