@@ -50,6 +50,15 @@ bool stream_flush(int64_t until_ms);
 int64_t stream_deadline(void);
 void stream_tick(int64_t now);
 
+/* guest_escape.c: byte stuffing and resets (protocol.h) */
+struct unescaper {
+    bool after_escape;
+    size_t left; /* bytes of a reset's nonce still to come */
+    uint8_t nonce[RESET_NONCE];
+};
+uint8_t *escape(const uint8_t *data, size_t size, size_t *escaped_size); /* to free() */
+size_t unescape(struct unescaper *state, uint8_t *data, size_t size, bool *reset);
+
 /* guest_loop.c */
 struct source { int fd; void (*ready)(struct source *source, uint32_t events); };
 bool source_add(struct source *source, uint32_t events);

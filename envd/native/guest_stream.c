@@ -37,9 +37,7 @@ static struct {
 } partial;
 
 static bool skipping;      /* escaped: everything but a reset */
-static bool after_escape;
-static size_t nonce_size;  /* bytes of the nonce still to come, 0: in no reset */
-static uint8_t nonce[RESET_NONCE];
+static struct unescaper unescaper;
 
 static void readable(struct source *source, uint32_t events);
 
@@ -71,8 +69,7 @@ static void connection_lost(void) {
     free(partial.body);
     memset(&partial, 0, sizeof partial);
     raw_at = raw_size = 0;
-    after_escape = false;
-    nonce_size = 0;
+    unescaper = (struct unescaper){.after_escape = false};
     if (listening.fd >= 0) {
         source_close(&input);
         output.fd = -1;
@@ -90,18 +87,6 @@ static bool write_some(const uint8_t *data, size_t size, size_t *sent) {
     if (count < 0 && errno != EAGAIN && errno != EINTR) return false;
     *sent = count < 0 ? 0 : (size_t)count;
     return true;
-}
-
-static void send_escaped(const uint8_t *data, size_t size, uint8_t **found, size_t *found_size) {
-    size_t count = 0;
-    for (size_t i = 0; i < size; i++) count += data[i] == ESCAPE;
-    uint8_t *to = allocate(size + count);
-    *found = to;
-    *found_size = size + count;
-    for (size_t i = 0; i < size; i++) {
-        *to++ = data[i];
-        if (data[i] == ESCAPE) *to++ = ESCAPED_LITERAL;
-    }
 }
 
 static void send_raw(uint8_t *data, size_t size) {
@@ -125,8 +110,7 @@ void stream_send(uint8_t *data, size_t size) {
         return;
     }
     if (config.escaped) {
-        uint8_t *escaped;
-        send_escaped(data, size, &escaped, &size);
+        uint8_t *escaped = escape(data, size, &size);
         free(data);
         data = escaped;
     }
@@ -220,38 +204,8 @@ static void take_reset(void) {
     uint8_t *reply = allocate(2 + RESET_NONCE);
     reply[0] = ESCAPE;
     reply[1] = ESCAPED_RESET;
-    memcpy(reply + 2, nonce, RESET_NONCE);
+    memcpy(reply + 2, unescaper.nonce, RESET_NONCE);
     send_raw(reply, 2 + RESET_NONCE);
-}
-
-/* Undoes the escapes of raw[raw_at..] in place up to the next reset; returns the end of what was undone, and moves raw_at beyond what it read. */
-static size_t unescape(size_t start) {
-    size_t to = start;
-    while (raw_at < raw_size) {
-        uint8_t byte = raw[raw_at++];
-        if (nonce_size > 0) {
-            nonce[RESET_NONCE - nonce_size--] = byte;
-            if (byte == ESCAPE) { /* not a nonce: perhaps the start of the next reset */
-                nonce_size = 0;
-                after_escape = true;
-            } else if (nonce_size == 0) {
-                take_reset();
-                to = start;
-            }
-        } else if (after_escape) {
-            after_escape = byte == ESCAPE;
-            if (byte == ESCAPED_RESET) {
-                nonce_size = RESET_NONCE;
-                return start; /* what stands before a reset and was not yet taken is dropped with it */
-            }
-            if (byte == ESCAPED_LITERAL) raw[to++] = ESCAPE;
-        } else if (byte == ESCAPE) {
-            after_escape = true;
-        } else {
-            raw[to++] = byte;
-        }
-    }
-    return to;
 }
 
 static void take_apart(void) {
@@ -294,11 +248,9 @@ static void read_some(void) {
     }
     raw_at = 0;
     raw_size = (size_t)count;
-    if (!config.escaped) return;
-    size_t end = unescape(0);
-    while (raw_at < raw_size) end = unescape(0); /* stopped at a reset: what follows it starts anew */
-    raw_at = 0;
-    raw_size = end;
+    bool reset = false;
+    if (config.escaped) raw_size = unescape(&unescaper, raw, raw_size, &reset);
+    if (reset) take_reset();
 }
 
 static void readable(struct source *source, uint32_t events) {
