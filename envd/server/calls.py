@@ -42,6 +42,7 @@ _FILE_CODES = {
     errno.ENOSPC: _Code.RESOURCE_EXHAUSTED, errno.EDQUOT: _Code.RESOURCE_EXHAUSTED, errno.EFBIG: _Code.RESOURCE_EXHAUSTED,
     errno.ESRCH: _Code.NOT_FOUND, errno.EAGAIN: _Code.RESOURCE_EXHAUSTED,
 }  # fmt: skip
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _MAX_WORDS = 2000
 """Of a status: its words travel in a header of limited size."""
 _log = logging.getLogger("envd")
@@ -116,6 +117,10 @@ async def abort(service: Service, request: Any, context: Context, error: Excepti
     if isinstance(error, OSError):
         _log.error("a call failed on this machine", exc_info=error)
         error = errors.EnvdError(f"the server failed: {describe(error)}")
+    if code is _Code.INVALID_ARGUMENT:
+        service.sandboxes.audit.record("request.refused", "", method=type(request).__name__, reason=str(error))
+    if isinstance(error, errors.FileError) and error.errno in _FULL:
+        service.sandboxes.audit.record("limit.disk", getattr(request, "sandbox_id", ""), reason=str(error))
     if isinstance(error, errors.SandboxGone):
         service.sandboxes.notice(getattr(request, "sandbox_id", ""))
     number = error.errno if isinstance(error, errors.FileError) else 0

@@ -28,6 +28,8 @@ _GONE = "it was finished, crashed, or outlived its lifetime"
 _REMEMBERED = 1024
 """Ended sandboxes whose ends are still told to who holds their token."""
 _IDENTITY = re.compile(r"[A-Za-z0-9_-]{16,64}")
+_FULL = 0.98
+"""Of a sandbox's disk: from there on its limit counts as hit."""
 _log = logging.getLogger("envd")
 
 
@@ -66,6 +68,8 @@ class Sandboxes:
         why = ended.ended if ended is not None and ended.is_token(token) else _GONE
         if live is not None:
             self.audit.record("auth.denied", identity, what="sandbox token")
+        elif ended is None:
+            self.audit.record("auth.denied", "", what="unknown sandbox", id=identity)
         raise SandboxGone(f"no sandbox {identity[:40]!r}: {why}")
 
     def answers_of(self, identity: str, token: str) -> Answers:
@@ -221,10 +225,12 @@ class Sandboxes:
 
     async def _note_limits(self, live: Live, box: Box) -> None:
         try:
-            events = (await box.usage()).events
+            usage = await box.usage()
         except (EnvdError, OSError):
             return  # it has ended: what it used is no longer known
-        for limit, count in events.items():
+        if usage.disk_bytes >= _FULL * live.spec.limits.disk_mb * 2**20:
+            self.audit.record("limit.disk", live.identity, bytes=usage.disk_bytes)
+        for limit, count in usage.events.items():
             if count and limit in ("memory", "pids"):
                 self.audit.record("limit.memory" if limit == "memory" else "limit.pids", live.identity, count=count)
 

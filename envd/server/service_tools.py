@@ -53,6 +53,8 @@ class ToolsService(Service, rpc.ToolsServicer):
             allowed = iter(await run_batch(guest, [c for i, c in enumerate(calls) if i not in denied], timeout_s))
             results = [self._deny(live, call) if i in denied else next(allowed) for i, call in enumerate(calls)]
         for call, result in zip(calls, results, strict=True):
+            if not result.ok and call.name != "exec" and "no space left for" in result.text:
+                self.sandboxes.audit.record("limit.disk", live.identity, tool=call.name)
             if result.timed_out or result.truncated:
                 kind = "limit.time" if result.timed_out else "limit.output"
                 self.sandboxes.audit.record(kind, live.identity, tool=call.name, bytes=result.true_bytes)  # type: ignore[arg-type]
