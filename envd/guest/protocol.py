@@ -60,6 +60,10 @@ CANCEL    id u32                                                    -           
 
 ERROR     errno u32, words bytes
 
+Escaped streams (serial lines, and streams that a snapshot may cut in the middle of a frame; envd/guest/escape.py, envd/native/guest_escape.c): 0xFF
+goes as 0xFF 0x00; a new server first sends a reset, 0xFF 0x01 and 7 random bytes below 0xFF, and skips what it reads until the agent sends the same
+back. The agent drops half frames, unsent answers and the asks of the server before; processes and the shell live on.
+
 Paths are resolved by openat2 with RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS from the workspace; a leading "/workspace" is the root itself. Opens
 never block (O_NONBLOCK) and READ refuses what is no regular file (EISDIR, ENXIO).
 """
