@@ -29,6 +29,9 @@ from envd.sandbox.proctree import descendants, kill_since, reap
 from envd.tools.paths import WORKSPACE
 
 _OPEN_FILES = 1024
+_AGAIN_MS = 5
+_PATIENCE_S = 5.0
+_TOLD = float("inf")
 
 
 class Zygote:
@@ -41,7 +44,7 @@ class Zygote:
         self._role = role
         self._boxes: dict[int, str] = {}  # pid of process 1 -> sandbox id
         self._groups = Cgroups(name)
-        self._left: list[str] = []  # groups that could not be removed yet
+        self._left: dict[str, float] = {}  # ended, its group not removed yet -> when the server is told all the same
         self._owner = linux.sandbox_owner()
         # what judges runs as another user than what is judged, where there are two
         self._supervised = role == "verifier" and self._namespaces and self._owner == linux.SANDBOX_USER
@@ -74,12 +77,13 @@ class Zygote:
         poll.register(wake_read, select.POLLIN)
         try:
             while True:
-                for fd, _ in poll.poll():
+                for fd, _ in poll.poll(_AGAIN_MS if self._left else None):
                     if fd == wake_read:
                         os.read(wake_read, 4096)
                         self._bury(reap())
                     elif not self._serve_one():
                         return
+                self._remove_groups()
         finally:
             self._clean_up()
 
@@ -218,11 +222,22 @@ class Zygote:
             identity = self._boxes.pop(pid, None)
             if identity is None:
                 continue
-            self._left.append(identity)
+            self._left[identity] = time.monotonic() + _PATIENCE_S
             if not self._namespaces:
                 shutil.rmtree(self._run_dir / "boxes" / identity, ignore_errors=True)
-            self._tell_gone(identity)
-        self._left = [each for each in self._left if not self._groups.remove(each)]
+        self._remove_groups()
+
+    def _remove_groups(self) -> None:
+        """Remove the groups of what has ended; the last processes of one may still be torn down."""
+        for identity, late in list(self._left.items()):
+            removed = self._groups.remove(identity)
+            if late != _TOLD and (removed or time.monotonic() > late):
+                self._tell_gone(identity)
+                late = _TOLD  # the group is tried on
+            if removed:
+                del self._left[identity]
+            else:
+                self._left[identity] = late
 
     def _tell_gone(self, identity: str) -> None:
         if self._role == "agent":
