@@ -107,6 +107,7 @@ def _add_serving(add: Any) -> None:
     add("--pool", type=int, default=0, metavar="N", help="sandboxes kept ready for each template in use (default 0)")
     add("--policy", type=Path, metavar="YAML", help="what sandboxes may be and do (docs/policies.md)")
     add("--audit-log", type=Path, metavar="FILE", help="append audit events to FILE as JSON lines")
+    add("--metrics", metavar="HOST:PORT", help="Prometheus metrics at http://HOST:PORT/metrics")
     add("--snapshot-dir", type=Path, metavar="DIR", help="keep snapshots in DIR, also when the server ends")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     add(
@@ -149,6 +150,7 @@ async def _served(arguments: argparse.Namespace) -> None:
         policy=arguments.policy,
         audit_log=arguments.audit_log,
         peer_ca=arguments.peer_ca,
+        metrics=arguments.metrics,
         with_parent=arguments.with_parent,
     )
     await serve(options)

@@ -31,6 +31,13 @@ from envd.server.states import States, require
 
 MOVE_S = 600.0
 """How long a whole move may take."""
+_UNSURE = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.UNKNOWN,
+}
+"""The other server did not say no: its answer was lost."""
 _FIRST_S, _SETTLE_S = 30.0, 10.0
 _SPARE_BYTES = 256 * 1024 * 1024
 """Of a received state, beside the memory and the disk that its limits allow."""
@@ -111,14 +118,15 @@ class Migration:
         """Send it and return its bytes. Raises MigrationError once it is known that it did not arrive."""
         async with access.channel(target) as channel:
             stub = rpc.SandboxesStub(channel)  # type: ignore[no-untyped-call]
+            started = time.monotonic()
             call = stub.Receive(metadata=access.metadata, timeout=MOVE_S)
             try:
                 size = await _send_all(call, header, state)
                 await call
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError, EnvdError) as error:
-                said = await _reason(call, error)
+                said, unsure = await _reason(call, error)
                 call.cancel()
-                if await _arrived(stub, access.metadata, header):
+                if unsure and await _arrived(stub, access.metadata, header, time.monotonic() - started):
                     return 0
                 words = f"{target[:200]} did not take sandbox {header.sandbox_id} over ({said}): it goes on here"
                 raise MigrationError(words) from error
@@ -138,20 +146,24 @@ async def _send_all(call: Any, header: pb.ReceiveHeader, state: Path) -> int:
     return size
 
 
-async def _arrived(stub: Any, metadata: Metadata, header: pb.ReceiveHeader) -> bool:
-    """Whether the other server has it although its answer was lost. Where it can't be asked, it has not."""
+async def _arrived(stub: Any, metadata: Metadata, header: pb.ReceiveHeader, elapsed_s: float) -> bool:
+    """Whether the other server has it, since this move began, although its answer was lost. Where it can't be asked, it has not."""
     request = pb.GetRequest(sandbox_id=header.sandbox_id)
     with suppress(grpc.aio.AioRpcError):
-        await stub.Get(request, metadata=(*metadata, (SANDBOX_TOKEN, header.token)), timeout=_SETTLE_S)
-        return True
+        there = await stub.Get(request, metadata=(*metadata, (SANDBOX_TOKEN, header.token)), timeout=_SETTLE_S)
+        return bool(there.age_s <= elapsed_s + _SETTLE_S)
     return False
 
 
-async def _reason(call: Any, error: BaseException) -> str:
-    """Why it failed. A write that came after the other server's refusal does not know of that; the call does."""
+async def _reason(call: Any, error: BaseException) -> tuple[str, bool]:
+    """Why it failed, and whether it may have arrived all the same.
+
+    A write that came after the other server's refusal does not know of that; the call does.
+    """
     if isinstance(error, EnvdError):
-        return str(error)
-    return str(await call.details() or (await call.code()).name)[:500]
+        return str(error), False
+    code = await call.code()
+    return str(await call.details() or code.name)[:500], code in _UNSURE
 
 
 async def _data(first: pb.SnapshotChunk, chunks: AsyncIterator[pb.SnapshotChunk]) -> AsyncIterator[bytes]:

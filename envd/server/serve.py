@@ -31,7 +31,9 @@ from envd.sandbox.cgroups import OWNED, remove_groups
 from envd.server.audit import AuditLog
 from envd.server.backends import start_backends, stop_backends
 from envd.server.listening import KeyCheck, Listening
+from envd.server.metrics import Metrics
 from envd.server.migration import Migration
+from envd.server.observing import Observer, Observing
 from envd.server.policy import load_policy
 from envd.server.sandboxes import Sandboxes
 from envd.server.service_files import FilesService
@@ -42,6 +44,7 @@ from envd.server.service_verifier import VerifierService
 from envd.server.snapshots import Snapshots
 from envd.server.states import States
 from envd.server.templates import Templates
+from envd.server.tracing import start_tracing
 from envd.server.verifications import Verifications
 
 _GRACE_S = 0.5
@@ -74,6 +77,8 @@ class Options:
     audit_log: Path | None = None
     peer_ca: Path | None = None
     """Certificates of the servers that sandboxes are moved to; None: they are reached without TLS."""
+    metrics: str | None = None
+    """HOST:PORT of the metrics; None: there are none."""
     with_parent: int | None = None
     """Stop when this process, the parent, dies."""
 
@@ -95,23 +100,69 @@ async def serve(options: Options) -> None:
         stack.push_async_callback(templates.settled)
         snapshots = Snapshots(options.snapshot_dir or run_dir / "snapshots")
         stack.push_async_callback(snapshots.stop)
-        backends = await start_backends(options.backends, run_dir, pool=options.pool)
-        stack.push_async_callback(stop_backends, backends)
-        verifications = await Verifications.start(run_dir, templates, isolated=_isolates(backends))
-        stack.push_async_callback(verifications.stop)
+        backends, verifications = await _started(stack, options, run_dir, templates)
         sandboxes = Sandboxes(backends, templates, snapshots, policy=policy, audit=audit)
         stack.push_async_callback(sandboxes.stop)
-        server = grpc.aio.server(
-            options=CHANNEL_OPTIONS + _SERVER_OPTIONS, interceptors=[KeyCheck(keys, audit)] if keys else []
-        )
+        interceptors: list[grpc.aio.ServerInterceptor] = [KeyCheck(keys, audit)] if keys else []
+        if observers := _observers(options.metrics, sandboxes, audit, stack):
+            interceptors.insert(0, Observing(observers))
+        server = grpc.aio.server(options=CHANNEL_OPTIONS + _SERVER_OPTIONS, interceptors=interceptors)
         probe = _add_services(server, sandboxes, verifications, Access(tls_ca=options.peer_ca))
         options.listening.listen(server)
         await server.start()
+        audit.record("server.started", "", address=options.listening.address, backends=list(backends))
+        for name, backend in backends.items():
+            if backend.features.isolation is IsolationLevel.NONE:
+                audit.record("isolation.none", "", backend=name)
         stack.push_async_callback(server.stop, _GRACE_S)
         await probe.set("", health_pb2.HealthCheckResponse.SERVING)
         _log.info("listening on %s, backends %s", options.listening.address, ", ".join(backends))
         await _until(stop, [*(each.died() for each in backends.values()), verifications.died()])
         await probe.enter_graceful_shutdown()
+
+
+async def _started(
+    stack: contextlib.AsyncExitStack, options: Options, run_dir: Path, templates: Templates
+) -> tuple[dict[str, Backend], Verifications]:
+    """What runs sandboxes and what verifies, both at the same time: each takes a while to start."""
+    hoped = options.backends[0] != "plain"
+    verifying = asyncio.ensure_future(Verifications.start(run_dir, templates, isolated=hoped))
+    try:
+        backends = await start_backends(options.backends, run_dir, pool=options.pool)
+        stack.push_async_callback(stop_backends, backends)
+        isolates = next(iter(backends.values())).features.isolation > IsolationLevel.NONE
+        if isolates != hoped:
+            await _let_go(verifying)
+            verifying = asyncio.ensure_future(Verifications.start(run_dir, templates, isolated=isolates))
+        verifications = await verifying
+    except BaseException:
+        await _let_go(verifying)
+        raise
+    stack.push_async_callback(verifications.stop)
+    return backends, verifications
+
+
+async def _let_go(starting: asyncio.Future[Verifications]) -> None:
+    """Stop a verifier that is not wanted, once it has started."""
+    with contextlib.suppress(EnvdError, asyncio.CancelledError):
+        await (await starting).stop()
+
+
+def _observers(
+    address: str | None, sandboxes: Sandboxes, audit: AuditLog, stack: contextlib.AsyncExitStack
+) -> list[Observer]:
+    """What watches calls: metrics where they are asked for, spans where the environment names a receiver."""
+    observers: list[Observer] = []
+    if address is not None:
+        metrics = Metrics(sandboxes, audit)
+        metrics.start(address)
+        stack.push_async_callback(asyncio.to_thread, metrics.stop)
+        observers.append(metrics)
+    tracing = start_tracing()
+    if tracing is not None:
+        stack.push_async_callback(asyncio.to_thread, tracing.stop)
+        observers.append(tracing)
+    return observers
 
 
 def _add_services(
@@ -144,8 +195,7 @@ async def _until(stop: asyncio.Event, deaths: list[Coroutine[Any, Any, str]]) ->
         each.cancel()
     died = [each for each in waiting if each.done() and not each.cancelled()]
     if died and not stop.is_set():
-        reason = died[0].result()
-        raise BackendUnavailable(f"{reason}: restart envd; the kernel's log tells whether memory ran out")
+        raise BackendUnavailable(died[0].result())
 
 
 def _told_to_stop() -> asyncio.Event:
@@ -180,11 +230,6 @@ async def _run_directory(state_dir: Path | None) -> AsyncIterator[Path]:
         await asyncio.to_thread(shutil.rmtree, run_dir, True)
         await asyncio.to_thread(remove_groups, run_dir.name)
         os.close(held)
-
-
-def _isolates(backends: dict[str, Backend]) -> bool:
-    """Verifications run in namespaces, save where the operator chose ordinary processes."""
-    return next(iter(backends.values())).features.isolation > IsolationLevel.NONE
 
 
 def _policy_text(path: Path | None) -> str:

@@ -71,9 +71,7 @@ class Verifications:
 
     async def died(self) -> str:
         """Return when the zygote has ended by itself."""
-        while self._zygote.process.poll() is None:
-            await asyncio.sleep(0.5)
-        return "the verifier's zygote died"
+        return await self._zygote.died()
 
     async def stop(self) -> None:
         """End the zygote and what it forked."""

@@ -1,0 +1,232 @@
+"""Who may do what: tokens, keys, TLS, addresses; and what anybody may ask: health and reflection."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import ipaddress
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from contracts.pb import envd_pb2 as pb
+from envd.client import Access, EnvdError, Handle, SandboxClient, SandboxGone, ToolCall
+from envd.connection import SANDBOX_TOKEN
+from envd.errors import AccessDenied, ServerUnavailable
+from envd.local import LocalEnvd
+from envd.server.listening import Listening
+from tests.envd.harness import FILES, Harness
+
+KEY = "a-key-of-enough-characters"
+READ = ToolCall("read", {"path": "calc.py"})
+
+
+def test_another_token_is_an_unknown_sandbox_and_is_recorded(plain: Harness) -> None:
+    async def job(client: SandboxClient) -> None:
+        sandbox = await client.create(await client.put_template(FILES))
+        said = set()
+        for token in ("", "x", sandbox.handle.token[:-1], sandbox.handle.token + "x"):
+            thief = client.attach(Handle(sandbox.id, token))
+            for call in (thief.call(READ), thief.status(), thief.files.read("calc.py"), thief.finish(), thief.fork()):
+                with pytest.raises(SandboxGone) as caught:
+                    await call
+                said.add(str(caught.value))
+            await thief.close()  # as for an unknown id: nothing happens
+        with pytest.raises(SandboxGone) as unknown:
+            await client.attach(Handle("A" * 22, "x")).call(READ)
+        assert said == {str(unknown.value).replace("A" * 22, sandbox.id)}
+        assert (await sandbox.call(READ)).ok
+        kinds = [event.kind async for event in client.audit(sandbox_id=sandbox.id)]
+        assert kinds.count("auth.denied") >= 5
+        await sandbox.close()
+
+    plain.client(job)
+
+
+def test_who_has_the_handle_may_attach(plain: Harness) -> None:
+    async def job(client: SandboxClient) -> Handle:
+        return (await client.create(await client.put_template(FILES))).handle
+
+    handle = plain.client(job)
+    assert handle.token not in repr(handle)
+
+    async def again(client: SandboxClient) -> bool:
+        async with client.attach(handle) as sandbox:
+            return (await sandbox.call(READ)).ok
+
+    assert plain.client(again)
+
+
+async def with_client(address: str, access: Access, job: Callable[[SandboxClient], Awaitable[object]]) -> object:
+    async with SandboxClient(address, access) as client:
+        return await job(client)
+
+
+def test_a_key_is_asked_for_on_every_service(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(f"# ours\n{KEY}\nanother-key-that-is-long\n")
+
+    async def job(address: str) -> None:
+        for access in (Access(), Access(key="wrong-key-of-the-same-size"), Access(key=KEY[:-1])):
+            async with SandboxClient(address, access) as client:
+                stranger = client.attach(Handle("A" * 22, "x"))
+                for call in (client.info(), client.put_template(FILES), stranger.call(READ), stranger.files.read("x")):
+                    with pytest.raises(AccessDenied, match="authorization"):
+                        await call
+                with pytest.raises(AccessDenied):
+                    [event async for event in client.audit()]
+        for key in (KEY, "another-key-that-is-long"):
+            async with SandboxClient(address, Access(key=key)) as client:
+                async with await client.create(await client.put_template(FILES)) as sandbox:
+                    assert (await sandbox.call(READ)).ok
+                kinds = [event.kind async for event in client.audit()]
+                assert "auth.denied" in kinds
+        async with grpc.aio.insecure_channel(address) as channel:
+            health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            assert health.status == health_pb2.HealthCheckResponse.SERVING, "a kubelet's probe sends no key"
+
+    with LocalEnvd("plain", options=["--key-file", str(tmp_path / "keys")]) as server:
+        asyncio.run(job(server.address))
+
+
+def certificate(
+    directory: Path, name: str, issuer: tuple[x509.Certificate, ec.EllipticCurvePrivateKey] | None
+) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.UTC)
+    names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    builder = x509.CertificateBuilder(subject_name=subject, issuer_name=issuer[0].subject if issuer else subject)
+    builder = builder.public_key(key.public_key()).serial_number(x509.random_serial_number())
+    builder = builder.not_valid_before(now - datetime.timedelta(hours=1)).not_valid_after(
+        now + datetime.timedelta(days=1)
+    )
+    builder = builder.add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
+    made = builder.add_extension(names, critical=False).sign(issuer[1] if issuer else key, hashes.SHA256())
+    (directory / f"{name}.crt").write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    pem = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    (directory / f"{name}.key").write_bytes(key.private_bytes(*pem))
+    return made, key
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def test_tls_with_client_certificates_lets_only_those_in(tmp_path: Path) -> None:
+    authority = certificate(tmp_path, "ca", None)
+    for name in ("server", "client"):
+        certificate(tmp_path, name, authority)
+    certificate(tmp_path, "stranger", None)
+    address = f"localhost:{free_port()}"
+    files = {name: str(tmp_path / name) for name in ("server.crt", "server.key", "ca.crt")}
+    options = ["--tls-cert", files["server.crt"], "--tls-key", files["server.key"], "--tls-client-ca", files["ca.crt"]]
+    command = [sys.executable, "-m", "envd", "serve", "--listen", address, "--backend", "plain", "--log-level", "error"]
+    good = Access(tls_ca=tmp_path / "ca.crt", tls_cert=tmp_path / "client.crt", tls_key=tmp_path / "client.key")
+    strangers = [
+        Access(),
+        Access(tls_ca=tmp_path / "ca.crt"),
+        Access(tls_ca=tmp_path / "ca.crt", tls_cert=tmp_path / "stranger.crt", tls_key=tmp_path / "stranger.key"),
+        Access(tls_ca=tmp_path / "stranger.crt", tls_cert=tmp_path / "client.crt", tls_key=tmp_path / "client.key"),
+    ]
+
+    async def job() -> None:
+        assert await with_client(address, good, lambda client: client.info())
+        for access in strangers:
+            async with SandboxClient(address, access) as client:
+                client.caller._answered = True  # an error at once, not a wait for a server that starts
+                with pytest.raises(ServerUnavailable):
+                    await client.info()
+
+    server = subprocess.Popen([*command, *options], stderr=subprocess.DEVNULL)
+    try:
+        asyncio.run(job())
+    finally:
+        server.terminate()
+        server.wait()
+
+
+LISTENING = {
+    "0.0.0.0:7070": "--insecure",
+    "[::]:7070": "--insecure",
+    "envd.example:7070": "--insecure",
+    "10.1.2.3:7070": "--tls-cert",
+}
+
+
+@pytest.mark.parametrize("address", LISTENING)
+def test_a_server_does_not_listen_to_others_without_tls_and_keys(address: str, tmp_path: Path) -> None:
+    with pytest.raises(EnvdError, match=LISTENING[address]):
+        Listening(address).check()
+    with pytest.raises(EnvdError, match="can be reached from other machines"):
+        Listening(address, tls_cert=tmp_path / "c", tls_key=tmp_path / "k").check()
+    Listening(address, tls_cert=tmp_path / "c", tls_key=tmp_path / "k", key_file=tmp_path / "keys").check()
+    Listening(address, insecure=True).check()
+
+
+@pytest.mark.parametrize("address", ["unix:/run/x", "127.0.0.1:7070", "127.9.9.9:1", "localhost:7070", "[::1]:7070"])
+def test_a_server_listens_on_this_machine_as_it_is(address: str) -> None:
+    Listening(address).check()
+
+
+@pytest.mark.parametrize(("content", "words"), [("", "at least"), ("short\n", "at least"), ("# only\n", "at least")])
+def test_a_key_file_without_usable_keys_is_refused(tmp_path: Path, content: str, words: str) -> None:
+    (tmp_path / "keys").write_text(content)
+    with pytest.raises(EnvdError, match=words):
+        Listening(key_file=tmp_path / "keys").keys()
+    with pytest.raises(EnvdError, match="can't be read"):
+        Listening(key_file=tmp_path / "nothing").keys()
+
+
+def test_a_refusal_to_listen_is_one_line() -> None:
+    command = [sys.executable, "-m", "envd", "serve", "--listen", "0.0.0.0:0", "--backend", "plain"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and "--insecure" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_health_and_reflection_answer_what_any_tool_asks(plain: Harness) -> None:
+    async def job() -> tuple[int, set[str], bytes]:
+        async with grpc.aio.insecure_channel(plain.address) as channel:
+            health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+            asked = [
+                reflection_pb2.ServerReflectionRequest(list_services=""),
+                reflection_pb2.ServerReflectionRequest(file_containing_symbol="triplane.envd.v1.Processes"),
+            ]
+            listed, file = [reply async for reply in stub.ServerReflectionInfo(iter(asked))]
+            names = {service.name for service in listed.list_services_response.service}
+            return health.status, names, file.file_descriptor_response.file_descriptor_proto[0]
+
+    status, names, descriptor = asyncio.run(job())
+    assert status == health_pb2.HealthCheckResponse.SERVING
+    ours = {f"triplane.envd.v1.{name}" for name in ("Sandboxes", "Files", "Processes", "Tools", "Verifier")}
+    assert ours | {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"} <= names
+    assert b"ProcessConnectRequest" in descriptor
+
+
+def test_a_message_beyond_the_bound_is_refused_and_the_server_lives_on(plain: Harness) -> None:
+    async def job() -> grpc.StatusCode:
+        async with grpc.aio.insecure_channel(plain.address, options=[("grpc.max_send_message_length", -1)]) as channel:
+            call = channel.unary_unary("/triplane.envd.v1.Files/Write")
+            request = pb.FileWriteRequest(sandbox_id="x", data=bytes(65 << 20)).SerializeToString()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(request, metadata=((SANDBOX_TOKEN, "x"),))
+            with pytest.raises(grpc.aio.AioRpcError):
+                await call(os.urandom(1000))
+            return caught.value.code()
+
+    assert asyncio.run(job()) == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert plain.client(lambda client: client.info())
