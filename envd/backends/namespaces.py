@@ -219,6 +219,7 @@ class NamespacesBackend:
                     archive=archive,
                 )
             await guest.init(host_name=spec.host_name, env=spec.env)
+            await asyncio.shield(started.running)
             return NamespacesBox(self, spec, started, guest)
         except BaseException as error:
             guest.close()

@@ -36,6 +36,8 @@ class Started:
     number: int
     ended: asyncio.Future[None]
     """Done when nothing is left of it."""
+    running: asyncio.Future[None]
+    """Done when its process 1 is known, or it has ended."""
     pid: int = 0
     """Of its process 1, as this host counts; 0 until it runs."""
     failure: str = ""
@@ -115,7 +117,7 @@ class Spawner:
         names = [each.encode() for each in (f"box-{number}", template, host_name)]
         if any(len(each) > _MAX_NAME for each in names):
             raise EnvdError(f"a sandbox's template and host name have at most {_MAX_NAME} bytes")
-        started = self._boxes[number] = Started(number, self._loop.create_future())
+        started = self._boxes[number] = Started(number, self._loop.create_future(), self._loop.create_future())
         fds = [stream.fileno(), *([] if archive is None else [archive])]
         self._send(_REQUEST.pack(_CREATE, number, *sizes, flags, *names), fds)
         return started
@@ -210,6 +212,7 @@ class Spawner:
             return
         elif kind == _STARTED:
             box.pid = value
+            _settle(box.running)
         elif kind == _FAILED:
             box.failure = _words(text)
         elif kind == _ENDED:
@@ -217,8 +220,8 @@ class Spawner:
             box.events = {key: int(count) for key, count in zip(words[::2], words[1::2], strict=True) if count != "0"}
             box.pid = 0
             del self._boxes[number]
-            if not box.ended.done():
-                box.ended.set_result(None)
+            _settle(box.running)
+            _settle(box.ended)
 
     def _lose(self, reason: str) -> None:
         """Its end is the end of all its sandboxes: the kernel kills them with it."""
@@ -234,14 +237,19 @@ class Spawner:
         for box in self._boxes.values():
             box.failure = box.failure or reason
             box.pid = 0
-            if not box.ended.done():
-                box.ended.set_result(None)
+            _settle(box.running)
+            _settle(box.ended)
         for done in self._archives.values():
             if not done.done():
                 done.set_exception(EnvdError(f"the snapshot failed: {reason}"))
         self._boxes.clear()
         self._archives.clear()
         self._gone.set_result(reason)
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _plain(kind: int, number: int) -> bytes:

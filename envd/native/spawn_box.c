@@ -76,9 +76,9 @@ static void unpack(const struct settings *settings, int archive, int sync)
         fail(sync, "fork for tar");
     if (worker == 0) {
         uint32_t owner = settings->owner;
-        if (setgroups(0, NULL) < 0 && owner != 0)
+        if (chdir(HIDDEN_BOX) < 0 || dup2(archive, 0) < 0 || (setgroups(0, NULL) < 0 && owner != 0))
             _exit(126);
-        if (setresgid(owner, owner, owner) < 0 || setresuid(owner, owner, owner) < 0 || chdir(HIDDEN_BOX) < 0 || dup2(archive, 0) < 0)
+        if (setresgid(owner, owner, owner) < 0 || setresuid(owner, owner, owner) < 0)
             _exit(126);
         close_range(3, ~0U, 0);
         if (owner == 0 && drop_capabilities() < 0)
@@ -94,8 +94,11 @@ static void unpack(const struct settings *settings, int archive, int sync)
         ;
     if (WIFEXITED(status) && WEXITSTATUS(status) == 0)
         return;
-    errno = WIFEXITED(status) && WEXITSTATUS(status) == 127 ? ENOENT : ENOSPC;
-    fail(sync, "tar can't unpack the snapshot (disk_mb below what it holds, or /usr/bin/tar is missing)");
+    const char *words = "etar can't unpack the snapshot: it is damaged, or larger than disk_mb";
+    if (WIFEXITED(status) && WEXITSTATUS(status) == 127)
+        words = "ethere is no /usr/bin/tar: install tar";
+    send(sync, words, strlen(words), MSG_NOSIGNAL);
+    _exit(1);
 }
 
 _Noreturn void write_archive(int scratch, int out)
