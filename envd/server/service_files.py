@@ -10,11 +10,12 @@ from typing import Any, cast
 
 from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
-from envd.errors import EnvdError, FileError, Unsupported
+from envd.errors import EnvdError, FileError
 from envd.guest.link import ChangeKind, Entry, GuestLink
 from envd.guest.protocol import CHUNK
 from envd.server.audit import leaves_root
 from envd.server.calls import Context, Service, streaming, unary
+from envd.server.filesearch import search_files
 from envd.server.live import Live
 from envd.server.policy import hides
 from envd.server.sandboxes import Sandboxes
@@ -105,7 +106,12 @@ class FilesService(Service, rpc.FilesServicer):
     async def Search(self, request: pb.FileSearchRequest, context: Context) -> pb.FileSearchReply:
         """Lines that match, as ripgrep finds them."""
         async with self._guest(request, context, request.path) as guest:
-            raise Unsupported("search")
+            found = await search_files(guest, request)
+        hidden = self.live(request, context).decisions.hidden
+        if hidden:
+            shown = [match for match in found.matches if not hides(hidden, match.path)]
+            found = pb.FileSearchReply(matches=shown, truncated=found.truncated, engine=found.engine)
+        return found
 
     @streaming
     async def Watch(self, request: pb.FileWatchRequest, context: Context) -> AsyncIterator[pb.FileEvent]:
