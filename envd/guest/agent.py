@@ -69,6 +69,8 @@ class Agent:
         wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)  # what is started here inherits no one's choices
+        if os.getpid() != 1:  # whoever started it has died, or says so: end with all that runs here
+            signal.signal(signal.SIGTERM, lambda *_: self._loop.stop())
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
 

@@ -158,7 +158,9 @@ class Zygote:
                 linux.leave(1)
             place = self._enter_namespaces(request) if self._namespaces else self._plain_copy(request)
             _close_all_but(sock.fileno())
-            linux.die_with_parent()  # not earlier: a change of user undoes it
+            # Not earlier: a change of user undoes it. An agent that is no process 1 has to end what it started by itself.
+            ends_by_itself = self._role == "agent" and not self._namespaces
+            linux.die_with_parent(signal.SIGTERM if ends_by_itself else signal.SIGKILL)
             enforced = self._groups.enforced
             linux.limit_process(
                 files=_OPEN_FILES,

@@ -204,8 +204,11 @@ def test_usage_is_what_the_kernel_counts(run_dir: Path) -> None:
 
 
 def test_the_death_of_the_zygote_is_told_and_ends_all(kind: str, run_dir: Path) -> None:
+    mark = f"79{time.time_ns() % 10**8}"
+
     async def job(backend: Backend) -> None:
         box = await backend.create(spec_of(run_dir, "orphan"))
+        await shell(box, f"sleep {mark} & (setsid sleep {mark} &)")
         died = asyncio.create_task(backend.died())
         await asyncio.sleep(0.1)
         assert not died.done()
@@ -215,5 +218,10 @@ def test_the_death_of_the_zygote_is_told_and_ends_all(kind: str, run_dir: Path) 
         await box.destroy()
         with pytest.raises(SandboxStartError):
             await backend.create(spec_of(run_dir, "late"))
+        for _ in range(500):  # nobody waits for them but the kernel
+            if not below_this_process(f"sleep {mark}"):
+                break
+            await asyncio.sleep(0.01)
+        assert below_this_process(f"sleep {mark}") == []
 
     on(kind, run_dir, job)
