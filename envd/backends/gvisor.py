@@ -182,28 +182,28 @@ class GVisorBackend:
 
     async def _start(self, spec: BoxSpec, command: Sequence[str], *, image: int | None = None) -> GVisorBox:
         if spec.network:
-            raise Unsupported("the gvisor backend gives a sandbox no network: choose another backend, or a policy without network")
+            raise Unsupported(
+                "the gvisor backend gives a sandbox no network: choose another backend, or a policy without network"
+            )
         async with self._starting:
+            guest: GuestLink | None = None
             try:
                 guest = await self._started(spec, command, image)
-            except BaseException:
+                async with asyncio.timeout(_ANSWER_S):
+                    await guest.init(host_name=spec.host_name, env=spec.env)
+            except BaseException as error:
+                if guest is not None:
+                    guest.close()
                 await asyncio.shield(asyncio.ensure_future(self.end(spec.name)))
+                if isinstance(error, SandboxGone | OSError | TimeoutError):
+                    why = f"a sandbox could not start ({error}): its memory or disk limit may be too low"
+                    raise SandboxStartError(why) from error
                 raise
-        try:
-            async with asyncio.timeout(_ANSWER_S):
-                await guest.init(host_name=spec.host_name, env=spec.env)
-        except (SandboxGone, OSError, TimeoutError) as error:
-            guest.close()
-            await self.end(spec.name)
-            why = f"a sandbox could not start ({error}): its memory or disk limit may be too low"
-            raise SandboxStartError(why) from error
-        except BaseException:
-            guest.close()
-            await asyncio.shield(asyncio.ensure_future(self.end(spec.name)))
-            raise
         return GVisorBox(self, spec, guest)
 
     async def _started(self, spec: BoxSpec, command: Sequence[str], image: int | None) -> GuestLink:
+        if not spec.template_dir.is_dir():
+            raise SandboxStartError(f"a sandbox could not start: its template {spec.template_dir} is not there")
         templates = await self.stage.show(spec.template_dir.parent)
         bundle = self.stage.directory / "boxes" / spec.name
         write_bundle(
@@ -219,17 +219,19 @@ class GVisorBackend:
             descriptors = [guest_in, guest_out, *([image] if image is not None else [])]
             arguments = [*command, f"--bundle={bundle}", spec.name]
             done = await self.stage.run(spec.name, self._command(arguments), descriptors, _limits(spec.limits))
-        except BaseException:
+            if done.code:
+                raise SandboxStartError(
+                    f"a sandbox could not start: {_last(done.said) or f'runsc ended with {done.code}'}"
+                )
+        except BaseException as error:
             os.close(our_in)
             os.close(our_out)
+            if isinstance(error, EnvdError) and not isinstance(error, SandboxStartError):
+                raise SandboxStartError(f"a sandbox could not start: {error}") from error
             raise
         finally:
             os.close(guest_in)
             os.close(guest_out)
-        if done.code:
-            os.close(our_in)
-            os.close(our_out)
-            raise SandboxStartError(f"a sandbox could not start: {_last(done.said) or f'runsc ended with {done.code}'}")
         return await GuestLink.over_pipes(our_in, our_out, escaped=True)
 
     def _command(self, arguments: Sequence[str]) -> list[str]:
@@ -285,7 +287,9 @@ def find_runsc() -> Path:
     local = Path.home() / ".local/bin"
     found = shutil.which("runsc") or shutil.which("runsc", path=str(local))
     if found is None:
-        raise BackendUnavailable(f"the gvisor backend needs the program `runsc`, which is neither on PATH nor in {local}: {_INSTALL}")
+        raise BackendUnavailable(
+            f"the gvisor backend needs the program `runsc`, which is neither on PATH nor in {local}: {_INSTALL}"
+        )
     return Path(found).resolve()
 
 

@@ -29,7 +29,15 @@ _FILES = 4096
 _MOUNTING = ("CAP_SYS_ADMIN", "CAP_SETPCAP", "CAP_CHOWN")
 _NAMESPACES = ("pid", "network", "ipc", "uts", "mount", "user")
 _AGENT = (
-    *(f"{AGENT_DIRECTORY}/envd-guest", "--stdio", "--escaped", "--workspace", str(WORKSPACE), "--scratch", "/tmp/.envd"),
+    *(
+        f"{AGENT_DIRECTORY}/envd-guest",
+        "--stdio",
+        "--escaped",
+        "--workspace",
+        str(WORKSPACE),
+        "--scratch",
+        "/tmp/.envd",
+    ),
     *("--template", rootfs.INSIDE_TEMPLATE, "--disk", _SCRATCH),
 )
 """Process 1; it mounts the workspace first. The capabilities that it has until then are over the sandbox's own kernel only."""

@@ -108,8 +108,9 @@ class Stage:
         return await self._ask({"do": "run", "box": box, "argv": argv, "limits": limits}, descriptors)
 
     async def end(self, box: str) -> None:
-        """Kill all that is left of a box and wait until it is gone."""
-        await self._ask({"do": "end", "box": box}, ())
+        """Kill all that is left of a box and wait until it is gone, as it is when the stage has gone."""
+        if self._gone is None:
+            await self._ask({"do": "end", "box": box}, ())
 
     async def show(self, directory: Path) -> str:
         """Where gofers find a directory of the host's, read-only. Raises EnvdError."""
