@@ -108,7 +108,6 @@ def _add_serving(add: Any) -> None:
     add("--policy", type=Path, metavar="YAML", help="what sandboxes may be and do (docs/policies.md)")
     add("--audit-log", type=Path, metavar="FILE", help="append audit events to FILE as JSON lines")
     add("--metrics", metavar="HOST:PORT", help="Prometheus metrics at http://HOST:PORT/metrics")
-    add("--metrics", metavar="HOST:PORT", help="serve Prometheus metrics there")
     add("--snapshot-dir", type=Path, metavar="DIR", help="keep snapshots in DIR, also when the server ends")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     add(
@@ -150,7 +149,6 @@ async def _served(arguments: argparse.Namespace) -> None:
         pool=max(arguments.pool, 0),
         policy=arguments.policy,
         audit_log=arguments.audit_log,
-        metrics=arguments.metrics,
         peer_ca=arguments.peer_ca,
         metrics=arguments.metrics,
         with_parent=arguments.with_parent,

@@ -75,8 +75,6 @@ class Options:
     """Sandboxes kept ready for each template that is in use."""
     policy: Path | None = None
     audit_log: Path | None = None
-    metrics: str | None = None
-    """HOST:PORT of Prometheus metrics; None: none."""
     peer_ca: Path | None = None
     """Certificates of the servers that sandboxes are moved to; None: they are reached without TLS."""
     metrics: str | None = None
@@ -108,9 +106,7 @@ async def serve(options: Options) -> None:
         interceptors: list[grpc.aio.ServerInterceptor] = [KeyCheck(keys, audit)] if keys else []
         if observers := _observers(options.metrics, sandboxes, audit, stack):
             interceptors.insert(0, Observing(observers))
-        server = grpc.aio.server(
-            options=CHANNEL_OPTIONS + _SERVER_OPTIONS, interceptors=_interceptors(stack, options, keys, sandboxes)
-        )
+        server = grpc.aio.server(options=CHANNEL_OPTIONS + _SERVER_OPTIONS, interceptors=interceptors)
         probe = _add_services(server, sandboxes, verifications, Access(tls_ca=options.peer_ca))
         options.listening.listen(server)
         await server.start()
@@ -120,31 +116,9 @@ async def serve(options: Options) -> None:
                 audit.record("isolation.none", "", backend=name)
         stack.push_async_callback(server.stop, _GRACE_S)
         await probe.set("", health_pb2.HealthCheckResponse.SERVING)
-        audit.record("server.started", address=options.listening.address, backends=list(backends))
-        for name, backend in backends.items():
-            if backend.features.isolation == IsolationLevel.NONE:
-                audit.record("isolation.none", backend=name)
         _log.info("listening on %s, backends %s", options.listening.address, ", ".join(backends))
         await _until(stop, [*(each.died() for each in backends.values()), verifications.died()])
         await probe.enter_graceful_shutdown()
-
-
-def _interceptors(
-    stack: contextlib.AsyncExitStack, options: Options, keys: tuple[bytes, ...], sandboxes: Sandboxes
-) -> list[grpc.aio.ServerInterceptor]:
-    """What stands before every call: nothing where nothing was asked for, since each costs."""
-    observers: list[Observer] = []
-    if options.metrics is not None:
-        metrics = Metrics(sandboxes, sandboxes.audit)
-        metrics.start(options.metrics)
-        stack.callback(metrics.stop)
-        observers.append(metrics)
-    tracing = start_tracing()
-    if tracing is not None:
-        stack.callback(tracing.stop)
-        observers.append(tracing)
-    found: list[grpc.aio.ServerInterceptor] = [Observing(observers)] if observers else []
-    return [*found, KeyCheck(keys, sandboxes.audit)] if keys else found
 
 
 async def _started(
