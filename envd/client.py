@@ -110,7 +110,7 @@ class SandboxClient:
         self,
         template: str,
         *,
-        limits: Limits = Limits(),
+        limits: Limits | None = None,
         env: Mapping[str, str] | None = None,
         labels: Mapping[str, str] | None = None,
         backend: str = "",
@@ -119,7 +119,7 @@ class SandboxClient:
     ) -> Sandbox:
         """Start a sandbox with its own copy of the template's workspace; it answers calls when this returns.
 
-        backend: empty for the server's choice. policy: YAML, within the server's own. idempotency_key: a retry with the same one
+        limits: None for the server's defaults. backend: empty for the server's choice. policy: YAML, within the server's own. idempotency_key: a retry with the same one
         gets the same sandbox.
         """
         request = _create_request(template, limits, env, labels, backend, policy)
@@ -131,7 +131,7 @@ class SandboxClient:
         template: str,
         count: int,
         *,
-        limits: Limits = Limits(),
+        limits: Limits | None = None,
         env: Mapping[str, str] | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> list[Sandbox | EnvdError]:
@@ -207,6 +207,7 @@ class SandboxClient:
             exit=cast(VerifyExit, reply.exit),
             log=reply.log,
             seconds=reply.seconds,
+            tampering=tuple(reply.tampering),
         )
 
     async def _ask(self, method: str, request: Any, timeout_s: float | None = None, key: str | None = None) -> Any:
@@ -218,7 +219,7 @@ class SandboxClient:
 
 def _create_request(
     template: str,
-    limits: Limits,
+    limits: Limits | None,
     env: Mapping[str, str] | None,
     labels: Mapping[str, str] | None,
     backend: str,
@@ -226,7 +227,7 @@ def _create_request(
 ) -> pb.CreateRequest:
     return pb.CreateRequest(
         template=template,
-        limits=limits_message(limits),
+        limits=None if limits is None else limits_message(limits),
         env=dict(env or {}),
         labels=dict(labels or {}),
         backend=backend,

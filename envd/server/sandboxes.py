@@ -9,7 +9,6 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Coroutine, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,8 +85,8 @@ class Sandboxes:
 
     async def create(self, wanted: Wanted) -> Live:
         """Start a sandbox; it answers calls when this returns. Raises PolicyDenied, TemplateError, SandboxStartError."""
+        await self._prepare_template(wanted)
         backend, spec, decisions = self.plan(wanted)
-        spec = await self._without_hidden(spec, decisions)
         box = await self.started(backend.create(spec))
         return self.admit(Live(*_identity(), backend, spec, box, decisions, wanted.policy_yaml, wanted.labels))
 
@@ -95,12 +94,12 @@ class Sandboxes:
         self, wanted: Wanted, state: Path, *, host_name: str, like: tuple[str, str] | None = None
     ) -> Live:
         """A sandbox from what `Box.snapshot` wrote. like: the (id, token) that it keeps; fresh ones when None."""
+        await self._prepare_template(wanted)
         backend, spec, decisions = self.plan(wanted, host_name)
         if like is not None and not (_IDENTITY.fullmatch(like[0]) and like[0] not in self._live and len(like[1]) >= 16):
             raise EnvdError(
                 f"sandbox id {like[0][:40]!r} can't be taken over: it is here already, or is not one of ours"
             )
-        spec = await self._without_hidden(spec, decisions)
         box = await self.started(backend.restore(state, spec))
         lost = () if backend.features.keeps_processes else ("processes",)
         identity, token = like or _identity()
@@ -110,10 +109,11 @@ class Sandboxes:
     def plan(self, wanted: Wanted, host_name: str = "sandbox") -> tuple[Backend, BoxSpec, Decisions]:
         """The backend and the box that a request gets. Raises PolicyDenied, TemplateError."""
         backend, decisions = decide(wanted, self.backends, self.policy, self.audit, len(self._live) + self._starting)
+        template = self.templates.shown(self.templates.require(wanted.template), decisions.hidden)
         spec = BoxSpec(
             name=self.fresh_name(),
-            template=self.templates.require(wanted.template),
-            template_dir=self.templates.directory_of(wanted.template),
+            template=template,
+            template_dir=self.templates.directory_of(template),
             limits=decisions.limits,
             env=wanted.env,
             host_name=host_name,
@@ -122,12 +122,14 @@ class Sandboxes:
         )
         return backend, spec, decisions
 
-    async def _without_hidden(self, spec: BoxSpec, decisions: Decisions) -> BoxSpec:
-        """The same on a template that lacks what the policy hides: what is not there no program in the sandbox reads."""
-        if not decisions.hidden:
-            return spec
-        template = await self.templates.without(spec.template, decisions.hidden)
-        return replace(spec, template=template, template_dir=self.templates.directory_of(template))
+    async def _prepare_template(self, wanted: Wanted) -> None:
+        """Store the template that lacks what the policy hides: what is not there no program in the sandbox reads.
+
+        Apart from `plan`, so that nothing is awaited between its counting of what lives and the start.
+        """
+        _, _, decisions = self.plan(wanted)
+        if decisions.hidden:
+            await self.templates.without(wanted.template, decisions.hidden)
 
     def fresh_name(self) -> str:
         """A name for a box, unique on this server."""

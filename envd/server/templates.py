@@ -54,10 +54,15 @@ class Templates:
         key = (digest, tuple(hidden))
         if key not in self._derived:
             files = await asyncio.to_thread(self.files_of, digest)
+            shown = await self.put({path: data for path, data in files.items() if not hides(hidden, path)})
             if len(self._derived) >= _MOST_DERIVED:
-                self._derived.clear()
-            self._derived[key] = await self.put({path: data for path, data in files.items() if not hides(hidden, path)})
+                self._derived.pop(next(iter(self._derived)))
+            self._derived[key] = shown
         return self._derived[key]
+
+    def shown(self, digest: str, hidden: Sequence[str]) -> str:
+        """What `without` answered; the template itself where nothing is hidden, or not stored yet."""
+        return self._derived.get((digest, tuple(hidden)), digest) if hidden else digest
 
     async def settled(self) -> None:
         """Wait until nothing is being stored."""

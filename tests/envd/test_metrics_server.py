@@ -1,0 +1,181 @@
+"""Metrics tell what a real server did, spans reach a receiver, and neither costs a call much."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import statistics
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any, ClassVar
+
+import grpc
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from prometheus_client.parser import text_string_to_metric_families
+
+from envd.client import SandboxClient, ToolCall
+from envd.errors import BackendUnavailable, EnvdError
+from envd.local import LocalEnvd
+from envd.server.observing import Observing
+from envd.server.tracing import start_tracing
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def scrape(port: int) -> Samples:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for each in families
+        for sample in each.samples
+    }
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    return samples.get((name, tuple(sorted(labels.items()))), 0.0)
+
+
+class Receiver(BaseHTTPRequestHandler):
+    """Takes spans as OTLP over HTTP."""
+
+    spans: ClassVar[list[Any]] = []
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            self.spans.extend(span for scope in resource.scope_spans for span in scope.spans)
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture(scope="module")
+def receiver() -> Iterator[HTTPServer]:
+    server = HTTPServer(("127.0.0.1", 0), Receiver)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_metrics_and_spans_tell_what_a_server_did(receiver: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{receiver.server_port}")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
+    port = free_port()
+    parent = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
+
+    async def job(address: str) -> tuple[Samples, Samples]:
+        async with SandboxClient(address) as client:
+            template = await client.put_template({"a.py": b"x = 1\n"})
+            sandboxes = [await client.create(template) for _ in range(3)]
+            for sandbox in sandboxes:
+                await sandbox.call(ToolCall("exec", {"command": "true"}))
+                await sandbox.call(ToolCall("read", {"path": "a.py"}))
+            await sandboxes[0].batch([ToolCall("read", {"path": "a.py"}), ToolCall("list", {})])
+            await sandboxes[0].call(ToolCall("no such tool \n", {}))
+            for policy in ("isolation: machine", "no policy"):
+                with pytest.raises(EnvdError):
+                    await client.create(template, policy=policy)
+            await sandboxes[1].pause()
+            await client.verify(template, b"", {"test_a.py": b"def test_a(): pass\n"}, ["test_a.py::test_a"])
+            async with grpc.aio.insecure_channel(address) as channel:
+                info = channel.unary_unary("/triplane.envd.v1.Sandboxes/Info")
+                await info(b"", metadata=(("traceparent", parent),))
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await channel.unary_unary("/triplane.envd.v1.Sandboxes/Nothing")(b"")
+            alive = await asyncio.to_thread(scrape, port)
+            for sandbox in sandboxes:
+                await sandbox.close()
+            return alive, await asyncio.to_thread(scrape, port)
+
+    with LocalEnvd("namespaces", options=["--metrics", f"127.0.0.1:{port}", "--pool", "1"]) as server:
+        alive, after = asyncio.run(job(server.address))
+    create = "Sandboxes/Create"
+    assert value(alive, "envd_calls_total", method=create, code="OK") == 3
+    assert value(alive, "envd_calls_total", method=create, code="PERMISSION_DENIED") == 1
+    assert value(alive, "envd_calls_total", method=create, code="INVALID_ARGUMENT") == 1
+    assert (
+        value(alive, "envd_call_seconds_count", method=create) == 5
+        and value(alive, "envd_call_seconds_sum", method=create) > 0
+    )
+    assert value(alive, "envd_call_seconds_count", method="Verifier/Verify") == 1
+    for tool, count in {"exec": 3, "read": 3, "mixed": 1, "unknown": 1}.items():
+        assert value(alive, "envd_tool_seconds_count", tool=tool) == count
+    assert value(alive, "envd_sandboxes", backend="namespaces", state="running") == 2
+    assert value(alive, "envd_sandboxes", backend="namespaces", state="paused") == 1
+    assert value(alive, "envd_sandboxes_memory_bytes", backend="namespaces") > 0
+    assert value(alive, "envd_audit_events_total", kind="policy.denied") == 1
+    takes = [value(alive, "envd_pool_takes_total", backend="namespaces", result=result) for result in ("hit", "miss")]
+    assert sum(takes) == 3 and takes[1] >= 1
+    assert sum(each for (name, _), each in after.items() if name == "envd_sandboxes") == 0
+    assert not any("Nothing" in label for _, labels in alive for _, label in labels)
+    spans = {span.name.rpartition(".")[2]: span for span in Receiver.spans}
+    assert {"Sandboxes/Create", "Tools/Batch", "Verifier/Verify", "Sandboxes/Info"} <= spans.keys()
+    joined = [span for span in Receiver.spans if span.trace_id.hex() == "ab" * 16]
+    assert [(span.name, span.parent_span_id.hex()) for span in joined] == [
+        ("triplane.envd.v1.Sandboxes/Info", "cd" * 8)
+    ]
+
+
+def test_an_address_that_is_taken_or_none_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for address, words in ((f"127.0.0.1:{port}", "choose another port"), ("here", "write HOST:PORT")):
+            with pytest.raises(BackendUnavailable, match=words) as caught:
+                with LocalEnvd("plain", options=["--metrics", address]):
+                    pass
+            assert "\n" not in str(caught.value)
+
+
+def test_without_a_receiver_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("OTEL_"):
+            monkeypatch.delenv(name)
+    assert start_tracing() is None
+
+
+class _Counting:
+    def begin(self, method: str, request: Any, context: Any) -> Any:
+        return lambda code: None
+
+
+def test_watching_costs_a_call_some_microseconds() -> None:
+    async def method(request: Any, context: Any) -> Any:
+        return request
+
+    handler = grpc.unary_unary_rpc_method_handler(method)
+
+    async def found(details: Any) -> Any:
+        return handler
+
+    class Details:
+        method = "/triplane.envd.v1.Sandboxes/Info"
+
+    async def seconds(interceptor: Observing | None) -> float:
+        started = time.perf_counter()
+        for _ in range(500):
+            chosen = (
+                await found(Details) if interceptor is None else await interceptor.intercept_service(found, Details)
+            )  # type: ignore[arg-type]
+            await chosen.unary_unary(None, None)
+        return (time.perf_counter() - started) / 500
+
+    async def both() -> float:
+        pairs = [(await seconds(Observing([_Counting()])), await seconds(None)) for _ in range(20)]
+        return statistics.median(one - other for one, other in pairs)
+
+    assert asyncio.run(both()) < 200e-6
