@@ -10,14 +10,15 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped, unused-ignore]
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # type: ignore[import-untyped, unused-ignore]
 
 from contracts.pb import envd_pb2 as pb
 from envd.client import Access, EnvdError, Handle, SandboxClient, SandboxGone, ToolCall
@@ -220,7 +221,7 @@ def test_health_and_reflection_answer_what_any_tool_asks(plain: Harness) -> None
 def test_a_message_beyond_the_bound_is_refused_and_the_server_lives_on(plain: Harness) -> None:
     async def job() -> grpc.StatusCode:
         async with grpc.aio.insecure_channel(plain.address, options=[("grpc.max_send_message_length", -1)]) as channel:
-            call = channel.unary_unary("/triplane.envd.v1.Files/Write")
+            call: Any = channel.unary_unary("/triplane.envd.v1.Files/Write")
             request = pb.FileWriteRequest(sandbox_id="x", data=bytes(65 << 20)).SerializeToString()
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call(request, metadata=((SANDBOX_TOKEN, "x"),))

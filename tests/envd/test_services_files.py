@@ -94,10 +94,10 @@ def test_changes_are_watched(anywhere: Harness) -> None:
             seen = [await asyncio.wait_for(anext(events), 5)]
             assert (seen[0].path, seen[0].kind) == ("seen", "created")
             copy = await sandbox.fork()  # the watch goes on through it, and says that something may have been missed
-            while (event := await asyncio.wait_for(anext(events), 10)).kind != "overflow":
+            while (await asyncio.wait_for(anext(events), 10)).kind != "overflow":
                 pass
             await sandbox.files.make_directory("later")
-            while (event := await asyncio.wait_for(anext(events), 5)).path != "later":
+            while (await asyncio.wait_for(anext(events), 5)).path != "later":
                 pass
             await copy.close()
 

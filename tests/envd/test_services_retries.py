@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 
 import grpc
 import pytest
@@ -107,7 +108,8 @@ def test_kept_answers_are_bounded_in_number_bytes_and_age() -> None:
 
 def test_a_failure_is_not_kept() -> None:
     async def job() -> list[object]:
-        kept, outcomes = Answers(), iter([SandboxGone("first"), pb.DiffReply(diff=b"second")])
+        kept = Answers()
+        outcomes: Iterator[Exception | pb.DiffReply] = iter([SandboxGone("first"), pb.DiffReply(diff=b"second")])
 
         async def work() -> pb.DiffReply:
             outcome = next(outcomes)

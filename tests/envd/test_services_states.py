@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -194,3 +197,45 @@ def test_a_sandbox_that_ended_by_itself_is_gone_and_says_so(namespaces: Harness)
         assert sandbox.id not in {each.id for each in await client.list()}
 
     namespaces.client(job)
+
+
+def test_snapshots_outlive_a_killed_server_and_its_leftovers_go(tmp_path: Path) -> None:
+    kept, state = tmp_path / "kept", tmp_path / "state"
+    address = f"unix:{tmp_path}/s"
+    command = [sys.executable, "-m", "envd", "serve", "--listen", address, "--backend", "plain", "--log-level", "error"]
+    command += ["--snapshot-dir", str(kept), "--state-dir", str(state)]
+
+    async def first() -> str:
+        async with SandboxClient(address) as client:
+            sandbox = await client.create(await client.put_template(FILES), env={"KEPT": "yes"})
+            await sandbox.call(FIX)
+            snapshot, _ = await sandbox.snapshot()
+            await sandbox.hibernate()
+            return snapshot
+
+    async def second(snapshot: str) -> None:
+        async with SandboxClient(address) as client:
+            assert await client.list() == []
+            async with await client.restore(snapshot) as sandbox:
+                assert "a + b" in (await sandbox.call(READ)).text
+                assert b"a + b" in await sandbox.diff()
+                assert (await sandbox.call(shell("echo $KEPT"))).text == "yes\nexit 0"
+
+    server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    snapshot = asyncio.run(first())
+    assert len(list(kept.iterdir())) == 2, "the snapshot, and what the server holds for the hibernated one"
+    server.kill()
+    server.wait()
+    server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        asyncio.run(second(snapshot))
+        (held,) = kept.glob(".held-*")
+        assert not list(held.iterdir()) and (kept / snapshot).is_dir()
+        twin = subprocess.run(
+            [*command[:5], f"unix:{tmp_path}/t", *command[6:]], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert twin.returncode == 1 and "--state-dir" in twin.stderr and "Traceback" not in twin.stderr
+    finally:
+        server.terminate()
+        server.wait()
+    assert [path.name for path in kept.iterdir()] == [snapshot] and not state.exists()
