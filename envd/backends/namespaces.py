@@ -228,8 +228,7 @@ class NamespacesBackend:
             self.spawner.kill(started)
             if not isinstance(error, (SandboxGone, OSError)):
                 raise
-            async with asyncio.timeout(_DESTROY_S):
-                await asyncio.shield(started.ended)
+            await asyncio.wait([started.ended], timeout=_DESTROY_S)
             hit = " and ".join(started.events)
             guess = f"its {hit} limit was hit" if hit else "its memory or pid limit may be too low"
             reason = started.failure or f"{error}; {guess}"

@@ -56,7 +56,7 @@ class Pool(Generic[T]):
         """A box for this spec, or None: then one must be started. Either way more are made ready for the next."""
         if self._size == 0:
             return None
-        key = (spec.template, spec.limits, spec.host_name, spec.read_only)
+        key = (spec.template, replace(spec.limits, lifetime_s=0), spec.host_name, spec.read_only)
         ready = self._ready.setdefault(key, deque())
         self._ready.move_to_end(key)
         self._specs[key] = replace(spec, name="pool", env={})
@@ -105,7 +105,7 @@ class Pool(Generic[T]):
             key = short[-1]  # the one asked for last
             try:
                 box = await self._start(self._specs[key])
-            except EnvdError as error:
+            except (EnvdError, OSError) as error:
                 _log.warning("the warm pool can't be refilled: %s", error)
                 self._wanted.clear()  # until the next is asked for
                 continue

@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from envd.errors import BackendUnavailable, EnvdError
+from envd.errors import BackendUnavailable, EnvdError, SandboxStartError
 from envd.sandbox.cgroups import remove_groups
 from envd.types import Limits
 
@@ -108,7 +108,12 @@ class Spawner:
         read_only: bool = False,
         archive: int | None = None,
     ) -> Started:
-        """Ask for a sandbox whose agent serves `stream`; both descriptors stay the caller's. Its start is seen on the stream."""
+        """Ask for a sandbox whose agent serves `stream`; both descriptors stay the caller's. Its start is seen on the stream.
+
+        Raises SandboxStartError when the spawner has gone.
+        """
+        if self._gone.done():
+            raise SandboxStartError(f"{self._gone.result()}: restart envd")
         self._count += 1
         number = self._count
         flags = (_READ_ONLY if read_only else 0) | (0 if archive is None else _RESTORE)
@@ -116,7 +121,7 @@ class Spawner:
         sizes = (limits.memory_mb * _MIB, limits.disk_mb * _MIB, limits.pids, quota, _OPEN_FILES)
         names = [each.encode() for each in (f"box-{number}", template, host_name)]
         if any(len(each) > _MAX_NAME for each in names):
-            raise EnvdError(f"a sandbox's template and host name have at most {_MAX_NAME} bytes")
+            raise SandboxStartError(f"a sandbox's template and host name have at most {_MAX_NAME} bytes")
         started = self._boxes[number] = Started(number, self._loop.create_future(), self._loop.create_future())
         fds = [stream.fileno(), *([] if archive is None else [archive])]
         self._send(_REQUEST.pack(_CREATE, number, *sizes, flags, *names), fds)
@@ -129,6 +134,8 @@ class Spawner:
 
     async def archive(self, box: Started, out: int) -> None:
         """Write what a sandbox changed to an open file, as a tar. Raises EnvdError."""
+        if self._gone.done():
+            raise EnvdError(f"the snapshot failed: {self._gone.result()}")
         if box.number in self._archives:
             raise EnvdError("a snapshot of this sandbox is being taken already")
         done = self._archives[box.number] = self._loop.create_future()

@@ -152,13 +152,15 @@ def abandoned_groups() -> list[Path]:
 
 
 def remove_groups(name: str, patience_s: float = 2.0) -> None:
-    """Remove the groups of the server whose run directory has this name, once it has ended: a zygote that was killed leaves its own.
+    """Remove the groups whose names begin so, once what used them has ended: what was killed leaves its own.
+
+    name: of a run directory, for all of its server's, or of one zygote's or spawner's group.
 
     patience_s: how long the last processes in them may take to end.
     """
     deadline = time.monotonic() + patience_s
     for parent in dict.fromkeys(_own_groups().values()):
-        for base in parent.glob(f"{name}-*"):
+        for base in parent.glob(f"{name}*"):
             while not _removed(base) and time.monotonic() < deadline:
                 time.sleep(0.02)
 
