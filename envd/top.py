@@ -25,6 +25,8 @@ from envd.errors import EnvdError
 from envd.types import SandboxStatus, ServerInfo
 
 _MOST_ROWS = 500
+_COLUMNS = {"ID": 8, "STATE": 10, "BACKEND": 10, "AGE": 6, "EXPIRES": 7, "MEMORY": 7, "PIDS": 4, "CPU%": 4}
+"""With their widths; labels get what is left."""
 _ANSWER_S = 5.0
 """How long a server may take to answer the first time."""
 _Row = tuple[SandboxStatus, float]
@@ -140,10 +142,8 @@ def _screen(info: ServerInfo, rows: list[_Row], height: int) -> Group:
     memory, pids = sum(each.memory_bytes for each, _ in rows), sum(each.pids for each, _ in rows)
     head = f"envd {info.backend}, {len(rows)} sandboxes, {_size(memory)}, {pids} processes, {sum(cpu for _, cpu in rows):.0f}% cpu"
     table = Table(expand=False, pad_edge=False, box=None)
-    for name in ("ID", "STATE", "BACKEND"):
-        table.add_column(name, no_wrap=True)
-    for name in ("AGE", "EXPIRES", "MEMORY", "PIDS", "CPU%"):
-        table.add_column(name, justify="right", no_wrap=True)
+    for name, width in _COLUMNS.items():
+        table.add_column(name, min_width=width, no_wrap=True, justify="left" if width > 7 else "right")
     table.add_column("LABELS", overflow="ellipsis", no_wrap=True)
     shown = rows[: max(1, min(_MOST_ROWS, height - 4))]
     for each, cpu in shown:

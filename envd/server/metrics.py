@@ -12,6 +12,7 @@ envd_audit_events_total{kind}          denials, limits hit, tampering, each also
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -50,6 +51,8 @@ class Metrics:
         self._tools = prometheus.Histogram(
             "envd_tool_seconds", "Time of tool batches", ("tool",), buckets=_BUCKETS, registry=self._registry
         )
+        # looking a label up costs more than counting; methods and codes are few
+        self._count, self._time = functools.cache(self._calls.labels), functools.cache(self._seconds.labels)
         self._registry.register(_Living(sandboxes, audit, asyncio.get_running_loop()))
         self._server: Any = None
 
@@ -80,8 +83,8 @@ class Metrics:
 
         def end(code: str) -> None:
             seconds = time.perf_counter() - started
-            self._calls.labels(method, code).inc()
-            self._seconds.labels(method).observe(seconds)
+            self._count(method, code).inc()
+            self._time(method).observe(seconds)
             if tool is not None:
                 self._tools.labels(tool).observe(seconds)
 
