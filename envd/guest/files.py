@@ -22,6 +22,8 @@ _MAX_WRITES = 64
 _TYPES = {stat.S_IFREG: 1, stat.S_IFDIR: 2, stat.S_IFLNK: 3}
 _RENAMEAT2 = {"x86_64": 316, "aarch64": 276}.get(platform.machine())
 _RENAME_NOREPLACE = 1
+_UNREADABLE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.ENAMETOOLONG})
+"""Removed or replaced meanwhile, locked by the sandbox's own code, or too deep to name: such is left out of a listing."""
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -257,10 +259,10 @@ class Files:
     def _children(self, prefix: str, path: str, flags: int, how: int) -> list[tuple[str, os.stat_result, str]]:
         try:
             fd = open_in_root(self._root, path, how)
-        except (FileNotFoundError, NotADirectoryError):
-            if how != _DIRECTORY:
+        except OSError as error:
+            if how != _DIRECTORY or error.errno not in _UNREADABLE:
                 raise
-            return []  # it has gone since
+            return []
         found = []
         try:
             for name in sorted(os.listdir(fd), key=os.fsencode):  # noqa: PTH208 - a descriptor
@@ -269,7 +271,9 @@ class Files:
                 try:
                     about = os.stat(name, dir_fd=fd, follow_symlinks=False)
                     target = os.readlink(name, dir_fd=fd) if stat.S_ISLNK(about.st_mode) else ""
-                except FileNotFoundError:
+                except OSError as error:
+                    if error.errno not in _UNREADABLE:
+                        raise
                     continue
                 found.append((f"{prefix}/{name}" if prefix else name, about, target))
         finally:

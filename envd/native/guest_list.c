@@ -10,12 +10,12 @@
 
 #define MAX_PATH 4096
 #define MAX_LISTS 16
-#define MAX_LEVELS 1000
+#define OPEN_LEVELS 64 /* the innermost; a tree may be deeper than descriptors last, so others are opened again by their paths */
 #define MAX_NAMES (64u * 1024 * 1024) /* bytes of names in one directory */
 #define SLICE 256
 
 struct level {
-    int fd;
+    int fd;           /* -1: closed meanwhile */
     char *names;      /* behind one another, each ended by a zero byte */
     uint32_t *order;  /* where they start, sorted by name */
     size_t count, at;
@@ -44,7 +44,7 @@ static void listing_drop(struct listing *listing) {
         }
     for (size_t i = 0; i < listing->level_count; i++) {
         struct level *level = &listing->levels[i];
-        close(level->fd);
+        if (level->fd >= 0) close(level->fd);
         free(level->names);
         free(level->order);
     }
@@ -84,13 +84,14 @@ static int read_names(struct level *level, uint8_t flags) {
 }
 
 static int push_level(struct listing *listing, int fd, size_t prefix) {
-    if (listing->level_count == MAX_LEVELS) {
-        close(fd);
-        return ENAMETOOLONG;
-    }
     if (listing->level_count == listing->level_room) {
         listing->level_room = 2 * listing->level_room + 8;
         listing->levels = reallocate(listing->levels, listing->level_room * sizeof *listing->levels);
+    }
+    if (listing->level_count >= OPEN_LEVELS) {
+        struct level *outer = &listing->levels[listing->level_count - OPEN_LEVELS];
+        close(outer->fd);
+        outer->fd = -1;
     }
     struct level *level = &listing->levels[listing->level_count++];
     *level = (struct level){.fd = fd, .prefix = prefix};
@@ -99,15 +100,29 @@ static int push_level(struct listing *listing, int fd, size_t prefix) {
 
 static void pop_level(struct listing *listing) {
     struct level *level = &listing->levels[--listing->level_count];
-    close(level->fd);
+    if (level->fd >= 0) close(level->fd);
     free(level->names);
     free(level->order);
+}
+
+/* Removed or replaced meanwhile, or locked by the sandbox's own code: such is left out, as what is too deep to name is. */
+static bool unreadable(int code) {
+    return code == ENOENT || code == ENOTDIR || code == ELOOP || code == EACCES || code == ENAMETOOLONG;
+}
+
+static bool reopened(struct listing *listing, struct level *level) {
+    if (level->fd >= 0) return true;
+    listing->path[level->prefix == 0 ? 0 : level->prefix - 1] = '\0';
+    int fd = open_in_root(level->prefix == 0 ? "." : listing->path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW, 0);
+    if (level->prefix != 0) listing->path[level->prefix - 1] = '/';
+    level->fd = fd < 0 ? -1 : fd;
+    return fd >= 0;
 }
 
 /* Adds the next entry to the frame. Sets `full` where the limit leaves it out. 0 or errno. */
 static int next_entry(struct listing *listing, struct frame *frame, uint32_t *count, bool *full) {
     struct level *level = &listing->levels[listing->level_count - 1];
-    if (level->at == level->count) {
+    if (level->at == level->count || !reopened(listing, level)) {
         pop_level(listing);
         return 0;
     }
@@ -115,8 +130,8 @@ static int next_entry(struct listing *listing, struct frame *frame, uint32_t *co
     size_t length = strlen(name), prefix = level->prefix;
     int fd = level->fd;
     struct stat about;
-    if (fstatat(fd, name, &about, AT_SYMLINK_NOFOLLOW) != 0) return errno == ENOENT ? 0 : errno; /* removed meanwhile */
-    if (prefix + length + 1 >= sizeof listing->path) return ENAMETOOLONG;
+    if (fstatat(fd, name, &about, AT_SYMLINK_NOFOLLOW) != 0) return unreadable(errno) ? 0 : errno;
+    if (prefix + length + 1 >= sizeof listing->path) return 0;
     memcpy(listing->path + prefix, name, length + 1);
     bool listed = !(listing->flags & LIST_FILES) || S_ISREG(about.st_mode) || S_ISLNK(about.st_mode);
     bool too_long = listing->sent + frame->size + 3 * sizeof listing->path > LIST_BYTES;
@@ -131,7 +146,7 @@ static int next_entry(struct listing *listing, struct frame *frame, uint32_t *co
     }
     if (!S_ISDIR(about.st_mode) || (listing->depth != 0 && listing->level_count >= listing->depth)) return 0;
     int below = openat(fd, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-    if (below < 0) return errno == ENOENT || errno == ENOTDIR || errno == ELOOP ? 0 : errno;
+    if (below < 0) return unreadable(errno) ? 0 : errno;
     listing->path[prefix + length] = '/';
     return push_level(listing, below, prefix + length + 1);
 }

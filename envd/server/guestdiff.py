@@ -186,9 +186,10 @@ async def _elsewhere(changes: AsyncIterator[Change]) -> bytes:
 async def _feed(writer: asyncio.StreamWriter, changes: AsyncIterator[Change]) -> None:
     try:
         async for change in changes:
-            writer.write(packed(change))
-            await writer.drain()
-    except (BrokenPipeError, ConnectionResetError):
-        pass  # it has seen enough
+            try:
+                writer.write(packed(change))
+                await writer.drain()
+            except (BrokenPipeError, ConnectionResetError, RuntimeError):  # uvloop's word for a closed pipe
+                return  # it has seen enough
     finally:
         writer.close()
