@@ -160,8 +160,11 @@ class Channel(asyncio.Protocol):
                 self._writable.set_result(None)
         for transport in self._transports:
             if not transport.is_closing():  # asyncio's pipes do not bear it twice
-                # close() would wait for a guest that does not read
-                getattr(transport, "abort", transport.close)()
+                try:
+                    # close() would wait for a guest that does not read
+                    getattr(transport, "abort", transport.close)()
+                except NotImplementedError:
+                    transport.close()  # uvloop's reading half of a pipe
         if not self._transports:
             self._ended.set()
 

@@ -56,6 +56,9 @@ async def _auto(run_dir: Path, pool: int) -> list[Backend]:
 async def _start(name: str, run_dir: Path, pool: int) -> Backend:
     if name not in BACKENDS:
         raise BackendUnavailable(f"no backend {name!r}: choose of {', '.join(BACKENDS)}, or auto")
-    start = importlib.import_module(f"envd.backends.{name}").start
+    try:
+        start = importlib.import_module(f"envd.backends.{name}").start
+    except ImportError as error:
+        raise BackendUnavailable(f"the {name} backend needs a package that is not here ({error}): install it") from error
     options = {"pool": pool} if "pool" in inspect.signature(start).parameters else {}
     return cast(Backend, await start(run_dir, **options))

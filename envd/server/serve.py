@@ -195,7 +195,9 @@ async def _until(stop: asyncio.Event, deaths: list[Coroutine[Any, Any, str]]) ->
         each.cancel()
     died = [each for each in waiting if each.done() and not each.cancelled()]
     if died and not stop.is_set():
-        raise BackendUnavailable(died[0].result())
+        reason = died[0].result()
+        fix = "" if "restart envd" in reason else ": restart envd; the kernel's log tells whether memory ran out"
+        raise BackendUnavailable(reason + fix)
 
 
 def _told_to_stop() -> asyncio.Event:
