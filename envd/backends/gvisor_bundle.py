@@ -28,19 +28,12 @@ _FILES = 4096
 """Descriptors of one process."""
 _MOUNTING = ("CAP_SYS_ADMIN", "CAP_SETPCAP", "CAP_CHOWN")
 _NAMESPACES = ("pid", "network", "ipc", "uts", "mount", "user")
-_AGENT = (
-    *(
-        f"{AGENT_DIRECTORY}/envd-guest",
-        "--stdio",
-        "--escaped",
-        "--workspace",
-        str(WORKSPACE),
-        "--scratch",
-        "/tmp/.envd",
-    ),
+AGENT = f"{AGENT_DIRECTORY}/envd-guest"
+_PROCESS_1 = (
+    *(AGENT, "--stdio", "--escaped", "--workspace", str(WORKSPACE), "--scratch", "/tmp/.envd"),
     *("--template", rootfs.INSIDE_TEMPLATE, "--disk", _SCRATCH),
 )
-"""Process 1; it mounts the workspace first. The capabilities that it has until then are over the sandbox's own kernel only."""
+"""It mounts the workspace first. The capabilities that it has until then are over the sandbox's own kernel only."""
 
 
 def write_bundle(directory: Path, spec: BoxSpec, *, base: str, template: str, agent: str) -> None:
@@ -61,7 +54,7 @@ def _config(spec: BoxSpec, base: str, template: str, agent: str) -> dict[str, An
         "root": {"path": base, "readonly": True},
         "process": {
             "user": {"uid": 0, "gid": 0},
-            "args": [*_AGENT, *(["--read-only"] if spec.read_only else [])],
+            "args": [*_PROCESS_1, *(["--read-only"] if spec.read_only else [])],
             "env": [f"{key}={value}" for key, value in sandbox_environment("/tmp").items()],
             "cwd": "/",
             "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), _MOUNTING),

@@ -100,12 +100,18 @@ class Stage:
         argv: Sequence[str],
         descriptors: Sequence[int],
         limits: tuple[int, int, float] | None = None,
+        *,
+        timeout_s: float = 60.0,
     ) -> Done:
         """Run a command, whose descriptors become 0, 1, 3; what it starts is the box's. limits: bytes, processes, cores of all that together.
 
-        Cancelling gives up the answer only: `end` the box then.
+        Raises EnvdError after timeout_s. That, or cancelling, gives up the answer only: `end` the box then.
         """
-        return await self._ask({"do": "run", "box": box, "argv": argv, "limits": limits}, descriptors)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._ask({"do": "run", "box": box, "argv": argv, "limits": limits}, descriptors)
+        except TimeoutError as error:
+            raise EnvdError(f"runsc hangs: it did not end within {timeout_s:g} s") from error
 
     async def end(self, box: str) -> None:
         """Kill all that is left of a box and wait until it is gone, as it is when the stage has gone."""

@@ -37,6 +37,7 @@ static int fail(const char *what, const char *why) {
 static int usage(void) {
     fputs("usage: envd-guest (--fd N | --stdio | --serial PATH | --vsock PORT) --workspace DIR --scratch DIR\n"
           "                  [--escaped] [--init] [--no-openat2] [--template DIR --disk DIR [--read-only]]\n"
+          "       envd-guest --name-host NAME\n"
           "  --escaped     the stream can be reset (envd/native/protocol.h); --serial implies it\n"
           "  --init        process 1 of a virtual machine: mounts what is missing, owns the clock, powers off at the end\n"
           "  --no-openat2  resolve paths step by step\n"
@@ -140,7 +141,13 @@ static int serve(struct options *options) {
     return listener < 0 ? fail("vsock", strerror(errno)) : agent_run(-1, -1, listener, &options->config);
 }
 
+/* A copy's new name: the agent in it has no right to give it one; what the container's runtime starts in it has. */
+static int name_host(const char *name) {
+    return sethostname(name, strlen(name)) == 0 ? 0 : fail("name the host", strerror(errno));
+}
+
 int main(int count, char **words) {
+    if (count == 3 && strcmp(words[1], "--name-host") == 0) return name_host(words[2]);
     struct options options = {.fd = -1, .port = -1};
     if (!parse(count, words, &options)) return usage();
     options.config.is_init = getpid() == 1;

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import pytest
 
 from envd.backends.base import BoxSpec
-from envd.backends.gvisor import GVisorBackend, GVisorBox, start
+from envd.backends.gvisor import start
+from envd.backends.gvisor_boxes import GVisorBackend, GVisorBox
 from envd.errors import BackendUnavailable
 from envd.sandbox import linux
 from envd.types import Limits
@@ -46,11 +47,11 @@ def make_template(directory: Path, files: Mapping[str, str] = FILES) -> Path:
 class GVisor:
     """One backend and its loop."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, pool: int = 0) -> None:
         self.directory = directory
         self.template = make_template(directory / "templates" / "some")
         self.runner = asyncio.Runner()
-        self.backend: GVisorBackend = self.runner.run(start(directory))
+        self.backend: GVisorBackend = self.runner.run(start(directory, pool))
         self._names = itertools.count()
         self._boxes: list[GVisorBox] = []
 

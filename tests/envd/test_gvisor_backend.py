@@ -10,15 +10,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from contracts.owned import owned_directory
 from envd.backends.base import IsolationLevel, NetworkRule
-from envd.backends.gvisor import GVisorBox, find_runsc, start
+from envd.backends.gvisor import find_runsc, start
+from envd.backends.gvisor_boxes import GVisorBox
 from envd.errors import SandboxGone, SandboxStartError, Unsupported
+from envd.guest.link import Change
 from envd.native import guest_binary
 from envd.sandbox.cgroups import OWNED, box_groups
 from envd.types import Limits
@@ -178,6 +180,47 @@ def test_pause_stops_every_process_and_resume_lets_them_go_on(gvisor: GVisor) ->
     gvisor.run(job)
 
 
+def test_terminals_and_watches_work_on_its_kernel(gvisor: GVisor) -> None:
+    async def job() -> None:
+        box = await gvisor.create()
+        number, _ = await box.guest.start(["bash", "-c", "tty; stty size"], pty=True, rows=30, columns=90)
+        await box.guest.wait(number, wait_s=20)
+        said = (await box.guest.output(number, 1, 0)).data
+        assert b"/dev/pts/" in said and b"30 90" in said
+        changes = box.guest.watch("", recursive=True)
+        seen = asyncio.ensure_future(_first(changes, "sub/fresh"))
+        await asyncio.sleep(0.5)
+        await shell(box, "echo x > sub/fresh")
+        await asyncio.wait_for(seen, 10)
+
+    gvisor.run(job)
+
+
+async def _first(changes: AsyncIterator[tuple[Change, ...]], path: str) -> None:
+    async for several in changes:
+        if path in [change.path for change in several]:
+            return
+
+
+def test_a_pooled_sandbox_is_ready_at_once_and_no_other_than_a_fresh_one() -> None:
+    require_runsc()
+    with owned_directory(OWNED) as directory:
+        gvisor = GVisor(Path(directory), pool=2)
+
+        async def job() -> None:
+            await (await gvisor.create()).destroy()  # now it knows what is asked for
+            while len(gvisor.backend.pool._ready) == 0 or len(next(iter(gvisor.backend.pool._ready.values()))) < 2:
+                await asyncio.sleep(0.05)
+            one, other = await gvisor.create(env={"WHO": "one"}), await gvisor.create(env={"WHO": "other"})
+            assert gvisor.backend.pool.hits == 2
+            assert await shell(one, "echo $WHO; cat a.txt; rm a.txt") == "one\nfirst\n"
+            assert await shell(other, "echo $WHO; cat a.txt") == "other\nfirst\n"
+
+        gvisor.run(job)
+        gvisor.stop()
+        assert not processes(directory)
+
+
 def test_nothing_is_left_of_a_destroyed_sandbox(gvisor: GVisor) -> None:
     async def job() -> GVisorBox:
         box = await gvisor.create()
@@ -321,3 +364,47 @@ def test_a_runsc_that_can_not_do_it_is_told_by_its_own_words(said: str, words: s
     agent = guest_binary()
     assert words in reason_of(lambda: asyncio.run(start(run_dir, runsc=program, agent=agent)))
     assert not list(run_dir.iterdir())
+
+
+_UNPRIVILEGED = """
+import os
+from pathlib import Path
+from contracts.owned import owned_directory
+from envd.sandbox.cgroups import OWNED
+from tests.envd.gvisors import GVisor, shell
+
+with owned_directory(OWNED) as directory:
+    gvisor = GVisor(Path(directory))
+
+    async def job():
+        box = await gvisor.create()
+        await shell(box, "X=kept; echo new > a.txt; ! touch /usr/x; sleep 1000 &")
+        image = Path(directory) / "image"
+        image.mkdir()
+        await box.snapshot(image)
+        await box.destroy()
+        copy = await gvisor.restore(image, host_name="copy")
+        print(await shell(copy, "id -u; hostname; echo $X; cat a.txt; jobs"))
+
+    gvisor.run(job)
+    print(gvisor.backend.features.limits_enforced)
+    gvisor.stop()
+print(os.getuid())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody else")
+def test_an_ordinary_user_has_it_too_without_limits_of_memory_and_cpu() -> None:
+    require_runsc()
+    system_python = Path("/usr/bin/python3.11")
+    packages = [path for path in sys.path if path.endswith("site-packages")]
+    if not system_python.exists() or not packages:
+        pytest.skip("needs a Python that an ordinary user may run")
+    done = subprocess.run(
+        [str(system_python), "-c", _UNPRIVILEGED],
+        user=65534, group=65534, extra_groups=[], cwd="/", capture_output=True, text=True, timeout=120, check=False,
+        env={"PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": ":".join([str(ROOT), *packages])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[:4] == ["0", "copy", "kept", "new"] and "sleep 1000" in done.stdout
+    assert "('disk', 'pids')" in done.stdout and done.stdout.endswith("65534\n")
