@@ -164,8 +164,22 @@ static void become_nobody(int sync)
         fail(sync, "become its user");
 }
 
-static void confine(const struct settings *settings, const struct request *wanted, int sync)
+/* All that was the spawner's: other sandboxes' files and the control groups among them. Where many sandboxes are, they are more than process 1
+ * may have open itself. */
+static int close_others(int one, int other)
 {
+    unsigned low = (unsigned)(one < other ? one : other), high = (unsigned)(one < other ? other : one);
+    if (low > 3 && close_range(3, low - 1, 0) < 0)
+        return -1;
+    if (high > low + 1 && close_range(low + 1, high - 1, 0) < 0)
+        return -1;
+    return close_range(high + 1, ~0U, 0);
+}
+
+static void confine(const struct settings *settings, const struct request *wanted, int stream, int sync)
+{
+    if (close_others(stream, sync) < 0)
+        fail(sync, "close the spawner's files");
     if (drop_capabilities() < 0)
         fail(sync, "drop capabilities");
     if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) < 0 || prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) < 0)
@@ -197,7 +211,7 @@ _Noreturn void run_box(const struct settings *settings, const struct request *wa
     if (raise_loopback() < 0)
         fail(sync, "raise its loopback");
     become_nobody(sync);
-    confine(settings, wanted, sync);
+    confine(settings, wanted, stream, sync);
     const struct guest_config config = {.workspace = "/workspace", .scratch = "/tmp/.envd", .is_init = true};
     _exit(guest_main(stream, stream, &config));
 }
