@@ -16,6 +16,8 @@ from typing import Any
 
 from envd.errors import EnvdError
 from envd.guest.link import GuestLink, ShellResult
+from envd.server.linting import lint
+from envd.server.semantic import semantic_search
 from envd.server.textsearch import search_text
 from envd.tools.files import (
     MAX_ENTRIES,
@@ -27,15 +29,16 @@ from envd.tools.files import (
     ToolError,
     too_large,
     too_many,
+    tool_error,
     tool_steps,
 )
 from envd.tools.output import MAX_OUTPUT_BYTES, Output
 from envd.tools.paths import relative
-from envd.tools.schemas import check_arguments
+from envd.tools.schemas import EXTRA_TOOLS, check_arguments
 from envd.types import ToolCall, ToolResult
 
-_LOOKING = frozenset({"read", "list", "search"})
-_PROCESSES = frozenset({"search"})
+_LOOKING = frozenset({"read", "list", "search", "lint", "semantic_search"})
+_PROCESSES = frozenset({"search", "lint"})
 """Tools that run a process in the sandbox: one at a time, so that they do not meet its limit of processes together."""
 _INLINE_BYTES = 64 * 1024
 _INLINE_ENTRIES = 1000
@@ -93,6 +96,8 @@ async def _one(guest: GuestLink, call: ToolCall, timeout_s: float) -> ToolResult
 async def _drive(guest: GuestLink, call: ToolCall, timeout_s: float) -> ToolResult:
     if call.name == "exec" and check_arguments(call.name, call.arguments) is None:
         os.fsencode(call.arguments["command"])
+    if call.name in EXTRA_TOOLS and check_arguments(call.name, call.arguments) is None:
+        return await _extra(guest, call, timeout_s)
     steps = tool_steps(call)
     need = _advance(steps, None)
     while not isinstance(need, ToolResult):
@@ -105,6 +110,23 @@ async def _drive(guest: GuestLink, call: ToolCall, timeout_s: float) -> ToolResu
         else:
             need = await (asyncio.to_thread(_advance, steps, answer) if _is_large(answer) else _now(steps, answer))
     return need
+
+
+async def _extra(guest: GuestLink, call: ToolCall, timeout_s: float) -> ToolResult:
+    """A tool that no local directory has."""
+    path = call.arguments.get("path", ".")
+    output = Output()
+    try:
+        if call.name == "lint":
+            output.feed((await lint(guest, path, timeout_s)).encode("utf-8", "surrogateescape"))
+        else:
+            output.feed((await semantic_search(guest, call.arguments)).encode("utf-8", "surrogateescape"))
+    except TimeoutError:
+        raise
+    except (ToolError, OSError) as error:
+        text = str(tool_error(error, path))
+        return ToolResult(False, text, len(text.encode("utf-8", "replace")))
+    return ToolResult(True, output.text(), output.true_bytes, output.truncated)
 
 
 def _advance(steps: Generator[Need, Any, ToolResult], answer: Any) -> Need | ToolResult:

@@ -127,10 +127,16 @@ def _run(name: str, arguments: Mapping[str, Any]) -> Steps:
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         return (yield from _FILE_TOOLS[name](path, arguments))
     except OSError as error:
-        reason = _REASONS.get(error.errno or 0, os.strerror(error.errno or 0).lower())
-        raise ToolError(f"error: {reason}: {path}") from error
+        raise tool_error(error, path) from error
     except UnicodeError as error:
         raise ToolError("error: text is not valid unicode") from error
+
+
+def tool_error(error: OSError | ToolError, path: str) -> ToolError:
+    """What a tool answers where the system said no."""
+    if isinstance(error, ToolError):
+        return error
+    return ToolError(f"error: {_REASONS.get(error.errno or 0, os.strerror(error.errno or 0).lower())}: {path}")
 
 
 def _read(path: str, arguments: Mapping[str, Any]) -> Steps:
