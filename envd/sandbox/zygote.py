@@ -26,6 +26,7 @@ from envd.sandbox import linux, rootfs, wire
 from envd.sandbox.cgroups import Cgroups
 from envd.sandbox.place import Place, prepare_process, sandbox_environment
 from envd.sandbox.proctree import descendants, kill_since, reap
+from envd.sandbox.syscalls import filter_calls
 from envd.tools.paths import WORKSPACE
 
 _OPEN_FILES = 1024
@@ -187,6 +188,7 @@ class Zygote:
         else:
             linux.drop_capabilities()
         linux.no_new_privileges()
+        filter_calls()
         linux.hide_from_ptrace()
         prepare_process(sandbox_environment("/tmp"))
         scratch = Path("/tmp/.envd")

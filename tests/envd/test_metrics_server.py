@@ -93,10 +93,11 @@ def test_metrics_and_spans_tell_what_a_server_did(receiver: HTTPServer, monkeypa
             await sandboxes[1].pause()
             await client.verify(template, b"", {"test_a.py": b"def test_a(): pass\n"}, ["test_a.py::test_a"])
             async with grpc.aio.insecure_channel(address) as channel:
-                info = channel.unary_unary("/triplane.envd.v1.Sandboxes/Info")
+                info: Any = channel.unary_unary("/triplane.envd.v1.Sandboxes/Info")
                 await info(b"", metadata=(("traceparent", parent),))
                 with pytest.raises(grpc.aio.AioRpcError):
-                    await channel.unary_unary("/triplane.envd.v1.Sandboxes/Nothing")(b"")
+                    nothing: Any = channel.unary_unary("/triplane.envd.v1.Sandboxes/Nothing")
+                    await nothing(b"")
             alive = await asyncio.to_thread(scrape, port)
             for sandbox in sandboxes:
                 await sandbox.close()
@@ -157,7 +158,7 @@ def test_watching_costs_a_call_some_microseconds() -> None:
     async def method(request: Any, context: Any) -> Any:
         return request
 
-    handler = grpc.unary_unary_rpc_method_handler(method)
+    handler: Any = grpc.unary_unary_rpc_method_handler(method)
 
     async def found(details: Any) -> Any:
         return handler
@@ -165,12 +166,14 @@ def test_watching_costs_a_call_some_microseconds() -> None:
     class Details:
         method = "/triplane.envd.v1.Sandboxes/Info"
 
+    details: Any = Details()
+
     async def seconds(interceptor: Observing | None) -> float:
         started = time.perf_counter()
         for _ in range(500):
             chosen = (
-                await found(Details) if interceptor is None else await interceptor.intercept_service(found, Details)
-            )  # type: ignore[arg-type]
+                await found(details) if interceptor is None else await interceptor.intercept_service(found, details)
+            )
             await chosen.unary_unary(None, None)
         return (time.perf_counter() - started) / 500
 
