@@ -9,7 +9,7 @@ from contracts.pb import envd_pb2 as pb
 from envd.backends.base import Backend
 from envd.errors import EnvdError, PolicyDenied
 from envd.server.audit import AuditLog
-from envd.server.policy import Decisions, Policy, load_policy
+from envd.server.policy import Decisions, Denial, Policy
 from envd.types import Limits
 
 _LIMITS = ("memory_mb", "pids", "cpu", "disk_mb", "lifetime_s")
@@ -63,11 +63,17 @@ def limits_of(limits: pb.Limits) -> Limits:
 
 
 def decide(
-    wanted: Wanted, backends: Mapping[str, Backend], policy: Policy, audit: AuditLog, live: int
+    wanted: Wanted,
+    backends: Mapping[str, Backend],
+    policy: tuple[Policy, tuple[Denial, ...]],
+    audit: AuditLog,
+    live: int,
 ) -> tuple[Backend, Decisions]:
-    """The backend that a sandbox gets, and what the policies say of it. Raises PolicyDenied, which is recorded."""
-    own = load_policy(wanted.policy_yaml)
-    merged, denials = own.under(policy)
+    """The backend that a sandbox gets, and what the policies say of it. Raises PolicyDenied, which is recorded.
+
+    policy: the request's within the server's, and what it asks for beyond that. live: sandboxes that exist.
+    """
+    merged, denials = policy
     backend = _choose(wanted.backend, backends, merged)
     features = backend.features
     decisions = merged.check(

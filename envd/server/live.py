@@ -48,6 +48,8 @@ class Live:
     timer: asyncio.TimerHandle | None = None
     ended: str = ""
     """Why it is no more; empty while it lives."""
+    noted: dict[str, int] = field(default_factory=dict)
+    """How often it hit which limit, as far as that was recorded."""
     answers: Answers = field(default_factory=Answers)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _changing: asyncio.Event | None = None

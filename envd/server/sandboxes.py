@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import re
 import secrets
@@ -17,8 +18,9 @@ from envd.errors import EnvdError, SandboxGone
 from envd.server.admission import Wanted, decide
 from envd.server.audit import AuditLog, Kind
 from envd.server.idempotency import Answers
+from envd.server.limits_watch import LimitsWatch
 from envd.server.live import Live
-from envd.server.policy import Decisions, Policy
+from envd.server.policy import Decisions, Policy, load_policy
 from envd.server.snapshots import Snapshots, remove_tree
 from envd.server.templates import Templates
 
@@ -27,8 +29,6 @@ _GONE = "it was finished, crashed, or outlived its lifetime"
 _REMEMBERED = 1024
 """Ended sandboxes whose ends are still told to who holds their token."""
 _IDENTITY = re.compile(r"[A-Za-z0-9_-]{16,64}")
-_FULL = 0.98
-"""Of a sandbox's disk: from there on its limit counts as hit."""
 _log = logging.getLogger("envd")
 
 
@@ -48,6 +48,8 @@ class Sandboxes:
         self.policy, self.audit = policy, audit
         self.answers = Answers(most=4096, most_bytes=16 << 20)
         """Of calls that name no sandbox."""
+        self.limits = LimitsWatch(audit)
+        self._policies = functools.lru_cache(maxsize=256)(lambda text: load_policy(text).under(policy))
         self._live: dict[str, Live] = {}
         self._ended: OrderedDict[str, Live] = OrderedDict()
         self._starting = 0
@@ -108,7 +110,8 @@ class Sandboxes:
 
     def plan(self, wanted: Wanted, host_name: str = "sandbox") -> tuple[Backend, BoxSpec, Decisions]:
         """The backend and the box that a request gets. Raises PolicyDenied, TemplateError."""
-        backend, decisions = decide(wanted, self.backends, self.policy, self.audit, len(self._live) + self._starting)
+        live = len(self._live) + self._starting
+        backend, decisions = decide(wanted, self.backends, self._policies(wanted.policy_yaml), self.audit, live)
         template = self.templates.shown(self.templates.require(wanted.template), decisions.hidden)
         spec = BoxSpec(
             name=self.fresh_name(),
@@ -127,8 +130,9 @@ class Sandboxes:
 
         Apart from `plan`, so that nothing is awaited between its counting of what lives and the start.
         """
-        _, _, decisions = self.plan(wanted)
-        if decisions.hidden:
+        policy, _ = self._policies(wanted.policy_yaml)
+        if policy.filesystem.hidden:
+            _, _, decisions = self.plan(wanted)
             await self.templates.without(wanted.template, decisions.hidden)
 
     def fresh_name(self) -> str:
@@ -174,7 +178,7 @@ class Sandboxes:
             box, live.box = live.box, None
             stored, live.stored = live.stored, None
             if box is not None:
-                await self._note_limits(live, box)
+                await self.limits.look_last(live, box)
                 await box.destroy()
             if stored is not None:
                 await remove_tree(stored)
@@ -200,6 +204,11 @@ class Sandboxes:
             self.forget(live, reason)
             self.background(self.clear(live))
 
+    def sign_of_limit(self, live: Live) -> None:
+        """Something happened in a sandbox that may come from a limit: have it looked at."""
+        if self.limits.sign(live):
+            self.background(self.limits.look_soon(live))
+
     def background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Work that goes on when its caller has gone."""
         task = asyncio.ensure_future(work)
@@ -224,17 +233,6 @@ class Sandboxes:
             seconds = round(time.monotonic() - live.created, 1)
             self.audit.record("lifetime.expired", live.identity, seconds=seconds)
             self.background(self.end(live, "it outlived its lifetime"))
-
-    async def _note_limits(self, live: Live, box: Box) -> None:
-        try:
-            usage = await box.usage()
-        except (EnvdError, OSError):
-            return  # it has ended: what it used is no longer known
-        if usage.disk_bytes >= _FULL * live.spec.limits.disk_mb * 2**20:
-            self.audit.record("limit.disk", live.identity, bytes=usage.disk_bytes)
-        for limit, count in usage.events.items():
-            if count and limit in ("memory", "pids"):
-                self.audit.record("limit.memory" if limit == "memory" else "limit.pids", live.identity, count=count)
 
     def _orphaned(self, task: asyncio.Task[Box]) -> None:
         if not task.cancelled() and task.exception() is None:

@@ -103,6 +103,7 @@ async def serve(options: Options) -> None:
         backends, verifications = await _started(stack, options, run_dir, templates)
         sandboxes = Sandboxes(backends, templates, snapshots, policy=policy, audit=audit)
         stack.push_async_callback(sandboxes.stop)
+        stack.callback(asyncio.ensure_future(sandboxes.limits.rounds(lambda: sandboxes.all({}))).cancel)
         interceptors: list[grpc.aio.ServerInterceptor] = [KeyCheck(keys, audit)] if keys else []
         if observers := _observers(options.metrics, sandboxes, audit, stack):
             interceptors.insert(0, Observing(observers))

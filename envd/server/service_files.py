@@ -198,6 +198,8 @@ class FilesService(Service, rpc.FilesServicer):
         except OSError as error:
             if error.errno in (errno.EXDEV, errno.ELOOP):
                 self.sandboxes.audit.record("path.escape", live.identity, paths=paths, refused=error.errno)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EAGAIN):
+                self.sandboxes.sign_of_limit(live)
             raise FileError.of(error.errno or errno.EIO, " to ".join(paths) or ".") from error
 
 

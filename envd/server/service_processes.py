@@ -90,7 +90,10 @@ class ProcessesService(Service, rpc.ProcessesServicer):
         finally:
             for poll in polls.values():
                 poll.cancel()
-        yield pb.ProcessEvent(ended=await self._ended(live, request.process))
+        ended = await self._ended(live, request.process)
+        if ended.exit_code < 0:
+            self.sandboxes.sign_of_limit(live)
+        yield pb.ProcessEvent(ended=ended)
 
     @unary
     async def Stdin(self, request: pb.ProcessStdinRequest, context: Context) -> pb.ProcessState:

@@ -12,14 +12,16 @@ from envd.server.audit import leaves_root
 from envd.server.calls import Context, Service, unary
 from envd.server.live import Live
 from envd.server.toolrunner import run_batch
-from envd.tools import TOOLS
+from envd.tools import ALL_TOOLS
 from envd.types import ToolCall, ToolResult
 
 MAX_TIMEOUT_S = 3600.0
 MAX_CALLS = 256
 """Calls of one batch that are run."""
 _SURPLUS = f"error: not run: a turn may hold at most {MAX_CALLS} calls"
-_SCHEMAS = json.dumps([spec.json_schema() for spec in TOOLS.values()])
+_SIGNS = frozenset({"exec", "write", "edit"})
+"""Tools whose failure may come from a limit."""
+_SCHEMAS = json.dumps([spec.json_schema() for spec in ALL_TOOLS.values()])
 
 
 class ToolsService(Service, rpc.ToolsServicer):
@@ -53,6 +55,8 @@ class ToolsService(Service, rpc.ToolsServicer):
             allowed = iter(await run_batch(guest, [c for i, c in enumerate(calls) if i not in denied], timeout_s))
             results = [self._deny(live, call) if i in denied else next(allowed) for i, call in enumerate(calls)]
         for call, result in zip(calls, results, strict=True):
+            if not result.ok and call.name in _SIGNS:
+                self.sandboxes.sign_of_limit(live)
             if not result.ok and call.name != "exec" and "no space left for" in result.text:
                 self.sandboxes.audit.record("limit.disk", live.identity, tool=call.name)
             if result.timed_out or result.truncated:
@@ -63,7 +67,7 @@ class ToolsService(Service, rpc.ToolsServicer):
     def _deny(self, live: Live, call: ToolCall) -> ToolResult:
         self.sandboxes.audit.record("tool.denied", live.identity, tool=call.name)
         return _refusal(
-            f"error: no such tool: {call.name}" if call.name not in TOOLS else f"error: not allowed: {call.name}"
+            f"error: no such tool: {call.name}" if call.name not in ALL_TOOLS else f"error: not allowed: {call.name}"
         )
 
 

@@ -26,8 +26,13 @@ async def pack(directory: Path) -> AsyncIterator[bytes]:
     loop = asyncio.get_running_loop()
     writing = asyncio.ensure_future(asyncio.to_thread(_write, directory, theirs))
     try:
-        while data := await loop.sock_recv(ours, _CHUNK):
-            yield data
+        while True:
+            piece, filled = bytearray(_CHUNK), 0
+            while filled < _CHUNK and (count := await loop.sock_recv_into(ours, memoryview(piece)[filled:])):
+                filled += count
+            if not filled:
+                break
+            yield bytes(piece[:filled])
     finally:
         ours.close()  # where the reader has gone the thread fails with a broken pipe, and ends
         await asyncio.wait({writing})
