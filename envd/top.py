@@ -27,6 +27,7 @@ from envd.types import SandboxStatus, ServerInfo
 _MOST_ROWS = 500
 _COLUMNS = {"ID": 8, "STATE": 10, "BACKEND": 10, "AGE": 6, "EXPIRES": 7, "MEMORY": 7, "PIDS": 4, "CPU%": 4}
 """With their widths; labels get what is left."""
+_PIPE_WIDTH = 160
 _ANSWER_S = 5.0
 """How long a server may take to answer the first time."""
 _Row = tuple[SandboxStatus, float]
@@ -78,7 +79,7 @@ async def _top(arguments: argparse.Namespace) -> None:
     if not arguments.interval > 0:
         raise EnvdError(f"--interval {arguments.interval:g} must be above 0")
     access = Access(_key(arguments.key_file), arguments.tls_ca, arguments.tls_cert, arguments.tls_key)
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
     async with SandboxClient(arguments.address, access) as client:
         watch = _Watch(client, labels, _SORTS[arguments.sort])
         info = await _first(client, arguments.address)
@@ -88,7 +89,7 @@ async def _top(arguments: argparse.Namespace) -> None:
                 if arguments.json:
                     print(json.dumps(_object(info, rows)), flush=True)
                 else:
-                    console.print(_screen(info, rows, console.size.height))
+                    console.print(_screen(info, rows, console.size.height if console.is_terminal else _MOST_ROWS))
                 if arguments.once:
                     return
                 await asyncio.sleep(arguments.interval)

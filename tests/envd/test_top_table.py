@@ -60,11 +60,16 @@ def names(output: str) -> list[str]:
 
 def test_one_look_as_json_sorted_and_filtered(address: str) -> None:
     assert names(top("--address", address, "--once", "--json").stdout) == ["idle", "busy", TRICK]
-    assert names(top("--address", address, "--once", "--json", "--sort", "cpu").stdout)[0] == "busy"
     assert names(top("--address", address, "--once", "--json", "--sort", "memory").stdout)[0] == "busy"
     assert names(top("--address", address, "--once", "--json", "--label", "team=x").stdout) == ["idle", "busy"]
-    busy = json.loads(top("--address", address, "--once", "--json", "--sort", "cpu").stdout)["sandboxes"][0]
-    assert busy["cpu_percent"] > 5 and busy["memory_bytes"] > 9_000_000 and busy["pids"] >= 2
+
+
+def test_the_busy_one_leads_by_processor(address: str) -> None:
+    found = json.loads(top("--address", address, "--once", "--json", "--sort", "cpu").stdout)["sandboxes"]
+    if not any(each["cpu_s"] for each in found):
+        pytest.skip("this machine's backend can't tell what a sandbox uses of the processor")
+    assert found[0]["labels"]["name"] == "busy" and found[0]["cpu_percent"] > 5
+    assert found[0]["memory_bytes"] > 9_000_000 and found[0]["pids"] >= 2
 
 
 def test_a_table_holds_no_character_that_a_terminal_obeys(address: str) -> None:
