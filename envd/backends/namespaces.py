@@ -135,7 +135,7 @@ class NamespacesBackend:
         can = {"snapshot", "fork", "migrate", "pty", *(["pause"] if "unified" in self._groups else [])}
         limits = tuple(sorted(walls & {"memory", "pids", "cpu"} | {"disk"}))
         self._features = Features(IsolationLevel.PROCESS, limits, False, frozenset(can), "native")
-        self.pool = Pool(self._start_plain, pool)
+        self.pool = Pool(self._start_warm, pool)
 
     @property
     def features(self) -> Features:
@@ -149,9 +149,9 @@ class NamespacesBackend:
     async def create(self, spec: BoxSpec) -> NamespacesBox:
         """Take a sandbox from the pool, or start one. Raises SandboxStartError."""
         self._accept(spec)
-        while (box := self.pool.take(spec)) is not None:
-            if await self._handed_out(box, spec):
-                return box
+        if (box := self.pool.take(spec)) is not None:
+            box.spec = spec
+            return box
         with self.pool.busy():
             return await self._start(spec)
 
@@ -188,21 +188,17 @@ class NamespacesBackend:
         if spec.network:
             raise SandboxStartError("the namespaces backend allows no network: choose one whose features name it")
 
-    async def _handed_out(self, box: NamespacesBox, spec: BoxSpec) -> bool:
-        """Give a sandbox of the pool its environment; false when it had ended meanwhile."""
-        box.spec = spec
+    async def _start_warm(self, spec: BoxSpec) -> NamespacesBox:
+        """One for the pool: its shell runs too, which takes as long to start as the rest."""
+        box = await self._start(spec)
         try:
-            await box.guest.init(host_name=spec.host_name, env=spec.env)
-            return True
-        except SandboxGone:
-            await box.destroy()
-            return False
-        except BaseException:
+            await box.guest.warm_shell()
+        except BaseException as error:
             _soon(box.destroy())
+            if isinstance(error, OSError | SandboxGone):
+                raise SandboxStartError(f"a sandbox's shell could not start: {error}") from error
             raise
-
-    async def _start_plain(self, spec: BoxSpec) -> NamespacesBox:
-        return await self._start(spec)
+        return box
 
     async def _start(self, spec: BoxSpec, archive: int | None = None) -> NamespacesBox:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

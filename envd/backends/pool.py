@@ -1,6 +1,6 @@
 """A warm pool: sandboxes that are started before they are asked for.
 
-One key a template, limits and look; what differs between two sandboxes of a key (environment, entropy) is told at the hand-out.
+One key a template, limits, environment and look: nothing is left to tell a sandbox at its hand-out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from envd.backends.base import BoxSpec
 from envd.errors import EnvdError
 
 _MOST_KEYS = 8
-"""Templates and limits that boxes are held for; those asked for least recently are let go."""
+"""Kinds that boxes are held for; those asked for least recently are let go."""
 _log = logging.getLogger("envd")
 
 
@@ -46,6 +46,7 @@ class Pool(Generic[T]):
         """How often one was ready, and was not."""
         self._ready: OrderedDict[Hashable, deque[T]] = OrderedDict()
         self._specs: dict[Hashable, BoxSpec] = {}
+        self._seen: deque[Hashable] = deque(maxlen=4 * _MOST_KEYS)
         self._creating = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -56,10 +57,13 @@ class Pool(Generic[T]):
         """A box for this spec, or None: then one must be started. Either way more are made ready for the next."""
         if self._size == 0:
             return None
-        key = (spec.template, replace(spec.limits, lifetime_s=0), spec.host_name, spec.read_only)
+        look = (spec.host_name, spec.read_only, tuple(sorted(spec.env.items())))
+        if spec.env and not self._again(spec):
+            return None
+        key = (spec.template, replace(spec.limits, lifetime_s=0), look)
         ready = self._ready.setdefault(key, deque())
         self._ready.move_to_end(key)
-        self._specs[key] = replace(spec, name="pool", env={})
+        self._specs[key] = replace(spec, name="pool")
         self._wanted.set()
         if self._refill is None or self._refill.done():
             self._refill = asyncio.create_task(self._keep_full())
@@ -70,6 +74,13 @@ class Pool(Generic[T]):
                 return box
         self.misses += 1
         return None
+
+    def _again(self, spec: BoxSpec) -> bool:
+        """Whether this environment was asked for before: those that one sandbox alone has are not worth a place."""
+        environment = tuple(sorted(spec.env.items()))
+        seen = environment in self._seen
+        self._seen.append(environment)
+        return seen
 
     @contextmanager
     def busy(self) -> Iterator[None]:

@@ -192,7 +192,7 @@ void ask_shell(uint32_t id, struct reader *from) {
     *ask = (struct shell_ask){.id = id, .limit = limit, .count = count, .started = NEVER, .size = size};
     bool good = take_commands(ask, from);
     int code = 0;
-    if (!good || count == 0 || count > MAX_COMMANDS) code = EINVAL;
+    if (!good || count > MAX_COMMANDS) code = EINVAL;
     else if ((uint64_t)count * (limit + ANSWER_BYTES) > MAX_FRAME - 64) code = EMSGSIZE;
     else if (waiting >= MAX_WAITING || waiting_bytes + size > MAX_WAITING_BYTES) code = EAGAIN;
     waiting++;

@@ -302,16 +302,18 @@ def test_the_pool_hands_out_fresh_sandboxes_with_their_own_environment(run_dir: 
         return 0
 
     async def job(backend: NamespacesBackend) -> None:
-        first = await backend.create(spec(run_dir, env={"WHO": "first"}))
+        first = await backend.create(spec(run_dir))
         assert await filled(backend) == 2
-        os.kill(
-            next(iter(backend.pool._ready.values()))[0]._started.pid, signal.SIGKILL
-        )  # one of them dies while it waits
-        others = [await backend.create(spec(run_dir, env={"WHO": f"{n}"})) for n in range(4)]
-        texts = [await sh(box, "echo $WHO; ls; touch mine") for box in (first, *others)]
-        assert texts == [f"{who}\ncalc.py\npackage\nexit 0" for who in ("first", 0, 1, 2, 3)]
-        assert len({box._started.number for box in (first, *others)}) == 5
-        assert await filled(backend) == 2
+        waits = next(iter(backend.pool._ready.values()))[0]
+        os.kill(waits._started.pid, signal.SIGKILL)  # one of them dies while it waits
+        await asyncio.wait_for(waits._started.ended, 10)
+        others = [await backend.create(spec(run_dir, env={"WHO": "me"} if n % 2 else {})) for n in range(6)]
+        texts = [await sh(box, "echo $WHO $$; ls . /tmp/.envd; touch mine") for box in (first, *others)]
+        assert texts == [
+            f"{who}2\n.:\ncalc.py\npackage\n\n/tmp/.envd:\nout-1\nexit 0" for who in ("", *("", "me ") * 3)
+        ]
+        assert len({box._started.number for box in (first, *others)}) == 7
+        assert waits not in others and backend.pool.hits > 0
 
     with_backend(run_dir, job, pool=2)
     assert of_this_run(run_dir) == []
