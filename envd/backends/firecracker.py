@@ -30,7 +30,7 @@ from envd.backends.vm_firecracker import (
     FirecrackerMachine,
     find,
 )
-from envd.backends.vm_machine import About, Shape, read_about, write_about
+from envd.backends.vm_machine import About, Shape, environment, read_about, write_about
 from envd.backends.vm_media import Media
 from envd.backends.vm_probe import probe
 from envd.backends.vm_sparse import open_written, write_over
@@ -60,7 +60,8 @@ class FirecrackerBox:
         """base: descriptors of the memory it was loaded from and of its template's disk; the box owns them from now on."""
         self._machine, self._guest, self._about, self._left = machine, guest, about, left
         self._memory, self._disk = base
-        self._paused = self._ended = False
+        self._paused = False
+        self._ending: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
 
     @property
@@ -102,13 +103,16 @@ class FirecrackerBox:
         return Usage(memory_bytes=memory, cpu_s=cpu_s)
 
     async def destroy(self) -> None:
-        """End it."""
+        """End it. Idempotent; goes on when its caller gives up."""
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end())
+        await asyncio.shield(self._ending)
+
+    async def _end(self) -> None:
         await self._machine.end()
-        if not self._ended:
-            self._ended = True
-            os.close(self._memory)
-            os.close(self._disk)
-            self._left(self)
+        os.close(self._memory)
+        os.close(self._disk)
+        self._left(self)
 
     def _merge(self, into: Path) -> None:
         """Make a snapshot that stands alone of the diff. The next diff is over this one, which is kept open for it."""
@@ -243,7 +247,7 @@ class FirecrackerBackend:
                     await machine.start(self._placing(group, shape, spec.limits.cpu), mute=True)
                     await machine.load()
                     guest = await machine.reach_agent(_LOAD_S)
-                    await guest.init(host_name=spec.host_name, env=spec.env, unix_ns=time.time_ns())
+                    await guest.init(host_name=spec.host_name, env=environment(spec), unix_ns=time.time_ns())
             except BaseException as error:
                 await machine.end()
                 self._groups.remove(group)

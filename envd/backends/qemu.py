@@ -20,7 +20,7 @@ from pathlib import Path
 
 from envd.backends.base import BoxSpec, Features, IsolationLevel, Usage
 from envd.backends.vm_families import Families, Family, family_budget_mb
-from envd.backends.vm_machine import About, Shape, read_about, write_about
+from envd.backends.vm_machine import About, Shape, environment, read_about, write_about
 from envd.backends.vm_media import Media
 from envd.backends.vm_probe import probe
 from envd.backends.vm_qemu import Parts, Qemu, QemuMachine, find, open_all
@@ -44,7 +44,8 @@ class QemuBox:
     def __init__(self, machine: QemuMachine, about: About, disk: int, left: Callable[[QemuBox], None]) -> None:
         """disk: a descriptor of the template's disk, which the box owns from now on. left: told when the box has ended."""
         self._machine, self._about, self._disk, self._left = machine, about, disk, left
-        self._paused = self._ended = False
+        self._paused = False
+        self._ending: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
 
     @property
@@ -90,12 +91,15 @@ class QemuBox:
         return Usage(memory_bytes=memory, cpu_s=cpu_s)
 
     async def destroy(self) -> None:
-        """End it."""
+        """End it. Idempotent; goes on when its caller gives up."""
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end())
+        await asyncio.shield(self._ending)
+
+    async def _end(self) -> None:
         await self._machine.end()
-        if not self._ended:
-            self._ended = True
-            os.close(self._disk)
-            self._left(self)
+        os.close(self._disk)
+        self._left(self)
 
 
 class QemuBackend:
@@ -201,7 +205,7 @@ class QemuBackend:
                 )
                 await machine.read_state(state, without_memory=parts.memory is not None)
                 await machine.go()
-                await machine.guest.init(host_name=spec.host_name, env=spec.env, unix_ns=time.time_ns())
+                await machine.guest.init(host_name=spec.host_name, env=environment(spec), unix_ns=time.time_ns())
         except BaseException as error:
             os.close(disk)
             said = ""
@@ -221,7 +225,8 @@ class QemuBackend:
         return f"m{self._placed}"
 
     def _placing(self, group: str, shape: Shape, cpu: float) -> Callable[[int], None]:
-        memory = (shape.machine_mb + _QEMU_MB) << 20
+        # twice: its own pages, and the family's, which are charged to whoever reads them first (a snapshot reads them all)
+        memory = (2 * shape.machine_mb + _QEMU_MB) << 20
         return lambda pid: self._groups.place(group, pid, memory=memory, pids=_THREADS, cpu=cpu)
 
     def _forget(self, box: QemuBox, group: str) -> None:

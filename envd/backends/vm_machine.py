@@ -10,6 +10,7 @@ from typing import Any
 
 from envd.backends.base import BoxSpec
 from envd.errors import EnvdError, SandboxStartError
+from envd.sandbox.place import sandbox_environment
 
 ABOUT = "machine.json"
 OVERHEAD_MB = 64
@@ -17,6 +18,7 @@ OVERHEAD_MB = 64
 VSOCK_PORT = 1024
 """Where the agent listens in a machine that has a vsock."""
 VERSION = 1
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _BOUNDS = {"memory_mb": (32, 1 << 20), "vcpus": (1, 32), "disk_mb": (1, 1 << 20), "pids": (2, 1 << 22)}
 
 
@@ -68,6 +70,11 @@ def kernel_arguments(shape: Shape, stream: str, *more: str) -> str:
         "random.trust_cpu=on",
     ]
     return " ".join([*usual, "8250.nr_uarts=1", "i8042.noaux", "i8042.nokbd", *more, *given])
+
+
+def environment(spec: BoxSpec) -> dict[str, str]:
+    """What a sandbox's processes start with in a guest, where programs are in Debian's own places."""
+    return {**sandbox_environment("/tmp"), "PATH": _PATH, **spec.env}
 
 
 @dataclass(frozen=True)

@@ -201,8 +201,15 @@ class QemuMachine:
         await self._capabilities({"x-ignore-shared": without_memory})
         await self.qmp.run("migrate-set-parameters", **{"max-bandwidth": _EVERYTHING})
         await self.qmp.run("getfd", fd=fd, fdname="state")
-        await self.qmp.run("migrate", uri="fd:state")
-        await self._migrated()
+        try:
+            await self.qmp.run("migrate", uri="fd:state")
+            await self._migrated()
+        except asyncio.CancelledError:
+            # the machine must not go on while its state is being written
+            with suppress(EnvdError):
+                await self.qmp.run("migrate_cancel")
+                await self._migrated()
+            raise
 
     async def read_state(self, fd: int, *, without_memory: bool = False) -> None:
         """Take a state over from an open file."""

@@ -2,7 +2,7 @@
 
     DIR/kernel            bzImage, for QEMU
     DIR/vmlinux           the same kernel uncompressed, for Firecracker
-    DIR/initramfs         busybox, drivers and init.sh
+    DIR/initramfs         busybox and drivers
     DIR/rootfs.squashfs   /usr and /etc of a small Debian, read-only
     DIR/image.json        what went in, and the digest of all
 
@@ -39,6 +39,11 @@ PACKAGES = (
         "gzip",
         "patch",
         "procps",
+        "dash",
+        "debianutils",
+        "hostname",
+        "libc-bin",
+        "ncurses-base",
         "util-linux",
         "less",
     ),
@@ -62,7 +67,12 @@ _DIRECTORIES = (
 _PASSWD = "root:x:0:0:root:/tmp:/bin/bash\nnobody:x:65534:65534:nobody:/:/bin/false\n"
 _GROUP = "root:x:0:\nnogroup:x:65534:\n"
 _HOSTS = "127.0.0.1 localhost sandbox\n::1 localhost\n"
-_LINKS = {"usr/bin/python": "python3", "usr/bin/awk": "gawk", "usr/bin/which": "which.debianutils"}
+_LINKS = {
+    "usr/bin/sh": "dash",
+    "usr/bin/python": "python3",
+    "usr/bin/awk": "gawk",
+    "usr/bin/which": "which.debianutils",
+}
 """What maintainer scripts would have made."""
 VERSION = 1
 
@@ -122,11 +132,10 @@ def _build(draft: Path, scratch: Path, packages: Sequence[str]) -> dict[str, obj
     kernel.extract_elf(found, next(tools.rglob("bin/lz4")), draft / "vmlinux")
     modules = kernel.drivers(tree)
     order = "".join(f"{each.name}\n" for each in modules)
-    script = Path(__file__).with_name("init.sh").read_bytes()
     entries = [initramfs.directory(name) for name in ("bin", "modules", "dev", "proc", "sys", "new")]
     entries += [initramfs.file("bin/busybox", next(tools.rglob("bin/busybox")).read_bytes(), 0o755)]
     entries += [initramfs.file(f"modules/{each.name}", each.read_bytes()) for each in modules]
-    entries += [initramfs.file("modules/order", order.encode()), initramfs.file("init", script, 0o755)]
+    entries += [initramfs.file("modules/order", order.encode())]
     initramfs.write_archive(draft / "initramfs", entries)
     files = {path.name: _digest(path) for path in sorted(draft.iterdir())}
     whole = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
@@ -149,9 +158,9 @@ def _finish_root(root: Path) -> None:
     for name, text in (("passwd", _PASSWD), ("group", _GROUP), ("hosts", _HOSTS)):
         (root / "etc" / name).write_text(text)
     for name, target in _LINKS.items():
-        if not (root / name).is_symlink() and (root / name).parent.joinpath(target).exists():
-            (root / name).unlink(missing_ok=True)
-            (root / name).symlink_to(target)
+        link = root / name
+        if not link.exists() and not link.is_symlink() and (link.parent / target).exists():
+            link.symlink_to(target)
     for heavy in ("usr/share/doc", "usr/share/man", "usr/share/locale", "usr/share/info", "usr/share/lintian"):
         shutil.rmtree(root / heavy, ignore_errors=True)
     enter = [] if os.geteuid() == 0 else ["unshare", "--map-root-user"]

@@ -1,6 +1,6 @@
 """Initial ramdisks: cpio archives in the kernel's "newc" form (Documentation/driver-api/early-userspace/buffer-format.rst).
 
-The kernel unpacks archives that stand behind each other, so a backend puts its agent behind an image's own ramdisk.
+The kernel unpacks archives that stand behind each other, so a backend puts this envd's agent behind an image's own ramdisk.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ def file(path: str, content: bytes, mode: int = 0o644) -> tuple[str, int, bytes]
 
 
 def with_agent(image: Path, agent: Path, target: Path) -> None:
-    """Write an image's ramdisk with an agent's binary behind it."""
+    """Write an image's ramdisk with an agent's binary and the first program (init.sh) behind it."""
     extra = target.with_suffix(".agent")
-    write_archive(extra, [file(AGENT, agent.read_bytes(), 0o755)])
+    init = Path(__file__).with_name("init.sh").read_bytes()
+    write_archive(extra, [file(AGENT, agent.read_bytes(), 0o755), file("init", init, 0o755)])
     with target.open("wb") as out:
         for part in (image, extra):
             with part.open("rb") as source:
