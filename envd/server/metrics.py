@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from envd.backends.base import Usage
 from envd.errors import EnvdError
-from envd.tools import TOOLS
+from envd.tools import ALL_TOOLS
 
 if TYPE_CHECKING:
     from envd.server.audit import AuditLog
@@ -96,7 +96,7 @@ def _tool_of(request: Any) -> str:
     if len(names) != 1:
         return "mixed"
     name = str(names.pop())
-    return name if name in TOOLS else "unknown"
+    return name if name in ALL_TOOLS else "unknown"
 
 
 class _Living:

@@ -7,7 +7,7 @@ import re
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from envd.tools import TOOLS
+from envd.tools import ALL_TOOLS
 from envd.types import Limits
 
 MAX_CPU, MAX_LIFETIME_S = 1024.0, 365 * 24 * 3600.0
@@ -133,7 +133,7 @@ class ToolsPolicy(Section):
     @field_validator("allow")
     @classmethod
     def _known(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        known = list(TOOLS)
+        known = list(ALL_TOOLS)
         if unknown := sorted(set(names or ()) - set(known)):
             raise ValueError(f"there is no tool {unknown[0]!r}; the tools are {', '.join(known)}")
         return names

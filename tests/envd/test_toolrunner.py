@@ -300,7 +300,7 @@ def test_huge_files_hold_nobody_up(kind: str, root: Path) -> None:
         - 1
     )
     assert results[1].text == "ok" and results[2].text == "error: larger than 33554432 bytes: larger"
-    assert slowest < 0.5
+    assert slowest < 1.5  # a list of the lines takes ten seconds and gigabytes
 
 
 LINES = st.lists(st.binary(max_size=40), max_size=60).map(b"\n".join)
