@@ -1,0 +1,159 @@
+"""Where attacks happen: a server with one backend, a neighbour sandbox that must stay unharmed, and a host that is looked at before and after."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from envd.backends.namespaces import HELPER
+from envd.client import EnvdError, Limits, Sandbox, SandboxClient, SandboxGone, ToolCall
+from envd.local import LocalEnvd
+from tests.envd.harness import FILES, HIDDEN, TESTS
+from tests.escape.attack import HOST_KERNEL, SMALL, Attack
+from tests.escape.host import Host
+from tests.escape.neighbour import Neighbour
+from tests.escape.payload import SOURCE
+
+_SETTLE_S = 15.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attack ended."""
+
+    text: str
+    kinds: tuple[str, ...]
+    """Events recorded meanwhile."""
+
+
+class Arena:
+    """One server of one backend."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.patience_s = 60.0 if backend == "qemu" else 30.0
+        self.short_s = 1.0 if backend in (*HOST_KERNEL, "plain") else 3.0
+        """A timeout that is too short for what is to be stopped, and long enough to start it."""
+        self.files = {**FILES, "attempts.py": SOURCE.encode()}
+        self._mine: list[Sandbox] = []
+
+    def start(self) -> None:
+        """Start the server. Raises BackendUnavailable where the backend does not work."""
+        self.runner = asyncio.Runner()
+        self.host = Host()
+        os.environ["ESCAPE_SECRET"] = self.host.secret
+        python = self.backend == "namespaces-python"
+        if python:
+            os.environ[HELPER] = "python"
+        try:
+            self._server = LocalEnvd(self.backend.removesuffix("-python"), log_level="error")
+            self._server.__enter__()
+        finally:
+            os.environ.pop(HELPER, None)
+            os.environ.pop("ESCAPE_SECRET")
+        self.address = self._server.address
+        self.runner.run(self._open())
+
+    def stop(self) -> None:
+        """Stop the server; nothing of it may be left."""
+        self.runner.run(self.client.__aexit__(None, None, None))
+        self._server.__exit__(None, None, None)
+        self.host.close()
+        self.runner.close()
+
+    def run(self, attack: Attack) -> Outcome:
+        """Run an attack, see that nothing else was harmed, and leave nothing of it."""
+        return self.runner.run(self._run(attack))
+
+    async def _open(self) -> None:
+        self.client = await SandboxClient(self.address).__aenter__()
+        self.template = await self.client.put_template(self.files)
+        self.neighbour = await Neighbour.start(self.client, self.template, self.patience_s)
+        assert self._server._process is not None
+        self.host.watch(self._server._process.pid, Path(self.address.removeprefix("unix:")).parent)
+        for _ in range(2):
+            await (await self.client.create(self.template, limits=SMALL)).close()
+        await self.verified({})
+        await self._settled_at_first()
+
+    async def _settled_at_first(self) -> None:
+        await asyncio.sleep(1.0)
+        self.host.remember()
+
+    async def _run(self, attack: Attack) -> Outcome:
+        since = max([event.number async for event in self.client.audit()], default=0)
+        try:
+            text = await self._tried(attack)
+        finally:
+            for sandbox in self._mine:
+                await sandbox.close()
+            self._mine.clear()
+        await self.neighbour.look()
+        assert await self.neighbour.beats(), "the neighbour's process stands still"
+        await self.host.settle(_SETTLE_S)
+        kinds = tuple([event.kind async for event in self.client.audit(after=since)])
+        return Outcome(text, kinds)
+
+    async def _tried(self, attack: Attack) -> str:
+        if attack.act is not None:
+            return await attack.act(self)
+        if attack.verify is not None:
+            return await self.verified(attack.verify, hidden=attack.hidden or HIDDEN)
+        try:
+            sandbox = await self.sandbox(limits=attack.limits, **attack.create)
+            command = attack.shell or "python3 attack.py"
+            if attack.script:
+                await sandbox.files.write("attack.py", f"from attempts import *\n{attack.script}".encode())
+            call = ToolCall("exec", {"command": command, "timeout_s": attack.timeout_s})
+            result = await sandbox.call(call, timeout_s=attack.timeout_s + 10)
+        except SandboxGone as error:
+            return f"gone: {error}"
+        return f"{result.text}\ntimed_out={result.timed_out}"
+
+    async def sandbox(self, *, limits: Limits = SMALL, **options: Any) -> Sandbox:
+        """A sandbox of the attacker's, closed afterwards."""
+        sandbox = await self.client.create(self.template, limits=limits, **options)
+        self._mine.append(sandbox)
+        return sandbox
+
+    async def verified(self, changes: Any, *, hidden: Any = HIDDEN, timeout_s: float = 20) -> str:
+        """The verdict of a final state, in words."""
+        sandbox = await self.sandbox()
+        for path, content in changes.items():
+            await sandbox.files.write(path, content.encode(), mode=0o755)
+        diff = await sandbox.finish()
+        result = await self.client.verify(self.template, diff, hidden, TESTS, timeout_s=timeout_s)
+        statuses = [outcome.status for outcome in result.outcomes]
+        return f"{result.exit} {statuses} {list(result.tampering)} {result.log[-300:]!r}"
+
+    async def left_of(self, marks: Sequence[str]) -> str:
+        """Processes on the host whose arguments hold one of the marks, once they had time to end."""
+        deadline = time.monotonic() + _SETTLE_S
+        while (found := self.host.processes_with(marks)) and time.monotonic() < deadline:
+            await asyncio.sleep(0.2)
+        return found
+
+    async def both(self, one: Awaitable[Any], two: Awaitable[Any]) -> tuple[Any, Any]:
+        """At the same time."""
+        return await asyncio.gather(one, two)
+
+
+async def attempt(what: str, work: Awaitable[Any]) -> str:
+    """How a client's attempt ended, in words."""
+    try:
+        value = await work
+    except (EnvdError, grpc.aio.AioRpcError) as error:
+        said = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+        return f"refused {what}: {type(error).__name__} {(said or '')[:150]}"
+    except (ValueError, UnicodeError) as error:
+        return f"refused {what}: the client itself, {error}"
+    return f"BREACH {what}: {value!r:.150}"

@@ -1,0 +1,65 @@
+"""What an attack is: data for the one test that runs them all, and for the table in docs/attacks.md."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from envd.types import Limits
+
+if TYPE_CHECKING:
+    from tests.escape.arena import Arena
+
+BACKENDS = ("namespaces", "namespaces-python", "gvisor", "qemu")
+"""What the attacks run against; plain isolates nothing and says so. `namespaces-python`: without the compiled helpers."""
+HOST_KERNEL = ("namespaces", "namespaces-python")
+"""Backends whose sandboxes ask the host's kernel directly."""
+SMALL = Limits(memory_mb=128, pids=32, cpu=1, disk_mb=16, lifetime_s=120)
+"""What bombs get, so that two cores and the tests beside them survive."""
+KERNEL = "the sandbox's kernel refuses it, and the server does not see system calls"
+NOWHERE = "nothing is refused: what it looks for is not there"
+CONTAINED = "nothing is refused: it is let happen where it harms nobody"
+OWN_KERNEL = "root of a virtual machine of its own, whose wall is the machine"
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One attempt. Exactly one of `script`, `shell`, `act` and `verify` says what is done."""
+
+    name: str
+    family: str
+    what: str
+    """For the table: what is tried."""
+    blocked: str
+    """A pattern that the attempt's words must hold: how it was refused. A line with BREACH is a finding, whatever else is said."""
+    script: str = ""
+    """Python, run in the sandbox after `from attempts import *`."""
+    shell: str = ""
+    """Bash, run in the sandbox."""
+    act: Callable[[Arena], Awaitable[str]] | None = None
+    """What a client does; returns the words."""
+    verify: Mapping[str, str] | None = None
+    """Files of a final state that is verified; its `calc.py` is wrong, so no test may pass."""
+    hidden: Mapping[str, bytes] | None = None
+    """Hidden tests in place of the usual ones."""
+    audit: tuple[str, ...] = ()
+    """Kinds of events that must be there afterwards: one of them is enough."""
+    unseen: str = ""
+    """Where there is no event: why not."""
+    unseen_on: Mapping[str, str] = field(default_factory=dict)
+    """Backends on which there is no event, and why."""
+    harmless_on: Mapping[str, str] = field(default_factory=dict)
+    """Backends on which it may succeed inside the sandbox, and why that is no escape; host and neighbour are looked at all the same."""
+    not_on: Mapping[str, str] = field(default_factory=dict)
+    """Backends it is not run on, and why."""
+    limits: Limits = SMALL
+    create: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of `SandboxClient.create`."""
+    timeout_s: float = 20
+    plain: bool = False
+    """It succeeds (BREACH) on the plain backend: a test shows that, so that the attempt is known to be a real one."""
+
+    def __post_init__(self) -> None:
+        assert sum(map(bool, (self.script, self.shell, self.act, self.verify))) == 1, self.name
+        assert bool(self.audit) != bool(self.unseen), f"{self.name}: an event, or why there is none"

@@ -1,0 +1,188 @@
+"""Attacks on what else is on the host and beside the sandbox: networks, sockets, neighbours, secrets and descriptors."""
+
+from __future__ import annotations
+
+from envd.client import Sandbox, ToolCall
+from tests.escape.arena import Arena
+from tests.escape.attack import KERNEL, NOWHERE, OWN_KERNEL, Attack
+
+
+async def _python(arena: Arena, code: str, sandbox: Sandbox | None = None) -> str:
+    sandbox = sandbox or await arena.sandbox()
+    await sandbox.files.write("attack.py", f"from attempts import *\n{code}".encode())
+    return (await sandbox.call(ToolCall("exec", {"command": "python3 attack.py"}), timeout_s=arena.patience_s)).text
+
+
+DIAL = """
+def dial(host, port, kind=socket.SOCK_STREAM):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    s = socket.socket(family, kind)
+    s.settimeout(2)
+    s.connect((host, port))
+    if kind == socket.SOCK_DGRAM:
+        s.send(b"x")
+    return s.getsockname()
+"""
+METADATA = DIAL + """
+for host in ("169.254.169.254", "fd00:ec2::254", "100.100.100.200", "192.0.0.192", "168.63.129.16", "169.254.170.2", "10.0.0.1", "192.168.0.1", "172.17.0.1", "1.1.1.1", "2606:4700:4700::1111", "255.255.255.255"):
+    attempt(host, dial, host, 80)
+    attempt(host + " udp", dial, host, 53, socket.SOCK_DGRAM)
+"""
+NAMES = """
+for name in ("metadata.google.internal", "example.com", "localhost.example.com", "kubernetes.default.svc"):
+    attempt("resolve " + name, socket.getaddrinfo, name, 80)
+"""
+INTERFACES = """
+try:
+    names = [name for _, name in socket.if_nameindex()]
+except OSError:
+    names = ["lo"]
+absent("interfaces beside the loopback", [name for name in names if name not in ("lo", "sit0", "tunl0", "ip6tnl0", "gre0", "gretap0", "erspan0", "ip_vti0", "ip6_vti0", "ip6gre0")])
+import fcntl
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+for what, number, data in (("raise an interface", 0x8914, struct.pack("16sH14s", b"eth0", 1, b"")), ("add a route", 0x890B, bytes(120)), ("rename lo", 0x8923, struct.pack("16s16s", b"lo", b"x")), ("make a bridge", 0x89A0, b"br0".ljust(16, b"\\0"))):
+    attempt(what, fcntl.ioctl, s, number, data)
+attempt("tun", lambda: fcntl.ioctl(os.open("/dev/net/tun", os.O_RDWR), 0x400454CA, struct.pack("16sH22s", b"tun0", 1, b"")))
+"""
+
+
+async def host_loopback(arena: Arena) -> str:
+    ports = {host: port for host, port in arena.host.listeners}
+    code = DIAL + "".join(f"attempt('{host}:{port}', dial, '{host}', {port})\n" for host, port in ports.items())
+    code += f"for port in range({min(ports.values())} - 20, {min(ports.values())} + 20):\n    attempt(f'127.0.0.1:{{port}}', dial, '127.0.0.1', port)\n"
+    return await _python(arena, code)
+
+
+async def abstract_sockets(arena: Arena) -> str:
+    names = [arena.host.abstract, arena.neighbour.abstract]
+    code = "for name in %r:\n    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):\n        attempt(name, lambda: socket.socket(socket.AF_UNIX, kind).connect('\\0' + name))\n" % (names,)
+    return await _python(arena, code)
+
+
+async def server_socket(arena: Arena) -> str:
+    path = arena.address.removeprefix("unix:")
+    code = f"attempt('connect', lambda: socket.socket(socket.AF_UNIX).connect({path!r}))\n"
+    code += f"attempt('list', os.listdir, {path.rpartition('/')[0]!r})\nattempt('list /tmp of the host', os.listdir, '/proc/1/root/proc/1/root/tmp/envd')\n"
+    code += "import glob\nabsent('sockets', [p for p in glob.glob('/tmp/**', recursive=True) + glob.glob('/run/**', recursive=True) if p.endswith('.sock')])\n"
+    return await _python(arena, code)
+
+
+async def neighbour_service(arena: Arena) -> str:
+    code = DIAL + f"attempt('loopback', dial, '127.0.0.1', {arena.neighbour.port})\nattempt('host name', dial, 'sandbox', {arena.neighbour.port})\n"
+    said = await _python(arena, code)
+    visits = await arena.neighbour.visits()
+    return f"{said}\n{'BREACH ' + visits if visits else 'nobody came'}"
+
+
+async def neighbour_files(arena: Arena) -> str:
+    secret = arena.neighbour.secret
+    command = f"grep -rlsI {secret[:8]}'{secret[8:]}' / --exclude-dir=usr --exclude-dir=sys 2>/dev/null | head -3; ls /proc/[0-9]*/root/workspace/secret.txt 2>/dev/null; find / -xdev -name secret.txt 2>/dev/null"
+    sandbox = await arena.sandbox()
+    result = await sandbox.call(ToolCall("exec", {"command": f"({command}) | sed 's/^/BREACH /'; echo searched", "timeout_s": 60}), timeout_s=70)
+    return result.text
+
+
+async def neighbour_processes(arena: Arena) -> str:
+    said = await _python(
+        arena,
+        "names = []\nfor pid in os.listdir('/proc'):\n    if pid.isdigit():\n        try:\n            names.append(open(f'/proc/{pid}/cmdline').read())\n        except OSError:\n            pass\n"
+        "absent('the neighbour', [n for n in names if 'heartbeat' in n])\nprint('kill -9 -1 next', flush=True)\nos.kill(-1, 9)\n",
+    )
+    return f"{said}\nthe neighbour beats: {await arena.neighbour.beats()}"
+
+
+async def shared_ipc(arena: Arena) -> str:
+    """System V keys and POSIX queues that the host and the neighbour hold."""
+    code = f"""
+for key in ({arena.host.shm_key}, {arena.neighbour.shm_key}):
+    attempt(f"shmget {{key:x}}", call, "shmget", key, 16, 0)
+for path in ("/proc/sysvipc/shm", "/proc/sysvipc/sem", "/proc/sysvipc/msg"):
+    try:
+        absent(path, open(path).read().splitlines()[1:])
+    except OSError as error:
+        print("nothing of", path)
+attempt("/dev/mqueue", os.listdir, "/dev/mqueue")
+"""
+    return await _python(arena, code)
+
+
+async def token_of_a_neighbour(arena: Arena) -> str:
+    """All that a sandbox can read must not hold a handle, an id, the host's secret or the server's environment."""
+    sandbox = await arena.sandbox()
+    words = [sandbox.id, sandbox.handle.token, arena.neighbour.sandbox.id, arena.neighbour.sandbox.handle.token, arena.host.secret]
+    hashed = [word[::-1] for word in words]
+    code = f"""
+words = [word[::-1] for word in {hashed!r}]
+def look(text, where):
+    absent("secrets in " + where, [i for i, word in enumerate(words) if word in text])
+look(repr(dict(os.environ)), "the environment")
+for pid in [p for p in os.listdir("/proc") if p.isdigit()] + ["self"]:
+    for name in ("environ", "cmdline", "mountinfo", "maps", "cgroup", "status"):
+        try:
+            text = open(f"/proc/{{pid}}/{{name}}", "rb").read().decode(errors="replace")
+        except OSError:
+            continue
+        if pid != str(os.getpid()) or name != "maps":
+            look(text, f"{{name}}")
+for folder in ("/workspace", "/tmp", "/run", "/root", "/etc", "/.template"):
+    for top, _, files in os.walk(folder):
+        for name in files:
+            if name != "attack.py":
+                try:
+                    look(open(os.path.join(top, name), "rb").read(1 << 20).decode(errors="replace"), top)
+                except OSError:
+                    pass
+"""
+    said = await _python(arena, code, sandbox)
+    return "\n".join(sorted({line for line in said.splitlines()}))
+
+
+DESCRIPTORS = """
+found = []
+for pid in [p for p in os.listdir("/proc") if p.isdigit()]:
+    if pid == "1":
+        continue
+    try:
+        names = os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        continue
+    for name in names:
+        try:
+            kind = os.readlink(f"/proc/{pid}/fd/{name}")
+        except OSError:
+            continue
+        if not kind.startswith(("pipe:", "/dev/null", "/tmp/.envd/", "/proc", "/workspace", "/.agent/")):
+            found.append((pid, name, kind))
+absent("descriptors of the server's", found)
+mine = []
+for fd in range(3, 1024):
+    try:
+        os.fstat(fd)
+        mine.append((fd, os.readlink(f"/proc/self/fd/{fd}")))
+    except OSError:
+        pass
+absent("descriptors inherited", mine)
+"""
+PASSED_SOCKET = """
+attempt("a stream as standard input", lambda: socket.socket(fileno=os.dup(0)).getpeername())
+attempt("a stream as standard output", lambda: socket.socket(fileno=os.dup(1)).getpeername())
+for fd in (200, 201):
+    attempt(f"the shell's control descriptor {fd}", os.fstat, fd)
+"""
+
+_UNREACHABLE = r"refused 169\.254\.169\.254 (ENETUNREACH|EHOSTUNREACH|TimeoutError|EPERM|EACCES|ENETDOWN)"
+ATTACKS = (
+    Attack("metadata-address", "network", "cloud metadata addresses, private networks and the internet, TCP and UDP", _UNREACHABLE, script=METADATA, unseen=KERNEL, timeout_s=60),
+    Attack("names-resolved", "network", "names resolved, as a way out by DNS", r"refused resolve example.com", script=NAMES, unseen=KERNEL, timeout_s=60),
+    Attack("interfaces", "network", "interfaces, routes, bridges and tunnels made or renamed", r"nothing of interfaces[\s\S]*refused tun", script=INTERFACES, unseen=KERNEL, harmless_on={"qemu": OWN_KERNEL}),
+    Attack("host-loopback", "network", "services on the host's loopback and addresses", r"refused 127.0.0.1:\d+ ECONNREFUSED", act=host_loopback, unseen=NOWHERE, plain=True),
+    Attack("abstract-sockets", "network", "abstract Unix sockets of the host and of a neighbour", r"refused", act=abstract_sockets, unseen=NOWHERE, plain=True),
+    Attack("server-socket", "network", "the server's own socket and directory", r"refused connect ENOENT", act=server_socket, unseen=NOWHERE, plain=True),
+    Attack("neighbour-service", "neighbours", "a service on a neighbour's loopback", r"refused loopback ECONNREFUSED[\s\S]*nobody came", act=neighbour_service, unseen=NOWHERE, plain=True),
+    Attack("neighbour-files", "neighbours", "a neighbour's secret searched for in all that can be read", r"searched", act=neighbour_files, unseen=NOWHERE, timeout_s=70),
+    Attack("neighbour-processes", "neighbours", "a neighbour's processes seen, and kill -9 -1", r"nothing of the neighbour[\s\S]*the neighbour beats: True", act=neighbour_processes, unseen=NOWHERE),
+    Attack("neighbour-ipc", "neighbours", "System V segments and message queues of the host and a neighbour, by their keys", r"refused shmget", act=shared_ipc, unseen=NOWHERE, plain=True),
+    Attack("secrets", "secrets", "ids, tokens and the server's environment searched for in every readable file of /proc and the disk", r"nothing of secrets in the environment", act=token_of_a_neighbour, unseen=NOWHERE),
+    Attack("leaked-descriptors", "secrets", "descriptors of the server, the spawner or a neighbour", r"nothing of descriptors inherited", script=DESCRIPTORS, unseen=NOWHERE),
+    Attack("control-descriptors", "secrets", "the shell's control descriptors and sockets inherited by commands", r"refused the shell's control descriptor 200 EBADF", script=PASSED_SOCKET, unseen=KERNEL),
+)  # fmt: skip
