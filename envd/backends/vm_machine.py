@@ -18,7 +18,7 @@ OVERHEAD_MB = 64
 VSOCK_PORT = 1024
 """Where the agent listens in a machine that has a vsock."""
 VERSION = 1
-_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+GUEST_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _BOUNDS = {"memory_mb": (32, 1 << 20), "vcpus": (1, 32), "disk_mb": (1, 1 << 20), "pids": (2, 1 << 22)}
 
 
@@ -74,7 +74,7 @@ def kernel_arguments(shape: Shape, stream: str, *more: str) -> str:
 
 def environment(spec: BoxSpec) -> dict[str, str]:
     """What a sandbox's processes start with in a guest, where programs are in Debian's own places."""
-    return {**sandbox_environment("/tmp"), "PATH": _PATH, **spec.env}
+    return {**sandbox_environment("/tmp"), "PATH": GUEST_PATH, **spec.env}
 
 
 @dataclass(frozen=True)

@@ -44,13 +44,12 @@ def image() -> Path:
     return where
 
 
-def _machines(image: Path, directory: Path) -> Iterator[Machines]:
+def _machines(image: Path, directory: Path, runner: asyncio.Runner) -> Iterator[Machines]:
     run_dir = Path("/tmp", f"{OWNED}{owned_name()}")
     run_dir.mkdir(mode=0o711)
-    with asyncio.Runner() as runner:
-        backend = runner.run(qemu.start(run_dir, image, "tcg"))
-        yield Machines(runner, backend, directory)
-        runner.run(backend.stop())
+    backend = runner.run(qemu.start(run_dir, image, "tcg"))
+    yield Machines(runner, backend, directory)
+    runner.run(backend.stop())
     left = [path.name for path in run_dir.iterdir()]
     shutil.rmtree(run_dir)
     assert left == []
@@ -59,13 +58,20 @@ def _machines(image: Path, directory: Path) -> Iterator[Machines]:
 
 
 @pytest.fixture(scope="module")
-def machines(image: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
-    yield from _machines(image, tmp_path_factory.mktemp("machines"))
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
-def elsewhere(image: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
-    yield from _machines(image, tmp_path_factory.mktemp("elsewhere"))
+def machines(image: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+    yield from _machines(image, tmp_path_factory.mktemp("machines"), runner)
+
+
+@pytest.fixture(scope="module")
+def elsewhere(image: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+    """Another server, with directories of its own."""
+    yield from _machines(image, tmp_path_factory.mktemp("elsewhere"), runner)
 
 
 def test_a_machine_shows_the_workspace(machines: Machines) -> None:

@@ -16,13 +16,13 @@ from envd.types import Limits
 T = TypeVar("T")
 LIMITS = Limits(memory_mb=384, pids=64, disk_mb=32)
 COUNTER = """
-import hashlib, os, sys, time
+import os, sys, time, zlib
 held = os.urandom(1 << 20) * int(sys.argv[1])
-first = hashlib.sha256(held).hexdigest()
+first = zlib.crc32(held)
 n = 0
 while True:
     n += 1
-    whole = hashlib.sha256(held).hexdigest() == first if n % 50 == 0 else True
+    whole = zlib.crc32(held) == first if n % 100 == 0 else True
     with open("count.new", "w") as out:
         out.write(f"{n} {first} {os.getpid()} {whole}")
     os.rename("count.new", "count")

@@ -1,0 +1,65 @@
+"""What a sandbox is as a pod, and the network policy it is under."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from envd.backends.base import BoxSpec
+
+SERVER, NETWORK = "triplane.envd/server", "triplane.envd/network"
+"""Labels: which server's pod it is; which network policy holds."""
+POLICY = "envd-sandbox-no-network"
+CONTAINER = "sandbox"
+USER = 65532
+_GRACE_S = 60.0
+
+
+def pod_manifest(pod: str, spec: BoxSpec, *, image: str, runtime_class: str | None, server: str) -> dict[str, Any]:
+    """A pod that may do nothing but run its agent and what that starts. server: the label of the server it belongs to."""
+    limits = spec.limits
+    # both directories are memory: full means ENOSPC at once, where a disk's limit would evict the pod minutes later
+    resources = {"memory": f"{limits.memory_mb + limits.disk_mb}Mi", "cpu": f"{max(10, int(limits.cpu * 1000))}m"}
+    container = {
+        "name": CONTAINER,
+        "image": image,
+        "command": ["/bin/sleep", "infinity"],
+        "workingDir": "/workspace",
+        "resources": {"limits": resources, "requests": resources},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "privileged": False,
+            "readOnlyRootFilesystem": True,
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "volumeMounts": [{"name": name, "mountPath": f"/{name}"} for name in ("workspace", "tmp")],
+    }
+    whole: dict[str, Any] = {
+        "restartPolicy": "Never",
+        # the cluster ends what a server that died has left
+        "activeDeadlineSeconds": int(limits.lifetime_s + _GRACE_S),
+        "terminationGracePeriodSeconds": 0,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "hostname": re.sub(r"[^a-z0-9-]", "-", spec.host_name.lower())[:63].strip("-") or "sandbox",
+        "securityContext": {"fsGroup": USER},
+        "containers": [container],
+        "volumes": [
+            {"name": name, "emptyDir": {"medium": "Memory", "sizeLimit": f"{limits.disk_mb}Mi"}}
+            for name in ("workspace", "tmp")
+        ],
+    }
+    if runtime_class:
+        whole["runtimeClassName"] = runtime_class
+    labels = {"app.kubernetes.io/managed-by": "envd", SERVER: server, NETWORK: "none"}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": pod, "labels": labels}, "spec": whole}
+
+
+def network_policy() -> dict[str, Any]:
+    """No traffic at all, in or out, for pods with the label. Holds where the cluster's network plugin enforces policies."""
+    spec = {"podSelector": {"matchLabels": {NETWORK: "none"}}, "policyTypes": ["Ingress", "Egress"]}
+    return {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": {"name": POLICY}, "spec": spec}

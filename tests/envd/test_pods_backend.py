@@ -1,0 +1,177 @@
+"""The pods backend against a stand-in for a cluster that runs the real agent (kubernetes_server.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from envd.backends import pods, pods_manifest
+from envd.backends.base import IsolationLevel
+from envd.errors import BackendUnavailable, SandboxGone, SandboxStartError
+from envd.native import guest_binary
+
+pytest.register_assert_rewrite("tests.envd.vm_contract")
+
+from tests.envd import vm_contract  # noqa: E402
+from tests.envd.kubernetes_server import Cluster, serving  # noqa: E402
+from tests.envd.vm_contract import Machines, says  # noqa: E402
+
+pytestmark = pytest.mark.skipif(guest_binary() is None, reason="needs the native agent: python -m envd.native.build")
+DEAD = "000000.1.1.dead"
+
+
+@pytest.fixture(scope="module", params=["v5.channel.k8s.io", "v4.channel.k8s.io"])
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    agent = guest_binary()
+    assert agent is not None
+    made = Cluster(tmp_path_factory.mktemp("containers"), agent, request.param)
+    with serving(made) as config, pytest.MonkeyPatch.context() as patch:
+        patch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+        patch.setenv("KUBECONFIG", config)
+        patch.setenv("TRIPLANE_ENVD_PODS_IMAGE", "registry.example/sandbox:1")
+        patch.setenv("TRIPLANE_ENVD_PODS_RUNTIME_CLASS", "sandboxed")
+        yield made
+
+
+@pytest.fixture(scope="module")
+def machines(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+    with asyncio.Runner() as runner:
+        backend = runner.run(pods.start(tmp_path_factory.mktemp("run")))
+        yield Machines(runner, backend, tmp_path_factory.mktemp("here"))
+        runner.run(backend.stop())
+    assert cluster.pods == {}
+
+
+def test_a_pod_shows_the_workspace(machines: Machines) -> None:
+    machines.run(vm_contract.shows_the_workspace)
+
+
+def test_neighbours_share_no_files(machines: Machines) -> None:
+    machines.run(vm_contract.keeps_neighbours_apart)
+
+
+def test_a_pod_has_no_rights_no_network_and_an_end(machines: Machines, cluster: Cluster) -> None:
+    async def job(here: Machines) -> None:
+        await here.create()
+        (pod,) = cluster.pods.values()
+        spec, container = pod["spec"], pod["spec"]["containers"][0]
+        assert spec["runtimeClassName"] == "sandboxed" and spec["automountServiceAccountToken"] is False
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["resources"]["limits"] == {"memory": "416Mi", "cpu": "1000m"}
+        assert spec["activeDeadlineSeconds"] == 660
+        policy = cluster.policies[pods_manifest.POLICY]["spec"]
+        assert policy["policyTypes"] == ["Ingress", "Egress"] and "egress" not in policy
+        assert policy["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+
+    machines.run(job)
+    assert machines.backend.features.isolation == IsolationLevel.KERNEL
+    assert cluster.pods == {}
+
+
+def test_a_snapshot_holds_the_files_and_says_what_it_does_not(machines: Machines) -> None:
+    async def job(here: Machines) -> None:
+        box = await here.create()
+        await says(box, "echo made >deep/made; rm calc.py; ln -s deep link; chmod 700 deep")
+        taken = here.fresh("taken")
+        assert await box.snapshot(taken) == ("processes",)
+        forks = await asyncio.gather(here.restore(taken), here.restore(taken))
+        await forks[0].guest.write("deep/made", b"changed\n")
+        assert await says(forks[1], "ls; cat link/made; stat -c %a deep") == "deep\nlink\nmade\n700"
+
+    machines.run(job)
+
+
+def test_template_files_keep_their_times(machines: Machines) -> None:
+    """A diff compares them."""
+
+    async def job(here: Machines) -> None:
+        box = await here.create()
+        entry, _ = await box.guest.read("calc.py")
+        assert entry.mtime_ns // 10**9 == (here.directory / "template/calc.py").stat().st_mtime_ns // 10**9
+
+    machines.run(job)
+
+
+def test_large_files_pass_the_stream_whole(machines: Machines) -> None:
+    async def job(here: Machines) -> None:
+        box = await here.create()
+        content = bytes(range(256)) * 12_000
+        await box.guest.write("large", content)
+        _, found = await box.guest.read_all("large", 1 << 24)
+        assert found == content
+
+    machines.run(job)
+
+
+def test_an_agent_that_dies_is_told_and_its_pod_deleted(machines: Machines, cluster: Cluster) -> None:
+    async def job(here: Machines) -> None:
+        box = await here.create()
+        (process,) = cluster.processes.values()
+        process.kill()
+        with pytest.raises(SandboxGone):
+            await says(box, "sleep 5")
+        await box.destroy()
+        await box.destroy()
+
+    machines.run(job)
+    assert cluster.pods == {}
+
+
+def test_an_image_that_can_not_be_had_is_told_in_the_clusters_words(
+    machines: Machines, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machines.backend, "_image", cluster.broken_image)
+    with pytest.raises(SandboxStartError, match="ErrImagePull: failed to pull"):
+        machines.run(lambda here: here.create())
+    assert cluster.pods == {}
+
+
+def test_pods_of_a_server_that_was_killed_are_removed(
+    machines: Machines, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pods, "is_abandoned", lambda label: label == DEAD)
+    for name, owner in (("left", DEAD), ("others", "other.1.1.live")):
+        cluster.pods[name] = {
+            "metadata": {"name": name, "labels": {pods_manifest.SERVER: owner}},
+            "spec": {},
+            "status": {},
+        }
+
+    async def job() -> None:
+        await (await pods.start(tmp_path)).stop()
+
+    machines.runner.run(job())
+    assert list(cluster.pods) == ["others"]
+    cluster.pods.clear()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"TRIPLANE_ENVD_PODS_IMAGE": ""}, "set TRIPLANE_ENVD_PODS_IMAGE"),
+        ({"TRIPLANE_ENVD_PODS_RUNTIME_CLASS": "nothing"}, "no RuntimeClass 'nothing'"),
+        ({"KUBECONFIG": "/nowhere"}, "set KUBECONFIG"),
+    ],
+)
+def test_what_is_missing_is_one_line_with_its_fix(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], words: str
+) -> None:
+    for name, value in changes.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(BackendUnavailable, match=words):
+        asyncio.run(pods.start(tmp_path))
+
+
+def test_a_wrong_token_is_told(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = json.loads(Path(os.environ["KUBECONFIG"]).read_text())
+    config["users"][0]["user"]["token"] = "wrong"
+    (tmp_path / "config").write_text(json.dumps(config))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    with pytest.raises(BackendUnavailable, match="Unauthorized"):
+        asyncio.run(pods.start(tmp_path))
