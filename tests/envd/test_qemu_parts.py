@@ -1,0 +1,285 @@
+"""The parts of the VM backends that need no machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envd.backends.base import BoxSpec
+from envd.backends.vm_families import Families, Family
+from envd.backends.vm_machine import About, Shape, kernel_arguments, read_about, write_about
+from envd.backends.vm_media import make_disk
+from envd.backends.vm_process import VmmProcess
+from envd.backends.vm_qmp import Qmp, QmpError
+from envd.backends.vm_sparse import open_written, overlay, write_over
+from envd.errors import EnvdError, SandboxGone, SandboxStartError
+from envd.images import build, initramfs
+from envd.images.packages import ImageError
+from envd.types import Limits
+from tests.envd.firecracker_server import out_of_ramdisk
+
+PAGE = 4096
+SHAPE = Shape(128, 1, 64, 64, False)
+
+
+def _spec(**changes: object) -> BoxSpec:
+    usual: dict[str, object] = {
+        "name": "box",
+        "template": "t" * 64,
+        "template_dir": Path("/nowhere"),
+        "limits": Limits(memory_mb=128),
+    }
+    return BoxSpec(**{**usual, **changes})  # type: ignore[arg-type]
+
+
+def _sparse(path: Path, pages: dict[int, int], count: int) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.ftruncate(fd, count * PAGE)
+    for page, value in pages.items():
+        os.pwrite(fd, bytes([value]) * PAGE, page * PAGE)
+    return fd
+
+
+_PAGES = st.dictionaries(st.integers(0, 63), st.integers(0, 255), max_size=20)
+
+
+@settings(max_examples=60, deadline=None)
+@given(base=_PAGES, diff=_PAGES)
+def test_a_diff_over_a_memory_file_changes_its_written_pages_only(
+    tmp_path_factory: pytest.TempPathFactory, base: dict[int, int], diff: dict[int, int]
+) -> None:
+    directory = tmp_path_factory.mktemp("sparse")
+    sources = [_sparse(directory / "base", base, 64), _sparse(directory / "diff", diff, 64)]
+    try:
+        write_over(directory / "merged", *sources)
+    finally:
+        for fd in sources:
+            os.close(fd)
+    merged = (directory / "merged").read_bytes()
+    expected = {**base, **diff}
+    assert len(merged) == 64 * PAGE
+    assert all(merged[page * PAGE : (page + 1) * PAGE] == bytes([expected.get(page, 0)]) * PAGE for page in range(64))
+
+
+def test_a_copy_of_a_sparse_file_stays_sparse(tmp_path: Path) -> None:
+    source = _sparse(tmp_path / "source", {5000: 7}, 10_000)
+    target = os.open(tmp_path / "target", os.O_RDWR | os.O_CREAT)
+    try:
+        assert overlay(source, target) < 100 * PAGE
+        assert os.fstat(target).st_blocks * 512 < 100 * PAGE and os.fstat(target).st_size == 10_000 * PAGE
+    finally:
+        os.close(source)
+        os.close(target)
+
+
+def test_what_a_vmm_wrote_is_opened_only_where_it_is_a_file_of_the_size_it_may_have(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/etc/passwd")
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "large").write_bytes(bytes(100))
+    for name in ("link", "fifo", "large", "missing"):
+        with pytest.raises(EnvdError, match=name):
+            open_written(tmp_path, name, 99)
+    os.close(open_written(tmp_path, "large", 100))
+
+
+def test_a_sealed_family_can_be_mapped_and_not_be_written() -> None:
+    family = Family(PAGE)
+    memory, state = family.raw
+    os.write(memory, b"memory")
+    os.write(state, b"state")
+    family.seal()
+    with family.opened() as (ours, ours_too):
+        for fd in (ours, family.raw[1]):
+            with pytest.raises(PermissionError):
+                os.pwrite(fd, b"x", 0)
+        writable = os.open(f"/proc/self/fd/{ours}", os.O_RDWR)  # as QEMU opens it
+        with pytest.raises(PermissionError):
+            os.write(writable, b"x")
+        os.close(writable)
+        with family.opened() as (_, another):
+            assert os.read(ours_too, 5) == os.read(another, 5) == b"state"
+    family.close()
+
+
+def test_a_family_is_booted_once_and_the_least_used_are_let_go() -> None:
+    class Booted:
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    made: dict[str, list[Booted]] = {}
+
+    async def job() -> None:
+        families: Families[Booted] = Families(2 * SHAPE.machine_mb)
+
+        async def get(name: str) -> Booted:
+            async def boot() -> Booted:
+                await asyncio.sleep(0)
+                made.setdefault(name, []).append(Booted())
+                return made[name][-1]
+
+            return await families.get((name, SHAPE), boot)
+
+        assert len({id(each) for each in await asyncio.gather(*(get("a") for _ in range(5)))}) == 1
+        await get("b")
+        await get("a")
+        await get("c")
+        assert [made[name][0].closed for name in "abc"] == [False, True, False]
+
+        async def fails() -> Booted:
+            raise SandboxStartError("no")
+
+        for _ in range(2):  # a boot that failed is tried again
+            with pytest.raises(SandboxStartError):
+                await families.get(("d", SHAPE), fails)
+        await get("d")
+        await families.close()
+        assert all(each.closed for several in made.values() for each in several)
+
+    asyncio.run(job())
+    assert len(made["a"]) == 1
+
+
+def test_the_monitor_takes_answers_by_their_number_and_refusals_by_their_words() -> None:
+    async def job() -> None:
+        ours, theirs = socket.socketpair()
+        qmp = Qmp(ours)
+        events: list[str] = []
+        qmp.on_event = events.append
+        reader, writer = await asyncio.open_connection(sock=theirs)
+
+        def say(**words: object) -> None:
+            writer.write(json.dumps(words).encode() + b"\r\n")
+
+        async def heard() -> dict[str, object]:
+            return dict(json.loads(await reader.readline()))
+
+        say(QMP={"version": {"qemu": {"major": 7, "minor": 2, "micro": 1}}})
+        greeting = asyncio.create_task(qmp.greet(5))
+        say(**{"return": {}, "id": (await heard())["id"]})
+        assert await greeting == "7.2.1"
+
+        given_up = asyncio.create_task(qmp.run("stop"))
+        first = await heard()
+        given_up.cancel()
+        await asyncio.gather(given_up, return_exceptions=True)
+        asked = asyncio.create_task(qmp.run("query-status"))
+        second = await heard()
+        say(**{"return": "stopped", "id": first["id"]})
+        say(event="STOP")
+        say(**{"return": "status", "id": second["id"]})
+        assert await asked == "status" and events == ["STOP"]
+
+        refused = asyncio.create_task(qmp.run("cont"))
+        say(
+            error={"class": "GenericError", "desc": "Resetting the Virtual Machine is required"},
+            id=(await heard())["id"],
+        )
+        with pytest.raises(QmpError, match="QEMU refused cont: Resetting"):
+            await refused
+
+        last = asyncio.create_task(qmp.run("cont"))
+        await heard()
+        writer.write(b"no json\n")
+        with pytest.raises(SandboxGone):
+            await last
+        await qmp.close()
+        writer.close()
+
+    asyncio.run(job())
+
+
+def test_a_vmm_is_watched_and_what_it_says_is_bounded(tmp_path: Path) -> None:
+    async def job() -> None:
+        noisy = VmmProcess(["sh", "-c", "yes flood | head -c 1000000; echo last >&2; exit 3"])
+        await asyncio.wait_for(noisy.wait(), 20)
+        assert noisy.said.endswith("last") and len(noisy.said) <= 4096
+        held = VmmProcess(["sh", "-c", "echo began; sleep 600"], gate=True)
+        await asyncio.sleep(0.2)
+        assert held.said == ""
+        held.open_gate()
+        while "began" not in held.said:
+            await asyncio.sleep(0.01)
+        assert held.usage()[0] > 0
+        held.kill()
+        held.kill()
+        await asyncio.wait_for(held.wait(), 5)
+        assert held.usage() == (0, 0.0)
+
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    asyncio.run(job())
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
+
+
+def test_a_snapshot_says_what_it_needs(tmp_path: Path) -> None:
+    about = About("qemu", "qemu 7.2.1 tcg", "i" * 64, "t" * 64, SHAPE)
+    write_about(tmp_path, about)
+
+    def read(**changes: str) -> About:
+        here = {"backend": "qemu", "vmm": "qemu 7.2.1 tcg", "image": "i" * 64, **changes}
+        return read_about(tmp_path, spec=_spec(), **here)
+
+    assert read() == about
+    for name, words in (("backend", "is of the backend"), ("vmm", "was taken by"), ("image", "needs the guest image")):
+        with pytest.raises(SandboxStartError, match=words):
+            read(**{name: "other"})
+    said = json.loads((tmp_path / "machine.json").read_text())
+    for broken in (
+        {**said, "version": 2},
+        {**said, "shape": {**said["shape"], "memory_mb": 1 << 40}},
+        {**said, "shape": {}},
+        [],
+    ):
+        (tmp_path / "machine.json").write_text(json.dumps(broken))
+        with pytest.raises(SandboxStartError, match="no snapshot of a virtual machine"):
+            read()
+
+
+def test_shapes_beyond_what_machines_can_have_are_refused() -> None:
+    assert Shape.of(_spec(limits=Limits(cpu=1.5))).vcpus == 2
+    with pytest.raises(SandboxStartError, match="memory_mb = 1 "):
+        Shape.of(_spec(limits=Limits(memory_mb=1)))
+    assert "envd.disk_mb=64 envd.pids=64 envd.read_only=0 envd.stream=serial" in kernel_arguments(SHAPE, "serial")
+
+
+def test_a_ramdisk_with_an_agent_holds_this_envds_programs(tmp_path: Path) -> None:
+    """The kernel unpacks archives one after another: the last file of a name is the one that is there."""
+    older = [initramfs.directory("bin"), initramfs.file("init", b"older", 0o755), initramfs.file("odd", b"abc")]
+    initramfs.write_archive(tmp_path / "image", older)
+    (tmp_path / "agent").write_bytes(b"\x7fELF agent")
+    initramfs.with_agent(tmp_path / "image", tmp_path / "agent", tmp_path / "ramdisk")
+    assert out_of_ramdisk(tmp_path / "ramdisk", "envd-guest") == b"\x7fELF agent"
+    assert out_of_ramdisk(tmp_path / "ramdisk", "init").startswith(b"#!/bin/busybox sh\n")
+    assert out_of_ramdisk(tmp_path / "ramdisk", "odd") == b"abc"
+    assert (tmp_path / "ramdisk").stat().st_size % 512 == 0
+
+
+@pytest.mark.skipif(shutil.which("mksquashfs") is None, reason="needs Debian's package squashfs-tools")
+def test_a_template_becomes_the_same_disk_every_time(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name / "deep").mkdir(parents=True)
+        (tmp_path / name / "deep/file").write_text("content\n")
+        for path in (tmp_path / name / "deep/file", tmp_path / name / "deep", tmp_path / name):
+            os.utime(path, (10**9, 10**9))
+    disks = [make_disk(tmp_path / name, tmp_path / f"{name}.squashfs").read_bytes() for name in ("one", "two")]
+    assert disks[0] == disks[1]
+    with pytest.raises(SandboxStartError, match="mksquashfs can't pack"):
+        make_disk(tmp_path / "nothing", tmp_path / "nothing.squashfs")
+
+
+def test_a_folder_that_is_no_image_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("precious")
+    with pytest.raises(ImageError, match="holds something that is no image"):
+        build.build(tmp_path)
+    assert (tmp_path / "mine").read_text() == "precious"
+    with pytest.raises(ImageError, match=r"envd\.images\.build --out"):
+        build.load(tmp_path)
