@@ -15,7 +15,7 @@ import pytest
 from contracts.owned import owned_directory
 from envd.backends.gvisor import start
 from envd.backends.gvisor_boxes import GVisorBox
-from envd.errors import SandboxStartError
+from envd.errors import EnvdError, SandboxStartError
 from envd.sandbox.cgroups import OWNED
 from envd.types import Limits
 from tests.envd.gvisors import COUNTER, GVisor, make_template, require_runsc, shell
@@ -203,6 +203,19 @@ def test_an_image_that_does_not_fit_here_is_refused_with_the_reason(gvisor: GVis
         manifest.unlink()
         with pytest.raises(SandboxStartError, match="no gvisor snapshot"):
             await gvisor.restore(image)
+
+    gvisor.run(job)
+
+
+def test_a_snapshot_that_can_not_be_written_harms_nothing(gvisor: GVisor, image: Path) -> None:
+    (image / "pages.img").mkdir()
+
+    async def job() -> None:
+        box = await gvisor.create()
+        await shell(box, "X=kept")
+        with pytest.raises(EnvdError, match="checkpoint failed"):
+            await box.snapshot(image)
+        assert await shell(box, "echo $X") == "kept\n"
 
     gvisor.run(job)
 
