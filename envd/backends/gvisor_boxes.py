@@ -140,15 +140,9 @@ class GVisorBackend:
         """Take a sandbox from the pool, or start one. Raises SandboxStartError."""
         if spec.network:
             raise Unsupported(_NO_NETWORK)
-        while (box := self.pool.take(spec)) is not None:
-            try:
-                await box.guest.init(host_name=spec.host_name, env=spec.env)
-                return box
-            except SandboxGone:
-                await box.destroy()
-            except BaseException:
-                await box.destroy()
-                raise
+        box = self.pool.take(spec)
+        if box is not None:
+            return box
         with self.pool.busy():
             return await self._start(spec, _RUN)
 
@@ -208,7 +202,13 @@ class GVisorBackend:
         await self.stage.stop()
 
     async def _start_pooled(self, spec: BoxSpec) -> GVisorBox:
-        return await self._start(replace(spec, name=f"pool-{next(self._pooled)}"), _RUN)
+        box = await self._start(replace(spec, name=f"pool-{next(self._pooled)}"), _RUN)
+        try:
+            await box.guest.shell([("true", _COMMAND_S)])  # its shell runs before it is asked for
+        except BaseException:
+            await box.destroy()
+            raise
+        return box
 
     async def _start(self, spec: BoxSpec, command: Sequence[str], *, image: int | None = None) -> GVisorBox:
         async with self._starting:

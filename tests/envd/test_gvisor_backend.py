@@ -208,15 +208,16 @@ def test_a_pooled_sandbox_is_ready_at_once_and_no_other_than_a_fresh_one() -> No
         gvisor = GVisor(Path(directory), pool=2)
 
         async def job() -> None:
+            who = {"WHO": "one"}
             while gvisor.backend.pool.hits == 0:
-                await (await gvisor.create()).destroy()  # now it knows what is asked for
+                await (await gvisor.create(env=who)).destroy()  # now it knows what is asked for
                 await asyncio.sleep(1.0)
             hits = gvisor.backend.pool.hits
-            one = await gvisor.create(env={"WHO": "one"})
+            one = await gvisor.create(env=who)
             assert gvisor.backend.pool.hits == hits + 1
-            other = await gvisor.create(env={"WHO": "other"})
-            assert await shell(one, "echo $WHO; cat a.txt; rm a.txt") == "one\nfirst\n"
-            assert await shell(other, "echo $WHO; cat a.txt") == "other\nfirst\n"
+            assert await shell(one, "echo $WHO; hostname; cat a.txt; rm a.txt; X=1") == "one\nsandbox\nfirst\n"
+            other = await gvisor.create(env=who)
+            assert await shell(other, "echo $WHO; cat a.txt; echo $X") == "one\nfirst\n\n"
 
         gvisor.run(job)
         gvisor.stop()
