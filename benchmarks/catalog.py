@@ -15,7 +15,9 @@ CATALOG: Mapping[str, str] = {
     "overhead": "the share of an iteration that is not sampling, tools, grading or optimizing",
     "engine": "tokens a second of the built-in engine beside HF generate of the same checkpoint",
     "chaos": "iterations killed at named points and random instants: same content, nothing sampled twice, nothing left",
-    "envd": "latency of creating, calling and verifying in a sandbox beside a bare unshare",
+    "envd": "sandboxes through gRPC beside bubblewrap, runc, runsc and SWE-ReX: latency, rate, memory of idle ones",
+    "envd-soak": "sandboxes come and go while clients, spawner and server are killed: nothing is left",
+    "envd-fuzz": "malformed and hostile requests on every method: the server stays up and right",
     "s3": "an experiment on a local S3 server beside a directory: equal digests, and what S3 costs an iteration",
 }
 
@@ -33,5 +35,5 @@ def load_benchmark(name: str) -> Benchmark:
     """Import the benchmark called `name`. Raises ConfigError for an unknown one."""
     if name not in CATALOG:
         raise ConfigError(f"no benchmark is called {name!r}: choose one of {', '.join(CATALOG)}")
-    module = importlib.import_module(f"benchmarks.{name}")
+    module = importlib.import_module(f"benchmarks.{name.replace('-', '_')}")
     return Benchmark(name, cast(type[Options], module.OPTIONS), cast(Callable[[Options], Result], module.run))

@@ -1,85 +1,150 @@
-"""Sandboxes through gRPC, one at a time: create, call, verify; beside a bare `unshare` of the same namespaces in the same run."""
+"""Sandboxes through gRPC beside what else runs commands in sandboxes here: bubblewrap, runc, runsc, SWE-ReX's local runtime.
+
+A sandbox counts as created when its first exec has returned. The server, its sandboxes and the clients that measure share the machine's
+cores; peers are measured in the same run, one after the other, nothing else of ours running.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import shutil
-import subprocess
+import os
+import threading
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 from pydantic import Field
 
-from benchmarks.measure import median, percentile, seconds_awaited, seconds_of
+from benchmarks import envd_load as load
+from benchmarks.envd_peers import Peer, peers_here
+from benchmarks.envd_swerex import measure_swerex
+from benchmarks.measure import median, percentile, seconds_of
 from benchmarks.result import Options, Result
-from envd.client import Sandbox, SandboxClient
+from envd.client import SandboxClient
 from envd.local import LocalEnvd
-from envd.types import ToolCall
 
-MODULE = b"def add(a, b):\n    return a + b\n"
-HIDDEN = b"from app import add\n\n\ndef test_add():\n    assert add(2, 3) == 5\n"
-UNSHARE = ["unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--net", "--ipc", "--uts", "true"]
+T = TypeVar("T")
+_THREADS = 2
 
 
 class EnvdOptions(Options):
     """Options of the `envd` benchmark."""
 
-    repeats: int = Field(100, ge=5, le=10_000)
-    """Measurements of each operation."""
+    repeats: int = Field(500, ge=5, le=100_000)
+    """Measurements of each call; verifications are a fifth of it."""
+    pool: int = Field(32, ge=0, le=1000)
+    """Sandboxes that the server keeps ready; the burst creates ten times as many, at least 100."""
+    idle: int = Field(2000, ge=1, le=20_000)
+    """Sandboxes held at once."""
+    seconds: float = Field(10, gt=0, le=600)
+    """How long create-and-destroy is counted."""
+    peers: str = "bubblewrap runc runsc swerex"
+    """What to measure beside, separated by blanks."""
+    peer_repeats: int = Field(30, ge=2, le=1000)
+    """Measurements of each operation of a peer."""
 
 
 OPTIONS = EnvdOptions
 
 
 def run(options: EnvdOptions) -> Result:
-    """Start a server of our own, measure, stop it."""
-    with LocalEnvd() as server:
-        timings, isolated = asyncio.run(_measure(server.address, options.repeats))
-    notes = (
-        [] if isolated else ["the server runs without isolation here: these are not the namespaces backend's numbers"]
-    )
-    if shutil.which("unshare") and _unshare_works():
-        timings["unshare"] = seconds_of(_unshare, repeats=options.repeats)
-    else:
-        notes.append("a bare unshare does not work here: nothing to compare with")
-    metrics: dict[str, float] = {}
-    for name, seconds in timings.items():
-        metrics[f"{name}_p50_ms"] = median(seconds) * 1e3
-        metrics[f"{name}_p99_ms"] = percentile(seconds, 99) * 1e3
-    rows = [
-        {"operation": name, "p50 ms": metrics[f"{name}_p50_ms"], "p99 ms": metrics[f"{name}_p99_ms"], "n": len(seconds)}
-        for name, seconds in timings.items()
+    """Measure a server of our own, then the peers."""
+    notes = [
+        f"load average at the start: {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores, which the clients use too"
     ]
+    with LocalEnvd(log_level="error", options=["--pool", str(options.pool)]) as server:
+        timings, metrics = _run(_measure(server.address, options, notes))
+    rows = [_row("envd", timings, metrics["cycles_per_second"])]
+    for name, seconds in timings.items():
+        metrics |= {f"{name}_p50_ms": median(seconds) * 1e3, f"{name}_p99_ms": percentile(seconds, 99) * 1e3}
+    for name, found, per_second in _peers(options, notes):
+        rows.append(_row(name, found, per_second))
+        for operation in ("create", "exec"):
+            metrics[f"{name}_{operation}_p50_ms"] = median(found[operation]) * 1e3
+            metrics[f"{operation}_times_faster_than_{name}"] = median(found[operation]) / median(timings[operation])
     return Result(metrics, rows, notes)
 
 
-async def _measure(address: str, repeats: int) -> tuple[dict[str, list[float]], bool]:
+async def _measure(address: str, options: EnvdOptions, notes: list[str]) -> tuple[load.Timings, dict[str, float]]:
     async with SandboxClient(address) as client:
-        template = await client.put_template({"app.py": MODULE})
-        made: list[Sandbox] = []
-
-        async def create() -> None:
-            made.append(await client.create(template))
-
-        async def finish() -> None:
-            await made.pop().finish()
-
-        async def verify() -> None:
-            await client.verify(template, b"", {"test_hidden.py": HIDDEN}, ["test_hidden.py::test_add"])
-
-        found: dict[str, list[float]] = {"create": [], "finish": []}
-        for _ in range(repeats):
-            found["create"] += await seconds_awaited(create, repeats=1, warmups=0)
-            found["finish"] += await seconds_awaited(finish, repeats=1, warmups=0)
-        async with await client.create(template) as sandbox:
-            read, shell = ToolCall("read", {"path": "app.py"}), ToolCall("exec", {"command": "true"})
-            found["read"] = await seconds_awaited(lambda: sandbox.call(read), repeats=repeats)
-            found["exec"] = await seconds_awaited(lambda: sandbox.call(shell), repeats=repeats)
-        found["verify"] = await seconds_awaited(verify, repeats=repeats)
-        return found, (await client.info()).isolation
+        info = await client.info()
+        notes.append(f"backend {info.backend}, started by {info.backends[0].helper}; pool {options.pool}")
+        if not info.isolation:
+            notes.append("the server runs without isolation here: these are not the namespaces backend's numbers")
+        timings = await load.burst(client, max(100, 10 * options.pool))
+        timings |= await load.calls(client, options.repeats)
+        timings["verify"] = await load.verifications(client, max(5, options.repeats // 5))
+        metrics = {"cycles_per_second": await load.cycles_per_second(address, options.seconds)}
+        idle = await load.hold_idle(client, options.idle)
+    return timings, metrics | {
+        "idle_held": float(idle.held),
+        "idle_mb_of_machine": idle.mb_of_machine,
+        "idle_mb_of_groups": idle.mb_of_groups,
+        "idle_created_per_second": options.idle / idle.seconds,
+    }
 
 
-def _unshare() -> None:
-    subprocess.run(UNSHARE, check=True, capture_output=True)
+def _peers(options: EnvdOptions, notes: list[str]) -> list[tuple[str, load.Timings, float]]:
+    names = options.peers.split()
+    found = []
+    with peers_here([name for name in names if name != "swerex"], notes) as peers:
+        for peer in peers:
+            timings = _time_peer(peer, options.peer_repeats)
+            found.append((peer.name, timings, _peer_cycles(peer, options.peer_repeats)))
+    if "swerex" in names and (timings := measure_swerex(options.peer_repeats, options.peer_repeats, notes)):
+        found.append(("swerex", timings, len(timings["cycle"]) / sum(timings["cycle"])))
+        notes.append("swerex isolates nothing: a bash session of this machine's; its cycles are one at a time")
+    return found
 
 
-def _unshare_works() -> bool:
-    return subprocess.run(UNSHARE, check=False, capture_output=True).returncode == 0
+def _time_peer(peer: Peer, repeats: int) -> load.Timings:
+    timings: load.Timings = {"create": []}
+    for number in range(repeats):
+        begin = time.perf_counter()
+        box = peer.create()
+        try:
+            box.execute()
+            timings["create"].append(time.perf_counter() - begin)
+            if number == repeats - 1:
+                timings["exec"] = seconds_of(box.execute, repeats=repeats)
+                timings["read"] = seconds_of(box.read, repeats=repeats)
+        finally:
+            box.destroy()
+    return timings
+
+
+def _peer_cycles(peer: Peer, repeats: int) -> float:
+    """Created and destroyed a second, by as many threads as the machine that the goals are for has cores."""
+
+    def work() -> None:
+        for _ in range(max(1, repeats // _THREADS)):
+            peer.create().destroy()
+
+    threads = [threading.Thread(target=work) for _ in range(_THREADS)]
+    begin = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return _THREADS * max(1, repeats // _THREADS) / (time.perf_counter() - begin)
+
+
+def _row(name: str, timings: Mapping[str, Sequence[float]], per_second: float) -> dict[str, Any]:
+    return {
+        "sandbox": name,
+        "create p50 ms": median(timings["create"]) * 1e3,
+        "create p99 ms": percentile(timings["create"], 99) * 1e3,
+        "exec p50 ms": median(timings["exec"]) * 1e3,
+        "read p50 ms": median(timings["read"]) * 1e3,
+        "created and destroyed /s": per_second,
+        "n": len(timings["create"]),
+    }
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    """On uvloop where it is installed, as the server does."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(work)
+    return uvloop.run(work)

@@ -1,0 +1,330 @@
+"""Malformed and hostile requests on every method of a real server, while another client's control sandbox must give the right answers all along."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.protobuf import message_factory
+from pydantic import Field
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks.envd_hostile import METHODS, Hostile, Known, hostile_request
+from benchmarks.result import Options, Result
+from contracts.owned import owned_directory
+from contracts.pb import envd_pb2 as pb
+from contracts.pb import envd_pb2_grpc as rpc
+from envd.client import Limits, Sandbox, SandboxClient
+from envd.connection import MESSAGE_BYTES
+from envd.errors import EnvdError
+from envd.guest.link import GuestLink
+from envd.guest.protocol import HEAD
+from envd.local import LocalEnvd
+from envd.sandbox.proctree import descendants
+from envd.types import ToolCall
+
+_DEADLINE_S = 40.0
+_STREAM_S = 0.05
+_UNPARSED = "DecodeError"
+"""In what gRPC itself answers and logs where bytes are no message: the services never see them."""
+_PATIENT = ("/Batch", "/Verify")
+"""They queue behind each other, and their own deadlines are part of the request."""
+_WARM = 500
+_SOCKETS, _GUESTS = 0.03, 0.03
+"""Shares of broken connections and of lying guests."""
+_LIMITS = Limits(memory_mb=256, pids=64, lifetime_s=3600)
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+
+
+class FuzzOptions(Options):
+    """Options of the `envd-fuzz` benchmark."""
+
+    requests: int = Field(100_000, ge=1)
+    """How many to send."""
+    at_once: int = Field(32, ge=1, le=512)
+    """Attackers, each with one request at a time."""
+    sandboxes: int = Field(8, ge=1, le=100)
+    """Sandboxes that attackers rightly have and attack from outside."""
+    backend: str = "namespaces"
+    """The server's."""
+    seed: int = 0
+    """Of the requests; which attacker sends which is up to the machine."""
+
+
+OPTIONS = FuzzOptions
+
+
+def run(options: FuzzOptions) -> Result:
+    """Attack a server of our own and count what came of it."""
+    with owned_directory("bench-fuzz-") as made, ExitStack() as stack:
+        log = Path(made) / "server.log"
+        with _standard_error(log):
+            server = stack.enter_context(LocalEnvd(options.backend, log_level="error"))
+        pid = next(pid for pid, parent in descendants(os.getpid()).items() if parent == os.getpid() and _serves(pid))
+        fuzz = Fuzz(server.address, pid, options)
+        asyncio.run(fuzz.run())
+        fuzz.read_log(log)
+        return fuzz.result(died=not server.alive)
+
+
+class Fuzz:
+    """Attackers, the control and what was counted."""
+
+    def __init__(self, address: str, pid: int, options: FuzzOptions) -> None:
+        self._address, self._pid, self._options = address, pid, options
+        self._sandboxes: list[Sandbox] = []
+        self._template = ""
+        self.sent = self.hung = self.checks = self.log_bytes = 0
+        self.codes: Counter[str] = Counter()
+        self.surprises: Counter[str] = Counter()
+        self.failures: list[str] = []
+        self._memory: list[int] = []
+        self._begin = time.monotonic()
+
+    async def run(self) -> None:
+        """Send all, then look once more."""
+        async with SandboxClient(self._address) as client, SandboxClient(self._address) as other:
+            self._template = await client.put_template({"app.py": b"def add(a, b):\n    return a + b\n"})
+            self._sandboxes = [
+                await client.create(self._template, limits=_LIMITS) for _ in range(self._options.sandboxes)
+            ]
+            control = await other.create(self._template, limits=_LIMITS)
+            over = asyncio.Event()
+            watching = asyncio.ensure_future(self._control(control, over))
+            with Progress(console=Console(stderr=True), transient=True) as progress:
+                bar = progress.add_task("requests", total=self._options.requests)
+                attackers = [self._attack(client, number, progress, bar) for number in range(self._options.at_once)]
+                await asyncio.gather(*attackers)
+            over.set()
+            await watching
+            with suppress(EnvdError):
+                await control.close()
+            await asyncio.sleep(2)
+            self._memory.append(_resident(self._pid))
+
+    def result(self, *, died: bool) -> Result:
+        """What was counted."""
+        warm, *later = self._memory or [0]
+        metrics = {
+            "requests": float(self.sent),
+            "requests_missing": float(self._options.requests - self.sent),
+            "unhandled_errors": float(self.surprises.total()),
+            "server_deaths": float(died),
+            "control_checks": float(self.checks),
+            "control_failures": float(len(self.failures) + (self.checks == 0)),
+            "requests_hung": float(self.hung),
+            "server_growth_mb": ((later or [warm])[-1] - warm) / 2**20,
+            "server_log_mb": self.log_bytes / 2**20,
+            "server_peak_mb": max(self._memory, default=0) / 2**20,
+            "seconds": time.monotonic() - self._begin,
+        }
+        rows = [{"answer": code, "requests": count} for code, count in self.codes.most_common()]
+        notes = [f"{count} times: {words}" for words, count in self.surprises.most_common(10)]
+        return Result(metrics, rows, [*notes, *self.failures[:5]])
+
+    def read_log(self, log: Path) -> None:
+        """What the server wrote of exceptions that nobody thought of, also where no answer told of them."""
+        self.log_bytes = log.stat().st_size
+        with log.open(errors="replace") as lines:
+            for line in lines:
+                if "Traceback" in line and _UNPARSED not in line:
+                    self.surprises[f"the server's log: {line[-500:].strip()}"] += 1
+
+    async def _attack(self, client: SandboxClient, number: int, progress: Progress, bar: Any) -> None:
+        chance = random.Random(self._options.seed * 1000 + number)
+        options = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", MESSAGE_BYTES)]
+        async with grpc.aio.insecure_channel(self._address, options=options) as channel:
+            while self.sent < self._options.requests:
+                self.sent += 1
+                progress.update(bar, completed=self.sent)
+                if self.sent == _WARM or self.sent % 2000 == 0:
+                    self._memory.append(_resident(self._pid))
+                way = chance.random()
+                if way < _SOCKETS:
+                    await self._break_connection(chance)
+                elif way < _SOCKETS + _GUESTS:
+                    await self._lie(chance)
+                else:
+                    known = Known([each.handle for each in self._sandboxes], self._template)
+                    await self._send(channel, hostile_request(chance, known), chance)
+                if chance.random() < 0.05:
+                    await self._replace(client, chance.randrange(len(self._sandboxes)))
+
+    async def _send(self, channel: grpc.aio.Channel, request: Hostile, chance: random.Random) -> None:
+        code, words = await send(channel, request, chance)
+        self.codes[code] += 1
+        if words:
+            self.surprises[f"{request.path}: {words}"] += 1
+        if code == "DEADLINE_EXCEEDED" and not request.path.endswith(_PATIENT):
+            self.hung += 1
+            self.surprises[f"{request.path} hung"] += 0
+
+    async def _break_connection(self, chance: random.Random) -> None:
+        """Bytes that are no HTTP/2, or that begin as it, and an end without a word."""
+        self.codes["(broken connection)"] += 1
+        with suppress(OSError):
+            _, writer = await asyncio.open_unix_connection(self._address.removeprefix("unix:"))
+            writer.write(
+                chance.choice((b"", _PREFACE, _PREFACE[:10])) + chance.randbytes(chance.choice((0, 9, 300, 20_000)))
+            )
+            if chance.random() < 0.5:
+                await asyncio.sleep(0.01)
+            writer.transport.abort()
+
+    async def _lie(self, chance: random.Random) -> None:
+        """The server's end of a sandbox's stream, with a sandbox that sends what it likes."""
+        self.codes["(lying guest)"] += 1
+        try:
+            await lying_guest(chance)
+        except (EnvdError, OSError):
+            return
+        except Exception as error:  # noqa: BLE001 - the finding itself
+            self.surprises[f"a lying guest: {error!r}"[:300]] += 1
+
+    async def _replace(self, client: SandboxClient, number: int) -> None:
+        """A sandbox that has ended, or no longer runs, by a fresh one."""
+        old = self._sandboxes[number]
+        try:
+            if (await old.status()).state == "running":
+                return
+            await old.close()
+        except EnvdError:
+            pass
+        with suppress(EnvdError):
+            self._sandboxes[number] = await client.create(self._template, limits=_LIMITS)
+
+    async def _control(self, sandbox: Sandbox, over: asyncio.Event) -> None:
+        """Until all is sent, and once more after it."""
+        while True:
+            last = over.is_set()
+            try:
+                await self._check(sandbox)
+            except (EnvdError, AssertionError) as error:
+                self.failures.append(f"the control sandbox: {error!r}"[:300])
+            self.checks += 1
+            if last:
+                return
+            with suppress(TimeoutError):
+                await asyncio.wait_for(over.wait(), 0.2)
+
+    async def _check(self, sandbox: Sandbox) -> None:
+        content = f"number {self.checks}\n"
+        await sandbox.files.write("control.txt", content.encode())
+        said = await sandbox.call(
+            ToolCall("exec", {"command": "cat control.txt; python3 -c 'import app; print(app.add(2, 3))'"})
+        )
+        assert said.text == f"{content}5\nexit 0", said.text
+        assert await sandbox.files.read("control.txt") == content.encode()
+
+
+async def send(channel: grpc.aio.Channel, request: Hostile, chance: random.Random) -> tuple[str, str]:
+    """Send one. Returns the status's name, and the server's words where nobody thought of what happened."""
+    method = METHODS[request.path]
+    kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
+    call = getattr(channel, kind)(request.path)
+    given: Any = iter(request.messages) if method.client_streaming else request.messages[0]
+    try:
+        if method.server_streaming:
+            await _read_some(call(given, metadata=request.metadata, timeout=_DEADLINE_S))
+        elif method.client_streaming and chance.random() < 0.2:
+            half = call(metadata=request.metadata, timeout=_DEADLINE_S)
+            await asyncio.sleep(_STREAM_S)
+            half.cancel()
+        else:
+            reply = await call(given, metadata=request.metadata, timeout=_DEADLINE_S)
+            await _clear(channel, message_factory.GetMessageClass(method.output_type).FromString(reply))
+    except grpc.aio.AioRpcError as error:
+        details = error.details() or ""
+        unthought = error.code() in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL) and _UNPARSED not in details
+        return error.code().name, f"{error.code().name} {details}"[:300] if unthought else ""
+    except (asyncio.CancelledError, asyncio.InvalidStateError):
+        return "CANCELLED", ""
+    return "OK", ""
+
+
+async def _read_some(call: Any) -> None:
+    """A stream without end is left half-way."""
+    try:
+        async with asyncio.timeout(_STREAM_S):
+            for _ in range(5):
+                if await call.read() is grpc.aio.EOF:
+                    return
+    except TimeoutError:
+        pass
+    finally:
+        call.cancel()
+
+
+async def _clear(channel: grpc.aio.Channel, reply: Any) -> None:
+    """What was made by a request that happened to be a good one."""
+    made = [reply] if isinstance(reply, pb.CreateReply) else []
+    if isinstance(reply, pb.CreateBatchReply):
+        made = [each.created for each in reply.results if each.HasField("created")]
+    stub = rpc.SandboxesStub(channel)  # type: ignore[no-untyped-call]
+    if made:
+        ids, tokens = [each.sandbox_id for each in made], [each.token for each in made]
+        await stub.DeleteBatch(pb.DeleteBatchRequest(sandbox_ids=ids, tokens=tokens), timeout=_DEADLINE_S)
+    if isinstance(reply, pb.SnapshotReply):
+        await stub.DeleteSnapshot(pb.DeleteSnapshotRequest(snapshot_id=reply.snapshot_id), timeout=_DEADLINE_S)
+
+
+async def lying_guest(chance: random.Random) -> None:
+    """Ask a guest that answers with random frames. Raises SandboxGone or a file's error, as for any guest that is broken."""
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    link = await GuestLink.over_socket(ours, patience_s=1.0)
+    try:
+        asks = (link.stat("."), link.read("f"), link.list("."), link.shell([("true", 1.0)]), link.write("f", b"x"))
+        asking = asyncio.ensure_future(asyncio.gather(*asks, return_exceptions=False))
+        with suppress(OSError):
+            for _ in range(chance.randint(1, 6)):
+                body = chance.randbytes(chance.choice((0, 1, 8, 60, 3000)))
+                length = chance.choice((len(body) + 5, len(body) + 5, chance.randrange(1 << 32)))
+                frame = (
+                    HEAD.pack(length, chance.randint(0, 7), chance.choice((100, 101, 102, chance.randrange(256))))
+                    + body
+                )
+                await asyncio.get_running_loop().sock_sendall(theirs, frame)
+        theirs.close()
+        async with asyncio.timeout(10):
+            await asking
+    finally:
+        link.close()
+        theirs.close()
+        await link.closed()
+
+
+@contextmanager
+def _standard_error(file: Path) -> Iterator[None]:
+    """Children that are started within write their errors to a file."""
+    kept = os.dup(2)
+    try:
+        with file.open("wb") as target:
+            os.dup2(target.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def _resident(pid: int) -> int:
+    """Bytes of memory that a process has; 0 where it has gone."""
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def _serves(pid: int) -> bool:
+    with suppress(OSError):
+        return b"serve" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return False

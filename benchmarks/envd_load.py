@@ -1,0 +1,164 @@
+"""What an envd server is measured by: each function drives it through gRPC and returns seconds, rates or bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from benchmarks.measure import seconds_awaited
+from contracts.pb import envd_pb2 as pb
+from contracts.pb import envd_pb2_grpc as rpc
+from envd.client import Limits, Sandbox, SandboxClient
+from envd.types import ToolCall
+
+FILES = {"app.py": b"def add(a, b):\n    return a + b\n"}
+TRUE = ToolCall("exec", {"command": "true"})
+READ = ToolCall("read", {"path": "app.py"})
+_HIDDEN = {"test_hidden.py": b"from app import add\n\n\ndef test_add():\n    assert add(2, 3) == 5\n"}
+_CONNECTIONS = 4
+_BATCH = 16
+_AT_ONCE = 16
+_SETTLE_S = 3.0
+_IDLE = Limits(lifetime_s=3600)
+Timings = dict[str, list[float]]
+
+
+async def burst(client: SandboxClient, count: int) -> Timings:
+    """One client creates `count` sandboxes without a pause; each is ready when its first exec has returned."""
+    template = await client.put_template(FILES)
+    found: Timings = {"create": [], "create_call": [], "first_exec": []}
+    made: list[Sandbox] = []
+    try:
+        for _ in range(count):
+            begin = time.perf_counter()
+            sandbox = await client.create(template)
+            made.append(sandbox)
+            created = time.perf_counter()
+            _require_ok(await sandbox.call(TRUE))
+            end = time.perf_counter()
+            for name, seconds in (
+                ("create", end - begin),
+                ("create_call", created - begin),
+                ("first_exec", end - created),
+            ):
+                found[name].append(seconds)
+    finally:
+        await destroy_all(client, made)
+    return found
+
+
+async def calls(client: SandboxClient, repeats: int) -> Timings:
+    """One client, one sandbox, one call at a time; `info` does nothing and is the floor."""
+    sandbox = await client.create(await client.put_template(FILES))
+    work: dict[str, Callable[[], Awaitable[object]]] = {
+        "info": client.info,
+        "exec": lambda: sandbox.call(TRUE),
+        "read": lambda: sandbox.call(READ),
+        "file_read": lambda: sandbox.files.read("app.py"),
+    }
+    async with sandbox:
+        _require_ok(await sandbox.call(TRUE))
+        return {name: await seconds_awaited(each, repeats=repeats, warmups=10) for name, each in work.items()}
+
+
+async def verifications(client: SandboxClient, repeats: int) -> list[float]:
+    """A verdict at a time, of a final state that passes its one hidden test."""
+    template = await client.put_template(FILES)
+
+    async def verify() -> None:
+        verdict = await client.verify(template, b"", _HIDDEN, ["test_hidden.py::test_add"])
+        if [each.status for each in verdict.outcomes] != ["passed"]:
+            raise RuntimeError(f"a right final state was judged {verdict}")
+
+    return await seconds_awaited(verify, repeats=repeats, warmups=3)
+
+
+async def cycles_per_second(address: str, seconds: float) -> float:
+    """Sandboxes created and destroyed a second, over several connections, in batches."""
+    done, deadline = 0, time.perf_counter() + seconds
+
+    async def work() -> None:
+        nonlocal done
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(address, options=options) as channel:
+            stub = rpc.SandboxesStub(channel)  # type: ignore[no-untyped-call]
+            template = (await stub.PutTemplate(pb.PutTemplateRequest(files=FILES))).digest
+            request = pb.CreateBatchRequest(requests=[pb.CreateRequest(template=template)] * _BATCH)
+            while time.perf_counter() < deadline:
+                made = [each.created for each in (await stub.CreateBatch(request)).results if each.HasField("created")]
+                ids, tokens = [each.sandbox_id for each in made], [each.token for each in made]
+                await stub.DeleteBatch(pb.DeleteBatchRequest(sandbox_ids=ids, tokens=tokens))
+                done += len(made)
+
+    begin = time.perf_counter()
+    await asyncio.gather(*(work() for _ in range(_CONNECTIONS)))
+    return done / (time.perf_counter() - begin)
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Sandboxes that were held at once."""
+
+    held: int
+    """Of those asked for, how many had answered a first exec and answered another one after all were held."""
+    mb_of_machine: float
+    """MiB each by which the machine's available memory fell: processes, kernel objects and the server's own share."""
+    mb_of_groups: float
+    """MiB each that their control groups count."""
+    seconds: float
+    """To create them all."""
+
+
+async def hold_idle(client: SandboxClient, count: int) -> Idle:
+    """Hold `count` sandboxes, each of which has answered a first exec."""
+    template = await client.put_template(FILES)
+    made: list[Sandbox] = []
+    slots = asyncio.Semaphore(_AT_ONCE)
+
+    async def start() -> None:
+        async with slots:
+            sandbox = await client.create(template, limits=_IDLE)
+            made.append(sandbox)
+            _require_ok(await sandbox.call(TRUE))
+
+    async def answers(sandbox: Sandbox) -> bool:
+        async with slots:
+            return (await sandbox.call(READ)).ok
+
+    try:
+        before, begin = available_bytes(), time.perf_counter()
+        await asyncio.gather(*(start() for _ in range(count)))
+        seconds = time.perf_counter() - begin
+        await asyncio.sleep(_SETTLE_S)
+        taken = before - available_bytes()
+        counted = sum(each.memory_bytes for each in await client.list())
+        held = sum(await asyncio.gather(*map(answers, made)))
+        return Idle(held, taken / count / 2**20, counted / count / 2**20, seconds)
+    finally:
+        await destroy_all(client, made)
+
+
+async def destroy_all(client: SandboxClient, made: list[Sandbox]) -> None:
+    """End sandboxes in batches."""
+    for at in range(0, len(made), 200):
+        some = made[at : at + 200]
+        request = pb.DeleteBatchRequest(
+            sandbox_ids=[each.id for each in some], tokens=[each.handle.token for each in some]
+        )
+        await client.sandboxes.DeleteBatch(request, timeout=120)
+
+
+def available_bytes() -> int:
+    """What the kernel says could be given to programs now."""
+    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+    return int(line.split()[1]) * 1024
+
+
+def _require_ok(result: object) -> None:
+    if not getattr(result, "ok", False):
+        raise RuntimeError(f"a first exec failed: {result}")

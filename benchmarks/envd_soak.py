@@ -1,0 +1,263 @@
+"""Sandboxes come and go while clients, the spawner and the server are killed at random; at the end nothing may be left.
+
+Whom a kill strikes, and after how many sandboxes, is drawn from the seed. A server that was killed, or whose spawner was, is started again on the same
+directory. This process adopts orphans, so that what escapes its parent is still counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from pydantic import Field
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks.envd_leftovers import Leftovers, adopt_orphans, descriptors, keep, look, settled
+from benchmarks.envd_soak_client import LIFETIME_S
+from benchmarks.result import Options, Result
+from contracts.owned import owned_directory
+from envd.client import SandboxClient
+from envd.errors import EnvdError
+from envd.sandbox.cgroups import OWNED
+from envd.sandbox.proctree import descendants
+
+_START_S = 60.0
+_STALLED_S = 120.0
+_VICTIMS = ("client", "client", "spawner", "server")
+
+
+class SoakOptions(Options):
+    """Options of the `envd-soak` benchmark."""
+
+    count: int = Field(20_000, ge=20)
+    """Sandboxes to create and end."""
+    clients: int = Field(2, ge=1, le=64)
+    """Client processes at a time."""
+    every: int = Field(400, ge=10)
+    """Sandboxes between two kills, on average."""
+    pool: int = Field(4, ge=0)
+    """Sandboxes that the server keeps ready."""
+    seed: int = 0
+    """Of what is killed when."""
+
+
+OPTIONS = SoakOptions
+
+
+def run(options: SoakOptions) -> Result:
+    """Run the soak and count what is left."""
+    adopt_orphans()
+    with owned_directory(OWNED) as made:
+        folder = Path(made)
+        before = look(folder, set())
+        soak = _Soak(options, folder)
+        try:
+            soak.run()
+            soak.quiet()
+        finally:
+            soak.stop()
+        left = settled(folder, soak.pids, before)
+    return soak.result(left)
+
+
+class _Soak:
+    """Server and clients, and what was seen of them."""
+
+    def __init__(self, options: SoakOptions, folder: Path) -> None:
+        self._options, self._folder = options, folder
+        self._state = folder / "s"
+        self._address = f"unix:{folder}/sock"
+        self._environment = {
+            **os.environ,
+            "TMPDIR": str(folder),
+            "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
+        }
+        self._chance = random.Random(options.seed)
+        self._server: subprocess.Popen[bytes] | None = None
+        self._clients: list[subprocess.Popen[str]] = []
+        self._client_number = 0
+        self.pids: set[int] = set()
+        self.said: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self.kills: Counter[str] = Counter()
+        self.failed_restarts = self.sandboxes_left = self.descriptors_left = self.planned_kills = 0
+        self._held_before = 0
+        self._begin = time.monotonic()
+
+    def run(self) -> None:
+        """Until the wanted number was created."""
+        count = self._options.count
+        self._start_server()
+        plan = self._plan()
+        self.planned_kills = len(plan)
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            bar = progress.add_task("sandboxes", total=count)
+            seen, changed = 0, time.monotonic()
+            while (plan or self.said["done"] < count) and time.monotonic() - changed < _STALLED_S:
+                self._keep_running()
+                done = self.said["done"]
+                if plan and done >= plan[0][0] and self._kill(plan[0][1]):
+                    del plan[0]
+                if done != seen:
+                    seen, changed = done, time.monotonic()
+                    progress.update(bar, completed=done)
+                time.sleep(0.02)
+
+    def quiet(self) -> None:
+        """End the clients; what they forgot ends with its lifetime. Then nothing but the pool may live on."""
+        for client in self._clients:
+            _end(client)
+        self._keep_running()
+        deadline = time.monotonic() + LIFETIME_S + 20
+        while (live := asyncio.run(_live(self._address))) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        self.sandboxes_left = live
+        while (more := self._held() - self._held_before) > 0 and time.monotonic() < deadline:
+            time.sleep(0.5)
+        self.descriptors_left = max(0, more)
+
+    def stop(self) -> None:
+        """End everything that still runs."""
+        for client in self._clients:
+            _end(client)
+        if self._server is not None and self._server.poll() is None:
+            self._server.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._server.wait(30)
+            _end(self._server)
+
+    def result(self, left: Leftovers) -> Result:
+        """What was counted."""
+        kills = sum(self.kills.values())
+        kinds: Mapping[str, frozenset[int] | frozenset[str]] = {
+            "processes": left.processes, "mounts": left.mounts, "cgroups": left.cgroups, "files": left.files,
+        }  # fmt: skip
+        metrics = {
+            "sandboxes": float(self.said["done"]),
+            "sandboxes_missing": float(max(0, self._options.count - self.said["done"])),
+            "sandboxes_lost_to_kills": float(self.said["lost"]),
+            "wrong_answers": float(self.said["wrong"]),
+            **{f"kills_of_{victim}": float(self.kills[victim]) for victim in dict.fromkeys(_VICTIMS)},
+            "kills_missing": float(self.planned_kills - kills),
+            "failed_restarts": float(self.failed_restarts),
+            "sandboxes_left": float(self.sandboxes_left),
+            "descriptors_left": float(self.descriptors_left),
+            **{f"{kind}_left": float(len(found)) for kind, found in kinds.items()},
+            "seconds": time.monotonic() - self._begin,
+        }
+        notes = [f"{kind} left: {', '.join(sorted(map(str, found))[:5])}" for kind, found in kinds.items() if found]
+        return Result(metrics, notes=[*notes, *self.wrong[:5]])
+
+    def _plan(self) -> list[tuple[int, str]]:
+        """(after how many sandboxes, whom): all before the end, each kind at least once where there is room."""
+        number = max(len(set(_VICTIMS)), self._options.count // self._options.every)
+        moments = sorted(self._chance.sample(range(1, max(number + 1, int(self._options.count * 0.95))), number))
+        victims = [*dict.fromkeys(_VICTIMS), *(self._chance.choice(_VICTIMS) for _ in range(number))][:number]
+        self._chance.shuffle(victims)
+        return list(zip(moments, victims, strict=True))
+
+    def _keep_running(self) -> None:
+        if self._server is None or self._server.poll() is not None:
+            self._start_server()
+        self._clients = [each for each in self._clients if each.poll() is None]
+        while len(self._clients) < self._options.clients:
+            self._start_client()
+
+    def _kill(self, victim: str) -> bool:
+        """False where there is none just now."""
+        assert self._server is not None
+        if victim == "client":
+            target = self._chance.choice(self._clients).pid
+        elif victim == "server":
+            target = self._server.pid
+        else:
+            found = _spawners(self._server.pid)
+            if not found:
+                return False
+            target = found[0]
+        os.kill(target, signal.SIGKILL)
+        self.kills[victim] += 1
+        if victim == "spawner":
+            with suppress(subprocess.TimeoutExpired):  # the server ends by itself
+                self._server.wait(30)
+        return True
+
+    def _start_server(self) -> None:
+        (self._folder / "sock").unlink(missing_ok=True)
+        command = [sys.executable, "-m", "envd", "serve", "--listen", self._address, "--backend", "namespaces"]
+        command += ["--state-dir", str(self._state), "--pool", str(self._options.pool), "--log-level", "error"]
+        self._server = subprocess.Popen([*command, "--with-parent", str(os.getpid())], env=self._environment)
+        keep(self._server.pid)
+        self.pids.add(self._server.pid)
+        try:
+            asyncio.run(_first_sandbox(self._address))
+        except (EnvdError, TimeoutError):
+            self.failed_restarts += 1
+            _end(self._server)
+            return
+        deadline = time.monotonic() + 5  # the pool fills
+        self._held_before = held = 0
+        while time.monotonic() < deadline and (held != self._held_before or not held):
+            held, self._held_before = self._held_before, self._held()
+            time.sleep(0.3)
+
+    def _held(self) -> int:
+        """Descriptors of the server and of its spawner."""
+        assert self._server is not None
+        return descriptors({self._server.pid, *_spawners(self._server.pid)})
+
+    def _start_client(self) -> None:
+        self._client_number += 1
+        seed = self._options.seed * 10_000 + self._client_number
+        command = [sys.executable, "-m", "benchmarks.envd_soak_client", self._address, str(seed)]
+        client = subprocess.Popen(
+            command, env=self._environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        keep(client.pid)
+        self._clients.append(client)
+        threading.Thread(target=self._listen, args=(client,), daemon=True).start()
+
+    def _listen(self, client: subprocess.Popen[str]) -> None:
+        assert client.stdout is not None
+        with client.stdout as lines:
+            for line in lines:
+                kind, _, words = line.strip().partition(" ")
+                self.said[kind] += 1
+                if words:
+                    self.wrong.append(words)
+
+
+async def _first_sandbox(address: str) -> None:
+    async with SandboxClient(address) as client, asyncio.timeout(_START_S):
+        template = await client.put_template({"app.py": b"x = 1\n"})
+        await (await client.create(template)).close()
+
+
+async def _live(address: str) -> int:
+    async with SandboxClient(address) as client:
+        return (await client.info()).live
+
+
+def _spawners(server: int) -> list[int]:
+    found = []
+    for pid, parent in descendants(server).items():
+        with suppress(OSError):
+            if parent == server and b"spawn" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
+def _end(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
