@@ -206,7 +206,9 @@ class FirecrackerBackend:
         family.directory.mkdir(parents=True)
         media = self._media
         try:
-            machine.bring({KERNEL: media.kernel, RAMDISK: media.ramdisk, ROOT: media.root, TEMPLATE: disk})
+            await asyncio.to_thread(
+                machine.bring, {KERNEL: media.kernel, RAMDISK: media.ramdisk, ROOT: media.root, TEMPLATE: disk}
+            )
             await machine.start(self._placing(group, shape, os.cpu_count() or 1), mute=False)
             await machine.boot()
             guest = await machine.reach_agent(_BOOT_S)
@@ -237,7 +239,9 @@ class FirecrackerBackend:
         with ExitStack() as held:
             try:
                 async with self._starting:
-                    machine.bring({STATE: state, MEMORY: memory, ROOT: self._media.root, TEMPLATE: disk})
+                    await asyncio.to_thread(
+                        machine.bring, {STATE: state, MEMORY: memory, ROOT: self._media.root, TEMPLATE: disk}
+                    )
                     base = [
                         os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                         for path in (machine.root / MEMORY, machine.root / TEMPLATE)

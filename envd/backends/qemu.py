@@ -29,7 +29,7 @@ from envd.guest.link import GuestLink
 from envd.sandbox.cgroups import Cgroups
 
 STATE, DISK = "state", "template.squashfs"
-_BOOT_S, _RESTORE_S, _PROBE_S = 180.0, 60.0, 15.0
+_BOOT_S, _RESTORE_S, _PROBE_S = 180.0, 180.0, 15.0
 _QEMU_MB = 192
 """Memory of a QEMU beside its machine's."""
 _THREADS = 64

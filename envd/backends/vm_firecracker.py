@@ -105,9 +105,14 @@ class FirecrackerMachine:
         if self.firecracker.jailer:
             os.chown(self.root / "run", self._user, self._user)
         for name, source in files.items():
-            try:
-                os.link(source, self.root / name)
-            except OSError:  # another file system
+            linked = False
+            if (
+                source.stat().st_mode & 0o004
+            ):  # else the jail's user could not read it, and a snapshot's own mode is not ours to change
+                with suppress(OSError):  # another file system
+                    os.link(source, self.root / name)
+                    linked = True
+            if not linked:
                 shutil.copyfile(source, self.root / name)
                 (self.root / name).chmod(0o644)
 
