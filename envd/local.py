@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from envd.errors import BackendUnavailable
 from envd.sandbox.cgroups import OWNED, remove_groups
 
 _START_TIMEOUT_S = 90.0
+_PROBE_S = 1.0
 _SOCKET = "envd.sock"
 
 
@@ -43,7 +45,7 @@ class LocalEnvd:
     @property
     def alive(self) -> bool:
         """Whether the server runs. One that was killed does not come back: enter another."""
-        return self._process is not None and self._process.poll() is None
+        return self._process is not None and self._process.poll() is None and self._listens()
 
     def __enter__(self) -> LocalEnvd:
         self._directory = socket_directory(OWNED, len(_SOCKET))
@@ -73,6 +75,18 @@ class LocalEnvd:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop()
+
+    def _listens(self) -> bool:
+        """Whether its socket still has a listener: a killed process lets go of that before it has ended."""
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(_PROBE_S)
+            try:
+                probe.connect(self.address.removeprefix("unix:"))
+            except (ConnectionRefusedError, FileNotFoundError):
+                return False
+            except OSError:
+                pass  # it is busy
+        return True
 
     def _wait_until_ready(self, failure: int) -> None:
         """failure: where it says why, if it fails."""
