@@ -67,9 +67,16 @@ static int give_up_capabilities(void)
     return 0;
 }
 
+/* gVisor remembers a thousand names of its /proc, and with each the process that it was of, 85 KB a dead process: in memory, and in snapshots, which
+ * then take seconds. */
+static int forget_processes(void)
+{
+    return mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "dentry_cache_limit=16") < 0 ? failed("mount /proc") : 0;
+}
+
 int container_enter(const struct container *container, const char *workspace)
 {
-    if (close_devices() < 0 || mount_workspace(container, workspace) < 0)
+    if (forget_processes() < 0 || close_devices() < 0 || mount_workspace(container, workspace) < 0)
         return -1;
     if (chdir(workspace) < 0)
         return failed("enter its workspace");

@@ -207,6 +207,20 @@ def test_an_image_that_does_not_fit_here_is_refused_with_the_reason(gvisor: GVis
     gvisor.run(job)
 
 
+def test_processes_that_ended_are_in_no_snapshot(gvisor: GVisor, image: Path) -> None:
+    """85 KB each, where the kernel remembers their names in /proc."""
+
+    async def job() -> None:
+        box = await gvisor.create()
+        for _ in range(80):
+            number, _ = await box.guest.start(["/bin/true"])
+            await box.guest.wait(number, wait_s=20)
+        await box.snapshot(image)
+
+    gvisor.run(job)
+    assert (image / "checkpoint.img").stat().st_size < 4 << 20
+
+
 def test_a_snapshot_that_can_not_be_written_harms_nothing(gvisor: GVisor, image: Path) -> None:
     (image / "pages.img").mkdir()
 
