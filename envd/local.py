@@ -18,6 +18,7 @@ from envd.sandbox.cgroups import OWNED, remove_groups
 
 _START_TIMEOUT_S = 90.0
 _PROBE_S = 1.0
+_END_S = 20.0
 _SOCKET = "envd.sock"
 
 
@@ -34,6 +35,7 @@ class LocalEnvd:
         self._log_level = log_level
         self._directory: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._was_ready = False
 
     @property
     def address(self) -> str:
@@ -64,6 +66,7 @@ class LocalEnvd:
         os.close(writer)
         try:
             self._wait_until_ready(reader)
+            self._was_ready = True
         except BaseException:
             self._stop()
             raise
@@ -75,6 +78,14 @@ class LocalEnvd:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop()
+
+    def _ended_within(self, seconds: float) -> bool:
+        assert self._process is not None
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     def _listens(self) -> bool:
         """Whether its socket still has a listener: a killed process lets go of that before it has ended."""
@@ -104,13 +115,13 @@ class LocalEnvd:
 
     def _stop(self) -> None:
         if self._process is not None:
+            if self._was_ready and not self._listens():
+                self._ended_within(_END_S)  # it is ending by itself, and has something to say
             self._process.terminate()
-            try:
-                self._process.wait(20)
-            except subprocess.TimeoutExpired:
+            if not self._ended_within(_END_S):
                 self._process.kill()
                 self._process.wait()
-            self._process = None
+            self._process, self._was_ready = None, False
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             remove_groups(self._directory.name)
