@@ -18,11 +18,14 @@ import pytest
 from contracts.owned import owned_name
 from envd.backends import qemu
 from envd.backends.base import NetworkRule
+from envd.client import Sandbox, ToolCall
 from envd.errors import BackendUnavailable, SandboxGone, SandboxStartError
 from envd.images.build import build, default_directory, load
 from envd.images.packages import ImageError
+from envd.local import LocalEnvd
 from envd.sandbox.cgroups import OWNED
 from envd.types import Limits
+from tests.envd.harness import FILES, FIX, Harness
 
 pytest.register_assert_rewrite("tests.envd.vm_contract")
 
@@ -220,6 +223,31 @@ def test_qemu_runs_without_rights_or_network(machines: Machines) -> None:
         assert Path(f"/proc/{pid}/ns/net").readlink() != Path("/proc/self/ns/net").readlink()
 
     machines.run(job)
+
+
+def test_a_server_serves_machines(image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through gRPC: tools, diff, hibernation and forks are the same as with other backends."""
+    monkeypatch.setenv("TRIPLANE_ENVD_IMAGE", str(image))
+    monkeypatch.setenv("TRIPLANE_ENVD_QEMU_ACCEL", "tcg")
+
+    async def job(sandbox: Sandbox) -> None:
+        assert (await sandbox.call(FIX)).text == "ok"
+        ran = await sandbox.call(
+            ToolCall("exec", {"command": "export KEPT=1; sleep 600 & python3 -c 'import calc; print(calc.add(1, 2))'"})
+        )
+        assert ran.text == "3\nexit 0"
+        diff = await sandbox.diff()
+        assert b"+    return a + b" in diff
+        assert (await sandbox.hibernate()).state == "hibernated"
+        assert (await sandbox.resume()).state == "running"
+        fork = await sandbox.fork()
+        for each in (sandbox, fork):
+            kept = await each.call(ToolCall("exec", {"command": "echo $KEPT; jobs -r | wc -l"}))
+            assert kept.text == "1\n1\nexit 0"
+            assert await each.diff() == diff
+
+    with LocalEnvd("qemu") as server:
+        Harness(server.address).sandbox(job, files=FILES)
 
 
 def test_a_missing_image_is_one_line_with_its_fix(tmp_path: Path) -> None:
