@@ -36,8 +36,12 @@ from envd.types import ToolCall
 _DEADLINE_S = 40.0
 _STREAM_S = 0.05
 _UNPARSED = "DecodeError"
-"""In what gRPC itself answers and logs where bytes are no message: the services never see them."""
-_PATIENT = ("/Batch", "/Verify")
+"""In what gRPC itself answers where bytes are no message: the services never see them."""
+_CUT = "Internal error from Core"
+"""In what our own end of a stream says whose other end closed it first."""
+_OF_GRPC = (_UNPARSED, "ExecuteBatchError")
+"""In what gRPC itself logs: of such bytes, and of callers that have gone."""
+_PATIENT = ("/Batch", "/Verify", "/Migrate")
 """They queue behind each other, and their own deadlines are part of the request."""
 _WARM = 500
 _SOCKETS, _GUESTS = 0.03, 0.03
@@ -135,9 +139,16 @@ class Fuzz:
     def read_log(self, log: Path) -> None:
         """What the server wrote of exceptions that nobody thought of, also where no answer told of them."""
         self.log_bytes = log.stat().st_size
+        plain = False
         with log.open(errors="replace") as lines:
             for line in lines:
-                if "Traceback" in line and _UNPARSED not in line:
+                ends = line.startswith("{") if not plain else not line.startswith((" ", "Traceback"))
+                plain = not ends and (plain or line.startswith("Traceback"))
+                if (
+                    ends
+                    and ("Traceback" in line or not line.startswith("{"))
+                    and not any(each in line for each in _OF_GRPC)
+                ):
                     self.surprises[f"the server's log: {line[-500:].strip()}"] += 1
 
     async def _attack(self, client: SandboxClient, number: int, progress: Progress, bar: Any) -> None:
@@ -245,7 +256,9 @@ async def send(channel: grpc.aio.Channel, request: Hostile, chance: random.Rando
             await _clear(channel, message_factory.GetMessageClass(method.output_type).FromString(reply))
     except grpc.aio.AioRpcError as error:
         details = error.details() or ""
-        unthought = error.code() in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL) and _UNPARSED not in details
+        unthought = error.code() in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL) and not any(
+            each in details for each in (_UNPARSED, _CUT)
+        )
         return error.code().name, f"{error.code().name} {details}"[:300] if unthought else ""
     except (asyncio.CancelledError, asyncio.InvalidStateError):
         return "CANCELLED", ""

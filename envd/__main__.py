@@ -59,6 +59,11 @@ class _JsonLines(logging.Formatter):
         return json.dumps(said)
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """gRPC writes a whole trace for bytes that are no message: anybody could fill a disk with them."""
+    return record.exc_info is None or getattr(record.exc_info[0], "__name__", "") != "DecodeError"
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     given = sys.argv[1:] if argv is None else argv
@@ -69,6 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonLines())
     logging.basicConfig(level=arguments.log_level.upper(), handlers=[handler])
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
     try:
         _run(_served(arguments))
     except (EnvdError, OSError) as error:

@@ -79,6 +79,9 @@ class Live:
             self._polls.discard(poll)
             if not poll.done():
                 poll.cancel()
+                await asyncio.wait({poll})  # what still runs can't be closed by its owner
+            if not poll.cancelled():
+                poll.exception()  # looked at, also where the caller has gone
         if poll.cancelled():
             return None
         return poll.result()

@@ -1,0 +1,99 @@
+"""Malformed and hostile requests, small enough for every run; `python -m benchmarks envd-fuzz` sends 100,000."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from benchmarks.envd_fuzz import FuzzOptions, lying_guest, run, send
+from benchmarks.envd_hostile import METHODS, Hostile, Known, hostile_request
+from envd.client import Limits, SandboxClient, ToolCall
+from envd.errors import EnvdError
+from envd.local import LocalEnvd
+from tests.envd.harness import FILES
+
+TRUE = ToolCall("exec", {"command": "true"})
+
+
+class Target:
+    """A server, and the loop on which one attacker's channel lives."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.loop = asyncio.new_event_loop()
+        self.channel = self.loop.run_until_complete(self._opened())
+        self.known = self.loop.run_until_complete(self._provided())
+
+    async def _opened(self) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(self.address)
+
+    async def _provided(self) -> Known:
+        async with SandboxClient(self.address) as client:
+            template = await client.put_template(FILES)
+            made = [await client.create(template, limits=Limits(memory_mb=256)) for _ in range(3)]
+            return Known([each.handle for each in made], template)
+
+    def attack(self, request: Hostile, chance: random.Random) -> tuple[str, str]:
+        return self.loop.run_until_complete(send(self.channel, request, chance))
+
+    def works(self) -> bool:
+        async def check() -> bool:
+            async with SandboxClient(self.address) as client:
+                async with await client.create(await client.put_template(FILES)) as sandbox:
+                    return (await sandbox.call(TRUE)).ok and await sandbox.files.read("calc.py") == FILES["calc.py"]
+
+        return self.loop.run_until_complete(check())
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[Target]:
+    with LocalEnvd("namespaces", log_level="error") as server:
+        found = Target(server.address)
+        yield found
+        assert server.alive and found.works()
+        found.loop.run_until_complete(found.channel.close())
+        found.loop.close()
+
+
+# Those that grade, move or store take long, each by right: the benchmark sends them too.
+QUICK = sorted(
+    set(METHODS) - {f"/triplane.envd.v1.{name}" for name in ("Verifier/Verify", "Sandboxes/Migrate", "Tools/Batch")}
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(chance=st.randoms(use_true_random=False), path=st.sampled_from(QUICK))
+def test_every_request_is_answered_or_refused_by_name(target: Target, chance: random.Random, path: str) -> None:
+    code, surprise = target.attack(hostile_request(chance, target.known, path), chance)
+    assert not surprise
+    assert code != "DEADLINE_EXCEEDED"
+
+
+@pytest.mark.parametrize("path", sorted(METHODS))
+def test_every_method_answers_to_a_seed_of_requests(target: Target, path: str) -> None:
+    for seed in range(4):
+        chance = random.Random(seed)
+        assert target.attack(hostile_request(chance, target.known, path), chance)[1] == ""
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_a_guest_that_lies_is_a_sandbox_that_has_gone(chance: random.Random) -> None:
+    try:
+        asyncio.run(lying_guest(chance))
+    except (EnvdError, OSError):
+        pass
+
+
+@pytest.mark.slow
+def test_a_fuzz_leaves_the_server_up_and_right() -> None:
+    metrics = run(FuzzOptions(requests=5000, seed=1)).metrics
+    found = {name: metrics[name] for name in ("unhandled_errors", "server_deaths", "control_failures", "requests_hung")}
+    assert found == dict.fromkeys(found, 0)
+    assert metrics["control_checks"] > 1
