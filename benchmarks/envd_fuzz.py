@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -14,32 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from google.protobuf import message_factory
 from pydantic import Field
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.envd_hostile import METHODS, Hostile, Known, hostile_request
+from benchmarks.envd_attack import UNPARSED, break_connection, lying_guest, send
+from benchmarks.envd_hostile import Hostile, Known, hostile_request
 from benchmarks.result import Options, Result
 from contracts.owned import owned_directory
-from contracts.pb import envd_pb2 as pb
-from contracts.pb import envd_pb2_grpc as rpc
 from envd.client import Limits, Sandbox, SandboxClient
 from envd.connection import MESSAGE_BYTES
 from envd.errors import EnvdError
-from envd.guest.link import GuestLink
-from envd.guest.protocol import HEAD
 from envd.local import LocalEnvd
 from envd.sandbox.proctree import descendants
 from envd.types import ToolCall
 
-_DEADLINE_S = 40.0
-_STREAM_S = 0.05
-_UNPARSED = "DecodeError"
-"""In what gRPC itself answers where bytes are no message: the services never see them."""
-_CUT = "Internal error from Core"
-"""In what our own end of a stream says whose other end closed it first."""
-_OF_GRPC = (_UNPARSED, "ExecuteBatchError")
+_OF_GRPC = (UNPARSED, "ExecuteBatchError")
 """In what gRPC itself logs: of such bytes, and of callers that have gone."""
 _PATIENT = ("/Batch", "/Verify", "/Migrate")
 """They queue behind each other, and their own deadlines are part of the request."""
@@ -47,7 +36,6 @@ _WARM = 500
 _SOCKETS, _GUESTS = 0.03, 0.03
 """Shares of broken connections and of lying guests."""
 _LIMITS = Limits(memory_mb=256, pids=64, lifetime_s=3600)
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 
 
 class FuzzOptions(Options):
@@ -183,14 +171,7 @@ class Fuzz:
     async def _break_connection(self, chance: random.Random) -> None:
         """Bytes that are no HTTP/2, or that begin as it, and an end without a word."""
         self.codes["(broken connection)"] += 1
-        with suppress(OSError):
-            _, writer = await asyncio.open_unix_connection(self._address.removeprefix("unix:"))
-            writer.write(
-                chance.choice((b"", _PREFACE, _PREFACE[:10])) + chance.randbytes(chance.choice((0, 9, 300, 20_000)))
-            )
-            if chance.random() < 0.5:
-                await asyncio.sleep(0.01)
-            writer.transport.abort()
+        await break_connection(self._address, chance)
 
     async def _lie(self, chance: random.Random) -> None:
         """The server's end of a sandbox's stream, with a sandbox that sends what it likes."""
@@ -236,85 +217,6 @@ class Fuzz:
         )
         assert said.text == f"{content}5\nexit 0", said.text
         assert await sandbox.files.read("control.txt") == content.encode()
-
-
-async def send(channel: grpc.aio.Channel, request: Hostile, chance: random.Random) -> tuple[str, str]:
-    """Send one. Returns the status's name, and the server's words where nobody thought of what happened."""
-    method = METHODS[request.path]
-    kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
-    call = getattr(channel, kind)(request.path)
-    given: Any = iter(request.messages) if method.client_streaming else request.messages[0]
-    try:
-        if method.server_streaming:
-            await _read_some(call(given, metadata=request.metadata, timeout=_DEADLINE_S))
-        elif method.client_streaming and chance.random() < 0.2:
-            half = call(metadata=request.metadata, timeout=_DEADLINE_S)
-            await asyncio.sleep(_STREAM_S)
-            half.cancel()
-        else:
-            reply = await call(given, metadata=request.metadata, timeout=_DEADLINE_S)
-            await _clear(channel, message_factory.GetMessageClass(method.output_type).FromString(reply))
-    except grpc.aio.AioRpcError as error:
-        details = error.details() or ""
-        unthought = error.code() in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL) and not any(
-            each in details for each in (_UNPARSED, _CUT)
-        )
-        return error.code().name, f"{error.code().name} {details}"[:300] if unthought else ""
-    except (asyncio.CancelledError, asyncio.InvalidStateError):
-        return "CANCELLED", ""
-    return "OK", ""
-
-
-async def _read_some(call: Any) -> None:
-    """A stream without end is left half-way."""
-    try:
-        async with asyncio.timeout(_STREAM_S):
-            for _ in range(5):
-                if await call.read() is grpc.aio.EOF:
-                    return
-    except TimeoutError:
-        pass
-    finally:
-        call.cancel()
-
-
-async def _clear(channel: grpc.aio.Channel, reply: Any) -> None:
-    """What was made by a request that happened to be a good one."""
-    made = [reply] if isinstance(reply, pb.CreateReply) else []
-    if isinstance(reply, pb.CreateBatchReply):
-        made = [each.created for each in reply.results if each.HasField("created")]
-    stub = rpc.SandboxesStub(channel)  # type: ignore[no-untyped-call]
-    if made:
-        ids, tokens = [each.sandbox_id for each in made], [each.token for each in made]
-        await stub.DeleteBatch(pb.DeleteBatchRequest(sandbox_ids=ids, tokens=tokens), timeout=_DEADLINE_S)
-    if isinstance(reply, pb.SnapshotReply):
-        await stub.DeleteSnapshot(pb.DeleteSnapshotRequest(snapshot_id=reply.snapshot_id), timeout=_DEADLINE_S)
-
-
-async def lying_guest(chance: random.Random) -> None:
-    """Ask a guest that answers with random frames. Raises SandboxGone or a file's error, as for any guest that is broken."""
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    link = await GuestLink.over_socket(ours, patience_s=1.0)
-    try:
-        asks = (link.stat("."), link.read("f"), link.list("."), link.shell([("true", 1.0)]), link.write("f", b"x"))
-        asking = asyncio.ensure_future(asyncio.gather(*asks, return_exceptions=False))
-        with suppress(OSError):
-            for _ in range(chance.randint(1, 6)):
-                body = chance.randbytes(chance.choice((0, 1, 8, 60, 3000)))
-                length = chance.choice((len(body) + 5, len(body) + 5, chance.randrange(1 << 32)))
-                frame = (
-                    HEAD.pack(length, chance.randint(0, 7), chance.choice((100, 101, 102, chance.randrange(256))))
-                    + body
-                )
-                await asyncio.get_running_loop().sock_sendall(theirs, frame)
-        theirs.close()
-        async with asyncio.timeout(10):
-            await asking
-    finally:
-        link.close()
-        theirs.close()
-        await link.closed()
 
 
 @contextmanager

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.envd_fuzz import FuzzOptions, lying_guest, run, send
+from benchmarks.envd_attack import lying_guest, send
+from benchmarks.envd_fuzz import FuzzOptions, run
 from benchmarks.envd_hostile import METHODS, Hostile, Known, hostile_request
 from envd.client import Limits, SandboxClient, ToolCall
 from envd.errors import EnvdError
@@ -93,7 +94,7 @@ def test_a_guest_that_lies_is_a_sandbox_that_has_gone(chance: random.Random) -> 
 
 @pytest.mark.slow
 def test_a_fuzz_leaves_the_server_up_and_right() -> None:
-    metrics = run(FuzzOptions(requests=5000, seed=1)).metrics
+    metrics = run(FuzzOptions.model_validate({"requests": 5000, "seed": 1})).metrics
     found = {name: metrics[name] for name in ("unhandled_errors", "server_deaths", "control_failures", "requests_hung")}
     assert found == dict.fromkeys(found, 0)
     assert metrics["control_checks"] > 1

@@ -38,7 +38,7 @@ class Stranger:
     def call(self, service: str, method: str, request: dict[str, Any], **metadata: str) -> dict[str, Any]:
         found = self.describe(service)[method]
         message = ParseDict(request, GetMessageClass(found.input_type)())
-        ask = self._channel.unary_unary(
+        ask: Any = self._channel.unary_unary(
             f"/{service}/{method}",
             request_serializer=lambda each: each.SerializeToString(),
             response_deserializer=GetMessageClass(found.output_type).FromString,
@@ -79,4 +79,4 @@ def test_a_stranger_finds_describes_and_calls_by_reflection(namespaces: Harness)
             stranger.call(f"{PACKAGE}.Sandboxes", "Get", {"sandbox_id": identity}, triplane_sandbox_token=token)
             raise AssertionError("a deleted sandbox was found")
         except grpc.RpcError as error:
-            assert error.code() is grpc.StatusCode.NOT_FOUND  # type: ignore[attr-defined]
+            assert error.code() is grpc.StatusCode.NOT_FOUND
