@@ -16,7 +16,7 @@ from typing import Any
 
 from envd.backends.gvisor_stage import MAX_MESSAGE
 from envd.errors import BackendUnavailable, EnvdError
-from envd.sandbox.cgroups import remove_groups
+from envd.sandbox.cgroups import remove_groups, sweep_groups
 
 _START_S = 30.0
 _STOP_S = 15.0
@@ -52,6 +52,7 @@ class Stage:
         """Start it in run_dir/gvisor, a directory of its own. Raises BackendUnavailable with its own words."""
         if shutil.which("unshare") is None:
             raise BackendUnavailable("the gvisor backend needs the program `unshare`: install util-linux")
+        sweep_groups()  # here: in the stage's pid namespace no server of before can be told from a live one
         own = run_dir / "gvisor"
         shutil.rmtree(own, ignore_errors=True)
         (own / "boxes").mkdir(parents=True)

@@ -61,6 +61,8 @@ class Stage:
         self._groups = Cgroups(groups, freezer=True)
         self._show = _shown(run_dir)
         self._commands: dict[int, _Command] = {}
+        self._boxes: set[str] = set()
+        """Those that a command was run for and that were not ended; the directories may be gone by now."""
         self._ending: dict[str, list[int]] = {}
         self._selector = selectors.DefaultSelector()
         self._serving = True
@@ -107,7 +109,7 @@ class Stage:
         if not data:
             self._serving = False
             self._selector.unregister(self._control)
-            for box in {command.box for command in self._commands.values()} | set(_boxes(self._run_dir)):
+            for box in self._boxes:
                 self._ending.setdefault(box, [])
             return
         request = json.loads(data)
@@ -136,6 +138,7 @@ class Stage:
             finally:
                 os._exit(127)
         os.close(writer)
+        self._boxes.add(request["box"])
         command = self._commands[pid] = _Command(request["id"], request["box"], reader)
         self._selector.register(reader, selectors.EVENT_READ, command)
 
@@ -194,6 +197,7 @@ class Stage:
             return
         if not self._groups.remove(box):
             return
+        self._boxes.discard(box)
         for request in self._ending.pop(box):
             self._answer({"id": request, "code": 0, "said": ""})
 
@@ -228,10 +232,6 @@ def _shown(run_dir: Path) -> Path:
         if place.is_dir() and place.stat().st_mode & 0o001 and not any(path.is_relative_to(place) for path in needed):
             return place
     raise OSError(f"the gvisor backend mounts on one of {', '.join(_OPEN_TO_ALL)} in a namespace of its own: make one")
-
-
-def _boxes(run_dir: Path) -> list[str]:
-    return [entry.name for entry in (run_dir / "boxes").iterdir()]
 
 
 def _processes_of(run_dir: Path, box: str) -> set[int]:

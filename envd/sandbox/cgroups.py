@@ -32,7 +32,7 @@ class Cgroups:
         self._paths: dict[str, Path] = {}
         self._unified = False
         self._freezer = freezer
-        _sweep()
+        sweep_groups()
         for controller, parent in _own_groups().items():
             base = parent / name
             try:
@@ -165,7 +165,7 @@ def remove_groups(name: str, patience_s: float = 2.0) -> None:
                 time.sleep(0.02)
 
 
-def _sweep() -> None:
+def sweep_groups() -> None:
     """Remove what is abandoned. A group whose last process still ends is left to the next server."""
     for base in abandoned_groups():
         _removed(base)
