@@ -151,10 +151,18 @@ static int raise_loopback(void)
     return done;
 }
 
+/* What the kernel counts by user (inotify instances, queued signals, processes) it also charges to whoever made the user namespace. Each sandbox
+ * has a number of its own for that, which owns nothing: none can use up a neighbour's share, or the host's. */
+#define MAKERS 0x30000000u
+#define MOST_MAKERS 0x10000000u
+
 /* Until here process 1 was the spawner's own user; from here it is root of a user namespace that owns nothing. */
-static void become_nobody(int sync)
+static void become_nobody(const struct settings *settings, const struct request *wanted, int sync)
 {
     char go;
+    uid_t maker = MAKERS + wanted->box % MOST_MAKERS;
+    if (settings->owner != 0 && setresuid(maker, maker, maker) < 0 && errno != EINVAL) /* EINVAL: a container without that number */
+        fail(sync, "become the maker of its user namespace");
     if (unshare(CLONE_NEWUSER | CLONE_NEWCGROUP) < 0)
         fail(sync, "unshare its user namespace");
     if (send(sync, "m", 1, MSG_NOSIGNAL) != 1 || recv(sync, &go, 1, 0) != 1)
@@ -210,7 +218,7 @@ _Noreturn void run_box(const struct settings *settings, const struct request *wa
         fail(sync, "set its host name");
     if (raise_loopback() < 0)
         fail(sync, "raise its loopback");
-    become_nobody(sync);
+    become_nobody(settings, wanted, sync);
     confine(settings, wanted, stream, sync);
     const struct guest_config config = {.workspace = "/workspace", .scratch = "/tmp/.envd", .is_init = true};
     _exit(guest_main(stream, stream, &config));

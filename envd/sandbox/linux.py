@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 CLONE_NEWNS = 0x00020000
+CLONE_NEWCGROUP = 0x02000000
 CLONE_NEWUTS = 0x04000000
 CLONE_NEWIPC = 0x08000000
 CLONE_NEWUSER = 0x10000000
@@ -28,6 +30,10 @@ MNT_DETACH = 0x2
 
 SANDBOX_USER = 231072
 """Host user that a sandbox's root is, when envd runs as root: it owns nothing on the host."""
+
+MAKERS, MOST_MAKERS = 0x30000000, 0x10000000
+"""Host users that make sandboxes' user namespaces, one each: what the kernel counts by user (inotify instances, queued signals, processes) it
+charges to the maker too, so none can use up a neighbour's share, or the host's. They own nothing."""
 
 SUPERVISOR = 1
 """User inside a sandbox, SANDBOX_USER + 1 on the host, that supervises what runs there as its root."""
@@ -71,6 +77,19 @@ def clone(namespaces: int) -> int:
         return 0
     ctypes.pythonapi.PyOS_AfterFork_Parent()
     return _check(pid, "clone")
+
+
+def clone_as(maker: int, namespaces: int) -> int:
+    """`clone` by another user than root, to whom the new user namespace is charged; the child is nobody until it is given a user."""
+    with contextlib.suppress(OSError):  # in a container without that number all are charged to root
+        os.seteuid(maker)
+    pid = -1
+    try:
+        pid = clone(namespaces)
+    finally:
+        if pid != 0:
+            os.seteuid(0)
+    return pid
 
 
 def unshare(namespaces: int) -> None:

@@ -17,6 +17,7 @@ from envd.backends.base import Backend, Box, BoxSpec
 from envd.errors import EnvdError, SandboxGone
 from envd.server.admission import Wanted, decide
 from envd.server.audit import AuditLog, Kind
+from envd.server.escapes import Escapes
 from envd.server.idempotency import Answers
 from envd.server.limits_watch import LimitsWatch
 from envd.server.live import Live
@@ -49,6 +50,7 @@ class Sandboxes:
         self.answers = Answers(most=4096, most_bytes=16 << 20)
         """Of calls that name no sandbox."""
         self.limits = LimitsWatch(audit)
+        self.escapes = Escapes(audit)
         self._policies = functools.lru_cache(maxsize=256)(lambda text: load_policy(text).under(policy))
         self._live: dict[str, Live] = {}
         self._ended: OrderedDict[str, Live] = OrderedDict()
@@ -208,6 +210,10 @@ class Sandboxes:
         """Something happened in a sandbox that may come from a limit: have it looked at."""
         if self.limits.sign(live):
             self.background(self.limits.look_soon(live))
+
+    def sign_of_escape(self, live: Live, *paths: str) -> None:
+        """A call failed on these paths as it would on links that lead out of the workspace: have them looked at."""
+        self.background(self.escapes.look(live, paths))
 
     def background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Work that goes on when its caller has gone."""

@@ -15,6 +15,7 @@ from envd.guest.link import ChangeKind, Entry, GuestLink
 from envd.guest.protocol import CHUNK
 from envd.server.audit import leaves_root
 from envd.server.calls import Context, Service, streaming, unary
+from envd.server.escapes import MISSED
 from envd.server.filesearch import search_files
 from envd.server.live import Live
 from envd.server.policy import hides
@@ -198,6 +199,8 @@ class FilesService(Service, rpc.FilesServicer):
         except OSError as error:
             if error.errno in (errno.EXDEV, errno.ELOOP):
                 self.sandboxes.audit.record("path.escape", live.identity, paths=paths, refused=error.errno)
+            if error.errno in MISSED:
+                self.sandboxes.sign_of_escape(live, *paths)
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EAGAIN):
                 self.sandboxes.sign_of_limit(live)
             raise FileError.of(error.errno or errno.EIO, " to ".join(paths) or ".") from error

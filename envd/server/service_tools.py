@@ -57,6 +57,9 @@ class ToolsService(Service, rpc.ToolsServicer):
         for call, result in zip(calls, results, strict=True):
             if not result.ok and call.name in _SIGNS:
                 self.sandboxes.sign_of_limit(live)
+            path = call.arguments.get("path")
+            if not result.ok and isinstance(path, str) and "\0" not in path:
+                self.sandboxes.sign_of_escape(live, path)
             if not result.ok and call.name != "exec" and "no space left for" in result.text:
                 self.sandboxes.audit.record("limit.disk", live.identity, tool=call.name)
             if result.timed_out or result.truncated:

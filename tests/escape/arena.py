@@ -24,6 +24,8 @@ from tests.escape.neighbour import Neighbour
 from tests.escape.payload import SOURCE
 
 _SETTLE_S = 15.0
+_EVENT_S = 8.0
+"""The server looks at sandboxes that give no sign of a limit every few seconds."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ class Arena:
         since = max([event.number async for event in self.client.audit()], default=0)
         try:
             text = await self._tried(attack)
+            expected = set() if self.backend in attack.unseen_on else set(attack.audit)
+            await self._recorded(since, expected)
         finally:
             for sandbox in self._mine:
                 await sandbox.close()
@@ -100,8 +104,16 @@ class Arena:
         await self.neighbour.look()
         assert await self.neighbour.beats(), "the neighbour's process stands still"
         await self.host.settle(_SETTLE_S)
-        kinds = tuple([event.kind async for event in self.client.audit(after=since)])
-        return Outcome(text, kinds)
+        return Outcome(text, await self._recorded(since, set()))
+
+    async def _recorded(self, since: int, expected: set[str]) -> tuple[str, ...]:
+        """Kinds of the events since, once one of the expected is there or the server has had time to look at all sandboxes."""
+        deadline = time.monotonic() + _EVENT_S
+        while True:
+            kinds = tuple([event.kind async for event in self.client.audit(after=since)])
+            if not expected or expected & set(kinds) or time.monotonic() > deadline:
+                return kinds
+            await asyncio.sleep(0.2)
 
     async def _tried(self, attack: Attack) -> str:
         if attack.act is not None:
@@ -121,7 +133,10 @@ class Arena:
 
     async def sandbox(self, *, limits: Limits = SMALL, **options: Any) -> Sandbox:
         """A sandbox of the attacker's, closed afterwards."""
-        sandbox = await self.client.create(self.template, limits=limits, **options)
+        return self.keep(await self.client.create(self.template, limits=limits, **options))
+
+    def keep(self, sandbox: Sandbox) -> Sandbox:
+        """Have a sandbox closed afterwards."""
         self._mine.append(sandbox)
         return sandbox
 

@@ -53,6 +53,8 @@ class Attack:
     """Backends on which it may succeed inside the sandbox, and why that is no escape; host and neighbour are looked at all the same."""
     not_on: Mapping[str, str] = field(default_factory=dict)
     """Backends it is not run on, and why."""
+    succeeds_on: Mapping[str, str] = field(default_factory=dict)
+    """Backends on which it is not stopped yet, and what it does there: expected to fail, so that whoever stops it has to say so here."""
     limits: Limits = SMALL
     create: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of `SandboxClient.create`."""

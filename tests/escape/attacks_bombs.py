@@ -7,7 +7,7 @@ import time
 
 from envd.client import Limits, ToolCall
 from tests.escape.arena import Arena
-from tests.escape.attack import CONTAINED, KERNEL, Attack
+from tests.escape.attack import CONTAINED, HOST_KERNEL, KERNEL, Attack
 
 FORKS = """
 n = 0
@@ -189,6 +189,50 @@ while n < 500_000:
     n += 1
 print("queued", n, "then", errno.errorcode.get(ctypes.get_errno()), flush=True)
 """
+TERMINALS = """
+held = []
+def hold():
+    try:
+        while True:
+            held.append(os.open("/dev/ptmx", os.O_RDWR | os.O_NOCTTY))
+    except OSError as error:
+        print(len(held), errno.errorcode[error.errno], flush=True)
+for _ in range(8):
+    if os.fork() == 0:
+        held.clear()
+        hold()
+        time.sleep(60)
+hold()
+time.sleep(1)
+"""
+IN_FLIGHT = """
+import array
+held = []
+file = os.open("/dev/null", os.O_RDONLY)
+try:
+    while len(held) < 8000:
+        a, b = socket.socketpair()
+        held += [a, b]
+        for _ in range(20):
+            a.setblocking(False)
+            a.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file] * 250))])
+except OSError as error:
+    print(len(held), errno.errorcode.get(error.errno, error), flush=True)
+"""
+EPOLL = """
+import select
+n, held = 0, []
+pipes = [os.pipe()[0] for _ in range(400)]
+try:
+    while n < 3_000_000:
+        poll = select.epoll()
+        held.append(poll)
+        for fd in pipes:
+            poll.register(fd)
+            n += 1
+except OSError as error:
+    print(n, errno.errorcode.get(error.errno, error), flush=True)
+"""
 LOCKS = """
 import resource
 attempt("raise memlock", resource.setrlimit, resource.RLIMIT_MEMLOCK, (1 << 34, 1 << 34))
@@ -226,6 +270,11 @@ async def neighbour_needs(arena: Arena) -> list[str]:
         "print('inotify', libc.inotify_init1(0) >= 0)\n"
         "t = ctypes.c_void_p()\nprint('timer', libc.timer_create(0, None, ctypes.byref(t)) == 0)\n"
         "print('queue', libc.sigqueue(os.getpid(), 0, None) == 0)\n"
+        "import array, pty, select, socket\na, b = socket.socketpair()\n"
+        "try:\n    a.sendmsg([b'x'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array('i', [0] * 8))])\n    print('pass descriptors', True)\n"
+        "except OSError as error:\n    print('pass descriptors False', error)\n"
+        "try:\n    select.epoll().register(a.fileno())\n    print('epoll', True)\nexcept OSError as error:\n    print('epoll False', error)\n"
+        "if os.path.exists('/dev/ptmx'):\n    try:\n        pty.openpty()\n        print('terminal', True)\n    except OSError as error:\n        print('terminal False', error)\n"
         "p = libc.shmget(0, 4096, 0o1600)\nprint('shm', p >= 0)\nprint('fork', os.fork() >= 0)\n"
     )
     return await arena.neighbour.run(code)
@@ -317,6 +366,9 @@ ATTACKS = (
     Attack("inotify-instances", "bombs", "inotify instances, which kernels count by user, held while a neighbour and the host need one", r"the neighbour has its own", act=exhausting(INOTIFY, "inotify"), unseen=_BY_USER),
     Attack("inotify-watches", "bombs", "60,000 watches, which kernels count by user", r"the neighbour has its own", act=exhausting(WATCHES, "watches"), unseen=_BY_USER),
     Attack("queued-signals", "bombs", "half a million queued signals, which kernels count by user", r"the neighbour has its own", act=exhausting(SIGNALS, "signals"), unseen=_BY_USER),
+    Attack("terminals", "bombs", "pseudo-terminals, which kernels count over all", r"the neighbour has its own", act=exhausting(TERMINALS, "terminals"), unseen=_BY_USER),
+    Attack("descriptors-in-flight", "bombs", "descriptors sent and never received, which kernels count by user", r"the neighbour has its own", act=exhausting(IN_FLIGHT, "in flight"), unseen=_BY_USER, succeeds_on=dict.fromkeys(HOST_KERNEL, "all sandboxes of a server are one user of the host's: while one holds its descriptors in flight, neighbours can't send any over sockets")),
+    Attack("epoll-watches", "bombs", "three million epoll watches, which kernels count by user", r"the neighbour has its own", act=exhausting(EPOLL, "epoll"), unseen=_BY_USER),
     Attack("cpu-hog", "bombs", "eight busy loops with half a core", r"held at", act=burn, unseen="a scheduler's limit is kept, not hit"),
     Attack("daemon-after-timeout", "time", "a daemon that ignores every signal and left its session outlives its command's timeout", r"killed timed_out=True", act=daemon_after_timeout, audit=("limit.time",)),
     Attack("daemon-after-end", "time", "daemons outlive their sandbox", r"nothing lives on", act=daemon_after_end, unseen=CONTAINED),

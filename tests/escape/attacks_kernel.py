@@ -43,8 +43,8 @@ SYSCTL = """
 for path, value in (
     ("/proc/sysrq-trigger", b"h"), ("/proc/sys/kernel/core_pattern", b"|/tmp/x"), ("/proc/sys/kernel/modprobe", b"/tmp/x"), ("/proc/sys/vm/overcommit_memory", b"1"),
     ("/proc/sys/kernel/hostname", b"x"), ("/proc/sys/net/ipv4/ip_forward", b"1"), ("/proc/sys/fs/binfmt_misc/register", b":x:M::x::/x:"), ("/proc/1/oom_score_adj", b"-1000"),
-    ("/proc/self/oom_score_adj", b"-1000"), ("/proc/self/loginuid", b"0"), ("/sys/kernel/uevent_helper", b"/tmp/x"), ("/sys/power/state", b"x"), ("/proc/self/uid_map", b"0 0 1"),
-    ("/proc/self/gid_map", b"0 0 1"), ("/proc/self/projid_map", b"0 0 1"), ("/proc/timer_list", b"x"), ("/proc/sys/user/max_user_namespaces", b"1000"),
+    ("/proc/self/oom_score_adj", b"-1000"), ("/sys/kernel/uevent_helper", b"/tmp/x"), ("/sys/power/state", b"x"), ("/proc/self/uid_map", b"0 0 1"),
+    ("/proc/self/gid_map", b"0 0 1"), ("/proc/timer_list", b"x"), ("/proc/sys/user/max_user_namespaces", b"1000"),
 ):
     attempt("write " + path, writing, path, value)
 """
@@ -272,7 +272,11 @@ attempt("reboot", call, "reboot", 0xFEE1DEAD, 672274793, 0, None)
 """
 TERMINAL = """
 import fcntl, pty, termios
-ours, theirs = pty.openpty()
+try:
+    ours, theirs = pty.openpty()
+except OSError as error:
+    print("refused TIOCSTI and refused TIOCLINUX: there are no terminals", error)
+    sys.exit()
 os.setsid() if os.getpid() != os.getsid(0) else None
 try:
     fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)

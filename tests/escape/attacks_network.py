@@ -76,7 +76,8 @@ async def neighbour_service(arena: Arena) -> str:
 
 async def neighbour_files(arena: Arena) -> str:
     secret = arena.neighbour.secret
-    command = f"grep -rlsI {secret[:8]}'{secret[8:]}' / --exclude-dir=usr --exclude-dir=sys 2>/dev/null | head -3; ls /proc/[0-9]*/root/workspace/secret.txt 2>/dev/null; find / -xdev -name secret.txt 2>/dev/null"
+    places = "/etc /tmp /dev /run /var /workspace /.template /.scratch /proc/[0-9]*/cmdline /proc/[0-9]*/environ /proc/[0-9]*/root/workspace /proc/[0-9]*/cwd/ /proc/sysvipc"
+    command = f"timeout 20 grep -rlsI -D skip {secret[:8]}'{secret[8:]}' {places} 2>/dev/null | head -3; ls /proc/[0-9]*/root/workspace/secret.txt 2>/dev/null; find /etc /tmp /run /var /dev /workspace /root -xdev -name secret.txt 2>/dev/null"
     sandbox = await arena.sandbox()
     result = await sandbox.call(ToolCall("exec", {"command": f"({command}) | sed 's/^/BREACH /'; echo searched", "timeout_s": 60}), timeout_s=70)
     return result.text
@@ -124,7 +125,7 @@ for pid in [p for p in os.listdir("/proc") if p.isdigit()] + ["self"]:
             continue
         if pid != str(os.getpid()) or name != "maps":
             look(text, f"{{name}}")
-for folder in ("/workspace", "/tmp", "/run", "/root", "/etc", "/.template"):
+for folder in ("/workspace", "/tmp", "/run", "/etc", "/.template", "/dev"):
     for top, _, files in os.walk(folder):
         for name in files:
             if name != "attack.py":
@@ -134,7 +135,7 @@ for folder in ("/workspace", "/tmp", "/run", "/root", "/etc", "/.template"):
                     pass
 """
     said = await _python(arena, code, sandbox)
-    return "\n".join(sorted({line for line in said.splitlines()}))
+    return "\n".join(sorted(set(said.splitlines())))
 
 
 DESCRIPTORS = """

@@ -124,7 +124,8 @@ async def half_uploads(arena: Arena) -> str:
 
 
 async def guessing(arena: Arena) -> str:
-    target, said = arena.neighbour.sandbox, set()
+    target, said = await arena.sandbox(), set()
+    await target.files.write("secret.txt", b"x")
     tokens = ["", "x", target.handle.token[:-1], target.handle.token + "x", target.id, "\u00e9", *(secrets.token_urlsafe(24) for _ in range(50))]
     for token in tokens:
         thief = arena.client.attach(Handle(target.id, token)) if token.isascii() else None
@@ -149,7 +150,8 @@ async def tokens_listed(arena: Arena) -> str:
 
 async def foreign_key(arena: Arena) -> str:
     """The idempotency key of a neighbour's call, without its token, gives none of its answers."""
-    target = arena.neighbour.sandbox
+    target = await arena.sandbox()
+    await target.files.write("secret.txt", arena.neighbour.secret.encode())
     key = secrets.token_hex(8)
     await target.batch([ToolCall("read", {"path": "secret.txt"})], idempotency_key=key)
     mine = await arena.sandbox()
@@ -258,7 +260,7 @@ async def abandoned(arena: Arena) -> str:
 ATTACKS = (
     Attack("grpc-oversize", "grpc", "messages of 65 MiB", r"refused Files/Write: RESOURCE_EXHAUSTED[\s\S]*bounded", act=oversize, unseen="gRPC drops the message before the server sees it"),
     Attack("grpc-malformed", "grpc", "random bytes to every method, and methods that do not exist", r"refused \d\d", act=malformed, unseen="gRPC drops what it can't parse before the server sees it"),
-    Attack("grpc-deep-json", "grpc", "arguments nested 100,000 deep, numbers out of range, 20,000 calls in one batch", r"refused[\s\S]*256 of 20,000", act=deep_json, audit=("request.refused",)),
+    Attack("grpc-deep-json", "grpc", "arguments nested 100,000 deep, numbers out of range, 20,000 calls in one batch", r"refused[\s\S]*\n(1?\d?\d|2[0-4]\d|25[0-6]) of 20,000", act=deep_json, audit=("request.refused",)),
     Attack("grpc-slow-clients", "grpc", "100 silent connections, 50 downloads and 50 audit streams that nobody reads", r"bounded", act=slow_clients, unseen=CONTAINED),
     Attack("grpc-half-uploads", "grpc", "40 uploads of 20 MiB that never end", r"bounded", act=half_uploads, unseen="a limit of the connection, not of a sandbox"),
     Attack("grpc-numbers", "grpc", "offsets, sizes, signals, timeouts and limits out of every range", r"no fault", act=hostile_numbers, audit=("request.refused",)),

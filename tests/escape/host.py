@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-_SETTINGS = ("kernel/core_pattern", "kernel/modprobe", "kernel/hostname", "vm/overcommit_memory", "net/ipv4/ip_forward")
+_SETTINGS = ("kernel/core_pattern", "kernel/modprobe", "vm/overcommit_memory", "net/ipv4/ip_forward")
 _MAX_SERVER_BYTES = 1 << 30
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -69,6 +69,7 @@ class Host:
         assert [each.name for each in self.directory.iterdir()] == ["canary.txt"]
         assert not self._visits, f"somebody connected to the host: {self._visits}"
         assert abs(time.time() - time.monotonic() - self._skew) < 5, "the host's clock was changed"
+        assert "escaped" not in socket.gethostname(), "the host was renamed"
         assert not self.escaped_files() and not self.needs()
         assert self.server_bytes() < _MAX_SERVER_BYTES, f"the server holds {self.server_bytes() >> 20} MiB"
 
@@ -109,7 +110,7 @@ class Host:
         return [str(path) for path in places if path.exists()]
 
     def _standing(self) -> dict[str, object]:
-        groups = [path.relative_to("/sys/fs/cgroup") for path in _groups_of(self._state.name)]
+        groups = _groups_of(self._state.name)
         return {
             "processes of the server": len(_below(self._server)),
             "mounts": Path("/proc/self/mountinfo").read_text().count(str(self._state)),
@@ -167,8 +168,7 @@ def _setting(name: str) -> str:
 
 def _groups_of(name: str) -> list[Path]:
     """Control groups of a server, by the name of its directory, and all below them."""
-    tops = [path for depth in ("*", "*/*", "*/*/*") for path in Path("/sys/fs/cgroup").glob(f"{depth}") if path.name.startswith(name)]
-    return [path for top in tops for path in [top, *top.rglob("*")] if path.is_dir()]
+    return [Path(top) for top, _, _ in os.walk("/sys/fs/cgroup") if f"/{name}" in top]
 
 
 def _below(pid: int) -> list[int]:

@@ -1,0 +1,66 @@
+"""The table of attacks in docs/attacks.md: `python -m tests.escape.table` writes it, a test holds that it agrees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.escape.attack import BACKENDS, Attack
+from tests.escape.catalogue import ALL
+
+PATH = Path(__file__).resolve().parents[2] / "docs" / "attacks.md"
+_HEAD = """\
+# Attacks that are tried
+
+`make test-escape` tries each of these {count} attacks on every backend that starts on the machine: namespaces with the compiled helpers, namespaces
+with the Python ones, gVisor and QEMU. It asserts that the attempt was stopped; that a neighbour sandbox still answers, with its secret,
+its process and its services untouched; that the host's canaries, mounts, control groups, processes, settings and clock are as they were; that
+the server's memory stays bounded; and that there is an audit event (docs/policies.md lists their kinds). The plain backend isolates nothing and is
+left out; a few attempts are shown to succeed there, so that they are known to be real ones.
+
+Verdicts are always given in namespaces, whatever backend an agent's sandbox runs on.
+
+This table is made from `tests/escape/` by `python -m tests.escape.table`.
+"""
+_WHERE = """
+## What the last column means
+
+No event: the attempt ends inside the sandbox, or nothing happens that a server could see. A system call that seccomp, Landlock or
+a missing capability refuses gives the caller an error and nobody else a word. {without} of the {count} attacks have no event for such a reason.
+"""
+
+
+def table() -> str:
+    """The whole document."""
+    without = sum(not attack.audit for attack in ALL)
+    parts = [_HEAD.format(count=len(ALL))]
+    for family in dict.fromkeys(attack.family for attack in ALL):
+        rows = [_row(attack) for attack in ALL if attack.family == family]
+        parts.append("\n".join([f"\n## {family.capitalize()}\n", "| attack | what is tried | audit event |", "|---|---|---|", *rows, ""]))
+    parts.append(_WHERE.format(without=without, count=len(ALL)))
+    parts.append(_notes("Where one succeeds", "succeeds_on", "Known, and expected by the test, which fails once it is stopped."))
+    parts.append(_notes("Where it may succeed without harm", "harmless_on", "Host and neighbour are looked at all the same."))
+    parts.append(_notes("Where one is not tried", "not_on", ""))
+    return "".join(parts)
+
+
+def _row(attack: Attack) -> str:
+    event = " or ".join(f"`{kind}`" for kind in attack.audit) if attack.audit else f"none: {attack.unseen}"
+    for backend, reason in attack.unseen_on.items():
+        event += f"; {backend}: none, {reason}"
+    return f"| {attack.name} | {attack.what.replace('|', chr(92) + '|')} | {event} |"
+
+
+def _notes(title: str, field: str, words: str) -> str:
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for attack in ALL:
+        for backend, reason in getattr(attack, field).items():
+            reasons.setdefault((backend, reason), []).append(attack.name)
+    if not reasons:
+        return ""
+    ordered = sorted(reasons.items(), key=lambda item: BACKENDS.index(item[0][0]))
+    lines = [f"- {backend}: {reason} ({', '.join(names)})" for (backend, reason), names in ordered]
+    return "\n".join([f"\n## {title}\n", *([words, ""] if words else []), *lines, ""])
+
+
+if __name__ == "__main__":
+    PATH.write_text(table())
