@@ -3,38 +3,46 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+NATIVE := $(VENV)/.native
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 export DAGSTER_DISABLE_TELEMETRY := 1
 
-.PHONY: help install demo test test-slow test-browser test-vllm test-gpu lint types format proto ui bench clean
+.PHONY: help install demo test test-slow test-escape test-browser test-vllm test-gpu lint types format proto ui bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-install: $(STAMP)  ## virtual environment in .venv with everything the demo and the tests need
+install: $(NATIVE)  ## virtual environment in .venv with everything the demo and the tests need
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Triplane needs Python 3.11 or newer: set PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch numpy
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+# without a C compiler sandboxes start by Python alone, and that is said
+$(NATIVE): $(STAMP) $(wildcard envd/native/*.c envd/native/*.h)
 	$(BIN)/python -m envd.native.build --if-possible
 	touch $@
 
-demo: $(STAMP)  ## one small model learns to fix code, on this CPU, in minutes
+demo: $(NATIVE)  ## one small model learns to fix code, on this CPU, in minutes
 	$(BIN)/triplane demo
 
-test: lint  ## lint, types, floors and the whole default suite
+test: lint $(NATIVE)  ## lint, types, floors and the whole default suite
 	$(BIN)/pytest
 
-test-slow: $(STAMP)  ## minutes-long suites: end to end, the web server, kill and resume
+test-slow: $(NATIVE)  ## minutes-long suites: end to end, the web server, kill and resume
 	$(BIN)/pytest -m slow
 
-test-browser: $(STAMP)  ## needs Chromium (Debian's package chromium)
+test-escape: $(NATIVE)  ## attacks on sandboxes, on every backend that starts here
+	$(BIN)/pytest -m escape tests/escape
+
+test-browser: $(NATIVE)  ## needs Chromium (Debian's package chromium)
 	$(BIN)/pytest -m browser
 
-test-vllm: $(STAMP) $(VLLM_STAMP)  ## iterations on a real vLLM, on this CPU; its environment takes 3.5 GB in .venv-vllm
+test-vllm: $(NATIVE) $(VLLM_STAMP)  ## iterations on a real vLLM, on this CPU; its environment takes 3.5 GB in .venv-vllm
 	$(BIN)/pytest -m vllm tests/vllm
 
 # afterwards without packages that it depends on, does not use on a CPU, and that do not fit its torch
@@ -45,7 +53,7 @@ $(VLLM_STAMP): tests/vllm/requirements.txt
 	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	touch $@
 
-test-gpu: $(STAMP)  ## needs a CUDA device
+test-gpu: $(NATIVE)  ## needs a CUDA device
 	$(BIN)/pytest -m gpu
 
 lint: $(STAMP)  ## ruff, mypy (strict), import floors
@@ -61,10 +69,10 @@ format: $(STAMP)  ## reformat in place
 proto: $(STAMP)  ## regenerate contracts/pb from contracts/protos
 	$(BIN)/python contracts/protos/generate.py
 
-ui: $(STAMP)  ## the Dagster web server and daemon on http://127.0.0.1:3000
+ui: $(NATIVE)  ## the Dagster web server and daemon on http://127.0.0.1:3000
 	$(BIN)/triplane ui
 
-bench: $(STAMP)  ## every benchmark against its goal
+bench: $(NATIVE)  ## every benchmark against its goal
 	for name in $$($(BIN)/python -m benchmarks list --names); do $(BIN)/python -m benchmarks $$name || exit 1; done
 
 clean:  ## remove the virtual environments and caches; keeps .triplane
