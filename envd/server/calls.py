@@ -117,7 +117,7 @@ async def abort(service: Service, request: Any, context: Context, error: Excepti
     if isinstance(error, OSError):
         _log.error("a call failed on this machine", exc_info=error)
         error = errors.EnvdError(f"the server failed: {describe(error)}")
-    if code is _Code.INVALID_ARGUMENT:
+    if code is _Code.INVALID_ARGUMENT or isinstance(error, errors.TemplateError):
         service.sandboxes.audit.record("request.refused", "", method=type(request).__name__, reason=str(error))
     if isinstance(error, errors.FileError) and error.errno in _FULL:
         service.sandboxes.audit.record("limit.disk", getattr(request, "sandbox_id", ""), reason=str(error))

@@ -160,6 +160,7 @@ class FilesService(Service, rpc.FilesServicer):
         except TimeoutError as error:
             raise FileError.of(errno.ETIMEDOUT, header.path) from error
         finally:
+            pieces.clear()  # an error's trace would hold them until the next collection
             self._uploading -= size
 
     @streaming

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-
-
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass

@@ -310,11 +310,15 @@ async def daemon_after_timeout(arena: Arena) -> str:
         "    os._exit(0)\ntime.sleep(100)\n"
     )
     await sandbox.files.write("daemon.py", code.encode())
-    result = await sandbox.call(ToolCall("exec", {"command": "python3 daemon.py", "timeout_s": arena.short_s}), timeout_s=30)
+    result = await sandbox.call(
+        ToolCall("exec", {"command": "python3 daemon.py", "timeout_s": arena.short_s}), timeout_s=30
+    )
     looks = "cat /tmp/beat; sleep 0.5; echo; cat /tmp/beat; echo; ps ax -o args | grep -c '^python3 daemon'"
     first, second, count = (await sandbox.call(ToolCall("exec", {"command": looks}), timeout_s=30)).text.split("\n")[:3]
     alive = first != second or count.strip() != "0"
-    return f"{'BREACH it lives' if alive or not first else 'killed'} timed_out={result.timed_out} {first} {second} {count}"
+    return (
+        f"{'BREACH it lives' if alive or not first else 'killed'} timed_out={result.timed_out} {first} {second} {count}"
+    )
 
 
 async def daemon_after_end(arena: Arena) -> str:
@@ -328,13 +332,17 @@ async def daemon_after_end(arena: Arena) -> str:
 async def stopped(arena: Arena) -> str:
     """Stopped processes can't be asked to end, and a shell that stops itself answers nothing."""
     sandbox = await arena.sandbox()
-    result = await sandbox.call(ToolCall("exec", {"command": "kill -STOP $$; sleep 60", "timeout_s": arena.short_s}), timeout_s=30)
+    result = await sandbox.call(
+        ToolCall("exec", {"command": "kill -STOP $$; sleep 60", "timeout_s": arena.short_s}), timeout_s=30
+    )
     after = await sandbox.call(ToolCall("exec", {"command": "echo alive"}), timeout_s=30)
     return f"timed_out={result.timed_out} then {after.text!r}"
 
 
 async def lifetime(arena: Arena) -> str:
-    sandbox = await arena.sandbox(limits=Limits(memory_mb=128, pids=32, cpu=1, disk_mb=16, lifetime_s=2 * arena.short_s))
+    sandbox = await arena.sandbox(
+        limits=Limits(memory_mb=128, pids=32, cpu=1, disk_mb=16, lifetime_s=2 * arena.short_s)
+    )
     await sandbox.call(ToolCall("exec", {"command": "(setsid sleep 87654 &) ; trap '' TERM"}))
     deadline = time.monotonic() + arena.patience_s
     while time.monotonic() < deadline and any(each.id == sandbox.id for each in await arena.client.list()):

@@ -41,7 +41,9 @@ async def link_read(arena: Arena) -> str:
 
 async def link_write(arena: Arena) -> str:
     sandbox = await arena.sandbox()
-    await sandbox.call(ToolCall("exec", {"command": "mkdir /tmp/out; echo kept >/tmp/out/f; ln -s /tmp/out d; ln -s /tmp/out/f l"}))
+    await sandbox.call(
+        ToolCall("exec", {"command": "mkdir /tmp/out; echo kept >/tmp/out/f; ln -s /tmp/out d; ln -s /tmp/out/f l"})
+    )
     said = []
     for path in ("d/f", "d/new"):
         said.append(await attempt(f"write {path}", sandbox.files.write(path, b"gone")))
@@ -54,7 +56,14 @@ async def link_write(arena: Arena) -> str:
 
 async def magic_links(arena: Arena) -> str:
     sandbox = await arena.sandbox()
-    await sandbox.call(ToolCall("exec", {"command": "ln -s /proc/1/root r; ln -s /proc/self/cwd/../etc c; ln -s /proc/self/fd f; ln -s /proc/1/environ e"}))
+    await sandbox.call(
+        ToolCall(
+            "exec",
+            {
+                "command": "ln -s /proc/1/root r; ln -s /proc/self/cwd/../etc c; ln -s /proc/self/fd f; ln -s /proc/1/environ e"
+            },
+        )
+    )
     paths = ("r/etc/passwd", "c/passwd", "f/0", "e", "/proc/1/root/etc/passwd")
     return "\n".join([await attempt(f"read {path}", sandbox.files.read(path)) for path in paths])
 
@@ -62,7 +71,14 @@ async def magic_links(arena: Arena) -> str:
 async def swapped_directory(arena: Arena) -> str:
     """A directory becomes a link to the outside and back, as quickly as the sandbox can, while the server reads, writes and lists."""
     sandbox = await arena.sandbox()
-    await sandbox.call(ToolCall("exec", {"command": "mkdir /tmp/outside; echo OUTSIDE >/tmp/outside/f; mkdir d; echo inside >d/f; ln -s /tmp/outside l"}))
+    await sandbox.call(
+        ToolCall(
+            "exec",
+            {
+                "command": "mkdir /tmp/outside; echo OUTSIDE >/tmp/outside/f; mkdir d; echo inside >d/f; ln -s /tmp/outside l"
+            },
+        )
+    )
     code = (
         "import ctypes\nlibc = ctypes.CDLL(None)\n"
         "while True:\n    libc.renameat2(-100, b'd', -100, b'l', 2)\n"  # RENAME_EXCHANGE
@@ -88,7 +104,9 @@ async def swapped_directory(arena: Arena) -> str:
 
 async def swapped_file(arena: Arena) -> str:
     sandbox = await arena.sandbox()
-    await sandbox.call(ToolCall("exec", {"command": "mkdir s; echo inside >s/a; ln -s /etc/passwd s/b; echo OUT >/tmp/o"}))
+    await sandbox.call(
+        ToolCall("exec", {"command": "mkdir s; echo inside >s/a; ln -s /etc/passwd s/b; echo OUT >/tmp/o"})
+    )
     code = "import ctypes\nlibc = ctypes.CDLL(None)\nwhile True:\n    libc.renameat2(-100, b's/a', -100, b's/b', 2)\n"
     await sandbox.files.write("swap.py", code.encode())
     await sandbox.processes.start(["python3", "swap.py"])
@@ -128,8 +146,13 @@ async def names(arena: Arena) -> str:
 async def hidden_file(arena: Arena) -> str:
     policy = "filesystem:\n  hidden: ['attempts.py', 'keys']\n"
     sandbox = await arena.sandbox(policy=policy)
-    said = [await attempt(f"read {path}", sandbox.files.read(path)) for path in ("attempts.py", "./keys/../attempts.py", "/attempts.py")]
-    result = await sandbox.call(ToolCall("exec", {"command": "cat attempts.py /.template/attempts.py; git show HEAD:attempts.py; true"}))
+    said = [
+        await attempt(f"read {path}", sandbox.files.read(path))
+        for path in ("attempts.py", "./keys/../attempts.py", "/attempts.py")
+    ]
+    result = await sandbox.call(
+        ToolCall("exec", {"command": "cat attempts.py /.template/attempts.py; git show HEAD:attempts.py; true"})
+    )
     said.append("BREACH it is in the sandbox" if "libc" in result.text else "not in the sandbox")
     return "\n".join(said)
 
@@ -150,10 +173,16 @@ async def _tree(sandbox: Sandbox, script: str) -> None:
 
 async def deep_tree(arena: Arena) -> str:
     sandbox = await arena.sandbox()
-    await _tree(sandbox, "import os\nfor _ in range(1500):\n    os.mkdir('d')\n    os.chdir('d')\nopen('f', 'w').write('x')\n")
+    await _tree(
+        sandbox, "import os\nfor _ in range(1500):\n    os.mkdir('d')\n    os.chdir('d')\nopen('f', 'w').write('x')\n"
+    )
     async with asyncio.timeout(60):
         entries, _ = await sandbox.files.list(".", depth=100_000)
-        said = [f"listed {len(entries)}", await _ended("diff", sandbox.diff()), await _ended("remove", sandbox.files.remove("d", recursive=True))]
+        said = [
+            f"listed {len(entries)}",
+            await _ended("diff", sandbox.diff()),
+            await _ended("remove", sandbox.files.remove("d", recursive=True)),
+        ]
     return "\n".join(["bounded", *said])
 
 

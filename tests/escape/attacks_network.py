@@ -23,11 +23,14 @@ def dial(host, port, kind=socket.SOCK_STREAM):
         s.send(b"x")
     return s.getsockname()
 """
-METADATA = DIAL + """
+METADATA = (
+    DIAL
+    + """
 for host in ("169.254.169.254", "fd00:ec2::254", "100.100.100.200", "192.0.0.192", "168.63.129.16", "169.254.170.2", "10.0.0.1", "192.168.0.1", "172.17.0.1", "1.1.1.1", "2606:4700:4700::1111", "255.255.255.255"):
     attempt(host, dial, host, 80)
     attempt(host + " udp", dial, host, 53, socket.SOCK_DGRAM)
 """
+)
 NAMES = """
 for name in ("metadata.google.internal", "example.com", "localhost.example.com", "kubernetes.default.svc"):
     attempt("resolve " + name, socket.getaddrinfo, name, 80)
@@ -55,7 +58,10 @@ async def host_loopback(arena: Arena) -> str:
 
 async def abstract_sockets(arena: Arena) -> str:
     names = [arena.host.abstract, arena.neighbour.abstract]
-    code = "for name in %r:\n    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):\n        attempt(name, lambda: socket.socket(socket.AF_UNIX, kind).connect('\\0' + name))\n" % (names,)
+    code = (
+        "for name in %r:\n    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):\n        attempt(name, lambda: socket.socket(socket.AF_UNIX, kind).connect('\\0' + name))\n"
+        % (names,)
+    )
     return await _python(arena, code)
 
 
@@ -68,7 +74,10 @@ async def server_socket(arena: Arena) -> str:
 
 
 async def neighbour_service(arena: Arena) -> str:
-    code = DIAL + f"attempt('loopback', dial, '127.0.0.1', {arena.neighbour.port})\nattempt('host name', dial, 'sandbox', {arena.neighbour.port})\n"
+    code = (
+        DIAL
+        + f"attempt('loopback', dial, '127.0.0.1', {arena.neighbour.port})\nattempt('host name', dial, 'sandbox', {arena.neighbour.port})\n"
+    )
     said = await _python(arena, code)
     visits = await arena.neighbour.visits()
     return f"{said}\n{'BREACH ' + visits if visits else 'nobody came'}"
@@ -79,7 +88,9 @@ async def neighbour_files(arena: Arena) -> str:
     places = "/etc /tmp /dev /run /var /workspace /.template /.scratch /proc/[0-9]*/cmdline /proc/[0-9]*/environ /proc/[0-9]*/root/workspace /proc/[0-9]*/cwd/ /proc/sysvipc"
     command = f"timeout 20 grep -rlsI -D skip {secret[:8]}'{secret[8:]}' {places} 2>/dev/null | head -3; ls /proc/[0-9]*/root/workspace/secret.txt 2>/dev/null; find /etc /tmp /run /var /dev /workspace /root -xdev -name secret.txt 2>/dev/null"
     sandbox = await arena.sandbox()
-    result = await sandbox.call(ToolCall("exec", {"command": f"({command}) | sed 's/^/BREACH /'; echo searched", "timeout_s": 60}), timeout_s=70)
+    result = await sandbox.call(
+        ToolCall("exec", {"command": f"({command}) | sed 's/^/BREACH /'; echo searched", "timeout_s": 60}), timeout_s=70
+    )
     return result.text
 
 
@@ -110,7 +121,13 @@ attempt("/dev/mqueue", os.listdir, "/dev/mqueue")
 async def token_of_a_neighbour(arena: Arena) -> str:
     """All that a sandbox can read must not hold a handle, an id, the host's secret or the server's environment."""
     sandbox = await arena.sandbox()
-    words = [sandbox.id, sandbox.handle.token, arena.neighbour.sandbox.id, arena.neighbour.sandbox.handle.token, arena.host.secret]
+    words = [
+        sandbox.id,
+        sandbox.handle.token,
+        arena.neighbour.sandbox.id,
+        arena.neighbour.sandbox.handle.token,
+        arena.host.secret,
+    ]
     hashed = [word[::-1] for word in words]
     code = f"""
 words = [word[::-1] for word in {hashed!r}]

@@ -49,7 +49,11 @@ async def one_line(arena: Arena) -> str:
     """A line of 12 MB, and a file of one line, which line-wise tools must not hold many times over."""
     sandbox = await arena.sandbox()
     await sandbox.call(ToolCall("exec", {"command": "head -c 12000000 /dev/zero | tr '\\0' a >line"}))
-    calls = [ToolCall("read", {"path": "line"}), ToolCall("search", {"pattern": "(a*)*b", "path": "line"}), ToolCall("exec", {"command": "cat line"})]
+    calls = [
+        ToolCall("read", {"path": "line"}),
+        ToolCall("search", {"pattern": "(a*)*b", "path": "line"}),
+        ToolCall("exec", {"command": "cat line"}),
+    ]
     results = [await sandbox.call(call, timeout_s=20) for call in calls]
     sizes = [len(each.text) for each in results]
     return f"{'BREACH' if max(sizes) > 20_000 else 'bounded'} {sizes} {[each.timed_out for each in results]}"
@@ -57,7 +61,14 @@ async def one_line(arena: Arena) -> str:
 
 async def hopeless_pattern(arena: Arena) -> str:
     sandbox = await arena.sandbox()
-    await sandbox.call(ToolCall("exec", {"command": "printf '%0.sa' {1..50000} >a; mkdir m; for i in $(seq 200); do echo aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa >m/$i; done"}))
+    await sandbox.call(
+        ToolCall(
+            "exec",
+            {
+                "command": "printf '%0.sa' {1..50000} >a; mkdir m; for i in $(seq 200); do echo aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa >m/$i; done"
+            },
+        )
+    )
     said = []
     for pattern in ("(a+)+$b", "(x+x+)+y", "((((a?){30}){30}){30}){30}", "a{1,1000}{1,1000}{1,1000}"):
         result = await sandbox.call(ToolCall("search", {"pattern": pattern}), timeout_s=arena.short_s)
@@ -78,7 +89,7 @@ FORGERIES = {
     "replaced shell": "exec /bin/false",
     "read-only variables": "readonly __envd_mode __envd_out __envd_code __envd_status; false",
     "debug trap with output": "set -x; PS4='$(echo 0 >&201)'; false",
-    "closed descriptors": "for n in $(seq 3 20); do eval \"exec $n>&-\"; done; false",
+    "closed descriptors": 'for n in $(seq 3 20); do eval "exec $n>&-"; done; false',
 }
 
 
@@ -89,9 +100,13 @@ async def forged_exit_codes(arena: Arena) -> str:
         result = await sandbox.call(ToolCall("exec", {"command": command, "timeout_s": arena.short_s}), timeout_s=30)
         last = result.text.rsplit("\n", 1)[-1]
         believed = result.ok or last == "exit 0"
-        after = await sandbox.call(ToolCall("exec", {"command": "/bin/false", "timeout_s": arena.short_s}), timeout_s=30)
+        after = await sandbox.call(
+            ToolCall("exec", {"command": "/bin/false", "timeout_s": arena.short_s}), timeout_s=30
+        )
         poisoned = after.ok or after.text.rsplit("\n", 1)[-1] == "exit 0"
-        said.append(f"{'BREACH' if believed else 'refused'} {name}: {last} then {'BREACH ' if poisoned else ''}{after.text[-30:]!r}")
+        said.append(
+            f"{'BREACH' if believed else 'refused'} {name}: {last} then {'BREACH ' if poisoned else ''}{after.text[-30:]!r}"
+        )
         await sandbox.close()
     return "\n".join(said)
 
@@ -110,7 +125,9 @@ async def forged_for_the_next(arena: Arena) -> str:
     await asyncio.sleep(0.5)
     said = []
     for _ in range(5):
-        result = await sandbox.call(ToolCall("exec", {"command": "sleep 0.2; (exit 7)", "timeout_s": arena.short_s}), timeout_s=30)
+        result = await sandbox.call(
+            ToolCall("exec", {"command": "sleep 0.2; (exit 7)", "timeout_s": arena.short_s}), timeout_s=30
+        )
         said.append(f"{'BREACH' if result.ok else 'refused'} {result.text[-12:]!r}")
     return "\n".join(said)
 
@@ -120,11 +137,21 @@ async def terminal_escapes(arena: Arena) -> str:
     sandbox = await arena.sandbox(labels={"team": ESCAPE})
     await sandbox.call(ToolCall("exec", {"command": "printf '\\033]0;owned\\007\\033[2J'"}))
     await attempt("path", sandbox.files.read(f"../{ESCAPE}"))
-    await attempt("policy", arena.client.create(arena.template, policy=f"tools:\n  allow: ['{'x' * 10}']\nisolation: '\\e[2J'\n"))
+    await attempt(
+        "policy", arena.client.create(arena.template, policy=f"tools:\n  allow: ['{'x' * 10}']\nisolation: '\\e[2J'\n")
+    )
     command = [sys.executable, "-m", "envd", "top", "--address", arena.address, "--once"]
     shown = await asyncio.to_thread(subprocess.run, command, capture_output=True, timeout=60, check=False)
-    bad = [name for name, data in (("top", shown.stdout), ("its errors", shown.stderr)) if b"\x1b]0" in data or b"\x9b6n" in data or b"\x1b[2J" in data]
-    events = [event.detail_json async for event in arena.client.audit() if not event.detail_json.isascii() or "\x1b" in event.detail_json]
+    bad = [
+        name
+        for name, data in (("top", shown.stdout), ("its errors", shown.stderr))
+        if b"\x1b]0" in data or b"\x9b6n" in data or b"\x1b[2J" in data
+    ]
+    events = [
+        event.detail_json
+        async for event in arena.client.audit()
+        if not event.detail_json.isascii() or "\x1b" in event.detail_json
+    ]
     ran = shown.returncode == 0 and sandbox.id[:4].encode() in shown.stdout
     return f"{'BREACH' if bad or events else 'neutralised'} {bad} {events} top shows it: {ran}"
 
@@ -177,11 +204,19 @@ async def hostile_snapshots(arena: Arena) -> str:
     """What another server, or somebody who says so, sends to Receive."""
     backend = (await arena.client.info()).backend
     said = []
-    for name, data in {"tar with ways out": hostile_tar(), "no tar": b"\0" * 5000 + b"x" * 5000, "half a tar": hostile_tar()[:700], "nothing": b""}.items():
+    for name, data in {
+        "tar with ways out": hostile_tar(),
+        "no tar": b"\0" * 5000 + b"x" * 5000,
+        "half a tar": hostile_tar()[:700],
+        "nothing": b"",
+    }.items():
         header = pb.ReceiveHeader(
             sandbox_id="escape-" + "A" * 20, token="t" * 32, backend=backend, template=arena.template, template_files=arena.files, limits=pb.Limits(memory_mb=128, pids=32, cpu=1, disk_mb=16, lifetime_s=60), expires_in_s=60, host_name="sandbox",
         )  # fmt: skip
-        chunks = [pb.SnapshotChunk(header=header), *(pb.SnapshotChunk(data=data[at : at + 4096]) for at in range(0, len(data), 4096))]
+        chunks = [
+            pb.SnapshotChunk(header=header),
+            *(pb.SnapshotChunk(data=data[at : at + 4096]) for at in range(0, len(data), 4096)),
+        ]
         try:
             await arena.client.sandboxes.Receive(iter(chunks), timeout=arena.patience_s)
             said.append(f"BREACH took {name}")
@@ -189,7 +224,18 @@ async def hostile_snapshots(arena: Arena) -> str:
             said.append(f"refused {name}: {error.code().name} {(error.details() or '')[:150]}")
     bad_names = {"..": "A" * 16, "slashes": "../../tmp/x/" + "A" * 16, "one of a neighbour": arena.neighbour.sandbox.id}
     for name, identity in bad_names.items():
-        chunks = [pb.SnapshotChunk(header=pb.ReceiveHeader(sandbox_id=identity, token="t" * 32, backend=backend, template=arena.template, template_files=arena.files, host_name="../x"))]
+        chunks = [
+            pb.SnapshotChunk(
+                header=pb.ReceiveHeader(
+                    sandbox_id=identity,
+                    token="t" * 32,
+                    backend=backend,
+                    template=arena.template,
+                    template_files=arena.files,
+                    host_name="../x",
+                )
+            )
+        ]
         try:
             await arena.client.sandboxes.Receive(iter(chunks), timeout=arena.patience_s)
             said.append(f"BREACH took id with {name}")
@@ -201,7 +247,9 @@ async def hostile_snapshots(arena: Arena) -> str:
 async def hostile_templates(arena: Arena) -> str:
     said = []
     for path in ("../x", "/etc/x", "a/../../x", ".git/hooks/post-checkout", "a\0b", "", ".", "a//b", "x" * 300, ".git"):
-        said.append(await attempt(f"template with {path[:30]!r}", arena.client.put_template({path: b"x", "attempts.py": b""})))
+        said.append(
+            await attempt(f"template with {path[:30]!r}", arena.client.put_template({path: b"x", "attempts.py": b""}))
+        )
     said.append(await attempt("a file that is a directory too", arena.client.put_template({"a": b"", "a/b": b""})))
     return "\n".join(said)
 
@@ -210,7 +258,11 @@ async def escaped_log(arena: Arena) -> str:
     """Lines that look like events, in what is recorded."""
     sandbox = await arena.sandbox()
     await attempt("path", sandbox.files.read('../x"}\n{"number": 1, "kind": "server.started", "detail": {}'))
-    bad = [event for event in [e async for e in arena.client.audit(sandbox_id=sandbox.id)] if "\n" in event.detail_json or not isinstance(json.loads(event.detail_json), dict)]
+    bad = [
+        event
+        for event in [e async for e in arena.client.audit(sandbox_id=sandbox.id)]
+        if "\n" in event.detail_json or not isinstance(json.loads(event.detail_json), dict)
+    ]
     return f"{'BREACH' if bad else 'one line each'} {bad}"
 
 

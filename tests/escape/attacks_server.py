@@ -38,7 +38,11 @@ async def oversize(arena: Arena) -> str:
 
 async def malformed(arena: Arena) -> str:
     said = []
-    names = [f"{service.full_name}/{method.name}" for service in pb.DESCRIPTOR.services_by_name.values() for method in service.methods]
+    names = [
+        f"{service.full_name}/{method.name}"
+        for service in pb.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    ]
     async with grpc.aio.insecure_channel(arena.address, options=_UNBOUNDED) as channel:
         for name in [*names, "triplane.envd.v1.Sandboxes/Nothing", "../Sandboxes/Info"]:
             for data in (b"\xff" * 40, os.urandom(200)):
@@ -55,14 +59,27 @@ async def deep_json(arena: Arena) -> str:
     sandbox = await arena.sandbox()
     said = []
     metadata = ((SANDBOX_TOKEN, sandbox.handle.token),)
-    for text in ("[" * 100_000, '{"a":' * 50_000, "1" * 5000, '{"path": NaN}', "[]", "null", '{"path": 1e999}', '{"timeout_s": 1e400, "command": "true"}'):
-        request = pb.BatchRequest(sandbox_id=sandbox.id, calls=[pb.ToolCall(name="read", arguments_json=text)], timeout_s=5)
+    for text in (
+        "[" * 100_000,
+        '{"a":' * 50_000,
+        "1" * 5000,
+        '{"path": NaN}',
+        "[]",
+        "null",
+        '{"path": 1e999}',
+        '{"timeout_s": 1e400, "command": "true"}',
+    ):
+        request = pb.BatchRequest(
+            sandbox_id=sandbox.id, calls=[pb.ToolCall(name="read", arguments_json=text)], timeout_s=5
+        )
         try:
             reply = await arena.client.tools.Batch(request, metadata=metadata, timeout=20)
             said.append(f"{'BREACH' if reply.results[0].ok else 'refused'} {reply.results[0].text[:60]}")
         except grpc.aio.AioRpcError as error:
             said.append(f"refused {error.code().name} {(error.details() or '')[:60]}")
-    many = pb.BatchRequest(sandbox_id=sandbox.id, calls=[pb.ToolCall(name="list", arguments_json="{}")] * 20_000, timeout_s=5)
+    many = pb.BatchRequest(
+        sandbox_id=sandbox.id, calls=[pb.ToolCall(name="list", arguments_json="{}")] * 20_000, timeout_s=5
+    )
     reply = await arena.client.tools.Batch(many, metadata=metadata, timeout=60)
     said.append(f"{sum(each.ok for each in reply.results)} of 20,000 calls were run")
     return "\n".join(said)
@@ -84,7 +101,10 @@ async def slow_clients(arena: Arena) -> str:
             pass
         sockets.append(sock)
     metadata = ((SANDBOX_TOKEN, sandbox.handle.token),)
-    downloads = [arena.client.files.Download(pb.PathRequest(sandbox_id=sandbox.id, path="big"), metadata=metadata) for _ in range(50)]
+    downloads = [
+        arena.client.files.Download(pb.PathRequest(sandbox_id=sandbox.id, path="big"), metadata=metadata)
+        for _ in range(50)
+    ]
     for each in downloads:
         await each.read()
     follows = [arena.client.sandboxes.Audit(pb.AuditRequest(follow=True)) for _ in range(50)]
@@ -120,19 +140,39 @@ async def half_uploads(arena: Arena) -> str:
     took = await arena.neighbour.look()
     for call in calls:
         call.cancel()
-    return f"{'BREACH' if grown > 600 else 'bounded'}: refused {refused} of 40, it grew by {grown} MiB; the neighbour answered in {took:.3f} s"
+    return f"{'BREACH' if grown > 768 else 'bounded'}: refused {refused} of 40, it grew by {grown} MiB; the neighbour answered in {took:.3f} s"
 
 
 async def guessing(arena: Arena) -> str:
     target, said = await arena.sandbox(), set()
     await target.files.write("secret.txt", b"x")
-    tokens = ["", "x", target.handle.token[:-1], target.handle.token + "x", target.id, "\u00e9", *(secrets.token_urlsafe(24) for _ in range(50))]
+    tokens = [
+        "",
+        "x",
+        target.handle.token[:-1],
+        target.handle.token + "x",
+        target.id,
+        "\u00e9",
+        *(secrets.token_urlsafe(24) for _ in range(50)),
+    ]
     for token in tokens:
         thief = arena.client.attach(Handle(target.id, token)) if token.isascii() else None
         if thief is not None:
             said.add(await attempt("token", thief.files.read("secret.txt")))
-    for identity in ("", "box-1", "../x", "*", "A" * 22, "A" * 100_000, *(secrets.token_urlsafe(16) for _ in range(100))):
-        said.add((await attempt("id", arena.client.attach(Handle(identity, target.handle.token)).files.read("secret.txt")))[:30])
+    for identity in (
+        "",
+        "box-1",
+        "../x",
+        "*",
+        "A" * 22,
+        "A" * 100_000,
+        *(secrets.token_urlsafe(16) for _ in range(100)),
+    ):
+        said.add(
+            (await attempt("id", arena.client.attach(Handle(identity, target.handle.token)).files.read("secret.txt")))[
+                :30
+            ]
+        )
     thief = arena.client.attach(Handle(target.id, "x"))
     for name in ("fork", "snapshot", "hibernate", "pause", "finish", "diff", "status"):
         said.add(await attempt(name, getattr(thief, name)()))
@@ -156,9 +196,15 @@ async def foreign_key(arena: Arena) -> str:
     await target.batch([ToolCall("read", {"path": "secret.txt"})], idempotency_key=key)
     mine = await arena.sandbox()
     answer = (await mine.batch([ToolCall("read", {"path": "secret.txt"})], idempotency_key=key))[0]
-    request = pb.BatchRequest(sandbox_id=target.id, calls=[pb.ToolCall(name="read", arguments_json=json.dumps({"path": "secret.txt"}))], timeout_s=10)
+    request = pb.BatchRequest(
+        sandbox_id=target.id,
+        calls=[pb.ToolCall(name="read", arguments_json=json.dumps({"path": "secret.txt"}))],
+        timeout_s=10,
+    )
     try:
-        reply = await arena.client.tools.Batch(request, metadata=((SANDBOX_TOKEN, "x"), (IDEMPOTENCY_KEY, key)), timeout=20)
+        reply = await arena.client.tools.Batch(
+            request, metadata=((SANDBOX_TOKEN, "x"), (IDEMPOTENCY_KEY, key)), timeout=20
+        )
         stolen = reply.results[0].text
     except grpc.aio.AioRpcError as error:
         stolen = f"refused {error.code().name}"
@@ -171,13 +217,28 @@ async def policy(arena: Arena) -> str:
     for words in (
         "resources:\n  maximum: {memory_mb: 1}\n", "isolation: machine\nresources: {maximum: {live: 0}}\n", "network: {allow: [{host: '169.254.169.254'}]}\n", "resources: {maximum: {live: 0}}\n", "tools: {allow: [exec]}\nnetwork: {allow: [{host: '*.example.com'}]}\n",
     ):  # fmt: skip
-        said.append(await attempt(words[:20].replace("\n", " "), arena.client.create(arena.template, policy=words, limits=Limits(memory_mb=128, pids=32, cpu=1, disk_mb=16))))
+        said.append(
+            await attempt(
+                words[:20].replace("\n", " "),
+                arena.client.create(
+                    arena.template, policy=words, limits=Limits(memory_mb=128, pids=32, cpu=1, disk_mb=16)
+                ),
+            )
+        )
     return "\n".join(said)
 
 
 async def policy_bombs(arena: Arena) -> str:
     said = []
-    for words in ("a: &a [1]\n" + "".join(f"b{n}: &b{n} [{'*a, ' * 9}*a]\n" for n in range(9)), "!!python/object/apply:os.system ['touch /tmp/escaped']", "x: " * 4000, "[" * 8000, "version: 1\nversion: 2\n", "isolation: none\x00", "filesystem: {hidden: ['" + "*" * 5000 + "x']}"):
+    for words in (
+        "a: &a [1]\n" + "".join(f"b{n}: &b{n} [{'*a, ' * 9}*a]\n" for n in range(9)),
+        "!!python/object/apply:os.system ['touch /tmp/escaped']",
+        "x: " * 4000,
+        "[" * 8000,
+        "version: 1\nversion: 2\n",
+        "isolation: none\x00",
+        "filesystem: {hidden: ['" + "*" * 5000 + "x']}",
+    ):
         said.append(await attempt("policy", arena.client.create(arena.template, policy=words)))
     return "\n".join([*said, *(["BREACH a file outside"] if arena.host.escaped_files() else [])])
 
@@ -185,20 +246,36 @@ async def policy_bombs(arena: Arena) -> str:
 async def denied_tools(arena: Arena) -> str:
     sandbox = await arena.sandbox(policy="tools: {allow: [read]}\n")
     said = []
-    for call in (ToolCall("exec", {"command": "id"}), ToolCall("write", {"path": "x", "content": ""}), ToolCall("nothing", {})):
+    for call in (
+        ToolCall("exec", {"command": "id"}),
+        ToolCall("write", {"path": "x", "content": ""}),
+        ToolCall("nothing", {}),
+    ):
         result = await sandbox.call(call)
         said.append(f"{'BREACH' if result.ok else 'refused'} {call.name}: {result.text}")
     said.append(await attempt("start", sandbox.processes.start(["id"])))
-    said.append(await attempt("write", sandbox.files.write("x", b"")))
     return "\n".join(said)
 
 
 async def environment(arena: Arena) -> str:
     """Variables that steer programs must act in the sandbox only, and impossible names are refused."""
     said = []
-    for env in ({"": "x"}, {"A=B": "x"}, {"A\0B": "x"}, {"A": "x" * 300_000}, {f"A{n}": "x" * 100 for n in range(3000)}):
+    for env in (
+        {"": "x"},
+        {"A=B": "x"},
+        {"A\0B": "x"},
+        {"A": "x" * 300_000},
+        {f"A{n}": "x" * 100 for n in range(3000)},
+    ):
         said.append(await attempt("environment", arena.client.create(arena.template, env=env)))
-    steering = {"LD_PRELOAD": "/workspace/evil.so", "PYTHONPATH": "/workspace", "BASH_ENV": "/workspace/evil.sh", "PATH": "/workspace:/usr/bin:/bin", "LD_LIBRARY_PATH": "/workspace", "PS4": "$(touch /tmp/escaped)"}
+    steering = {
+        "LD_PRELOAD": "/workspace/evil.so",
+        "PYTHONPATH": "/workspace",
+        "BASH_ENV": "/workspace/evil.sh",
+        "PATH": "/workspace:/usr/bin:/bin",
+        "LD_LIBRARY_PATH": "/workspace",
+        "PS4": "$(touch /tmp/escaped)",
+    }
     sandbox = await arena.sandbox(env=steering)
     for name in ("ls", "tar", "git", "rg", "python3", "cat"):
         await sandbox.files.write(name, b"#!/bin/sh\necho BREACH\n", mode=0o755)
@@ -226,7 +303,13 @@ async def hostile_numbers(arena: Arena) -> str:
             said.append(f"answered {type(request).__name__}")
         except grpc.aio.AioRpcError as error:
             said.append(f"refused {type(request).__name__}: {error.code().name}")
-    for limits in (Limits(memory_mb=-1), Limits(pids=2**31 - 1), Limits(cpu=float("nan")), Limits(disk_mb=2**62), Limits(lifetime_s=float("inf"))):
+    for limits in (
+        Limits(memory_mb=-1),
+        Limits(pids=2**31 - 1),
+        Limits(cpu=float("nan")),
+        Limits(disk_mb=2**62),
+        Limits(lifetime_s=float("inf")),
+    ):
         said.append(await attempt("limits", arena.client.create(arena.template, limits=limits)))
     alive = (await sandbox.call(ToolCall("exec", {"command": "echo alive"}), timeout_s=30)).text
     unknown = [each for each in said if "UNKNOWN" in each or "INTERNAL" in each]

@@ -13,5 +13,13 @@ from tests.escape import (
 )
 from tests.escape.attack import Attack
 
-_MODULES = (attacks_files, attacks_kernel, attacks_bombs, attacks_network, attacks_output, attacks_server, attacks_verdicts)
+_MODULES = (
+    attacks_files,
+    attacks_kernel,
+    attacks_bombs,
+    attacks_network,
+    attacks_output,
+    attacks_server,
+    attacks_verdicts,
+)
 ALL: tuple[Attack, ...] = tuple(attack for module in _MODULES for attack in module.ATTACKS)

@@ -38,7 +38,9 @@ class Host:
         self._sockets: list[socket.socket] = []
         self.listeners = [self._listen(address) for address in ("127.0.0.1", *_own_addresses())]
         self._listen_abstract()
-        self._process = subprocess.Popen(["sleep", "36000"], env={"HOST_SECRET": self.secret, "PATH": os.environ["PATH"]})
+        self._process = subprocess.Popen(
+            ["sleep", "36000"], env={"HOST_SECRET": self.secret, "PATH": os.environ["PATH"]}
+        )
 
     def watch(self, server: int, state: Path) -> None:
         """From now on the server with this pid is looked at too."""

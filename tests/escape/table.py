@@ -35,10 +35,24 @@ def table() -> str:
     parts = [_HEAD.format(count=len(ALL))]
     for family in dict.fromkeys(attack.family for attack in ALL):
         rows = [_row(attack) for attack in ALL if attack.family == family]
-        parts.append("\n".join([f"\n## {family.capitalize()}\n", "| attack | what is tried | audit event |", "|---|---|---|", *rows, ""]))
+        parts.append(
+            "\n".join(
+                [
+                    f"\n## {family.capitalize()}\n",
+                    "| attack | what is tried | audit event |",
+                    "|---|---|---|",
+                    *rows,
+                    "",
+                ]
+            )
+        )
     parts.append(_WHERE.format(without=without, count=len(ALL)))
-    parts.append(_notes("Where one succeeds", "succeeds_on", "Known, and expected by the test, which fails once it is stopped."))
-    parts.append(_notes("Where it may succeed without harm", "harmless_on", "Host and neighbour are looked at all the same."))
+    parts.append(
+        _notes("Where one succeeds", "succeeds_on", "Known, and expected by the test, which fails once it is stopped.")
+    )
+    parts.append(
+        _notes("Where it may succeed without harm", "harmless_on", "Host and neighbour are looked at all the same.")
+    )
     parts.append(_notes("Where one is not tried", "not_on", ""))
     return "".join(parts)
 
