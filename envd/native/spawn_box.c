@@ -22,6 +22,7 @@
 
 #define SAFE (MS_NOSUID | MS_NODEV)
 #define INODES "65536"
+#define TERMINALS "64" /* the kernel has 4,096 for all there are */
 
 /* Tells the spawner what went wrong, in words, and ends. */
 static _Noreturn void fail(int sync, const char *what)
@@ -132,7 +133,7 @@ static void mount_view(const struct settings *settings, const struct request *wa
         fail(sync, "bind its /tmp");
     if (mount("proc", "/proc", "proc", SAFE | MS_NOEXEC, NULL) < 0)
         fail(sync, "mount its /proc");
-    if (mount("devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, "ptmxmode=0666,mode=0620") < 0)
+    if (mount("devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, "ptmxmode=0666,mode=0620,max=" TERMINALS) < 0)
         fail(sync, "mount its /dev/pts");
     if (umount2(HIDDEN, MNT_DETACH) < 0)
         fail(sync, "unmount what is hidden");

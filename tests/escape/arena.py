@@ -50,6 +50,7 @@ class Arena:
         """Start the server. Raises BackendUnavailable where the backend does not work."""
         self.runner = asyncio.Runner()
         self.host = Host()
+        self.host.warm = 40 if self.backend == "gvisor" else 0
         os.environ["ESCAPE_SECRET"] = self.host.secret
         python = self.backend == "namespaces-python"
         if python:

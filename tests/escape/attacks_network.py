@@ -50,7 +50,7 @@ attempt("tun", lambda: fcntl.ioctl(os.open("/dev/net/tun", os.O_RDWR), 0x400454C
 
 
 async def host_loopback(arena: Arena) -> str:
-    ports = {host: port for host, port in arena.host.listeners}
+    ports = dict(arena.host.listeners)
     code = DIAL + "".join(f"attempt('{host}:{port}', dial, '{host}', {port})\n" for host, port in ports.items())
     code += f"for port in range({min(ports.values())} - 20, {min(ports.values())} + 20):\n    attempt(f'127.0.0.1:{{port}}', dial, '127.0.0.1', port)\n"
     return await _python(arena, code)
@@ -58,10 +58,7 @@ async def host_loopback(arena: Arena) -> str:
 
 async def abstract_sockets(arena: Arena) -> str:
     names = [arena.host.abstract, arena.neighbour.abstract]
-    code = (
-        "for name in %r:\n    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):\n        attempt(name, lambda: socket.socket(socket.AF_UNIX, kind).connect('\\0' + name))\n"
-        % (names,)
-    )
+    code = f"for name in {names!r}:\n    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):\n        attempt(name, lambda: socket.socket(socket.AF_UNIX, kind).connect(chr(0) + name))\n"
     return await _python(arena, code)
 
 
