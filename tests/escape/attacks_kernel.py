@@ -5,6 +5,14 @@ from __future__ import annotations
 from tests.escape.attack import KERNEL, NOWHERE, OWN_KERNEL, Attack
 
 _OWN = {"qemu": OWN_KERNEL}
+_GVISOR_AGENT = {
+    **_OWN,
+    "gvisor": "gVisor keeps no process of a user from another of the same: the agent holds no secret, and its server takes its stream for hostile",
+}
+_GVISOR_OWN = {
+    **_OWN,
+    "gvisor": "an object of gVisor's own kernel, of no use without capabilities: the host's is never asked",
+}
 _OWN_USER = {**_OWN, "gvisor": "gVisor's own kernel serves it: the host's is never asked"}
 
 AGENT_FILES = """
@@ -35,7 +43,7 @@ for fd in range(64):
             print("refused", path, errno.errorcode[error.errno])
             continue
         if ("host:" in kind or "socket:" in kind) and flags & os.O_WRONLY:
-            print("BREACH wrote to the agent's stream", os.write(found, frame))
+            attempt("write to the agent's stream", os.write, found, frame)
 for device in ("/dev/vport0p1", "/dev/vport1p1", "/dev/virtio-ports/envd"):
     absent_or = os.path.exists(device) and attempt(device, writing, device, frame)
 """
@@ -137,7 +145,11 @@ attempt("/proc/1/mem", os.open, "/proc/1/mem", os.O_RDWR)
 attempt("kcmp", call, "kcmp", 1, os.getpid(), 0, 0, 0)
 """
 STEAL = """
-fd = os.pidfd_open(1)
+try:
+    fd = os.pidfd_open(1)
+except OSError as error:
+    print("refused descriptor 3 of 1:", error)
+    sys.exit()
 for number in range(16):
     attempt(f"descriptor {number} of 1", call, "pidfd_getfd", fd, number, 0)
 """
@@ -325,8 +337,8 @@ for name, family, kind, protocol in (
 
 _REFUSED = r"refused "
 ATTACKS = (
-    Attack("proc-agent-files", "proc", "memory, environment, descriptors and root of the agent by /proc/1", r"refused /proc/1/mem", script=AGENT_FILES, unseen=KERNEL, harmless_on=_OWN),
-    Attack("proc-agent-stream", "proc", "the agent's stream opened by /proc/1/fd or its device, to forge answers", _REFUSED, script=AGENT_STREAM, unseen=KERNEL, harmless_on={"qemu": "root of the machine reaches the agent's port: the server reads it as hostile bytes and ends the sandbox"}),
+    Attack("proc-agent-files", "proc", "memory, environment, descriptors and root of the agent by /proc/1", r"refused /proc/1/mem", script=AGENT_FILES, unseen=KERNEL, harmless_on=_GVISOR_AGENT),
+    Attack("proc-agent-stream", "proc", "the agent's stream opened by /proc/1/fd or its device, to forge answers", _REFUSED, script=AGENT_STREAM, unseen=KERNEL, harmless_on=_GVISOR_AGENT),
     Attack("proc-settings", "proc", "core_pattern, modprobe, sysrq-trigger, binfmt_misc, oom_score_adj, uid_map and other settings written", r"refused write /proc/sys/kernel/core_pattern", script=SYSCTL, unseen=KERNEL, harmless_on=_OWN_USER),
     Attack("proc-kernel-memory", "proc", "/proc/kcore, /dev/mem, the kernel's log and addresses read", r"nothing of the kernel's addresses", script=MEMORY_FILES, unseen=KERNEL, harmless_on=_OWN),
     Attack("proc-other-pids", "proc", "every pid up to 40,000 signalled", r"nothing of processes of others", script=OTHER_PIDS, unseen=NOWHERE, harmless_on=_OWN),
@@ -335,9 +347,9 @@ ATTACKS = (
     Attack("ptrace-agent", "ptrace", "ptrace of the agent and of the shell", r"refused attach 1", script=PTRACE, unseen=KERNEL, harmless_on=_OWN),
     Attack("ptrace-peer-memory", "ptrace", "process_vm_readv, process_vm_writev, kcmp and /proc/1/mem", r"refused process_vm_readv of 1", script=PEER_MEMORY, unseen=KERNEL, harmless_on=_OWN),
     Attack("ptrace-steal-descriptors", "ptrace", "pidfd_getfd of the agent's descriptors", r"refused descriptor 3 of 1", script=STEAL, unseen=KERNEL, harmless_on=_OWN),
-    Attack("kill-agent", "ptrace", "nine signals to process 1", r"process 1 is there: True", script=KILL_AGENT, unseen=KERNEL),
+    Attack("kill-agent", "ptrace", "nine signals to process 1", r"process 1 is there: True|^gone", script=KILL_AGENT, unseen=KERNEL),
     Attack("device-nodes", "devices", "disks, /dev/kvm, loop devices, MSRs and other known devices opened", _REFUSED, script=KNOWN_DEVICES, unseen=KERNEL, harmless_on=_OWN),
-    Attack("device-make", "devices", "block and character devices made and opened", r"refused device disk in /tmp", script=MAKE_DEVICES, unseen=KERNEL, harmless_on=_OWN),
+    Attack("device-make", "devices", "block and character devices made and opened", r"refused device disk in /tmp", script=MAKE_DEVICES, unseen=KERNEL, harmless_on=_GVISOR_OWN),
     Attack("mount-old", "mounts", "mounting, binding, remounting and unmounting", r"refused mount tmpfs", script=MOUNTS, unseen=KERNEL, harmless_on=_OWN),
     Attack("mount-new", "mounts", "fsopen, open_tree, mount_setattr, move_mount", r"refused fsopen tmpfs", script=NEW_MOUNTS, unseen=KERNEL, harmless_on=_OWN),
     Attack("mount-roots", "mounts", "chroot, pivot_root, and climbing above /", r"nothing of the host above /", script=ROOTS, unseen=KERNEL, harmless_on=_OWN),
@@ -346,11 +358,11 @@ ATTACKS = (
     Attack("capabilities", "privileges", "capset, file capabilities, real-time scheduling, negative nice", r"refused capset all[\s\S]*nothing of capabilities", script=CAPABILITIES, unseen=KERNEL, harmless_on=_OWN_USER),
     Attack("user-namespaces", "privileges", "eight kinds of new namespaces by unshare, clone and clone3", r"refused unshare user[\s\S]*refused clone3 user", script=NEW_NAMESPACES, unseen=KERNEL, harmless_on=_OWN_USER),
     Attack("cgroup-escape", "privileges", "release_agent, cgroup.procs and limits written; cgroup file systems mounted", r"refused write /sys/fs/cgroup/cgroup.procs", script=CGROUPS, unseen=KERNEL, harmless_on=_OWN),
-    Attack("keyrings", "calls", "keys added, requested and read", r"refused add_key", script=KEYRINGS, unseen=KERNEL, harmless_on=_OWN),
+    Attack("keyrings", "calls", "keys added, requested and read", r"refused add_key", script=KEYRINGS, unseen=KERNEL, harmless_on=_GVISOR_OWN),
     Attack("io-uring", "calls", "io_uring_setup and io_uring_register", r"refused io_uring_setup", script=IO_URING, unseen=KERNEL, harmless_on=_OWN),
-    Attack("rare-calls", "calls", "bpf, perf, userfaultfd, modules, kexec, swap, accounting, quotas, fanotify, syslog", r"refused bpf[\s\S]*refused finit_module[\s\S]*refused syslog", script=RARE_CALLS, unseen=KERNEL, harmless_on=_OWN),
+    Attack("rare-calls", "calls", "bpf, perf, userfaultfd, modules, kexec, swap, accounting, quotas, fanotify, syslog", r"refused bpf[\s\S]*refused finit_module[\s\S]*refused syslog", script=RARE_CALLS, unseen=KERNEL, harmless_on=_GVISOR_OWN),
     Attack("clock-and-reboot", "calls", "the clock set, the host renamed, the machine restarted", r"refused settimeofday[\s\S]*refused sethostname[\s\S]*refused reboot", script=CLOCK, unseen=KERNEL, not_on={"qemu": "root of a virtual machine of its own may set its clock, and may end it"}),
     Attack("terminal-injection", "calls", "TIOCSTI, TIOCLINUX, line disciplines and consoles", r"refused TIOCSTI[\s\S]*refused TIOCLINUX", script=TERMINAL, unseen=KERNEL, harmless_on=_OWN),
     Attack("other-abi", "calls", "forbidden calls by their 32-bit and x32 numbers", r"refused.*32", script=OTHER_ABI, unseen=KERNEL, harmless_on=_OWN),
-    Attack("socket-families", "calls", "vsock, AF_ALG, packet, raw, netlink and other families", r"refused socket vsock[\s\S]*refused socket packet", script=SOCKETS, unseen=KERNEL, harmless_on=_OWN),
+    Attack("socket-families", "calls", "vsock, AF_ALG, packet, raw, netlink and other families", r"refused socket vsock[\s\S]*refused socket packet", script=SOCKETS, unseen=KERNEL, harmless_on=_GVISOR_OWN),
 )  # fmt: skip
