@@ -57,18 +57,21 @@ class ShellBox:
 
     def execute(self) -> None:
         """Run the program, not the shell's builtin."""
-        self._say("/bin/true; echo $?", "0")
+        self.say("/bin/true; echo $?", "0")
 
     def read(self) -> None:
         """Read with a program, as nothing else can."""
-        self._say(f"cat /workspace/{_FILE} >/dev/null; echo $?", "0")
+        self.say(f"cat /workspace/{_FILE} >/dev/null; echo $?", "0")
 
     def destroy(self) -> None:
         """It ends all that it started."""
+        for pipe in _pipes(self.process):
+            pipe.close()  # a shell that outlives bubblewrap ends with its input
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
 
-    def _say(self, line: str, expected: str) -> None:
+    def say(self, line: str, expected: str) -> None:
+        """Have the shell run a line, and wait for what it must answer."""
         stdin, stdout = _pipes(self.process)
         stdin.write(line + "\n")
         stdin.flush()
@@ -88,9 +91,11 @@ class Bubblewrap:
         self._command = ["bwrap", "--unshare-all", "--die-with-parent", *binds, *links, *places, "/bin/bash"]
 
     def create(self) -> ShellBox:
-        """Start one."""
+        """Start one; it answers when this returns."""
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        return ShellBox(subprocess.Popen(self._command, text=True, **pipes))  # type: ignore[call-overload]
+        box = ShellBox(subprocess.Popen(self._command, text=True, **pipes))  # type: ignore[call-overload]
+        box.say("echo 0", "0")
+        return box
 
 
 @dataclass

@@ -83,6 +83,11 @@ def unary(method: Callable[[Any, Any, Context], Awaitable[T]]) -> Callable[[Any,
             return reply
         except (errors.EnvdError, OSError) as error:
             await abort(service, request, context, error)
+        except ExceptionGroup as group:  # of calls that ran at the same time, e.g. in a sandbox that ended meanwhile
+            known = group.subgroup((errors.EnvdError, OSError))
+            if known is None:
+                raise
+            await abort(service, request, context, _first(known))
 
     return answer
 
@@ -127,6 +132,13 @@ async def abort(service: Service, request: Any, context: Context, error: Excepti
     trailing = ((ERROR_NAME, type(error).__name__), (ERROR_NUMBER, str(number)))
     await context.abort(code, str(error)[:_MAX_WORDS], trailing)
     raise error
+
+
+def _first(error: BaseException) -> Exception:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, Exception)
+    return error
 
 
 def code_of(error: Exception) -> grpc.StatusCode:

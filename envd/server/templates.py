@@ -25,6 +25,9 @@ _GIT_ENV = {f"GIT_{role}_{key}": value for role in ("AUTHOR", "COMMITTER") for k
 
 _MOST_DERIVED = 1024
 
+_MAX_DIGEST = 128
+"""Beyond it nothing is one of our names, and no file system can look it up."""
+
 
 class Templates:
     """Stores each template once, however often and by however many it is put."""
@@ -70,7 +73,7 @@ class Templates:
 
     def require(self, digest: str) -> str:
         """Return the digest if this server has the template, else raise TemplateError."""
-        if not digest.isalnum() or not (self._directory / digest).is_dir():
+        if not digest.isalnum() or len(digest) > _MAX_DIGEST or not (self._directory / digest).is_dir():
             raise TemplateError(f"envd has no template {digest[:80]!r}: call put_template first")
         return digest
 
