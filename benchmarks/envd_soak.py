@@ -34,6 +34,8 @@ from envd.sandbox.proctree import descendants
 
 _START_S = 60.0
 _STALLED_S = 120.0
+_PATIENCE_S = 60.0
+"""Beyond a lifetime, on a busy machine."""
 _VICTIMS = ("client", "client", "spawner", "server")
 
 
@@ -119,7 +121,7 @@ class _Soak:
         for client in self._clients:
             _end(client)
         self._keep_running()
-        deadline = time.monotonic() + LIFETIME_S + 20
+        deadline = time.monotonic() + LIFETIME_S + _PATIENCE_S
         while (live := asyncio.run(_live(self._address))) and time.monotonic() < deadline:
             time.sleep(0.5)
         self.sandboxes_left = live
