@@ -290,10 +290,10 @@ def exhausting(code: str, words: str) -> object:
         process = await sandbox.processes.start(["python3", "hold.py"])
         for _ in range(int(arena.patience_s * 10)):
             listed, _ = await sandbox.files.list(".")
-            if any(each.path == "ready" for each in listed) or not (await sandbox.processes.list())[0].running:
+            if any(each.path == "ready" for each in listed) or not (await sandbox.processes.list())[-1].running:
                 break
             await asyncio.sleep(0.1)
-        held_now = "held" if (await sandbox.processes.list())[0].running else "ended by its limit"
+        held_now = "held" if (await sandbox.processes.list())[-1].running else "ended by its limit"
         lines = await neighbour_needs(arena)
         broken = [line for line in lines if "True" not in line]
         host = arena.host.needs()
@@ -367,7 +367,7 @@ ATTACKS = (
     Attack("memory-pipes", "bombs", "memory of the kernel's held in pipes", r"held|" + _OOM, script=PIPES, unseen="its limit refuses or ends it; which, the kernel decides"),
     Attack("memory-sockets", "bombs", "memory of the kernel's held in socket buffers", r"held|" + _OOM, script=SOCKET_BUFFERS, unseen="its limit refuses or ends it; which, the kernel decides"),
     Attack("memory-locked", "bombs", "memory locked against its limit", r"refused|" + _OOM, script=LOCKS, unseen="its limit refuses or ends it; which, the kernel decides"),
-    Attack("disk-bomb", "bombs", "64 MiB into each of the workspace, /tmp, /dev/shm and /var/tmp of a sandbox with 16", r"refused /workspace/fill[\s\S]*refused /tmp/fill", script=DISK, audit=("limit.disk",), unseen_on={"qemu": _VM, "gvisor": "its kernel keeps the disk: the server counts nothing of it"}),
+    Attack("disk-bomb", "bombs", "64 MiB into each of the workspace, /tmp, /dev/shm and /var/tmp of a sandbox with 16", r"refused /workspace/fill[\s\S]*refused /tmp/fill", script=DISK, audit=("limit.disk",), unseen_on={"qemu": _VM, "gvisor": "its kernel keeps the disk: the server counts nothing of it", "namespaces-python": "the Python helper does not count what is written"}),
     Attack("disk-allocate", "bombs", "a file of 1 GiB and one of 1 TiB allocated without writing", r"refused fallocate 1073741824", script=ALLOCATE, unseen=KERNEL),
     Attack("inode-bomb", "bombs", "200,000 empty files", r"refused after|gone|exit 137", script=INODES, unseen="the file system refuses at 65,536; the server counts bytes", timeout_s=60),
     Attack("descriptor-bomb", "bombs", "a million descriptors, and the limit raised", r"refused after[\s\S]*refused raise|refused after", script=DESCRIPTORS, unseen=KERNEL),

@@ -56,7 +56,7 @@ class Neighbour:
         await self.sandbox.files.write("secret.txt", self.secret.encode())
         await self.sandbox.files.write("heartbeat.py", _HEARTBEAT.encode())
         arguments = ["python3", "heartbeat.py", str(self.port), self.abstract, str(self.shm_key)]
-        await self.sandbox.processes.start(arguments)
+        self._heartbeat = (await self.sandbox.processes.start(arguments)).process
         deadline = time.monotonic() + patience_s
         while not await self.beats():
             assert time.monotonic() < deadline, "the neighbour's process does not start"
@@ -70,7 +70,7 @@ class Neighbour:
         took = time.monotonic() - began
         expected = f"{self.secret}attempts.py beat calc.py heartbeat.py secret.txt tests \nexit 0"
         assert result.text.replace(".git ", "") == expected, f"the neighbour was changed: {result.text!r}"
-        process = (await self.sandbox.processes.list())[0]
+        (process,) = [each for each in await self.sandbox.processes.list() if each.process == self._heartbeat]
         assert process.running, f"the neighbour's process ended: {process}"
         return took
 
