@@ -120,7 +120,8 @@ class _Soak:
         """End the clients; what they forgot ends with its lifetime. Then nothing but the pool may live on."""
         for client in self._clients:
             _end(client)
-        self._keep_running()
+        self._clients = []
+        self._keep_serving()
         deadline = time.monotonic() + LIFETIME_S + _PATIENCE_S
         while (live := asyncio.run(_live(self._address))) and time.monotonic() < deadline:
             time.sleep(0.5)
@@ -169,9 +170,12 @@ class _Soak:
         self._chance.shuffle(victims)
         return list(zip(moments, victims, strict=True))
 
-    def _keep_running(self) -> None:
+    def _keep_serving(self) -> None:
         if self._server is None or self._server.poll() is not None:
             self._start_server()
+
+    def _keep_running(self) -> None:
+        self._keep_serving()
         self._clients = [each for each in self._clients if each.poll() is None]
         while len(self._clients) < self._options.clients:
             self._start_client()

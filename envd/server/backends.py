@@ -59,6 +59,8 @@ async def _start(name: str, run_dir: Path, pool: int) -> Backend:
     try:
         start = importlib.import_module(f"envd.backends.{name}").start
     except ImportError as error:
-        raise BackendUnavailable(f"the {name} backend needs a package that is not here ({error}): install it") from error
+        raise BackendUnavailable(
+            f"the {name} backend needs a package that is not here ({error}): install it"
+        ) from error
     options = {"pool": pool} if "pool" in inspect.signature(start).parameters else {}
     return cast(Backend, await start(run_dir, **options))
