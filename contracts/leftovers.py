@@ -18,7 +18,7 @@ from contracts.artifacts import MANIFEST, Manifest, find_artifact
 from contracts.attempts import AttemptNote, read_note, read_seal
 from contracts.errors import ArtifactCorrupt, SchemaError
 from contracts.filecache import PARTIAL
-from contracts.owned import is_leftover, remove
+from contracts.owned import ABANDONED_S, is_leftover, remove
 from contracts.store import STAGE, Store
 
 
@@ -68,8 +68,9 @@ def _abandoned(scratch: Path) -> Iterator[Path]:
 def _sweep_stage(stage: Path, store: Store) -> None:
     note = read_note(stage)
     if note is not None and note.store != store.url:
-        return  # its files are elsewhere: whoever works there sweeps them
-    if note is not None:
+        if time.time() - stage.lstat().st_mtime < ABANDONED_S:
+            return  # its files are elsewhere: whoever works there settles them
+    elif note is not None:
         _settle(note, read_seal(stage), store)
     remove(stage)
 

@@ -8,16 +8,15 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
 from playwright.sync_api import Locator, Page, expect
 
 from tests.acceptance.laboratory import ROOT, Laboratory
+from tests.webserver import wait_until_up
 
 TINY = ROOT / "tests" / "dagster" / "tiny.yaml"
 LOCATION = "triplane_dagster.definitions"
@@ -128,7 +127,7 @@ def running_ui(lab: Laboratory) -> Iterator[str]:
             stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
     try:
-        wait_until_up(f"http://127.0.0.1:{port}/server_info", child, log)
+        wait_until_up(f"http://127.0.0.1:{port}", child, log, PATIENCE_S)
         yield f"http://127.0.0.1:{port}"
     finally:
         child.terminate()
@@ -137,14 +136,3 @@ def running_ui(lab: Laboratory) -> Iterator[str]:
         except subprocess.TimeoutExpired:
             os.killpg(child.pid, signal.SIGKILL)
             child.wait(10)
-
-
-def wait_until_up(url: str, child: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline and child.poll() is None:
-        try:
-            httpx.get(url, timeout=5).raise_for_status()
-            return
-        except httpx.HTTPError:
-            time.sleep(0.5)
-    raise AssertionError(f"triplane ui did not come up: {log.read_text()[-2000:]}")

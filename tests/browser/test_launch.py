@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import httpx
 import pytest
 from playwright.sync_api import expect
 
 from assets.naming import PER_ITERATION
 from tests.acceptance.laboratory import Laboratory
 from tests.browser.desk import LOCATION, Screen
+from tests.webserver import ask
 from triplane_dagster.iterations import next_partition
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
@@ -54,5 +54,4 @@ def staleness(url: str, partition: str) -> dict[str, str]:
     """What the server thinks of each asset of an iteration of tiny: FRESH, STALE or MISSING."""
     keys = ", ".join(f'{{ path: ["tiny", "{asset}"] }}' for asset in PER_ITERATION)
     query = f'{{ assetNodes(assetKeys: [{keys}]) {{ assetKey {{ path }} staleStatus(partition: "{partition}") }} }}'
-    answer = httpx.post(f"{url}/graphql", json={"query": query}, timeout=60).json()
-    return {node["assetKey"]["path"][-1]: node["staleStatus"] for node in answer["data"]["assetNodes"]}
+    return {node["assetKey"]["path"][-1]: node["staleStatus"] for node in ask(url, query)["assetNodes"]}

@@ -127,6 +127,9 @@ def test_a_live_writer_and_another_stores_attempt_are_left_alone(store: Store, t
     note.write_text(note.read_text().replace(store.url, "s3://elsewhere/x"))
     sweep_leftovers(store)
     assert stage.is_dir(), "only a process that works on that store may remove its files there"
+    os.utime(stage, (0, time.time() - ABANDONED_S - 1))
+    sweep_leftovers(store)
+    assert not stage.exists(), "nobody works there any more, or not by this name"
 
 
 def test_what_is_a_day_old_goes_whoever_left_it(store: Store) -> None:

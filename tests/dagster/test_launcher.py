@@ -1,16 +1,14 @@
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import dagster as dg
 import pytest
 
 from contracts.store import open_store
 from resources.errors import LaunchFailed
 from resources.experiment import parse_experiment
 from resources.launcher import LocalLauncher
+from tests.dagster.launching import Arrived, launch_in_an_op
 from trainer.parent import PARENT_VARIABLE
 from triplane_dagster.dry_run import plan_of
 
@@ -24,29 +22,11 @@ with open_dagster_pipes() as pipes:
 """
 
 
-def launch(
-    code: str, *, nodes: int = 1, gpus: int = 0, timeout_s: float = 60.0
-) -> list[tuple[float, Mapping[str, Any]]]:
+def launch(code: str, *, nodes: int = 1, gpus: int = 0, timeout_s: float = 60.0) -> Arrived:
     """Run Python code through the launcher inside an op; each message with when it arrived."""
-    arrived: list[tuple[float, Mapping[str, Any]]] = []
-
-    @dg.op
-    def run(context: dg.OpExecutionContext) -> None:
-        messages = LocalLauncher(grace_s=5).run(
-            context, [sys.executable, "-c", code], nodes=nodes, gpus=gpus, timeout_s=timeout_s,
-            on_message=lambda message: arrived.append((time.monotonic(), message)),
-        )  # fmt: skip
-        assert messages == [message for _, message in arrived]
-
-    @dg.job
-    def once() -> None:
-        run()
-
-    try:
-        once.execute_in_process()
-    except dg.DagsterExecutionStepExecutionError as error:
-        assert error.__cause__ is not None
-        raise error.__cause__ from None
+    arrived: Arrived = []
+    command = [sys.executable, "-c", code]
+    launch_in_an_op(LocalLauncher(grace_s=5), command, arrived, nodes=nodes, gpus=gpus, timeout_s=timeout_s)
     return arrived
 
 

@@ -1,19 +1,17 @@
 """A trainer that shares no disk with its Dagster run reports through an S3 bucket: live, completely, and also when it is killed."""
 
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import boto3
-import dagster as dg
 import pytest
 from moto.server import ThreadedMotoServer
 
 from resources.errors import LaunchFailed
 from resources.launcher import LocalLauncher
 from resources.pipes import PIPES_BUCKET
+from tests.dagster.launching import Arrived, launch_in_an_op
 from tests.trainer.trainer_world import make_world
 
 BUCKET = "messages"
@@ -53,29 +51,9 @@ def bucket(server: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return BUCKET
 
 
-Arrived = list[tuple[float, Any]]
-"""Each message with when it arrived."""
-
-
 def launch(command: list[str], arrived: Arrived) -> None:
     """Run a command in an op. Raises what the launcher raised."""
-
-    @dg.op
-    def run(context: dg.OpExecutionContext) -> None:
-        messages = LocalLauncher().run(
-            context, command, nodes=1, gpus=0, timeout_s=120, on_message=lambda message: arrived.append((time.monotonic(), message))
-        )  # fmt: skip
-        assert messages == [message for _, message in arrived]
-
-    @dg.job
-    def once() -> None:
-        run()
-
-    try:
-        once.execute_in_process()
-    except dg.DagsterExecutionStepExecutionError as error:
-        assert error.__cause__ is not None
-        raise error.__cause__ from None
+    launch_in_an_op(LocalLauncher(), command, arrived, nodes=1, gpus=0, timeout_s=120)
 
 
 def left() -> list[str]:

@@ -13,30 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from contracts.store import open_store
 from resources.experiment import Experiment
 from resources.registry import Registry
+from tests.webserver import ADD, LAUNCH, ask, wait_until_up
 
 pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[2]
 PATIENCE_S = 240.0
 
-LAUNCH = """
-mutation ($params: ExecutionParams!) {
-  launchRun(executionParams: $params) {
-    __typename
-    ... on LaunchRunSuccess { run { runId } }
-    ... on PythonError { message }
-    ... on RunConfigValidationInvalid { errors { message } }
-  }
-}"""
-ADD = """
-mutation ($name: String!, $key: String!, $where: RepositorySelector!) {
-  addDynamicPartition(partitionsDefName: $name, partitionKey: $key, repositorySelector: $where) { __typename }
-}"""
 RUNS = "{ runsOrError { ... on Runs { results { runId jobName status tags { key value } } } } }"
 
 
@@ -48,10 +35,7 @@ class Server:
         self.where = {"repositoryLocationName": "triplane_dagster.definitions", "repositoryName": "__repository__"}
 
     def ask(self, query: str, **variables: Any) -> dict[str, Any]:
-        reply = httpx.post(f"{self.url}/graphql", json={"query": query, "variables": variables}, timeout=60).json()
-        assert "errors" not in reply, reply["errors"]
-        data: dict[str, Any] = reply["data"]
-        return data
+        return ask(self.url, query, **variables)
 
     def launch(self, job: str, **tags: str) -> None:
         params = {
@@ -97,7 +81,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     with (tmp_path / "log").open("wb") as log:
         child = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
-            wait_until_up(f"http://127.0.0.1:{port}/server_info", child, tmp_path / "log")
+            wait_until_up(f"http://127.0.0.1:{port}", child, tmp_path / "log", PATIENCE_S)
             yield Server(f"http://127.0.0.1:{port}")
         finally:
             stop(child)
@@ -111,17 +95,6 @@ def stop(child: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait(10)
-
-
-def wait_until_up(url: str, child: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline and child.poll() is None:
-        try:
-            httpx.get(url, timeout=5).raise_for_status()
-            return
-        except httpx.HTTPError:
-            time.sleep(0.5)
-    raise AssertionError(f"the web server did not come up: {log.read_text()[-2000:]}")
 
 
 @pytest.mark.timeout(900)

@@ -13,28 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from tests.deploy.compose import ROOT, image_environment, services
 from tests.deploy.postgres import WITH_PARENT, free_port
+from tests.webserver import ADD, LAUNCH, ask
 
 PATIENCE_S = 600.0
 OURS = ("envd", "code-location", "webserver", "daemon", "sampler")
 """What runs code of this repository, and is started here. postgres and s3 are stood in for; buckets runs to its end."""
 
-LAUNCH = """
-mutation ($params: ExecutionParams!) {
-  launchRun(executionParams: $params) {
-    __typename
-    ... on LaunchRunSuccess { run { runId } }
-    ... on PythonError { message }
-    ... on RunConfigValidationInvalid { errors { message } }
-  }
-}"""
-ADD = """
-mutation ($name: String!, $key: String!, $where: RepositorySelector!) {
-  addDynamicPartition(partitionsDefName: $name, partitionKey: $key, repositorySelector: $where) { __typename }
-}"""
 RUN = """query ($id: ID!) { runOrError(runId: $id) { ... on Run {
   runId status startTime endTime parentRunId tags { key value } eventConnection { events { ... on MessageEvent { message } } } } } }"""
 RUNS = "{ runsOrError { ... on Runs { results { runId status parentRunId } } } }"
@@ -166,10 +152,7 @@ class LocalStack:
         raise AssertionError(f"run {run_id} was not launched again: {self.log('daemon')[-2000:]}")
 
     def _ask(self, query: str, **variables: Any) -> dict[str, Any]:
-        reply = httpx.post(f"{self.url}/graphql", json={"query": query, "variables": variables}, timeout=60).json()
-        assert "errors" not in reply, reply["errors"]
-        data: dict[str, Any] = reply["data"]
-        return data
+        return ask(self.url, query, **variables)
 
     def _log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
