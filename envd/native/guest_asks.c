@@ -65,7 +65,8 @@ static void ask_init(uint32_t id, struct reader *from) {
     }
     free(init_env);
     init_env = env;
-    if (name.size > 0 && name.size <= MAX_HOST_NAME && sethostname(name.data, name.size) != 0 && errno != EPERM) {
+    bool own = config.is_init || config.owns_machine; /* else the name is that of the machine around it */
+    if (own && name.size > 0 && name.size <= MAX_HOST_NAME && sethostname(name.data, name.size) != 0 && errno != EPERM) {
         answer_error(id, errno);
         return;
     }
