@@ -20,6 +20,8 @@ _START_TIMEOUT_S = 90.0
 _PROBE_S = 1.0
 _END_S = 20.0
 _SOCKET = "envd.sock"
+_ROOM = 1 << 20
+"""Bytes that a server needs at least for templates: with less it would start, and every sandbox fail."""
 
 
 class LocalEnvd:
@@ -51,6 +53,12 @@ class LocalEnvd:
 
     def __enter__(self) -> LocalEnvd:
         self._directory = socket_directory(OWNED, len(_SOCKET))
+        if shutil.disk_usage(self._directory).free < _ROOM:
+            place = self._directory.parent
+            self._stop()
+            raise BackendUnavailable(
+                f"envd did not start: No space left on device: {place} has less than {_ROOM >> 20} MiB; free some space there, or point TMPDIR elsewhere"
+            )
         options = ["--listen", self.address, "--state-dir", str(self._directory), "--backend", self._backend]
         options += [*self._options, "--log-level", self._log_level, "--with-parent", str(os.getpid())]
         root = Path(__file__).resolve().parent.parent

@@ -115,7 +115,7 @@ LARGE = ("base.model.hidden_size=256", "base.model.expert_width=256")
     [
         (TMPFS, {"TRIPLANE_STORE": "{0}/disk"}, LARGE, None, ("trainer: store", "/disk is full: free some space, or point TRIPLANE_STORE elsewhere")),
         ("mkdir {0}/.triplane; mount -t tmpfs -o size=8m none {0}/.triplane", {}, LARGE, None, ("/.triplane/store is full: free some space",)),
-        (TMPFS + FILLED + "; truncate -s -20K {0}/disk/filler", {"TMPDIR": "{0}/disk"}, (), None, ("envd did not start: ", "No space left on device", "space")),
+        ((TMPFS + FILLED + "; truncate -s -20K {0}/disk/filler").replace("{0}/disk", "/mnt"), {"TMPDIR": "/mnt"}, (), None, ("envd did not start: ", "No space left on device", "space")),
         (TMPFS + "; echo 'telemetry: {{enabled: false}}' > {0}/disk/dagster.yaml" + FILLED, {"DAGSTER_HOME": "{0}/disk"}, (), None, ("Dagster's records", "free some space")),
         (OTHER_STORE + "; head -c 9m /dev/zero > {0}/.triplane/store/filler 2>&- || true; truncate -s -150K {0}/.triplane/store/filler", {}, (), "group", ("store", "is full: free some space")),
         (READ_ONLY.replace("%s", "store"), {}, (), "group", ("store", "is not writable (Read-only file system)")),
