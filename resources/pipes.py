@@ -47,9 +47,14 @@ def open_channel(bucket: str) -> AbstractContextManager[Channel]:
     return bucket_channel(bucket)
 
 
+def sweep_channels() -> None:
+    """Remove the folders that killed launchers left; a run may end without ever launching anything again."""
+    sweep_abandoned(Path(tempfile.gettempdir()), _PREFIX)
+
+
 @contextmanager
 def _file_channel() -> Iterator[Channel]:
-    sweep_abandoned(Path(tempfile.gettempdir()), _PREFIX)
+    sweep_channels()
     with owned_directory(_PREFIX) as folder:
         injector, reader = (
             dg.PipesFileContextInjector(f"{folder}/context"),

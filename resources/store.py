@@ -9,6 +9,7 @@ from pydantic import Field
 
 from contracts.leftovers import sweep_once
 from contracts.store import Store, open_store
+from resources.pipes import sweep_channels
 
 
 class StoreResource(dg.ConfigurableResource[Any]):
@@ -19,7 +20,8 @@ class StoreResource(dg.ConfigurableResource[Any]):
     )
 
     def open(self) -> Store:
-        """The store. What killed processes left there is swept when a process first opens it."""
+        """The store. What killed processes left there, and of their channels to what they launched, is swept."""
         store = open_store(self.url or None)
         sweep_once(store)
+        sweep_channels()
         return store
