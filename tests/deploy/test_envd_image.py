@@ -71,6 +71,8 @@ def image() -> Iterator[Path]:
             stage = step["value"].rpartition(" AS ")[2]
         elif step["instruction"] == "COPY" and stage == "envd":
             *sources, target = step["value"].split()
+            if sources[0].startswith("--from="):
+                sources = [source.removeprefix("/app/") for source in sources[1:]]
             for source in sources:
                 copy(ROOT / source, folder / "app" / (target if len(sources) == 1 else Path(target, source)))
     for name in packages((ROOT / "deploy" / "envd-requirements.txt").read_text().splitlines()) | {"pyseccomp"}:
@@ -89,7 +91,7 @@ def image() -> Iterator[Path]:
 def copy(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
-        shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
     else:
         shutil.copyfile(source, target)
 

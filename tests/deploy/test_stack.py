@@ -84,7 +84,7 @@ def test_an_iteration_runs_through_the_queue(
     assert {path.name for path in stack.folder.iterdir() if path.is_dir()} == {
         "home", "cache", "envd", "experiments", "tmp", "deploy",
     }, "nothing is written where the image's code is"  # fmt: skip
-    assert "listening on unix:" in stack.log("envd") and "backend namespaces" in stack.log("envd")
+    assert "listening on unix:" in stack.log("envd") and "backends namespaces" in stack.log("envd")
 
 
 def test_the_doctor_finds_everything_from_within_the_code_location(stack: LocalStack) -> None:
