@@ -6,6 +6,8 @@ STAMP := $(VENV)/.installed
 NATIVE := $(VENV)/.native
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+# a file's tests stay in one process; what is long comes early
+PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 export DAGSTER_DISABLE_TELEMETRY := 1
 
 .PHONY: help install demo test test-slow test-escape test-browser test-vllm test-gpu lint types format proto ui bench clean
@@ -31,10 +33,10 @@ demo: $(NATIVE)  ## one small model learns to fix code, on this CPU, in minutes
 	$(BIN)/triplane demo
 
 test: lint $(NATIVE)  ## lint, types, floors and the whole default suite
-	$(BIN)/pytest
+	$(BIN)/pytest $(PARALLEL)
 
 test-slow: $(NATIVE)  ## minutes-long suites: end to end, the web server, kill and resume
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest $(PARALLEL) -m slow
 
 test-escape: $(NATIVE)  ## attacks on sandboxes, on every backend that starts here
 	$(BIN)/pytest -m escape tests/escape
