@@ -99,7 +99,8 @@ def in_terminal(*arguments: str) -> Iterator[tuple[int, int]]:
     pid, fd = pty.fork()
     if pid == 0:
         os.chdir(ROOT)
-        os.execve(COMMAND[0], [*COMMAND, *arguments], {**os.environ, "TERM": "xterm"})
+        env = {key: value for key, value in os.environ.items() if key not in ("LINES", "COLUMNS")}
+        os.execve(COMMAND[0], [*COMMAND, *arguments], {**env, "TERM": "xterm"})
     fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
     try:
         yield pid, fd
