@@ -64,6 +64,8 @@ class Usage:
     disk_bytes: int = 0
     events: Mapping[str, int] = field(default_factory=dict)
     """How often a limit was hit: memory, pids."""
+    disk_full: bool = False
+    """Its disk has no room left, for bytes or for files. False where the backend can't tell."""
 
 
 @dataclass(frozen=True)

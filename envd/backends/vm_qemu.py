@@ -225,6 +225,10 @@ class QemuMachine:
         await self.process.wait()
         await self.qmp.close()
 
+    def usage(self) -> tuple[int, float]:
+        """(bytes of memory of its own, seconds of processor time)."""
+        return self.process.usage()
+
     async def fault(self, what: str) -> MachineError:
         """An error that says what the machine said last; ends it."""
         if not self.console:

@@ -27,10 +27,11 @@ from envd.backends.base import Backend, IsolationLevel
 from envd.connection import CHANNEL_OPTIONS, Access
 from envd.errors import BackendUnavailable, EnvdError
 from envd.sandbox import linux
-from envd.sandbox.cgroups import OWNED, remove_groups
+from envd.sandbox.cgroups import OWNED, remove_groups, server_groups
 from envd.server.audit import AuditLog
 from envd.server.backends import start_backends, stop_backends
 from envd.server.listening import KeyCheck, Listening
+from envd.server.malformed import Unknown, Watched
 from envd.server.metrics import Metrics
 from envd.server.migration import Migration
 from envd.server.observing import Observer, Observing
@@ -178,11 +179,12 @@ def _add_services(
         "Verifier": VerifierService(sandboxes, verifications),
     }
     for name, service in services.items():
-        getattr(rpc, f"add_{name}Servicer_to_server")(service, server)
+        getattr(rpc, f"add_{name}Servicer_to_server")(service, Watched(server, sandboxes.audit))
     probe = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(probe, server)
     names = [pb.DESCRIPTOR.services_by_name[name].full_name for name in services]
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    server.add_generic_rpc_handlers((Unknown(sandboxes.audit),))
     return probe
 
 
@@ -231,7 +233,7 @@ async def _run_directory(state_dir: Path | None) -> AsyncIterator[Path]:
         yield run_dir
     finally:
         await asyncio.to_thread(shutil.rmtree, run_dir, True)
-        await asyncio.to_thread(remove_groups, run_dir.name)
+        await asyncio.to_thread(remove_groups, server_groups(run_dir))
         os.close(held)
 
 

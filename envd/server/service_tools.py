@@ -11,7 +11,7 @@ from envd.errors import EnvdError
 from envd.server.audit import leaves_root
 from envd.server.calls import Context, Service, unary
 from envd.server.live import Live
-from envd.server.toolrunner import run_batch
+from envd.server.toolrunner import SHELL_DIED, run_batch
 from envd.tools import ALL_TOOLS
 from envd.types import ToolCall, ToolResult
 
@@ -62,6 +62,8 @@ class ToolsService(Service, rpc.ToolsServicer):
                 self.sandboxes.sign_of_escape(live, path)
             if not result.ok and call.name != "exec" and "no space left for" in result.text:
                 self.sandboxes.audit.record("limit.disk", live.identity, tool=call.name)
+            if call.name == "exec" and not result.timed_out and result.text.endswith(SHELL_DIED):
+                self.sandboxes.audit.record("shell.died", live.identity, how=result.text.rpartition("\n")[2])
             if result.timed_out or result.truncated:
                 kind = "limit.time" if result.timed_out else "limit.output"
                 self.sandboxes.audit.record(kind, live.identity, tool=call.name, bytes=result.true_bytes)  # type: ignore[arg-type]
