@@ -37,7 +37,7 @@ from envd.backends.vm_media import Media
 from envd.backends.vm_sparse import open_written, write_over
 from envd.errors import EnvdError, SandboxGone, SandboxStartError
 from envd.guest.link import GuestLink
-from envd.sandbox.cgroups import Cgroups, server_groups
+from envd.sandbox.cgroups import Cgroups
 
 _BOOT_S, _LOAD_S = 60.0, 30.0
 _VMM_MB = 32
@@ -115,7 +115,7 @@ class FirecrackerBackend:
     def __init__(self, run_dir: Path, firecracker: Firecracker, media: Media) -> None:
         self._firecracker, self._media = firecracker, media
         self._directory = run_dir / "fc"
-        self._groups = Cgroups(f"{server_groups(run_dir)}-{self.name}")
+        self._groups = Cgroups(f"{run_dir.name}-{self.name}")
         self._families: Families[_Family] = Families(family_budget_mb())
         self._boxes: set[FirecrackerBox] = set()
         self._numbers = 0

@@ -16,7 +16,7 @@ from typing import Any
 
 from envd.backends.gvisor_stage import MAX_MESSAGE
 from envd.errors import BackendUnavailable, EnvdError
-from envd.sandbox.cgroups import remove_groups, server_groups, sweep_groups
+from envd.sandbox.cgroups import remove_groups, sweep_groups
 
 _START_S = 30.0
 _STOP_S = 15.0
@@ -199,7 +199,7 @@ class Stage:
 
 
 def _groups(run_dir: Path) -> str:
-    return server_groups(run_dir) + GROUPS_SUFFIX
+    return run_dir.name + GROUPS_SUFFIX
 
 
 def _namespaces() -> list[str]:

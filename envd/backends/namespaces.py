@@ -19,7 +19,7 @@ from envd.backends.spawner import Spawner, Started
 from envd.errors import EnvdError, SandboxGone, SandboxStartError
 from envd.guest.link import GuestLink
 from envd.native import spawner_binary
-from envd.sandbox.cgroups import box_groups, freeze, measure, server_groups
+from envd.sandbox.cgroups import box_groups, freeze, measure
 from envd.sandbox.disk import disk_of
 
 HELPER = "TRIPLANE_ENVD_HELPER"
@@ -226,7 +226,7 @@ async def start(run_dir: Path, pool: int = 0) -> Backend:
 
         return await python_zygote.start(run_dir)
     (run_dir / "templates").mkdir(parents=True, exist_ok=True)
-    groups = f"{server_groups(run_dir)}-native"
+    groups = f"{run_dir.name}-native"
     spawner = await Spawner.start(run_dir, groups, program)
     backend = NamespacesBackend(run_dir, spawner, groups, pool)
     try:

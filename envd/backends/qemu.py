@@ -26,7 +26,7 @@ from envd.backends.vm_machine import About, Shape, environment, read_about, writ
 from envd.backends.vm_media import Media
 from envd.backends.vm_qemu import Parts, Qemu, QemuMachine, find, open_all
 from envd.errors import BackendUnavailable, EnvdError, SandboxGone, SandboxStartError
-from envd.sandbox.cgroups import Cgroups, server_groups
+from envd.sandbox.cgroups import Cgroups
 
 STATE, DISK = "state", "template.squashfs"
 _BOOT_S, _RESTORE_S, _PROBE_S = 180.0, 180.0, 15.0
@@ -69,7 +69,7 @@ class QemuBackend:
 
     def __init__(self, run_dir: Path, qemu: Qemu, media: Media) -> None:
         self._qemu, self._media = qemu, media
-        self._groups = Cgroups(f"{server_groups(run_dir)}-{self.name}")
+        self._groups = Cgroups(f"{run_dir.name}-{self.name}")
         self._families: Families[Family] = Families(family_budget_mb())
         self._boxes: set[QemuBox] = set()
         self._placed = 0

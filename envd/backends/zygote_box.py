@@ -11,7 +11,7 @@ from envd.backends.probing import probe
 from envd.backends.workspace_tar import load_workspace, save_workspace
 from envd.errors import EnvdError, SandboxGone, SandboxStartError
 from envd.guest.link import GuestLink
-from envd.sandbox.cgroups import box_groups, measure, server_groups
+from envd.sandbox.cgroups import box_groups, measure
 from envd.sandbox.disk import Disk, disk_of
 from envd.server.zygotes import Zygote
 
@@ -107,7 +107,7 @@ async def start_zygote_backend(run_dir: Path, name: str, *, isolated: bool) -> Z
     """Start a zygote and really start a sandbox in it. Raises BackendUnavailable."""
     for part in ("templates", "boxes"):
         (run_dir / part).mkdir(parents=True, exist_ok=True)
-    groups = f"{server_groups(run_dir)}-{name}"
+    groups = f"{run_dir.name}-{name}"
     zygote = await Zygote.start(run_dir, groups, "namespaces" if isolated else "plain", "agent")
     features = Features(
         isolation=IsolationLevel.PROCESS if isolated else IsolationLevel.NONE,

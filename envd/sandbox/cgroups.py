@@ -6,14 +6,13 @@ Where no group can be written the limits fall back to rlimits, and the server sa
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from contracts.owned import abandoned, fate_of_owner, owned_name
+from contracts.owned import abandoned
 from envd.errors import EnvdError
 
 _MOUNT = Path("/sys/fs/cgroup")
@@ -137,16 +136,6 @@ class Cgroups:
             self._paths.pop("unified").rmdir()
 
 
-@functools.cache
-def server_groups(run_dir: Path) -> str:
-    """How the names of all groups of this process's server begin: its directory's name where that is one server's only, as a temporary one is.
-
-    A directory that was named is used by one server after the other, and another one may be called the same: what a killed server left
-    must not be met by the next, nor be taken for a live one's.
-    """
-    return run_dir.name if fate_of_owner(run_dir.name, OWNED) == "alive" else f"{OWNED}{owned_name()}"
-
-
 def box_groups(name: str, group: str) -> dict[str, Path]:
     """Where the groups of one sandbox are, by controller, as seen from the server that started the owner of `name`."""
     return {key: path / name / group for key, path in _own_groups().items()}
@@ -178,7 +167,7 @@ def abandoned_groups() -> list[Path]:
 def remove_groups(name: str, patience_s: float = 2.0) -> None:
     """Remove the groups whose names begin so, once what used them has ended: what was killed leaves its own.
 
-    name: `server_groups`, for all of a server's, or that of one zygote's or spawner's group.
+    name: of a run directory, for all of its server's, or of one zygote's or spawner's group.
 
     patience_s: how long the last processes in them may take to end.
     """

@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import signal
+import stat
 import tempfile
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
@@ -20,14 +21,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[i
 from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped, unused-ignore]
 
 from contracts.errors import describe
-from contracts.owned import owned_name, sweep_abandoned
+from contracts.owned import fate_of_owner, owned_name, sweep_abandoned
 from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
 from envd.backends.base import Backend, IsolationLevel
 from envd.connection import CHANNEL_OPTIONS, Access
 from envd.errors import BackendUnavailable, EnvdError
 from envd.sandbox import linux
-from envd.sandbox.cgroups import OWNED, remove_groups, server_groups
+from envd.sandbox.cgroups import OWNED, remove_groups
 from envd.server.audit import AuditLog
 from envd.server.backends import start_backends, stop_backends
 from envd.server.listening import KeyCheck, Listening
@@ -69,7 +70,7 @@ class Options:
     backends: tuple[str, ...] = ("auto",)
     """The first is the default one."""
     state_dir: Path | None = None
-    """A directory of the server's own, removed when it ends; None: a temporary one."""
+    """Where the server makes a directory of its own, removed when it ends; None: among the temporary ones."""
     snapshot_dir: Path | None = None
     """Where snapshots are kept; None: in the state directory, until the server ends."""
     pool: int = 0
@@ -212,29 +213,50 @@ def _told_to_stop() -> asyncio.Event:
 
 @contextlib.asynccontextmanager
 async def _run_directory(state_dir: Path | None) -> AsyncIterator[Path]:
-    """A directory of the server's own; what killed servers left is removed first."""
-    sweep_abandoned(Path(tempfile.gettempdir()), OWNED)
-    run_dir = state_dir or Path(tempfile.gettempdir(), f"{OWNED}{owned_name()}")
+    """A directory of this server's own; what killed servers left is removed first.
+
+    Its name is never used again: what a killed server started may still be cleaning up after it, by that name, when the next one starts.
+    """
+    above = Path(tempfile.gettempdir()) if state_dir is None else state_dir
+    await asyncio.to_thread(sweep_abandoned, Path(tempfile.gettempdir()), OWNED)
+    # a starter's own directory, made for this server alone, is the server's
+    given = state_dir is not None and fate_of_owner(above.name, OWNED) == "alive"
+    run_dir = above if given else above / f"{OWNED}{owned_name()}"
+    held = None
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        above.mkdir(parents=True, exist_ok=True)
+        if state_dir is not None:
+            held = _held(above)
+            await asyncio.to_thread(sweep_abandoned, above, OWNED)
+        run_dir.mkdir(exist_ok=given)
         run_dir.chmod(0o711)
-        held = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for name in ("templates", "boxes"):
-            await asyncio.to_thread(
-                shutil.rmtree, run_dir / name, True
-            )  # a killed server's, in a directory that was named
             (run_dir / name).mkdir()
-    except BlockingIOError as error:
-        raise EnvdError(f"another server uses {run_dir}: name another --state-dir") from error
     except OSError as error:
         raise EnvdError(f"the server has no place for its files: {describe(error)}") from error
     try:
         yield run_dir
     finally:
         await asyncio.to_thread(shutil.rmtree, run_dir, True)
-        await asyncio.to_thread(remove_groups, server_groups(run_dir))
+        await asyncio.to_thread(remove_groups, run_dir.name)
+        if held is not None:
+            with contextlib.suppress(OSError):
+                above.rmdir()  # others' files stay
+            os.close(held)
+
+
+def _held(state_dir: Path) -> int:
+    """A descriptor that keeps other servers out of a directory. Raises EnvdError where one is in."""
+    mode = stat.S_IMODE(state_dir.stat().st_mode)
+    if mode & 0o111 != 0o111:  # sandboxes' users pass through it
+        state_dir.chmod(mode | 0o111)
+    held = os.open(state_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
         os.close(held)
+        raise EnvdError(f"another server uses {state_dir}: name another --state-dir") from error
+    return held
 
 
 def _policy_text(path: Path | None) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from envd.errors import ServerBusy
-from envd.sandbox.cgroups import server_groups
 from envd.server.templates import Templates
 from envd.server.zygotes import Zygote
 from envd.types import Limits
@@ -29,7 +28,7 @@ class Verifications:
     async def start(cls, run_dir: Path, templates: Templates, *, isolated: bool) -> Verifications:
         """Start the zygote. isolated: in namespaces, else as ordinary processes. Raises BackendUnavailable."""
         backend = "namespaces" if isolated else "plain"
-        return cls(await Zygote.start(run_dir, f"{server_groups(run_dir)}-verifier", backend, "verifier"), templates)
+        return cls(await Zygote.start(run_dir, f"{run_dir.name}-verifier", backend, "verifier"), templates)
 
     async def verify(
         self,
