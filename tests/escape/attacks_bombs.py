@@ -353,7 +353,8 @@ async def lifetime(arena: Arena) -> str:
 
 
 _BOUNDED = r"refused|exit 137|exit 1$|gone|Killed|MemoryError"
-_OOM = r"gone|exit 137|Killed|MemoryError|refused|Cannot allocate"
+# gVisor ends a process that the host kills a part of with code 1, and without a word.
+_OOM = r"gone|exit 137|Killed|MemoryError|refused|Cannot allocate|\Aexit 1\n"
 _BY_USER = "the kernel counts it by user and name space; the server does not see it"
 _GVISOR_COUNTS = "its kernel refuses at the sandbox's own limit, which the host's groups do not count as hit"
 _VM = "the machine's own kernel refuses it: the host's groups see one QEMU"

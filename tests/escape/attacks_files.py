@@ -68,6 +68,15 @@ async def magic_links(arena: Arena) -> str:
     return "\n".join([await attempt(f"read {path}", sandbox.files.read(path)) for path in paths])
 
 
+def exchanging(one: str, other: str) -> bytes:
+    """A program that exchanges two names as quickly as it can: at once, or in steps where the kernel knows no RENAME_EXCHANGE."""
+    return (
+        f"import ctypes, os\nlibc = ctypes.CDLL(None)\none, other = {one!r}, {other!r}\n"
+        "while libc.renameat2(-100, one.encode(), -100, other.encode(), 2) == 0:\n    pass\n"
+        "while True:\n    os.rename(one, 'aside')\n    os.rename(other, one)\n    os.rename('aside', other)\n"
+    ).encode()
+
+
 async def swapped_directory(arena: Arena) -> str:
     """A directory becomes a link to the outside and back, as quickly as the sandbox can, while the server reads, writes and lists."""
     sandbox = await arena.sandbox()
@@ -79,11 +88,7 @@ async def swapped_directory(arena: Arena) -> str:
             },
         )
     )
-    code = (
-        "import ctypes\nlibc = ctypes.CDLL(None)\n"
-        "while True:\n    libc.renameat2(-100, b'd', -100, b'l', 2)\n"  # RENAME_EXCHANGE
-    )
-    await sandbox.files.write("swap.py", code.encode())
+    await sandbox.files.write("swap.py", exchanging("d", "l"))
     await sandbox.processes.start(["python3", "swap.py"])
     await asyncio.sleep(0.3)
     seen, refused, rounds = set(), 0, 0
@@ -107,8 +112,7 @@ async def swapped_file(arena: Arena) -> str:
     await sandbox.call(
         ToolCall("exec", {"command": "mkdir s; echo inside >s/a; ln -s /etc/passwd s/b; echo OUT >/tmp/o"})
     )
-    code = "import ctypes\nlibc = ctypes.CDLL(None)\nwhile True:\n    libc.renameat2(-100, b's/a', -100, b's/b', 2)\n"
-    await sandbox.files.write("swap.py", code.encode())
+    await sandbox.files.write("swap.py", exchanging("s/a", "s/b"))
     await sandbox.processes.start(["python3", "swap.py"])
     await asyncio.sleep(0.3)
     seen: set[bytes] = set()

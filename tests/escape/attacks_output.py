@@ -116,9 +116,10 @@ async def forged_for_the_next(arena: Arena) -> str:
     sandbox = await arena.sandbox()
     code = (
         "import glob, os, time\n"
+        "guesses = b'0\\n' + b''.join(b'%d 0\\n' % n for n in range(1, 60))\n"
         "while True:\n    for path in glob.glob('/proc/[0-9]*/fd/*') + glob.glob('/tmp/.envd/*'):\n        try:\n"
         "            if 'null' in os.readlink(path):\n                continue\n        except OSError:\n            pass\n        try:\n"
-        "            fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)\n            os.write(fd, b'0\\n')\n            os.close(fd)\n        except OSError:\n            pass\n    time.sleep(0.01)\n"
+        "            fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)\n            os.write(fd, guesses)\n            os.close(fd)\n        except OSError:\n            pass\n    time.sleep(0.01)\n"
     )
     await sandbox.files.write("forge.py", code.encode())
     await sandbox.processes.start(["python3", "forge.py"])
@@ -128,7 +129,9 @@ async def forged_for_the_next(arena: Arena) -> str:
         result = await sandbox.call(
             ToolCall("exec", {"command": "sleep 0.2; (exit 7)", "timeout_s": arena.short_s}), timeout_s=30
         )
-        said.append(f"{'BREACH' if result.ok else 'refused'} {result.text[-12:]!r}")
+        process, _, _ = await sandbox.processes.run(["bash", "-c", "sleep 0.2; exit 7"])
+        believed = result.ok or process.exit_code != 7
+        said.append(f"{'BREACH' if believed else 'refused'} {result.text[-12:]!r} and {process.exit_code}")
     return "\n".join(said)
 
 

@@ -73,11 +73,14 @@ async def git_history(arena: Arena) -> str:
 async def read_hidden(arena: Arena) -> str:
     """The hidden tests are nowhere in an agent's sandbox, also while others are verified."""
     sandbox = await arena.sandbox()
-    looking = "for i in $(seq 60); do find / -xdev -name 'test_hidden*' 2>/dev/null; grep -l 'test_s[m]all' /proc/*/cmdline /proc/*/environ 2>/dev/null; sleep 0.02; done | sed 's/^/BREACH /'; echo searched"
-    found, _ = await arena.both(
-        sandbox.call(ToolCall("exec", {"command": looking, "timeout_s": 30}), timeout_s=40),
-        arena.verified({"calc.py": WRONG}),
-    )
+    looking = "until [ -e stop ]; do find / -xdev -name 'test_hidden*' 2>/dev/null; grep -l 'test_s[m]all' /proc/*/cmdline /proc/*/environ 2>/dev/null; done | sed 's/^/BREACH /'; echo searched"
+
+    async def verified() -> None:
+        await arena.verified({"calc.py": WRONG})
+        await sandbox.files.write("stop", b"")
+
+    call = ToolCall("exec", {"command": looking, "timeout_s": arena.patience_s})
+    found, _ = await arena.both(sandbox.call(call, timeout_s=arena.patience_s + 10), verified())
     return str(found.text)
 
 
