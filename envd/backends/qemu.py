@@ -16,9 +16,10 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
-from envd.backends.base import BoxSpec, Features, IsolationLevel
+from envd.backends.base import BoxSpec, Features, IsolationLevel, Usage
 from envd.backends.probing import probe
 from envd.backends.vm_box import MachineBox
 from envd.backends.vm_families import Families, Family, family_budget_mb
@@ -57,6 +58,10 @@ class QemuBox(MachineBox[QemuMachine]):
             await asyncio.to_thread(shutil.copyfile, f"/proc/self/fd/{self._disk}", into / DISK)
             write_about(into, self._about)
         return ()
+
+    async def usage(self) -> Usage:
+        """Memory and processor time of its QEMU; limits as its own kernel tells of them."""
+        return replace(await super().usage(), events=await self._machine.limits_hit())
 
     def _let_go(self) -> None:
         os.close(self._disk)

@@ -19,7 +19,7 @@ MAX_TIMEOUT_S = 3600.0
 MAX_CALLS = 256
 """Calls of one batch that are run."""
 _SURPLUS = f"error: not run: a turn may hold at most {MAX_CALLS} calls"
-_SIGNS = frozenset({"exec", "write", "edit"})
+_SIGNS = frozenset({"exec", "write", "edit", "search", "lint"})
 """Tools whose failure may come from a limit."""
 _SCHEMAS = json.dumps([spec.json_schema() for spec in ALL_TOOLS.values()])
 

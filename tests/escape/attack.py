@@ -62,6 +62,11 @@ class Attack:
     plain: bool = False
     """It succeeds (BREACH) on the plain backend: a test shows that, so that the attempt is known to be a real one."""
 
+    @property
+    def quiet(self) -> bool:
+        """It asks its own sandbox only, and for little: others may be tried beside it."""
+        return bool(self.script or self.shell) and self.family != "bombs"
+
     def __post_init__(self) -> None:
         assert sum(map(bool, (self.script, self.shell, self.act, self.verify))) == 1, self.name
         assert bool(self.audit) != bool(self.unseen), f"{self.name}: an event, or why there is none"

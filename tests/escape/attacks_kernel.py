@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
+from envd.client import ToolCall
+from tests.escape.arena import Arena
 from tests.escape.attack import KERNEL, NOWHERE, OWN_KERNEL, Attack
 
 _OWN = {"qemu": OWN_KERNEL}
 _GVISOR_AGENT = {
     **_OWN,
-    "gvisor": "gVisor keeps no process of a user from another of the same: the agent holds no secret, and its server takes its stream for hostile",
+    "gvisor": "gVisor shows each process what the others have mapped and open; the agent's environment holds no secret, and what it has open are sockets, which nobody can open again",
 }
 _GVISOR_OWN = {
     **_OWN,
@@ -47,6 +51,36 @@ for fd in range(64):
 for device in ("/dev/vport0p1", "/dev/vport1p1", "/dev/virtio-ports/envd"):
     absent_or = os.path.exists(device) and attempt(device, writing, device, frame)
 """
+FORKS_OF_THE_AGENT = """
+frame = struct.pack("<I", 32) + bytes(32)
+until, found = time.monotonic() + 3, 0
+while time.monotonic() < until:
+    for pid in [name for name in os.listdir("/proc") if name.isdigit() and name != str(os.getpid())]:
+        for fd in range(8):
+            path = f"/proc/{pid}/fd/{fd}"
+            try:
+                kind = os.readlink(path)
+                found += 1
+                if kind.startswith(("host:", "socket:")):
+                    print("BREACH wrote", os.write(os.open(path, os.O_WRONLY | os.O_NONBLOCK), frame), kind, flush=True)
+            except OSError:
+                pass
+print("never opened, of", found, flush=True)
+"""
+
+
+async def forks_of_the_agent(arena: Arena) -> str:
+    """A forked child has the agent's descriptors until it executes its program."""
+    sandbox = await arena.sandbox()
+    await sandbox.files.write("attack.py", f"from attempts import *\n{FORKS_OF_THE_AGENT}".encode())
+    looking = asyncio.ensure_future(sandbox.processes.run(["python3", "attack.py"]))
+    while not looking.done():
+        await sandbox.processes.run(["true"])
+        await sandbox.call(ToolCall("exec", {"command": "true"}))
+    _, said, _ = await looking
+    return said.decode()
+
+
 SYSCTL = """
 for path, value in (
     ("/proc/sysrq-trigger", b"h"), ("/proc/sys/kernel/core_pattern", b"|/tmp/x"), ("/proc/sys/kernel/modprobe", b"/tmp/x"), ("/proc/sys/vm/overcommit_memory", b"1"),
@@ -338,7 +372,8 @@ for name, family, kind, protocol in (
 _REFUSED = r"refused "
 ATTACKS = (
     Attack("proc-agent-files", "proc", "memory, environment, descriptors and root of the agent by /proc/1", r"refused /proc/1/mem", script=AGENT_FILES, unseen=KERNEL, harmless_on=_GVISOR_AGENT),
-    Attack("proc-agent-stream", "proc", "the agent's stream opened by /proc/1/fd or its device, to forge answers", _REFUSED, script=AGENT_STREAM, unseen=KERNEL, harmless_on=_GVISOR_AGENT),
+    Attack("proc-agent-stream", "proc", "the agent's stream opened by /proc/1/fd or its device, to forge answers", _REFUSED, script=AGENT_STREAM, unseen=KERNEL, harmless_on=_OWN),
+    Attack("proc-agent-forks", "proc", "the agent's stream opened by what it has just forked, while it starts programs", r"never opened", act=forks_of_the_agent, unseen=KERNEL, harmless_on=_OWN),
     Attack("proc-settings", "proc", "core_pattern, modprobe, sysrq-trigger, binfmt_misc, oom_score_adj, uid_map and other settings written", r"refused write /proc/sys/kernel/core_pattern", script=SYSCTL, unseen=KERNEL, harmless_on=_OWN_USER),
     Attack("proc-kernel-memory", "proc", "/proc/kcore, /dev/mem, the kernel's log and addresses read", r"nothing of the kernel's addresses", script=MEMORY_FILES, unseen=KERNEL, harmless_on=_OWN),
     Attack("proc-other-pids", "proc", "every pid up to 40,000 signalled", r"nothing of processes of others", script=OTHER_PIDS, unseen=NOWHERE, harmless_on=_OWN),
