@@ -43,7 +43,7 @@ _IMAGE_S = 600.0
 _RUN = ("run", "--detach")
 _NO_NETWORK = "the gvisor backend gives a sandbox no network: choose another backend, or a policy without network"
 _MANIFEST = "manifest.json"
-_LAYOUT = 1
+_LAYOUT = 2
 """Of bundles; a snapshot is restored into the layout it was taken in."""
 
 
