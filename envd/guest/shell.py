@@ -156,6 +156,10 @@ class Shell:
     def _begin(self, job: Job) -> None:
         self._job = job
         self._start()
+        if not job.commands:  # whoever asks wants the shell to run before its first command
+            self._job = None
+            job.answer([])
+            return
         job.before = frozenset(children_below(os.getpid())) - {self._pid or 0}
         now = time.monotonic()
         data = b""
