@@ -27,6 +27,8 @@ HELPER = "TRIPLANE_ENVD_HELPER"
 _FILES = "files.tar"
 _ABOUT = "snapshot.json"
 _DESTROY_S = 30.0
+_BERTHS = 4
+"""How many sandboxes' groups and networks are held ready for each that the pool holds: many end at a time."""
 _log = logging.getLogger("envd")
 
 
@@ -36,8 +38,8 @@ class NamespacesBox:
     def __init__(self, backend: NamespacesBackend, spec: BoxSpec, started: Started, guest: GuestLink) -> None:
         self._backend, self._started, self._guest = backend, started, guest
         self.spec = spec
-        self._groups = backend.groups_of(started.number)
-        self._paused = False
+        self._groups = backend.groups_of(started.groups)
+        self._paused = self._changed = False
 
     @property
     def guest(self) -> GuestLink:
@@ -56,6 +58,7 @@ class NamespacesBox:
             raise EnvdError("sandboxes can't be paused here: that takes a writable control group v2")
         if not self._paused:
             self._guest.hold()
+            self._changed = True
             try:
                 await freeze(self._groups, True)
             except BaseException:
@@ -71,7 +74,8 @@ class NamespacesBox:
             self._paused = False
 
     async def _thaw(self) -> None:
-        await freeze(self._groups, False)
+        if self.alive:  # else its groups may be another's
+            await freeze(self._groups, False)
         self._guest.release()
 
     async def snapshot(self, into: Path) -> tuple[str, ...]:
@@ -95,12 +99,13 @@ class NamespacesBox:
         self._check()
         found = measure(self._groups)
         disk = disk_of(self._started.pid)
-        return Usage(found.memory_bytes, found.pids, found.cpu_s, disk.used_bytes, found.events, disk.full)
+        cpu_s = max(0.0, found.cpu_s - self._started.used_before_us / 1e6)
+        return Usage(found.memory_bytes, found.pids, cpu_s, disk.used_bytes, found.events, disk.full)
 
     async def destroy(self) -> None:
         """Kill process 1, and all with it, and wait until nothing is left."""
-        self._guest.close()
-        self._backend.spawner.kill(self._started)
+        self._backend.spawner.kill(self._started, changed=self._changed)
+        self._guest.close()  # after it: what is left of one that still runs can be used again
         try:
             async with asyncio.timeout(_DESTROY_S):
                 await asyncio.shield(self._started.ended)
@@ -137,9 +142,9 @@ class NamespacesBackend:
         """What it can do here."""
         return self._features
 
-    def groups_of(self, number: int) -> dict[str, Path]:
+    def groups_of(self, name: str) -> dict[str, Path]:
         """Where the control groups of a sandbox are, by controller."""
-        return {controller: base.parent / base.name / f"box-{number}" for controller, base in self._groups.items()}
+        return {controller: base / (name or "ended") for controller, base in self._groups.items()}
 
     async def create(self, spec: BoxSpec) -> NamespacesBox:
         """Take a sandbox from the pool, or start one. Raises SandboxStartError."""
@@ -227,7 +232,7 @@ async def start(run_dir: Path, pool: int = 0) -> Backend:
         return await python_zygote.start(run_dir)
     (run_dir / "templates").mkdir(parents=True, exist_ok=True)
     groups = f"{run_dir.name}-native"
-    spawner = await Spawner.start(run_dir, groups, program)
+    spawner = await Spawner.start(run_dir, groups, program, _BERTHS * pool)
     backend = NamespacesBackend(run_dir, spawner, groups, pool)
     try:
         await probe(backend._start, run_dir / "templates", "the namespaces backend")
