@@ -163,7 +163,7 @@ def test_a_silent_target_holds_no_sandbox_for_long(tmp_path: Path, monkeypatch: 
                         await moving
                 assert (await sandbox.status()).state == "running"
             assert (await sandbox.fork()).id != sandbox.id, "its state can be changed again"
-            assert not list(tmp_path.glob("state/snapshots/.held-*/*"))
+            assert not list(tmp_path.glob("state/*/snapshots/.held-*/*"))
 
     asyncio.run(asyncio.wait_for(job(), 60))
 
@@ -177,14 +177,14 @@ def test_a_sender_that_stops_half_way_leaves_nothing(tmp_path: Path, monkeypatch
             for how in ("is silent", "goes away"):
                 call = client.sandboxes.Receive()
                 await call.write(pb.SnapshotChunk(header=header(), data=half))
-                while not list(tmp_path.glob("state/snapshots/.held-*/*/a")):
+                while not list(tmp_path.glob("state/*/snapshots/.held-*/*/a")):
                     await asyncio.sleep(0.02)
                 if how == "goes away":
                     call.cancel()
                 else:
                     assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
                     assert "sent nothing for 1 s" in await call.details()
-                while list(tmp_path.glob("state/snapshots/.held-*/*")):
+                while list(tmp_path.glob("state/*/snapshots/.held-*/*")):
                     await asyncio.sleep(0.02)
                 assert await client.list() == []
 
