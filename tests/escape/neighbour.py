@@ -32,7 +32,7 @@ while True:
     n += 1
     with open("beat", "w") as file:
         file.write(str(n))
-    time.sleep(0.05)
+    time.sleep(0.1)
 """
 
 
