@@ -379,7 +379,7 @@ ATTACKS = (
     Attack("proc-other-pids", "proc", "every pid up to 40,000 signalled", r"nothing of processes of others", script=OTHER_PIDS, unseen=NOWHERE, harmless_on=_OWN),
     Attack("proc-executable", "proc", "the running program overwritten through /proc/1/exe and /proc/self/exe (as CVE-2019-5736)", r"refused open /proc/self/exe", script=EXECUTABLE, unseen=KERNEL, harmless_on=_OWN),
     Attack("proc-enter-namespaces", "proc", "setns into the namespaces of process 1", _REFUSED, script=NAMESPACES, unseen=KERNEL, harmless_on=_OWN_USER),
-    Attack("ptrace-agent", "ptrace", "ptrace of the agent and of the shell", r"refused attach 1", script=PTRACE, unseen=KERNEL, harmless_on=_OWN),
+    Attack("ptrace-agent", "ptrace", "ptrace of the agent and of the shell", r"refused attach 1", script=PTRACE, unseen=KERNEL, harmless_on=_OWN, timeout_s=5),
     Attack("ptrace-peer-memory", "ptrace", "process_vm_readv, process_vm_writev, kcmp and /proc/1/mem", r"refused process_vm_readv of 1", script=PEER_MEMORY, unseen=KERNEL, harmless_on=_OWN),
     Attack("ptrace-steal-descriptors", "ptrace", "pidfd_getfd of the agent's descriptors", r"refused descriptor 3 of 1", script=STEAL, unseen=KERNEL, harmless_on=_OWN),
     Attack("kill-agent", "ptrace", "nine signals to process 1", r"process 1 is there: True|^gone", script=KILL_AGENT, unseen=KERNEL),
