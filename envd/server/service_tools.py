@@ -8,6 +8,7 @@ from typing import Any
 from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
 from envd.errors import EnvdError
+from envd.messages import tool_result_message
 from envd.server.audit import leaves_root
 from envd.server.calls import Context, Service, unary
 from envd.server.live import Live
@@ -41,7 +42,7 @@ class ToolsService(Service, rpc.ToolsServicer):
         async with live.using() as guest:
             results = await self._run(live, guest, calls, timeout_s)
         surplus = len(request.calls) - len(calls)
-        return pb.BatchReply(results=[*map(_result, results), *[_result(_refusal(_SURPLUS))] * surplus])
+        return pb.BatchReply(results=map(tool_result_message, [*results, *[_refusal(_SURPLUS)] * surplus]))
 
     async def _run(self, live: Live, guest: Any, calls: list[ToolCall], timeout_s: float) -> list[ToolResult]:
         for call in calls:
@@ -85,17 +86,6 @@ def checked_timeout(seconds: float) -> float:
 
 def _refusal(text: str) -> ToolResult:
     return ToolResult(False, text, len(text.encode()))
-
-
-def _result(result: ToolResult) -> pb.ToolResult:
-    return pb.ToolResult(
-        ok=result.ok,
-        text=result.text,
-        true_bytes=result.true_bytes,
-        truncated=result.truncated,
-        timed_out=result.timed_out,
-        seconds=result.seconds,
-    )
 
 
 def _arguments(call: pb.ToolCall) -> dict[str, Any]:
