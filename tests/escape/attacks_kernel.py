@@ -53,18 +53,20 @@ for device in ("/dev/vport0p1", "/dev/vport1p1", "/dev/virtio-ports/envd"):
 """
 FORKS_OF_THE_AGENT = """
 frame = struct.pack("<I", 32) + bytes(32)
-until, found = time.monotonic() + 3, 0
+until, found, STREAMS = time.monotonic() + 3, 0, ("host:", "socket:")
 while time.monotonic() < until:
     for pid in [name for name in os.listdir("/proc") if name.isdigit() and name != str(os.getpid())]:
         for fd in range(8):
             path = f"/proc/{pid}/fd/{fd}"
             try:
-                kind = os.readlink(path)
-                found += 1
-                if kind.startswith(("host:", "socket:")):
-                    print("BREACH wrote", os.write(os.open(path, os.O_WRONLY | os.O_NONBLOCK), frame), kind, flush=True)
+                found += os.readlink(path).startswith(STREAMS)
+                held = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
             except OSError:
-                pass
+                continue
+            kind = os.readlink(f"/proc/self/fd/{held}")  # the number may stand for something else by now
+            if kind.startswith(STREAMS):
+                print("BREACH wrote", os.write(held, frame), kind, flush=True)
+            os.close(held)
 print("never opened, of", found, flush=True)
 """
 
