@@ -20,6 +20,11 @@ SMALL = Limits(memory_mb=128, pids=32, cpu=1, disk_mb=16, lifetime_s=120)
 KERNEL = "the sandbox's kernel refuses it, and the server does not see system calls"
 NOWHERE = "nothing is refused: what it looks for is not there"
 CONTAINED = "nothing is refused: it is let happen where it harms nobody"
+UNTOLD = {
+    "namespaces-python": "the Python helper's filter answers by itself and tells nobody",
+    **dict.fromkeys(("gvisor", "qemu"), "a kernel of its own answers, and the server does not see system calls"),
+}
+"""Where nobody tells the server of a refused system call."""
 OWN_KERNEL = "root of a virtual machine of its own, whose wall is the machine"
 
 
