@@ -132,7 +132,13 @@ class Migration:
         try:
             lost = await self._states.save(live, into)
             frozen = await self._states.freeze(live)
-            return await there.take(await self._header(live), into), lost
+            header = await self._header(live)
+            live.require_alive()
+            size = await there.take(header, into)
+            if live.ended:  # by its owner or its lifetime, while it was sent
+                await there.drop(header)
+                live.require_alive()
+            return size, lost
         except BaseException:
             if frozen:
                 await self._states.thaw(live)
@@ -185,14 +191,22 @@ class _There:
             raise
         return size
 
+    async def drop(self, header: pb.ReceiveHeader) -> None:
+        """End it there too. What can't be reached ends with its lifetime."""
+        with suppress(grpc.aio.AioRpcError):
+            request = pb.DeleteRequest(sandbox_id=header.sandbox_id)
+            await self.stub.Delete(request, metadata=self._as_owner(header), timeout=_SETTLE_S)
+
     async def _arrived(self, header: pb.ReceiveHeader, elapsed_s: float) -> bool:
         """Whether it has the sandbox, since this move began, although its answer was lost. Where it can't be asked, it has not."""
         request = pb.GetRequest(sandbox_id=header.sandbox_id)
-        metadata = (*self.metadata, (SANDBOX_TOKEN, header.token))
         with suppress(grpc.aio.AioRpcError):
-            there = await self.stub.Get(request, metadata=metadata, timeout=_SETTLE_S)
+            there = await self.stub.Get(request, metadata=self._as_owner(header), timeout=_SETTLE_S)
             return bool(there.age_s <= elapsed_s + _SETTLE_S)
         return False
+
+    def _as_owner(self, header: pb.ReceiveHeader) -> Metadata:
+        return (*self.metadata, (SANDBOX_TOKEN, header.token))
 
     def _refused(self, identity: str, said: str) -> MigrationError:
         return MigrationError(f"{self.target[:200]} did not take sandbox {identity} over ({said}): it goes on here")

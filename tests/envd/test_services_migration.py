@@ -110,8 +110,14 @@ async def silent(kind: str, address: str) -> AsyncIterator[None]:
         finally:
             listening.close()
         return
+    async with offered(Silent(reads=kind == "takes it and is silent"), address):
+        yield
+
+
+@asynccontextmanager
+async def offered(servicer: rpc.SandboxesServicer, address: str) -> AsyncIterator[None]:
     server = grpc.aio.server()
-    rpc.add_SandboxesServicer_to_server(Silent(reads=kind == "takes it and is silent"), server)  # type: ignore[no-untyped-call]
+    rpc.add_SandboxesServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     server.add_insecure_port(address)
     await server.start()
     try:
@@ -166,6 +172,47 @@ def test_a_silent_target_holds_no_sandbox_for_long(tmp_path: Path, monkeypatch: 
             assert not list(tmp_path.glob("state/*/snapshots/.held-*/*"))
 
     asyncio.run(asyncio.wait_for(job(), 60))
+
+
+class Slow(rpc.SandboxesServicer):
+    """Takes a sandbox, and says so when it is let."""
+
+    def __init__(self) -> None:
+        self.taken, self.let = asyncio.Event(), asyncio.Event()
+        self.deleted: list[str] = []
+
+    async def Info(self, request: pb.InfoRequest, context: object) -> pb.InfoReply:
+        return pb.InfoReply(backends=[pb.BackendInfo(name="plain")])
+
+    async def Receive(self, request: AsyncIterator[pb.SnapshotChunk], context: object) -> pb.ReceiveReply:
+        async for _ in request:
+            pass
+        self.taken.set()
+        await self.let.wait()
+        return pb.ReceiveReply()
+
+    async def Delete(self, request: pb.DeleteRequest, context: object) -> pb.DeleteReply:
+        self.deleted.append(request.sandbox_id)
+        return pb.DeleteReply()
+
+
+def test_a_sandbox_that_is_ended_while_it_moves_lives_nowhere(plain: Harness, tmp_path: Path) -> None:
+    async def job(client: SandboxClient) -> None:
+        target, slow = f"unix:{tmp_path}/t", Slow()
+        async with offered(slow, target):
+            sandbox = await client.create(await client.put_template(FILES))
+            moving = asyncio.ensure_future(sandbox.migrate(client, address=target))
+            await slow.taken.wait()
+            ending = asyncio.ensure_future(sandbox.close())
+            while sandbox.id in {each.id for each in await client.list()}:
+                await asyncio.sleep(0.02)
+            slow.let.set()
+            with pytest.raises(SandboxGone):
+                await moving
+            await ending
+            assert slow.deleted == [sandbox.id]
+
+    plain.client(lambda client: asyncio.wait_for(job(client), 60))
 
 
 def test_a_sender_that_stops_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
