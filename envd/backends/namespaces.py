@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 from envd.backends.base import Backend, BoxSpec, Features, IsolationLevel, Usage
@@ -113,6 +114,10 @@ class NamespacesBox:
             raise EnvdError(
                 f"sandbox {self.spec.name} does not end within {_DESTROY_S:g} s: a process hangs in the kernel"
             ) from error
+
+    def tell_refusals(self, tell: Callable[[str, int], None]) -> None:
+        """See `TellsRefusals`."""
+        self._started.on_refused = tell
 
     def _check(self) -> None:
         if self._started.ended.done():

@@ -8,7 +8,8 @@ import socket
 import struct
 import subprocess
 import sys
-from collections import Counter, deque
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,8 +45,8 @@ class Started:
     """Name of its control groups; empty until it runs."""
     used_before_us: int = 0
     """CPU time that those groups had counted when it was given them."""
-    refused: Counter[str] = field(default_factory=Counter)
-    """How many of which system calls it was refused, as far as that was reported."""
+    on_refused: Callable[[str, int], None] | None = None
+    """Called with the name of a system call that it was refused, and how many were since the call before."""
     failure: str = ""
     events: dict[str, int] = field(default_factory=dict)
     """How often limits had been hit, where it ended by itself."""
@@ -239,7 +240,8 @@ class Spawner:
             box.used_before_us = int(used)
             _settle(box.running)
         elif kind == _REFUSED:
-            box.refused[_words(text)] += value
+            if box.on_refused is not None:
+                box.on_refused(_words(text), value)
         elif kind == _FAILED:
             box.failure = _words(text)
         elif kind == _ENDED:

@@ -51,9 +51,9 @@ static bool answer(int control, struct watched *watched, uint32_t events)
         return !(events & (EPOLLHUP | EPOLLERR));
     if (ioctl(watched->listener, SECCOMP_IOCTL_NOTIF_RECV, &asked) < 0)
         return true; /* its thread was killed meanwhile */
+    tell(control, watched, asked.data.nr); /* first: whoever sees what the call led to finds the event there */
     struct seccomp_notif_resp answered = {.id = asked.id, .error = -EPERM};
     ioctl(watched->listener, SECCOMP_IOCTL_NOTIF_SEND, &answered);
-    tell(control, watched, asked.data.nr);
     return true;
 }
 

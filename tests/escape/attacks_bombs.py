@@ -7,7 +7,7 @@ import time
 
 from envd.client import Limits, ToolCall
 from tests.escape.arena import Arena
-from tests.escape.attack import CONTAINED, HOST_KERNEL, KERNEL, OWN_KERNEL, Attack
+from tests.escape.attack import CONTAINED, KERNEL, OWN_KERNEL, Attack
 
 FORKS = """
 n = 0
