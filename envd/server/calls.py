@@ -125,13 +125,16 @@ async def abort(service: Service, request: Any, context: Context, error: Excepti
     if isinstance(error, OSError):
         _log.error("a call failed on this machine", exc_info=error)
         error = errors.EnvdError(f"the server failed: {describe(error)}")
+    identity = getattr(request, "sandbox_id", "")
     if code is _Code.INVALID_ARGUMENT or isinstance(error, errors.TemplateError):
-        service.sandboxes.audit.record("request.refused", "", method=type(request).__name__, reason=str(error))
+        # of the sandbox's own: a flood of the server's hides nobody else's
+        own = identity if service.sandboxes.knows(identity, metadata_of(context, SANDBOX_TOKEN)) else ""
+        service.sandboxes.audit.record("request.refused", own, method=type(request).__name__, reason=str(error))
     if isinstance(error, errors.FileError) and (error.errno in _FULL or error.errno in _IMPOSSIBLE):
         kind: Kind = "limit.disk" if error.errno in _FULL else "request.refused"
-        service.sandboxes.audit.record(kind, getattr(request, "sandbox_id", ""), reason=str(error))
+        service.sandboxes.audit.record(kind, identity, reason=str(error))
     if isinstance(error, errors.SandboxGone):
-        service.sandboxes.notice(getattr(request, "sandbox_id", ""))
+        service.sandboxes.notice(identity)
     number = error.errno if isinstance(error, errors.FileError) else 0
     trailing = ((ERROR_NAME, type(error).__name__), (ERROR_NUMBER, str(number)))
     await context.abort(code, str(error)[:_MAX_WORDS], trailing)

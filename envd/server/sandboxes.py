@@ -75,6 +75,11 @@ class Sandboxes:
             self.audit.record("auth.denied", "", what="unknown sandbox", id=identity)
         raise SandboxGone(f"no sandbox {identity[:40]!r}: {why}")
 
+    def knows(self, identity: str, token: str) -> bool:
+        """Whether a live sandbox has this id and token. Records nothing."""
+        live = self._live.get(identity)
+        return live is not None and live.is_token(token)
+
     def answers_of(self, identity: str, token: str) -> Answers:
         """Where a sandbox's idempotent answers are kept, also just after its end."""
         ended = self._ended.get(identity)
