@@ -33,18 +33,12 @@ static bool leaving; /* the server said goodbye: it removes the run directory it
 static bool serve(void)
 {
     struct request wanted = {0};
-    union { struct cmsghdr align; char space[CMSG_SPACE(2 * sizeof(int))]; } extra;
-    struct iovec data = {&wanted, sizeof wanted};
-    struct msghdr message = {.msg_iov = &data, .msg_iovlen = 1, .msg_control = &extra, .msg_controllen = sizeof extra};
-    ssize_t size = recvmsg(control, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+    int fds[2];
+    ssize_t size = receive(control, &wanted, sizeof wanted, MSG_DONTWAIT, fds);
     if (size < 0)
         return errno == EAGAIN || errno == EINTR;
     if (size == 0)
         return false;
-    int fds[2] = {-1, -1};
-    struct cmsghdr *header = CMSG_FIRSTHDR(&message);
-    if (header && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS)
-        memcpy(fds, CMSG_DATA(header), header->cmsg_len - CMSG_LEN(0));
     if (size == sizeof wanted && wanted.kind == REQUEST_CREATE)
         life_create(&wanted, fds[0], wanted.flags & FLAG_RESTORE ? fds[1] : -1);
     else if (size == sizeof wanted && wanted.kind == REQUEST_KILL)

@@ -130,12 +130,20 @@ const char *refused_name(int number);
 int watch_start(int control);                            /* the socket that listeners are given it by; -1 with errno */
 void watch_add(int watcher, uint32_t box, int listener);
 
+/* spawn_pass.c */
+ssize_t pass(int socket, const void *data, size_t size, int fd);                       /* fd: -1 for none */
+ssize_t receive(int socket, void *data, size_t size, int flags, int fds[2]);           /* fds: those that came with it, else -1 */
+
 /* spawn_box.c */
 int mount_template(void); /* what is at HIDDEN_LOWER, at /.template, so that no mount names where it is on the host */
 int make_scratch(const struct berth *berth, const struct request *wanted); /* the detached tmpfs of a sandbox; -1 with errno */
 _Noreturn void run_box(const struct settings *settings, const struct request *wanted, const struct berth *berth, int stream, int archive,
                        int scratch, int sync);
-_Noreturn void write_archive(int scratch, int out); /* in a child of the spawner */
+
+/* spawn_archive.c */
+void archive_unpack(uint32_t owner, int archive, const char **failure); /* in process 1: into HIDDEN_BOX; failure: NULL, or words */
+void archive_write(uint32_t id, int scratch, int out);                  /* in a child; answered by REPORT_ARCHIVED */
+void archive_reaped(pid_t pid, int status);                             /* a child of ours that is no sandbox has ended */
 
 /* spawn_life.c: the sandboxes there are. Reports go to `control`, events of sandboxes come by `loop`, listeners go to `watcher`. */
 int life_prepare(const struct settings *settings, int control, int loop, int watcher);

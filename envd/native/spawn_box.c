@@ -67,51 +67,6 @@ int make_scratch(const struct berth *berth, const struct request *wanted)
     return root;
 }
 
-/* Runs tar as the user that owns the files, with no privilege, on what a snapshot holds. */
-static void unpack(uint32_t owner, int archive, int sync)
-{
-    pid_t worker = fork();
-    if (worker < 0)
-        fail(sync, "fork for tar");
-    if (worker == 0) {
-        if (chdir(HIDDEN_BOX) < 0 || dup2(archive, 0) < 0 || (setgroups(0, NULL) < 0 && owner != 0))
-            _exit(126);
-        if (setresgid(owner, owner, owner) < 0 || setresuid(owner, owner, owner) < 0)
-            _exit(126);
-        close_range(3, ~0U, 0);
-        if (owner == 0 && drop_capabilities() < 0)
-            _exit(126);
-        if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) < 0 || filter_calls() < 0)
-            _exit(126);
-        execl("/usr/bin/tar", "tar", "--extract", "--file=-", "--no-same-owner", "--preserve-permissions", "--xattrs",
-              "--xattrs-include=user.overlay.opaque", "--delay-directory-restore", "--", "upper", "tmp", (char *)NULL);
-        _exit(127);
-    }
-    int status;
-    while (waitpid(worker, &status, 0) < 0 && errno == EINTR)
-        ;
-    if (WIFEXITED(status) && WEXITSTATUS(status) == 0)
-        return;
-    const char *words = "etar can't unpack the snapshot: it is damaged, or larger than disk_mb";
-    if (WIFEXITED(status) && WEXITSTATUS(status) == 127)
-        words = "ethere is no /usr/bin/tar: install tar";
-    send(sync, words, strlen(words), MSG_NOSIGNAL);
-    _exit(1);
-}
-
-_Noreturn void write_archive(int scratch, int out)
-{
-    if (fchdir(scratch) < 0 || dup2(out, 1) < 0)
-        _exit(126);
-    close_range(3, ~0U, 0);
-    if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) < 0 || filter_calls() < 0)
-        _exit(126);
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    execl("/usr/bin/tar", "tar", "--create", "--file=-", "--format=pax", "--numeric-owner", "--sparse", "--xattrs",
-          "--xattrs-include=user.overlay.opaque", "--warning=no-file-ignored", "--exclude=tmp/.envd", "--", "upper", "tmp", (char *)NULL);
-    _exit(127);
-}
-
 int mount_template(void)
 {
     /* a second layer, which is empty: without an upper one there must be two */
@@ -120,12 +75,17 @@ int mount_template(void)
 
 static void mount_view(const struct request *wanted, const struct berth *berth, int scratch, int archive, int sync)
 {
+    const char *failure = NULL;
     char template[sizeof HIDDEN_TEMPLATES + MAX_NAME];
     snprintf(template, sizeof template, "%s/%s", HIDDEN_TEMPLATES, wanted->template);
     if (move_mount(scratch, "", AT_FDCWD, HIDDEN_BOX, MOVE_MOUNT_F_EMPTY_PATH) < 0)
         fail(sync, "mount its tmpfs");
     if (archive >= 0)
-        unpack(berth->owner, archive, sync);
+        archive_unpack(berth->owner, archive, &failure);
+    if (failure) {
+        send(sync, failure, strlen(failure), MSG_NOSIGNAL);
+        _exit(1);
+    }
     int lower = users_mount(template, berth->users);
     if (lower < 0 || move_mount(lower, "", AT_FDCWD, HIDDEN_LOWER, MOVE_MOUNT_F_EMPTY_PATH) < 0 || mount_template() < 0)
         fail(sync, "mount its template");
@@ -173,24 +133,6 @@ static int close_others(int one, int other)
     return close_range(high + 1, ~0U, 0);
 }
 
-static int say_ready(int sync, int listener)
-{
-    union { struct cmsghdr align; char space[CMSG_SPACE(sizeof(int))]; } extra = {0};
-    struct iovec data = {"r", 1};
-    struct msghdr message = {.msg_iov = &data, .msg_iovlen = 1};
-    if (listener >= 0) {
-        message.msg_control = &extra;
-        message.msg_controllen = sizeof extra;
-        struct cmsghdr *header = CMSG_FIRSTHDR(&message);
-        *header = (struct cmsghdr){.cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS, .cmsg_len = CMSG_LEN(sizeof listener)};
-        memcpy(CMSG_DATA(header), &listener, sizeof listener);
-    }
-    ssize_t sent = sendmsg(sync, &message, MSG_NOSIGNAL);
-    if (listener >= 0)
-        close(listener);
-    return sent == 1 ? 0 : -1;
-}
-
 static void confine(const struct settings *settings, const struct request *wanted, int stream, int sync)
 {
     if (close_others(stream, sync) < 0)
@@ -209,8 +151,10 @@ static void confine(const struct settings *settings, const struct request *wante
     int listener;
     if (filter_calls_watched(&listener) < 0)
         fail(sync, "seccomp");
-    if (say_ready(sync, listener) < 0)
+    if (pass(sync, "r", 1, listener) != 1)
         _exit(1); /* the spawner died before its death could be signalled */
+    if (listener >= 0)
+        close(listener);
 }
 
 _Noreturn void run_box(const struct settings *settings, const struct request *wanted, const struct berth *berth, int stream, int archive,

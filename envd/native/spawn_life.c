@@ -4,46 +4,19 @@
 #include <sched.h>
 #include <signal.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
-#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
-#include "spawn.h"
+#include "spawn_table.h"
 
-#define MOST_ARCHIVES 64
 #define PATIENCE_MS 5000 /* for groups whose last process is still being torn down */
 #define NAMESPACES (CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS) /* its network and user are made by itself, meanwhile */
 
-struct box {
-    int sync;    /* while it starts; else -1 */
-    int scratch; /* its tmpfs: what an archive is made of */
-    int network; /* its network namespace, for the next */
-    bool killed; /* the server asked for it */
-    bool ended;
-    bool again; /* its berth may be used again */
-    int status;
-    int64_t ended_ms;
-    struct berth *berth;
-    char events[64];
-};
-
-/* Side by side, so that a search reads little. Not inherited by sandboxes: they would keep copies of the pages that change. */
-struct table {
-    uint32_t count;
-    uint32_t lingering; /* ended, with groups that could not be removed yet */
-    uint32_t ids[CAPACITY];
-    pid_t pids[CAPACITY];
-    struct box boxes[CAPACITY];
-    struct { pid_t pid; uint32_t box; } archives[MOST_ARCHIVES];
-};
-
-static struct table *table;
 static const struct settings *settings;
 static int control = -1, loop = -1, watcher = -1;
 
@@ -76,30 +49,6 @@ static void hang_up(struct box *box)
     if (box->sync >= 0)
         epoll_ctl(loop, EPOLL_CTL_DEL, box->sync, NULL);
     shut(&box->sync);
-}
-
-static uint32_t find_id(uint32_t id)
-{
-    uint32_t i = 0;
-    while (i < table->count && table->ids[i] != id)
-        i++;
-    return i;
-}
-
-static uint32_t find_pid(pid_t pid)
-{
-    uint32_t i = 0;
-    while (i < table->count && table->pids[i] != pid)
-        i++;
-    return i;
-}
-
-static void forget(uint32_t i)
-{
-    uint32_t last = --table->count;
-    table->ids[i] = table->ids[last];
-    table->pids[i] = table->pids[last];
-    table->boxes[i] = table->boxes[last];
 }
 
 static pid_t clone_into(int group)
@@ -173,20 +122,6 @@ static int map_user(pid_t pid, const struct berth *berth)
     return users_write_map(pid, map, settings->owner == 0); /* without privilege groups can be mapped only so */
 }
 
-/* What process 1 says, with the descriptor that comes with it; -1 where there is none. */
-static ssize_t listen_to(int sync, char *said, size_t size, int *with)
-{
-    union { struct cmsghdr align; char space[CMSG_SPACE(sizeof(int))]; } extra;
-    struct iovec data = {said, size};
-    struct msghdr message = {.msg_iov = &data, .msg_iovlen = 1, .msg_control = &extra, .msg_controllen = sizeof extra};
-    ssize_t got = recvmsg(sync, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-    struct cmsghdr *header = got < 0 ? NULL : CMSG_FIRSTHDR(&message);
-    *with = -1;
-    if (header && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS)
-        memcpy(with, CMSG_DATA(header), sizeof *with);
-    return got;
-}
-
 static void started(uint32_t i, int listener)
 {
     char words[64];
@@ -203,13 +138,13 @@ static void started(uint32_t i, int listener)
 /* What process 1 says of its start: "m" map my user, "r" ready, "e..." an error. */
 void life_hear(uint32_t id)
 {
-    uint32_t i = find_id(id);
+    uint32_t i = table_find(id);
     if (i == table->count || table->boxes[i].sync < 0)
         return;
     struct box *box = &table->boxes[i];
     char said[220];
-    int listener;
-    ssize_t size = listen_to(box->sync, said, sizeof said - 1, &listener);
+    int fds[2];
+    ssize_t size = receive(box->sync, said, sizeof said - 1, MSG_DONTWAIT, fds);
     if (size < 0 && (errno == EAGAIN || errno == EINTR))
         return;
     if (size == 1 && said[0] == 'm') {
@@ -218,7 +153,7 @@ void life_hear(uint32_t id)
         report(REPORT_FAILED, id, 0, "its user can't be mapped");
         kill(table->pids[i], SIGKILL);
     } else if (size == 1 && said[0] == 'r') {
-        started(i, listener);
+        started(i, fds[0]);
     } else if (size > 1) {
         said[size] = 0;
         report(REPORT_FAILED, id, 0, said + 1);
@@ -237,30 +172,17 @@ static bool bury(uint32_t i)
         shut(&box->network); /* a process hangs in the kernel: its berth is lost */
     }
     report(REPORT_ENDED, table->ids[i], box->status, box->events);
-    forget(i);
+    table_forget(i);
     return true;
-}
-
-static void finish_archive(pid_t pid, int status)
-{
-    for (int i = 0; i < MOST_ARCHIVES; i++) {
-        if (table->archives[i].pid != pid)
-            continue;
-        int code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-        const char *words = code == 127 ? "there is no /usr/bin/tar: install tar" : "tar failed: a full disk, or files changed under it";
-        report(REPORT_ARCHIVED, table->archives[i].box, code, code ? words : "");
-        table->archives[i].pid = 0;
-        return;
-    }
 }
 
 void life_reap(void)
 {
     int status;
     for (pid_t pid; (pid = waitpid(-1, &status, WNOHANG)) > 0;) {
-        uint32_t i = find_pid(pid);
+        uint32_t i = table_find_pid(pid);
         if (i == table->count) {
-            finish_archive(pid, status);
+            archive_reaped(pid, status);
             continue;
         }
         struct box *box = &table->boxes[i];
@@ -293,7 +215,7 @@ void life_bury(void)
 
 void life_end(uint32_t id, bool changed)
 {
-    uint32_t i = find_id(id);
+    uint32_t i = table_find(id);
     if (i == table->count) {
         report(REPORT_ENDED, id, 0, "");
         return;
@@ -309,28 +231,8 @@ void life_end(uint32_t id, bool changed)
 
 void life_archive(uint32_t id, int out)
 {
-    int slot = 0;
-    uint32_t i = find_id(id);
-    while (slot < MOST_ARCHIVES && table->archives[slot].pid != 0)
-        slot++;
-    if (i == table->count || table->boxes[i].scratch < 0 || slot == MOST_ARCHIVES || out < 0) {
-        report(REPORT_ARCHIVED, id, ESRCH, slot == MOST_ARCHIVES ? "too many snapshots at a time" : "the sandbox has ended");
-        return;
-    }
-    int scratch = table->boxes[i].scratch; /* a child does not have the table */
-    pid_t pid = fork();
-    if (pid == 0) {
-        sigset_t none;
-        sigemptyset(&none);
-        sigprocmask(SIG_SETMASK, &none, NULL);
-        write_archive(scratch, out);
-    }
-    if (pid < 0) {
-        report(REPORT_ARCHIVED, id, errno, "fork failed");
-        return;
-    }
-    table->archives[slot].pid = pid;
-    table->archives[slot].box = id;
+    uint32_t i = table_find(id);
+    archive_write(id, i == table->count ? -1 : table->boxes[i].scratch, out);
 }
 
 static bool is_plain_name(const char *name)
@@ -362,8 +264,7 @@ int life_prepare(const struct settings *given, int to_server, int of_events, int
     control = to_server;
     loop = of_events;
     watcher = to_watcher;
-    table = mmap(NULL, sizeof *table, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    return table == MAP_FAILED ? -1 : madvise(table, sizeof *table, MADV_DONTFORK);
+    return table_prepare();
 }
 
 void life_finish(void)

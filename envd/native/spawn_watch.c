@@ -4,7 +4,7 @@
 #include <linux/seccomp.h>
 #include <signal.h>
 #include <stdlib.h>
-#include <string.h>
+#include <stdio.h>
 #include <sys/epoll.h>
 #include <sys/ioctl.h>
 #include <sys/prctl.h>
@@ -38,7 +38,7 @@ static void tell(int control, struct watched *watched, int number)
     if (watched->said++ >= REPORTS)
         return;
     struct report said = {.kind = REPORT_REFUSED, .box = watched->box, .value = watched->calls};
-    strncpy(said.words, refused_name(number), sizeof said.words - 1);
+    snprintf(said.words, sizeof said.words, "%s", refused_name(number));
     if (send(control, &said, sizeof said, MSG_NOSIGNAL | MSG_DONTWAIT) == sizeof said)
         watched->calls = 0; /* else the server is behind: it is told with the next */
 }
@@ -57,25 +57,14 @@ static bool answer(int control, struct watched *watched, uint32_t events)
     return true;
 }
 
-static int take(int socket, uint32_t *box)
-{
-    union { struct cmsghdr align; char space[CMSG_SPACE(sizeof(int))]; } extra;
-    struct iovec data = {box, sizeof *box};
-    struct msghdr message = {.msg_iov = &data, .msg_iovlen = 1, .msg_control = &extra, .msg_controllen = sizeof extra};
-    ssize_t size = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
-    if (size == 0 || (size < 0 && errno != EINTR))
-        _exit(0);
-    struct cmsghdr *header = CMSG_FIRSTHDR(&message);
-    int listener = -1;
-    if (size > 0 && header && header->cmsg_type == SCM_RIGHTS)
-        memcpy(&listener, CMSG_DATA(header), sizeof listener);
-    return listener;
-}
-
 static void add(int loop, int socket)
 {
     uint32_t box;
-    int listener = take(socket, &box);
+    int fds[2];
+    ssize_t size = receive(socket, &box, sizeof box, 0, fds);
+    if (size == 0 || (size < 0 && errno != EINTR))
+        _exit(0); /* the spawner has ended */
+    int listener = fds[0];
     struct watched *watched = listener < 0 ? NULL : calloc(1, sizeof *watched);
     if (!watched) {
         if (listener >= 0)
@@ -133,13 +122,6 @@ int watch_start(int control)
 
 void watch_add(int watcher, uint32_t box, int listener)
 {
-    union { struct cmsghdr align; char space[CMSG_SPACE(sizeof(int))]; } extra = {0};
-    struct iovec data = {&box, sizeof box};
-    struct msghdr message = {.msg_iov = &data, .msg_iovlen = 1, .msg_control = &extra, .msg_controllen = sizeof extra};
-    struct cmsghdr *header = CMSG_FIRSTHDR(&message);
-    *header = (struct cmsghdr){.cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS, .cmsg_len = CMSG_LEN(sizeof listener)};
-    memcpy(CMSG_DATA(header), &listener, sizeof listener);
-    while (sendmsg(watcher, &message, MSG_NOSIGNAL) < 0 && errno == EINTR)
-        ; /* another failure: it has gone, and refused calls fail in another way */
+    pass(watcher, &box, sizeof box, listener); /* where that fails it has gone, and refused calls fail in another way */
     close(listener);
 }
