@@ -51,7 +51,7 @@ def look(folder: Path, pids: set[int]) -> Leftovers:
     return Leftovers(
         frozenset(descendants(os.getpid())),
         frozenset(_mounts(folder)),
-        frozenset(_groups(folder, pids)),
+        frozenset(_groups(pids)),
         frozenset(str(path) for path in folder.rglob("*")),
     )
 
@@ -97,14 +97,11 @@ def _mounts(folder: Path) -> list[str]:
     return [line for line in lines if str(folder) in line or OWNED in line]
 
 
-def _groups(folder: Path, pids: set[int]) -> list[str]:
-    """Groups named after the server's directory, or after one of its processes."""
-    found = []
+def _groups(pids: set[int]) -> list[str]:
+    """Groups named after one of these processes, as a server's are after its directory, and that after the server."""
+    owners, found = {str(pid) for pid in pids}, []
     for path, names, _ in os.walk(_CGROUPS):
         for name in names:
-            owner = name.removeprefix(OWNED).split(".")[1:2]
-            if name.startswith(folder.name) or (
-                name.startswith(OWNED) and owner and owner[0] in {str(pid) for pid in pids}
-            ):
+            if name.startswith(OWNED) and owners.intersection(name.removeprefix(OWNED).split(".")[1:2]):
                 found.append(f"{path}/{name}")
     return found

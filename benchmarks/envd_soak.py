@@ -95,6 +95,8 @@ class _Soak:
         self.kills: Counter[str] = Counter()
         self.failed_restarts = self.sandboxes_left = self.descriptors_left = self.planned_kills = 0
         self._held_before = 0
+        self._limits: frozenset[str] = frozenset()
+        """What the first server enforced."""
         self._begin = time.monotonic()
 
     def run(self) -> None:
@@ -207,16 +209,25 @@ class _Soak:
         keep(self._server.pid)
         self.pids.add(self._server.pid)
         try:
-            asyncio.run(_first_sandbox(self._address))
-        except (EnvdError, TimeoutError):
-            self.failed_restarts += 1
-            _end(self._server)
+            limits = asyncio.run(_first_sandbox(self._address))
+        except (EnvdError, TimeoutError) as error:
+            self._failed(f"a server did not come back: {error!r}")
+            return
+        self._limits = self._limits or limits
+        if limits != self._limits:
+            self._failed(f"a server came back that limits {sorted(limits)}, and the first {sorted(self._limits)}")
             return
         deadline = time.monotonic() + 5  # the pool fills
         self._held_before = held = 0
         while time.monotonic() < deadline and (held != self._held_before or not held):
             held, self._held_before = self._held_before, self._held()
             time.sleep(0.3)
+
+    def _failed(self, why: str) -> None:
+        assert self._server is not None
+        self.failed_restarts += 1
+        self.wrong.append(why[:300])
+        _end(self._server)
 
     def _held(self) -> int:
         """Descriptors of the server and of its spawner."""
@@ -244,10 +255,12 @@ class _Soak:
                     self.wrong.append(words)
 
 
-async def _first_sandbox(address: str) -> None:
+async def _first_sandbox(address: str) -> frozenset[str]:
+    """Create and end one; the limits that the server enforces."""
     async with SandboxClient(address) as client, asyncio.timeout(_START_S):
         template = await client.put_template({"app.py": b"x = 1\n"})
         await (await client.create(template)).close()
+        return frozenset((await client.info()).limits_enforced)
 
 
 async def _live(address: str) -> int:

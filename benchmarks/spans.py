@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 from typing import Any
 
 from pydantic import PrivateAttr
@@ -15,6 +14,7 @@ from envd.client import Sandbox, SandboxClient
 from envd.types import Handle, Limits, ToolCall, ToolResult, VerifyResult
 from inference.engines import BuiltinConfig, OpenAIConfig, VllmConfig
 from inference.engines.base import Completion, Engine, SamplingParams
+from inference.engines.delegating import DelegatingEngine
 from resources.experiment import SandboxesConfig
 from resources.sampler import Role, SamplerResource
 from resources.sandboxes import SandboxesResource
@@ -51,33 +51,22 @@ def union_seconds(intervals: Iterable[Interval]) -> float:
     return total
 
 
-class MeasuredEngine:
+class MeasuredEngine(DelegatingEngine):
     """An engine whose calls are recorded."""
 
     def __init__(self, engine: Engine, spans: Spans) -> None:
-        self._engine, self._spans = engine, spans
+        super().__init__(engine)
+        self._spans = spans
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """See Engine.generate."""
         with self._spans.of("sampling"):
-            return await self._engine.generate(prompt_ids, params)
+            return await super().generate(prompt_ids, params)
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         """See Engine.score."""
         with self._spans.of("sampling"):
-            return await self._engine.score(token_ids, temperature)
-
-    async def load_weights(self, directory: Path, version: str) -> None:
-        """See Engine.load_weights."""
-        await self._engine.load_weights(directory, version)
-
-    async def version(self) -> str:
-        """See Engine.version."""
-        return await self._engine.version()
-
-    async def close(self) -> None:
-        """See Engine.close."""
-        await self._engine.close()
+            return await super().score(token_ids, temperature)
 
 
 class MeasuredSandbox(Sandbox):

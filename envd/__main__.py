@@ -120,7 +120,7 @@ def _add_serving(add: Any) -> None:
         "--state-dir",
         type=Path,
         metavar="DIR",
-        help="a directory of the server's own, removed when it ends (default: a temporary one)",
+        help="where the server makes a directory of its own, removed when it ends (default: among the temporary ones)",
     )
     add("--failure-fd", type=int, metavar="FD", help="a pipe for the reason when it fails, instead of standard error")
     add("--with-parent", type=int, metavar="PID", help="stop when this process, our parent, dies")

@@ -18,9 +18,10 @@ from typing import Any, cast
 from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
 from envd.calling import RPC_GRACE_S, Caller
-from envd.client_sandbox import MOVE_S, Sandbox, limits_message, status_of
+from envd.client_sandbox import MOVE_S, Sandbox
 from envd.connection import Access
 from envd.errors import EnvdError, SandboxGone, ServerBusy
+from envd.messages import limits_message, status_of, verify_result_of
 from envd.types import (
     BackendInfo,
     Handle,
@@ -28,10 +29,8 @@ from envd.types import (
     SandboxStatus,
     ServerInfo,
     TestOutcome,
-    TestStatus,
     ToolCall,
     ToolResult,
-    VerifyExit,
     VerifyResult,
 )
 
@@ -200,15 +199,7 @@ class SandboxClient:
         while reply is None:
             with suppress(ServerBusy):  # it answered, so it works: queue again
                 reply = await self.caller.ask(self._verifier.Verify, request, timeout_s + 4 * RPC_GRACE_S)
-        return VerifyResult(
-            outcomes=tuple(
-                TestOutcome(each.name, cast(TestStatus, each.status), each.message) for each in reply.outcomes
-            ),
-            exit=cast(VerifyExit, reply.exit),
-            log=reply.log,
-            seconds=reply.seconds,
-            tampering=tuple(reply.tampering),
-        )
+        return verify_result_of(reply)
 
     async def _ask(self, method: str, request: Any, timeout_s: float | None = None, key: str | None = None) -> Any:
         if not hasattr(self, "sandboxes"):

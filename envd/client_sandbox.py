@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 from contracts.pb import envd_pb2 as pb
 from envd import calling
 from envd.connection import SANDBOX_TOKEN
+from envd.messages import status_of, tool_result_of
 from envd.sandbox_files import SandboxFiles
 from envd.sandbox_processes import SandboxProcesses
-from envd.types import Handle, Limits, SandboxStatus, ToolCall, ToolResult
+from envd.types import Handle, SandboxStatus, ToolCall, ToolResult
 
 if TYPE_CHECKING:
     from envd.client import SandboxClient
@@ -68,10 +69,7 @@ class Sandbox:
         )
         deadline_s = timeout_s * max(1, len(calls)) + calling.RPC_GRACE_S
         reply = await self._ask(self._client.tools.Batch, request, deadline_s, idempotency_key)
-        return [
-            ToolResult(each.ok, each.text, each.true_bytes, each.truncated, each.timed_out, each.seconds)
-            for each in reply.results
-        ]
+        return [tool_result_of(each) for each in reply.results]
 
     async def diff(self) -> bytes:
         """The workspace against its template: git format, binary-safe, the same bytes for the same state."""
@@ -128,35 +126,6 @@ class Sandbox:
     async def _ask(self, method: Any, request: Any, timeout_s: float | None = None, key: str | None = None) -> Any:
         deadline_s = calling.RPC_GRACE_S if timeout_s is None else timeout_s
         return await self._client.caller.ask(method, request, deadline_s, self._metadata, key)
-
-
-def limits_message(limits: Limits) -> pb.Limits:
-    """Limits as a message."""
-    return pb.Limits(
-        memory_mb=limits.memory_mb,
-        pids=limits.pids,
-        cpu=limits.cpu,
-        disk_mb=limits.disk_mb,
-        lifetime_s=limits.lifetime_s,
-    )
-
-
-def status_of(state: pb.SandboxState) -> SandboxStatus:
-    """A sandbox's state as a value."""
-    return SandboxStatus(
-        id=state.sandbox_id,
-        state=cast(Any, state.state),
-        backend=state.backend,
-        template=state.template,
-        age_s=state.age_s,
-        expires_in_s=state.expires_in_s,
-        memory_bytes=state.memory_bytes,
-        pids=state.pids,
-        cpu_s=state.cpu_s,
-        labels=dict(state.labels),
-        host_name=state.host_name,
-        lost=tuple(state.lost),
-    )
 
 
 def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class MigrationError(EnvdError):
 
 
 class ServerBusy(EnvdError):
-    """Others' verifications had every slot for as long as this one could wait. Its place in the line costs nothing: ask again."""
+    """Others' verifications, or moves, have every place for as long as this one could wait. Nothing came of it: ask again."""
 
 
 class ServerUnavailable(EnvdError):

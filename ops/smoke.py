@@ -13,7 +13,6 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 
 from contracts.artifacts import Artifact, ArtifactRef, Frozen, open_artifact
 from contracts.chat import ChatTokenizer
@@ -23,6 +22,7 @@ from contracts.tasks import Split, Task
 from envd.client import SandboxClient
 from inference.engines.base import Completion, Engine, SamplingParams
 from inference.engines.config import BuiltinConfig
+from inference.engines.delegating import DelegatingEngine
 from inference.errors import EngineError, EngineUnreachable, InfraFault, RequestTooLong, StaleVersion, WeightsDiffer
 from inference.rollouts.episode import Player, play_episode
 from inference.rollouts.evaluate import evaluation_slot
@@ -159,12 +159,13 @@ async def _episode(
     return await play_episode(player, task, slot, slot.digest[:32])
 
 
-class _Watched:
+class _Watched(DelegatingEngine):
     """An engine whose answers are looked at before the agent loop sees them."""
 
     def __init__(self, engine: Engine, version: str, *, alone: bool) -> None:
         """alone: whatever the engine refuses is the policy's fault."""
-        self._engine, self._version, self._alone = engine, version, alone
+        super().__init__(engine)
+        self._version, self._alone = version, alone
         self.fault: str | None = None
         """The first one that is the policy's."""
         self.tokens = 0
@@ -172,7 +173,7 @@ class _Watched:
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """See Engine.generate. Raises EngineError also for an answer that no healthy engine gives, StaleVersion for one of another policy."""
         try:
-            completion = await self._engine.generate(prompt_ids, params)
+            completion = await self.inner.generate(prompt_ids, params)
         except (RequestTooLong, EngineUnreachable, StaleVersion):
             raise
         except EngineError as error:
@@ -191,19 +192,3 @@ class _Watched:
             self.fault = self.fault or fault
             raise EngineError(fault)
         return completion
-
-    async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
-        """See Engine.score."""
-        return await self._engine.score(token_ids, temperature)
-
-    async def load_weights(self, directory: Path, version: str) -> None:
-        """See Engine.load_weights."""
-        await self._engine.load_weights(directory, version)
-
-    async def version(self) -> str:
-        """See Engine.version."""
-        return await self._engine.version()
-
-    async def close(self) -> None:
-        """See Engine.close."""
-        await self._engine.close()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from envd.guest.link import GuestLink
 from envd.types import Limits
@@ -64,6 +64,8 @@ class Usage:
     disk_bytes: int = 0
     events: Mapping[str, int] = field(default_factory=dict)
     """How often a limit was hit: memory, pids."""
+    disk_full: bool = False
+    """Its disk has no room left, for bytes or for files. False where the backend can't tell."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,15 @@ class Box(Protocol):
 
     async def destroy(self) -> None:
         """End it and leave nothing: no process, mount, cgroup, directory. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class TellsRefusals(Protocol):
+    """A box that knows which system calls the code in it was refused."""
+
+    def tell_refusals(self, tell: Callable[[str, int], None]) -> None:
+        """Call `tell` with the name of each call that is refused from now on and how often it was since; a few times a second at most."""
         ...
 
 

@@ -17,7 +17,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from envd.backends.base import BoxSpec, Features, IsolationLevel, Usage
+from envd.backends.base import BoxSpec, Features, IsolationLevel
+from envd.backends.probing import probe
+from envd.backends.vm_box import MachineBox
 from envd.backends.vm_families import Families, family_budget_mb
 from envd.backends.vm_firecracker import (
     KERNEL,
@@ -32,7 +34,6 @@ from envd.backends.vm_firecracker import (
 )
 from envd.backends.vm_machine import About, Shape, environment, read_about, write_about
 from envd.backends.vm_media import Media
-from envd.backends.vm_probe import probe
 from envd.backends.vm_sparse import open_written, write_over
 from envd.errors import EnvdError, SandboxGone, SandboxStartError
 from envd.guest.link import GuestLink
@@ -46,7 +47,7 @@ _STATE_BYTES = 64 << 20
 _WARM = "true; python3 -c pass; git --version; ls -la / >/dev/null"
 
 
-class FirecrackerBox:
+class FirecrackerBox(MachineBox[FirecrackerMachine]):
     """A running machine with an agent in it."""
 
     def __init__(
@@ -58,61 +59,21 @@ class FirecrackerBox:
         left: Callable[[FirecrackerBox], None],
     ) -> None:
         """base: descriptors of the memory it was loaded from and of its template's disk; the box owns them from now on."""
-        self._machine, self._guest, self._about, self._left = machine, guest, about, left
+        super().__init__(machine, guest, about, lambda: left(self))
         self._memory, self._disk = base
-        self._paused = False
-        self._ending: asyncio.Task[None] | None = None
-        self._turn = asyncio.Lock()
-
-    @property
-    def guest(self) -> GuestLink:
-        """The agent in it."""
-        return self._guest
-
-    async def pause(self) -> None:
-        """Stop the machine."""
-        async with self._turn:
-            if not self._paused:
-                await self._machine.pause()
-                self._paused = True
-
-    async def resume(self) -> None:
-        """Let the machine run."""
-        async with self._turn:
-            if self._paused:
-                await self._machine.resume()
-                self._paused = False
 
     async def snapshot(self, into: Path) -> tuple[str, ...]:
         """Write memory, processes and files below `into`. The machine stands still only while its changed pages are written."""
         async with self._turn:
-            if not self._paused:
-                await self._machine.pause()
-            try:
+            async with self._halted():
                 await self._machine.write("Diff", "diff.state", "diff.memory")
-            finally:
-                if not self._paused and self._guest.gone is None:
-                    await self._machine.resume()
             await asyncio.to_thread(self._merge, into)
             write_about(into, self._about)
         return ()
 
-    async def usage(self) -> Usage:
-        """Memory and processor time of its Firecracker."""
-        memory, cpu_s = self._machine.usage()
-        return Usage(memory_bytes=memory, cpu_s=cpu_s)
-
-    async def destroy(self) -> None:
-        """End it. Idempotent; goes on when its caller gives up."""
-        if self._ending is None:
-            self._ending = asyncio.create_task(self._end())
-        await asyncio.shield(self._ending)
-
-    async def _end(self) -> None:
-        await self._machine.end()
+    def _let_go(self) -> None:
         os.close(self._memory)
         os.close(self._disk)
-        self._left(self)
 
     def _merge(self, into: Path) -> None:
         """Make a snapshot that stands alone of the diff. The next diff is over this one, which is kept open for it."""
@@ -215,7 +176,7 @@ class FirecrackerBackend:
             await guest.init(host_name="template", env={})
             process, _ = await guest.start(["/bin/bash", "-c", _WARM])
             await guest.wait(process, wait_s=30)
-            await machine.pause()
+            await machine.halt()
             await machine.write("Full", "full.state", "full.memory")
             for name, limit in ((STATE, _STATE_BYTES), (MEMORY, shape.machine_mb << 20)):
                 written = open_written(machine.root, f"full.{name}", limit)
@@ -285,7 +246,7 @@ async def start(run_dir: Path, image: Path | None = None) -> FirecrackerBackend:
     media = await asyncio.to_thread(lambda: Media(directory, image, own_copies=True))
     backend = FirecrackerBackend(run_dir, firecracker, media)
     try:
-        await probe(backend, directory, firecracker.named, _BOOT_S)
+        await probe(backend.create, directory, firecracker.named, _BOOT_S)
     except BaseException:
         await backend.stop()
         raise

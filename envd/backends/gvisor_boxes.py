@@ -1,8 +1,10 @@
 """gVisor sandboxes, run by commands of `runsc`. Snapshots keep memory, processes and files.
 
-    create    runsc run --detach             agent over the pipes that are its standard streams
+    create    runsc run --detach             agent over the socket that is its standard input
     snapshot  runsc checkpoint --leave-running
-    restore   runsc restore --detach         new pipes take the old ones' place; the escaped stream starts anew on them
+    restore   runsc restore --detach         a new socket takes the old one's place; the escaped stream starts anew on it
+
+A socket and not pipes: gVisor lets each process of a sandbox open the others' pipes through /proc/PID/fd, and their sockets never.
 
 Every command of runsc and all that it leaves running are in one stage (`envd.backends.gvisor_stage`), which the server starts.
 """
@@ -15,6 +17,7 @@ import itertools
 import json
 import os
 import shutil
+import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +43,7 @@ _IMAGE_S = 600.0
 _RUN = ("run", "--detach")
 _NO_NETWORK = "the gvisor backend gives a sandbox no network: choose another backend, or a policy without network"
 _MANIFEST = "manifest.json"
-_LAYOUT = 1
+_LAYOUT = 2
 """Of bundles; a snapshot is restored into the layout it was taken in."""
 
 
@@ -239,29 +242,25 @@ class GVisorBackend:
             template=f"{templates}/{spec.template_dir.name}",
             agent=await self.stage.show(self._agent),
         )
-        guest_in, our_out = os.pipe2(os.O_CLOEXEC)
-        our_in, guest_out = os.pipe2(os.O_CLOEXEC)
+        ours, theirs = socket.socketpair()
         try:
-            descriptors = [guest_in, guest_out, *([image] if image is not None else [])]
-            arguments = [*command, f"--bundle={bundle}", spec.name]
-            done = await self.stage.run(
-                spec.name, self._command(arguments), descriptors, _limits(spec.limits),
-                timeout_s=_COMMAND_S if image is None else _IMAGE_S,
-            )  # fmt: skip
+            with theirs:
+                descriptors = [theirs.fileno(), theirs.fileno(), *([image] if image is not None else [])]
+                arguments = [*command, f"--bundle={bundle}", spec.name]
+                done = await self.stage.run(
+                    spec.name, self._command(arguments), descriptors, _limits(spec.limits),
+                    timeout_s=_COMMAND_S if image is None else _IMAGE_S,
+                )  # fmt: skip
             if done.code:
                 raise SandboxStartError(
                     f"a sandbox could not start: {_last(done.said) or f'runsc ended with {done.code}'}"
                 )
+            return await GuestLink.over_socket(ours, escaped=True)
         except BaseException as error:
-            os.close(our_in)
-            os.close(our_out)
+            ours.close()
             if isinstance(error, EnvdError) and not isinstance(error, SandboxStartError):
                 raise SandboxStartError(f"a sandbox could not start: {error}") from error
             raise
-        finally:
-            os.close(guest_in)
-            os.close(guest_out)
-        return await GuestLink.over_pipes(our_in, our_out, escaped=True)
 
     def _command(self, arguments: Sequence[str]) -> list[str]:
         return [

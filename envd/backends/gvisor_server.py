@@ -141,7 +141,7 @@ class Stage:
         self._control.close()
         self._fail("the gvisor backend was stopped")
         await asyncio.to_thread(self._wait)
-        await asyncio.to_thread(remove_groups, self._run_dir.name)
+        await asyncio.to_thread(remove_groups, self.groups)
         await asyncio.to_thread(shutil.rmtree, self.directory, True)
 
     def _wait(self) -> None:

@@ -9,29 +9,27 @@ import asyncio
 import json
 import logging
 import os
-import secrets
-import shutil
 import socket
-from collections.abc import Coroutine
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from envd.backends.base import Backend, BoxSpec, Features, IsolationLevel, Usage
 from envd.backends.pool import Pool
+from envd.backends.probing import probe
 from envd.backends.spawner import Spawner, Started
-from envd.errors import BackendUnavailable, EnvdError, SandboxGone, SandboxStartError
+from envd.errors import EnvdError, SandboxGone, SandboxStartError
 from envd.guest.link import GuestLink
 from envd.native import spawner_binary
 from envd.sandbox.cgroups import box_groups, freeze, measure
-from envd.sandbox.linux import sandbox_owner
-from envd.types import Limits
+from envd.sandbox.disk import disk_of
 
 HELPER = "TRIPLANE_ENVD_HELPER"
 """Environment variable: `python` takes the Python zygote although the native spawner is there."""
 _FILES = "files.tar"
 _ABOUT = "snapshot.json"
 _DESTROY_S = 30.0
-_PROBE_S = 20.0
+_BERTHS = 4
+"""How many sandboxes' groups and networks are held ready for each that the pool holds: many end at a time."""
 _log = logging.getLogger("envd")
 
 
@@ -41,8 +39,8 @@ class NamespacesBox:
     def __init__(self, backend: NamespacesBackend, spec: BoxSpec, started: Started, guest: GuestLink) -> None:
         self._backend, self._started, self._guest = backend, started, guest
         self.spec = spec
-        self._groups = backend.groups_of(started.number)
-        self._paused = False
+        self._groups = backend.groups_of(started.groups)
+        self._paused = self._changed = False
 
     @property
     def guest(self) -> GuestLink:
@@ -61,6 +59,7 @@ class NamespacesBox:
             raise EnvdError("sandboxes can't be paused here: that takes a writable control group v2")
         if not self._paused:
             self._guest.hold()
+            self._changed = True
             try:
                 await freeze(self._groups, True)
             except BaseException:
@@ -76,7 +75,8 @@ class NamespacesBox:
             self._paused = False
 
     async def _thaw(self) -> None:
-        await freeze(self._groups, False)
+        if self.alive:  # else its groups may be another's
+            await freeze(self._groups, False)
         self._guest.release()
 
     async def snapshot(self, into: Path) -> tuple[str, ...]:
@@ -99,13 +99,14 @@ class NamespacesBox:
         """What its groups count."""
         self._check()
         found = measure(self._groups)
-        disk = _disk_bytes(self._started.pid)
-        return Usage(found.memory_bytes, found.pids, found.cpu_s, disk, found.events)
+        disk = disk_of(self._started.pid)
+        cpu_s = max(0.0, found.cpu_s - self._started.used_before_us / 1e6)
+        return Usage(found.memory_bytes, found.pids, cpu_s, disk.used_bytes, found.events, disk.full)
 
     async def destroy(self) -> None:
         """Kill process 1, and all with it, and wait until nothing is left."""
-        self._guest.close()
-        self._backend.spawner.kill(self._started)
+        self._backend.spawner.kill(self._started, changed=self._changed)
+        self._guest.close()  # after it: what is left of one that still runs can be used again
         try:
             async with asyncio.timeout(_DESTROY_S):
                 await asyncio.shield(self._started.ended)
@@ -113,6 +114,10 @@ class NamespacesBox:
             raise EnvdError(
                 f"sandbox {self.spec.name} does not end within {_DESTROY_S:g} s: a process hangs in the kernel"
             ) from error
+
+    def tell_refusals(self, tell: Callable[[str, int], None]) -> None:
+        """See `TellsRefusals`."""
+        self._started.on_refused = tell
 
     def _check(self) -> None:
         if self._started.ended.done():
@@ -135,25 +140,26 @@ class NamespacesBackend:
         can = {"snapshot", "fork", "migrate", "pty", *(["pause"] if "unified" in self._groups else [])}
         limits = tuple(sorted(walls & {"memory", "pids", "cpu"} | {"disk"}))
         self._features = Features(IsolationLevel.PROCESS, limits, False, frozenset(can), "native")
-        self.pool = Pool(self._start_warm, pool)
+        self.pool = Pool(self._start, pool, warm=_warm, width=len(os.sched_getaffinity(0)))
 
     @property
     def features(self) -> Features:
         """What it can do here."""
         return self._features
 
-    def groups_of(self, number: int) -> dict[str, Path]:
+    def groups_of(self, name: str) -> dict[str, Path]:
         """Where the control groups of a sandbox are, by controller."""
-        return {controller: base.parent / base.name / f"box-{number}" for controller, base in self._groups.items()}
+        return {controller: base / (name or "ended") for controller, base in self._groups.items()}
 
     async def create(self, spec: BoxSpec) -> NamespacesBox:
         """Take a sandbox from the pool, or start one. Raises SandboxStartError."""
         self._accept(spec)
-        if (box := self.pool.take(spec)) is not None:
-            box.spec = spec
-            return box
-        with self.pool.busy():
-            return await self._start(spec)
+        box = self.pool.take(spec) or await self.pool.under_way(spec)
+        if box is None:
+            with self.pool.busy():
+                return await self._start(spec)
+        box.spec = spec
+        return box
 
     async def restore(self, snapshot: Path, spec: BoxSpec) -> NamespacesBox:
         """Start a sandbox whose files are a snapshot's. Raises SandboxStartError."""
@@ -187,18 +193,6 @@ class NamespacesBackend:
             raise SandboxStartError(f"template {spec.template[:12]} is not below {self._templates}")
         if spec.network:
             raise SandboxStartError("the namespaces backend allows no network: choose one whose features name it")
-
-    async def _start_warm(self, spec: BoxSpec) -> NamespacesBox:
-        """One for the pool: its shell runs too, which takes as long to start as the rest."""
-        box = await self._start(spec)
-        try:
-            await box.guest.warm_shell()
-        except BaseException as error:
-            _soon(box.destroy())
-            if isinstance(error, OSError | SandboxGone):
-                raise SandboxStartError(f"a sandbox's shell could not start: {error}") from error
-            raise
-        return box
 
     async def _start(self, spec: BoxSpec, archive: int | None = None) -> NamespacesBox:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -243,51 +237,20 @@ async def start(run_dir: Path, pool: int = 0) -> Backend:
         return await python_zygote.start(run_dir)
     (run_dir / "templates").mkdir(parents=True, exist_ok=True)
     groups = f"{run_dir.name}-native"
-    spawner = await Spawner.start(run_dir, groups, program)
+    spawner = await Spawner.start(run_dir, groups, program, _BERTHS * pool)
     backend = NamespacesBackend(run_dir, spawner, groups, pool)
     try:
-        await _probe(backend, run_dir / "templates")
+        await probe(backend._start, run_dir / "templates", "the namespaces backend")
     except BaseException:
         await backend.stop()
         raise
     return backend
 
 
-async def _probe(backend: NamespacesBackend, templates: Path) -> None:
-    template, owner = templates / f"probe-{secrets.token_hex(4)}", sandbox_owner()
+async def _warm(box: NamespacesBox) -> None:
+    """Start its shell, which takes as long as the rest of it. Raises EnvdError; then it has ended."""
     try:
-        template.mkdir()
-        (template / "probe").write_bytes(b"probe\n")
-        for path in (template, template / "probe"):
-            os.chown(path, owner, owner)
-        box = await backend._start(BoxSpec("probe", template.name, template, Limits()))
-        try:
-            (result,) = await box.guest.shell([("cat probe", _PROBE_S)])
-        finally:
-            await box.destroy()
-    except (OSError, EnvdError) as error:
-        raise BackendUnavailable(f"a namespaces sandbox does not start: {error}") from error
-    finally:
-        shutil.rmtree(template, ignore_errors=True)
-    if (result.code, result.head) != (0, b"probe\n"):
-        said = result.head.decode(errors="replace").strip()
-        raise BackendUnavailable(f"a namespaces sandbox can't run commands: {said[:300]!r}")
-
-
-def _disk_bytes(pid: int) -> int:
-    """What its tmpfs holds: /tmp is a part of it, and a mount that the sandbox can't change."""
-    try:
-        about = os.statvfs(f"/proc/{pid}/root/tmp") if pid else None
-    except OSError:
-        about = None
-    return 0 if about is None else (about.f_blocks - about.f_bfree) * about.f_frsize
-
-
-_under_way: set[asyncio.Task[Any]] = set()
-
-
-def _soon(work: Coroutine[Any, Any, None]) -> None:
-    """Let it run to its end although who asked for it was cancelled."""
-    task = asyncio.ensure_future(work)
-    _under_way.add(task)
-    task.add_done_callback(_under_way.discard)
+        await box.guest.warm_shell()
+    except (SandboxGone, OSError) as error:
+        await box.destroy()
+        raise SandboxStartError(f"a sandbox's shell could not start: {error}") from error

@@ -21,8 +21,8 @@ from contracts.owned import is_abandoned, owned_name
 from envd.backends.base import BoxSpec, Features, IsolationLevel, Usage
 from envd.backends.pods_api import Api, ApiError, ExecStream, find_cluster
 from envd.backends.pods_manifest import CONTAINER, SERVER, network_policy, pod_manifest
+from envd.backends.probing import probe
 from envd.backends.vm_machine import GUEST_PATH
-from envd.backends.vm_probe import probe
 from envd.backends.workspace_tar import NAME, load_workspace, save_workspace
 from envd.errors import BackendUnavailable, EnvdError, SandboxGone, SandboxStartError
 from envd.guest.link import GuestLink
@@ -243,7 +243,7 @@ async def start(run_dir: Path) -> PodsBackend:
         raise
     try:
         await backend.prepare()
-        await probe(backend, run_dir, f"Kubernetes at {api.cluster.url}", _PROBE_S)
+        await probe(backend.create, run_dir, f"Kubernetes at {api.cluster.url}", _PROBE_S)
     except EnvdError as error:
         await backend.stop()
         raise BackendUnavailable(str(error)) from error

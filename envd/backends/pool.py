@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Awaitable, Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -38,35 +38,45 @@ T = TypeVar("T", bound=Poolable)
 
 
 class Pool(Generic[T]):
-    """Holds up to `size` boxes a key, and refills behind what is taken, one box at a time and after whoever waits for one."""
+    """Holds up to `size` boxes a key, and refills behind what is taken, `width` at a time and after whoever waits for one.
 
-    def __init__(self, start: Callable[[BoxSpec], Awaitable[T]], size: int) -> None:
-        self._start, self._size = start, size
+    take -> ready; else under_way -> the next that is being started; else the caller starts one, in busy()
+    """
+
+    def __init__(
+        self,
+        start: Callable[[BoxSpec], Awaitable[T]],
+        size: int,
+        *,
+        warm: Callable[[T], Awaitable[None]] | None = None,
+        width: int = 1,
+    ) -> None:
+        """warm: what else is done to a box that waits; one that is taken meanwhile is none the worse. It raises EnvdError."""
+        self._start, self._size, self._warm, self._width = start, size, warm, width
         self.hits = self.misses = 0
         """How often one was ready, and was not."""
         self._ready: OrderedDict[Hashable, deque[T]] = OrderedDict()
         self._specs: dict[Hashable, BoxSpec] = {}
         self._seen: deque[Hashable] = deque(maxlen=4 * _MOST_KEYS)
+        self._starting: Counter[Hashable] = Counter()
+        self._waiters: defaultdict[Hashable, deque[asyncio.Future[T | None]]] = defaultdict(deque)
         self._creating = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._wanted = asyncio.Event()
-        self._refill: asyncio.Task[None] | None = None
+        self._refills: list[asyncio.Task[None]] = []
 
     def take(self, spec: BoxSpec) -> T | None:
         """A box for this spec, or None: then one must be started. Either way more are made ready for the next."""
-        if self._size == 0:
+        if self._size == 0 or (spec.env and not self._again(spec)):
             return None
-        look = (spec.host_name, spec.read_only, tuple(sorted(spec.env.items())))
-        if spec.env and not self._again(spec):
-            return None
-        key = (spec.template, replace(spec.limits, lifetime_s=0), look)
+        key = _key(spec)
         ready = self._ready.setdefault(key, deque())
         self._ready.move_to_end(key)
         self._specs[key] = replace(spec, name="pool")
         self._wanted.set()
-        if self._refill is None or self._refill.done():
-            self._refill = asyncio.create_task(self._keep_full())
+        if not self._refills:
+            self._refills = [asyncio.create_task(self._keep_full()) for _ in range(self._width)]
         while ready:
             box = ready.popleft()
             if box.alive:
@@ -74,6 +84,23 @@ class Pool(Generic[T]):
                 return box
         self.misses += 1
         return None
+
+    async def under_way(self, spec: BoxSpec) -> T | None:
+        """The next box for this spec that is being started and that nobody else waits for; None where there is none or it fails."""
+        key = _key(spec)
+        waiters = self._waiters[key]
+        if self._starting[key] <= len(waiters):
+            return None
+        waiter: asyncio.Future[T | None] = asyncio.get_running_loop().create_future()
+        waiters.append(waiter)
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter in waiters:
+                waiters.remove(waiter)
+            elif not waiter.cancelled() and (box := waiter.result()) is not None:
+                await self._keep(key, box)
+            raise
 
     def _again(self, spec: BoxSpec) -> bool:
         """Whether this environment was asked for before: those that one sandbox alone has are not worth a place."""
@@ -97,9 +124,9 @@ class Pool(Generic[T]):
     async def stop(self) -> None:
         """Destroy what is ready, and make no more."""
         self._size = 0
-        if self._refill is not None:
-            self._refill.cancel()
-            await asyncio.gather(self._refill, return_exceptions=True)
+        for refill in self._refills:
+            refill.cancel()
+        await asyncio.gather(*self._refills, return_exceptions=True)
         while self._ready:
             await self._drop(next(iter(self._ready)))
 
@@ -108,24 +135,61 @@ class Pool(Generic[T]):
             await self._wanted.wait()
             while len(self._ready) > _MOST_KEYS:
                 await self._drop(next(iter(self._ready)))
-            short = [key for key, ready in self._ready.items() if len(ready) < self._size]
+            short = [key for key, ready in self._ready.items() if len(ready) + self._starting[key] < self._size]
             if not short:
                 self._wanted.clear()
                 continue
             await self._quiet.wait()
-            key = short[-1]  # the one asked for last
             try:
-                box = await self._start(self._specs[key])
+                await self._add(short[-1])  # the one asked for last
             except (EnvdError, OSError) as error:
                 _log.warning("the warm pool can't be refilled: %s", error)
                 self._wanted.clear()  # until the next is asked for
-                continue
-            if key in self._ready:
-                self._ready[key].append(box)
-            else:
-                await box.destroy()
+
+    async def _add(self, key: Hashable) -> None:
+        if key not in self._specs or len(self._ready[key]) + self._starting[key] >= self._size:
+            return  # meanwhile another refill did it
+        self._starting[key] += 1
+        box: T | None = None
+        try:
+            box = await self._start(self._specs[key])
+        finally:
+            self._starting[key] -= 1
+            waiter = self._waiter(key)
+            if waiter is not None:
+                waiter.set_result(box)
+        if waiter is None and await self._keep(key, box) and self._warm is not None:
+            try:
+                await self._warm(box)
+            except EnvdError:
+                if box in self._ready.get(key, ()):
+                    raise
+                # else it was taken meanwhile: whoever has it sees that it ended, or ended it
+
+    def _waiter(self, key: Hashable) -> asyncio.Future[T | None] | None:
+        waiters = self._waiters[key]
+        while waiters:
+            if not (waiter := waiters.popleft()).done():
+                return waiter
+        return None
+
+    async def _keep(self, key: Hashable, box: T) -> bool:
+        """Make it ready, or end it where its kind is not asked for any more."""
+        if key in self._ready and self._size > 0:
+            self._ready[key].append(box)
+            return True
+        await box.destroy()
+        return False
 
     async def _drop(self, key: Hashable) -> None:
         del self._specs[key]
         boxes = self._ready.pop(key)
+        for waiter in self._waiters.pop(key, ()):
+            if not waiter.done():
+                waiter.set_result(None)
         await asyncio.gather(*(box.destroy() for box in boxes), return_exceptions=True)
+
+
+def _key(spec: BoxSpec) -> Hashable:
+    look = (spec.host_name, spec.read_only, tuple(sorted(spec.env.items())))
+    return (spec.template, replace(spec.limits, lifetime_s=0), look)

@@ -16,16 +16,17 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from envd.backends.base import BoxSpec, Features, IsolationLevel, Usage
+from envd.backends.probing import probe
+from envd.backends.vm_box import MachineBox
 from envd.backends.vm_families import Families, Family, family_budget_mb
 from envd.backends.vm_machine import About, Shape, environment, read_about, write_about
 from envd.backends.vm_media import Media
-from envd.backends.vm_probe import probe
 from envd.backends.vm_qemu import Parts, Qemu, QemuMachine, find, open_all
 from envd.errors import BackendUnavailable, EnvdError, SandboxGone, SandboxStartError
-from envd.guest.link import GuestLink
 from envd.sandbox.cgroups import Cgroups
 
 STATE, DISK = "state", "template.squashfs"
@@ -38,68 +39,32 @@ _WARM = "true; python3 -c pass; git --version; ls -la / >/dev/null"
 _log = logging.getLogger("envd")
 
 
-class QemuBox:
+class QemuBox(MachineBox[QemuMachine]):
     """A running machine with an agent in it."""
 
     def __init__(self, machine: QemuMachine, about: About, disk: int, left: Callable[[QemuBox], None]) -> None:
         """disk: a descriptor of the template's disk, which the box owns from now on. left: told when the box has ended."""
-        self._machine, self._about, self._disk, self._left = machine, about, disk, left
-        self._paused = False
-        self._ending: asyncio.Task[None] | None = None
-        self._turn = asyncio.Lock()
-
-    @property
-    def guest(self) -> GuestLink:
-        """The agent in it."""
-        return self._machine.guest
-
-    async def pause(self) -> None:
-        """Stop the machine."""
-        async with self._turn:
-            if not self._paused:
-                await self._machine.halt()
-                self._paused = True
-
-    async def resume(self) -> None:
-        """Let the machine run."""
-        async with self._turn:
-            if self._paused:
-                await self._machine.go()
-                self._paused = False
+        super().__init__(machine, machine.guest, about, lambda: left(self))
+        self._disk = disk
 
     async def snapshot(self, into: Path) -> tuple[str, ...]:
         """Write memory, processes and files below `into`; the machine stands still meanwhile."""
-        async with self._turn:
-            if not self._paused:
-                await self._machine.halt()
+        async with self._turn, self._halted():
+            fd = os.open(into / STATE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
-                fd = os.open(into / STATE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-                try:
-                    await self._machine.write_state(fd)
-                finally:
-                    os.close(fd)
-                await asyncio.to_thread(shutil.copyfile, f"/proc/self/fd/{self._disk}", into / DISK)
-                write_about(into, self._about)
+                await self._machine.write_state(fd)
             finally:
-                if not self._paused and self.guest.gone is None:
-                    await self._machine.go()
+                os.close(fd)
+            await asyncio.to_thread(shutil.copyfile, f"/proc/self/fd/{self._disk}", into / DISK)
+            write_about(into, self._about)
         return ()
 
     async def usage(self) -> Usage:
-        """Memory and processor time of its QEMU."""
-        memory, cpu_s = self._machine.process.usage()
-        return Usage(memory_bytes=memory, cpu_s=cpu_s)
+        """Memory and processor time of its QEMU; limits as its own kernel tells of them."""
+        return replace(await super().usage(), events=await self._machine.limits_hit())
 
-    async def destroy(self) -> None:
-        """End it. Idempotent; goes on when its caller gives up."""
-        if self._ending is None:
-            self._ending = asyncio.create_task(self._end())
-        await asyncio.shield(self._ending)
-
-    async def _end(self) -> None:
-        await self._machine.end()
+    def _let_go(self) -> None:
         os.close(self._disk)
-        self._left(self)
 
 
 class QemuBackend:
@@ -249,7 +214,7 @@ async def start(run_dir: Path, image: Path | None = None, accelerator: str | Non
         media = await asyncio.to_thread(Media, directory, image)
         backend = QemuBackend(run_dir, qemu, media)
         try:
-            await probe(backend, directory, qemu.named, _BOOT_S if qemu is qemus[-1] else _PROBE_S)
+            await probe(backend.create, directory, qemu.named, _BOOT_S if qemu is qemus[-1] else _PROBE_S)
             return backend
         except BackendUnavailable as error:
             await backend.stop()

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,12 +17,12 @@ from envd.errors import BackendUnavailable, EnvdError, SandboxStartError
 from envd.sandbox.cgroups import remove_groups
 from envd.types import Limits
 
-_REQUEST = struct.Struct("<IIQQIIII96s96s96s")
+_REQUEST = struct.Struct("<IIQQIIII96s96s")
 _REPORT = struct.Struct("<IIq240s")
 _MAX_NAME = 95
 _CREATE, _KILL, _ARCHIVE, _LEAVE = 1, 2, 3, 4
-_READY, _STARTED, _FAILED, _ENDED, _ARCHIVED = 1, 2, 3, 4, 5
-_READ_ONLY, _RESTORE = 1, 2
+_READY, _STARTED, _FAILED, _ENDED, _ARCHIVED, _REFUSED = 1, 2, 3, 4, 5, 6
+_READ_ONLY, _RESTORE, _CHANGED = 1, 2, 4
 _START_S = 60.0
 _STOP_S = 15.0
 _PERIOD_US = 100_000
@@ -40,6 +41,12 @@ class Started:
     """Done when its process 1 is known, or it has ended."""
     pid: int = 0
     """Of its process 1, as this host counts; 0 until it runs."""
+    groups: str = ""
+    """Name of its control groups; empty until it runs."""
+    used_before_us: int = 0
+    """CPU time that those groups had counted when it was given them."""
+    on_refused: Callable[[str, int], None] | None = None
+    """Called with the name of a system call that it was refused, and how many were since the call before."""
     failure: str = ""
     events: dict[str, int] = field(default_factory=dict)
     """How often limits had been hit, where it ended by itself."""
@@ -62,10 +69,11 @@ class Spawner:
         self._loop.add_reader(control, self._hear)
 
     @classmethod
-    async def start(cls, run_dir: Path, name: str, program: Path) -> Spawner:
+    async def start(cls, run_dir: Path, name: str, program: Path, keep: int = 0) -> Spawner:
         """Start it and wait until it can start sandboxes. Raises BackendUnavailable with its own words if it can't.
 
-        name: of its control groups. It can reach templates below run_dir/templates.
+        name: of its control groups. It can reach templates below run_dir/templates. keep: how many sandboxes' groups, user numbers and
+        network namespaces are held ready when they have ended.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         root = Path(__file__).resolve().parents[2]
@@ -75,7 +83,16 @@ class Spawner:
         }
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", "envd.sandbox.spawner", str(theirs.fileno()), str(run_dir), name, str(program)],
+                [
+                    sys.executable,
+                    "-m",
+                    "envd.sandbox.spawner",
+                    str(theirs.fileno()),
+                    str(run_dir),
+                    name,
+                    str(program),
+                    str(keep),
+                ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -119,7 +136,7 @@ class Spawner:
         flags = (_READ_ONLY if read_only else 0) | (0 if archive is None else _RESTORE)
         quota = max(1000, int(limits.cpu * _PERIOD_US))
         sizes = (limits.memory_mb * _MIB, limits.disk_mb * _MIB, limits.pids, quota, _OPEN_FILES)
-        names = [each.encode() for each in (f"box-{number}", template, host_name)]
+        names = [each.encode() for each in (template, host_name)]
         if any(len(each) > _MAX_NAME for each in names):
             raise SandboxStartError(f"a sandbox's template and host name have at most {_MAX_NAME} bytes")
         started = self._boxes[number] = Started(number, self._loop.create_future(), self._loop.create_future())
@@ -127,10 +144,10 @@ class Spawner:
         self._send(_REQUEST.pack(_CREATE, number, *sizes, flags, *names), fds)
         return started
 
-    def kill(self, box: Started) -> None:
-        """End a sandbox; `box.ended` is done when nothing is left of it."""
+    def kill(self, box: Started, *, changed: bool = False) -> None:
+        """End a sandbox; `box.ended` is done when nothing is left of it. changed: its groups, by others than the spawner."""
         if not box.ended.done():
-            self._send(_plain(_KILL, box.number))
+            self._send(_plain(_KILL, box.number, _CHANGED if changed else 0))
 
     async def archive(self, box: Started, out: int) -> None:
         """Write what a sandbox changed to an open file, as a tar. Raises EnvdError."""
@@ -219,7 +236,12 @@ class Spawner:
             return
         elif kind == _STARTED:
             box.pid = value
+            box.groups, _, used = _words(text).partition(" ")
+            box.used_before_us = int(used)
             _settle(box.running)
+        elif kind == _REFUSED:
+            if box.on_refused is not None:
+                box.on_refused(_words(text), value)
         elif kind == _FAILED:
             box.failure = _words(text)
         elif kind == _ENDED:
@@ -259,8 +281,8 @@ def _settle(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-def _plain(kind: int, number: int) -> bytes:
-    return _REQUEST.pack(kind, number, 0, 0, 0, 0, 0, 0, b"", b"", b"")
+def _plain(kind: int, number: int, flags: int = 0) -> bytes:
+    return _REQUEST.pack(kind, number, 0, 0, 0, 0, 0, flags, b"", b"")
 
 
 def _words(text: bytes) -> str:

@@ -156,13 +156,13 @@ class FirecrackerMachine:
         loading = {"snapshot_path": STATE, "mem_backend": memory, "resume_vm": True, self.firecracker.load_flag: True}
         await self.ask("PUT", "/snapshot/load", loading)
 
-    async def pause(self) -> None:
-        """Stop the machine where it stands."""
+    async def halt(self) -> None:
+        """Stop the machine where it stands; asks under way wait for `go`."""
         if self.guest is not None:
             self.guest.hold()
         await self.ask("PATCH", "/vm", {"state": "Paused"})
 
-    async def resume(self) -> None:
+    async def go(self) -> None:
         """Let it run."""
         await self.ask("PATCH", "/vm", {"state": "Resumed"})
         if self.guest is not None:

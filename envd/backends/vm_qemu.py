@@ -14,6 +14,7 @@ import re
 import shutil
 import socket
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -29,7 +30,9 @@ from envd.guest.link import GuestLink
 _MACHINE = "q35,usb=off,smbus=off,sata=off,vmport=off,graphics=off,memory-backend=ram"
 _FILTER = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
 _GREETING_S = 30.0
-_CONSOLE = 65536
+_CONSOLE, _TAIL = 65536, 4096
+_HITS = {"memory": b"Killed process ", "pids": b"fork rejected by pids controller"}
+"""What Linux says of a limit: mm/oom_kill.c (also of a group's), kernel/cgroup/pids.c (once a group)."""
 _EVERYTHING = 1 << 40
 """Bytes a second that a state may be written with: no limit."""
 
@@ -146,13 +149,34 @@ def command_line(qemu: Qemu, shape: Shape, parts: Parts, agent: int, monitor: in
     ]
 
 
+class Console:
+    """What a machine's kernel says. Code in it may say anything: what is kept is bounded, and counts only against its own machine."""
+
+    def __init__(self) -> None:
+        self.hits: Counter[str] = Counter()
+        self._tail = self._begun = b""
+
+    @property
+    def end(self) -> str:
+        """The end of it, on one line."""
+        words = self._tail[-_TAIL:].decode(errors="replace")
+        return " ".join("".join(each if each.isprintable() else " " for each in words).split())
+
+    def feed(self, said: bytes) -> None:
+        """What it said since the last time. A line that is not ended yet is counted with its end."""
+        *lines, begun = (self._begun + said).split(b"\n")
+        for line in lines:
+            for limit, words in _HITS.items():
+                self.hits[limit] += words in line
+        self._begun, self._tail = begun[-_TAIL:], (self._tail + said)[-_TAIL:]
+
+
 class QemuMachine:
     """A QEMU process with its monitor and the link to the agent in it."""
 
     def __init__(self, process: VmmProcess, qmp: Qmp, guest: GuestLink) -> None:
         self.process, self.qmp, self.guest = process, qmp, guest
-        self.console = ""
-        """The end of what the kernel said, once the machine has stopped by itself."""
+        self.console = Console()
         self._mourning: asyncio.Task[None] | None = None
 
     @classmethod
@@ -225,12 +249,15 @@ class QemuMachine:
         await self.process.wait()
         await self.qmp.close()
 
+    def usage(self) -> tuple[int, float]:
+        """(bytes of memory of its own, seconds of processor time)."""
+        return self.process.usage()
+
     async def fault(self, what: str) -> MachineError:
         """An error that says what the machine said last; ends it."""
-        if not self.console:
-            await self._read_console()
+        await self._read_console()
         await self.end()
-        said = (self.process.said or self.console)[-400:]
+        said = (self.process.said or self.console.end)[-400:]
         return MachineError(f"{what}: {said or 'it said nothing'}")
 
     async def _capabilities(self, wanted: dict[str, bool]) -> None:
@@ -259,12 +286,16 @@ class QemuMachine:
         await self._read_console()
         self.process.kill()
 
+    async def limits_hit(self) -> dict[str, int]:
+        """How often its kernel has said that it held a limit: memory, pids."""
+        await self._read_console()
+        return dict(self.console.hits)
+
     async def _read_console(self) -> None:
         with suppress(EnvdError, TimeoutError):
             async with asyncio.timeout(2):
-                raw = await self.qmp.run("ringbuf-read", device="console", size=4096, format="base64")
-                words = base64.b64decode(raw).decode(errors="replace")
-                self.console = " ".join("".join(each if each.isprintable() else " " for each in words).split())
+                raw = await self.qmp.run("ringbuf-read", device="console", size=_CONSOLE, format="base64")
+                self.console.feed(base64.b64decode(raw))
 
 
 def open_all(stack: ExitStack, *paths: Path) -> Sequence[int]:

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from envd.backends.base import BoxSpec, Features, IsolationLevel, Usage
+from envd.backends.probing import probe
 from envd.backends.workspace_tar import load_workspace, save_workspace
-from envd.errors import BackendUnavailable, EnvdError, SandboxGone, SandboxStartError
+from envd.errors import EnvdError, SandboxGone, SandboxStartError
 from envd.guest.link import GuestLink
-from envd.sandbox.cgroups import box_groups
-from envd.sandbox.linux import sandbox_owner
+from envd.sandbox.cgroups import box_groups, measure
+from envd.sandbox.disk import Disk, disk_of
 from envd.server.zygotes import Zygote
-from envd.types import Limits
-
-_PROBE = "envd-probe"
 
 
 class ZygoteBox:
     """A `Box` of a zygote's."""
 
-    def __init__(self, zygote: Zygote, groups: str, spec: BoxSpec, guest: GuestLink) -> None:
-        self._zygote, self._groups, self._spec, self._guest = zygote, groups, spec, guest
+    def __init__(self, zygote: Zygote, where: dict[str, Path], spec: BoxSpec, guest: GuestLink, own_disk: bool) -> None:
+        """where: its control groups, by controller. own_disk: its files are on a disk of its own."""
+        self._zygote, self._groups, self._spec, self._guest = zygote, where, spec, guest
+        self._own_disk = own_disk
 
     @property
     def guest(self) -> GuestLink:
@@ -43,14 +42,19 @@ class ZygoteBox:
         return await save_workspace(self._guest, into, self._spec.limits.disk_mb)
 
     async def usage(self) -> Usage:
-        """What its group counts; 0 where it has none."""
+        """What its groups count; 0 where it has none."""
         if self._guest.gone is not None:
             raise SandboxGone(self._guest.gone)
-        return await asyncio.to_thread(_usage, self._groups, self._spec.name)
+        return await asyncio.to_thread(self._measure)
 
     async def destroy(self) -> None:
         """End it and leave nothing."""
         await self._zygote.end_guest(self._spec.name, self._guest)
+
+    def _measure(self) -> Usage:
+        found = measure(self._groups)
+        disk = disk_of(_one_of(self._groups)) if self._own_disk else Disk()
+        return Usage(found.memory_bytes, found.pids, found.cpu_s, disk.used_bytes, found.events, disk.full)
 
 
 class ZygoteBackend:
@@ -77,7 +81,8 @@ class ZygoteBackend:
             )
         template = spec.template_dir.name
         guest = await self._zygote.spawn_guest(spec.name, template, spec.limits, spec.env, spec.host_name)
-        return ZygoteBox(self._zygote, self._groups, spec, guest)
+        own_disk = self._features.isolation > IsolationLevel.NONE
+        return ZygoteBox(self._zygote, box_groups(self._groups, spec.name), spec, guest, own_disk)
 
     async def restore(self, snapshot: Path, spec: BoxSpec) -> ZygoteBox:
         """Start a sandbox with a snapshot's files."""
@@ -113,58 +118,16 @@ async def start_zygote_backend(run_dir: Path, name: str, *, isolated: bool) -> Z
     )
     backend = ZygoteBackend(name, run_dir, zygote, groups, features)
     try:
-        await _probe(backend, run_dir / "templates")
+        await probe(backend.create, run_dir / "templates", f"the {name} backend's Python zygote")
     except BaseException:
         await zygote.stop()
         raise
     return backend
 
 
-async def _probe(backend: ZygoteBackend, templates: Path) -> None:
-    template = templates / f"{_PROBE}-{backend.name}"
-    owner = sandbox_owner()
+def _one_of(groups: Mapping[str, Path]) -> int:
+    """A process in these control groups, as this host counts; 0 where there is none."""
     try:
-        template.mkdir()
-        (template / "probe").write_bytes(b"probe\n")
-        for path in (template, template / "probe"):
-            os.chown(path, owner, owner)
-        box = await backend.create(BoxSpec(template.name, template.name, template, Limits()))
-        try:
-            (result,) = await box.guest.shell([("cat probe", 20.0)])
-        finally:
-            await box.destroy()
-    except (OSError, EnvdError) as error:
-        raise BackendUnavailable(f"a sandbox of the {backend.name} backend does not start: {error}") from error
-    finally:
-        shutil.rmtree(template, ignore_errors=True)
-    if (result.code, result.head) != (0, b"probe\n"):
-        said = result.head.decode(errors="replace").strip()
-        raise BackendUnavailable(f"a sandbox of the {backend.name} backend can't run commands: {said[:300]!r}")
-
-
-def _usage(groups: str, group: str) -> Usage:
-    where = box_groups(groups, group)
-
-    def number(controller: str, name: str) -> int:
-        try:
-            return int((where[controller] / name).read_text())
-        except (KeyError, OSError, ValueError):
-            return 0
-
-    def field(controller: str, name: str, key: str) -> int:
-        try:
-            words = dict(line.split() for line in (where[controller] / name).read_text().splitlines())
-            return int(words[key])
-        except (KeyError, OSError, ValueError):
-            return 0
-
-    events = {
-        "memory": field("memory", "memory.oom_control", "oom_kill") or field("unified", "memory.events", "oom_kill"),
-        "pids": field("pids", "pids.events", "max") or field("unified", "pids.events", "max"),
-    }
-    return Usage(
-        memory_bytes=number("memory", "memory.usage_in_bytes") or number("unified", "memory.current"),
-        pids=number("pids", "pids.current") or number("unified", "pids.current"),
-        cpu_s=field("unified", "cpu.stat", "usage_usec") / 1e6,
-        events={key: count for key, count in events.items() if count},
-    )
+        return int(next(iter(groups.values())).joinpath("cgroup.procs").read_text().split()[0])
+    except (StopIteration, OSError, IndexError, ValueError):
+        return 0

@@ -122,9 +122,9 @@ class Agent:
 
     def _run_shell(self, identity: int, fields: Reader) -> None:
         limit, count = fields.u32(), fields.u32()
-        if not 0 < count <= _MAX_COMMANDS or not 2 <= limit <= _MAX_LIMIT:
+        if count > _MAX_COMMANDS or not 2 <= limit <= _MAX_LIMIT:
             raise OSError(
-                errno.EINVAL, f"a turn holds 1 to {_MAX_COMMANDS} commands with outputs of 2 to {_MAX_LIMIT} bytes"
+                errno.EINVAL, f"a turn holds up to {_MAX_COMMANDS} commands with outputs of 2 to {_MAX_LIMIT} bytes"
             )
         commands = [(fields.data(), fields.u32() / 1000) for _ in range(count)]
         fields.end()

@@ -128,7 +128,7 @@ class GuestLink(FileAsks):
         return self._channel.parsed(results.shell_results, body, len(commands), limit)
 
     async def warm_shell(self) -> None:
-        """Have the shell started before its first command. Raises OSError where it can't be started, or the agent only does so when asked to run."""
+        """Have the shell started before its first command. Raises OSError where it can't be started."""
         body = await self._channel.ask(Ask.SHELL, Writer().u32(2).u32(0).body())
         if body != bytes(4):
             self._channel.broken("a shell without commands has results")

@@ -23,7 +23,7 @@ SHELL     limit u32, n u32, n times (command bytes, deadline_ms u32)
           of head and of tail; tail is empty unless more came than `limit`). code: 0-255. flags: 1 timed out, 2 the shell died and is started
           anew (code is 128+signal or its exit code). A command beyond its deadline is killed with all that it started, also what
           daemonized; then the shell is started anew. SHELL asks queue behind each other.
-          n = 0 starts the shell where it does not run yet, so that the first command need not wait for it (the agent in C; in Python: EINVAL).
+          n = 0 starts the shell where it does not run yet, so that the first command need not wait for it.
 START     argv list, env list, directory bytes, flags u8, rows u32, columns u32, timeout_ms u32, ring u32
                                                                     -                              process u32, pid u32
           flags: 1 a pty, 2 stdin stays open, 4 one ring for both streams. directory: relative to the workspace, or absolute. timeout_ms 0: none.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -155,6 +156,10 @@ class Shell:
     def _begin(self, job: Job) -> None:
         self._job = job
         self._start()
+        if not job.commands:  # whoever asks wants the shell to run before its first command
+            self._job = None
+            job.answer([])
+            return
         job.before = frozenset(children_below(os.getpid())) - {self._pid or 0}
         now = time.monotonic()
         data = b""
@@ -175,8 +180,8 @@ class Shell:
     def _start(self) -> None:
         if self._pid is not None:
             return
-        control_read, control = os.pipe2(os.O_CLOEXEC)
-        status, status_write = os.pipe2(os.O_CLOEXEC)
+        control_read, control = _pair()
+        status, status_write = _pair()
         for fd in (status, control):
             os.set_blocking(fd, False)
         null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
@@ -326,6 +331,12 @@ class Shell:
             self._loop.unwatch(fd)
             os.close(fd)
         self._pid, self._unsent = None, b""
+
+
+def _pair() -> tuple[int, int]:
+    """Two connected descriptors that nobody can open a second time through /proc/PID/fd, as a pipe's can be."""
+    one, other = socket.socketpair()
+    return one.detach(), other.detach()
 
 
 def _read(fd: int) -> bytes | None:

@@ -41,6 +41,12 @@ mkdir /sys/fs/cgroup/sandbox
 setting pids >/sys/fs/cgroup/sandbox/pids.max
 echo $$ >/sys/fs/cgroup/sandbox/cgroup.procs
 umount -l /sys/fs/cgroup
+# a machine out of memory kills, instead of reading its programs from the disk again and again for minutes
+if [ -e /sys/kernel/mm/lru_gen/min_ttl_ms ]; then
+    echo y >/sys/kernel/mm/lru_gen/enabled
+    echo 1000 >/sys/kernel/mm/lru_gen/min_ttl_ms
+fi
+echo 7 >/proc/sys/kernel/printk # from here on the console tells which limits the kernel held: the server reads it
 ip link set lo up
 mount -o move /proc /new/proc
 mount -o move /sys /new/sys

@@ -1,7 +1,8 @@
 /* The stateful bash: working directory, variables, functions and background processes live on between commands.
  *
- * bash reads commands from a private descriptor and reports exit codes on another; both are closed while a command runs. Every command
- * writes to its own fifo, so what an earlier command left running can't mix into a later answer. */
+ * bash reads commands from a private descriptor and reports exit codes on another; both are closed while a command runs, and both are sockets, which
+ * nobody can open a second time through /proc/PID/fd. Every command writes to its own fifo, so what an earlier command left running can't mix into a
+ * later answer. */
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -9,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -45,8 +47,9 @@ static void forget_unsent(void) {
 }
 
 static void send_unsent(struct source *source, uint32_t events) {
-    ssize_t count = unsent_size > 0 && !(events & EPOLLERR) ? write(source->fd, unsent, unsent_size) : 0;
-    if ((count < 0 && errno != EAGAIN && errno != EINTR) || (events & EPOLLERR)) {
+    bool closed = events & (EPOLLERR | EPOLLHUP);
+    ssize_t count = unsent_size > 0 && !closed ? write(source->fd, unsent, unsent_size) : 0;
+    if ((count < 0 && errno != EAGAIN && errno != EINTR) || closed) {
         source_remove(source); /* the shell has died or will: its end tells what became of it */
         forget_unsent();
         return;
@@ -70,7 +73,9 @@ void driver_read_status(void) {
     static char line[48];
     static size_t size;
     char buffer[512];
-    ssize_t count = status.fd < 0 ? 0 : read(status.fd, buffer, sizeof buffer);
+    if (status.fd < 0) return;
+    ssize_t count = read(status.fd, buffer, sizeof buffer);
+    if (count == 0) source_remove(&status); /* its end; SIGCHLD tells what became of the shell */
     for (ssize_t i = 0; i < count; i++) {
         if (buffer[i] != '\n') {
             if (size < sizeof line) line[size++] = buffer[i];
@@ -88,7 +93,7 @@ void driver_read_status(void) {
 
 static void status_ready(struct source *source, uint32_t events) {
     if (events & EPOLLIN) driver_read_status();
-    else source_remove(source); /* every writer is gone; SIGCHLD tells what became of the shell */
+    else source_remove(source);
 }
 
 static char *script(void) {
@@ -118,8 +123,8 @@ static int start_bash(int control_read, int status_write) {
 
 int driver_start(void) {
     int down[2], up[2];
-    if (pipe2(down, O_CLOEXEC) != 0) return errno;
-    if (pipe2(up, O_CLOEXEC) != 0) {
+    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, down) != 0) return errno;
+    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, up) != 0) {
         int code = errno;
         close(down[0]);
         close(down[1]);

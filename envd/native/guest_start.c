@@ -6,6 +6,7 @@
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/prctl.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include "agent.h"
@@ -72,9 +73,10 @@ static int open_directory(struct span path) {
 
 /* Fails with nothing left open. */
 static int fork_supervisor(struct process *process, struct launch *what) {
-    int reader = -1, writer = -1;
-    int code = open_pipe(&reader, &writer);
-    if (code != 0) return code;
+    int both[2], code;
+    /* Sockets, which what runs below it can't open a second time through /proc/PID/fd; each report is one message. */
+    if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, both) != 0) return errno;
+    int reader = both[0], writer = both[1];
     pid_t parent = getpid(), pid = fork();
     if (pid < 0) {
         code = errno;

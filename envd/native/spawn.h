@@ -15,17 +15,19 @@
 #define HIDDEN "/.scratch"
 #define HIDDEN_PROC HIDDEN "/proc"
 #define HIDDEN_TEMPLATES HIDDEN "/templates"
-#define HIDDEN_BOX HIDDEN "/box" /* where a sandbox's tmpfs is while it is being set up */
+#define HIDDEN_BOX HIDDEN "/box"     /* where a sandbox's tmpfs is while it is being set up */
+#define HIDDEN_LOWER HIDDEN "/lower" /* where its template is meanwhile */
 #define MAX_NAME 96
+#define CAPACITY 16384
 
 enum request_kind {
     REQUEST_CREATE = 1,   /* descriptors: the agent's stream; with FLAG_RESTORE also the archive to read */
-    REQUEST_KILL = 2,     /* end it; answered by REPORT_ENDED, also where it is not known */
+    REQUEST_KILL = 2,     /* end it; with FLAG_CHANGED its berth is not used again; answered by REPORT_ENDED, also where it is not known */
     REQUEST_ARCHIVE = 3,  /* descriptor: the file that its changed files are written to, as a tar; answered by REPORT_ARCHIVED */
     REQUEST_LEAVE = 4,    /* end all of them and then itself, and leave the run directory to the server */
 };
 
-enum request_flags { FLAG_READ_ONLY = 1, FLAG_RESTORE = 2 };
+enum request_flags { FLAG_READ_ONLY = 1, FLAG_RESTORE = 2, FLAG_CHANGED = 4 };
 
 struct request {
     uint32_t kind;
@@ -36,17 +38,17 @@ struct request {
     uint32_t cpu_quota_us; /* of each CPU_PERIOD_US */
     uint32_t open_files;
     uint32_t flags;
-    char name[MAX_NAME]; /* of its control groups */
     char template[MAX_NAME];
     char host_name[MAX_NAME];
 };
 
 enum report_kind {
     REPORT_READY = 1,    /* once, at the start; words: the limits that are enforced and the walls that stand, by spaces */
-    REPORT_STARTED = 2,  /* value: its process 1; its agent reads its stream from now on */
+    REPORT_STARTED = 2,  /* value: its process 1; words: the name of its control groups, and the microseconds of CPU time that they counted before */
     REPORT_FAILED = 3,   /* it could not be set up; words say why; REPORT_ENDED follows */
     REPORT_ENDED = 4,    /* nothing is left of it: value: the wait status of process 1; words: how often limits were hit, as `memory N pids N` */
     REPORT_ARCHIVED = 5, /* value: 0, or what went wrong: words */
+    REPORT_REFUSED = 6,  /* words: a system call that it was refused; value: how many were since the last such report */
 };
 
 struct report {
@@ -67,28 +69,93 @@ struct groups {
 
 struct settings {
     struct groups groups;
-    uint32_t owner; /* the user and group here that a sandbox's root is */
-    int landlock;   /* the ABI, 0 where there is none */
+    uint32_t owner;     /* the user and group here that owns templates, and that a sandbox's root is where it has no number of its own */
+    uint32_t own_users; /* the first of the numbers that sandboxes' roots are; 0: they all are `owner` */
+    int landlock;       /* the ABI, 0 where there is none */
+    bool reuses;        /* berths are used again */
 };
 
+/* What is costly to make and outlives a sandbox: control groups, a user number, a network namespace. Those of a sandbox that left no trace in
+ * them are used again, for the same limits. */
+struct berth {
+    char name[24];  /* of its control groups */
+    uint32_t owner; /* the user and group here that a sandbox's root is */
+    int users;      /* a user namespace by which templates' owner appears as that number; -1: they are the same */
+    int network;    /* while it is ready: the network namespace of the one before, if there is one; else -1 */
+    bool made;      /* the groups are there, with these limits */
+    uint64_t memory_bytes;
+    uint32_t pids, cpu_quota_us;
+    uint64_t used_us; /* CPU time that the ones before used */
+};
+
+/* spawn_berths.c */
+int berths_prepare(const struct settings *settings, uint32_t keep); /* keep: how many that are ready are held */
+struct berth *berth_take(const struct settings *settings, const struct request *wanted); /* NULL with errno */
+/* False: its groups are busy, ask again. network: of the sandbox that ended. again: it may be used again. */
+bool berth_leave(const struct settings *settings, struct berth *berth, int network, bool again);
+
 /* spawn_groups.c. All return 0 or -1 with errno. */
-int groups_make(const struct groups *groups, const struct request *wanted, int *unified_out); /* in the spawner */
-int groups_enter(const struct groups *groups, const struct request *wanted);                  /* in process 1: makes those of v1 too */
+int groups_make(const struct groups *groups, const struct berth *berth, const struct request *wanted); /* in the spawner */
+int groups_open(const struct groups *groups, const struct berth *berth); /* the descriptor to clone into, or -1 where there is none */
+int groups_enter(const struct groups *groups, const struct berth *berth, const struct request *wanted); /* in process 1: makes those of v1 too */
 int groups_remove(const struct groups *groups, const char *name); /* EBUSY: its last process is not gone yet */
 void groups_remove_all(const struct groups *groups);
 void groups_events(const struct groups *groups, const char *name, char *words, size_t size);
+bool groups_clean(const struct groups *groups, const char *name, uint64_t *used_us); /* whether it is as good as new but for CPU time */
+
+/* spawn_network.c */
+void network_prepare(void);                   /* once, in the spawner */
+int network_join(int before);                 /* in process 1: the namespace of a sandbox before where nothing is left of it there, else a new one */
+int network_of(pid_t pid);                    /* -1 where there is none */
+
+/* spawn_users.c */
+int users_map(uint32_t from, uint32_t to);    /* a user namespace as mounts are mapped by; -1 with errno */
+uint32_t users_prepare(uint32_t owner);       /* the first of CAPACITY numbers that sandboxes' roots can be; 0 where that does not work */
+int users_mount(const char *template, int users); /* a template as a detached mount, read-only */
+int users_write_map(pid_t pid, const char *map, bool deny_groups);
 
 /* spawn_walls.c: confine this process and what it starts, for good. */
 int drop_capabilities(void);
 int limit_resources(const struct settings *settings, const struct request *wanted);
 int restrict_files(int abi); /* Landlock */
 int landlock_abi(void);
-void prepare_filter(void); /* once, in the spawner: its children inherit it */
-int filter_calls(void);    /* seccomp; needs no_new_privs */
+
+/* spawn_filter.c: seccomp; needs no_new_privs */
+void prepare_filter(void);                /* once, in the spawner: its children inherit it */
+int filter_calls(void);                   /* refused calls fail */
+int filter_calls_watched(int *listener);  /* they fail too, and are told to the holder of the listener, which is -1 where kernels can't do that */
+const char *refused_name(int number);
+
+/* spawn_watch.c: a process that answers refused calls, so that no flood of them reaches the spawner */
+int watch_start(int control);                            /* the socket that listeners are given it by; -1 with errno */
+void watch_add(int watcher, uint32_t box, int listener);
+
+/* spawn_pass.c */
+ssize_t pass(int socket, const void *data, size_t size, int fd);                       /* fd: -1 for none */
+ssize_t receive(int socket, void *data, size_t size, int flags, int fds[2]);           /* fds: those that came with it, else -1 */
 
 /* spawn_box.c */
-int make_scratch(const struct settings *settings, const struct request *wanted); /* the detached tmpfs of a sandbox; -1 with errno */
-_Noreturn void run_box(const struct settings *settings, const struct request *wanted, int stream, int archive, int scratch, int sync);
-_Noreturn void write_archive(int scratch, int out); /* in a child of the spawner */
+int mount_template(void); /* what is at HIDDEN_LOWER, at /.template, so that no mount names where it is on the host */
+int make_scratch(const struct berth *berth, const struct request *wanted); /* the detached tmpfs of a sandbox; -1 with errno */
+_Noreturn void run_box(const struct settings *settings, const struct request *wanted, const struct berth *berth, int stream, int archive,
+                       int scratch, int sync);
+
+/* spawn_archive.c */
+void archive_unpack(uint32_t owner, int archive, const char **failure); /* in process 1: into HIDDEN_BOX; failure: NULL, or words */
+void archive_write(uint32_t id, int scratch, int out);                  /* in a child; answered by REPORT_ARCHIVED */
+void archive_reaped(pid_t pid, int status);                             /* a child of ours that is no sandbox has ended */
+
+/* spawn_life.c: the sandboxes there are. Reports go to `control`, events of sandboxes come by `loop`, listeners go to `watcher`. */
+int life_prepare(const struct settings *settings, int control, int loop, int watcher);
+void life_create(const struct request *wanted, int stream, int source);
+void life_hear(uint32_t id); /* its process 1 has said something */
+void life_end(uint32_t id, bool changed);
+void life_archive(uint32_t id, int out);
+void life_reap(void);
+bool life_lingers(void); /* whether some have ended whose groups could not be removed yet */
+void life_bury(void);    /* tries it again */
+void life_finish(void);  /* ends them all */
+
+void report(enum report_kind kind, uint32_t box, int64_t value, const char *words); /* to the server */
 
 #endif

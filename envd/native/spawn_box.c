@@ -2,13 +2,11 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <grp.h>
-#include <net/if.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/ioctl.h>
 #include <sys/mount.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
@@ -42,7 +40,7 @@ static int make_directory(int base, const char *name, mode_t mode, uint32_t owne
     return fchmodat(base, name, mode, 0); /* past the umask */
 }
 
-int make_scratch(const struct settings *settings, const struct request *wanted)
+int make_scratch(const struct berth *berth, const struct request *wanted)
 {
     char size[32];
     snprintf(size, sizeof size, "%llu", (unsigned long long)wanted->disk_bytes);
@@ -58,7 +56,7 @@ int make_scratch(const struct settings *settings, const struct request *wanted)
     errno = saved;
     if (root < 0)
         return -1;
-    uint32_t owner = settings->owner;
+    uint32_t owner = berth->owner;
     if (make_directory(root, "upper", 0755, owner) < 0 || make_directory(root, "work", 0755, owner) < 0
         || make_directory(root, "tmp", 01777, owner) < 0) {
         saved = errno;
@@ -69,64 +67,30 @@ int make_scratch(const struct settings *settings, const struct request *wanted)
     return root;
 }
 
-/* Runs tar as the user that owns the files, with no privilege, on what a snapshot holds. */
-static void unpack(const struct settings *settings, int archive, int sync)
+int mount_template(void)
 {
-    pid_t worker = fork();
-    if (worker < 0)
-        fail(sync, "fork for tar");
-    if (worker == 0) {
-        uint32_t owner = settings->owner;
-        if (chdir(HIDDEN_BOX) < 0 || dup2(archive, 0) < 0 || (setgroups(0, NULL) < 0 && owner != 0))
-            _exit(126);
-        if (setresgid(owner, owner, owner) < 0 || setresuid(owner, owner, owner) < 0)
-            _exit(126);
-        close_range(3, ~0U, 0);
-        if (owner == 0 && drop_capabilities() < 0)
-            _exit(126);
-        if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) < 0 || filter_calls() < 0)
-            _exit(126);
-        execl("/usr/bin/tar", "tar", "--extract", "--file=-", "--no-same-owner", "--preserve-permissions", "--xattrs",
-              "--xattrs-include=user.overlay.opaque", "--delay-directory-restore", "--", "upper", "tmp", (char *)NULL);
-        _exit(127);
-    }
-    int status;
-    while (waitpid(worker, &status, 0) < 0 && errno == EINTR)
-        ;
-    if (WIFEXITED(status) && WEXITSTATUS(status) == 0)
-        return;
-    const char *words = "etar can't unpack the snapshot: it is damaged, or larger than disk_mb";
-    if (WIFEXITED(status) && WEXITSTATUS(status) == 127)
-        words = "ethere is no /usr/bin/tar: install tar";
-    send(sync, words, strlen(words), MSG_NOSIGNAL);
-    _exit(1);
+    /* a second layer, which is empty: without an upper one there must be two */
+    return mount("overlay", "/.template", "overlay", SAFE | MS_RDONLY, "lowerdir=" HIDDEN_LOWER ":/.template,userxattr");
 }
 
-_Noreturn void write_archive(int scratch, int out)
+static void mount_view(const struct request *wanted, const struct berth *berth, int scratch, int archive, int sync)
 {
-    if (fchdir(scratch) < 0 || dup2(out, 1) < 0)
-        _exit(126);
-    close_range(3, ~0U, 0);
-    if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) < 0 || filter_calls() < 0)
-        _exit(126);
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    execl("/usr/bin/tar", "tar", "--create", "--file=-", "--format=pax", "--numeric-owner", "--sparse", "--xattrs",
-          "--xattrs-include=user.overlay.opaque", "--warning=no-file-ignored", "--exclude=tmp/.envd", "--", "upper", "tmp", (char *)NULL);
-    _exit(127);
-}
-
-static void mount_view(const struct settings *settings, const struct request *wanted, int scratch, int archive, int sync)
-{
+    const char *failure = NULL;
     char template[sizeof HIDDEN_TEMPLATES + MAX_NAME];
     snprintf(template, sizeof template, "%s/%s", HIDDEN_TEMPLATES, wanted->template);
     if (move_mount(scratch, "", AT_FDCWD, HIDDEN_BOX, MOVE_MOUNT_F_EMPTY_PATH) < 0)
         fail(sync, "mount its tmpfs");
     if (archive >= 0)
-        unpack(settings, archive, sync);
-    if (mount(template, "/.template", NULL, MS_BIND, NULL) < 0)
-        fail(sync, "bind its template");
+        archive_unpack(berth->owner, archive, &failure);
+    if (failure) {
+        send(sync, failure, strlen(failure), MSG_NOSIGNAL);
+        _exit(1);
+    }
+    int lower = users_mount(template, berth->users);
+    if (lower < 0 || move_mount(lower, "", AT_FDCWD, HIDDEN_LOWER, MOVE_MOUNT_F_EMPTY_PATH) < 0 || mount_template() < 0)
+        fail(sync, "mount its template");
     unsigned long flags = SAFE | (wanted->flags & FLAG_READ_ONLY ? MS_RDONLY : 0);
-    const char *layers = "lowerdir=/.template,upperdir=" HIDDEN_BOX "/upper,workdir=" HIDDEN_BOX "/work,userxattr";
+    const char *layers = "lowerdir=" HIDDEN_LOWER ",upperdir=" HIDDEN_BOX "/upper,workdir=" HIDDEN_BOX "/work,userxattr";
     if (mount("overlay", "/workspace", "overlay", flags, layers) < 0)
         fail(sync, "mount its overlay");
     if (mount(HIDDEN_BOX "/tmp", "/tmp", NULL, MS_BIND, NULL) < 0)
@@ -141,28 +105,12 @@ static void mount_view(const struct settings *settings, const struct request *wa
         fail(sync, "enter its workspace");
 }
 
-static int raise_loopback(void)
-{
-    struct ifreq request = {.ifr_name = "lo", .ifr_flags = IFF_UP | IFF_RUNNING};
-    int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    if (fd < 0)
-        return -1;
-    int done = ioctl(fd, SIOCSIFFLAGS, &request);
-    close(fd);
-    return done;
-}
-
-/* What the kernel counts by user (inotify instances, queued signals, processes) it also charges to whoever made the user namespace. Each sandbox
- * has a number of its own for that, which owns nothing: none can use up a neighbour's share, or the host's. */
-#define MAKERS 0x30000000u
-#define MOST_MAKERS 0x10000000u
-
 /* Until here process 1 was the spawner's own user; from here it is root of a user namespace that owns nothing. */
-static void become_nobody(const struct settings *settings, const struct request *wanted, int sync)
+static void become_nobody(const struct settings *settings, const struct berth *berth, int sync)
 {
     char go;
-    uid_t maker = MAKERS + wanted->box % MOST_MAKERS;
-    if (settings->owner != 0 && setresuid(maker, maker, maker) < 0 && errno != EINVAL) /* EINVAL: a container without that number */
+    /* what the kernel counts by user it also charges to whoever made the user namespace */
+    if (settings->own_users && setresuid(berth->owner, berth->owner, berth->owner) < 0)
         fail(sync, "become the maker of its user namespace");
     if (unshare(CLONE_NEWUSER | CLONE_NEWCGROUP) < 0)
         fail(sync, "unshare its user namespace");
@@ -200,26 +148,30 @@ static void confine(const struct settings *settings, const struct request *wante
         fail(sync, "setrlimit");
     if (restrict_files(settings->landlock) < 0)
         fail(sync, "Landlock");
-    if (filter_calls() < 0)
+    int listener;
+    if (filter_calls_watched(&listener) < 0)
         fail(sync, "seccomp");
-    if (send(sync, "r", 1, MSG_NOSIGNAL) != 1)
+    if (pass(sync, "r", 1, listener) != 1)
         _exit(1); /* the spawner died before its death could be signalled */
+    if (listener >= 0)
+        close(listener);
 }
 
-_Noreturn void run_box(const struct settings *settings, const struct request *wanted, int stream, int archive, int scratch, int sync)
+_Noreturn void run_box(const struct settings *settings, const struct request *wanted, const struct berth *berth, int stream, int archive,
+                       int scratch, int sync)
 {
     sigset_t none;
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL);
     umask(022);
-    if (groups_enter(&settings->groups, wanted) < 0)
+    if (groups_enter(&settings->groups, berth, wanted) < 0)
         fail(sync, "enter its control groups");
-    mount_view(settings, wanted, scratch, archive, sync);
+    if (network_join(berth->network) < 0)
+        fail(sync, "make its network");
+    mount_view(wanted, berth, scratch, archive, sync);
     if (sethostname(wanted->host_name, strlen(wanted->host_name)) < 0)
         fail(sync, "set its host name");
-    if (raise_loopback() < 0)
-        fail(sync, "raise its loopback");
-    become_nobody(settings, wanted, sync);
+    become_nobody(settings, berth, sync);
     confine(settings, wanted, stream, sync);
     const struct guest_config config = {.workspace = "/workspace", .scratch = "/tmp/.envd", .is_init = true};
     _exit(guest_main(stream, stream, &config));

@@ -31,25 +31,29 @@ static int put_number(int base, const char *group, const char *file, unsigned lo
     return put(base, group, file, text);
 }
 
-int groups_make(const struct groups *groups, const struct request *wanted, int *unified_out)
+int groups_make(const struct groups *groups, const struct berth *berth, const struct request *wanted)
 {
-    *unified_out = -1;
-    if (groups->unified < 0)
-        return 0;
+    const char *name = berth->name;
     int base = groups->unified;
-    if (mkdirat(base, wanted->name, 0755) < 0)
+    if (base < 0)
+        return 0;
+    if (mkdirat(base, name, 0755) < 0)
         return -1;
-    if (groups->unified_limits) {
-        char quota[64];
-        snprintf(quota, sizeof quota, "%u %u", wanted->cpu_quota_us, CPU_PERIOD_US);
-        if (put_number(base, wanted->name, "memory.max", wanted->memory_bytes) < 0
-            || put_number(base, wanted->name, "pids.max", wanted->pids) < 0 || put(base, wanted->name, "cpu.max", quota) < 0)
-            return -1;
-        if (put(base, wanted->name, "memory.swap.max", "0") < 0 && errno != ENOENT) /* a kernel without swap accounting */
-            return -1;
-    }
-    *unified_out = openat(base, wanted->name, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    return *unified_out < 0 ? -1 : 0;
+    if (!groups->unified_limits)
+        return 0;
+    char quota[64];
+    snprintf(quota, sizeof quota, "%u %u", wanted->cpu_quota_us, CPU_PERIOD_US);
+    if (put_number(base, name, "memory.max", wanted->memory_bytes) < 0 || put_number(base, name, "pids.max", wanted->pids) < 0
+        || put(base, name, "cpu.max", quota) < 0)
+        return -1;
+    if (put(base, name, "memory.swap.max", "0") < 0 && errno != ENOENT) /* a kernel without swap accounting */
+        return -1;
+    return 0;
+}
+
+int groups_open(const struct groups *groups, const struct berth *berth)
+{
+    return groups->unified < 0 ? -1 : openat(groups->unified, berth->name, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
 }
 
 /* Process 1 moves itself, through `tasks`: the kernel moves a single thread that asks for itself without waiting for a grace period, while moving
@@ -59,27 +63,39 @@ static int enter(int base, const char *name)
     return put(base, name, "tasks", "0");
 }
 
-int groups_enter(const struct groups *groups, const struct request *wanted)
+static int make_memory(int base, const char *name, const struct request *wanted)
 {
-    const char *name = wanted->name;
-    if (groups->memory >= 0) {
-        if (mkdirat(groups->memory, name, 0755) < 0
-            || put_number(groups->memory, name, "memory.limit_in_bytes", wanted->memory_bytes) < 0)
+    if (mkdirat(base, name, 0755) < 0 || put_number(base, name, "memory.limit_in_bytes", wanted->memory_bytes) < 0)
+        return -1;
+    if (put_number(base, name, "memory.memsw.limit_in_bytes", wanted->memory_bytes) < 0 && errno != ENOENT && errno != EACCES)
+        return -1; /* a kernel without swap accounting has no such file */
+    return 0;
+}
+
+static int make_pids(int base, const char *name, const struct request *wanted)
+{
+    return mkdirat(base, name, 0755) < 0 ? -1 : put_number(base, name, "pids.max", wanted->pids);
+}
+
+static int make_cpu(int base, const char *name, const struct request *wanted)
+{
+    if (mkdirat(base, name, 0755) < 0 || put_number(base, name, "cpu.cfs_period_us", CPU_PERIOD_US) < 0)
+        return -1;
+    return put_number(base, name, "cpu.cfs_quota_us", wanted->cpu_quota_us);
+}
+
+int groups_enter(const struct groups *groups, const struct berth *berth, const struct request *wanted)
+{
+    const struct {
+        int base;
+        int (*make)(int base, const char *name, const struct request *wanted);
+    } each[] = {{groups->memory, make_memory}, {groups->pids, make_pids}, {groups->cpu, make_cpu}};
+    for (size_t i = 0; i < sizeof each / sizeof *each; i++) {
+        if (each[i].base < 0)
+            continue;
+        if (!berth->made && each[i].make(each[i].base, berth->name, wanted) < 0)
             return -1;
-        if (put_number(groups->memory, name, "memory.memsw.limit_in_bytes", wanted->memory_bytes) < 0 && errno != ENOENT
-            && errno != EACCES) /* a kernel without swap accounting has no such file */
-            return -1;
-        if (enter(groups->memory, name) < 0)
-            return -1;
-    }
-    if (groups->pids >= 0) {
-        if (mkdirat(groups->pids, name, 0755) < 0 || put_number(groups->pids, name, "pids.max", wanted->pids) < 0
-            || enter(groups->pids, name) < 0)
-            return -1;
-    }
-    if (groups->cpu >= 0) {
-        if (mkdirat(groups->cpu, name, 0755) < 0 || put_number(groups->cpu, name, "cpu.cfs_period_us", CPU_PERIOD_US) < 0
-            || put_number(groups->cpu, name, "cpu.cfs_quota_us", wanted->cpu_quota_us) < 0 || enter(groups->cpu, name) < 0)
+        if (enter(each[i].base, berth->name) < 0)
             return -1;
     }
     return 0;
@@ -96,7 +112,7 @@ int groups_remove(const struct groups *groups, const char *name)
     return worst ? -1 : 0;
 }
 
-/* The number after `key` in a file of lines `key number`. 0 where there is none. */
+/* The number after `key` in a file of lines `key number`; with an empty key the only one. 0 where there is none. */
 static unsigned long long count(int base, const char *group, const char *file, const char *key)
 {
     char path[2 * MAX_NAME], text[512];
@@ -117,6 +133,18 @@ void groups_events(const struct groups *groups, const char *name, char *words, s
     int pids = groups->unified_limits ? groups->unified : groups->pids;
     const char *file = groups->unified_limits ? "memory.events" : "memory.oom_control";
     snprintf(words, size, "memory %llu pids %llu", count(memory, name, file, "oom_kill "), count(pids, name, "pids.events", "max "));
+}
+
+#define LEFT_OVER (2u * 1024 * 1024) /* bytes: what the kernel has cached for a group, and gives back under pressure */
+
+bool groups_clean(const struct groups *groups, const char *name, uint64_t *used_us)
+{
+    int memory = groups->unified_limits ? groups->unified : groups->memory;
+    char events[64];
+    groups_events(groups, name, events, sizeof events);
+    *used_us = count(groups->unified, name, "cpu.stat", "usage_usec ");
+    return strcmp(events, "memory 0 pids 0") == 0 && count(groups->unified, name, "cgroup.events", "frozen ") == 0
+           && count(memory, name, groups->unified_limits ? "memory.current" : "memory.usage_in_bytes", "") < LEFT_OVER;
 }
 
 static void empty(int base)

@@ -65,6 +65,20 @@ class Cgroups:
 
     def place(self, group: str, pid: int, *, memory: int, pids: int, cpu: float) -> None:
         """Create a group with these limits (bytes, processes, cores) and move a process into it."""
+        self._make(group, memory=memory, pids=pids, cpu=cpu)
+        for base in self._bases.values():
+            _put(base, f"{group}/cgroup.procs", str(pid))
+
+    def entrances(self, group: str, *, memory: int, pids: int, cpu: float) -> list[int]:
+        """Create a group with these limits (bytes, processes, cores); a process of one thread enters it by writing b"0" to each of these descriptors.
+
+        Whoever moves another process waits for a grace period of the kernel; one that moves itself, on v1, does not.
+        """
+        self._make(group, memory=memory, pids=pids, cpu=cpu)
+        file = "cgroup.procs" if self._unified else "tasks"
+        return [os.open(f"{group}/{file}", os.O_WRONLY | os.O_CLOEXEC, dir_fd=base) for base in self._bases.values()]
+
+    def _make(self, group: str, *, memory: int, pids: int, cpu: float) -> None:
         quota = max(1000, int(cpu * _PERIOD_US))
         if self._unified:
             files = {
@@ -85,7 +99,6 @@ class Cgroups:
             os.mkdir(group, dir_fd=base)
             for key, value in files.get(controller, {}).items():
                 _put(base, f"{group}/{key}", value, optional=key == "memory.swap.max")
-            _put(base, f"{group}/cgroup.procs", str(pid))
 
     def remove(self, group: str) -> bool:
         """Remove an empty group. False where its last process is still being torn down."""

@@ -59,7 +59,7 @@ def prepare_base(run_dir: Path) -> None:
 def prepare_shared_root(run_dir: Path) -> None:
     """Build the root that the native spawner lives in and that its sandboxes get copies of, and move into it.
 
-    What no sandbox may see is below /.scratch, which each sandbox unmounts: `templates`, `proc` (the host's) and `box` (for mounts).
+    What no sandbox may see is below /.scratch, which each sandbox unmounts: `templates`, `proc` (the host's), `box` and `lower` (for mounts).
     Called once, in the spawner's fresh mount namespace.
     """
     linux.mount("", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
@@ -71,7 +71,7 @@ def prepare_shared_root(run_dir: Path) -> None:
     (root / "dev/ptmx").symlink_to("pts/ptmx")
     hidden = root / ".scratch"
     linux.mount("tmpfs", str(hidden), "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "mode=700,size=64k")
-    for name in ("templates", "proc", "box"):
+    for name in ("templates", "proc", "box", "lower"):
         (hidden / name).mkdir()
     _bind_read_only(str(run_dir / "templates"), hidden / "templates")
     linux.mount("/proc", str(hidden / "proc"), flags=linux.MS_BIND | linux.MS_REC)

@@ -72,17 +72,17 @@ def run_tests(
     sys.dont_write_bytecode = True
     sys.path[:0] = [str(root), str(root / "src")] if src else [str(root)]
     files = dict.fromkeys(test.split("::", 1)[0] for test in tests)
-    present = [str(root / path) for path in files if (root / path).is_file()]
-    recorder = _recorder(root, tests, send, origin, canary=not conftests)
+    present = [root / path for path in files if (root / path).is_file()]
+    recorder = _recorder(root, tests, send, origin, ways=_ways(present), canary=not conftests)
     if _prepared:
         session = _prepared[0]
         session.config.pluginmanager._noconftest = not conftests  # options were read before the task was known
         session.config.pluginmanager.register(recorder)
-        session.perform_collect(present)
+        session.perform_collect([str(path) for path in present])
         session.config.hook.pytest_runtestloop(session=session)
     else:
         options = [each for each in _arguments(root) if not (conftests and each == "--noconftest")]
-        pytest.main([*options, *present], plugins=[recorder])
+        pytest.main([*options, *map(str, present)], plugins=[recorder])
     send("end")
 
 
@@ -130,7 +130,14 @@ def _arguments(root: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def _recorder(root: Path, tests: Sequence[str], send: Send, origin: Origin, *, canary: bool) -> object:
+def _ways(files: Sequence[Path]) -> frozenset[str]:
+    """Files and the directories that they are in."""
+    return frozenset(str(path) for file in files for path in (file, *file.parents))
+
+
+def _recorder(
+    root: Path, tests: Sequence[str], send: Send, origin: Origin, *, ways: frozenset[str], canary: bool
+) -> object:
     wanted = frozenset(tests)
     running = [""]
     known: list[object] = [*_prepared[0].config.pluginmanager.get_plugins()] if _prepared else []
@@ -144,6 +151,12 @@ def _recorder(root: Path, tests: Sequence[str], send: Send, origin: Origin, *, c
     class Recorder:
         def pytest_sessionstart(self, session: pytest.Session) -> None:
             known.extend(session.config.pluginmanager.get_plugins())
+
+        @pytest.hookimpl(tryfirst=True)
+        def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+            return (
+                None if str(collection_path) in ways else True
+            )  # else pytest makes nodes of all that lies beside the tests
 
         @pytest.hookimpl(trylast=True)
         def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:

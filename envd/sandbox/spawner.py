@@ -1,6 +1,6 @@
 """Becomes the native spawner: prepares, in Python, what it needs of the machine, and runs the program `envd-spawn` in its place.
 
-python -m envd.sandbox.spawner CONTROL_FD RUN_DIR NAME PROGRAM
+python -m envd.sandbox.spawner CONTROL_FD RUN_DIR NAME PROGRAM KEEP
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from envd.sandbox.place import sandbox_environment
 
 def main(arguments: list[str]) -> None:
     """Never returns: ends as the spawner."""
-    control, run_dir, name, program = int(arguments[0]), Path(arguments[1]), arguments[2], arguments[3]
+    control, run_dir, name, program, keep = int(arguments[0]), Path(arguments[1]), *arguments[2:5]
     # Opened now because their paths are out of sight once this process has a root of its own.
     binary = os.open(program, os.O_RDONLY | os.O_CLOEXEC)
     above = os.open(run_dir.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> None:
     inside = owner if owner == linux.SANDBOX_USER else 0
     linux.own_mounts()
     rootfs.prepare_shared_root(run_dir)
-    command = ["envd-spawn", "--owner", str(inside), "--run-dir", f"{above}:{run_dir.name}"]
+    command = ["envd-spawn", "--owner", str(inside), "--run-dir", f"{above}:{run_dir.name}", "--keep", keep]
     kept = [control, above]
     for controller, (base, parent) in groups.descriptors.items():
         command += [f"--{controller}", str(base), "--group", f"{parent}:{name}"]

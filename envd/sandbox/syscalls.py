@@ -33,10 +33,11 @@ _IOCTL = {"x86_64": 16, "aarch64": 29}
 _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _NAMESPACES = 0x7E020000
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET."""
-_FAMILIES = (17, 38, 40)
-"""AF_PACKET, AF_ALG, AF_VSOCK."""
-_TERMINALS = (0x5412, 0x541C)
-"""TIOCSTI and TIOCLINUX type into a terminal in its user's name."""
+_UNIX, _INET, _INET6, _NETLINK = 1, 2, 10, 16
+_PROTOCOLS = (0, 1, 6, 17, 58)
+"""The family's usual one, ICMP, TCP, UDP, ICMPv6."""
+_TERMINALS = (0x5412, 0x541C, 0x5423)
+"""TIOCSTI and TIOCLINUX type into a terminal in its user's name; TIOCSETD has modules loaded."""
 _X32 = 0x40000000
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -78,18 +79,37 @@ def _program(machine: str) -> list[_Instruction]:
         (_EQUAL, 0, 1, _CLONE3),
         missing,
     ]  # its flags are out of a filter's sight: the C library takes clone instead
-    for calls, argument, test, values, answer in (
-        (_CLONE, 0, _ANY_BIT, (_NAMESPACES,), refuse),
-        (_UNSHARE, 0, _ANY_BIT, (_NAMESPACES | 0x80,), refuse),  # here the lowest byte is CLONE_NEWTIME, too
-        (_SOCKET, 0, _EQUAL, _FAMILIES, _answer(errno.EAFNOSUPPORT)),
-        (_IOCTL, 1, _EQUAL, _TERMINALS, refuse),
+    for calls, body in (
+        (_CLONE, _refusing(0, _ANY_BIT, (_NAMESPACES,))),
+        (_UNSHARE, _refusing(0, _ANY_BIT, (_NAMESPACES | 0x80,))),  # here the lowest byte is CLONE_NEWTIME, too
+        (_SOCKET, _sockets()),
+        (_IOCTL, _refusing(1, _EQUAL, _TERMINALS)),
     ):
-        body: list[_Instruction] = [(_LOAD, 0, 0, _ARGUMENTS + 8 * argument)]
-        for value in values:
-            body += [(test, 0, 1, value), answer]
-        body.append(allow)
         code += [(_EQUAL, 0, len(body), calls[machine]), *body]
     return [*code, allow]
+
+
+def _refusing(argument: int, test: int, values: Iterable[int]) -> list[_Instruction]:
+    """Refuse these values of an argument, allow all others."""
+    refusals = [each for value in values for each in ((test, 0, 1, value), _answer(errno.EPERM))]
+    return [_argument(argument), *refusals, (_RETURN, 0, 0, _ALLOW)]
+
+
+def _sockets() -> list[_Instruction]:
+    """Sockets of the families that programs use, and of those only the protocols that need no module loaded."""
+    allow = (_RETURN, 0, 0, _ALLOW)
+    code: list[_Instruction] = [
+        _argument(0), (_EQUAL, 0, 1, _UNIX), allow,
+        (_EQUAL, 0, 3, _NETLINK), _argument(2), (_EQUAL, 0, 1, 0), allow,  # NETLINK_ROUTE
+        _argument(0), (_EQUAL, 2, 0, _INET), (_EQUAL, 1, 0, _INET6), _answer(errno.EAFNOSUPPORT), _argument(2),
+    ]  # fmt: skip
+    for protocol in _PROTOCOLS:
+        code += [(_EQUAL, 0, 1, protocol), allow]
+    return [*code, _answer(errno.EPROTONOSUPPORT)]
+
+
+def _argument(number: int) -> _Instruction:
+    return _LOAD, 0, 0, _ARGUMENTS + 8 * number
 
 
 def _answer(number: int) -> _Instruction:

@@ -120,21 +120,28 @@ class Zygote:
 
     def _fork(self, request: dict[str, Any], sock: socket.socket) -> None:
         go_read, go_write = os.pipe2(os.O_CLOEXEC)
+        limits = {key: request[key] for key in ("memory", "pids", "cpu")}
+        entrances: list[int] = []
         try:
+            entrances += self._groups.entrances(request["id"], **limits)
             pid = self._clone()
             if pid == 0:
                 os.close(go_write)
-                self._child(request, sock, go_read)
+                self._child(request, sock, go_read, entrances)
             self._boxes[pid] = request["id"]
             try:
-                self._admit(request, pid)
+                self._map_users(pid)
                 os.write(go_write, b"g")
             except OSError:
                 os.kill(pid, signal.SIGKILL)
                 raise
+        except OSError:
+            if request["id"] not in self._boxes.values():
+                self._groups.remove(request["id"])
+            raise
         finally:
-            os.close(go_read)
-            os.close(go_write)
+            for fd in (go_read, go_write, *entrances):
+                os.close(fd)
 
     def _clone(self) -> int:
         """Fork, into namespaces where we have them; 0 in the child."""
@@ -143,26 +150,27 @@ class Zygote:
             return linux.clone(linux.SANDBOX_NAMESPACES if self._namespaces else 0)
         return linux.clone_as(linux.MAKERS + self._made % linux.MOST_MAKERS, linux.SANDBOX_NAMESPACES)
 
-    def _admit(self, request: dict[str, Any], pid: int) -> None:
-        """Give the child its user mapping and its limits; it waits for both."""
-        if self._namespaces:
-            outside = self._owner if self._owner == linux.SANDBOX_USER else 0
-            if outside == 0:
-                Path(f"/proc/{pid}/setgroups").write_text("deny")
-            users = f"0 {outside} 1\n"
-            if self._supervised:
-                users += f"{linux.SUPERVISOR} {outside + linux.SUPERVISOR} 1\n"
-            Path(f"/proc/{pid}/uid_map").write_text(users)
-            Path(f"/proc/{pid}/gid_map").write_text(users)
-        limits = {key: request[key] for key in ("memory", "pids", "cpu")}
-        self._groups.place(request["id"], pid, **limits)
+    def _map_users(self, pid: int) -> None:
+        """Give the child the users of its namespace; it waits for them."""
+        if not self._namespaces:
+            return
+        outside = self._owner if self._owner == linux.SANDBOX_USER else 0
+        if outside == 0:
+            Path(f"/proc/{pid}/setgroups").write_text("deny")
+        users = f"0 {outside} 1\n"
+        if self._supervised:
+            users += f"{linux.SUPERVISOR} {outside + linux.SUPERVISOR} 1\n"
+        Path(f"/proc/{pid}/uid_map").write_text(users)
+        Path(f"/proc/{pid}/gid_map").write_text(users)
 
-    def _child(self, request: dict[str, Any], sock: socket.socket, go: int) -> None:
+    def _child(self, request: dict[str, Any], sock: socket.socket, go: int, entrances: list[int]) -> None:
         """Everything from here runs in the sandbox's process 1, which never returns into the zygote's loop."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._control.close()
+            for fd in entrances:
+                os.write(fd, b"0")
             if os.read(go, 1) != b"g":
                 linux.leave(1)
             place = self._enter_namespaces(request) if self._namespaces else self._plain_copy(request)

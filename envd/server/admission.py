@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from contracts.pb import envd_pb2 as pb
 from envd.backends.base import Backend
 from envd.errors import EnvdError, PolicyDenied
+from envd.messages import named_limits
 from envd.server.audit import AuditLog
 from envd.server.policy import Decisions, Denial, Policy
 from envd.types import Limits
 
-_LIMITS = ("memory_mb", "pids", "cpu", "disk_mb", "lifetime_s")
 _MOST = Limits(memory_mb=1 << 22, pids=1 << 22, cpu=1024, disk_mb=1 << 24, lifetime_s=365 * 24 * 3600.0)
 """Beyond these a number is a mistake, whatever the policy says."""
 _MAX_ENV_BYTES = 128 * 1024
@@ -35,7 +35,7 @@ class Wanted:
         """What a request asks for. Raises EnvdError for what no policy allows."""
         wanted = cls(
             request.template,
-            {name: getattr(request.limits, name) for name in _LIMITS},
+            named_limits(request.limits),
             dict(request.env),
             dict(request.labels),
             request.backend,
@@ -48,7 +48,7 @@ class Wanted:
 
     def with_limits(self, limits: pb.Limits) -> Wanted:
         """The same with the limits that are named in place of its own."""
-        named = {name: value for name in _LIMITS if (value := getattr(limits, name))}
+        named = {name: value for name, value in named_limits(limits).items() if value}
         wanted = replace(self, limits={**self.limits, **named})
         _check_numbers(wanted.limits)
         return wanted
@@ -56,7 +56,7 @@ class Wanted:
 
 def limits_of(limits: pb.Limits) -> Limits:
     """Limits of a request; what it leaves at zero takes the default. Raises EnvdError for others than positive numbers."""
-    asked = {name: getattr(limits, name) for name in _LIMITS}
+    asked = named_limits(limits)
     _check_numbers(asked)
     default = Limits()
     return Limits(**{name: value or getattr(default, name) for name, value in asked.items()})

@@ -23,8 +23,8 @@ from envd.server.audit_file import AuditFile
 
 Kind = Literal[
     "server.started", "policy.denied", "tool.denied", "auth.denied", "request.refused", "path.escape", "limit.memory", "limit.pids",
-    "limit.disk", "limit.time", "limit.output", "lifetime.expired", "guest.malformed", "sandbox.died", "isolation.none",
-    "verify.tampered", "audit.suppressed", "audit.lost",
+    "limit.disk", "limit.time", "limit.output", "lifetime.expired", "guest.malformed", "shell.died", "sandbox.died", "isolation.none",
+    "syscall.refused", "verify.tampered", "audit.suppressed", "audit.lost",
 ]  # fmt: skip
 KINDS: tuple[str, ...] = get_args(Kind)
 KEEP = 16_384

@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 from contracts.errors import describe
 from envd import errors
 from envd.connection import ERROR_NAME, ERROR_NUMBER, IDEMPOTENCY_KEY, SANDBOX_TOKEN
+from envd.server.audit import Kind
 from envd.server.live import Live
 from envd.server.sandboxes import Sandboxes
 
@@ -43,6 +44,8 @@ _FILE_CODES = {
     errno.ESRCH: _Code.NOT_FOUND, errno.EAGAIN: _Code.RESOURCE_EXHAUSTED,
 }  # fmt: skip
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_IMPOSSIBLE = frozenset({errno.EINVAL, errno.ENAMETOOLONG, errno.EBUSY})
+"""No file has such a name, or it is the workspace itself."""
 _MAX_WORDS = 2000
 """Of a status: its words travel in a header of limited size."""
 _log = logging.getLogger("envd")
@@ -122,12 +125,16 @@ async def abort(service: Service, request: Any, context: Context, error: Excepti
     if isinstance(error, OSError):
         _log.error("a call failed on this machine", exc_info=error)
         error = errors.EnvdError(f"the server failed: {describe(error)}")
+    identity = getattr(request, "sandbox_id", "")
     if code is _Code.INVALID_ARGUMENT or isinstance(error, errors.TemplateError):
-        service.sandboxes.audit.record("request.refused", "", method=type(request).__name__, reason=str(error))
-    if isinstance(error, errors.FileError) and error.errno in _FULL:
-        service.sandboxes.audit.record("limit.disk", getattr(request, "sandbox_id", ""), reason=str(error))
+        # of the sandbox's own: a flood of the server's hides nobody else's
+        own = identity if service.sandboxes.knows(identity, metadata_of(context, SANDBOX_TOKEN)) else ""
+        service.sandboxes.audit.record("request.refused", own, method=type(request).__name__, reason=str(error))
+    if isinstance(error, errors.FileError) and (error.errno in _FULL or error.errno in _IMPOSSIBLE):
+        kind: Kind = "limit.disk" if error.errno in _FULL else "request.refused"
+        service.sandboxes.audit.record(kind, identity, reason=str(error))
     if isinstance(error, errors.SandboxGone):
-        service.sandboxes.notice(getattr(request, "sandbox_id", ""))
+        service.sandboxes.notice(identity)
     number = error.errno if isinstance(error, errors.FileError) else 0
     trailing = ((ERROR_NAME, type(error).__name__), (ERROR_NUMBER, str(number)))
     await context.abort(code, str(error)[:_MAX_WORDS], trailing)

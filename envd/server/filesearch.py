@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ from contracts.pb import envd_pb2 as pb
 from envd.errors import EnvdError
 from envd.guest.link import GuestLink
 from envd.server.guestprocess import Finished, candidates, run_in_guest
+from envd.server.policy import hides
+from envd.server.resolving import resolved
 from envd.server.textsearch import raw_bytes
 from envd.tools import treesearch
-from envd.tools.paths import relative
 from envd.tools.searching import MAX_PATTERN
 
 _LIMIT, _MAX_LIMIT = 1000, 10_000
@@ -24,12 +25,13 @@ _MAX_TEXT = 4096
 """Bytes of a line that are answered."""
 _OUTPUT = 4 * 1024 * 1024
 _MAX_GLOBS = 256
-_MAX_STEPS = 256
 _OWN = ["-I", "-S", "-X", "utf8", "-c", Path(treesearch.__file__).read_text()]
 
 
-async def search_files(guest: GuestLink, request: pb.FileSearchRequest) -> pb.FileSearchReply:
-    """The lines that match, sorted by path. Raises OSError for the path, EnvdError for a pattern that is none or that takes too long."""
+async def search_files(
+    guest: GuestLink, request: pb.FileSearchRequest, hidden: Sequence[str] = ()
+) -> pb.FileSearchReply:
+    """The lines that match, sorted by path, but those of files that the globs in `hidden` hide. Raises OSError for the path, EnvdError for a pattern that is none or that takes too long."""
     limit = min(request.limit or _LIMIT, _MAX_LIMIT)
     timeout_s = request.timeout_s or _TIMEOUT_S
     if not 0 < timeout_s <= _MAX_TIMEOUT_S:
@@ -38,9 +40,10 @@ async def search_files(guest: GuestLink, request: pb.FileSearchRequest) -> pb.Fi
         raise EnvdError(f"a pattern may have {MAX_PATTERN} characters, and {_MAX_GLOBS} globs may go with it")
     if "\0" in request.pattern + request.path + "".join(request.globs):
         raise EnvdError("a pattern, a path or a glob holds a null character")
-    path = await _resolved(guest, relative(request.path))
+    path = await resolved(guest, request.path)
     try:
-        engine, done = await _searched(guest, request, path, limit, timeout_s)
+        most = _MAX_LIMIT if hidden else limit  # those that are hidden do not count
+        engine, done = await _searched(guest, request, path, most, timeout_s)
     except TimeoutError:
         done = Finished(0, b"", b"", cut=False, timed_out=True)
     if done.timed_out:
@@ -49,7 +52,7 @@ async def search_files(guest: GuestLink, request: pb.FileSearchRequest) -> pb.Fi
         raise EnvdError(f"pattern {request.pattern[:80]!r}: {_reason(done.stderr)}")
     if done.code not in (0, 1, 2) and not done.cut:
         raise EnvdError(f"the search ended with code {done.code} in the sandbox")
-    reply = await asyncio.to_thread(_parsed, done, limit)
+    reply = await asyncio.to_thread(_parsed, done, limit, hidden)
     reply.engine = engine
     return reply
 
@@ -66,28 +69,6 @@ async def _searched(
     if done is None:
         raise EnvdError("search needs rg or python3 in the sandbox: install one in its image")
     return "python", done
-
-
-async def _resolved(guest: GuestLink, path: str) -> str:
-    """The path without links and `..`, taken from the workspace as all paths are: what searches takes links from the sandbox's root."""
-    todo = path.split("/")[::-1]
-    done: list[str] = []
-    for _ in range(_MAX_STEPS):
-        if not todo:
-            return "/".join(done) or "."
-        part = todo.pop()
-        if part in ("", ".", ".."):
-            done = done[:-1] if part == ".." else done
-            continue
-        entry = await guest.stat("/".join([*done, part]), follow=False)
-        if entry.type == "link":
-            done = [] if entry.target.startswith("/") else done
-            todo += relative(entry.target).split("/")[::-1]
-        elif entry.type not in ("directory", "file"):
-            raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
-        else:
-            done.append(part)
-    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
 
 
 def _ripgrep(request: pb.FileSearchRequest, path: str, limit: int) -> list[str]:
@@ -120,8 +101,8 @@ def _reason(stderr: bytes) -> str:
     return " ".join(said[0].split())[:200]
 
 
-def _parsed(done: Finished, limit: int) -> pb.FileSearchReply:
-    """The matches of whole files up to the limit; those of a file that turned out to be binary are dropped."""
+def _parsed(done: Finished, limit: int, hidden: Sequence[str]) -> pb.FileSearchReply:
+    """The matches of whole files up to the limit; those of a file that turned out to be binary, or that is hidden, are dropped."""
     found: list[pb.FileMatch] = []
     of_file = 0
     *lines, _ = done.stdout.split(b"\n")
@@ -134,7 +115,9 @@ def _parsed(done: Finished, limit: int) -> pb.FileSearchReply:
             elif event["type"] == "end" and data["binary_offset"] is not None:
                 del found[of_file:]
             elif event["type"] == "match" and len(found) <= limit:
-                found.append(_match(data))
+                match = _match(data)
+                if not hides(hidden, match.path):
+                    found.append(match)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise EnvdError(
             f"what searched in the sandbox did not answer as ripgrep does: {type(error).__name__}"

@@ -15,8 +15,6 @@ from envd.errors import EnvdError, SandboxGone
 from envd.server.audit import AuditLog, Kind
 from envd.server.live import Live
 
-_FULL = 0.98
-"""Share of its disk from which a sandbox's is full."""
 _SETTLE_S = 0.05
 """From a sign to a look: signs come together."""
 _ROUND_S, _BETWEEN_S = 5.0, 0.02
@@ -64,11 +62,9 @@ class LimitsWatch:
             if name in _KINDS and count > live.noted.get(name, 0):
                 live.noted[name] = count
                 self._audit.record(_KINDS[name], live.identity, count=count)
-        room = live.spec.limits.disk_mb << 20
-        full = usage.disk_bytes >= _FULL * room
-        if full and not live.noted.get("disk"):
+        if usage.disk_full and not live.noted.get("disk"):
             self._audit.record("limit.disk", live.identity, bytes=usage.disk_bytes)
-        live.noted["disk"] = int(full)
+        live.noted["disk"] = int(usage.disk_full)
 
     async def rounds(self, living: Callable[[], Iterable[Live]]) -> None:
         """Look at all, again and again, without end."""

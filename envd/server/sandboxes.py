@@ -13,7 +13,7 @@ from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from envd.backends.base import Backend, Box, BoxSpec
+from envd.backends.base import Backend, Box, BoxSpec, TellsRefusals
 from envd.errors import EnvdError, SandboxGone
 from envd.server.admission import Wanted, decide
 from envd.server.audit import AuditLog, Kind
@@ -74,6 +74,11 @@ class Sandboxes:
         elif ended is None:
             self.audit.record("auth.denied", "", what="unknown sandbox", id=identity)
         raise SandboxGone(f"no sandbox {identity[:40]!r}: {why}")
+
+    def knows(self, identity: str, token: str) -> bool:
+        """Whether a live sandbox has this id and token. Records nothing."""
+        live = self._live.get(identity)
+        return live is not None and live.is_token(token)
 
     def answers_of(self, identity: str, token: str) -> Answers:
         """Where a sandbox's idempotent answers are kept, also just after its end."""
@@ -157,8 +162,18 @@ class Sandboxes:
     def admit(self, live: Live) -> Live:
         """From now on it can be found, until its lifetime is over."""
         self._live[live.identity] = live
+        self.listen(live)
         self.expire_in(live, live.spec.limits.lifetime_s)
         return live
+
+    def listen(self, live: Live) -> None:
+        """Record the system calls that its box is refused, where that tells them."""
+        box: object = live.box
+        if isinstance(box, TellsRefusals):
+            box.tell_refusals(functools.partial(self._refused, live))
+
+    def _refused(self, live: Live, call: str, count: int) -> None:
+        self.audit.record("syscall.refused", live.identity, call=call, count=count)
 
     def expire_in(self, live: Live, seconds: float) -> None:
         """Its lifetime is over after so many seconds, or after its limit where that is less."""

@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import signal
+import stat
 import tempfile
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[i
 from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped, unused-ignore]
 
 from contracts.errors import describe
-from contracts.owned import owned_name, sweep_abandoned
+from contracts.owned import fate_of_owner, owned_name, sweep_abandoned
 from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
 from envd.backends.base import Backend, IsolationLevel
@@ -31,6 +32,7 @@ from envd.sandbox.cgroups import OWNED, remove_groups
 from envd.server.audit import AuditLog
 from envd.server.backends import start_backends, stop_backends
 from envd.server.listening import KeyCheck, Listening
+from envd.server.malformed import Unknown, Watched
 from envd.server.metrics import Metrics
 from envd.server.migration import Migration
 from envd.server.observing import Observer, Observing
@@ -68,7 +70,7 @@ class Options:
     backends: tuple[str, ...] = ("auto",)
     """The first is the default one."""
     state_dir: Path | None = None
-    """A directory of the server's own, removed when it ends; None: a temporary one."""
+    """Where the server makes a directory of its own, removed when it ends; None: among the temporary ones."""
     snapshot_dir: Path | None = None
     """Where snapshots are kept; None: in the state directory, until the server ends."""
     pool: int = 0
@@ -178,11 +180,12 @@ def _add_services(
         "Verifier": VerifierService(sandboxes, verifications),
     }
     for name, service in services.items():
-        getattr(rpc, f"add_{name}Servicer_to_server")(service, server)
+        getattr(rpc, f"add_{name}Servicer_to_server")(service, Watched(server, sandboxes.audit))
     probe = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(probe, server)
     names = [pb.DESCRIPTOR.services_by_name[name].full_name for name in services]
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    server.add_generic_rpc_handlers((Unknown(sandboxes.audit),))
     return probe
 
 
@@ -210,21 +213,25 @@ def _told_to_stop() -> asyncio.Event:
 
 @contextlib.asynccontextmanager
 async def _run_directory(state_dir: Path | None) -> AsyncIterator[Path]:
-    """A directory of the server's own; what killed servers left is removed first."""
-    sweep_abandoned(Path(tempfile.gettempdir()), OWNED)
-    run_dir = state_dir or Path(tempfile.gettempdir(), f"{OWNED}{owned_name()}")
+    """A directory of this server's own; what killed servers left is removed first.
+
+    Its name is never used again: what a killed server started may still be cleaning up after it, by that name, when the next one starts.
+    """
+    above = Path(tempfile.gettempdir()) if state_dir is None else state_dir
+    await asyncio.to_thread(sweep_abandoned, Path(tempfile.gettempdir()), OWNED)
+    # a starter's own directory, made for this server alone, is the server's
+    given = state_dir is not None and fate_of_owner(above.name, OWNED) == "alive"
+    run_dir = above if given else above / f"{OWNED}{owned_name()}"
+    held = None
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        above.mkdir(parents=True, exist_ok=True)
+        if state_dir is not None:
+            held = _held(above)
+            await asyncio.to_thread(sweep_abandoned, above, OWNED)
+        run_dir.mkdir(exist_ok=given)
         run_dir.chmod(0o711)
-        held = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for name in ("templates", "boxes"):
-            await asyncio.to_thread(
-                shutil.rmtree, run_dir / name, True
-            )  # a killed server's, in a directory that was named
             (run_dir / name).mkdir()
-    except BlockingIOError as error:
-        raise EnvdError(f"another server uses {run_dir}: name another --state-dir") from error
     except OSError as error:
         raise EnvdError(f"the server has no place for its files: {describe(error)}") from error
     try:
@@ -232,7 +239,24 @@ async def _run_directory(state_dir: Path | None) -> AsyncIterator[Path]:
     finally:
         await asyncio.to_thread(shutil.rmtree, run_dir, True)
         await asyncio.to_thread(remove_groups, run_dir.name)
+        if held is not None:
+            with contextlib.suppress(OSError):
+                above.rmdir()  # others' files stay
+            os.close(held)
+
+
+def _held(state_dir: Path) -> int:
+    """A descriptor that keeps other servers out of a directory. Raises EnvdError where one is in."""
+    mode = stat.S_IMODE(state_dir.stat().st_mode)
+    if mode & 0o111 != 0o111:  # sandboxes' users pass through it
+        state_dir.chmod(mode | 0o111)
+    held = os.open(state_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
         os.close(held)
+        raise EnvdError(f"another server uses {state_dir}: name another --state-dir") from error
+    return held
 
 
 def _policy_text(path: Path | None) -> str:

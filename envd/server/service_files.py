@@ -19,8 +19,8 @@ from envd.server.escapes import MISSED
 from envd.server.filesearch import search_files
 from envd.server.live import Live
 from envd.server.policy import hides
+from envd.server.resolving import is_hidden
 from envd.server.sandboxes import Sandboxes
-from envd.tools.paths import relative
 
 MAX_READ = 32 * 1024 * 1024
 MAX_UPLOADING = 256 * 1024 * 1024
@@ -73,11 +73,12 @@ class FilesService(Service, rpc.FilesServicer):
     async def List(self, request: pb.FileListRequest, context: Context) -> pb.FileListReply:
         """What is below a directory."""
         async with self._guest(request, context, request.path) as guest:
+            hidden = self.live(request, context).decisions.hidden
             limit = min(request.limit or _ENTRIES, _MAX_ENTRIES)
-            depth = min(request.depth or 1, _MAX_DEPTH)
-            found, cut = await guest.list(request.path or ".", depth=depth, limit=limit)
-        hidden = self.live(request, context).decisions.hidden
+            most = _MAX_ENTRIES if hidden else limit  # what is hidden does not count
+            found, cut = await guest.list(request.path or ".", depth=min(request.depth or 1, _MAX_DEPTH), limit=most)
         shown = [entry for entry in found if not hides(hidden, entry.path)] if hidden else found
+        shown, cut = shown[:limit], cut or len(shown) > limit
         if len(shown) > 1000:
             stats = await asyncio.to_thread(lambda: [_stat(entry) for entry in shown])
         else:
@@ -107,12 +108,7 @@ class FilesService(Service, rpc.FilesServicer):
     async def Search(self, request: pb.FileSearchRequest, context: Context) -> pb.FileSearchReply:
         """Lines that match, as ripgrep finds them."""
         async with self._guest(request, context, request.path) as guest:
-            found = await search_files(guest, request)
-        hidden = self.live(request, context).decisions.hidden
-        if hidden:
-            shown = [match for match in found.matches if not hides(hidden, match.path)]
-            found = pb.FileSearchReply(matches=shown, truncated=found.truncated, engine=found.engine)
-        return found
+            return await search_files(guest, request, self.live(request, context).decisions.hidden)
 
     @streaming
     async def Watch(self, request: pb.FileWatchRequest, context: Context) -> AsyncIterator[pb.FileEvent]:
@@ -122,6 +118,7 @@ class FilesService(Service, rpc.FilesServicer):
         while True:
             guest = await live.guest_soon()
             with self._told(live, request.path):
+                await self._refuse_hidden(live, guest, request.path)
                 watching = cast(
                     AsyncGenerator[Any, None], guest.watch(request.path or ".", recursive=request.recursive)
                 )
@@ -182,13 +179,16 @@ class FilesService(Service, rpc.FilesServicer):
     async def _guest(self, request: Any, context: Context, *paths: str) -> AsyncIterator[GuestLink]:
         """The agent of the sandbox that a request names, where the policy does not hide what is asked for."""
         live = self.live(request, context)
-        for path in paths:
-            if hides(live.decisions.hidden, relative(path)):
-                self.sandboxes.audit.record("path.escape", live.identity, path=path, hidden=True)
-                raise FileError.of(errno.ENOENT, path)
         with self._told(live, *paths):
             async with live.using() as guest:
+                await self._refuse_hidden(live, guest, *paths)
                 yield guest
+
+    async def _refuse_hidden(self, live: Live, guest: GuestLink, *paths: str) -> None:
+        for path in paths:
+            if await is_hidden(guest, live.decisions.hidden, path):
+                self.sandboxes.audit.record("path.escape", live.identity, path=path, hidden=True)
+                raise FileError.of(errno.ENOENT, path)
 
     @contextmanager
     def _told(self, live: Live, *paths: str) -> Iterator[None]:

@@ -82,6 +82,10 @@ class ProcessesService(Service, rpc.ProcessesServicer):
                     chunk = polls.pop(channel).result()
                     if chunk is None:
                         continue
+                    if (dropped := chunk.start - offsets[channel]) > 0:
+                        self.sandboxes.audit.record(
+                            "limit.output", live.identity, process=request.process, bytes=dropped
+                        )
                     if chunk.data:
                         yield pb.ProcessEvent(channel=_CHANNELS[channel], offset=chunk.start, data=chunk.data)
                     offsets[channel] = chunk.start + len(chunk.data)

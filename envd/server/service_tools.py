@@ -8,10 +8,11 @@ from typing import Any
 from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
 from envd.errors import EnvdError
+from envd.messages import tool_result_message
 from envd.server.audit import leaves_root
 from envd.server.calls import Context, Service, unary
 from envd.server.live import Live
-from envd.server.toolrunner import run_batch
+from envd.server.toolrunner import SHELL_DIED, run_batch
 from envd.tools import ALL_TOOLS
 from envd.types import ToolCall, ToolResult
 
@@ -19,7 +20,7 @@ MAX_TIMEOUT_S = 3600.0
 MAX_CALLS = 256
 """Calls of one batch that are run."""
 _SURPLUS = f"error: not run: a turn may hold at most {MAX_CALLS} calls"
-_SIGNS = frozenset({"exec", "write", "edit"})
+_SIGNS = frozenset({"exec", "write", "edit", "search", "lint"})
 """Tools whose failure may come from a limit."""
 _SCHEMAS = json.dumps([spec.json_schema() for spec in ALL_TOOLS.values()])
 
@@ -41,7 +42,7 @@ class ToolsService(Service, rpc.ToolsServicer):
         async with live.using() as guest:
             results = await self._run(live, guest, calls, timeout_s)
         surplus = len(request.calls) - len(calls)
-        return pb.BatchReply(results=[*map(_result, results), *[_result(_refusal(_SURPLUS))] * surplus])
+        return pb.BatchReply(results=map(tool_result_message, [*results, *[_refusal(_SURPLUS)] * surplus]))
 
     async def _run(self, live: Live, guest: Any, calls: list[ToolCall], timeout_s: float) -> list[ToolResult]:
         for call in calls:
@@ -62,6 +63,8 @@ class ToolsService(Service, rpc.ToolsServicer):
                 self.sandboxes.sign_of_escape(live, path)
             if not result.ok and call.name != "exec" and "no space left for" in result.text:
                 self.sandboxes.audit.record("limit.disk", live.identity, tool=call.name)
+            if call.name == "exec" and not result.timed_out and result.text.endswith(SHELL_DIED):
+                self.sandboxes.audit.record("shell.died", live.identity, how=result.text.rpartition("\n")[2])
             if result.timed_out or result.truncated:
                 kind = "limit.time" if result.timed_out else "limit.output"
                 self.sandboxes.audit.record(kind, live.identity, tool=call.name, bytes=result.true_bytes)  # type: ignore[arg-type]
@@ -83,17 +86,6 @@ def checked_timeout(seconds: float) -> float:
 
 def _refusal(text: str) -> ToolResult:
     return ToolResult(False, text, len(text.encode()))
-
-
-def _result(result: ToolResult) -> pb.ToolResult:
-    return pb.ToolResult(
-        ok=result.ok,
-        text=result.text,
-        true_bytes=result.true_bytes,
-        truncated=result.truncated,
-        timed_out=result.timed_out,
-        seconds=result.seconds,
-    )
 
 
 def _arguments(call: pb.ToolCall) -> dict[str, Any]:

@@ -36,6 +36,8 @@ class VerifierService(Service, rpc.VerifierServicer):
             timeout_s,
             None if left is None else max((left - timeout_s) / 2, 0),
         )
+        if result["exit"] == "timed_out":
+            self.sandboxes.audit.record("limit.time", "", what="verification", seconds=timeout_s)
         tampering = self._tampering(result)
         return pb.VerifyReply(
             outcomes=[pb.TestOutcome(**outcome) for outcome in result["outcomes"]],

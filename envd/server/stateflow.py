@@ -7,9 +7,10 @@ import os
 import socket
 import stat
 import tarfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from contracts.errors import describe
 from envd.errors import EnvdError
@@ -19,12 +20,12 @@ _BLOCK = tarfile.BLOCKSIZE
 _MAX_FILES = 100_000
 
 
-async def pack(directory: Path) -> AsyncIterator[bytes]:
+async def pack(directory: Path) -> AsyncGenerator[bytes, None]:
     """The directory's files and directories in a tar stream, piece by piece."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     loop = asyncio.get_running_loop()
-    writing = asyncio.ensure_future(asyncio.to_thread(_write, directory, theirs))
+    writing = _in_a_thread(_write, directory, theirs)
     try:
         while True:
             piece, filled = bytearray(_CHUNK), 0
@@ -44,7 +45,7 @@ async def unpack(pieces: AsyncIterator[bytes], into: Path, room: int) -> None:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     loop = asyncio.get_running_loop()
-    reading = asyncio.ensure_future(asyncio.to_thread(_read, theirs, into, room))
+    reading = _in_a_thread(_read, theirs, into, room)
     try:
         async for data in pieces:
             await loop.sock_sendall(ours, data)
@@ -54,6 +55,15 @@ async def unpack(pieces: AsyncIterator[bytes], into: Path, room: int) -> None:
         ours.close()
         await asyncio.wait({reading})
     reading.result()
+
+
+def _in_a_thread(work: Callable[..., None], *arguments: Any) -> asyncio.Future[None]:
+    """A thread of its own: a slow peer must not hold one of the few that everybody's work is given to."""
+    executor = ThreadPoolExecutor(1, "envd-state")
+    working = asyncio.get_running_loop().run_in_executor(executor, work, *arguments)
+    executor.shutdown(wait=False)
+    working.add_done_callback(lambda done: done.cancelled() or done.exception())  # looked at, also where nobody waits
+    return working
 
 
 def _write(directory: Path, sock: socket.socket) -> None:

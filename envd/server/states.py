@@ -17,6 +17,7 @@ from typing import Any
 
 from contracts.pb import envd_pb2 as pb
 from envd.errors import Unsupported
+from envd.messages import limits_message
 from envd.server.admission import Wanted
 from envd.server.live import Live
 from envd.server.sandboxes import Sandboxes
@@ -77,6 +78,7 @@ class States:
                 assert live.stored is not None
                 live.spec = replace(live.spec, name=self._sandboxes.fresh_name())
                 live.box = await live.backend.restore(live.stored, live.spec)
+                self._sandboxes.listen(live)
                 stored, live.stored = live.stored, None
                 await remove_tree(stored)
             live.state = "running"
@@ -131,7 +133,7 @@ class States:
             backend=live.backend.name,
             template=live.spec.template,
             template_files=files,
-            limits=pb.Limits(**asdict(live.spec.limits)),
+            limits=limits_message(live.spec.limits),
             env=live.spec.env,
             labels=live.labels,
             policy_yaml=live.policy_yaml,

@@ -37,6 +37,8 @@ from envd.tools.paths import relative
 from envd.tools.schemas import EXTRA_TOOLS, check_arguments
 from envd.types import ToolCall, ToolResult
 
+SHELL_DIED = "; shell restarted"
+"""How the last line of a command's answer ends where its shell died. That line is the server's: output stands before it."""
 _LOOKING = frozenset({"read", "list", "search", "lint", "semantic_search"})
 _PROCESSES = frozenset({"search", "lint"})
 """Tools that run a process in the sandbox: one at a time, so that they do not meet its limit of processes together."""
@@ -124,8 +126,8 @@ async def _extra(guest: GuestLink, call: ToolCall, timeout_s: float) -> ToolResu
     except TimeoutError:
         raise
     except (ToolError, OSError) as error:
-        text = str(tool_error(error, path))
-        return ToolResult(False, text, len(text.encode("utf-8", "replace")))
+        said = str(tool_error(error, path)).encode("utf-8", "replace")  # a path may hold half a character
+        return ToolResult(False, said.decode(), len(said))
     return ToolResult(True, output.text(), output.true_bytes, output.truncated)
 
 
@@ -190,7 +192,7 @@ def _shell_result(result: ShellResult, deadline_s: float, seconds: float) -> Too
     if result.timed_out:
         last = f"timed out after {deadline_s:g} s; shell restarted"
     else:
-        last = f"exit {result.code}" + ("; shell restarted" if result.died else "")
+        last = f"exit {result.code}" + (SHELL_DIED if result.died else "")
     output = Output.of_parts(result.head, result.tail, result.true_bytes)
     text = output.text()
     if text and not text.endswith("\n"):

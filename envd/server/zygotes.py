@@ -126,12 +126,12 @@ class Zygote:
         """Fork a sandbox of the role `verifier`; it is ready when this returns. Raises SandboxStartError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._count += 1
+        name = f"{self._role}-{self._count}"  # the zygotes of a server share a directory
         with theirs:
             ours.setblocking(False)
             reader, writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 20)
             try:
-                # the zygotes of a server share a directory
-                await self._request(f"{self._role}-{self._count}", template, limits, theirs)
+                await self._request(name, template, limits, theirs)
             except BaseException:
                 writer.close()
                 raise

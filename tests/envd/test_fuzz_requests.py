@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Iterator
 
@@ -14,12 +15,17 @@ from hypothesis import strategies as st
 from benchmarks.envd_attack import lying_guest, send
 from benchmarks.envd_fuzz import FuzzOptions, run
 from benchmarks.envd_hostile import METHODS, Hostile, Known, hostile_request
+from contracts.pb import envd_pb2 as pb
 from envd.client import Limits, SandboxClient, ToolCall
+from envd.connection import SANDBOX_TOKEN
 from envd.errors import EnvdError
 from envd.local import LocalEnvd
+from envd.tools import ALL_TOOLS
 from tests.envd.harness import FILES
 
 TRUE = ToolCall("exec", {"command": "true"})
+HALF = "a\ud800b"
+"""Half of a pair of UTF-16's: JSON can hold it, UTF-8 can't."""
 
 
 class Target:
@@ -81,6 +87,22 @@ def test_every_method_answers_to_a_seed_of_requests(target: Target, path: str) -
     for seed in range(4):
         chance = random.Random(seed)
         assert target.attack(hostile_request(chance, target.known, path), chance)[1] == ""
+
+
+HALVES = [
+    {"path": HALF}, {"path": "app.py", HALF: 1}, {"path": "app.py", "old": HALF, "new": ""}, {"path": "app.py", "content": HALF},
+    {"pattern": "x", "path": HALF}, {"query": "x", "path": HALF}, {"query": HALF}, {"command": HALF},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tool", sorted(ALL_TOOLS))
+def test_half_a_character_in_a_call_is_answered(target: Target, tool: str) -> None:
+    handle = target.known.handles[0]
+    for arguments in HALVES:
+        call = pb.ToolCall(name=tool, arguments_json=json.dumps(arguments))
+        batch = pb.BatchRequest(sandbox_id=handle.id, calls=[call], timeout_s=10).SerializeToString()
+        request = Hostile("/triplane.envd.v1.Tools/Batch", (batch,), ((SANDBOX_TOKEN, handle.token),))
+        assert target.attack(request, random.Random(0)) == ("OK", ""), arguments
 
 
 @settings(max_examples=60, deadline=None)

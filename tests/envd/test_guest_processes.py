@@ -12,6 +12,7 @@ import pytest
 
 from envd.errors import SandboxGone
 from envd.guest.link import GuestLink
+from envd.sandbox.proctree import descendants
 from tests.envd.guests import KINDS, Guest
 
 
@@ -67,6 +68,19 @@ def test_the_shell_keeps_its_state_and_gives_exit_codes(guest: Guest) -> None:
         assert (killed.code, killed.died) == (137, True)
         assert (await sh(link, "exec 2>&1; bash -c 'kill -TERM $$'"))[0] == 143
         assert await sh(link, "cat; read x; echo $?") == (0, "1\n")
+
+    guest.run(job)
+
+
+def test_a_shell_can_be_started_before_its_first_command(guest: Guest) -> None:
+    async def job(link: GuestLink) -> None:
+        began = set(descendants(guest.process.pid))
+        await link.warm_shell()
+        (shell,) = set(descendants(guest.process.pid)) - began
+        await link.warm_shell()
+        (result,) = await link.shell([("echo $$", 20.0)])
+        assert set(descendants(guest.process.pid)) - began == {shell}, "the one that was started takes the command"
+        assert (result.code, result.head.strip().isdigit()) == (0, True)
 
     guest.run(job)
 

@@ -96,7 +96,7 @@ def in_sandbox(run_dir: Path, *commands: str, limits: Limits | None = None, **fi
 
 def of_this_run(run_dir: Path) -> list[str]:
     """Groups and processes that name a run directory."""
-    groups = [str(path) for path in Path("/sys/fs/cgroup").glob(f"*/**/{run_dir.name}*")]
+    groups = [top for top, _, _ in os.walk("/sys/fs/cgroup") if f"/{run_dir.name}" in top]
     said = subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True, check=True).stdout
     return groups + [line for line in said.splitlines() if run_dir.name in line]
 
@@ -164,6 +164,78 @@ def test_process_1_has_given_up_everything(run_dir: Path) -> None:
     assert texts[1] == "2\n2\nexit 0"
     assert texts[2].split() == ["envd-spawn", "/", "0", "1", "2", "3", "exit", "0"]
     assert "/workspace overlay" in texts[3] and "/.scratch" not in texts[3]
+
+
+def test_no_mount_names_where_the_host_keeps_sandboxes(run_dir: Path) -> None:
+    (text,) = in_sandbox(run_dir, "cat /proc/self/mountinfo; echo x > /.template/calc.py; cat /.template/calc.py")
+    assert run_dir.name not in text and "templates" not in text
+    assert "Read-only file system" in text and text.endswith("x = 1\nexit 0")
+
+
+def test_sandboxes_of_root_are_users_of_their_own(run_dir: Path) -> None:
+    async def job(backend: NamespacesBackend) -> None:
+        if "users" not in backend.spawner.walls:
+            pytest.skip("not root, or templates are on a file system whose mounts can't be mapped")
+        boxes = [await backend.create(spec(run_dir)) for _ in range(2)]
+        users = {Path(f"/proc/{box._started.pid}/root/workspace").stat().st_uid for box in boxes}
+        assert len(users) == 2 and min(users) > sandbox_owner()
+        for box in boxes:
+            look = "stat -c '%u %g' . calc.py package /tmp /.template/calc.py | sort -u; echo 2 >> calc.py; stat -c %u calc.py; cat calc.py"
+            assert await sh(box, look) == "0 0\n0\nx = 1\n2\nexit 0"
+
+    with_backend(run_dir, job)
+
+
+def test_refused_system_calls_are_told_by_name_a_few_times_a_second(run_dir: Path) -> None:
+    many = "import os, ctypes; libc = ctypes.CDLL(None); [libc.chroot(b'/') for _ in range(3000)]; libc.unshare(0x10000000)"
+
+    async def job(backend: NamespacesBackend) -> None:
+        told: list[tuple[str, int]] = []
+        box = await backend.create(spec(run_dir))
+        box.tell_refusals(lambda call, count: told.append((call, count)))
+        assert await sh(box, "ls; git --version >/dev/null") == "calc.py\npackage\nexit 0" and told == []
+        assert (await sh(box, "chroot / true")).endswith("exit 125")
+        assert told == [("chroot", 1)]
+        await asyncio.sleep(1.1)
+        assert await sh(box, f'python3 -S -c "{many}"') == "exit 0"
+        seconds_at_most = 20
+        assert 2 <= len(told) < 4 * seconds_at_most and {call for call, _ in told} <= {"chroot", "unshare"}
+        assert sum(count for _, count in told) <= 3002
+
+    with_backend(run_dir, job)
+
+
+def test_what_a_quiet_sandbox_leaves_is_used_again_and_what_a_busy_one_leaves_is_not(run_dir: Path) -> None:
+    talk = "import socket; a = socket.create_server(('127.0.0.1', 5000)); b = socket.create_connection(('127.0.0.1', 5000))"
+
+    crowd = "import os, time\ntry:\n  while os.fork(): pass\n  time.sleep(9)\nexcept BlockingIOError: pass\n"
+
+    async def used(backend: NamespacesBackend, command: str) -> tuple[str, str]:
+        box = await backend._start(spec(run_dir, Limits(pids=32)))
+        before = await box.usage()
+        assert before.cpu_s < 5 and not before.events
+        network = str(Path(f"/proc/{box._started.pid}/ns/net").readlink())
+        said = await sh(box, command)
+        assert said.endswith("exit 0"), said
+        await box.destroy()
+        return box._started.groups, network
+
+    async def job(backend: NamespacesBackend) -> None:
+        first = await used(backend, "true")
+        assert await used(backend, "touch x") == first
+        assert await used(backend, f'test ! -e x && python3 -S -c "{talk}"') == first
+        group, network = await used(backend, f'python3 -S -c "{talk}"')  # the port is free: it is another's network
+        assert group == first[0] and network != first[1]
+        paused = await backend._start(spec(run_dir, Limits(pids=32)))
+        if "pause" in backend.features.can:
+            await paused.pause()
+        await paused.destroy()
+        if "pids" in backend.features.limits_enforced:
+            await used(backend, f"python3 -S -c '{crowd}'")
+        assert await used(backend, "test $(ls | wc -l) = 2; ! pgrep sleep")
+
+    with_backend(run_dir, job, pool=2)
+    assert of_this_run(run_dir) == []
 
 
 def test_files_outside_workspace_and_tmp_can_not_be_written(run_dir: Path) -> None:

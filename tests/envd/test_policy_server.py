@@ -14,7 +14,7 @@ import pytest
 from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
 from envd.client import Limits, SandboxClient, ToolCall
-from envd.errors import EnvdError, PolicyDenied, SandboxGone
+from envd.errors import EnvdError, FileError, PolicyDenied, SandboxGone
 from envd.local import LocalEnvd
 
 T = TypeVar("T")
@@ -163,6 +163,31 @@ def test_wrong_tokens_guessed_ids_escapes_and_lifetimes_are_events(served: Serve
     ]
     assert [event["sandbox"] for event in served.events("lifetime.expired")] == [short]
     assert served.events("server.started")
+
+
+def test_what_no_service_sees_is_an_event(served: Served) -> None:
+    async def job(client: SandboxClient) -> str:
+        async with grpc.aio.insecure_channel(served.address) as channel:
+            for method in ("Tools/Batch", "Files/Upload", "Files/Nothing"):
+                with pytest.raises(grpc.aio.AioRpcError):
+                    call = channel.stream_unary if method == "Files/Upload" else channel.unary_unary
+                    data = b"\xff" * 40
+                    await call(f"/triplane.envd.v1.{method}")(iter([data]) if method == "Files/Upload" else data)
+        sandbox = await client.create(await client.put_template(FILES), limits=Limits(memory_mb=64))
+        with pytest.raises(FileError):
+            await sandbox.files.read("x" * 300)
+        await sandbox.call(ToolCall("exec", {"command": "kill -9 $$"}))
+        await sandbox.close()
+        return sandbox.id
+
+    identity = served.run(job)
+    refused = served.events("request.refused")
+    methods = {str(event["detail"].get("method")).rpartition(".")[2] for event in refused}
+    assert {"Tools/Batch", "Files/Upload", "Files/Nothing"} <= methods
+    assert identity in [event["sandbox"] for event in refused]
+    assert [event["detail"]["how"] for event in served.events("shell.died") if event["sandbox"] == identity] == [
+        "exit 137; shell restarted"
+    ]
 
 
 def test_hitting_a_limit_is_an_event(served: Served) -> None:

@@ -18,6 +18,7 @@ from envd.backends.vm_families import Families, Family
 from envd.backends.vm_machine import About, Shape, kernel_arguments, read_about, write_about
 from envd.backends.vm_media import make_disk
 from envd.backends.vm_process import VmmProcess
+from envd.backends.vm_qemu import Console
 from envd.backends.vm_qmp import Qmp, QmpError
 from envd.backends.vm_sparse import open_written, overlay, write_over
 from envd.errors import EnvdError, SandboxGone, SandboxStartError
@@ -218,6 +219,22 @@ def test_a_vmm_is_watched_and_what_it_says_is_bounded(tmp_path: Path) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     asyncio.run(job())
     assert len(list(Path("/proc/self/fd").iterdir())) <= before
+
+
+def test_a_console_is_searched_for_limits_wherever_it_is_cut_and_kept_bounded() -> None:
+    said = (
+        b"[1.0] oom-kill:constraint=CONSTRAINT_NONE\r\n[1.0] Out of memory: Killed process 77 (python3)\r\n"
+        b"[2.0] cgroup: fork rejected by pids controller in /sandbox\r\n"
+    )
+    for step in (1, 7, 64, len(said)):
+        console = Console()
+        for at in range(0, len(said), step):
+            console.feed(said[at : at + step])
+        assert console.hits == {"memory": 1, "pids": 1}, step
+    console.feed(b"Killed process " * 10_000_000)
+    console.feed(b"\nlast")
+    assert console.end.endswith("last") and len(console.end) <= 4096
+    assert console.hits["memory"] == 2, "a line counts once, whatever a program in the machine writes into it"
 
 
 def test_a_snapshot_says_what_it_needs(tmp_path: Path) -> None:

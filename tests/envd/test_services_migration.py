@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
+import random
 import tarfile
+import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import grpc
 import pytest
 
 from contracts.pb import envd_pb2 as pb
+from contracts.pb import envd_pb2_grpc as rpc
 from envd.client import EnvdError, SandboxClient, SandboxGone, ToolCall
 from envd.errors import MigrationError
 from envd.local import LocalEnvd
+from envd.server import migration
+from envd.server.listening import Listening
+from envd.server.serve import Options, serve
 from envd.server.stateflow import pack, unpack
 from tests.envd.harness import FILES, FIX, Harness
 
@@ -70,6 +78,164 @@ def test_a_move_that_fails_leaves_the_sandbox_where_it_was(plain: Harness, other
             await sandbox.close()
 
     asyncio.run(job())
+
+
+class Silent(rpc.SandboxesServicer):
+    """A server that answers Info, and never what it is sent a sandbox by."""
+
+    def __init__(self, *, reads: bool) -> None:
+        self._reads = reads
+
+    async def Info(self, request: pb.InfoRequest, context: object) -> pb.InfoReply:
+        return pb.InfoReply(backends=[pb.BackendInfo(name="plain")])
+
+    async def Get(self, request: pb.GetRequest, context: object) -> pb.SandboxState:
+        await asyncio.sleep(3600)
+        return pb.SandboxState()
+
+    async def Receive(self, request: AsyncIterator[pb.SnapshotChunk], context: object) -> pb.ReceiveReply:
+        while self._reads and await anext(request, None) is not None:
+            pass
+        await asyncio.sleep(3600)
+        return pb.ReceiveReply()
+
+
+@asynccontextmanager
+async def silent(kind: str, address: str) -> AsyncIterator[None]:
+    """A target that takes connections at `unix:/path` and answers nothing, or only at first."""
+    if kind == "says nothing":
+        listening = await asyncio.start_unix_server(lambda *_: asyncio.sleep(3600), address.removeprefix("unix:"))
+        try:
+            yield
+        finally:
+            listening.close()
+        return
+    async with offered(Silent(reads=kind == "takes it and is silent"), address):
+        yield
+
+
+@asynccontextmanager
+async def offered(servicer: rpc.SandboxesServicer, address: str) -> AsyncIterator[None]:
+    server = grpc.aio.server()
+    rpc.add_SandboxesServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    server.add_insecure_port(address)
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(None)
+
+
+@asynccontextmanager
+async def served(tmp_path: Path) -> AsyncIterator[SandboxClient]:
+    """A server in this process, and what its loop could tell nobody of: at the end, nothing."""
+    unheard: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(str(context)))
+    listening = Listening(f"unix:{tmp_path}/s")
+    serving = asyncio.ensure_future(serve(Options(listening, ("plain",), tmp_path / "state")))
+    try:
+        async with SandboxClient(listening.address) as client:
+            await client.info()  # it has started
+            yield client
+    finally:
+        serving.cancel()
+        with suppress(asyncio.CancelledError):
+            await serving
+        gc.collect()
+        await asyncio.sleep(0)
+    assert not unheard
+
+
+def test_a_silent_target_holds_no_sandbox_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_CONNECT_S", "_IDLE_S", "_RESTORE_S", "_SETTLE_S"):
+        monkeypatch.setattr(migration, name, 1.0)
+
+    async def job() -> None:
+        async with served(tmp_path) as client:
+            sandbox = await client.create(await client.put_template(FILES))
+            await sandbox.call(FIX)
+            await sandbox.files.write("large", random.Random(0).randbytes(4 << 20))
+            for number, kind in enumerate(("says nothing", "takes nothing", "takes it and is silent")):
+                target = f"unix:{tmp_path}/t{number}"
+                async with silent(kind, target):
+                    moving = asyncio.ensure_future(sandbox.migrate(client, address=target))
+                    await asyncio.sleep(0.3)
+                    started = time.monotonic()
+                    assert "a + b" in (await sandbox.call(READ)).text, (
+                        "a call waits for the move to fail, or for nothing"
+                    )
+                    assert time.monotonic() - started < (0.6 if kind == "says nothing" else 10)
+                    with pytest.raises(MigrationError, match="goes on here"):
+                        await moving
+                assert (await sandbox.status()).state == "running"
+            assert (await sandbox.fork()).id != sandbox.id, "its state can be changed again"
+            assert not list(tmp_path.glob("state/*/snapshots/.held-*/*"))
+
+    asyncio.run(asyncio.wait_for(job(), 60))
+
+
+class Slow(rpc.SandboxesServicer):
+    """Takes a sandbox, and says so when it is let."""
+
+    def __init__(self) -> None:
+        self.taken, self.let = asyncio.Event(), asyncio.Event()
+        self.deleted: list[str] = []
+
+    async def Info(self, request: pb.InfoRequest, context: object) -> pb.InfoReply:
+        return pb.InfoReply(backends=[pb.BackendInfo(name="plain")])
+
+    async def Receive(self, request: AsyncIterator[pb.SnapshotChunk], context: object) -> pb.ReceiveReply:
+        async for _ in request:
+            pass
+        self.taken.set()
+        await self.let.wait()
+        return pb.ReceiveReply()
+
+    async def Delete(self, request: pb.DeleteRequest, context: object) -> pb.DeleteReply:
+        self.deleted.append(request.sandbox_id)
+        return pb.DeleteReply()
+
+
+def test_a_sandbox_that_is_ended_while_it_moves_lives_nowhere(plain: Harness, tmp_path: Path) -> None:
+    async def job(client: SandboxClient) -> None:
+        target, slow = f"unix:{tmp_path}/t", Slow()
+        async with offered(slow, target):
+            sandbox = await client.create(await client.put_template(FILES))
+            moving = asyncio.ensure_future(sandbox.migrate(client, address=target))
+            await slow.taken.wait()
+            ending = asyncio.ensure_future(sandbox.close())
+            while sandbox.id in {each.id for each in await client.list()}:
+                await asyncio.sleep(0.02)
+            slow.let.set()
+            with pytest.raises(SandboxGone):
+                await moving
+            await ending
+            assert slow.deleted == [sandbox.id]
+
+    plain.client(lambda client: asyncio.wait_for(job(client), 60))
+
+
+def test_a_sender_that_stops_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(migration, "_IDLE_S", 1.0)
+
+    async def job() -> None:
+        half = tar_of(("a", tarfile.REGTYPE, b"x" * 90_000))[:50_000]
+        async with served(tmp_path) as client:
+            for how in ("is silent", "goes away"):
+                call = client.sandboxes.Receive()
+                await call.write(pb.SnapshotChunk(header=header(), data=half))
+                while not list(tmp_path.glob("state/*/snapshots/.held-*/*/a")):
+                    await asyncio.sleep(0.02)
+                if how == "goes away":
+                    call.cancel()
+                else:
+                    assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+                    assert "sent nothing for 1 s" in await call.details()
+                while list(tmp_path.glob("state/*/snapshots/.held-*/*")):
+                    await asyncio.sleep(0.02)
+                assert await client.list() == []
+
+    asyncio.run(asyncio.wait_for(job(), 60))
 
 
 def header(**changes: object) -> pb.ReceiveHeader:

@@ -36,6 +36,8 @@ REFUSED = {
     "clone3": "fails(lambda: libc.syscall(435, None, 0), errno.ENOSYS)",
     "vsock": "raises(lambda: socket.socket(40, socket.SOCK_STREAM), errno.EAFNOSUPPORT)",
     "alg": "raises(lambda: socket.socket(38, socket.SOCK_SEQPACKET), errno.EAFNOSUPPORT)",
+    "generic netlink": "raises(lambda: socket.socket(16, socket.SOCK_RAW, 16), errno.EAFNOSUPPORT)",
+    "mptcp": "raises(lambda: socket.socket(2, socket.SOCK_STREAM, 262), errno.EPROTONOSUPPORT)",
     "typing into a terminal": "raises(lambda: fcntl.ioctl(os.openpty()[1] if os.path.exists('/dev/ptmx') else 0, 0x5412, b'x'), errno.EPERM)",
     "the x32 way in": "not X86 or fails(lambda: libc.syscall(0x40000000 + 39), errno.ENOSYS)",
 }
@@ -45,6 +47,7 @@ ALLOWED = {
     "a thread": "(lambda t: (t.start(), t.join(), True)[2])(threading.Thread(target=print))",
     "a fork": "(lambda pid: os._exit(0) if pid == 0 else os.waitpid(pid, 0)[1] == 0)(os.fork())",
     "a socket pair and the loopback": "bool(socket.socketpair()) and bool(socket.create_server(('127.0.0.1', 0)))",
+    "routes": "bool(socket.socket(16, socket.SOCK_RAW, 0))",
     "git": "subprocess.check_output(['git', 'log', '--format=%s']) == b'template\\n'",
 }
 

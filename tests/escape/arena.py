@@ -14,6 +14,7 @@ import grpc
 
 from envd.backends.namespaces import HELPER
 from envd.client import EnvdError, Limits, Sandbox, SandboxClient, SandboxGone, ToolCall
+from envd.errors import ServerUnavailable
 from envd.local import LocalEnvd
 from tests.envd.harness import FILES, HIDDEN, TESTS
 from tests.escape.attack import HOST_KERNEL, SMALL, Attack
@@ -22,6 +23,8 @@ from tests.escape.neighbour import Neighbour
 from tests.escape.payload import SOURCE
 
 _SETTLE_S = 15.0
+_AT_ONCE = 6
+"""Quiet attacks that are tried beside each other."""
 _EVENT_S = 8.0
 """The server looks at sandboxes that give no sign of a limit every few seconds."""
 
@@ -41,10 +44,13 @@ class Arena:
     def __init__(self, backend: str) -> None:
         self.backend = backend
         self.patience_s = 60.0 if backend == "qemu" else 30.0
+        self.slow = 3.0 if backend == "qemu" else 1.0
+        """By how much longer attempts may take."""
         self.short_s = 1.0 if backend in (*HOST_KERNEL, "plain") else 3.0
         """A timeout that is too short for what is to be stopped, and long enough to start it."""
         self.files = {**FILES, "attempts.py": SOURCE.encode()}
         self._mine: list[Sandbox] = []
+        self._ended: dict[str, Outcome] = {}
 
     def start(self) -> None:
         """Start the server. Raises BackendUnavailable where the backend does not work."""
@@ -71,9 +77,15 @@ class Arena:
         self.host.close()
         self.runner.close()
 
-    def run(self, attack: Attack) -> Outcome:
-        """Run an attack, see that nothing else was harmed, and leave nothing of it."""
-        return self.runner.run(self._run(attack))
+    def run(self, attack: Attack, selected: Sequence[Attack] = ()) -> Outcome:
+        """Run an attack, see that nothing else was harmed, and leave nothing of it. Of those selected, quiet ones are run beside a quiet one."""
+        if attack.name not in self._ended:
+            beside = [each for each in selected if each.quiet and self._due(each) and each != attack]
+            self.runner.run(self._run([attack, *(beside[: _AT_ONCE - 1] if attack.quiet else ())]))
+        return self._ended[attack.name]
+
+    def _due(self, attack: Attack) -> bool:
+        return attack.name not in self._ended and self.backend not in attack.not_on
 
     async def _open(self) -> None:
         self.client = await SandboxClient(self.address).__aenter__()
@@ -90,43 +102,59 @@ class Arena:
         await asyncio.sleep(1.0)
         self.host.remember()
 
-    async def _run(self, attack: Attack) -> Outcome:
-        since = max([event.number async for event in self.client.audit()], default=0)
+    async def _run(self, attacks: Sequence[Attack]) -> None:
         try:
-            text = await self._tried(attack)
-            expected = set() if self.backend in attack.unseen_on else set(attack.audit)
-            await self._recorded(since, expected)
+            ended = await asyncio.gather(*map(self._watched, attacks))
         finally:
-            for sandbox in self._mine:
-                await sandbox.close()
+            await asyncio.gather(*(sandbox.close() for sandbox in self._mine))
             self._mine.clear()
-        await self.neighbour.look()
-        assert await self.neighbour.beats(), "the neighbour's process stands still"
-        await self.host.settle(_SETTLE_S)
-        return Outcome(text, await self._recorded(since, set()))
+        try:
+            await self.neighbour.look()
+            assert await self.neighbour.beats(), "the neighbour's process stands still"
+            await self.host.settle(_SETTLE_S)
+        except AssertionError as error:
+            error.add_note(f"tried beside each other: {', '.join(attack.name for attack in attacks)}")
+            raise
+        self._ended |= {attack.name: outcome for attack, outcome in zip(attacks, ended, strict=True)}
 
-    async def _recorded(self, since: int, expected: set[str]) -> tuple[str, ...]:
+    async def _watched(self, attack: Attack) -> Outcome:
+        """Try it; with what is recorded of its own sandbox, where it has just one, or of all."""
+        since = max([event.number async for event in self.client.audit()], default=0)
+        expected = set() if self.backend in attack.unseen_on else set(attack.audit)
+        text, own = await self.tried(attack)
+        return Outcome(text, await self._recorded(since, expected, own))
+
+    async def tried(self, attack: Attack) -> tuple[str, str]:
+        """What is said of an attempt, and the id of its sandbox where it has just one."""
+        if attack.act is not None:
+            return await attack.act(self), ""
+        if attack.verify is not None:
+            return await self.verified(attack.verify, hidden=attack.hidden or HIDDEN), ""
+        sandbox = await self.sandbox(limits=attack.limits, **attack.create)
+        return await self._said(attack, sandbox), sandbox.id
+
+    async def _recorded(self, since: int, expected: set[str], sandbox_id: str) -> tuple[str, ...]:
         """Kinds of the events since, once one of the expected is there or the server has had time to look at all sandboxes."""
         deadline = time.monotonic() + _EVENT_S
         while True:
-            kinds = tuple([event.kind async for event in self.client.audit(after=since)])
+            events = self.client.audit(sandbox_id=sandbox_id, after=since)
+            kinds = tuple([event.kind async for event in events])
             if not expected or expected & set(kinds) or time.monotonic() > deadline:
                 return kinds
             await asyncio.sleep(0.2)
 
-    async def _tried(self, attack: Attack) -> str:
-        if attack.act is not None:
-            return await attack.act(self)
-        if attack.verify is not None:
-            return await self.verified(attack.verify, hidden=attack.hidden or HIDDEN)
+    async def _said(self, attack: Attack, sandbox: Sandbox) -> str:
+        """What its script or command says in a sandbox."""
+        command = attack.shell or "python3 attack.py"
+        timeout_s = attack.timeout_s * self.slow
+        call = ToolCall("exec", {"command": command, "timeout_s": timeout_s})
         try:
-            sandbox = await self.sandbox(limits=attack.limits, **attack.create)
-            command = attack.shell or "python3 attack.py"
             if attack.script:
                 await sandbox.files.write("attack.py", f"from attempts import *\n{attack.script}".encode())
-            call = ToolCall("exec", {"command": command, "timeout_s": attack.timeout_s})
-            result = await sandbox.call(call, timeout_s=attack.timeout_s + 10)
-        except SandboxGone as error:
+            result = await sandbox.call(call, timeout_s=timeout_s + 10)
+            if "limit.disk" in attack.audit:
+                await attempt("write", sandbox.files.write("next", b"x"))  # as an agent goes on
+        except (SandboxGone, ServerUnavailable) as error:
             return f"gone: {error}"
         return f"{result.text}\ntimed_out={result.timed_out}"
 

@@ -20,6 +20,11 @@ SMALL = Limits(memory_mb=128, pids=32, cpu=1, disk_mb=16, lifetime_s=120)
 KERNEL = "the sandbox's kernel refuses it, and the server does not see system calls"
 NOWHERE = "nothing is refused: what it looks for is not there"
 CONTAINED = "nothing is refused: it is let happen where it harms nobody"
+UNTOLD = {
+    "namespaces-python": "the Python helper's filter answers by itself and tells nobody",
+    **dict.fromkeys(("gvisor", "qemu"), "a kernel of its own answers, and the server does not see system calls"),
+}
+"""Where nobody tells the server of a refused system call."""
 OWN_KERNEL = "root of a virtual machine of its own, whose wall is the machine"
 
 
@@ -61,6 +66,11 @@ class Attack:
     timeout_s: float = 20
     plain: bool = False
     """It succeeds (BREACH) on the plain backend: a test shows that, so that the attempt is known to be a real one."""
+
+    @property
+    def quiet(self) -> bool:
+        """It asks its own sandbox only, and for little: others may be tried beside it."""
+        return bool(self.script or self.shell) and self.family != "bombs"
 
     def __post_init__(self) -> None:
         assert sum(map(bool, (self.script, self.shell, self.act, self.verify))) == 1, self.name

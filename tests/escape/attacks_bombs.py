@@ -7,7 +7,7 @@ import time
 
 from envd.client import Limits, ToolCall
 from tests.escape.arena import Arena
-from tests.escape.attack import CONTAINED, HOST_KERNEL, KERNEL, Attack
+from tests.escape.attack import CONTAINED, KERNEL, OWN_KERNEL, Attack
 
 FORKS = """
 n = 0
@@ -223,8 +223,9 @@ EPOLL = """
 import select
 n, held = 0, []
 pipes = [os.pipe()[0] for _ in range(400)]
+until = time.monotonic() + 4
 try:
-    while n < 3_000_000:
+    while n < 3_000_000 and time.monotonic() < until:
         poll = select.epoll()
         held.append(poll)
         for fd in pipes:
@@ -353,30 +354,30 @@ async def lifetime(arena: Arena) -> str:
 
 
 _BOUNDED = r"refused|exit 137|exit 1$|gone|Killed|MemoryError"
-_OOM = r"gone|exit 137|Killed|MemoryError|refused|Cannot allocate"
+# gVisor ends a process that the host kills a part of with code 1, and without a word.
+_OOM = r"gone|exit 137|Killed|MemoryError|refused|Cannot allocate|\Aexit 1\n"
 _BY_USER = "the kernel counts it by user and name space; the server does not see it"
 _GVISOR_COUNTS = "its kernel refuses at the sandbox's own limit, which the host's groups do not count as hit"
-_VM = "the machine's own kernel refuses it: the host's groups see one QEMU"
 ATTACKS = (
-    Attack("fork-bomb", "bombs", "processes without end", r"refused after \d+|gone", script=FORKS, audit=("limit.pids",), unseen_on={"qemu": _VM, "gvisor": _GVISOR_COUNTS}),
-    Attack("thread-bomb", "bombs", "threads without end", r"refused after \d+|gone", script=THREADS, audit=("limit.pids",), unseen_on={"qemu": _VM, "gvisor": _GVISOR_COUNTS}),
-    Attack("zombie-bomb", "bombs", "dead processes that nobody waits for", r"refused after \d+|gone", script=ZOMBIES, audit=("limit.pids",), unseen_on={"qemu": _VM, "gvisor": _GVISOR_COUNTS}),
-    Attack("memory-bomb", "bombs", "512 MiB of memory in a sandbox of 128", _OOM, script=MEMORY, audit=("limit.memory", "sandbox.died"), unseen_on={"qemu": _VM}),
-    Attack("memory-files", "bombs", "512 MiB in memory files", _OOM, script=MEMFD, audit=("limit.memory", "sandbox.died"), unseen_on={"qemu": _VM}),
-    Attack("memory-shared", "bombs", "512 MiB of System V shared memory", _OOM, script=SHARED, audit=("limit.memory", "sandbox.died"), unseen_on={"qemu": _VM}),
+    Attack("fork-bomb", "bombs", "processes without end", r"refused after \d+|gone", script=FORKS, audit=("limit.pids",), unseen_on={"gvisor": _GVISOR_COUNTS}),
+    Attack("thread-bomb", "bombs", "threads without end", r"refused after \d+|gone", script=THREADS, audit=("limit.pids",), unseen_on={"gvisor": _GVISOR_COUNTS}),
+    Attack("zombie-bomb", "bombs", "dead processes that nobody waits for", r"refused after \d+|gone", script=ZOMBIES, audit=("limit.pids",), unseen_on={"gvisor": _GVISOR_COUNTS}),
+    Attack("memory-bomb", "bombs", "512 MiB of memory in a sandbox of 128", _OOM, script=MEMORY, audit=("limit.memory", "sandbox.died")),
+    Attack("memory-files", "bombs", "512 MiB in memory files", _OOM, script=MEMFD, audit=("limit.memory", "sandbox.died")),
+    Attack("memory-shared", "bombs", "512 MiB of System V shared memory", _OOM, script=SHARED, audit=("limit.memory", "sandbox.died")),
     Attack("memory-pipes", "bombs", "memory of the kernel's held in pipes", r"held|" + _OOM, script=PIPES, unseen="its limit refuses or ends it; which, the kernel decides"),
     Attack("memory-sockets", "bombs", "memory of the kernel's held in socket buffers", r"held|" + _OOM, script=SOCKET_BUFFERS, unseen="its limit refuses or ends it; which, the kernel decides"),
-    Attack("memory-locked", "bombs", "memory locked against its limit", r"refused|" + _OOM, script=LOCKS, unseen="its limit refuses or ends it; which, the kernel decides"),
-    Attack("disk-bomb", "bombs", "64 MiB into each of the workspace, /tmp, /dev/shm and /var/tmp of a sandbox with 16", r"refused /workspace/fill[\s\S]*refused /tmp/fill", script=DISK, audit=("limit.disk",), unseen_on={"qemu": _VM, "gvisor": "its kernel keeps the disk: the server counts nothing of it", "namespaces-python": "the Python helper does not count what is written"}),
+    Attack("memory-locked", "bombs", "memory locked against its limit", r"refused|" + _OOM, script=LOCKS, unseen="its limit refuses or ends it; which, the kernel decides", harmless_on={"qemu": OWN_KERNEL}),
+    Attack("disk-bomb", "bombs", "64 MiB into each of the workspace, /tmp, /dev/shm and /var/tmp of a sandbox with 16", r"refused /workspace/fill[\s\S]*refused /tmp/fill", script=DISK, audit=("limit.disk",)),
     Attack("disk-allocate", "bombs", "a file of 1 GiB and one of 1 TiB allocated without writing", r"refused fallocate 1073741824", script=ALLOCATE, unseen=KERNEL),
-    Attack("inode-bomb", "bombs", "200,000 empty files", r"refused after|gone|exit 137", script=INODES, unseen="the file system refuses at 65,536; the server counts bytes", timeout_s=60),
+    Attack("inode-bomb", "bombs", "200,000 empty files", r"refused after|gone|exit 137", script=INODES, audit=("limit.disk", "limit.memory"), timeout_s=60),
     Attack("descriptor-bomb", "bombs", "a million descriptors, and the limit raised", r"refused after[\s\S]*refused raise|refused after", script=DESCRIPTORS, unseen=KERNEL),
     Attack("inotify-instances", "bombs", "inotify instances, which kernels count by user, held while a neighbour and the host need one", r"the neighbour has its own", act=exhausting(INOTIFY, "inotify"), unseen=_BY_USER),
     Attack("inotify-watches", "bombs", "60,000 watches, which kernels count by user", r"the neighbour has its own", act=exhausting(WATCHES, "watches"), unseen=_BY_USER),
     Attack("queued-signals", "bombs", "half a million queued signals, which kernels count by user", r"the neighbour has its own", act=exhausting(SIGNALS, "signals"), unseen=_BY_USER),
     Attack("terminals", "bombs", "pseudo-terminals, which kernels count over all", r"the neighbour has its own", act=exhausting(TERMINALS, "terminals"), unseen=_BY_USER),
-    Attack("descriptors-in-flight", "bombs", "descriptors sent and never received, which kernels count by user", r"the neighbour has its own", act=exhausting(IN_FLIGHT, "in flight"), unseen=_BY_USER, succeeds_on=dict.fromkeys(HOST_KERNEL, "all sandboxes of a server are one user of the host's: while one holds its descriptors in flight, neighbours can't send any over sockets")),
-    Attack("epoll-watches", "bombs", "three million epoll watches, which kernels count by user", r"the neighbour has its own", act=exhausting(EPOLL, "epoll"), unseen=_BY_USER),
+    Attack("descriptors-in-flight", "bombs", "descriptors sent and never received, which kernels count by user", r"the neighbour has its own", act=exhausting(IN_FLIGHT, "in flight"), unseen=_BY_USER, succeeds_on={"namespaces-python": "all sandboxes of a server are one user of the host's: while one holds its descriptors in flight, neighbours can't send any over sockets"}),
+    Attack("epoll-watches", "bombs", "epoll watches without end, which kernels count by user", r"the neighbour has its own", act=exhausting(EPOLL, "epoll"), unseen=_BY_USER),
     Attack("cpu-hog", "bombs", "eight busy loops with half a core", r"held at", act=burn, unseen="a scheduler's limit is kept, not hit"),
     Attack("daemon-after-timeout", "time", "a daemon that ignores every signal and left its session outlives its command's timeout", r"killed timed_out=True", act=daemon_after_timeout, audit=("limit.time",)),
     Attack("daemon-after-end", "time", "daemons outlive their sandbox", r"nothing lives on", act=daemon_after_end, unseen=CONTAINED),

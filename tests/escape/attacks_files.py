@@ -6,6 +6,7 @@ import asyncio
 
 from envd.client import Sandbox, ToolCall
 from envd.errors import EnvdError, FileError
+from tests.envd.harness import HIDDEN, TESTS
 from tests.escape.arena import Arena, attempt
 from tests.escape.attack import CONTAINED, KERNEL, OWN_KERNEL, Attack
 
@@ -68,6 +69,15 @@ async def magic_links(arena: Arena) -> str:
     return "\n".join([await attempt(f"read {path}", sandbox.files.read(path)) for path in paths])
 
 
+def exchanging(one: str, other: str) -> bytes:
+    """A program that exchanges two names as quickly as it can: at once, or in steps where the kernel knows no RENAME_EXCHANGE."""
+    return (
+        f"import ctypes, os\nlibc = ctypes.CDLL(None)\none, other = {one!r}, {other!r}\n"
+        "while libc.renameat2(-100, one.encode(), -100, other.encode(), 2) == 0:\n    pass\n"
+        "while True:\n    os.rename(one, 'aside')\n    os.rename(other, one)\n    os.rename('aside', other)\n"
+    ).encode()
+
+
 async def swapped_directory(arena: Arena) -> str:
     """A directory becomes a link to the outside and back, as quickly as the sandbox can, while the server reads, writes and lists."""
     sandbox = await arena.sandbox()
@@ -79,11 +89,7 @@ async def swapped_directory(arena: Arena) -> str:
             },
         )
     )
-    code = (
-        "import ctypes\nlibc = ctypes.CDLL(None)\n"
-        "while True:\n    libc.renameat2(-100, b'd', -100, b'l', 2)\n"  # RENAME_EXCHANGE
-    )
-    await sandbox.files.write("swap.py", code.encode())
+    await sandbox.files.write("swap.py", exchanging("d", "l"))
     await sandbox.processes.start(["python3", "swap.py"])
     await asyncio.sleep(0.3)
     seen, refused, rounds = set(), 0, 0
@@ -97,6 +103,7 @@ async def swapped_directory(arena: Arena) -> str:
         except FileError:
             refused += 1
         seen.add((await sandbox.call(ToolCall("read", {"path": "d/f"}))).text.encode())
+    seen.add(await _read_where_the_link_stays(sandbox, "d", "l", "d/f"))
     left = (await sandbox.call(ToolCall("exec", {"command": "ls /tmp/outside"}))).text
     lost = any(b"OUTSIDE" in each for each in seen) or left != "f\nexit 0"
     return f"{'BREACH' if lost else 'never outside'} in {rounds} rounds, {refused} refused: {sorted(seen)} {left}"
@@ -107,8 +114,7 @@ async def swapped_file(arena: Arena) -> str:
     await sandbox.call(
         ToolCall("exec", {"command": "mkdir s; echo inside >s/a; ln -s /etc/passwd s/b; echo OUT >/tmp/o"})
     )
-    code = "import ctypes\nlibc = ctypes.CDLL(None)\nwhile True:\n    libc.renameat2(-100, b's/a', -100, b's/b', 2)\n"
-    await sandbox.files.write("swap.py", code.encode())
+    await sandbox.files.write("swap.py", exchanging("s/a", "s/b"))
     await sandbox.processes.start(["python3", "swap.py"])
     await asyncio.sleep(0.3)
     seen: set[bytes] = set()
@@ -118,7 +124,18 @@ async def swapped_file(arena: Arena) -> str:
             seen.add(await sandbox.files.read("s/a"))
         except FileError as error:
             seen.add(f"refused {error.errno}".encode())
+    seen.add(await _read_where_the_link_stays(sandbox, "s/a", "s/b", "s/a"))
     return f"{'BREACH' if any(b'root:' in each for each in seen) else 'never outside'} {sorted(seen)}"
+
+
+async def _read_where_the_link_stays(sandbox: Sandbox, one: str, two: str, path: str) -> bytes:
+    """The exchange ends with the link in the place that is read: on a slow machine no read may have met it before."""
+    end = f"pkill -9 -f swap.py; until ! pgrep -f swap.p[y]; do sleep 0.1; done; [ -L {one} ] || {{ mv {one} x; mv {two} {one}; }}"
+    await sandbox.call(ToolCall("exec", {"command": end}), timeout_s=30)
+    try:
+        return await sandbox.files.read(path)
+    except FileError as error:
+        return f"refused {error.errno}".encode()
 
 
 async def fifo(arena: Arena) -> str:
@@ -163,7 +180,8 @@ async def diff_of_links(arena: Arena) -> str:
     await sandbox.call(ToolCall("exec", {"command": command}))
     diff = await sandbox.diff()
     bad = [word for word in (b"root:x", b"PATH=", arena.host.secret.encode(), b"/etc/passwd\n+root") if word in diff]
-    return f"BREACH {bad}" if bad else f"links as links: {diff.count(b'120000')}"
+    verdict = await arena.client.verify(arena.template, diff, HIDDEN, TESTS, timeout_s=20)
+    return f"BREACH {bad}" if bad else f"links as links: {diff.count(b'120000')} {list(verdict.tampering)}"
 
 
 async def _tree(sandbox: Sandbox, script: str) -> None:
@@ -256,9 +274,9 @@ ATTACKS = (
     Attack("path-swap-directory", "paths", "TOCTOU: a directory and a link to the outside exchanged in a loop while the server works in it", r"never outside", act=swapped_directory, audit=("path.escape",)),
     Attack("path-swap-file", "paths", "TOCTOU: a file and a link exchanged in a loop while the server reads it", r"never outside", act=swapped_file, audit=("path.escape",)),
     Attack("path-fifo", "paths", "a FIFO, an endless device and a terminal in place of a file", r"refused read pipe[\s\S]*refused tool", act=fifo, audit=("path.escape",)),
-    Attack("path-names", "paths", "names with null bytes, of 300 bytes, 3,000 levels; the workspace itself removed and moved", r"refused read.*[\s\S]*refused remove[\s\S]*refused move", act=names, unseen="a name that no file can have asks for nothing"),
+    Attack("path-names", "paths", "names with null bytes, of 300 bytes, 3,000 levels; the workspace itself removed and moved", r"refused read.*[\s\S]*refused remove[\s\S]*refused move", act=names, audit=("request.refused",)),
     Attack("path-hidden", "paths", "a file that the policy hides, by other spellings and from git's history", r"refused read[\s\S]*not in the sandbox", act=hidden_file, audit=("path.escape",)),
-    Attack("path-diff-links", "paths", "links and FIFOs in what the final diff reads", r"links as links: [2-4]", act=diff_of_links, unseen=CONTAINED),
+    Attack("path-diff-links", "paths", "links and FIFOs in what the final diff reads, and its verdict", r"links as links: [2-4] .*link:outside", act=diff_of_links, audit=("verify.tampered",)),
     Attack("path-deep-tree", "paths", "1,500 nested directories to list, compare and remove", r"bounded", act=deep_tree, unseen=CONTAINED),
     Attack("path-wide-tree", "paths", "20,000 entries with long names in one directory", r"bounded: 1000 entries, cut True", act=wide_tree, audit=("limit.output",)),
     Attack("path-hard-link", "paths", "hard links to files of the system and of the template", r"refused link /etc/passwd", script=HARDLINK, unseen=KERNEL),

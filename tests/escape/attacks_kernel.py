@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from tests.escape.attack import KERNEL, NOWHERE, OWN_KERNEL, Attack
+import asyncio
+
+from envd.client import ToolCall
+from tests.escape.arena import Arena
+from tests.escape.attack import KERNEL, NOWHERE, OWN_KERNEL, UNTOLD, Attack
 
 _OWN = {"qemu": OWN_KERNEL}
 _GVISOR_AGENT = {
     **_OWN,
-    "gvisor": "gVisor keeps no process of a user from another of the same: the agent holds no secret, and its server takes its stream for hostile",
+    "gvisor": "gVisor shows each process what the others have mapped and open; the agent's environment holds no secret, and what it has open are sockets, which nobody can open again",
 }
 _GVISOR_OWN = {
     **_OWN,
@@ -47,6 +51,38 @@ for fd in range(64):
 for device in ("/dev/vport0p1", "/dev/vport1p1", "/dev/virtio-ports/envd"):
     absent_or = os.path.exists(device) and attempt(device, writing, device, frame)
 """
+FORKS_OF_THE_AGENT = """
+frame = struct.pack("<I", 32) + bytes(32)
+until, found, STREAMS = time.monotonic() + 3, 0, ("host:", "socket:")
+while time.monotonic() < until:
+    for pid in [name for name in os.listdir("/proc") if name.isdigit() and name != str(os.getpid())]:
+        for fd in range(8):
+            path = f"/proc/{pid}/fd/{fd}"
+            try:
+                found += os.readlink(path).startswith(STREAMS)
+                held = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+            except OSError:
+                continue
+            kind = os.readlink(f"/proc/self/fd/{held}")  # the number may stand for something else by now
+            if kind.startswith(STREAMS):
+                print("BREACH wrote", os.write(held, frame), kind, flush=True)
+            os.close(held)
+print("never opened, of", found, flush=True)
+"""
+
+
+async def forks_of_the_agent(arena: Arena) -> str:
+    """A forked child has the agent's descriptors until it executes its program."""
+    sandbox = await arena.sandbox()
+    await sandbox.files.write("attack.py", f"from attempts import *\n{FORKS_OF_THE_AGENT}".encode())
+    looking = asyncio.ensure_future(sandbox.processes.run(["python3", "attack.py"]))
+    while not looking.done():
+        await sandbox.processes.run(["true"])
+        await sandbox.call(ToolCall("exec", {"command": "true"}))
+    _, said, _ = await looking
+    return said.decode()
+
+
 SYSCTL = """
 for path, value in (
     ("/proc/sysrq-trigger", b"h"), ("/proc/sys/kernel/core_pattern", b"|/tmp/x"), ("/proc/sys/kernel/modprobe", b"/tmp/x"), ("/proc/sys/vm/overcommit_memory", b"1"),
@@ -338,31 +374,32 @@ for name, family, kind, protocol in (
 _REFUSED = r"refused "
 ATTACKS = (
     Attack("proc-agent-files", "proc", "memory, environment, descriptors and root of the agent by /proc/1", r"refused /proc/1/mem", script=AGENT_FILES, unseen=KERNEL, harmless_on=_GVISOR_AGENT),
-    Attack("proc-agent-stream", "proc", "the agent's stream opened by /proc/1/fd or its device, to forge answers", _REFUSED, script=AGENT_STREAM, unseen=KERNEL, harmless_on=_GVISOR_AGENT),
+    Attack("proc-agent-stream", "proc", "the agent's stream opened by /proc/1/fd or its device, to forge answers", _REFUSED, script=AGENT_STREAM, unseen=KERNEL, harmless_on=_OWN),
+    Attack("proc-agent-forks", "proc", "the agent's stream opened by what it has just forked, while it starts programs", r"never opened", act=forks_of_the_agent, unseen=KERNEL, harmless_on=_OWN),
     Attack("proc-settings", "proc", "core_pattern, modprobe, sysrq-trigger, binfmt_misc, oom_score_adj, uid_map and other settings written", r"refused write /proc/sys/kernel/core_pattern", script=SYSCTL, unseen=KERNEL, harmless_on=_OWN_USER),
     Attack("proc-kernel-memory", "proc", "/proc/kcore, /dev/mem, the kernel's log and addresses read", r"nothing of the kernel's addresses", script=MEMORY_FILES, unseen=KERNEL, harmless_on=_OWN),
     Attack("proc-other-pids", "proc", "every pid up to 40,000 signalled", r"nothing of processes of others", script=OTHER_PIDS, unseen=NOWHERE, harmless_on=_OWN),
     Attack("proc-executable", "proc", "the running program overwritten through /proc/1/exe and /proc/self/exe (as CVE-2019-5736)", r"refused open /proc/self/exe", script=EXECUTABLE, unseen=KERNEL, harmless_on=_OWN),
-    Attack("proc-enter-namespaces", "proc", "setns into the namespaces of process 1", _REFUSED, script=NAMESPACES, unseen=KERNEL, harmless_on=_OWN_USER),
-    Attack("ptrace-agent", "ptrace", "ptrace of the agent and of the shell", r"refused attach 1", script=PTRACE, unseen=KERNEL, harmless_on=_OWN),
-    Attack("ptrace-peer-memory", "ptrace", "process_vm_readv, process_vm_writev, kcmp and /proc/1/mem", r"refused process_vm_readv of 1", script=PEER_MEMORY, unseen=KERNEL, harmless_on=_OWN),
-    Attack("ptrace-steal-descriptors", "ptrace", "pidfd_getfd of the agent's descriptors", r"refused descriptor 3 of 1", script=STEAL, unseen=KERNEL, harmless_on=_OWN),
+    Attack("proc-enter-namespaces", "proc", "setns into the namespaces of process 1", _REFUSED, script=NAMESPACES, audit=("syscall.refused",), unseen_on=UNTOLD, harmless_on=_OWN_USER),
+    Attack("ptrace-agent", "ptrace", "ptrace of the agent and of the shell", r"refused attach 1", script=PTRACE, audit=("syscall.refused",), unseen_on=UNTOLD, harmless_on=_OWN, timeout_s=5),
+    Attack("ptrace-peer-memory", "ptrace", "process_vm_readv, process_vm_writev, kcmp and /proc/1/mem", r"refused process_vm_readv of 1", script=PEER_MEMORY, audit=("syscall.refused",), unseen_on=UNTOLD, harmless_on=_OWN),
+    Attack("ptrace-steal-descriptors", "ptrace", "pidfd_getfd of the agent's descriptors", r"refused descriptor 3 of 1", script=STEAL, audit=("syscall.refused",), unseen_on=UNTOLD, harmless_on=_OWN),
     Attack("kill-agent", "ptrace", "nine signals to process 1", r"process 1 is there: True|^gone", script=KILL_AGENT, unseen=KERNEL),
     Attack("device-nodes", "devices", "disks, /dev/kvm, loop devices, MSRs and other known devices opened", _REFUSED, script=KNOWN_DEVICES, unseen=KERNEL, harmless_on=_OWN),
     Attack("device-make", "devices", "block and character devices made and opened", r"refused device disk in /tmp", script=MAKE_DEVICES, unseen=KERNEL, harmless_on=_GVISOR_OWN),
-    Attack("mount-old", "mounts", "mounting, binding, remounting and unmounting", r"refused mount tmpfs", script=MOUNTS, unseen=KERNEL, harmless_on=_OWN),
-    Attack("mount-new", "mounts", "fsopen, open_tree, mount_setattr, move_mount", r"refused fsopen tmpfs", script=NEW_MOUNTS, unseen=KERNEL, harmless_on=_OWN),
-    Attack("mount-roots", "mounts", "chroot, pivot_root, and climbing above /", r"nothing of the host above /", script=ROOTS, unseen=KERNEL, harmless_on=_OWN),
-    Attack("mount-handles", "mounts", "open_by_handle_at of inode 2 (as the shocker exploit)", r"refused handle of inode 2 by /usr", script=HANDLES, unseen=KERNEL, harmless_on=_OWN),
+    Attack("mount-old", "mounts", "mounting, binding, remounting and unmounting", r"refused mount tmpfs", script=MOUNTS, audit=("syscall.refused",), unseen_on=UNTOLD, harmless_on=_OWN),
+    Attack("mount-new", "mounts", "fsopen, open_tree, mount_setattr, move_mount", r"refused fsopen tmpfs", script=NEW_MOUNTS, audit=("syscall.refused",), unseen_on=UNTOLD, harmless_on=_OWN),
+    Attack("mount-roots", "mounts", "chroot, pivot_root, and climbing above /", r"nothing of the host above /", script=ROOTS, audit=("syscall.refused",), unseen_on=UNTOLD, harmless_on=_OWN),
+    Attack("mount-handles", "mounts", "open_by_handle_at of inode 2 (as the shocker exploit)", r"refused handle of inode 2 by /usr", script=HANDLES, audit=("syscall.refused",), unseen_on=UNTOLD, harmless_on=_OWN),
     Attack("setuid-programs", "privileges", "a setuid copy of bash, other user ids, owners and groups", r"setuid gives nothing", script=SETUID, unseen=KERNEL, harmless_on=_OWN_USER),
     Attack("capabilities", "privileges", "capset, file capabilities, real-time scheduling, negative nice", r"refused capset all[\s\S]*nothing of capabilities", script=CAPABILITIES, unseen=KERNEL, harmless_on=_OWN_USER),
-    Attack("user-namespaces", "privileges", "eight kinds of new namespaces by unshare, clone and clone3", r"refused unshare user[\s\S]*refused clone3 user", script=NEW_NAMESPACES, unseen=KERNEL, harmless_on=_OWN_USER),
-    Attack("cgroup-escape", "privileges", "release_agent, cgroup.procs and limits written; cgroup file systems mounted", r"refused write /sys/fs/cgroup/cgroup.procs", script=CGROUPS, unseen=KERNEL, harmless_on=_OWN),
-    Attack("keyrings", "calls", "keys added, requested and read", r"refused add_key", script=KEYRINGS, unseen=KERNEL, harmless_on=_GVISOR_OWN),
-    Attack("io-uring", "calls", "io_uring_setup and io_uring_register", r"refused io_uring_setup", script=IO_URING, unseen=KERNEL, harmless_on=_OWN),
-    Attack("rare-calls", "calls", "bpf, perf, userfaultfd, modules, kexec, swap, accounting, quotas, fanotify, syslog", r"refused bpf[\s\S]*refused finit_module[\s\S]*refused syslog", script=RARE_CALLS, unseen=KERNEL, harmless_on=_GVISOR_OWN),
-    Attack("clock-and-reboot", "calls", "the clock set, the host renamed, the machine restarted", r"refused settimeofday[\s\S]*refused sethostname[\s\S]*refused reboot", script=CLOCK, unseen=KERNEL, not_on={"qemu": "root of a virtual machine of its own may set its clock, and may end it"}),
-    Attack("terminal-injection", "calls", "TIOCSTI, TIOCLINUX, line disciplines and consoles", r"refused TIOCSTI[\s\S]*refused TIOCLINUX", script=TERMINAL, unseen=KERNEL, harmless_on=_OWN),
+    Attack("user-namespaces", "privileges", "eight kinds of new namespaces by unshare, clone and clone3", r"refused unshare user[\s\S]*refused clone3 user", script=NEW_NAMESPACES, audit=("syscall.refused",), unseen_on=UNTOLD, harmless_on=_OWN_USER),
+    Attack("cgroup-escape", "privileges", "release_agent, cgroup.procs and limits written; cgroup file systems mounted", r"refused write /sys/fs/cgroup/cgroup.procs", script=CGROUPS, audit=("syscall.refused",), unseen_on=UNTOLD, harmless_on=_OWN),
+    Attack("keyrings", "calls", "keys added, requested and read", r"refused add_key", script=KEYRINGS, audit=("syscall.refused",), unseen_on=UNTOLD, harmless_on=_GVISOR_OWN),
+    Attack("io-uring", "calls", "io_uring_setup and io_uring_register", r"refused io_uring_setup", script=IO_URING, audit=("syscall.refused",), unseen_on=UNTOLD, harmless_on=_OWN),
+    Attack("rare-calls", "calls", "bpf, perf, userfaultfd, modules, kexec, swap, accounting, quotas, fanotify, syslog", r"refused bpf[\s\S]*refused finit_module[\s\S]*refused syslog", script=RARE_CALLS, audit=("syscall.refused",), unseen_on=UNTOLD, harmless_on=_GVISOR_OWN),
+    Attack("clock-and-reboot", "calls", "the clock set, the host renamed, the machine restarted", r"refused settimeofday[\s\S]*refused sethostname[\s\S]*refused reboot", script=CLOCK, audit=("syscall.refused",), unseen_on=UNTOLD, not_on={"qemu": "root of a virtual machine of its own may set its clock, and may end it"}),
+    Attack("terminal-injection", "calls", "TIOCSTI, TIOCLINUX, line disciplines and consoles", r"refused TIOCSTI[\s\S]*refused TIOCLINUX", script=TERMINAL, audit=("syscall.refused",), unseen_on=UNTOLD, harmless_on=_OWN),
     Attack("other-abi", "calls", "forbidden calls by their 32-bit and x32 numbers", r"refused.*32", script=OTHER_ABI, unseen=KERNEL, harmless_on=_OWN),
     Attack("socket-families", "calls", "vsock, AF_ALG, packet, raw, netlink and other families", r"refused socket vsock[\s\S]*refused socket packet", script=SOCKETS, unseen=KERNEL, harmless_on=_GVISOR_OWN),
 )  # fmt: skip

@@ -127,6 +127,7 @@ async def token_of_a_neighbour(arena: Arena) -> str:
     ]
     hashed = [word[::-1] for word in words]
     code = f"""
+import stat
 words = [word[::-1] for word in {hashed!r}]
 def look(text, where):
     absent("secrets in " + where, [i for i, word in enumerate(words) if word in text])
@@ -142,18 +143,22 @@ for pid in [p for p in os.listdir("/proc") if p.isdigit()] + ["self"]:
 for folder in ("/workspace", "/tmp", "/run", "/etc", "/.template", "/dev"):
     for top, _, files in os.walk(folder):
         for name in files:
-            if name != "attack.py":
+            path = os.path.join(top, name)
+            if name != "attack.py" and not stat.S_ISFIFO(os.lstat(path).st_mode):  # a shell's pipe has no end
                 try:
-                    look(open(os.path.join(top, name), "rb").read(1 << 20).decode(errors="replace"), top)
+                    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+                    look(os.read(fd, 1 << 20).decode(errors="replace"), top)
+                    os.close(fd)
                 except OSError:
                     pass
+print("searched to the end")
 """
     said = await _python(arena, code, sandbox)
     return "\n".join(sorted(set(said.splitlines())))
 
 
 DESCRIPTORS = """
-found = []
+found, shells = [], set()
 for pid in [p for p in os.listdir("/proc") if p.isdigit()]:
     if pid == "1":
         continue
@@ -166,9 +171,12 @@ for pid in [p for p in os.listdir("/proc") if p.isdigit()]:
             kind = os.readlink(f"/proc/{pid}/fd/{name}")
         except OSError:
             continue
-        if not kind.startswith(("pipe:", "/dev/null", "/tmp/.envd/", "/proc", "/workspace", "/.agent/")):
+        if kind.startswith("socket:") and pid == str(os.getppid()):
+            shells.add(kind)
+        elif not kind.startswith(("pipe:", "/dev/null", "/tmp/.envd/", "/proc", "/workspace", "/.agent/")):
             found.append((pid, name, kind))
 absent("descriptors of the server's", found)
+absent("sockets of the shell beside the two that drive it", shells if len(shells) > 2 else ())
 mine = []
 for fd in range(3, 1024):
     try:
@@ -197,7 +205,7 @@ ATTACKS = (
     Attack("neighbour-files", "neighbours", "a neighbour's secret searched for in all that can be read", r"searched", act=neighbour_files, unseen=NOWHERE, timeout_s=70),
     Attack("neighbour-processes", "neighbours", "a neighbour's processes seen, and kill -9 -1", r"nothing of the neighbour[\s\S]*the neighbour beats: True", act=neighbour_processes, unseen=NOWHERE),
     Attack("neighbour-ipc", "neighbours", "System V segments and message queues of the host and a neighbour, by their keys", r"refused shmget", act=shared_ipc, unseen=NOWHERE, plain=True),
-    Attack("secrets", "secrets", "ids, tokens and the server's environment searched for in every readable file of /proc and the disk", r"nothing of secrets in the environment", act=token_of_a_neighbour, unseen=NOWHERE),
+    Attack("secrets", "secrets", "ids, tokens and the server's environment searched for in every readable file of /proc and the disk", r"nothing of secrets in the environment[\s\S]*searched to the end", act=token_of_a_neighbour, unseen=NOWHERE),
     Attack("leaked-descriptors", "secrets", "descriptors of the server, the spawner or a neighbour", r"nothing of descriptors inherited", script=DESCRIPTORS, unseen=NOWHERE),
     Attack("control-descriptors", "secrets", "the shell's control descriptors and sockets inherited by commands", r"refused the shell's control descriptor 200 EBADF", script=PASSED_SOCKET, unseen=KERNEL),
 )  # fmt: skip

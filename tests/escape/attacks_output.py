@@ -94,21 +94,24 @@ FORGERIES = {
 
 
 async def forged_exit_codes(arena: Arena) -> str:
-    said = []
-    for name, command in FORGERIES.items():
-        sandbox = await arena.sandbox()
-        result = await sandbox.call(ToolCall("exec", {"command": command, "timeout_s": arena.short_s}), timeout_s=30)
-        last = result.text.rsplit("\n", 1)[-1]
-        believed = result.ok or last == "exit 0"
-        after = await sandbox.call(
-            ToolCall("exec", {"command": "/bin/false", "timeout_s": arena.short_s}), timeout_s=30
-        )
-        poisoned = after.ok or after.text.rsplit("\n", 1)[-1] == "exit 0"
-        said.append(
-            f"{'BREACH' if believed else 'refused'} {name}: {last} then {'BREACH ' if poisoned else ''}{after.text[-30:]!r}"
-        )
-        await sandbox.close()
-    return "\n".join(said)
+    at_once = asyncio.Semaphore(4)
+
+    async def forged(name: str, command: str) -> str:
+        async with at_once:
+            sandbox = await arena.sandbox()
+            result = await sandbox.call(
+                ToolCall("exec", {"command": command, "timeout_s": arena.short_s}), timeout_s=30
+            )
+            last = result.text.rsplit("\n", 1)[-1]
+            believed = result.ok or last == "exit 0"
+            after = await sandbox.call(
+                ToolCall("exec", {"command": "/bin/false", "timeout_s": arena.short_s}), timeout_s=30
+            )
+            poisoned = after.ok or after.text.rsplit("\n", 1)[-1] == "exit 0"
+            await sandbox.close()
+        return f"{'BREACH' if believed else 'refused'} {name}: {last} then {'BREACH ' if poisoned else ''}{after.text[-30:]!r}"
+
+    return "\n".join(await asyncio.gather(*(forged(*each) for each in FORGERIES.items())))
 
 
 async def forged_for_the_next(arena: Arena) -> str:
@@ -116,9 +119,10 @@ async def forged_for_the_next(arena: Arena) -> str:
     sandbox = await arena.sandbox()
     code = (
         "import glob, os, time\n"
+        "guesses = b'0\\n' + b''.join(b'%d 0\\n' % n for n in range(1, 60))\n"
         "while True:\n    for path in glob.glob('/proc/[0-9]*/fd/*') + glob.glob('/tmp/.envd/*'):\n        try:\n"
         "            if 'null' in os.readlink(path):\n                continue\n        except OSError:\n            pass\n        try:\n"
-        "            fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)\n            os.write(fd, b'0\\n')\n            os.close(fd)\n        except OSError:\n            pass\n    time.sleep(0.01)\n"
+        "            fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)\n            os.write(fd, guesses)\n            os.close(fd)\n        except OSError:\n            pass\n    time.sleep(0.01)\n"
     )
     await sandbox.files.write("forge.py", code.encode())
     await sandbox.processes.start(["python3", "forge.py"])
@@ -128,7 +132,9 @@ async def forged_for_the_next(arena: Arena) -> str:
         result = await sandbox.call(
             ToolCall("exec", {"command": "sleep 0.2; (exit 7)", "timeout_s": arena.short_s}), timeout_s=30
         )
-        said.append(f"{'BREACH' if result.ok else 'refused'} {result.text[-12:]!r}")
+        process, _, _ = await sandbox.processes.run(["bash", "-c", "sleep 0.2; exit 7"])
+        believed = result.ok or process.exit_code != 7
+        said.append(f"{'BREACH' if believed else 'refused'} {result.text[-12:]!r} and {process.exit_code}")
     return "\n".join(said)
 
 
@@ -269,14 +275,14 @@ async def escaped_log(arena: Arena) -> str:
 _REST = r"refused words: exit 1"
 ATTACKS = (
     Attack("output-flood", "output", "a command that prints without end", r"bounded", act=flood, audit=("limit.time", "limit.output")),
-    Attack("output-unread", "output", "ten programs that print without end to readers that stop reading", r"bounded[\s\S]*alive", act=flood_unread, unseen=CONTAINED),
+    Attack("output-unread", "output", "ten programs that print without end to readers that stop reading", r"bounded[\s\S]*alive", act=flood_unread, audit=("limit.output",)),
     Attack("output-one-line", "output", "one line of 12 MB read, searched and printed", r"bounded", act=one_line, audit=("limit.output", "limit.time")),
-    Attack("output-pattern", "output", "regular expressions that take for ever", r"ended[\s\S]*alive", act=hopeless_pattern, unseen="a pattern that is refused or ends is no event; one that takes too long is limit.time"),
-    Attack("exit-code-forged", "output", "twelve ways to make a failed command look good: words, descriptors, builtins, traps, a killed shell", _REST, act=forged_exit_codes, unseen="a shell's lies about itself are not told from its truths; what is told is the process's own status"),
+    Attack("output-pattern", "output", "regular expressions that take for ever", r"ended[\s\S]*alive", act=hopeless_pattern, audit=("limit.memory", "limit.time")),
+    Attack("exit-code-forged", "output", "twelve ways to make a failed command look good: words, descriptors, builtins, traps, a killed shell", _REST, act=forged_exit_codes, audit=("shell.died",)),
     Attack("exit-code-of-others", "output", "a background process that answers for later commands", r"refused.*exit 7", act=forged_for_the_next, unseen=CONTAINED),
     Attack("terminal-escapes", "output", "escapes in labels, paths, policies and output, for an operator's terminal", r"neutralised.*top shows it: True", act=terminal_escapes, audit=("path.escape",)),
     Attack("audit-forged", "output", "paths that look like events of the audit log", r"one line each", act=escaped_log, audit=("path.escape",)),
-    Attack("archive-bombs", "archives", "zip and gzip bombs unpacked in a sandbox", r"refused unzip ENOSPC[\s\S]*refused gunzip", script=BOMBS, audit=("limit.disk",), unseen_on={"qemu": "the machine's own kernel refuses it: the host's groups see one QEMU", "gvisor": "its kernel keeps the disk: the server counts nothing of it", "namespaces-python": "the Python helper does not count what is written"}, timeout_s=90),
+    Attack("archive-bombs", "archives", "zip and gzip bombs unpacked in a sandbox", r"refused unzip ENOSPC[\s\S]*refused gunzip", script=BOMBS, audit=("limit.disk",), timeout_s=90),
     Attack("archive-paths", "archives", "tar members with `..`, absolute names, links and devices", r"refused tar", script=TAR_OUT, unseen="tar's own refusals and the read-only system; the server does not see them"),
     Attack("archive-snapshots", "archives", "hostile archives and names sent to Receive as snapshots", r"refused tar with ways out[\s\S]*refused id", act=hostile_snapshots, audit=("request.refused",)),
     Attack("archive-templates", "archives", "templates whose paths leave, hide in .git, or contradict each other", r"refused template with '\.\./x'", act=hostile_templates, audit=("request.refused",)),

@@ -76,8 +76,8 @@ class Neighbour:
 
     async def beats(self) -> bool:
         """Whether its process goes on."""
-        command = "cat beat 2>/dev/null; echo; sleep 0.3; cat beat 2>/dev/null"
-        for _ in range(10):  # a machine may be busy for a while
+        command = "cat beat 2>/dev/null; echo; sleep 0.15; cat beat 2>/dev/null"
+        for _ in range(20):  # a machine may be busy for a while
             said = (await self.sandbox.call(ToolCall("exec", {"command": command}))).text
             first, second = said.split("\n")[:2]
             if first != second and first:

@@ -14,18 +14,19 @@ _HEAD = """\
 `make test-escape` tries each of these {count} attacks on every backend that starts on the machine: namespaces with the compiled helpers, namespaces
 with the Python ones, gVisor and QEMU. It asserts that the attempt was stopped; that a neighbour sandbox still answers, with its secret,
 its process and its services untouched; that the host's canaries, mounts, control groups, processes, settings and clock are as they were; that
-the server's memory stays bounded; and that there is an audit event (docs/policies.md lists their kinds). The plain backend isolates nothing and is
-left out; a few attempts are shown to succeed there, so that they are known to be real ones.
+the server's memory stays bounded; and that there is an audit event where anybody can see one (docs/policies.md lists their kinds). The plain
+backend isolates nothing and is left out; a few attempts are shown to succeed there, so that they are known to be real ones.
 
 Verdicts are always given in namespaces, whatever backend an agent's sandbox runs on.
 
 This table is made from `tests/escape/` by `python -m tests.escape.table`.
 """
 _WHERE = """
-## What the last column means
+## What the last columns mean
 
-No event: the attempt ends inside the sandbox, or nothing happens that a server could see. A system call that seccomp, Landlock or
-a missing capability refuses gives the caller an error and nobody else a word. {without} of the {count} attacks have no event for such a reason.
+{with_event} of the {count} attacks assert that one of the named events is there; where the last column names a backend, on all others. {without} have none on any:
+the attempt ends inside the sandbox, or nothing happens that a server could see. A system call that Landlock, a missing capability or the guest's own kernel
+refuses gives the caller an error and nobody else a word.
 """
 
 
@@ -39,14 +40,14 @@ def table() -> str:
             "\n".join(
                 [
                     f"\n## {family.capitalize()}\n",
-                    "| attack | what is tried | audit event |",
-                    "|---|---|---|",
+                    "| attack | what is tried | audit event | why there is none |",
+                    "|---|---|---|---|",
                     *rows,
                     "",
                 ]
             )
         )
-    parts.append(_WHERE.format(without=without, count=len(ALL)))
+    parts.append(_WHERE.format(without=without, with_event=len(ALL) - without, count=len(ALL)))
     parts.append(
         _notes("Where one succeeds", "succeeds_on", "Known, and expected by the test, which fails once it is stopped.")
     )
@@ -58,10 +59,9 @@ def table() -> str:
 
 
 def _row(attack: Attack) -> str:
-    event = " or ".join(f"`{kind}`" for kind in attack.audit) if attack.audit else f"none: {attack.unseen}"
-    for backend, reason in attack.unseen_on.items():
-        event += f"; {backend}: none, {reason}"
-    return f"| {attack.name} | {attack.what.replace('|', chr(92) + '|')} | {event} |"
+    event = " or ".join(f"`{kind}`" for kind in attack.audit) or "none"
+    why = "; ".join([*filter(None, [attack.unseen]), *(f"{name}: {why}" for name, why in attack.unseen_on.items())])
+    return f"| {attack.name} | {attack.what.replace('|', chr(92) + '|')} | {event} | {why} |"
 
 
 def _notes(title: str, field: str, words: str) -> str:

@@ -1,0 +1,78 @@
+"""Values of `envd.types` as messages of the protocol, and back: what clients and servicers share."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, cast
+
+from contracts.pb import envd_pb2 as pb
+from envd.types import Limits, SandboxStatus, TestOutcome, TestStatus, ToolResult, VerifyExit, VerifyResult
+
+LIMITS = tuple(each.name for each in fields(Limits))
+"""Names of limits, the same in a message."""
+
+
+def limits_message(limits: Limits) -> pb.Limits:
+    """Limits as a message."""
+    return pb.Limits(
+        memory_mb=limits.memory_mb,
+        pids=limits.pids,
+        cpu=limits.cpu,
+        disk_mb=limits.disk_mb,
+        lifetime_s=limits.lifetime_s,
+    )
+
+
+def named_limits(message: pb.Limits) -> dict[str, Any]:
+    """The numbers of a message by name; 0 where it names none."""
+    return {name: getattr(message, name) for name in LIMITS}
+
+
+def tool_result_message(result: ToolResult) -> pb.ToolResult:
+    """A tool's result as a message."""
+    return pb.ToolResult(
+        ok=result.ok,
+        text=result.text,
+        true_bytes=result.true_bytes,
+        truncated=result.truncated,
+        timed_out=result.timed_out,
+        seconds=result.seconds,
+    )
+
+
+def tool_result_of(message: pb.ToolResult) -> ToolResult:
+    """A tool's result as a value."""
+    return ToolResult(
+        message.ok, message.text, message.true_bytes, message.truncated, message.timed_out, message.seconds
+    )
+
+
+def verify_result_of(message: pb.VerifyReply) -> VerifyResult:
+    """A verification's result as a value."""
+    return VerifyResult(
+        outcomes=tuple(
+            TestOutcome(each.name, cast(TestStatus, each.status), each.message) for each in message.outcomes
+        ),
+        exit=cast(VerifyExit, message.exit),
+        log=message.log,
+        seconds=message.seconds,
+        tampering=tuple(message.tampering),
+    )
+
+
+def status_of(message: pb.SandboxState) -> SandboxStatus:
+    """A sandbox's state as a value."""
+    return SandboxStatus(
+        id=message.sandbox_id,
+        state=cast(Any, message.state),
+        backend=message.backend,
+        template=message.template,
+        age_s=message.age_s,
+        expires_in_s=message.expires_in_s,
+        memory_bytes=message.memory_bytes,
+        pids=message.pids,
+        cpu_s=message.cpu_s,
+        labels=dict(message.labels),
+        host_name=message.host_name,
+        lost=tuple(message.lost),
+    )

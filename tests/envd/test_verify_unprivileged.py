@@ -1,0 +1,84 @@
+"""A server of an ordinary user, without any capability, gives the verdicts that root's gives."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from envd.types import VerifyResult
+from tests.envd.harness import TESTS, Harness
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="root and setpriv make the user"),
+]
+UID = 10001
+START_S = 90.0
+ROOT = Path(__file__).resolve().parents[2]
+PYENV = Path(sys.base_prefix)
+RIGHT = "def add(a, b):\n    return a + b\n"
+CHANGES = {
+    "right": {"calc.py": RIGHT},
+    "wrong": {},
+    "leaves": {"calc.py": "import os\nos._exit(0)\n"},
+    "configures": {"conftest.py": "raise SystemExit\n", "calc.py": RIGHT},
+    "replaces": {"tests/test_hidden.py": "def test_small(): pass\ndef test_zero(): pass\n"},
+    "equals": {"calc.py": "class E(int):\n    def __eq__(self, o): return True\n\ndef add(a, b):\n    return E()\n"},
+    "looks around": {"calc.py": f"import os\nprint(os.getuid(), sorted(os.listdir('/')))\n\n\n{RIGHT}"},
+}
+CONFINED = """
+set -e
+if [ -n "$3" ]; then  # Python's directory is in a home that nobody else may enter: shown alone, at its place
+  mkdir -p "$1/python"; mount --bind "$2" "$1/python"
+  mount -t tmpfs -o mode=755 tmpfs "$3"; mkdir -p "$2"; mount --bind "$1/python" "$2"
+fi
+shift 3
+exec setpriv --bounding-set -all --inh-caps -all --no-new-privs --reuid 10001 --regid 10001 --clear-groups "$@"
+"""
+
+
+def closed_above(path: Path) -> str:
+    """The first directory above a path that other users can't enter."""
+    return next((str(each) for each in reversed(path.parents) if not each.stat().st_mode & 0o001), "")
+
+
+@pytest.fixture(scope="module")
+def unprivileged() -> Iterator[Harness]:
+    if closed_above(ROOT / "envd") or closed_above(Path(sys.prefix)):
+        pytest.skip("another user can't read the checkout")
+    folder = Path(tempfile.mkdtemp(prefix="triplane-user-"))
+    os.chown(folder, UID, UID)
+    serve = [sys.executable, "-m", "envd", "serve", "--listen", f"unix:{folder}/s", "--backend", "namespaces"]
+    confined = ["unshare", "--mount", "sh", "-c", CONFINED, "sh", str(folder), str(PYENV), closed_above(PYENV)]
+    environment = {"PATH": os.environ["PATH"], "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
+    server = subprocess.Popen([*confined, *serve], cwd=ROOT, env=environment)
+    try:
+        deadline = time.monotonic() + START_S
+        while not (folder / "s").exists():
+            assert server.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        yield Harness(f"unix:{folder}/s")
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(30)
+        shutil.rmtree(folder)
+
+
+def without_time(result: VerifyResult) -> tuple[object, ...]:
+    return result.exit, result.outcomes, result.tampering, result.log
+
+
+@pytest.mark.timeout(300)
+def test_verdicts_are_the_same(namespaces: Harness, unprivileged: Harness) -> None:
+    for name, changes in CHANGES.items():
+        ours, theirs = (without_time(each.verify(changes, tests=TESTS)) for each in (namespaces, unprivileged))
+        assert theirs == ours, name
