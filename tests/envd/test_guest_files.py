@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import subprocess
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import aclosing
