@@ -1,9 +1,11 @@
-"""Casts between float32 and what kernels load and store, equal on a GPU and under Triton's interpreter.
+"""The cast to what kernels store, equal on a GPU and under Triton's interpreter.
 
-The interpreter truncates float32 to bfloat16 and loses denormals both ways; so there, and only there, bits are moved by hand.
+The interpreter truncates float32 to bfloat16 and loses denormal numbers; so there, and only there, bits are moved by hand.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -14,18 +16,11 @@ INTERPRETED = tl.constexpr(machine().interpreter)
 
 
 @triton.jit
-def narrow(values: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+def narrow(values: Any, dtype: tl.constexpr) -> Any:
     """float32 values in `dtype` (float32, bfloat16 or float16), rounded to nearest even; NaN stays NaN."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = values.to(tl.int32, bitcast=True)
         rounded = tl.where(values == values, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
         return rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return values.to(dtype)
-
-
-@triton.jit
-def widen(values: tl.tensor) -> tl.tensor:
-    """float32 of bfloat16, float16 or float32 values, exactly."""
-    if INTERPRETED and values.dtype == tl.bfloat16:
-        return (values.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return values.to(tl.float32)
+    else:
+        return values.to(dtype)

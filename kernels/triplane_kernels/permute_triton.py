@@ -5,26 +5,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from triplane_kernels.narrow_triton import narrow, widen
+from triplane_kernels.narrow_triton import narrow
 from triplane_kernels.permute_reference import padded_rows
+from triplane_kernels.rounding_triton import to_float32
 from triplane_kernels.tuning import Config, lookup
 
 CHUNK = 128
-PAD_ROWS = 8
-SMALL: Config = {"BLOCK_H": 128, "num_warps": 4}
+SMALL: Config = {"BLOCK_T": 32, "BLOCK_H": 128, "num_warps": 4}
 CANDIDATES: list[Config] = [
-    {"BLOCK_H": width, "num_warps": warps} for width in (2048, 1024, 4096, 8192) for warps in (4, 8, 2)
+    {"BLOCK_T": tokens, "BLOCK_H": width, "num_warps": warps}
+    for tokens, width in ((1, 2048), (1, 1024), (2, 1024), (4, 512), (1, 4096))
+    for warps in (4, 8, 2)
 ]
 
 
 @triton.jit
 def _count_kernel(
-    experts: tl.tensor, counts: tl.tensor, pairs: tl.tensor, num_experts: tl.tensor, chunks: tl.tensor,
+    experts: Any, counts: Any, pairs: Any, num_experts: Any, chunks: Any,
     CHUNK: tl.constexpr, BINS: tl.constexpr,
 ) -> None:  # fmt: skip
     """counts[e, c] = pairs of chunk c that go to expert e."""
@@ -37,7 +41,7 @@ def _count_kernel(
 
 
 @triton.jit
-def _scan_kernel(counts: tl.tensor, totals: tl.tensor, chunks: tl.tensor, BLOCK: tl.constexpr) -> None:
+def _scan_kernel(counts: Any, totals: Any, chunks: Any, BLOCK: tl.constexpr) -> None:
     """Turns one expert's counts into how many of its pairs lie in earlier chunks, in place; totals[e] = all of them."""
     row = counts + tl.program_id(0).to(tl.int64) * chunks
     total = tl.zeros([1], tl.int32)
@@ -51,8 +55,8 @@ def _scan_kernel(counts: tl.tensor, totals: tl.tensor, chunks: tl.tensor, BLOCK:
 
 @triton.jit
 def _place_kernel(
-    experts: tl.tensor, bases: tl.tensor, totals: tl.tensor, offsets: tl.tensor, source: tl.tensor, position: tl.tensor,
-    pairs: tl.tensor, num_experts: tl.tensor, chunks: tl.tensor,
+    experts: Any, bases: Any, totals: Any, offsets: Any, source: Any, position: Any,
+    pairs: Any, num_experts: Any, chunks: Any,
     ALIGN: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Row of every pair: its group's start, and its rank in the group; equal experts keep their order."""
@@ -78,7 +82,7 @@ def _place_kernel(
 
 @triton.jit
 def _zero_padding(
-    rows: tl.tensor, source: tl.tensor, block: tl.tensor, total: tl.tensor, width: tl.tensor,
+    rows: Any, source: Any, block: Any, total: Any, width: Any,
     PAD_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ) -> None:  # fmt: skip
     """Writes zeros to those rows of one block of PAD_ROWS that no token fills."""
@@ -94,66 +98,75 @@ def _zero_padding(
 
 @triton.jit
 def _scatter_kernel(
-    x: tl.tensor, rows: tl.tensor, source: tl.tensor, position: tl.tensor,
-    tokens: tl.tensor, total: tl.tensor, width: tl.tensor,
-    K: tl.constexpr, PAD_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+    x: Any, rows: Any, source: Any, position: Any,
+    tokens: Any, total: Any, width: Any,
+    K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, PAD_ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program a token: read its row once, write it K times. Programs past the tokens clear padding rows."""
+    """One program a block of tokens: read their rows once, write them K times. Programs past the tokens clear padding rows."""
     program = tl.program_id(0)
-    if program < tokens:
-        token = program.to(tl.int64)
+    blocks = tl.cdiv(tokens, BLOCK_T)
+    if program < blocks:
+        token = program * BLOCK_T + tl.arange(0, BLOCK_T)
+        real = token < tokens
         for start in range(0, width, BLOCK_H):
             columns = start + tl.arange(0, BLOCK_H)
-            values = tl.load(x + token * width + columns, mask=columns < width)
+            inside = real[:, None] & (columns < width)[None, :]
+            values = tl.load(x + token.to(tl.int64)[:, None] * width + columns[None, :], mask=inside)
             for slot in tl.static_range(K):
-                row = tl.load(position + token * K + slot).to(tl.int64)
-                tl.store(rows + row * width + columns, values, mask=(columns < width) & (row >= 0))
+                row = tl.load(position + token * K + slot, mask=real, other=-1).to(tl.int64)[:, None]
+                tl.store(rows + row * width + columns[None, :], values, mask=inside & (row >= 0))
     else:
-        _zero_padding(rows, source, program - tokens, total, width, PAD_ROWS, BLOCK_H)
+        _zero_padding(rows, source, program - blocks, total, width, PAD_ROWS, BLOCK_H)
 
 
 @triton.jit
 def _gather_kernel(
-    rows: tl.tensor, position: tl.tensor, weights: tl.tensor, out: tl.tensor, width: tl.tensor,
-    K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_H: tl.constexpr,
+    rows: Any, position: Any, weights: Any, out: Any, tokens: Any, width: Any,
+    K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program a token and block of columns: its K rows, weighted, summed in slot order in float32."""
-    token = tl.program_id(0).to(tl.int64)
+    """One program a block of tokens and of columns: the K rows of each, weighted, summed in slot order in float32."""
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    total = tl.zeros([BLOCK_H], tl.float32)
+    real = token < tokens
+    inside = real[:, None] & (columns < width)[None, :]
+    total = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
     for slot in tl.static_range(K):
-        row = tl.load(position + token * K + slot).to(tl.int64)
-        value = widen(tl.load(rows + row * width + columns, mask=(columns < width) & (row >= 0), other=0))
+        row = tl.load(position + token * K + slot, mask=real, other=-1).to(tl.int64)[:, None]
+        value = to_float32(tl.load(rows + row * width + columns[None, :], mask=inside & (row >= 0), other=0))
         if WEIGHTED:
-            value *= tl.load(weights + token * K + slot).to(tl.float32)
+            value *= to_float32(tl.load(weights + token * K + slot, mask=real, other=0))[:, None]
         total += value
-    tl.store(out + token * width + columns, narrow(total, out.dtype.element_ty), mask=columns < width)
+    tl.store(out + token.to(tl.int64)[:, None] * width + columns[None, :], narrow(total, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _unpermute_backward_kernel(
-    gradient: tl.tensor, rows: tl.tensor, source: tl.tensor, position: tl.tensor, weights: tl.tensor,
-    of_rows: tl.tensor, of_weights: tl.tensor, tokens: tl.tensor, total: tl.tensor, width: tl.tensor,
-    K: tl.constexpr, PAD_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+    gradient: Any, rows: Any, source: Any, position: Any, weights: Any,
+    of_rows: Any, of_weights: Any, tokens: Any, total: Any, width: Any,
+    K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, PAD_ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program a token: its gradient spread over its K rows, and its dot product with each of them."""
+    """One program a block of tokens: their gradients spread over their K rows, and the dot product with each of these."""
     program = tl.program_id(0)
-    if program < tokens:
-        token = program.to(tl.int64)
+    blocks = tl.cdiv(tokens, BLOCK_T)
+    if program < blocks:
+        token = program * BLOCK_T + tl.arange(0, BLOCK_T)
+        real = token < tokens
         for slot in tl.static_range(K):
-            row = tl.load(position + token * K + slot).to(tl.int64)
-            weight = tl.load(weights + token * K + slot).to(tl.float32)
-            products = tl.zeros([BLOCK_H], tl.float32)
+            row = tl.load(position + token * K + slot, mask=real, other=-1).to(tl.int64)[:, None]
+            weight = to_float32(tl.load(weights + token * K + slot, mask=real, other=0))[:, None]
+            products = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
             for start in range(0, width, BLOCK_H):
                 columns = start + tl.arange(0, BLOCK_H)
-                inside = (columns < width) & (row >= 0)
-                slope = widen(tl.load(gradient + token * width + columns, mask=columns < width, other=0))
-                value = widen(tl.load(rows + row * width + columns, mask=inside, other=0))
-                products += slope * value
-                tl.store(of_rows + row * width + columns, narrow(slope * weight, of_rows.dtype.element_ty), mask=inside)
-            tl.store(of_weights + token * K + slot, narrow(tl.sum(products, axis=0), of_weights.dtype.element_ty))
+                inside = real[:, None] & (columns < width)[None, :]
+                slope = to_float32(tl.load(gradient + token.to(tl.int64)[:, None] * width + columns[None, :], mask=inside, other=0))
+                held = inside & (row >= 0)
+                at = row * width + columns[None, :]
+                products += slope * to_float32(tl.load(rows + at, mask=held, other=0))
+                tl.store(of_rows + at, narrow(slope * weight, of_rows.dtype.element_ty), mask=held)
+            dots = tl.sum(products, axis=1)
+            tl.store(of_weights + token * K + slot, narrow(dots, of_weights.dtype.element_ty), mask=real)
     else:
-        _zero_padding(of_rows, source, program - tokens, total, width, PAD_ROWS, BLOCK_H)
+        _zero_padding(of_rows, source, program - blocks, total, width, PAD_ROWS, BLOCK_H)
 
 
 def plan_triton(experts: Tensor, num_experts: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -177,12 +190,12 @@ def scatter_triton(x: Tensor, source: Tensor, position: Tensor) -> Tensor:
     """As `scatter_reference`."""
     rows = torch.empty(source.numel(), x.shape[1], dtype=x.dtype, device=x.device)
     tokens, k = position.shape
-    source_view, rows_view = (_bytes(x), _bytes(rows)) if x.element_size() == 1 else (x, rows)
+    # A copy needs no FP8 arithmetic: codes travel as bytes.
+    seen, written = (x.view(torch.uint8), rows.view(torch.uint8)) if x.element_size() == 1 else (x, rows)
 
     def run(config: Config) -> None:
-        grid = (tokens + triton.cdiv(source.numel(), PAD_ROWS),)
-        _scatter_kernel[grid](
-            source_view, rows_view, source, position, tokens, source.numel(), x.shape[1], K=k, PAD_ROWS=PAD_ROWS, **config
+        _scatter_kernel[_with_padding(tokens, source, config)](
+            seen, written, source, position, tokens, source.numel(), x.shape[1], K=k, PAD_ROWS=_pad_rows(config), **config
         )
 
     if rows.numel():
@@ -197,9 +210,9 @@ def gather_triton(rows: Tensor, position: Tensor, weights: Tensor | None) -> Ten
     out = torch.empty(tokens, width, dtype=rows.dtype, device=rows.device)
 
     def run(config: Config) -> None:
-        grid = (tokens, triton.cdiv(width, config["BLOCK_H"]))
-        weighted = weights is not None
-        _gather_kernel[grid](rows, position, weights if weighted else rows, out, width, K=k, WEIGHTED=weighted, **config)
+        grid = (triton.cdiv(tokens, config["BLOCK_T"]), triton.cdiv(width, config["BLOCK_H"]))
+        shares = rows if weights is None else weights
+        _gather_kernel[grid](rows, position, shares, out, tokens, width, K=k, WEIGHTED=weights is not None, **config)
 
     if out.numel():
         run(lookup("unpermute", (tokens, k, width), CANDIDATES, run, small=SMALL))
@@ -214,10 +227,9 @@ def unpermute_backward_triton(
     of_rows, of_weights = torch.empty_like(rows), torch.empty_like(weights)
 
     def run(config: Config) -> None:
-        grid = (tokens + triton.cdiv(source.numel(), PAD_ROWS),)
-        _unpermute_backward_kernel[grid](
+        _unpermute_backward_kernel[_with_padding(tokens, source, config)](
             gradient, rows, source, position, weights, of_rows, of_weights, tokens, source.numel(), rows.shape[1],
-            K=k, PAD_ROWS=PAD_ROWS, **config,
+            K=k, PAD_ROWS=_pad_rows(config), **config,
         )  # fmt: skip
 
     if rows.numel() or weights.numel():
@@ -225,6 +237,11 @@ def unpermute_backward_triton(
     return of_rows, of_weights
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory as uint8: a copy needs no FP8 arithmetic."""
-    return tensor.view(torch.uint8)
+def _pad_rows(config: Config) -> int:
+    """Rows that one program checks for padding; a block of them has about the size of a block of tokens."""
+    return 8 * config["BLOCK_T"]
+
+
+def _with_padding(tokens: int, source: Tensor, config: Config) -> tuple[int]:
+    """Programs for the tokens, and after them those that clear padding."""
+    return (triton.cdiv(tokens, config["BLOCK_T"]) + triton.cdiv(source.numel(), _pad_rows(config)),)
