@@ -5,8 +5,6 @@ The interpreter truncates float32 to bfloat16 and loses denormal numbers; so the
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -16,7 +14,7 @@ INTERPRETED = tl.constexpr(machine().interpreter)
 
 
 @triton.jit
-def narrow(values: Any, dtype: tl.constexpr) -> Any:
+def narrow(values: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """float32 values in `dtype` (float32, bfloat16 or float16), rounded to nearest even; NaN stays NaN."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = values.to(tl.int32, bitcast=True)

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -28,7 +26,7 @@ CANDIDATES: list[Config] = [
 
 @triton.jit
 def _count_kernel(
-    experts: Any, counts: Any, pairs: Any, num_experts: Any, chunks: Any,
+    experts: tl.tensor, counts: tl.tensor, pairs: tl.tensor, num_experts: tl.tensor, chunks: tl.tensor,
     CHUNK: tl.constexpr, BINS: tl.constexpr,
 ) -> None:  # fmt: skip
     """counts[e, c] = pairs of chunk c that go to expert e."""
@@ -41,7 +39,7 @@ def _count_kernel(
 
 
 @triton.jit
-def _scan_kernel(counts: Any, totals: Any, chunks: Any, BLOCK: tl.constexpr) -> None:
+def _scan_kernel(counts: tl.tensor, totals: tl.tensor, chunks: tl.tensor, BLOCK: tl.constexpr) -> None:
     """Turns one expert's counts into how many of its pairs lie in earlier chunks, in place; totals[e] = all of them."""
     row = counts + tl.program_id(0).to(tl.int64) * chunks
     total = tl.zeros([1], tl.int32)
@@ -55,8 +53,8 @@ def _scan_kernel(counts: Any, totals: Any, chunks: Any, BLOCK: tl.constexpr) -> 
 
 @triton.jit
 def _place_kernel(
-    experts: Any, bases: Any, totals: Any, offsets: Any, source: Any, position: Any,
-    pairs: Any, num_experts: Any, chunks: Any,
+    experts: tl.tensor, bases: tl.tensor, totals: tl.tensor, offsets: tl.tensor, source: tl.tensor, position: tl.tensor,
+    pairs: tl.tensor, num_experts: tl.tensor, chunks: tl.tensor,
     ALIGN: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Row of every pair: its group's start, and its rank in the group; equal experts keep their order."""
@@ -82,7 +80,7 @@ def _place_kernel(
 
 @triton.jit
 def _zero_padding(
-    rows: Any, source: Any, block: Any, total: Any, width: Any,
+    rows: tl.tensor, source: tl.tensor, block: tl.tensor, total: tl.tensor, width: tl.tensor,
     PAD_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ) -> None:  # fmt: skip
     """Writes zeros to those rows of one block of PAD_ROWS that no token fills."""
@@ -98,8 +96,8 @@ def _zero_padding(
 
 @triton.jit
 def _scatter_kernel(
-    x: Any, rows: Any, source: Any, position: Any,
-    tokens: Any, total: Any, width: Any,
+    x: tl.tensor, rows: tl.tensor, source: tl.tensor, position: tl.tensor,
+    tokens: tl.tensor, total: tl.tensor, width: tl.tensor,
     K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, PAD_ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program a block of tokens: read their rows once, write them K times. Programs past the tokens clear padding rows."""
@@ -121,7 +119,7 @@ def _scatter_kernel(
 
 @triton.jit
 def _gather_kernel(
-    rows: Any, position: Any, weights: Any, out: Any, tokens: Any, width: Any,
+    rows: tl.tensor, position: tl.tensor, weights: tl.tensor, out: tl.tensor, tokens: tl.tensor, width: tl.tensor,
     K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program a block of tokens and of columns: the K rows of each, weighted, summed in slot order in float32."""
@@ -141,8 +139,8 @@ def _gather_kernel(
 
 @triton.jit
 def _unpermute_backward_kernel(
-    gradient: Any, rows: Any, source: Any, position: Any, weights: Any,
-    of_rows: Any, of_weights: Any, tokens: Any, total: Any, width: Any,
+    gradient: tl.tensor, rows: tl.tensor, source: tl.tensor, position: tl.tensor, weights: tl.tensor,
+    of_rows: tl.tensor, of_weights: tl.tensor, tokens: tl.tensor, total: tl.tensor, width: tl.tensor,
     K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, PAD_ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program a block of tokens: their gradients spread over their K rows, and the dot product with each of these."""

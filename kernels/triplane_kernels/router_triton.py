@@ -6,8 +6,6 @@ down, so equal scores go to the lowest index and NaN, the greatest of all, is al
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -25,7 +23,7 @@ FLOOR = tl.constexpr(TINY)
 
 
 @triton.jit
-def _scores(logits: Any, real: Any, SIGMOID: tl.constexpr) -> Any:
+def _scores(logits: tl.tensor, real: tl.tensor, SIGMOID: tl.constexpr) -> tl.tensor:
     """Scores of a block of float32 logits [tokens, BINS]; zeros where not real."""
     if SIGMOID:
         return tl.where(real, tl.sigmoid(logits), 0.0)
@@ -35,7 +33,7 @@ def _scores(logits: Any, real: Any, SIGMOID: tl.constexpr) -> Any:
 
 
 @triton.jit
-def _keys(values: Any, columns: Any, BINS: tl.constexpr) -> Any:
+def _keys(values: tl.tensor, columns: tl.tensor, BINS: tl.constexpr) -> tl.tensor:
     """int64 keys that order as (value, then lower column); NaN above all."""
     values = tl.where(values == 0, 0.0, values)
     bits = values.to(tl.int32, bitcast=True)
@@ -45,7 +43,7 @@ def _keys(values: Any, columns: Any, BINS: tl.constexpr) -> Any:
 
 @triton.jit
 def _route_kernel(
-    logits: Any, bias: Any, weights: Any, experts: Any, tokens: Any, num_experts: Any,
+    logits: tl.tensor, bias: tl.tensor, weights: tl.tensor, experts: tl.tensor, tokens: tl.tensor, num_experts: tl.tensor,
     K: tl.constexpr, SLOTS: tl.constexpr, BINS: tl.constexpr,
     BIASED: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_T: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -78,7 +76,7 @@ def _route_kernel(
 
 @triton.jit
 def _route_backward_kernel(
-    gradient: Any, logits: Any, experts: Any, of_logits: Any, tokens: Any, num_experts: Any,
+    gradient: tl.tensor, logits: tl.tensor, experts: tl.tensor, of_logits: tl.tensor, tokens: tl.tensor, num_experts: tl.tensor,
     K: tl.constexpr, BINS: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_T: tl.constexpr,
 ) -> None:  # fmt: skip

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from triplane_kernels.machine import machine
 from triplane_kernels.narrow_triton import narrow
 from triplane_kernels.rounding_triton import block_scale, magnitude_bits, reciprocal, to_e4m3, to_float32
 from triplane_kernels.tuning import Config, lookup
@@ -29,26 +26,26 @@ ROW_CANDIDATES: list[Config] = [
 
 
 @triton.jit
-def _at(base: Any, row: Any, column: Any, width: Any, inside: Any) -> Any:
+def _at(base: tl.tensor, row: tl.tensor, column: tl.tensor, width: tl.tensor, inside: tl.tensor) -> tl.tensor:
     """float32 values of a matrix `width` wide at row [M] and column [N]; zeros outside."""
     return to_float32(tl.load(base + row[:, None] * width + column[None, :], mask=inside, other=0.0))
 
 
 @triton.jit
-def _gate_slope(gradient: Any, gate: Any, up: Any, sigmoid: Any) -> Any:
+def _gate_slope(gradient: tl.tensor, gate: tl.tensor, up: tl.tensor, sigmoid: tl.tensor) -> tl.tensor:
     return gradient * up * sigmoid * (1 + gate * (1 - sigmoid))
 
 
 @triton.jit
-def _quantize(values: Any, POWER_OF_TWO: tl.constexpr, INTERPRETED: tl.constexpr) -> Any:
+def _quantize(values: tl.tensor, POWER_OF_TWO: tl.constexpr) -> tl.tensor:
     """Codes and row scales of a tile one block wide, as `quantize_activations` computes them."""
     scale = block_scale(tl.max(magnitude_bits(values), axis=1), POWER_OF_TWO)
-    return to_e4m3(values * reciprocal(scale)[:, None], 0.0, False, INTERPRETED), scale
+    return to_e4m3(values * reciprocal(scale)[:, None], 0.0, False), scale
 
 
 @triton.jit
 def _forward_kernel(
-    gate_up: Any, out: Any, rows: Any, width: Any, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr
+    gate_up: tl.tensor, out: tl.tensor, rows: tl.tensor, width: tl.tensor, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr
 ) -> None:
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -61,7 +58,7 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    gradient: Any, gate_up: Any, out: Any, rows: Any, width: Any, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr
+    gradient: tl.tensor, gate_up: tl.tensor, out: tl.tensor, rows: tl.tensor, width: tl.tensor, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr
 ) -> None:
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -77,8 +74,8 @@ def _backward_kernel(
 
 @triton.jit
 def _forward_quantized_kernel(
-    gate_up: Any, codes: Any, scales: Any, rows: Any, width: Any, scale_column: Any,
-    BLOCK_M: tl.constexpr, POWER_OF_TWO: tl.constexpr, INTERPRETED: tl.constexpr,
+    gate_up: tl.tensor, codes: tl.tensor, scales: tl.tensor, rows: tl.tensor, width: tl.tensor, scale_column: tl.tensor,
+    BLOCK_M: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: BLOCK_M rows of one block of 128 columns."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -87,15 +84,15 @@ def _forward_quantized_kernel(
     inside = (row[:, None] < rows) & (column[None, :] < width)
     gate = _at(gate_up, row, column, 2 * width, inside)
     up = _at(gate_up, row, column + width, 2 * width, inside)
-    code, scale = _quantize(gate * tl.sigmoid(gate) * up, POWER_OF_TWO, INTERPRETED)
+    code, scale = _quantize(gate * tl.sigmoid(gate) * up, POWER_OF_TWO)
     tl.store(codes + row[:, None] * width + column[None, :], code, mask=inside)
     tl.store(scales + row + block.to(tl.int64) * scale_column, scale, mask=row < rows)
 
 
 @triton.jit
 def _backward_quantized_kernel(
-    gradient: Any, gate_up: Any, out: Any, codes: Any, scales: Any, rows: Any, width: Any, scale_column: Any,
-    ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, POWER_OF_TWO: tl.constexpr, INTERPRETED: tl.constexpr,
+    gradient: tl.tensor, gate_up: tl.tensor, out: tl.tensor, codes: tl.tensor, scales: tl.tensor, rows: tl.tensor, width: tl.tensor, scale_column: tl.tensor,
+    ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: BLOCK_M rows of a block of gate and the block of up beside it; ALIGNED when no block holds parts of both."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -114,12 +111,12 @@ def _backward_quantized_kernel(
     if not ALIGNED:
         values = tl.where(column[None, :] < width, values, of_up)
     at = row[:, None] * (2 * width) + column[None, :]
-    code, scale = _quantize(values, POWER_OF_TWO, INTERPRETED)
+    code, scale = _quantize(values, POWER_OF_TWO)
     tl.store(out + at, narrow(values, out.dtype.element_ty), mask=inside)
     tl.store(codes + at, code, mask=inside)
     tl.store(scales + row + block * scale_column, scale, mask=known)
     if ALIGNED:
-        code, scale = _quantize(of_up, POWER_OF_TWO, INTERPRETED)
+        code, scale = _quantize(of_up, POWER_OF_TWO)
         tl.store(out + at + width, narrow(of_up, out.dtype.element_ty), mask=inside)
         tl.store(codes + at + width, code, mask=inside)
         tl.store(scales + row + (block + width // BLOCK) * scale_column, scale, mask=known)
@@ -160,7 +157,7 @@ def swiglu_quantized(gate_up: Tensor, power_of_two: bool) -> tuple[Tensor, Tenso
     def run(config: Config) -> None:
         _forward_quantized_kernel[triton.cdiv(rows, config["BLOCK_M"]), scales.shape[1]](
             gate_up, codes, scales, rows, width, scales.stride(1),
-            POWER_OF_TWO=power_of_two, INTERPRETED=machine().interpreter, **config,
+            POWER_OF_TWO=power_of_two, **config,
         )  # fmt: skip
 
     if codes.numel():
@@ -179,7 +176,7 @@ def swiglu_backward_quantized(gradient: Tensor, gate_up: Tensor, power_of_two: b
         blocks = scales.shape[1] // 2 if aligned else scales.shape[1]
         _backward_quantized_kernel[triton.cdiv(rows, config["BLOCK_M"]), blocks](
             gradient, gate_up, out, codes, scales, rows, width, scales.stride(1),
-            ALIGNED=aligned, POWER_OF_TWO=power_of_two, INTERPRETED=machine().interpreter, **config,
+            ALIGNED=aligned, POWER_OF_TWO=power_of_two, **config,
         )  # fmt: skip
 
     if codes.numel():
