@@ -1,6 +1,8 @@
 """What this machine can run, and which implementation of an op its tensors get.
 
     tensors, TRIPLANE_KERNELS --choose--> "reference" (torch, anywhere) | "triton" (CUDA, or the interpreter) | "gluon" (Hopper)
+
+A kernel that can't run gives way to the reference, said once; where it was asked for by name, that is an error.
 """
 
 from __future__ import annotations
@@ -70,7 +72,9 @@ def choose(op: str, *tensors: Tensor, wanted: str | None = None) -> Way:
     """
     forced = wanted or os.environ.get(FORCE) or None
     if forced is not None and forced not in _WAYS:
-        raise KernelInputError(f"{op}: no implementation {forced!r}; use one of {', '.join(_WAYS)} ({FORCE} or wanted=)")
+        raise KernelInputError(
+            f"{op}: no implementation {forced!r}; use one of {', '.join(_WAYS)} ({FORCE} or wanted=)"
+        )
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
         raise KernelInputError(f"{op}: tensors lie on {', '.join(sorted(map(str, devices)))}; move them to one device")
