@@ -18,18 +18,17 @@ def loss_head_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Logprobs, entropy and log-sum-exp, each [T], in float32, or float64 when hidden is."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    top = torch.full((hidden.shape[0],), -torch.inf, dtype=wide, device=hidden.device)
-    mass, moment = torch.zeros_like(top), torch.zeros_like(top)
-    target_logit = torch.full_like(top, torch.nan)
+    target_logit = hidden.new_full((hidden.shape[0],), torch.nan, dtype=wide)
+    sums = []
     for start in range(0, weight.shape[0], CHUNK):
         logits = _logits(hidden, weight, start, temperature, allowed)
-        top, mass, moment = _merge(logits, top, mass, moment)
+        sums.append(_sums(logits))
         here = (targets >= start) & (targets < start + logits.shape[1])
         local = (targets - start).clamp(0, logits.shape[1] - 1).long()
         target_logit = torch.where(here, logits.gather(1, local[:, None]).squeeze(1), target_logit)
-    log_mass = mass.log()
-    lse = top + log_mass
-    return target_logit - lse, log_mass - moment / mass, lse
+    peaks, masses, moments = (torch.stack(parts) for parts in zip(*sums, strict=True))
+    log_mass, mean, lse = combine(peaks, masses, moments)
+    return target_logit - lse, log_mass - mean, lse
 
 
 def loss_head_backward_reference(
@@ -44,7 +43,7 @@ def loss_head_backward_reference(
     lse: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of hidden [T, H] and weight [V, H], each in its own dtype."""
-    of_hidden = torch.zeros(hidden.shape, dtype=lse.dtype, device=hidden.device)
+    of_hidden = torch.zeros_like(hidden, dtype=lse.dtype)
     of_weight = torch.empty_like(weight)
     for start in range(0, weight.shape[0], CHUNK):
         logits = _logits(hidden, weight, start, temperature, allowed)
@@ -69,14 +68,24 @@ def _logits(hidden: Tensor, weight: Tensor, start: int, temperature: float, allo
     return logits.masked_fill(~allowed[..., start : start + CHUNK], -torch.inf)
 
 
-def _merge(logits: Tensor, top: Tensor, mass: Tensor, moment: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Adds a chunk to the running maximum, sum of exp(z - maximum) and sum of exp(z - maximum) * (z - maximum)."""
-    peak = torch.maximum(top, logits.amax(-1))
-    # A row of which nothing is allowed yet has no maximum: shift by 0 instead of by -inf.
-    shift = torch.where(peak == -torch.inf, 0, peak)
-    drop = torch.where(top == -torch.inf, 0, top - shift)
-    scale = torch.where(top == -torch.inf, 0, drop.exp())
-    shifted = logits - shift[:, None]
+def _sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every row: the largest logit, the sum of exp(z - largest), the sum of that times (z - largest)."""
+    peak = logits.amax(-1)
+    # A row of which nothing is allowed has no largest: shift by 0 instead of by -inf.
+    shifted = logits - torch.where(peak == -torch.inf, 0, peak)[:, None]
     share = shifted.exp()
-    chunk_moment = torch.where(share == 0, 0, share * shifted).sum(-1)
-    return peak, mass * scale + share.sum(-1), scale * (moment + mass * drop) + chunk_moment
+    return peak, share.sum(-1), torch.where(share == 0, 0, share * shifted).sum(-1)
+
+
+def combine(peaks: Tensor, masses: Tensor, moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Joins the sums of the parts of a row, each [parts, T]: returns log(mass), moment / mass, and the log-sum-exp, each [T].
+
+    The entropy is log(mass) - moment / mass: both are relative to the largest logit, so nothing large cancels.
+    """
+    peak = peaks.amax(0)
+    drops = peaks - torch.where(peak == -torch.inf, 0, peak)
+    scales = drops.exp()
+    mass = (masses * scales).sum(0)
+    moment = torch.where(scales == 0, 0, scales * (moments + masses * drops)).sum(0)
+    log_mass = mass.log()
+    return log_mass, moment / mass, peak + log_mass

@@ -1,0 +1,245 @@
+"""The fused loss head in Triton: a persistent product of hidden and weight whose tiles end in sums, not in memory.
+
+    forward   tile of logits --> three sums a row and tile, and the target's logit --> logprob, entropy, log-sum-exp
+    backward  a chunk of the vocabulary at a time: tile of logits again --> tile of slopes [T, chunk] --> two torch products
+
+Tiles run in groups of GROUP rows of tiles, so that what is read of hidden and weight stays in the second-level cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from triplane_kernels.loss_head_reference import combine
+from triplane_kernels.machine import machine
+from triplane_kernels.narrow_triton import INTERPRETED, narrow
+from triplane_kernels.rounding_triton import to_float32
+from triplane_kernels.tuning import Config, lookup
+
+SLOPES = 2**28
+"""Elements of the slopes of one chunk: 512 MiB in bfloat16, enough to keep the products busy."""
+SMALL: Config = {"BLOCK_T": 32, "BLOCK_V": 64, "BLOCK_H": 32, "GROUP": 2, "num_warps": 4, "num_stages": 1}
+CANDIDATES: list[Config] = [
+    {"BLOCK_T": rows, "BLOCK_V": columns, "BLOCK_H": 64, "GROUP": group, "num_warps": warps, "num_stages": stages}
+    for rows, columns, warps, stages in ((128, 256, 8, 4), (128, 256, 8, 3), (256, 128, 8, 3), (128, 128, 4, 4), (128, 128, 8, 4))
+    for group in (16, 8)
+]  # fmt: skip
+FLOAT32_CANDIDATES: list[Config] = [
+    {"BLOCK_T": 64, "BLOCK_V": 64, "BLOCK_H": 32, "GROUP": 8, "num_warps": 4, "num_stages": 3}
+]
+"""Float32 is multiplied outside the matrix units, exactly: for comparisons, not for speed."""
+
+
+@triton.jit
+def _tile(
+    index: tl.tensor, tokens: tl.tensor, entries: tl.tensor,
+    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, GROUP: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """First token and first vocabulary entry of a tile: column by column inside a group of GROUP rows of tiles."""
+    tall, wide = tl.cdiv(tokens, BLOCK_T), tl.cdiv(entries, BLOCK_V)
+    first = index // (GROUP * wide) * GROUP
+    rows = tl.minimum(tall - first, GROUP)
+    inner = index % (GROUP * wide)
+    return (first + inner % rows) * BLOCK_T, inner // rows * BLOCK_V
+
+
+@triton.jit
+def _product(
+    hidden: tl.tensor, weight: tl.tensor, token: tl.tensor, entry: tl.tensor, tokens: tl.tensor, vocabulary: tl.tensor, width: tl.tensor,
+    TMA: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """hidden[token :] @ weight[entry :].T, one tile in float32; zeros past the edges."""
+    total = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
+    row = token + tl.arange(0, BLOCK_T)
+    column = entry + tl.arange(0, BLOCK_V)
+    for start in range(0, width, BLOCK_H):
+        if TMA:
+            left = hidden.load([token, start])
+            right = weight.load([entry, start])
+        else:
+            inner = start + tl.arange(0, BLOCK_H)
+            known = (inner < width)[None, :]
+            at = row.to(tl.int64)[:, None] * width + inner[None, :]
+            left = tl.load(hidden + at, mask=(row < tokens)[:, None] & known, other=0.0)
+            at = column.to(tl.int64)[:, None] * width + inner[None, :]
+            right = tl.load(weight + at, mask=(column < vocabulary)[:, None] & known, other=0.0)
+        if INTERPRETED:
+            left, right = to_float32(left), to_float32(right)
+        total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _kept(
+    allowed: tl.tensor, row: tl.tensor, column: tl.tensor, tokens: tl.tensor, end: tl.tensor, allowed_row: tl.tensor, MASKED: tl.constexpr
+) -> tl.tensor:  # fmt: skip
+    """Which elements of a tile are logits of real tokens for entries before `end` that are allowed."""
+    kept = (row < tokens)[:, None] & (column < end)[None, :]
+    if MASKED:
+        at = row.to(tl.int64)[:, None] * allowed_row + column[None, :]
+        kept = kept & (tl.load(allowed + at, mask=kept, other=0) != 0)
+    return kept
+
+
+@triton.jit
+def _forward_kernel(
+    hidden: Any, weight: Any, targets: tl.tensor, allowed: tl.tensor, peaks: tl.tensor, masses: tl.tensor, moments: tl.tensor,
+    target_logits: tl.tensor, tokens: tl.tensor, vocabulary: tl.tensor, width: tl.tensor, allowed_row: tl.tensor, scale: tl.tensor,
+    TMA: tl.constexpr, MASKED: tl.constexpr, PROGRAMS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP: tl.constexpr,
+) -> None:  # fmt: skip
+    """Of every tile and row: the largest logit, the sum of exp(z - largest), the sum of that times (z - largest)."""
+    tiles = tl.cdiv(tokens, BLOCK_T) * tl.cdiv(vocabulary, BLOCK_V)
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
+        token, entry = _tile(tile, tokens, vocabulary, BLOCK_T, BLOCK_V, GROUP)
+        logits = _product(hidden, weight, token, entry, tokens, vocabulary, width, TMA, BLOCK_T, BLOCK_V, BLOCK_H) * scale
+        row = token + tl.arange(0, BLOCK_T)
+        column = entry + tl.arange(0, BLOCK_V)
+        logits = tl.where(_kept(allowed, row, column, tokens, vocabulary, allowed_row, MASKED), logits, float("-inf"))
+        real = row < tokens
+        target = tl.load(targets + row, mask=real, other=-1)
+        picked = tl.sum(tl.where(column[None, :] == target[:, None], logits, 0.0), axis=1)
+        tl.store(target_logits + row, picked, mask=real & (target >= entry) & (target < entry + BLOCK_V) & (target < vocabulary))
+        peak = tl.max(logits, axis=1)
+        shifted = logits - tl.where(peak == float("-inf"), 0.0, peak)[:, None]
+        share = tl.exp(shifted)
+        at = (entry // BLOCK_V).to(tl.int64) * tokens + row
+        tl.store(peaks + at, peak, mask=real)
+        tl.store(masses + at, tl.sum(share, axis=1), mask=real)
+        tl.store(moments + at, tl.sum(share * tl.where(share == 0, 0.0, shifted), axis=1), mask=real)
+
+
+@triton.jit
+def _slopes_kernel(
+    hidden: Any, weight: Any, targets: tl.tensor, allowed: tl.tensor, lse: tl.tensor, entropy: tl.tensor,
+    of_logprob: tl.tensor, of_entropy: tl.tensor, slopes: tl.tensor,
+    tokens: tl.tensor, begin: tl.tensor, end: tl.tensor, vocabulary: tl.tensor, width: tl.tensor, allowed_row: tl.tensor, scale: tl.tensor,
+    TMA: tl.constexpr, MASKED: tl.constexpr, PROGRAMS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP: tl.constexpr,
+) -> None:  # fmt: skip
+    """Gradient of hidden @ weight[begin:end].T from those of the logprobs and the entropies."""
+    tiles = tl.cdiv(tokens, BLOCK_T) * tl.cdiv(end - begin, BLOCK_V)
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
+        token, entry = _tile(tile, tokens, end - begin, BLOCK_T, BLOCK_V, GROUP)
+        entry += begin
+        logits = _product(hidden, weight, token, entry, tokens, vocabulary, width, TMA, BLOCK_T, BLOCK_V, BLOCK_H) * scale
+        row = token + tl.arange(0, BLOCK_T)
+        column = entry + tl.arange(0, BLOCK_V)
+        kept = _kept(allowed, row, column, tokens, end, allowed_row, MASKED)
+        real = row < tokens
+        ceiling = tl.load(lse + row, mask=real, other=0.0)
+        first = tl.load(of_logprob + row, mask=real, other=0.0)
+        second = tl.load(of_entropy + row, mask=real, other=0.0)
+        mean = tl.load(entropy + row, mask=real, other=0.0)
+        target = tl.load(targets + row, mask=real, other=-1)
+        logprob = logits - ceiling[:, None]
+        slope = -tl.exp(logprob) * (first[:, None] + second[:, None] * (logprob + mean[:, None]))
+        slope += tl.where(column[None, :] == target[:, None], first[:, None], 0.0)
+        slope = tl.where(kept, slope * scale, 0.0)
+        at = row.to(tl.int64)[:, None] * (end - begin) + (column - begin)[None, :]
+        inside = real[:, None] & (column < end)[None, :]
+        tl.store(slopes + at, narrow(slope, slopes.dtype.element_ty), mask=inside)
+
+
+def loss_head_triton(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, allowed: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `loss_head_reference`."""
+    (tokens, width), vocabulary = hidden.shape, weight.shape[0]
+    target_logits = hidden.new_full((tokens,), torch.nan, dtype=torch.float32)
+    sums: list[Tensor] = []
+
+    def run(config: Config) -> None:
+        sums[:] = hidden.new_empty(3, triton.cdiv(vocabulary, config["BLOCK_V"]), tokens, dtype=torch.float32)
+        _forward_kernel[(_programs(),)](
+            *_operands(hidden, weight, config), targets, _mask(allowed, targets), *sums, target_logits,
+            tokens, vocabulary, width, _mask_row(allowed), 1 / temperature,
+            TMA=_by_tma(hidden, weight), MASKED=allowed is not None, PROGRAMS=_programs(), **config,
+        )  # fmt: skip
+
+    if not tokens:
+        return target_logits, target_logits.clone(), target_logits.clone()
+    run(lookup("loss_head", (tokens, vocabulary, width), _candidates(hidden), run, small=SMALL))
+    log_mass, mean, lse = combine(*sums)
+    return target_logits - lse, log_mass - mean, lse
+
+
+def loss_head_backward_triton(
+    of_logprob: Tensor,
+    of_entropy: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    allowed: Tensor | None,
+    entropy: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """As `loss_head_backward_reference`; slopes are rounded to hidden's dtype before they are multiplied."""
+    (tokens, width), vocabulary = hidden.shape, weight.shape[0]
+    of_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+    of_weight = torch.empty_like(weight) if tokens else torch.zeros_like(weight)
+    chunk = max(SLOPES // max(tokens, 1) // 256 * 256, 256)
+    buffer = hidden.new_empty(tokens * min(chunk, vocabulary))
+    for begin in range(0, vocabulary if tokens else 0, chunk):
+        end = min(begin + chunk, vocabulary)
+        slopes = buffer[: tokens * (end - begin)].view(tokens, end - begin)
+
+        def run(config: Config, begin: int = begin, end: int = end, slopes: Tensor = slopes) -> None:
+            _slopes_kernel[(_programs(),)](
+                *_operands(hidden, weight, config), targets, _mask(allowed, targets), lse, entropy, of_logprob, of_entropy, slopes,
+                tokens, begin, end, vocabulary, width, _mask_row(allowed), 1 / temperature,
+                TMA=_by_tma(hidden, weight), MASKED=allowed is not None, PROGRAMS=_programs(), **config,
+            )  # fmt: skip
+
+        run(lookup("loss_head_backward", (tokens, end - begin, width), _candidates(hidden), run, small=SMALL))
+        of_hidden += _mm(slopes, weight[begin:end])
+        torch.mm(slopes.mT, hidden, out=of_weight[begin:end])
+    return of_hidden.to(hidden.dtype, copy=True), of_weight
+
+
+def _mm(left: Tensor, right: Tensor) -> Tensor:
+    """The product in float32, of operands as they are."""
+    if left.is_cuda and left.dtype != torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
+def _operands(hidden: Tensor, weight: Tensor, config: Config) -> tuple[Any, Any]:
+    """The two matrices as kernels take them: descriptors of tiles for the copy engine, or pointers."""
+    if not _by_tma(hidden, weight):
+        return hidden, weight
+    return (
+        TensorDescriptor.from_tensor(hidden, [config["BLOCK_T"], config["BLOCK_H"]]),
+        TensorDescriptor.from_tensor(weight, [config["BLOCK_V"], config["BLOCK_H"]]),
+    )
+
+
+def _by_tma(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether the copy engine takes these matrices: rows and bases of whole 16 bytes."""
+    here = machine()
+    aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (hidden, weight))
+    return (here.tma or here.interpreter) and aligned and hidden.shape[1] * hidden.element_size() % 16 == 0
+
+
+def _mask(allowed: Tensor | None, stand_in: Tensor) -> Tensor:
+    return stand_in if allowed is None else allowed.view(torch.uint8)
+
+
+def _mask_row(allowed: Tensor | None) -> int:
+    """Elements from one token's mask to the next; 0 when all share one."""
+    return 0 if allowed is None or allowed.dim() == 1 else allowed.shape[1]
+
+
+def _programs() -> int:
+    return machine().multiprocessors
+
+
+def _candidates(hidden: Tensor) -> list[Config]:
+    return FLOAT32_CANDIDATES if hidden.dtype == torch.float32 else CANDIDATES
