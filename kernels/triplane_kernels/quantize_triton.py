@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -108,7 +106,7 @@ def quantize_mx(x: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
 
 @triton.jit(do_not_specialize=["seed"])
 def _rows_kernel(
-    x: Any, codes: Any, scales: Any, seed: Any, rows: Any, columns: Any, x_row: Any, x_column: Any, scale_column: Any,
+    x: tl.tensor, codes: tl.tensor, scales: tl.tensor, seed: tl.tensor, rows: tl.tensor, columns: tl.tensor, x_row: tl.tensor, x_column: tl.tensor, scale_column: tl.tensor,
     BLOCK_M: tl.constexpr, POWER_OF_TWO: tl.constexpr, STOCHASTIC: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: BLOCK_M rows of one 128-wide block; a warp reads whole rows of it, 16 bytes a thread."""
@@ -128,8 +126,8 @@ def _rows_kernel(
 
 @triton.jit(do_not_specialize=["seed"])
 def _both_kernel(
-    x: Any, codes: Any, scales: Any, codes_t: Any, scales_t: Any, seed: Any, rows: Any, columns: Any, x_row: Any, x_column: Any,
-    scale_column: Any, scale_t_column: Any,
+    x: tl.tensor, codes: tl.tensor, scales: tl.tensor, codes_t: tl.tensor, scales_t: tl.tensor, seed: tl.tensor, rows: tl.tensor, columns: tl.tensor, x_row: tl.tensor, x_column: tl.tensor,
+    scale_column: tl.tensor, scale_t_column: tl.tensor,
     POWER_OF_TWO: tl.constexpr, STOCHASTIC: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: a 128x128 block, read once, kept in registers, scaled by its rows and by its columns."""
@@ -155,8 +153,8 @@ def _both_kernel(
 
 @triton.jit
 def _weights_kernel(
-    w: Any, codes: Any, scales: Any, codes_t: Any, scales_t: Any, rows: Any, columns: Any, row_blocks: Any, column_blocks: Any,
-    w_matrix: Any, w_row: Any, w_column: Any,
+    w: tl.tensor, codes: tl.tensor, scales: tl.tensor, codes_t: tl.tensor, scales_t: tl.tensor, rows: tl.tensor, columns: tl.tensor, row_blocks: tl.tensor, column_blocks: tl.tensor,
+    w_matrix: tl.tensor, w_row: tl.tensor, w_column: tl.tensor,
     POWER_OF_TWO: tl.constexpr, TRANSPOSED: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: a 128x128 block of one matrix under one scale; the transpose has the same codes."""
@@ -186,7 +184,7 @@ def _weights_kernel(
 
 @triton.jit(do_not_specialize=["seed"])
 def _mx_kernel(
-    x: Any, codes: Any, scales: Any, seed: Any, rows: Any, columns: Any, x_row: Any, x_column: Any,
+    x: tl.tensor, codes: tl.tensor, scales: tl.tensor, seed: tl.tensor, rows: tl.tensor, columns: tl.tensor, x_row: tl.tensor, x_column: tl.tensor,
     BLOCK_M: tl.constexpr, STOCHASTIC: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: BLOCK_M rows of four 32-wide blocks."""
@@ -211,7 +209,7 @@ def _mx_kernel(
 
 
 @triton.jit
-def _e8m0(amax_bits: Any) -> Any:
+def _e8m0(amax_bits: tl.tensor) -> tl.tensor:
     """`quantize_reference.e8m0_scales`: the biased exponent of amax / 448 rounded up."""
     amax = amax_bits.to(tl.float32, bitcast=True)
     bits = tl.div_rn(amax, tl.full(amax.shape, 448.0, tl.float32)).to(tl.int32, bitcast=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -14,7 +12,7 @@ INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def to_float32(values: Any) -> Any:
+def to_float32(values: tl.tensor) -> tl.tensor:
     """float32 of bfloat16 or float32. By bits, since the interpreter's cast loses denormal numbers."""
     if values.dtype == tl.bfloat16:
         values = (values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -22,13 +20,13 @@ def to_float32(values: Any) -> Any:
 
 
 @triton.jit
-def magnitude_bits(values: Any) -> Any:
+def magnitude_bits(values: tl.tensor) -> tl.tensor:
     """|values|, float32, as the int32 of its bits: integer maxima order them and keep infinity and NaN, which float maxima drop."""
     return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
-def block_scale(amax_bits: Any, POWER_OF_TWO: tl.constexpr) -> Any:
+def block_scale(amax_bits: tl.tensor, POWER_OF_TWO: tl.constexpr) -> tl.tensor:
     """`blockwise.block_scales` of the float32 whose bits are given."""
     amax = amax_bits.to(tl.float32, bitcast=True)
     scale = tl.div_rn(amax, tl.full(amax.shape, E4M3_MAX, tl.float32))
@@ -41,13 +39,13 @@ def block_scale(amax_bits: Any, POWER_OF_TWO: tl.constexpr) -> Any:
 
 
 @triton.jit
-def reciprocal(scale: Any) -> Any:
+def reciprocal(scale: tl.tensor) -> tl.tensor:
     """1 / scale, rounded to nearest."""
     return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
 
 
 @triton.jit
-def to_e4m3(scaled: Any, random: Any, STOCHASTIC: tl.constexpr) -> Any:
+def to_e4m3(scaled: tl.tensor, random: tl.tensor, STOCHASTIC: tl.constexpr) -> tl.tensor:
     """`rounding.to_e4m3`. The GPU's cast clamps, rounds to nearest even and keeps NaN; the interpreter's does none of that rightly."""
     if STOCHASTIC:
         scaled = _stochastic(_clamp(scaled), random)
@@ -59,13 +57,13 @@ def to_e4m3(scaled: Any, random: Any, STOCHASTIC: tl.constexpr) -> Any:
 
 
 @triton.jit
-def _clamp(values: Any) -> Any:
+def _clamp(values: tl.tensor) -> tl.tensor:
     """To +-448; NaN fails both comparisons and stays."""
     return tl.where(values > E4M3_MAX, E4M3_MAX, tl.where(values < -E4M3_MAX, -E4M3_MAX, values))
 
 
 @triton.jit
-def _nearest_even(values: Any) -> Any:
+def _nearest_even(values: tl.tensor) -> tl.tensor:
     bits = values.to(tl.int32, bitcast=True)
     size = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF).to(tl.float32, bitcast=True)
@@ -76,7 +74,7 @@ def _nearest_even(values: Any) -> Any:
 
 
 @triton.jit
-def _encode(codes: Any) -> Any:
+def _encode(codes: tl.tensor) -> tl.tensor:
     """float8_e4m3fn of float32 values that are codes, or NaN, from their bits."""
     bits = codes.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
@@ -88,7 +86,7 @@ def _encode(codes: Any) -> Any:
 
 
 @triton.jit
-def _stochastic(values: Any, random: Any) -> Any:
+def _stochastic(values: tl.tensor, random: tl.tensor) -> tl.tensor:
     bits = values.to(tl.int32, bitcast=True)
     size = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
     # biased exponent of the step, 2^(exponent - 3), not below 2^-9; its inverse has the exponent 254 minus it
@@ -100,7 +98,14 @@ def _stochastic(values: Any, random: Any) -> Any:
 
 
 @triton.jit
-def uniforms(seed: Any, row: Any, first_column: Any, columns: Any, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> Any:
+def uniforms(
+    seed: tl.tensor,
+    row: tl.tensor,
+    first_column: tl.tensor,
+    columns: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> tl.tensor:
     """`rounding.uniforms` of the rows `row` [ROWS] and of COLUMNS columns from `first_column`, a multiple of 4, of a matrix `columns` wide."""
     quad = (first_column + tl.arange(0, COLUMNS // 4) * 4) // 4
     counter = row.to(tl.int64)[:, None] * ((columns + 3) // 4) + quad[None, :]
