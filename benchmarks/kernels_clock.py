@@ -57,10 +57,13 @@ class Clock:
         """What this device reaches at all: bytes a second of a large copy (read and written), FLOP/s of a large bfloat16 product; of a CPU nothing."""
         if self.device.type != "cuda":
             return {}
+        return {"copy_tb_per_s": self._copy() / 1e12, "bf16_product_tflops": self._product() / 1e12}
+
+    def _copy(self) -> float:
         source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=self.device).random_()
         target = torch.empty_like(source)
-        copy = 2 * COPY_BYTES / self.seconds(lambda: target.copy_(source))
-        del source, target
+        return 2 * COPY_BYTES / self.seconds(lambda: target.copy_(source))
+
+    def _product(self) -> float:
         left, right = (torch.randn(PRODUCT, PRODUCT, device=self.device, dtype=torch.bfloat16) for _ in range(2))
-        product = 2 * PRODUCT**3 / self.seconds(lambda: left @ right)
-        return {"copy_tb_per_s": copy / 1e12, "bf16_product_tflops": product / 1e12}
+        return 2 * PRODUCT**3 / self.seconds(lambda: left @ right)

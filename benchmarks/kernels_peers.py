@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -50,7 +52,7 @@ def loop(a: Tensor, b: Tensor, offsets: Tensor) -> Work:
     out = a.new_empty(a.shape[0], b.shape[1])
 
     def work() -> Tensor:
-        for group, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for group, (begin, end) in enumerate(pairwise(bounds)):
             torch.mm(a[begin:end], b[group].t(), out=out[begin:end])
         return out
 
@@ -63,7 +65,7 @@ def loop_wgrad(gradient: Tensor, a: Tensor, offsets: Tensor) -> Work:
     out = a.new_empty(len(bounds) - 1, gradient.shape[1], a.shape[1])
 
     def work() -> Tensor:
-        for group, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for group, (begin, end) in enumerate(pairwise(bounds)):
             torch.mm(gradient[begin:end].t(), a[begin:end], out=out[group])
         return out
 

@@ -88,7 +88,9 @@ class ExpertWeights:
         Raises KernelInputError where weights are not quantized.
         """
         if self.gate_up_scales is None or self.down_scales is None:
-            raise KernelInputError("expert weights are not quantized: make them with ExpertWeights.quantize to export codes")
+            raise KernelInputError(
+                "expert weights are not quantized: make them with ExpertWeights.quantize to export codes"
+            )
         width, padded = self.gate.shape[1], self.gate_up_operand.shape[1] // 2
         blocks = padded // BLOCK
         return {

@@ -1,12 +1,16 @@
-"""Inputs that every kernel must survive, and the distances by which results are judged."""
+"""The ways a kernel test runs, inputs that every kernel must survive, and the distances by which results are judged."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
+WayName = Literal["reference", "interpreter", "gpu"]
 E4M3_MAX = 448.0
 SQNR_FORWARD = 28.0
 """dB of an FP8 product of Gaussian data against the unquantized one."""
@@ -15,6 +19,18 @@ DIFFERENCE = 1e-3
 """Largest `difference` of an FP8 product against the unquantized one."""
 EXACT = 1e-5
 """Largest `relative_error` of a kernel against the float64 reference on the same codes and scales."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the kernels of one test are computed: what the fixture `way` gives."""
+
+    name: WayName
+    device: torch.device
+
+    def pick(self, small: T, real: T) -> T:
+        """`real` on a GPU, else `small`: the interpreter runs a program of a grid in milliseconds."""
+        return real if self.name == "gpu" else small
 
 
 def generator(seed: int) -> torch.Generator:
