@@ -50,9 +50,13 @@ def loss_head(
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, allowed: Tensor | None) -> None:
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or not weight.numel():
-        raise KernelInputError(f"loss head: hidden {list(hidden.shape)} and weight {list(weight.shape)} must be [T, H], [V, H]")
+        raise KernelInputError(
+            f"loss head: hidden {list(hidden.shape)} and weight {list(weight.shape)} must be [T, H], [V, H]"
+        )
     if hidden.dtype != weight.dtype or not hidden.is_floating_point():
-        raise KernelInputError(f"loss head: hidden ({hidden.dtype}) and weight ({weight.dtype}) must have one float dtype")
+        raise KernelInputError(
+            f"loss head: hidden ({hidden.dtype}) and weight ({weight.dtype}) must have one float dtype"
+        )
     if targets.shape != hidden.shape[:1] or targets.dtype not in (torch.int32, torch.int64):
         raise KernelInputError(
             f"loss head: targets must be int32 or int64 [{hidden.shape[0]}], not {targets.dtype} {list(targets.shape)}"
@@ -88,9 +92,11 @@ def _gradients(ctx: Any, of_logprob: Tensor, of_entropy: Tensor, _: Tensor | Non
     # No probability is wrong where only the target is; its NaN has to reach the gradients all the same.
     of_logprob = torch.where(logprobs.isnan(), torch.nan, of_logprob)
     of_hidden, of_weight = _backward(
-        of_logprob, of_entropy.contiguous(), hidden, weight, targets, ctx.temperature, allowed, entropy, lse
-    )
-    return of_hidden, of_weight, None, None, None
+        of_logprob, of_entropy.contiguous(), hidden, weight, targets, ctx.temperature, allowed, entropy, lse,
+        *ctx.needs_input_grad[:2],
+    )  # fmt: skip
+    needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+    return of_hidden if needs_hidden else None, of_weight if needs_weight else None, None, None, None
 
 
 @operator("loss_head", fake=_fake, save=_save, backward=_gradients)
@@ -114,8 +120,15 @@ def _backward_fake(
     allowed: Tensor | None,
     entropy: Tensor,
     lse: Tensor,
+    needs_hidden: bool,
+    needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(hidden), torch.empty_like(weight)
+    return _gradient_of(hidden, needs_hidden), _gradient_of(weight, needs_weight)
+
+
+def _gradient_of(operand: Tensor, needed: bool) -> Tensor:
+    """Where an operand's gradient goes; empty when nobody asks for it."""
+    return torch.empty_like(operand) if needed else operand.new_empty(0)
 
 
 @operator("loss_head_backward", fake=_backward_fake)
@@ -129,27 +142,32 @@ def _backward(
     allowed: Tensor | None,
     entropy: Tensor,
     lse: Tensor,
+    needs_hidden: bool,
+    needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     arguments = (of_logprob, of_entropy, hidden, weight, targets, temperature, allowed, entropy, lse)
+    into = _gradient_of(hidden, needs_hidden), _gradient_of(weight, needs_weight)
     if choose("loss_head_backward", *(given for given in arguments if isinstance(given, Tensor))) == "reference":
-        return loss_head_backward_reference(*arguments)
-    from triplane_kernels.loss_head_triton import loss_head_backward_triton
+        loss_head_backward_reference(*arguments, *into)
+    else:
+        from triplane_kernels.loss_head_triton import loss_head_backward_triton
 
-    return loss_head_backward_triton(*arguments)
+        loss_head_backward_triton(*arguments, *into)
+    return into
 
 
 @workload("loss_head", SHAPES)
-def _run_forward(tokens: int, vocabulary: int, width: int) -> None:
-    loss_head(*_random(tokens, vocabulary, width))
+def _tune_forward(tokens: int, vocabulary: int, width: int) -> None:
+    loss_head(*_drawn(tokens, vocabulary, width))
 
 
 @workload("loss_head_backward", SHAPES)
-def _run_backward(tokens: int, vocabulary: int, width: int) -> None:
-    hidden, weight, targets = _random(tokens, vocabulary, width)
+def _tune_backward(tokens: int, vocabulary: int, width: int) -> None:
+    hidden, weight, targets = _drawn(tokens, vocabulary, width)
     logprobs, _ = loss_head(hidden.requires_grad_(), weight, targets)
     logprobs.sum().backward()
 
 
-def _random(tokens: int, vocabulary: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+def _drawn(tokens: int, vocabulary: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     hidden, weight = (torch.randn(rows, width, dtype=torch.bfloat16, device="cuda") for rows in (tokens, vocabulary))
     return hidden, weight * width**-0.5, torch.randint(vocabulary, (tokens,), device="cuda")

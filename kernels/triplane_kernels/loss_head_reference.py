@@ -41,10 +41,11 @@ def loss_head_backward_reference(
     allowed: Tensor | None,
     entropy: Tensor,
     lse: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of hidden [T, H] and weight [V, H], each in its own dtype."""
-    of_hidden = torch.zeros_like(hidden, dtype=lse.dtype)
-    of_weight = torch.empty_like(weight)
+    of_hidden: Tensor,
+    of_weight: Tensor,
+) -> None:
+    """Writes the gradients of hidden [T, H] and weight [V, H] into of_hidden and of_weight; not into an empty one."""
+    total = torch.zeros_like(hidden, dtype=lse.dtype)
     for start in range(0, weight.shape[0], CHUNK):
         logits = _logits(hidden, weight, start, temperature, allowed)
         stop = start + logits.shape[1]
@@ -53,11 +54,16 @@ def loss_head_backward_reference(
         # A token that is not allowed has probability 0 and logprob -inf; their product counts as 0.
         slope = torch.where(logprobs == -torch.inf, 0, -logprobs.exp() * coefficient)
         columns = torch.arange(start, stop, device=hidden.device)
-        slope = slope + torch.where((targets[:, None] == columns) & (logits != -torch.inf), logprob_gradient[:, None], 0)
+        slope = slope + torch.where(
+            (targets[:, None] == columns) & (logits != -torch.inf), logprob_gradient[:, None], 0
+        )
         slope = slope / temperature
-        of_hidden += slope @ weight[start:stop].to(lse.dtype)
-        of_weight[start:stop] = (slope.mT @ hidden.to(lse.dtype)).to(weight.dtype)
-    return of_hidden.to(hidden.dtype), of_weight
+        if of_hidden.numel():
+            total += slope @ weight[start:stop].to(lse.dtype)
+        if of_weight.numel():
+            of_weight[start:stop] = slope.mT @ hidden.to(lse.dtype)
+    if of_hidden.numel():
+        of_hidden.copy_(total)
 
 
 def _logits(hidden: Tensor, weight: Tensor, start: int, temperature: float, allowed: Tensor | None) -> Tensor:

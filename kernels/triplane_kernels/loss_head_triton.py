@@ -24,16 +24,30 @@ from triplane_kernels.tuning import Config, lookup
 
 SLOPES = 2**28
 """Elements of the slopes of one chunk: 512 MiB in bfloat16, enough to keep the products busy."""
-SMALL: Config = {"BLOCK_T": 32, "BLOCK_V": 64, "BLOCK_H": 32, "GROUP": 2, "num_warps": 4, "num_stages": 1}
-CANDIDATES: list[Config] = [
-    {"BLOCK_T": rows, "BLOCK_V": columns, "BLOCK_H": 64, "GROUP": group, "num_warps": warps, "num_stages": stages}
-    for rows, columns, warps, stages in ((128, 256, 8, 4), (128, 256, 8, 3), (256, 128, 8, 3), (128, 128, 4, 4), (128, 128, 8, 4))
-    for group in (16, 8)
-]  # fmt: skip
-FLOAT32_CANDIDATES: list[Config] = [
-    {"BLOCK_T": 64, "BLOCK_V": 64, "BLOCK_H": 32, "GROUP": 8, "num_warps": 4, "num_stages": 3}
-]
+SMALL: Config = {"BLOCK_T": 32, "BLOCK_V": 64, "BLOCK_H": 32, "PARTS": 2, "GROUP": 2, "num_warps": 4, "num_stages": 1}
+FLOAT32: Config = {"BLOCK_T": 64, "BLOCK_V": 64, "BLOCK_H": 32, "PARTS": 1, "GROUP": 8, "num_warps": 4, "num_stages": 3}
 """Float32 is multiplied outside the matrix units, exactly: for comparisons, not for speed."""
+TILES = ((128, 256, 8, 4), (128, 256, 8, 3), (256, 128, 8, 3), (128, 128, 4, 4), (128, 128, 8, 4))
+
+
+def _candidates(hidden: Tensor, parts: tuple[int, ...]) -> list[Config]:
+    """parts: into how many parts of columns a tile's sums or slopes are cut; more take fewer registers."""
+    if hidden.dtype == torch.float32:
+        return [FLOAT32]
+    return [
+        {
+            "BLOCK_T": rows,
+            "BLOCK_V": columns,
+            "BLOCK_H": 64,
+            "PARTS": part,
+            "GROUP": group,
+            "num_warps": warps,
+            "num_stages": stages,
+        }
+        for rows, columns, warps, stages in TILES
+        for part in parts
+        for group in (16, 8)
+    ]
 
 
 @triton.jit
@@ -76,12 +90,35 @@ def _product(
 
 
 @triton.jit
+def _pieces(tile: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
+    """A tile cut into PARTS (1, 2 or 4) pieces of neighbouring columns, as a tuple."""
+    if PARTS == 1:
+        pieces = (tile,)
+    elif PARTS == 2:
+        pieces = _halves(tile)
+    else:
+        left, right = _halves(tile)
+        first, second = _halves(left)
+        third, fourth = _halves(right)
+        pieces = (first, second, third, fourth)
+    return pieces
+
+
+@triton.jit
+def _halves(tile: tl.tensor) -> tl.tensor:
+    return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
 def _kept(
-    allowed: tl.tensor, row: tl.tensor, column: tl.tensor, tokens: tl.tensor, end: tl.tensor, allowed_row: tl.tensor, MASKED: tl.constexpr
+    allowed: tl.tensor, row: tl.tensor, column: tl.tensor, tokens: tl.tensor, end: tl.tensor, allowed_row: tl.tensor, MASKS: tl.constexpr
 ) -> tl.tensor:  # fmt: skip
-    """Which elements of a tile are logits of real tokens for entries before `end` that are allowed."""
-    kept = (row < tokens)[:, None] & (column < end)[None, :]
-    if MASKED:
+    """Which elements are logits of real tokens for entries before `end` that are allowed. MASKS: dimensions of the mask, 0 for none."""
+    known = column < end
+    if MASKS == 1:
+        known = known & (tl.load(allowed + column, mask=known, other=0) != 0)
+    kept = (row < tokens)[:, None] & known[None, :]
+    if MASKS == 2:
         at = row.to(tl.int64)[:, None] * allowed_row + column[None, :]
         kept = kept & (tl.load(allowed + at, mask=kept, other=0) != 0)
     return kept
@@ -89,62 +126,85 @@ def _kept(
 
 @triton.jit
 def _forward_kernel(
-    hidden: Any, weight: Any, targets: tl.tensor, allowed: tl.tensor, peaks: tl.tensor, masses: tl.tensor, moments: tl.tensor,
-    target_logits: tl.tensor, tokens: tl.tensor, vocabulary: tl.tensor, width: tl.tensor, allowed_row: tl.tensor, scale: tl.tensor,
-    TMA: tl.constexpr, MASKED: tl.constexpr, PROGRAMS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP: tl.constexpr,
+    hidden: tl.tensor, weight: tl.tensor, targets: tl.tensor, allowed: tl.tensor,
+    peaks: tl.tensor, masses: tl.tensor, moments: tl.tensor, target_logits: tl.tensor,
+    tokens: tl.tensor, vocabulary: tl.tensor, width: tl.tensor, allowed_row: tl.tensor, scale: tl.tensor,
+    TMA: tl.constexpr, MASKS: tl.constexpr, PROGRAMS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
     """Of every tile and row: the largest logit, the sum of exp(z - largest), the sum of that times (z - largest)."""
     tiles = tl.cdiv(tokens, BLOCK_T) * tl.cdiv(vocabulary, BLOCK_V)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
         token, entry = _tile(tile, tokens, vocabulary, BLOCK_T, BLOCK_V, GROUP)
-        logits = _product(hidden, weight, token, entry, tokens, vocabulary, width, TMA, BLOCK_T, BLOCK_V, BLOCK_H) * scale
+        product = _product(hidden, weight, token, entry, tokens, vocabulary, width, TMA, BLOCK_T, BLOCK_V, BLOCK_H)
         row = token + tl.arange(0, BLOCK_T)
-        column = entry + tl.arange(0, BLOCK_V)
-        logits = tl.where(_kept(allowed, row, column, tokens, vocabulary, allowed_row, MASKED), logits, float("-inf"))
         real = row < tokens
         target = tl.load(targets + row, mask=real, other=-1)
-        picked = tl.sum(tl.where(column[None, :] == target[:, None], logits, 0.0), axis=1)
-        tl.store(target_logits + row, picked, mask=real & (target >= entry) & (target < entry + BLOCK_V) & (target < vocabulary))
-        peak = tl.max(logits, axis=1)
-        shifted = logits - tl.where(peak == float("-inf"), 0.0, peak)[:, None]
-        share = tl.exp(shifted)
+        picked = tl.zeros([BLOCK_T], tl.float32)
+        peak = tl.full([BLOCK_T], float("-inf"), tl.float32)
+        mass = tl.zeros([BLOCK_T], tl.float32)
+        moment = tl.zeros([BLOCK_T], tl.float32)
+        pieces = _pieces(product, PARTS)
+        for part in tl.static_range(PARTS):
+            column = entry + part * (BLOCK_V // PARTS) + tl.arange(0, BLOCK_V // PARTS)
+            kept = _kept(allowed, row, column, tokens, vocabulary, allowed_row, MASKS)
+            logits = tl.where(kept, pieces[part] * scale, float("-inf"))
+            picked += tl.sum(tl.where(column[None, :] == target[:, None], logits, 0.0), axis=1)
+            before = peak
+            peak = tl.maximum(peak, tl.max(logits, axis=1))
+            shift = tl.where(peak == float("-inf"), 0.0, peak)
+            drop = tl.where(before == float("-inf"), 0.0, before - shift)
+            kept_share = tl.exp(drop)
+            shifted = logits - shift[:, None]
+            share = tl.exp(shifted)
+            moment = kept_share * (moment + mass * drop)
+            moment += tl.sum(share * tl.where(share == 0, 0.0, shifted), axis=1)
+            mass = kept_share * mass + tl.sum(share, axis=1)
+        inside = (target >= entry) & (target < entry + BLOCK_V) & (target < vocabulary)
+        tl.store(target_logits + row, picked, mask=real & inside)
         at = (entry // BLOCK_V).to(tl.int64) * tokens + row
         tl.store(peaks + at, peak, mask=real)
-        tl.store(masses + at, tl.sum(share, axis=1), mask=real)
-        tl.store(moments + at, tl.sum(share * tl.where(share == 0, 0.0, shifted), axis=1), mask=real)
+        tl.store(masses + at, mass, mask=real)
+        tl.store(moments + at, moment, mask=real)
 
 
 @triton.jit
 def _slopes_kernel(
-    hidden: Any, weight: Any, targets: tl.tensor, allowed: tl.tensor, lse: tl.tensor, entropy: tl.tensor,
-    of_logprob: tl.tensor, of_entropy: tl.tensor, slopes: tl.tensor,
-    tokens: tl.tensor, begin: tl.tensor, end: tl.tensor, vocabulary: tl.tensor, width: tl.tensor, allowed_row: tl.tensor, scale: tl.tensor,
-    TMA: tl.constexpr, MASKED: tl.constexpr, PROGRAMS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP: tl.constexpr,
+    hidden: tl.tensor, weight: tl.tensor, slopes: tl.tensor, targets: tl.tensor, allowed: tl.tensor,
+    lse: tl.tensor, entropy: tl.tensor, of_logprob: tl.tensor, of_entropy: tl.tensor,
+    tokens: tl.tensor, begin: tl.tensor, end: tl.tensor, vocabulary: tl.tensor, width: tl.tensor,
+    slopes_row: tl.tensor, allowed_row: tl.tensor, scale: tl.tensor,
+    TMA: tl.constexpr, MASKS: tl.constexpr, PROGRAMS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
     """Gradient of hidden @ weight[begin:end].T from those of the logprobs and the entropies."""
     tiles = tl.cdiv(tokens, BLOCK_T) * tl.cdiv(end - begin, BLOCK_V)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
-        token, entry = _tile(tile, tokens, end - begin, BLOCK_T, BLOCK_V, GROUP)
-        entry += begin
-        logits = _product(hidden, weight, token, entry, tokens, vocabulary, width, TMA, BLOCK_T, BLOCK_V, BLOCK_H) * scale
+        token, local = _tile(tile, tokens, end - begin, BLOCK_T, BLOCK_V, GROUP)
+        product = _product(
+            hidden, weight, token, begin + local, tokens, vocabulary, width, TMA, BLOCK_T, BLOCK_V, BLOCK_H
+        )
         row = token + tl.arange(0, BLOCK_T)
-        column = entry + tl.arange(0, BLOCK_V)
-        kept = _kept(allowed, row, column, tokens, end, allowed_row, MASKED)
         real = row < tokens
-        ceiling = tl.load(lse + row, mask=real, other=0.0)
-        first = tl.load(of_logprob + row, mask=real, other=0.0)
-        second = tl.load(of_entropy + row, mask=real, other=0.0)
-        mean = tl.load(entropy + row, mask=real, other=0.0)
-        target = tl.load(targets + row, mask=real, other=-1)
-        logprob = logits - ceiling[:, None]
-        slope = -tl.exp(logprob) * (first[:, None] + second[:, None] * (logprob + mean[:, None]))
-        slope += tl.where(column[None, :] == target[:, None], first[:, None], 0.0)
-        slope = tl.where(kept, slope * scale, 0.0)
-        at = row.to(tl.int64)[:, None] * (end - begin) + (column - begin)[None, :]
-        inside = real[:, None] & (column < end)[None, :]
-        tl.store(slopes + at, narrow(slope, slopes.dtype.element_ty), mask=inside)
+        ceiling = tl.load(lse + row, mask=real, other=0.0)[:, None]
+        mean = tl.load(entropy + row, mask=real, other=0.0)[:, None]
+        first = tl.load(of_logprob + row, mask=real, other=0.0)[:, None]
+        second = tl.load(of_entropy + row, mask=real, other=0.0)[:, None]
+        target = tl.load(targets + row, mask=real, other=-1)[:, None]
+        pieces = _pieces(product, PARTS)
+        for part in tl.static_range(PARTS):
+            offset = local + part * (BLOCK_V // PARTS)
+            column = begin + offset + tl.arange(0, BLOCK_V // PARTS)
+            logprob = pieces[part] * scale - ceiling
+            slope = -tl.exp(logprob) * (first + second * (logprob + mean))
+            slope += tl.where(column[None, :] == target, first, 0.0)
+            kept = _kept(allowed, row, column, tokens, end, allowed_row, MASKS)
+            written = narrow(tl.where(kept, slope * scale, 0.0), slopes.dtype if TMA else slopes.dtype.element_ty)
+            if TMA:
+                slopes.store([token, offset], written)
+            else:
+                at = row.to(tl.int64)[:, None] * slopes_row + (column - begin)[None, :]
+                tl.store(slopes + at, written, mask=real[:, None] & (column < end)[None, :])
 
 
 def loss_head_triton(
@@ -160,12 +220,12 @@ def loss_head_triton(
         _forward_kernel[(_programs(),)](
             *_operands(hidden, weight, config), targets, _mask(allowed, targets), *sums, target_logits,
             tokens, vocabulary, width, _mask_row(allowed), 1 / temperature,
-            TMA=_by_tma(hidden, weight), MASKED=allowed is not None, PROGRAMS=_programs(), **config,
+            TMA=_by_tma(hidden, weight), MASKS=_masks(allowed), PROGRAMS=_programs(), **config,
         )  # fmt: skip
 
     if not tokens:
         return target_logits, target_logits.clone(), target_logits.clone()
-    run(lookup("loss_head", (tokens, vocabulary, width), _candidates(hidden), run, small=SMALL))
+    run(lookup("loss_head", (tokens, vocabulary, width), _candidates(hidden, parts=(1, 2)), run, small=SMALL))
     log_mass, mean, lse = combine(*sums)
     return target_logits - lse, log_mass - mean, lse
 
@@ -180,28 +240,39 @@ def loss_head_backward_triton(
     allowed: Tensor | None,
     entropy: Tensor,
     lse: Tensor,
-) -> tuple[Tensor, Tensor]:
+    of_hidden: Tensor,
+    of_weight: Tensor,
+) -> None:
     """As `loss_head_backward_reference`; slopes are rounded to hidden's dtype before they are multiplied."""
     (tokens, width), vocabulary = hidden.shape, weight.shape[0]
-    of_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-    of_weight = torch.empty_like(weight) if tokens else torch.zeros_like(weight)
-    chunk = max(SLOPES // max(tokens, 1) // 256 * 256, 256)
-    buffer = hidden.new_empty(tokens * min(chunk, vocabulary))
-    for begin in range(0, vocabulary if tokens else 0, chunk):
+    if not tokens:
+        of_weight.zero_()
+        return
+    total = torch.zeros_like(hidden, dtype=torch.float32)
+    chunk = max(SLOPES // tokens // 256 * 256, 256)
+    # Rows of whole 16 bytes, as the copy engine writes them.
+    pitch = triton.cdiv(min(chunk, vocabulary), 16) * 16
+    buffer = hidden.new_empty(tokens, pitch)
+    for begin in range(0, vocabulary, chunk):
         end = min(begin + chunk, vocabulary)
-        slopes = buffer[: tokens * (end - begin)].view(tokens, end - begin)
+        slopes = buffer[:, : end - begin]
 
         def run(config: Config, begin: int = begin, end: int = end, slopes: Tensor = slopes) -> None:
             _slopes_kernel[(_programs(),)](
-                *_operands(hidden, weight, config), targets, _mask(allowed, targets), lse, entropy, of_logprob, of_entropy, slopes,
-                tokens, begin, end, vocabulary, width, _mask_row(allowed), 1 / temperature,
-                TMA=_by_tma(hidden, weight), MASKED=allowed is not None, PROGRAMS=_programs(), **config,
+                *_operands(hidden, weight, config, slopes), targets, _mask(allowed, targets),
+                lse, entropy, of_logprob, of_entropy,
+                tokens, begin, end, vocabulary, width, pitch, _mask_row(allowed), 1 / temperature,
+                TMA=_by_tma(hidden, weight), MASKS=_masks(allowed), PROGRAMS=_programs(), **config,
             )  # fmt: skip
 
-        run(lookup("loss_head_backward", (tokens, end - begin, width), _candidates(hidden), run, small=SMALL))
-        of_hidden += _mm(slopes, weight[begin:end])
-        torch.mm(slopes.mT, hidden, out=of_weight[begin:end])
-    return of_hidden.to(hidden.dtype, copy=True), of_weight
+        candidates = _candidates(hidden, parts=(4, 2))
+        run(lookup("loss_head_backward", (tokens, end - begin, width), candidates, run, small=SMALL))
+        if of_hidden.numel():
+            total += _mm(slopes, weight[begin:end])
+        if of_weight.numel():
+            torch.mm(slopes.mT, hidden, out=of_weight[begin:end])
+    if of_hidden.numel():
+        of_hidden.copy_(total)
 
 
 def _mm(left: Tensor, right: Tensor) -> Tensor:
@@ -211,14 +282,14 @@ def _mm(left: Tensor, right: Tensor) -> Tensor:
     return left.float() @ right.float()
 
 
-def _operands(hidden: Tensor, weight: Tensor, config: Config) -> tuple[Any, Any]:
-    """The two matrices as kernels take them: descriptors of tiles for the copy engine, or pointers."""
-    if not _by_tma(hidden, weight):
-        return hidden, weight
-    return (
-        TensorDescriptor.from_tensor(hidden, [config["BLOCK_T"], config["BLOCK_H"]]),
-        TensorDescriptor.from_tensor(weight, [config["BLOCK_V"], config["BLOCK_H"]]),
-    )
+def _operands(hidden: Tensor, weight: Tensor, config: Config, slopes: Tensor | None = None) -> list[Any]:
+    """The matrices as kernels take them: descriptors of tiles for the copy engine, or pointers."""
+    tall, wide, deep = config["BLOCK_T"], config["BLOCK_V"], config["BLOCK_H"]
+    tiles = [(hidden, [tall, deep]), (weight, [wide, deep])]
+    if slopes is not None:
+        tiles.append((slopes, [tall, wide // config["PARTS"]]))
+    by_tma = _by_tma(hidden, weight)
+    return [TensorDescriptor.from_tensor(tensor, tile) if by_tma else tensor for tensor, tile in tiles]
 
 
 def _by_tma(hidden: Tensor, weight: Tensor) -> bool:
@@ -232,14 +303,14 @@ def _mask(allowed: Tensor | None, stand_in: Tensor) -> Tensor:
     return stand_in if allowed is None else allowed.view(torch.uint8)
 
 
+def _masks(allowed: Tensor | None) -> int:
+    return 0 if allowed is None else allowed.dim()
+
+
 def _mask_row(allowed: Tensor | None) -> int:
     """Elements from one token's mask to the next; 0 when all share one."""
-    return 0 if allowed is None or allowed.dim() == 1 else allowed.shape[1]
+    return allowed.shape[1] if allowed is not None and allowed.dim() == 2 else 0
 
 
 def _programs() -> int:
     return machine().multiprocessors
-
-
-def _candidates(hidden: Tensor) -> list[Config]:
-    return FLOAT32_CANDIDATES if hidden.dtype == torch.float32 else CANDIDATES

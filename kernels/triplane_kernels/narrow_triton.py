@@ -19,6 +19,5 @@ def narrow(values: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     if INTERPRETED and dtype == tl.bfloat16:
         bits = values.to(tl.int32, bitcast=True)
         rounded = tl.where(values == values, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
-        return rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
-    else:
-        return values.to(dtype)
+        values = rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return values.to(dtype)

@@ -22,6 +22,10 @@ from triplane_kernels.permute_reference import (
     scatter_reference,
     unpermute_backward_reference,
 )
+from triplane_kernels.tuning import workload
+
+SHAPES = [(tokens, 8, width) for tokens in (4096, 16384, 65536) for width in (2048, 4096, 7168)]
+TUNED_EXPERTS = 128
 
 
 class Plan(NamedTuple):
@@ -62,7 +66,9 @@ def permute(x: Tensor, experts: Tensor, num_experts: int, *, block: int = 128) -
 def plan_permutation(experts: Tensor, num_experts: int, *, block: int = 128) -> Plan:
     """The plan of `permute` alone, so that several tensors of the same tokens (codes and their scales) can follow it."""
     if experts.dim() != 2 or experts.dtype not in (torch.int32, torch.int64):
-        raise KernelInputError(f"permute: experts must be int32 or int64 [T, k], not {experts.dtype} {list(experts.shape)}")
+        raise KernelInputError(
+            f"permute: experts must be int32 or int64 [T, k], not {experts.dtype} {list(experts.shape)}"
+        )
     if num_experts < 1 or block < 1:
         raise KernelInputError(f"permute: num_experts ({num_experts}) and block ({block}) must be at least 1")
     return Plan(*_plan(experts.detach().int().contiguous(), num_experts, block))
@@ -183,3 +189,25 @@ def _unpermute_backward(
     from triplane_kernels.permute_triton import unpermute_backward_triton
 
     return unpermute_backward_triton(gradient, rows, source, position, weights)
+
+
+@workload("permute", SHAPES)
+def _tune_permute(tokens: int, k: int, width: int) -> None:
+    permute(*_drawn(tokens, k, width), TUNED_EXPERTS)
+
+
+@workload("unpermute", SHAPES)
+def _tune_unpermute(tokens: int, k: int, width: int) -> None:
+    permuted = permute(*_drawn(tokens, k, width), TUNED_EXPERTS)
+    unpermute(permuted.rows, permuted, torch.rand(tokens, k, device="cuda"))
+
+
+@workload("unpermute_backward", SHAPES)
+def _tune_unpermute_backward(tokens: int, k: int, width: int) -> None:
+    permuted = permute(*_drawn(tokens, k, width), TUNED_EXPERTS)
+    unpermute(permuted.rows.requires_grad_(), permuted, torch.rand(tokens, k, device="cuda")).sum().backward()
+
+
+def _drawn(tokens: int, k: int, width: int) -> tuple[Tensor, Tensor]:
+    experts = torch.rand(tokens, TUNED_EXPERTS, device="cuda").topk(k).indices
+    return torch.randn(tokens, width, dtype=torch.bfloat16, device="cuda"), experts

@@ -1,6 +1,6 @@
 """Token permutation in Triton: a stable counting sort in three launches, and row copies that read each row of memory once.
 
-    experts --count--> [E, chunks] --scan--> bases, totals --place--> offsets, source, position     all on the device
+experts --count--> [E, chunks] --scan--> bases, totals --place--> offsets, source, position     all on the device
 """
 
 from __future__ import annotations
@@ -134,7 +134,9 @@ def _gather_kernel(
         if WEIGHTED:
             value *= to_float32(tl.load(weights + token * K + slot, mask=real, other=0))[:, None]
         total += value
-    tl.store(out + token.to(tl.int64)[:, None] * width + columns[None, :], narrow(total, out.dtype.element_ty), mask=inside)
+    tl.store(
+        out + token.to(tl.int64)[:, None] * width + columns[None, :], narrow(total, out.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit
@@ -156,7 +158,9 @@ def _unpermute_backward_kernel(
             for start in range(0, width, BLOCK_H):
                 columns = start + tl.arange(0, BLOCK_H)
                 inside = real[:, None] & (columns < width)[None, :]
-                slope = to_float32(tl.load(gradient + token.to(tl.int64)[:, None] * width + columns[None, :], mask=inside, other=0))
+                slope = to_float32(
+                    tl.load(gradient + token.to(tl.int64)[:, None] * width + columns[None, :], mask=inside, other=0)
+                )
                 held = inside & (row >= 0)
                 at = row * width + columns[None, :]
                 products += slope * to_float32(tl.load(rows + at, mask=held, other=0))
@@ -179,7 +183,18 @@ def plan_triton(experts: Tensor, num_experts: int, block: int) -> tuple[Tensor, 
     _count_kernel[(chunks,)](experts, counts, pairs, num_experts, chunks, CHUNK=CHUNK, BINS=bins)
     _scan_kernel[(num_experts,)](counts, totals, chunks, BLOCK=1024)
     _place_kernel[(chunks,)](
-        experts, counts, totals, offsets, source, position, pairs, num_experts, chunks, ALIGN=block, CHUNK=CHUNK, BINS=bins
+        experts,
+        counts,
+        totals,
+        offsets,
+        source,
+        position,
+        pairs,
+        num_experts,
+        chunks,
+        ALIGN=block,
+        CHUNK=CHUNK,
+        BINS=bins,
     )
     return offsets, source, position
 
@@ -193,7 +208,16 @@ def scatter_triton(x: Tensor, source: Tensor, position: Tensor) -> Tensor:
 
     def run(config: Config) -> None:
         _scatter_kernel[_with_padding(tokens, source, config)](
-            seen, written, source, position, tokens, source.numel(), x.shape[1], K=k, PAD_ROWS=_pad_rows(config), **config
+            seen,
+            written,
+            source,
+            position,
+            tokens,
+            source.numel(),
+            x.shape[1],
+            K=k,
+            PAD_ROWS=_pad_rows(config),
+            **config,
         )
 
     if rows.numel():

@@ -11,8 +11,10 @@ from triplane_kernels.custom_ops import operator
 from triplane_kernels.errors import KernelInputError
 from triplane_kernels.machine import choose
 from triplane_kernels.router_reference import route_backward_reference, route_reference
+from triplane_kernels.tuning import workload
 
 MOST_EXPERTS = 4096
+SHAPES = [(tokens, experts, 8) for tokens in (4096, 32768, 131072) for experts in (128, 256)]
 
 
 def route(
@@ -39,7 +41,9 @@ def route(
         raise KernelInputError(f"route: no scores {scores!r}; use softmax or sigmoid")
     if bias is not None:
         if bias.shape != logits.shape[1:]:
-            raise KernelInputError(f"route: bias must be [E], one for each of {logits.shape[1]} experts, not {list(bias.shape)}")
+            raise KernelInputError(
+                f"route: bias must be [E], one for each of {logits.shape[1]} experts, not {list(bias.shape)}"
+            )
         bias = bias.detach().to(_wide(logits)).contiguous()
     return _route(logits.contiguous(), k, bias, scores, normalize)
 
@@ -84,3 +88,14 @@ def _route_backward(gradient: Tensor, logits: Tensor, experts: Tensor, scores: s
     from triplane_kernels.router_triton import route_backward_triton
 
     return route_backward_triton(gradient, logits, experts, scores, normalize)
+
+
+@workload("route", SHAPES)
+def _tune(tokens: int, num_experts: int, k: int) -> None:
+    route(torch.randn(tokens, num_experts, device="cuda"), k)
+
+
+@workload("route_backward", SHAPES)
+def _tune_backward(tokens: int, num_experts: int, k: int) -> None:
+    weights, _ = route(torch.randn(tokens, num_experts, device="cuda", requires_grad=True), k)
+    weights.sum().backward()

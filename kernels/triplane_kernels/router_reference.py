@@ -9,9 +9,7 @@ TINY = 1e-20
 """Added to the sum that normalizes: it changes no usual sum, and keeps k scores that all underflow from giving 0 / 0 (DeepSeek-V3)."""
 
 
-def route_reference(
-    logits: Tensor, k: int, bias: Tensor | None, scores: str, normalize: bool
-) -> tuple[Tensor, Tensor]:
+def route_reference(logits: Tensor, k: int, bias: Tensor | None, scores: str, normalize: bool) -> tuple[Tensor, Tensor]:
     """Weights [T, k] and experts int32 [T, k] of logits [T, E]."""
     every = scores_reference(logits, scores)
     # Scores rise with logits, so without a bias the logits themselves decide: no ties that rounding made.
@@ -23,9 +21,7 @@ def route_reference(
     return weights, experts.int()
 
 
-def route_backward_reference(
-    gradient: Tensor, logits: Tensor, experts: Tensor, scores: str, normalize: bool
-) -> Tensor:
+def route_backward_reference(gradient: Tensor, logits: Tensor, experts: Tensor, scores: str, normalize: bool) -> Tensor:
     """Gradient of logits [T, E] from that of the weights [T, k]; the choice of experts carries none."""
     every = scores_reference(logits, scores)
     chosen = experts.long()

@@ -17,7 +17,9 @@ from triplane_kernels.router_reference import TINY
 from triplane_kernels.tuning import Config, lookup
 
 SMALL: Config = {"BLOCK_T": 64, "num_warps": 4}
-CANDIDATES: list[Config] = [{"BLOCK_T": tokens, "num_warps": warps} for tokens in (8, 4, 16, 2, 32) for warps in (4, 8, 2)]
+CANDIDATES: list[Config] = [
+    {"BLOCK_T": tokens, "num_warps": warps} for tokens in (8, 4, 16, 2, 32) for warps in (4, 8, 2)
+]
 LEAST = tl.constexpr(-(2**63))
 FLOOR = tl.constexpr(TINY)
 
@@ -99,10 +101,8 @@ def _route_backward_kernel(
         total = (tl.sum(picked, axis=1) + FLOOR)[:, None]
         mean = tl.sum(tl.where(chosen == 1, spread * scores, 0.0), axis=1)[:, None] / total
         spread = tl.where(chosen == 1, (spread - mean) / total, 0.0)
-    if SIGMOID:
-        slopes = spread * scores * (1 - scores)
-    else:
-        slopes = scores * (spread - tl.sum(spread * scores, axis=1)[:, None])
+    mean = tl.sum(spread * scores, axis=1)[:, None]
+    slopes = spread * scores * (1 - scores) if SIGMOID else scores * (spread - mean)
     tl.store(of_logits + at, narrow(slopes, of_logits.dtype.element_ty), mask=real)
 
 

@@ -1,6 +1,6 @@
 """SwiGLU of a joined gate and up projection, alone or fused with the quantization of its result.
 
-    gate_up [P, 2F] = gate | up --> silu(gate) * up [P, F]     (Shazeer, arXiv:2002.05202)
+gate_up [P, 2F] = gate | up --> silu(gate) * up [P, F]     (Shazeer, arXiv:2002.05202)
 """
 
 from __future__ import annotations
@@ -119,9 +119,7 @@ def _backward_quantized_fake(gradient: Tensor, gate_up: Tensor, power_of_two: bo
 
 
 @operator("swiglu_backward_quantized", fake=_backward_quantized_fake)
-def _swiglu_backward_quantized(
-    gradient: Tensor, gate_up: Tensor, power_of_two: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _swiglu_backward_quantized(gradient: Tensor, gate_up: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor]:
     way = _way("swiglu_backward_quantized", gradient, gate_up)
     out, codes, scales = way.swiglu_backward_quantized(gradient, gate_up, power_of_two)
     return out, codes, scales
@@ -133,24 +131,24 @@ def _scales(like: Tensor, rows: int, columns: int) -> Tensor:
 
 
 @workload("swiglu", SHAPES)
-def _run_swiglu(rows: int, width: int) -> None:
-    swiglu(_random(rows, 2 * width))
+def _tune_swiglu(rows: int, width: int) -> None:
+    swiglu(_drawn(rows, 2 * width))
 
 
 @workload("swiglu_backward", SHAPES)
-def _run_backward(rows: int, width: int) -> None:
-    swiglu_backward(_random(rows, width), _random(rows, 2 * width))
+def _tune_backward(rows: int, width: int) -> None:
+    swiglu_backward(_drawn(rows, width), _drawn(rows, 2 * width))
 
 
 @workload("swiglu_quantized", SHAPES)
-def _run_quantized(rows: int, width: int) -> None:
-    swiglu_quantized(_random(rows, 2 * width))
+def _tune_quantized(rows: int, width: int) -> None:
+    swiglu_quantized(_drawn(rows, 2 * width))
 
 
 @workload("swiglu_backward_quantized", SHAPES)
-def _run_backward_quantized(rows: int, width: int) -> None:
-    swiglu_backward_quantized(_random(rows, width), _random(rows, 2 * width))
+def _tune_backward_quantized(rows: int, width: int) -> None:
+    swiglu_backward_quantized(_drawn(rows, width), _drawn(rows, 2 * width))
 
 
-def _random(rows: int, columns: int) -> Tensor:
+def _drawn(rows: int, columns: int) -> Tensor:
     return torch.randn(rows, columns, dtype=torch.bfloat16, device="cuda")

@@ -58,7 +58,13 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    gradient: tl.tensor, gate_up: tl.tensor, out: tl.tensor, rows: tl.tensor, width: tl.tensor, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr
+    gradient: tl.tensor,
+    gate_up: tl.tensor,
+    out: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    BLOCK_F: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
