@@ -23,7 +23,7 @@ from triplane_kernels.moe_weights import ExpertWeights
 from triplane_kernels.permute import permute, unpermute
 from triplane_kernels.quantize import dequantize_weights, quantize_activations
 from triplane_kernels.router import route
-from triplane_kernels.swiglu import swiglu, swiglu_backward, swiglu_quantized
+from triplane_kernels.swiglu import swiglu, swiglu_backward, swiglu_backward_quantized, swiglu_quantized
 
 
 @dataclass(frozen=True)
@@ -121,29 +121,34 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _backward(ctx: Any, gradient: Tensor, of_inner: Tensor | None) -> tuple[Tensor | None, ...]:
     rows, gate_up, gate_up_operand, gate_up_scales, down_operand, down_scales, offsets = ctx.saved_tensors
     needs_rows, *needs_weights = ctx.needs_input_grad[:4]
-    gradient = gradient.contiguous()
-    of_product = _dgrad(ctx, gradient, down_operand, down_scales, offsets)
-    of_gate_up = swiglu_backward(of_product, gate_up)
-    of_rows = _dgrad(ctx, of_gate_up, gate_up_operand, gate_up_scales, offsets) if needs_rows else None
-    of_gate = of_up = of_down = None
-    if any(needs_weights):
-        wide, width = torch.promote_types(ctx.dtypes[0], rows.dtype), ctx.width
-        joined = _wgrad(ctx, of_gate_up, rows, offsets, wide)
-        padded = joined.shape[1] // 2
-        of_gate, of_up = joined[:, :width].to(ctx.dtypes[0]), joined[:, padded : padded + width].to(ctx.dtypes[1])
-        of_down = _wgrad(ctx, gradient, swiglu(gate_up), offsets, wide)[:, :, :width].to(ctx.dtypes[2])
-    return (of_rows, of_gate, of_up, of_down, *([None] * 9))
-
-
-def _dgrad(ctx: Any, gradient: Tensor, operand: Tensor, scales: Tensor | None, offsets: Tensor) -> Tensor:
-    if ctx.dgrad and scales is not None:
+    gradient, dtype = gradient.contiguous(), rows.dtype
+    if ctx.dgrad and gate_up_scales is not None and down_scales is not None:
         codes = quantize_activations(gradient, power_of_two=ctx.power_of_two)
-        return grouped_gemm_dgrad(codes, (operand, scales), offsets, out_dtype=gradient.dtype)
-    return grouped_gemm_dgrad(gradient, _values(operand, scales, gradient.dtype), offsets, out_dtype=gradient.dtype)
+        of_inner = grouped_gemm_dgrad(codes, (down_operand, down_scales), offsets, out_dtype=dtype)
+        of_gate_up, *codes = swiglu_backward_quantized(of_inner, gate_up, power_of_two=ctx.power_of_two)
+        left, right = (codes[0], codes[1]), (gate_up_operand, gate_up_scales)
+    else:
+        of_inner = grouped_gemm_dgrad(gradient, _values(down_operand, down_scales, dtype), offsets, out_dtype=dtype)
+        of_gate_up = swiglu_backward(of_inner, gate_up)
+        left, right = of_gate_up, _values(gate_up_operand, gate_up_scales, dtype) if needs_rows else of_gate_up
+    of_rows = grouped_gemm_dgrad(left, right, offsets, out_dtype=dtype) if needs_rows else None
+    weights = _weight_gradients(ctx, gradient, rows, gate_up, of_gate_up, offsets) if any(needs_weights) else [None] * 3
+    return (of_rows, *weights, *([None] * 9))
 
 
-def _wgrad(ctx: Any, gradient: Tensor, rows: Tensor, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
-    return grouped_gemm_wgrad(gradient, rows, offsets, out_dtype=out_dtype)
+def _weight_gradients(
+    ctx: Any, gradient: Tensor, rows: Tensor, gate_up: Tensor, of_gate_up: Tensor, offsets: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of gate, up [E, F, H] and down [E, H, F], without what fills blocks, in the masters' dtypes."""
+    width, (gate, up, down) = ctx.width, ctx.dtypes
+    joined = _wgrad(ctx, of_gate_up, rows, offsets, gate)
+    padded = joined.shape[1] // 2
+    of_down = _wgrad(ctx, gradient, swiglu(gate_up), offsets, down)[:, :, :width]
+    return joined[:, :width].to(gate), joined[:, padded : padded + width].to(up), of_down.to(down)
+
+
+def _wgrad(ctx: Any, gradient: Tensor, rows: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+    return grouped_gemm_wgrad(gradient, rows, offsets, out_dtype=dtype)
 
 
 @operator("expert_mlp", fake=_fake, save=_save, backward=_backward)

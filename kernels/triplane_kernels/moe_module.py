@@ -54,4 +54,4 @@ class ExpertLayer(nn.Module):
             flat, logits, weights or self.quantized(), self.k,
             scores=self.scores, normalize=self.normalize, recipe=self.recipe,
         )  # fmt: skip
-        return out.view(hidden.shape)
+        return out if hidden.dim() == 2 else out.view(hidden.shape)
