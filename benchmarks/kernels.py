@@ -78,7 +78,7 @@ def _measure(sizes: Sizes, clock: Clock, notes: list[str], *, judged: bool = Tru
         row, rate = _measure_case(case, clock, ceilings, notes)
         rows.append(row)
         if case.metric is not None:
-            metrics[case.metric] = min(rate, metrics.get(case.metric, rate))
+            metrics[case.metric] = case.counts(rate, metrics.get(case.metric, rate))
     layers = _module("kernels_layers")
     for measured in (layers.loss_head_rows, layers.expert_layer_rows):
         more, found = measured(sizes, clock)

@@ -27,7 +27,9 @@ class Case:
     bound: float
     """The largest error that is right."""
     metric: str | None = None
-    """Under this name the rate is reported for goals; the lowest counts where several cases share it."""
+    """Under this name the rate is reported for goals."""
+    counts: Callable[[float, float], float] = min
+    """Which rate counts where several cases share a metric: min, or max where one of them is enough."""
     peers: Mapping[str, Work] = field(default_factory=dict)
     """Others doing the same, on the same inputs."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 from triplane_kernels.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
-from triplane_kernels.quantize import quantize_activations, quantize_weights
+from triplane_kernels.quantize import quantize_activations, quantize_both, quantize_weights, quantize_weights_both
 
 from benchmarks import kernels_peers as peers
 from benchmarks.kernels_case import Case, Sizes, normal, relative_error
@@ -37,7 +37,7 @@ def _dense(sizes: Sizes, device: torch.device) -> Case:
 
 
 class _Grouped:
-    """The products of one expert layer's projection: a [M, K] by b [G, N, K], rows of all groups alike in number as routing makes them."""
+    """The products of one projection of an expert layer: a [M, K] by b [G, N, K], groups as uneven as routing makes them."""
 
     def __init__(self, name: str, rows: int, columns: int, inner: int, groups: int, device: torch.device) -> None:
         self._name = name
@@ -46,32 +46,40 @@ class _Grouped:
         self._offsets = _uneven(rows, groups, device)
         self._a, self._b = normal(rows, inner, device=device), normal(groups, columns, inner, device=device)
         self._gradient = normal(rows, columns, device=device)
-        self._weights = quantize_weights(self._b)
 
     def cases(self) -> Iterator[Case]:
         a, b, gradient, offsets = self._a, self._b, self._gradient, self._offsets
-        codes, of_gradient = quantize_activations(a), quantize_activations(gradient)
+        *codes, turned_codes, turned_scales = quantize_weights_both(b)
+        weights, turned = (codes[0], codes[1]), (turned_codes, turned_scales)
+        left, of_gradient = quantize_activations(a), quantize_activations(gradient)
+        beside = {
+            "bfloat16 grouped_mm": peers.grouped_mm(a, b, offsets), "bfloat16 loop": peers.loop(a, b, offsets),
+            "row-scaled scaled_grouped_mm": peers.row_scaled_grouped_mm(a, b, offsets),
+        }  # fmt: skip
+        yield self._case("forward", "FP8", lambda: grouped_gemm(left, weights, offsets), self._forward, PRODUCT, beside)
+        yield self._case("forward", "bfloat16", lambda: grouped_gemm(a, b, offsets), self._forward, ROUNDED)
+        wide = b.mT.contiguous()
+        beside = {
+            "bfloat16 grouped_mm": peers.grouped_mm(gradient, wide, offsets),
+            "bfloat16 loop": peers.loop(gradient, wide, offsets),
+        }
         yield self._case(
-            "grouped forward, FP8", lambda: grouped_gemm(codes, self._weights, offsets), self._forward, PRODUCT,
-            {
-                "bfloat16 grouped_mm": peers.grouped_mm(a, b, offsets), "bfloat16 loop": peers.loop(a, b, offsets),
-                "row-scaled scaled_grouped_mm": peers.row_scaled_grouped_mm(a, b, offsets),
-            },
+            "dgrad", "FP8", lambda: grouped_gemm_dgrad(of_gradient, turned, offsets, transposed=True), self._dgrad, PRODUCT, beside
         )  # fmt: skip
-        yield self._case("grouped forward, bfloat16", lambda: grouped_gemm(a, b, offsets), self._forward, ROUNDED)
-        turned = b.mT.contiguous()
-        yield self._case(
-            "grouped dgrad, FP8", lambda: grouped_gemm_dgrad(of_gradient, self._weights, offsets), self._dgrad, PRODUCT,
-            {"bfloat16 grouped_mm": peers.grouped_mm(gradient, turned, offsets), "bfloat16 loop": peers.loop(gradient, turned, offsets)},
-        )  # fmt: skip
-        yield self._case(
-            "grouped wgrad, bfloat16", lambda: grouped_gemm_wgrad(gradient, a, offsets), self._wgrad, ROUNDED,
-            {"bfloat16 grouped_mm": peers.grouped_mm_wgrad(gradient, a, offsets), "bfloat16 loop": peers.loop_wgrad(gradient, a, offsets)},
-        )  # fmt: skip
+        yield self._case("dgrad", "bfloat16", lambda: grouped_gemm_dgrad(gradient, b, offsets), self._dgrad, ROUNDED)
+        del wide, weights, turned, codes, turned_codes, turned_scales
+        beside = {
+            "bfloat16 grouped_mm": peers.grouped_mm_wgrad(gradient, a, offsets),
+            "bfloat16 loop": peers.loop_wgrad(gradient, a, offsets),
+        }
+        high, low = quantize_both(gradient)[2:], quantize_both(a)[2:]
+        yield self._case("wgrad", "FP8", lambda: grouped_gemm_wgrad(high, low, offsets), self._wgrad, PRODUCT, beside)
+        yield self._case("wgrad", "bfloat16", lambda: grouped_gemm_wgrad(gradient, a, offsets), self._wgrad, ROUNDED)
 
     def _case(
         self,
-        kind: str,
+        product: str,
+        operands: str,
         work: Callable[[], Tensor],
         wanted: Callable[[], tuple[Tensor, Callable[[Tensor], Tensor]]],
         bound: float,
@@ -81,10 +89,13 @@ class _Grouped:
             right, part = wanted()
             return relative_error(part(work()), right)
 
-        product, _, operands = kind.partition(", ")
-        stem = f"{product.replace(' ', '_')}_{self._name}_tflops".replace(" ", "_")
-        metric = stem if operands == "FP8" or product == "grouped wgrad" else None
-        return Case(kind, self._shape, work, self._flops, "TFLOP/s", error, bound, metric, beside or {})
+        metric = f"grouped_{product}_{self._name}_tflops".replace(" ", "_")
+        # Which operands are the better ones is only open for wgrad.
+        judged = operands == "FP8" or product == "wgrad"
+        return Case(
+            f"grouped {product}, {operands}", self._shape, work, self._flops, "TFLOP/s", error, bound,
+            metric if judged else None, max, beside or {},
+        )  # fmt: skip
 
     def _sample(self) -> tuple[int, slice]:
         """A group that has rows, and some of them."""

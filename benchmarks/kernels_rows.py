@@ -80,7 +80,7 @@ def _permutation(sizes: Sizes, device: torch.device) -> Iterator[Case]:
         return relative_error(found.rows[found.position.long()[:SAMPLE]], x[:SAMPLE, None].expand(-1, sizes.picks, -1))
 
     moved = size_of(x, experts.int(), done.rows, done.source, done.position)
-    yield Case("permute", shape, permuted, moved, "TB/s", lost, 0.0, PERMUTE, {"torch index": _indexed(x, done)})
+    yield Case("permute", shape, permuted, moved, "TB/s", lost, 0.0, PERMUTE, peers={"torch index": _indexed(x, done)})
 
     def error() -> float:
         rows = done.rows[done.position.long()[:SAMPLE]].float()

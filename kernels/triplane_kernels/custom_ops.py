@@ -19,7 +19,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Gradients = Tensor | None | tuple[Tensor | None, ...]
 
-_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def operator(
@@ -46,8 +46,8 @@ def operator(
     def register(function: Callable[P, R]) -> Callable[P, R]:
         qualified = f"{NAMESPACE}::{name}"
         schema = torch.library.infer_schema(function, mutates_args=tuple(mutates))
-        _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         torch.library.register_fake(qualified, fake, lib=_LIBRARY)
         torch.library.register_autograd(
             qualified, backward or _no_gradient(qualified), setup_context=save, lib=_LIBRARY

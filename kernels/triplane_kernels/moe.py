@@ -4,7 +4,8 @@
       rows --quantize 1x128--> grouped product with gate_up --SwiGLU, quantize--> grouped product with down --> rows [P, H]
       rows, shares --unpermute--> [T, H]
 
-Backward: dgrad reads the same codes transposed (their blocks are square); gradients of the weights go straight through to the masters.
+Backward: dgrad reads the same codes, transposed once an optimizer step (their blocks are square, so their scales hold both ways); gradients of
+the weights go straight through to the masters.
 Groups stay on the device from the router to the last product: nothing waits for the host.
 """
 
@@ -21,7 +22,7 @@ from triplane_kernels.errors import KernelInputError
 from triplane_kernels.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
 from triplane_kernels.moe_weights import ExpertWeights
 from triplane_kernels.permute import permute, unpermute
-from triplane_kernels.quantize import dequantize_weights, quantize_activations
+from triplane_kernels.quantize import dequantize_weights, quantize_activations, quantize_both
 from triplane_kernels.router import route
 from triplane_kernels.swiglu import swiglu, swiglu_backward, swiglu_backward_quantized, swiglu_quantized
 
@@ -35,7 +36,7 @@ class Recipe:
     dgrad: bool = True
     """Gradients in 1x128 blocks against the same codes."""
     wgrad: bool = False
-    """Gradients and activations in blocks of 128 rows. Off: FP8 on both sides here costs the most accuracy, and the product is as wide as tokens."""
+    """Gradients and activations in blocks of 128 rows. Off, since here FP8 on both sides costs the most accuracy."""
     power_of_two: bool = False
     """Scales of activations and gradients rounded up to powers of two."""
 
@@ -86,8 +87,8 @@ def expert_mlp(rows: Tensor, weights: ExpertWeights, offsets: Tensor, recipe: Re
         )
     out, _ = _expert_mlp(
         rows, weights.gate, weights.up, weights.down,
-        weights.gate_up_operand, weights.gate_up_scales, weights.down_operand, weights.down_scales,
-        offsets, recipe.forward, recipe.dgrad, recipe.wgrad, recipe.power_of_two,
+        weights.gate_up_operand, weights.gate_up_scales, weights.gate_up_turned,
+        weights.down_operand, weights.down_scales, weights.down_turned, offsets, recipe.forward, recipe.dgrad, recipe.wgrad, recipe.power_of_two,
     )  # fmt: skip
     return out
 
@@ -99,8 +100,10 @@ def _fake(
     down: Tensor,
     gate_up_operand: Tensor,
     gate_up_scales: Tensor | None,
+    gate_up_turned: Tensor | None,
     down_operand: Tensor,
     down_scales: Tensor | None,
+    down_turned: Tensor | None,
     offsets: Tensor,
     forward: bool,
     dgrad: bool,
@@ -119,21 +122,40 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, gradient: Tensor, of_inner: Tensor | None) -> tuple[Tensor | None, ...]:
-    rows, gate_up, gate_up_operand, gate_up_scales, down_operand, down_scales, offsets = ctx.saved_tensors
+    rows, gate_up, *_, offsets = ctx.saved_tensors
     needs_rows, *needs_weights = ctx.needs_input_grad[:4]
-    gradient, dtype = gradient.contiguous(), rows.dtype
-    if ctx.dgrad and gate_up_scales is not None and down_scales is not None:
-        codes = quantize_activations(gradient, power_of_two=ctx.power_of_two)
-        of_inner = grouped_gemm_dgrad(codes, (down_operand, down_scales), offsets, out_dtype=dtype)
-        of_gate_up, *codes = swiglu_backward_quantized(of_inner, gate_up, power_of_two=ctx.power_of_two)
-        left, right = (codes[0], codes[1]), (gate_up_operand, gate_up_scales)
-    else:
-        of_inner = grouped_gemm_dgrad(gradient, _values(down_operand, down_scales, dtype), offsets, out_dtype=dtype)
-        of_gate_up = swiglu_backward(of_inner, gate_up)
-        left, right = of_gate_up, _values(gate_up_operand, gate_up_scales, dtype) if needs_rows else of_gate_up
-    of_rows = grouped_gemm_dgrad(left, right, offsets, out_dtype=dtype) if needs_rows else None
-    weights = _weight_gradients(ctx, gradient, rows, gate_up, of_gate_up, offsets) if any(needs_weights) else [None] * 3
-    return (of_rows, *weights, *([None] * 9))
+    gradient = gradient.contiguous()
+    find = _backward_in_fp8 if ctx.dgrad else _backward_in_full
+    of_gate_up, of_rows = find(ctx, gradient, needs_rows)
+    weights: tuple[Tensor | None, ...] = (None, None, None)
+    if any(needs_weights):
+        weights = _weight_gradients(ctx, gradient, rows, gate_up, of_gate_up, offsets)
+    return (of_rows, *weights, *([None] * 11))
+
+
+def _backward_in_fp8(ctx: Any, gradient: Tensor, needs_rows: bool) -> tuple[Tensor, Tensor | None]:
+    """Gradients of the joined projection's result [P, 2F'] and of rows [P, H], by FP8 products."""
+    rows, gate_up, _, gate_up_scales, gate_up_turned, _, down_scales, down_turned, offsets = ctx.saved_tensors
+    codes = quantize_activations(gradient, power_of_two=ctx.power_of_two)
+    down = (down_turned, down_scales.mT)
+    of_inner = grouped_gemm_dgrad(codes, down, offsets, transposed=True, out_dtype=rows.dtype)
+    of_gate_up, *quantized = swiglu_backward_quantized(of_inner, gate_up, power_of_two=ctx.power_of_two)
+    if not needs_rows:
+        return of_gate_up, None
+    joined = (gate_up_turned, gate_up_scales.mT)
+    left = (quantized[0], quantized[1])
+    return of_gate_up, grouped_gemm_dgrad(left, joined, offsets, transposed=True, out_dtype=rows.dtype)
+
+
+def _backward_in_full(ctx: Any, gradient: Tensor, needs_rows: bool) -> tuple[Tensor, Tensor | None]:
+    """The same by products in rows' dtype."""
+    rows, gate_up, gate_up_operand, gate_up_scales, _, down_operand, down_scales, _, offsets = ctx.saved_tensors
+    down = _values(down_operand, down_scales, rows.dtype)
+    of_gate_up = swiglu_backward(grouped_gemm_dgrad(gradient, down, offsets, out_dtype=rows.dtype), gate_up)
+    if not needs_rows:
+        return of_gate_up, None
+    joined = _values(gate_up_operand, gate_up_scales, rows.dtype)
+    return of_gate_up, grouped_gemm_dgrad(of_gate_up, joined, offsets, out_dtype=rows.dtype)
 
 
 def _weight_gradients(
@@ -148,7 +170,10 @@ def _weight_gradients(
 
 
 def _wgrad(ctx: Any, gradient: Tensor, rows: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-    return grouped_gemm_wgrad(gradient, rows, offsets, out_dtype=dtype)
+    if not ctx.wgrad:
+        return grouped_gemm_wgrad(gradient, rows, offsets, out_dtype=dtype)
+    left, right = (quantize_both(matrix, power_of_two=ctx.power_of_two)[2:] for matrix in (gradient, rows))
+    return grouped_gemm_wgrad(left, right, offsets, out_dtype=dtype)
 
 
 @operator("expert_mlp", fake=_fake, save=_save, backward=_backward)
@@ -159,8 +184,10 @@ def _expert_mlp(
     down: Tensor,
     gate_up_operand: Tensor,
     gate_up_scales: Tensor | None,
+    gate_up_turned: Tensor | None,
     down_operand: Tensor,
     down_scales: Tensor | None,
+    down_turned: Tensor | None,
     offsets: Tensor,
     forward: bool,
     dgrad: bool,
@@ -180,4 +207,7 @@ def _expert_mlp(
 
 def _values(operand: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The values that an operand stands for, in `dtype`."""
-    return operand.to(dtype) if scales is None else dequantize_weights(operand, scales).to(dtype)
+    if scales is None:
+        return operand.to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    return dequantize_weights(operand, scales, wide).to(dtype)

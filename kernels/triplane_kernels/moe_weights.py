@@ -37,10 +37,14 @@ class ExpertWeights:
     """[E, 2F', H]: codes, or values where weights are not quantized (F' is F then)."""
     gate_up_scales: Tensor | None
     """float32 [E, 2F'/128, ceil(H/128)]; None where weights are not quantized."""
+    gate_up_turned: Tensor | None
+    """The codes transposed, [E, H, 2F']: FP8 units read both operands along the sum, and dgrad sums over 2F'. None as above."""
     down_operand: Tensor
     """[E, H, F']: codes or values."""
     down_scales: Tensor | None
     """float32 [E, ceil(H/128), F'/128], or None."""
+    down_turned: Tensor | None
+    """The codes transposed, [E, F', H], or None."""
 
     @classmethod
     def quantize(cls, gate: Tensor, up: Tensor, down: Tensor) -> ExpertWeights:
@@ -64,10 +68,12 @@ class ExpertWeights:
         down_codes, down_scales = codes["down"]
         pad = -gate.shape[1] % BLOCK
         gate_up = torch.cat([_padded(gate_codes, (0, 0, 0, pad)), _padded(up_codes, (0, 0, 0, pad))], dim=1)
+        joined = gate_up.view(torch.float8_e4m3fn)
+        narrow = _padded(down_codes, (0, pad)).contiguous().view(torch.float8_e4m3fn)
         return cls(
             gate, up, down,
-            gate_up.view(torch.float8_e4m3fn), torch.cat([gate_scales, up_scales], dim=1),
-            _padded(down_codes, (0, pad)).contiguous().view(torch.float8_e4m3fn), down_scales.contiguous(),
+            joined, torch.cat([gate_scales, up_scales], dim=1), joined.mT.contiguous(),
+            narrow, down_scales.contiguous(), narrow.mT.contiguous(),
         )  # fmt: skip
 
     @classmethod
@@ -75,7 +81,7 @@ class ExpertWeights:
         """Weights that are only rounded to `dtype`: the unquantized twin of a layer."""
         _check_shapes(gate, up, down)
         gate_up = torch.cat([gate.detach(), up.detach()], dim=1).to(dtype)
-        return cls(gate, up, down, gate_up, None, down.detach().to(dtype).contiguous(), None)
+        return cls(gate, up, down, gate_up, None, None, down.detach().to(dtype).contiguous(), None, None)
 
     @property
     def quantized(self) -> bool:
