@@ -161,6 +161,11 @@ def _tune_forward(tokens: int, vocabulary: int, width: int) -> None:
     loss_head(*_drawn(tokens, vocabulary, width))
 
 
+@workload("loss_head_masked", SHAPES[:1])
+def _tune_masked(tokens: int, vocabulary: int, width: int) -> None:
+    loss_head(*_drawn(tokens, vocabulary, width), allowed=torch.rand(tokens, vocabulary, device="cuda") < 0.5)
+
+
 @workload("loss_head_backward", SHAPES)
 def _tune_backward(tokens: int, vocabulary: int, width: int) -> None:
     hidden, weight, targets = _drawn(tokens, vocabulary, width)

@@ -24,6 +24,8 @@ from triplane_kernels.tuning import Config, lookup
 
 SLOPES = 2**28
 """Elements of the slopes of one chunk: 512 MiB in bfloat16, enough to keep the products busy."""
+CHUNK_STEP = 256
+"""Chunks of the vocabulary are multiples of this."""
 SMALL: Config = {"BLOCK_T": 32, "BLOCK_V": 64, "BLOCK_H": 32, "PARTS": 2, "GROUP": 2, "num_warps": 4, "num_stages": 1}
 FLOAT32: Config = {"BLOCK_T": 64, "BLOCK_V": 64, "BLOCK_H": 32, "PARTS": 1, "GROUP": 8, "num_warps": 4, "num_stages": 3}
 """Float32 is multiplied outside the matrix units, exactly: for comparisons, not for speed."""
@@ -225,7 +227,8 @@ def loss_head_triton(
 
     if not tokens:
         return target_logits, target_logits.clone(), target_logits.clone()
-    run(lookup("loss_head", (tokens, vocabulary, width), _candidates(hidden, parts=(1, 2)), run, small=SMALL))
+    op, parts = ("loss_head_masked", (4, 2)) if _masks(allowed) == 2 else ("loss_head", (1, 2))
+    run(lookup(op, (tokens, vocabulary, width), _candidates(hidden, parts), run, small=SMALL))
     log_mass, mean, lse = combine(*sums)
     return target_logits - lse, log_mass - mean, lse
 
@@ -249,7 +252,7 @@ def loss_head_backward_triton(
         of_weight.zero_()
         return
     total = torch.zeros_like(hidden, dtype=torch.float32)
-    chunk = max(SLOPES // tokens // 256 * 256, 256)
+    chunk = max(SLOPES // tokens // CHUNK_STEP, 1) * CHUNK_STEP
     # Rows of whole 16 bytes, as the copy engine writes them.
     pitch = triton.cdiv(min(chunk, vocabulary), 16) * 16
     buffer = hidden.new_empty(tokens, pitch)
@@ -265,7 +268,7 @@ def loss_head_backward_triton(
                 TMA=_by_tma(hidden, weight), MASKS=_masks(allowed), PROGRAMS=_programs(), **config,
             )  # fmt: skip
 
-        candidates = _candidates(hidden, parts=(4, 2))
+        candidates = _candidates(hidden, (4, 2))
         run(lookup("loss_head_backward", (tokens, end - begin, width), candidates, run, small=SMALL))
         if of_hidden.numel():
             total += _mm(slopes, weight[begin:end])
