@@ -19,6 +19,7 @@ from triplane_kernels import grouped_gemm_reference
 from triplane_kernels.custom_ops import operator
 from triplane_kernels.errors import KernelInputError
 from triplane_kernels.machine import choose
+from triplane_kernels.tuning import workload
 
 Operand = Tensor | tuple[Tensor, Tensor]
 """A plain tensor, or float8_e4m3fn codes with their float32 scales."""
@@ -41,7 +42,7 @@ def grouped_gemm(a: Operand, b: Operand, offsets: Tensor, *, out_dtype: torch.dt
     offsets: int32 [G + 1] on the same device, from 0, rising: group g holds rows offsets[g] to offsets[g + 1]; groups may be empty.
     Returns [M, N] in out_dtype, zero for rows of no group. Plain operands carry gradients. Raises KernelInputError.
     """
-    a_values, a_scales, b_values, b_scales = _pair("grouped_gemm", a, b)
+    a_values, a_scales, b_values, b_scales = operands("grouped_gemm", a, b)
     _check_rows("grouped_gemm", a_values, b_values, offsets, depth=2)
     _check_scales("grouped_gemm", a_values, a_scales, b_values, b_scales)
     return _grouped_gemm(a_values, a_scales, b_values, b_scales, offsets, False, out_dtype)
@@ -55,7 +56,7 @@ def grouped_gemm_dgrad(
     grad: [M, N], plain or quantized by rows. b: [G, N, K], the forward's operand. transposed: b is [G, K, N] instead, codes_t and scales_t of
     `quantize_weights_both`; FP8 units read both operands along the sum, so codes that are not transposed are copied first. Returns [M, K].
     """
-    grad_values, grad_scales, b_values, b_scales = _pair("grouped_gemm_dgrad", grad, b)
+    grad_values, grad_scales, b_values, b_scales = operands("grouped_gemm_dgrad", grad, b)
     if b_scales is not None and not transposed:
         b_values, b_scales, transposed = b_values.mT.contiguous(), b_scales.mT, True
     _check_rows("grouped_gemm_dgrad", grad_values, b_values, offsets, depth=2 if transposed else 1)
@@ -70,7 +71,7 @@ def grouped_gemm_wgrad(grad: Operand, a: Operand, offsets: Tensor, *, out_dtype:
     and scales [K, ceil(M/128)]. Blocks of 128 rows are shared by the groups that meet in them; with offsets that are multiples of 128, as
     `permute` gives them, none are. Returns [G, N, K] in out_dtype, zero for an empty group. Raises KernelInputError.
     """
-    grad_values, grad_scales, a_values, a_scales = _pair("grouped_gemm_wgrad", grad, a)
+    grad_values, grad_scales, a_values, a_scales = operands("grouped_gemm_wgrad", grad, a)
     _check_offsets("grouped_gemm_wgrad", offsets)
     side = 0 if grad_scales is None else 1
     if grad_values.dim() != 2 or a_values.dim() != 2 or grad_values.shape[side] != a_values.shape[side]:
@@ -78,11 +79,17 @@ def grouped_gemm_wgrad(grad: Operand, a: Operand, offsets: Tensor, *, out_dtype:
             f"grouped_gemm_wgrad: grad {list(grad_values.shape)} and a {list(a_values.shape)} must be matrices with the "
             f"same rows M ({'[N, M] and [K, M] in FP8' if side else '[M, N] and [M, K]'})"
         )
+    for values, scales in ((grad_values, grad_scales), (a_values, a_scales)):
+        if scales is not None and scales.shape != (values.shape[0], -(-values.shape[1] // 128)):
+            raise KernelInputError(
+                f"grouped_gemm_wgrad: scales {list(scales.shape)} of codes {list(values.shape)} must be one for each 128 "
+                "columns of a row, as the last two results of quantize_both are"
+            )
     return _grouped_gemm_wgrad(grad_values, grad_scales, a_values, a_scales, offsets, out_dtype)
 
 
-def _pair(op: str, one: Operand, other: Operand) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Both operands as values and scales; they must be of one kind and dtype."""
+def operands(op: str, one: Operand, other: Operand) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Both operands of `op` as values and scales. Raises KernelInputError unless they are of one kind and dtype."""
     values, scales = one if isinstance(one, tuple) else (one, None)
     others, other_scales = other if isinstance(other, tuple) else (other, None)
     if (scales is None) != (other_scales is None):
@@ -211,3 +218,19 @@ def _grouped_gemm_wgrad(
     from triplane_kernels import grouped_gemm_triton
 
     return grouped_gemm_triton.grouped_gemm_wgrad(grad, grad_scales, a, a_scales, offsets, out_dtype)
+
+
+@workload("grouped_gemm", SHAPES)
+def _tune(rows: int, columns: int, depth: int, groups: int) -> None:
+    from triplane_kernels.quantize import quantize_activations, quantize_both, quantize_weights_both
+
+    a, grad = (torch.randn(rows, size, device="cuda", dtype=torch.bfloat16) for size in (depth, columns))
+    b = torch.randn(groups, columns, depth, device="cuda", dtype=torch.bfloat16)
+    offsets = torch.arange(groups + 1, device="cuda", dtype=torch.int32) * (rows // groups)
+    grouped_gemm(a, b, offsets)
+    grouped_gemm_dgrad(grad, b, offsets)
+    grouped_gemm_wgrad(grad, a, offsets, out_dtype=torch.bfloat16)
+    codes, scales, codes_t, scales_t = quantize_weights_both(b)
+    grouped_gemm(quantize_activations(a), (codes, scales), offsets)
+    grouped_gemm_dgrad(quantize_activations(grad), (codes_t, scales_t), offsets, transposed=True)
+    grouped_gemm_wgrad(quantize_both(grad)[2:], quantize_both(a)[2:], offsets, out_dtype=torch.bfloat16)

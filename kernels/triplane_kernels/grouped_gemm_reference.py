@@ -5,6 +5,7 @@ Reads the group sizes on the host: on CUDA it waits for the device, which the ke
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -50,7 +51,7 @@ def grouped_gemm_wgrad(
 
 def _groups(offsets: Tensor) -> Iterator[tuple[int, slice]]:
     bounds = offsets.tolist()
-    for group, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for group, (start, end) in enumerate(itertools.pairwise(bounds)):
         yield group, slice(start, end)
 
 

@@ -85,7 +85,7 @@ def lookup(
         return found
     if key in _remembered:
         return _remembered[key]
-    found = nearest(_packaged(here.device).get(op, {}), shape) or _load(_cache_file()).get(op, {}).get(key[2])
+    found = nearest(_packaged(here.device).get(op, {}), shape) or read_table(_cache_file()).get(op, {}).get(key[2])
     if found is None:
         if torch.cuda.is_current_stream_capturing():
             return candidates[0]
@@ -164,10 +164,10 @@ def source_digest() -> str:
 
 @cache
 def _packaged(device: str) -> Table:
-    return _load(device_file(device))
+    return read_table(device_file(device))
 
 
-def _load(path: Path) -> Table:
+def read_table(path: Path) -> Table:
     """The table in `path`; empty where there is none or it can't be read as one (a search then writes it anew)."""
     try:
         table: Table = json.loads(path.read_text())
@@ -181,7 +181,7 @@ def _load(path: Path) -> Table:
 
 def _keep(op: str, name: str, found: Config) -> None:
     path = _cache_file()
-    table = _load(path)
+    table = read_table(path)
     table.setdefault(op, {})[name] = found
     try:
         write_table(path, table)

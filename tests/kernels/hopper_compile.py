@@ -115,7 +115,7 @@ def pretend() -> None:
     machine_module._probe = lambda interpreter, index: H200
     machine_module._obstacle = lambda here, on_cuda, tensors: None
     tuning._packaged = lambda device: {}
-    tuning._load = lambda path: {}
+    tuning.read_table = lambda path: {}
     tuning._keep = lambda op, name, found: None
     tuning._remembered.clear()
 
@@ -144,6 +144,22 @@ def _quantize() -> None:
     quantize_mx(x)
     quantize_mx(x, stochastic_seed=3)
     quantize_weights_both(drawn(2, 256, 512, dtype=torch.float32))
+
+
+@case("grouped_gemm")
+def _grouped_gemm() -> None:
+    from triplane_kernels.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
+
+    e4m3, offsets = torch.float8_e4m3fn, torch.zeros(9, dtype=torch.int32)
+    rows = drawn(4096, 1024, dtype=e4m3), drawn(8, 4096, dtype=torch.float32).t()
+    matrices = drawn(8, 512, 1024, dtype=e4m3), drawn(8, 4, 8, dtype=torch.float32)
+    grouped_gemm(rows, matrices, offsets)
+    sides = [(drawn(size, 4096, dtype=e4m3), drawn(32, size, dtype=torch.float32).t()) for size in (512, 1024)]
+    grouped_gemm_wgrad(*sides, offsets)
+    plain, plain_matrices, grad = drawn(4096, 1024), drawn(8, 512, 1024), drawn(4096, 512)
+    grouped_gemm(plain, plain_matrices, offsets)
+    grouped_gemm_dgrad(grad, plain_matrices, offsets)
+    grouped_gemm_wgrad(grad, plain, offsets)
 
 
 def main(arguments: Sequence[str]) -> int:
