@@ -67,7 +67,6 @@ class _Grouped:
             "dgrad", "FP8", lambda: grouped_gemm_dgrad(of_gradient, turned, offsets, transposed=True), self._dgrad, PRODUCT, beside
         )  # fmt: skip
         yield self._case("dgrad", "bfloat16", lambda: grouped_gemm_dgrad(gradient, b, offsets), self._dgrad, ROUNDED)
-        del wide, weights, turned, codes, turned_codes, turned_scales
         beside = {
             "bfloat16 grouped_mm": peers.grouped_mm_wgrad(gradient, a, offsets),
             "bfloat16 loop": peers.loop_wgrad(gradient, a, offsets),
