@@ -51,13 +51,11 @@ def loss_head_backward_reference(
         stop = start + logits.shape[1]
         logprobs = logits - lse[:, None]
         coefficient = logprob_gradient[:, None] + entropy_gradient[:, None] * (logprobs + entropy[:, None])
-        # A token that is not allowed has probability 0 and logprob -inf; their product counts as 0.
-        slope = torch.where(logprobs == -torch.inf, 0, -logprobs.exp() * coefficient)
         columns = torch.arange(start, stop, device=hidden.device)
-        slope = slope + torch.where(
-            (targets[:, None] == columns) & (logits != -torch.inf), logprob_gradient[:, None], 0
-        )
-        slope = slope / temperature
+        slope = (targets[:, None] == columns) * logprob_gradient[:, None] - logprobs.exp() * coefficient
+        # What is not allowed has probability 0 and logprob -inf, and no gradient; one that is NaN reaches it too.
+        nothing = torch.where(logprob_gradient.isnan(), torch.nan, 0.0)[:, None]
+        slope = torch.where(logits == -torch.inf, nothing, slope / temperature)
         if of_hidden.numel():
             total += slope @ weight[start:stop].to(lse.dtype)
         if of_weight.numel():

@@ -192,6 +192,8 @@ def _slopes_kernel(
         mean = tl.load(entropy + row, mask=real, other=0.0)[:, None]
         first = tl.load(of_logprob + row, mask=real, other=0.0)[:, None]
         second = tl.load(of_entropy + row, mask=real, other=0.0)[:, None]
+        # A token's gradient that is NaN reaches what is not allowed too.
+        nothing = tl.where(first == first, 0.0, first)
         target = tl.load(targets + row, mask=real, other=-1)[:, None]
         pieces = _pieces(product, PARTS)
         for part in tl.static_range(PARTS):
@@ -201,7 +203,7 @@ def _slopes_kernel(
             slope = -tl.exp(logprob) * (first + second * (logprob + mean))
             slope += tl.where(column[None, :] == target, first, 0.0)
             kept = _kept(allowed, row, column, tokens, end, allowed_row, MASKS)
-            written = narrow(tl.where(kept, slope * scale, 0.0), slopes.dtype if TMA else slopes.dtype.element_ty)
+            written = narrow(tl.where(kept, slope * scale, nothing), slopes.dtype if TMA else slopes.dtype.element_ty)
             if TMA:
                 slopes.store([token, offset], written)
             else:

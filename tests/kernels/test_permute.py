@@ -73,7 +73,9 @@ def test_unpermuting_weighs_and_sums_a_tokens_rows(way: Way, name: str, dtype: t
     wanted = x.double() * (weights.double() * kept).sum(1, keepdim=True)
     assert found.dtype == dtype and found.shape == x.shape
     # bfloat16 holds 8 bits; below 2^-133 not even that
-    assert relative_error(found, wanted) < (1e-6 if dtype == torch.float32 else 2e-3) or float(wanted.abs().max()) < 1e-30
+    assert (
+        relative_error(found, wanted) < (1e-6 if dtype == torch.float32 else 2e-3) or float(wanted.abs().max()) < 1e-30
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -51,7 +51,9 @@ def test_any_shape(way: Way, rows: int, width: int, seed: int, dtype: torch.dtyp
 
 def _same_codes(found: tuple[Tensor, Tensor], exact: Tensor, *, power_of_two: bool = False) -> None:
     """`found` is the quantization of `exact`, but for values that float32 moved over the edge between two codes."""
-    codes, scales = (part.to(exact.device) for part in quantize_reference.quantize_activations(exact, power_of_two, None))
+    codes, scales = (
+        part.to(exact.device) for part in quantize_reference.quantize_activations(exact, power_of_two, None)
+    )
     torch.testing.assert_close(found[1], scales, rtol=1e-5, atol=0)
     moved = (_ordered(found[0]) - _ordered(codes)).abs()
     assert not bool((moved > 1).any())
@@ -77,7 +79,10 @@ def test_every_kind_of_input(way: Way, name: str, dtype: torch.dtype) -> None:
     gradient = FINITE[name](rows, width, 4).to(way.device, dtype)
     wanted = slopes(gradient, gate_up)
     found = swiglu_backward(gradient, gate_up)
-    assert relative_error(found, wanted) < (EXACT if dtype == torch.float32 else 4e-3) or float(wanted.abs().max()) < smallest
+    assert (
+        relative_error(found, wanted) < (EXACT if dtype == torch.float32 else 4e-3)
+        or float(wanted.abs().max()) < smallest
+    )
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
