@@ -39,7 +39,7 @@ def quantize_weights(w: Tensor, power_of_two: bool, transposed: bool) -> tuple[T
     """`quantize_blockwise` of each matrix of w [G, N, K], and the same codes and scales transposed (empty unless `transposed`)."""
     count, rows, columns = w.shape
     padded = torch.nn.functional.pad(_computed(w), (0, 0, 0, -rows % BLOCK))
-    codes, scales = quantize_blockwise(padded.reshape(-1, columns), power_of_two=power_of_two)
+    codes, scales = quantize_blockwise(padded.flatten(0, 1), power_of_two=power_of_two)
     codes = codes.view(padded.shape)[:, :rows].contiguous()
     scales = scales.view(count, padded.shape[1] // BLOCK, -(-columns // BLOCK))
     kept = slice(None) if transposed else slice(0)

@@ -46,6 +46,8 @@ class Compiled:
     """Bytes of shared memory."""
     matrix: tuple[str, ...]
     """Kinds of wgmma instructions in the PTX."""
+    serialized: bool
+    """The assembler makes every wgmma wait for the one before (its C7514), since something touches accumulators in flight."""
 
 
 class _Target:
@@ -91,22 +93,27 @@ def compile_case(op: str) -> Iterator[Compiled]:
 
 
 def _describe(op: str, kernel: Any) -> Compiled:
-    registers, stack = _resources(kernel.asm["cubin"])
     metadata = kernel.metadata
+    said = _assemble(kernel.asm["ptx"])
+    registers, stack = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes stack frame", said)
+    assert registers and stack, said
     matrix = tuple(sorted(set(re.findall(r"wgmma\.mma_async\S*?(m\d+n\d+k\d+\S*)", kernel.asm["ptx"]))))
     options = f"warps={metadata.num_warps} stages={metadata.num_stages}"
-    return Compiled(op, metadata.name, options, registers, stack, metadata.shared, matrix)
+    return Compiled(
+        op, metadata.name, options, int(registers[1]), int(stack[1]), metadata.shared, matrix, "C7514" in said
+    )
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
-    assert found, said
-    return int(found[1]), int(found[2])
+def _assemble(ptx: str) -> str:
+    """What NVIDIA's assembler says of the PTX."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        return subprocess.run(
+            [tool, "-v", "--gpu-name=sm_90a", source, "-o", Path(folder) / "kernel.cubin"],
+            capture_output=True, text=True, check=True,
+        ).stderr  # fmt: skip
 
 
 def pretend() -> None:
@@ -119,7 +126,9 @@ def pretend() -> None:
     tuning._keep = lambda op, name, found: None
     tuning._remembered.clear()
 
-    def every_candidate(op: str, candidates: Sequence[tuning.Config], run: Callable[[tuning.Config], object]) -> tuning.Config:
+    def every_candidate(
+        op: str, candidates: Sequence[tuning.Config], run: Callable[[tuning.Config], object]
+    ) -> tuning.Config:
         for candidate in candidates:
             run(candidate)
         return candidates[0]
@@ -162,6 +171,45 @@ def _grouped_gemm() -> None:
     grouped_gemm_wgrad(grad, plain, offsets)
 
 
+@case("permute")
+def _permute() -> None:
+    from triplane_kernels.permute import permute, unpermute
+
+    experts = torch.zeros(4096, 8, dtype=torch.int32)
+    permuted = permute(drawn(4096, 2048).requires_grad_(), experts, 128)
+    unpermute(permuted.rows, permuted, drawn(4096, 8, dtype=torch.float32).requires_grad_()).sum().backward()
+
+
+@case("route")
+def _route() -> None:
+    from triplane_kernels.router import route
+
+    logits = drawn(4096, 128, dtype=torch.float32).requires_grad_()
+    route(logits, 8)[0].sum().backward()
+    route(logits, 8, bias=logits[0], scores="sigmoid", normalize=False)[0].sum().backward()
+
+
+@case("swiglu")
+def _swiglu() -> None:
+    from triplane_kernels.swiglu import swiglu, swiglu_backward, swiglu_backward_quantized, swiglu_quantized
+
+    for width in (768, 700):
+        gate_up, gradient = drawn(4096, 2 * width), drawn(4096, width)
+        swiglu(gate_up)
+        swiglu_backward(gradient, gate_up)
+        swiglu_quantized(gate_up)
+        swiglu_backward_quantized(gradient, gate_up)
+
+
+@case("loss_head")
+def _loss_head() -> None:
+    from triplane_kernels.loss_head import loss_head
+
+    for mask in (None, torch.ones(1024, 2048, dtype=torch.bool)):
+        leaves = drawn(1024, 512).requires_grad_(), drawn(2048, 512).requires_grad_()
+        loss_head(*leaves, torch.zeros(1024, dtype=torch.int64), allowed=mask)[0].sum().backward()
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("ops", nargs="*", default=sorted(CASES), help=f"of {', '.join(sorted(CASES))}; all without")
@@ -171,7 +219,12 @@ def main(arguments: Sequence[str]) -> int:
     for op in chosen.ops:
         for found in compile_case(op):
             line = f"{found.kernel:28} {found.options:20} registers {found.registers:3} stack {found.stack:4} shared {found.shared:6}"
-            print(json.dumps(asdict(found)) if chosen.json else f"{line} {' '.join(found.matrix)}", flush=True)
+            print(
+                json.dumps(asdict(found))
+                if chosen.json
+                else f"{line} {' '.join(found.matrix)}{' SERIALIZED' if found.serialized else ''}",
+                flush=True,
+            )
     return 0
 
 
