@@ -170,7 +170,7 @@ def _tune_masked(tokens: int, vocabulary: int, width: int) -> None:
 def _tune_backward(tokens: int, vocabulary: int, width: int) -> None:
     hidden, weight, targets = _drawn(tokens, vocabulary, width)
     logprobs, _ = loss_head(hidden.requires_grad_(), weight, targets)
-    logprobs.sum().backward()
+    logprobs.sum().backward()  # type: ignore[no-untyped-call]
 
 
 def _drawn(tokens: int, vocabulary: int, width: int) -> tuple[Tensor, Tensor, Tensor]:

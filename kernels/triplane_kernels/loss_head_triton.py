@@ -18,8 +18,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triplane_kernels.loss_head_reference import combine
 from triplane_kernels.machine import machine
-from triplane_kernels.narrow_triton import INTERPRETED, narrow
-from triplane_kernels.rounding_triton import to_float32
+from triplane_kernels.narrow_triton import narrow
+from triplane_kernels.product_triton import product, tile
 from triplane_kernels.tuning import Config, lookup
 
 SLOPES = 2**28
@@ -29,31 +29,25 @@ CHUNK_STEP = 256
 SMALL: Config = {"BLOCK_T": 32, "BLOCK_V": 64, "BLOCK_H": 32, "PARTS": 2, "GROUP": 2, "num_warps": 4, "num_stages": 1}
 FLOAT32: Config = {"BLOCK_T": 64, "BLOCK_V": 64, "BLOCK_H": 32, "PARTS": 1, "GROUP": 8, "num_warps": 4, "num_stages": 3}
 """Float32 is multiplied outside the matrix units, exactly: for comparisons, not for speed."""
-TILES = ((128, 256, 8, 4), (128, 256, 8, 3), (256, 128, 8, 3), (128, 128, 4, 4), (128, 128, 8, 4))
+TILES = ((128, 256, 8, 4), (128, 256, 8, 3), (256, 128, 8, 3), (128, 128, 8, 4))
+"""BLOCK_T, BLOCK_V, warps and stages. Compiled for Hopper they spill nothing, but for the third and for masks of [T, V], which spill a little."""
+
+
+def _config(rows: int, columns: int, warps: int, stages: int, parts: int, group: int = 16) -> Config:
+    """parts: into how many parts of columns a tile's sums or slopes are cut; more take fewer registers."""
+    return {
+        "BLOCK_T": rows, "BLOCK_V": columns, "BLOCK_H": 64, "PARTS": parts, "GROUP": group, "num_warps": warps, "num_stages": stages,
+    }  # fmt: skip
 
 
 def _candidates(hidden: Tensor, parts: tuple[int, ...]) -> list[Config]:
-    """parts: into how many parts of columns a tile's sums or slopes are cut; more take fewer registers."""
     if hidden.dtype == torch.float32:
         return [FLOAT32]
-    return [
-        {
-            "BLOCK_T": rows,
-            "BLOCK_V": columns,
-            "BLOCK_H": 64,
-            "PARTS": part,
-            "GROUP": group,
-            "num_warps": warps,
-            "num_stages": stages,
-        }
-        for rows, columns, warps, stages in TILES
-        for part in parts
-        for group in (16, 8)
-    ]
+    return [*(_config(*tile, part) for tile in TILES for part in parts), _config(*TILES[0], parts[0], group=8)]
 
 
 @triton.jit
-def _tile(
+def _corner(
     index: tl.tensor, tokens: tl.tensor, entries: tl.tensor,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, GROUP: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
@@ -66,7 +60,7 @@ def _tile(
 
 
 @triton.jit
-def _product(
+def _logits_tile(
     hidden: tl.tensor, weight: tl.tensor, token: tl.tensor, entry: tl.tensor, tokens: tl.tensor, vocabulary: tl.tensor, width: tl.tensor,
     TMA: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
@@ -81,34 +75,30 @@ def _product(
         else:
             inner = start + tl.arange(0, BLOCK_H)
             known = (inner < width)[None, :]
-            at = row.to(tl.int64)[:, None] * width + inner[None, :]
-            left = tl.load(hidden + at, mask=(row < tokens)[:, None] & known, other=0.0)
-            at = column.to(tl.int64)[:, None] * width + inner[None, :]
-            right = tl.load(weight + at, mask=(column < vocabulary)[:, None] & known, other=0.0)
-        if INTERPRETED:
-            left, right = to_float32(left), to_float32(right)
-        total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
+            left = tile(hidden, row, inner, width, (row < tokens)[:, None] & known)
+            right = tile(weight, column, inner, width, (column < vocabulary)[:, None] & known)
+        total += product(left, tl.trans(right))
     return total
 
 
 @triton.jit
-def _pieces(tile: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
+def _pieces(whole: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
     """A tile cut into PARTS (1, 2 or 4) pieces of neighbouring columns, as a tuple."""
-    if PARTS == 1:
-        pieces = (tile,)
-    elif PARTS == 2:
-        pieces = _halves(tile)
-    else:
-        left, right = _halves(tile)
+    if PARTS == 4:
+        left, right = _halves(whole)
         first, second = _halves(left)
         third, fourth = _halves(right)
         pieces = (first, second, third, fourth)
+    elif PARTS == 2:
+        pieces = _halves(whole)
+    else:
+        pieces = (whole,)  # type: ignore[assignment]
     return pieces
 
 
 @triton.jit
-def _halves(tile: tl.tensor) -> tl.tensor:
-    return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
+def _halves(whole: tl.tensor) -> tl.tensor:
+    return tl.split(tl.permute(tl.reshape(whole, (whole.shape[0], 2, whole.shape[1] // 2)), (0, 2, 1)))
 
 
 @triton.jit
@@ -136,9 +126,9 @@ def _forward_kernel(
 ) -> None:  # fmt: skip
     """Of every tile and row: the largest logit, the sum of exp(z - largest), the sum of that times (z - largest)."""
     tiles = tl.cdiv(tokens, BLOCK_T) * tl.cdiv(vocabulary, BLOCK_V)
-    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
-        token, entry = _tile(tile, tokens, vocabulary, BLOCK_T, BLOCK_V, GROUP)
-        product = _product(hidden, weight, token, entry, tokens, vocabulary, width, TMA, BLOCK_T, BLOCK_V, BLOCK_H)
+    for index in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
+        token, entry = _corner(index, tokens, vocabulary, BLOCK_T, BLOCK_V, GROUP)
+        products = _logits_tile(hidden, weight, token, entry, tokens, vocabulary, width, TMA, BLOCK_T, BLOCK_V, BLOCK_H)
         row = token + tl.arange(0, BLOCK_T)
         real = row < tokens
         target = tl.load(targets + row, mask=real, other=-1)
@@ -146,7 +136,7 @@ def _forward_kernel(
         peak = tl.full([BLOCK_T], float("-inf"), tl.float32)
         mass = tl.zeros([BLOCK_T], tl.float32)
         moment = tl.zeros([BLOCK_T], tl.float32)
-        pieces = _pieces(product, PARTS)
+        pieces = _pieces(products, PARTS)
         for part in tl.static_range(PARTS):
             column = entry + part * (BLOCK_V // PARTS) + tl.arange(0, BLOCK_V // PARTS)
             kept = _kept(allowed, row, column, tokens, vocabulary, allowed_row, MASKS)
@@ -181,9 +171,9 @@ def _slopes_kernel(
 ) -> None:  # fmt: skip
     """Gradient of hidden @ weight[begin:end].T from those of the logprobs and the entropies."""
     tiles = tl.cdiv(tokens, BLOCK_T) * tl.cdiv(end - begin, BLOCK_V)
-    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
-        token, local = _tile(tile, tokens, end - begin, BLOCK_T, BLOCK_V, GROUP)
-        product = _product(
+    for index in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
+        token, local = _corner(index, tokens, end - begin, BLOCK_T, BLOCK_V, GROUP)
+        products = _logits_tile(
             hidden, weight, token, begin + local, tokens, vocabulary, width, TMA, BLOCK_T, BLOCK_V, BLOCK_H
         )
         row = token + tl.arange(0, BLOCK_T)
@@ -195,7 +185,7 @@ def _slopes_kernel(
         # A token's gradient that is NaN reaches what is not allowed too.
         nothing = tl.where(first == first, 0.0, first)
         target = tl.load(targets + row, mask=real, other=-1)[:, None]
-        pieces = _pieces(product, PARTS)
+        pieces = _pieces(products, PARTS)
         for part in tl.static_range(PARTS):
             offset = local + part * (BLOCK_V // PARTS)
             column = begin + offset + tl.arange(0, BLOCK_V // PARTS)

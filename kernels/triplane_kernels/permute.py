@@ -71,6 +71,10 @@ def plan_permutation(experts: Tensor, num_experts: int, *, block: int = 128) -> 
         )
     if num_experts < 1 or block < 1:
         raise KernelInputError(f"permute: num_experts ({num_experts}) and block ({block}) must be at least 1")
+    if padded_rows(experts.numel(), num_experts, block) >= 2**31:
+        raise KernelInputError(
+            f"permute: {experts.numel()} pairs of {num_experts} experts pass 2^31 rows; permute fewer tokens at a time"
+        )
     return Plan(*_plan(experts.detach().int().contiguous(), num_experts, block))
 
 
@@ -205,7 +209,7 @@ def _tune_unpermute(tokens: int, k: int, width: int) -> None:
 @workload("unpermute_backward", SHAPES)
 def _tune_unpermute_backward(tokens: int, k: int, width: int) -> None:
     permuted = permute(*_drawn(tokens, k, width), TUNED_EXPERTS)
-    unpermute(permuted.rows.requires_grad_(), permuted, torch.rand(tokens, k, device="cuda")).sum().backward()
+    unpermute(permuted.rows.requires_grad_(), permuted, torch.rand(tokens, k, device="cuda")).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def _drawn(tokens: int, k: int, width: int) -> tuple[Tensor, Tensor]:

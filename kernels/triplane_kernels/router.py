@@ -98,4 +98,4 @@ def _tune(tokens: int, num_experts: int, k: int) -> None:
 @workload("route_backward", SHAPES)
 def _tune_backward(tokens: int, num_experts: int, k: int) -> None:
     weights, _ = route(torch.randn(tokens, num_experts, device="cuda", requires_grad=True), k)
-    weights.sum().backward()
+    weights.sum().backward()  # type: ignore[no-untyped-call]

@@ -157,6 +157,8 @@ def test_what_does_not_fit_is_refused() -> None:
         permute(x, experts.float(), 3)
     with pytest.raises(KernelInputError, match="num_experts"):
         permute(x, experts, 0)
+    with pytest.raises(KernelInputError, match=r"pass 2\^31 rows"):
+        plan_permutation(torch.zeros(2**20, 2**11, dtype=torch.int32, device="meta"), 3)
     with pytest.raises(KernelInputError, match="4 tokens of the plan"):
         permute(x[:3], experts, 3)
     permuted = permute(x, experts, 3)
