@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -14,19 +15,19 @@ from benchmarks.catalog import CATALOG, load_benchmark
 from benchmarks.goals import judge, load_goals
 from benchmarks.machine import machine_facts
 from benchmarks.report import as_json, print_catalog, print_report
-from benchmarks.result import Options
+from benchmarks.result import NotHereError, Options
 from contracts.errors import ConfigError, TriplaneError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status: 0, 1 for a missed goal or an error, 2 for a wrong option, 130 when interrupted."""
+    """Run the command line and return the exit status: 0, 1 for a missed goal or an error, 2 for a wrong option or where there is nothing to measure, 130 when interrupted."""
     try:
         # so that children and sandboxes are ended too
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         return _dispatch(list(sys.argv[1:] if arguments is None else arguments))
     except TriplaneError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, NotHereError) else 1
     except KeyboardInterrupt:
         print("interrupted: run the same command again", file=sys.stderr)
         return 130
@@ -45,7 +46,7 @@ def _dispatch(arguments: list[str]) -> int:
     options = _options(benchmark.options, parsed)
     machine = machine_facts()
     result = benchmark.run(options)
-    verdicts = judge(load_goals().get(benchmark.name, []), result.metrics)
+    verdicts = judge(load_goals().get(benchmark.name, []), result.metrics) if result.judged else []
     if plain:
         print(json.dumps(as_json(benchmark.name, options, machine, result, verdicts), indent=1))
     else:
@@ -66,7 +67,8 @@ def _parser(name: str, options: type[Options]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(f"python -m benchmarks {name}", description=CATALOG[name], allow_abbrev=False)
     for field, info in options.model_fields.items():
         text = f"{info.description} (default: {info.default})".replace("%", "%%")
-        parser.add_argument("--" + field.replace("_", "-"), metavar="VALUE", help=text)
+        alone: dict[str, Any] = {"nargs": "?", "const": "true"} if info.annotation is bool else {}
+        parser.add_argument("--" + field.replace("_", "-"), metavar="VALUE", help=text, **alone)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--no-gate", action="store_true", help="exit 0 even when a goal is missed")
     return parser

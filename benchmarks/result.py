@@ -8,6 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from contracts.errors import TriplaneError
+
 
 class Options(BaseModel):
     """Base of every benchmark's options: each field is a command-line option, its docstring the help."""
@@ -23,3 +25,9 @@ class Result:
     rows: Sequence[Mapping[str, Any]] = ()
     """A table; equal keys in every row."""
     notes: Sequence[str] = field(default=())
+    judged: bool = True
+    """False: this run only shows that the benchmark works; goals are left alone."""
+
+
+class NotHereError(TriplaneError):
+    """This machine lacks what the benchmark measures."""

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import signal
+import sys
+
+import pytest
+
+from tests.triton_interpreter import InterpretedTriton
 
 _ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """A shell may start tests with signals ignored (nohup, a job in the background); what tests start and end would ignore them too."""
     for number in _ENDING:
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    # `make test-gpu` compiles kernels instead
+    if config.getoption("markexpr") != "gpu" and "triton" not in sys.modules:
+        sys.meta_path.insert(0, InterpretedTriton())

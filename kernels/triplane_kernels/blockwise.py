@@ -10,18 +10,31 @@ from torch import Tensor
 
 BLOCK = 128
 E4M3_MAX = 448.0
+SMALLEST_SCALE = 2.0**-126
+"""Smallest normal float32. A denormal scale would have too few bits to divide by, or be zero."""
 
 
-def quantize_blockwise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize a float32 matrix.
+def block_scales(amax: Tensor, *, power_of_two: bool = False) -> Tensor:
+    """Scales for blocks whose largest magnitude is `amax` (float32, any shape): amax / 448, and 1 for an all-zero block.
+
+    Never below 2^-126. power_of_two: rounded up to the next power of two, so that scaling is exact. NaN and infinity stay.
+    """
+    scales = (amax / E4M3_MAX).float()
+    scales = torch.where(scales < SMALLEST_SCALE, SMALLEST_SCALE, scales)
+    if power_of_two:
+        scales = torch.where(scales < torch.inf, _power_of_two_up(scales), scales)
+    return torch.where(amax == 0, 1.0, scales)
+
+
+def quantize_blockwise(weight: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
+    """Quantize a matrix.
 
     weight: [N, K] float32, any N and K (edge blocks are smaller). Returns codes [N, K] float8_e4m3fn and scales
     [ceil(N/128), ceil(K/128)] float32, both on weight's device. An all-zero block has scale 1. NaN and infinity give NaN codes
-    or an infinite scale, so they stay visible.
+    or an infinite scale, so they stay visible. power_of_two: scales rounded up to powers of two.
     """
     blocks = _blocks(weight)
-    amax = blocks.abs().amax(dim=(1, 3))
-    scales = torch.where(amax == 0, torch.ones_like(amax), amax / E4M3_MAX)
+    scales = block_scales(blocks.abs().amax(dim=(1, 3)), power_of_two=power_of_two)
     scaled = blocks / scales[:, None, :, None]
     codes = _unblocks(scaled.clamp(-E4M3_MAX, E4M3_MAX), weight.shape)
     return codes.to(torch.float8_e4m3fn), scales
@@ -45,6 +58,11 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> Tensor:
         return gradients[0]
+
+
+def _power_of_two_up(values: Tensor) -> Tensor:
+    """The smallest power of two not below each positive normal float32."""
+    return ((values.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
 
 
 def _blocks(matrix: Tensor) -> Tensor:

@@ -1,0 +1,112 @@
+"""Cases made of several kernels: the loss head, in milliseconds and memory, and the expert layer beside its bfloat16 twin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from triplane_kernels.loss_head import loss_head
+from triplane_kernels.moe import BF16, Recipe, expert_layer
+from triplane_kernels.moe_weights import ExpertWeights
+
+from benchmarks.kernels_case import Sizes, normal, relative_error
+from benchmarks.kernels_clock import Clock
+
+ROUNDED = 0.02
+LAYER = 0.08
+"""Two FP8 products after each other, on quantized weights."""
+SAMPLE = 64
+Row = dict[str, Any]
+
+
+def loss_head_rows(sizes: Sizes, clock: Clock) -> tuple[list[Row], dict[str, float]]:
+    """Forward, and forward and backward, of log-probability and entropy; a logits matrix that is materialized beside it."""
+    device = clock.device
+    hidden = normal(sizes.head_tokens, sizes.head_hidden, device=device).requires_grad_()
+    weight = (normal(sizes.vocabulary, sizes.head_hidden, device=device) * sizes.head_hidden**-0.5).requires_grad_()
+    targets = torch.randint(sizes.vocabulary, (sizes.head_tokens,), device=device)
+    shape = f"{sizes.head_tokens} tokens of {sizes.head_hidden}, vocabulary {sizes.vocabulary}"
+
+    def forward(head: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[], object]:
+        def work() -> object:
+            with torch.no_grad():
+                return head(hidden, weight, targets)
+
+        return work
+
+    def both(head: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(sum(part.sum() for part in head(hidden, weight, targets)), (hidden, weight))
+
+    def error() -> float:
+        with torch.no_grad():
+            found, wanted = (
+                loss_head(hidden, weight, targets),
+                _materialized(hidden[:SAMPLE].float(), weight.float(), targets[:SAMPLE]),
+            )
+        return max(relative_error(part[:SAMPLE], right) for part, right in zip(found, wanted, strict=True))
+
+    rows, metrics = [], {}
+    wrong = error()
+    for name, make in (("forward", forward), ("forward and backward", both)):
+        seconds, peak = clock.seconds(make(loss_head)), clock.peak_bytes(make(loss_head)) / 2**30
+        naive, naive_peak = clock.seconds(make(_materialized)), clock.peak_bytes(make(_materialized)) / 2**30
+        beside = f"materialized {naive * 1e3:.3g} ms, {naive_peak:.3g} GiB"
+        rows.append(_row(f"loss head, {name}", shape, seconds, f"{peak:.3g} GiB", wrong, ROUNDED, beside))
+        metrics[f"loss_head_{name.replace(' ', '_')}_ms"] = seconds * 1e3
+        metrics["loss_head_peak_gib"] = max(peak, metrics.get("loss_head_peak_gib", 0.0))
+    return rows, metrics
+
+
+def _materialized(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    every = torch.nn.functional.linear(hidden, weight).float().log_softmax(-1)
+    return every.gather(1, targets[:, None]).squeeze(1), -(every.exp() * every).sum(-1)
+
+
+def expert_layer_rows(sizes: Sizes, clock: Clock) -> tuple[list[Row], dict[str, float]]:
+    """Forward and backward of the layer with FP8 products, and with none; weights are quantized outside, as once an optimizer step."""
+    device = clock.device
+    hidden = normal(sizes.tokens, sizes.hidden, device=device).requires_grad_()
+    logits = torch.randn(sizes.tokens, sizes.experts, device=device, requires_grad=True)
+    masters = [
+        (normal(sizes.experts, *shape, device=device) * shape[1] ** -0.5).requires_grad_()
+        for shape in ((sizes.width, sizes.hidden), (sizes.width, sizes.hidden), (sizes.hidden, sizes.width))
+    ]
+    gradient = normal(sizes.tokens, sizes.hidden, device=device)
+    quantized, full = ExpertWeights.quantize(*masters), ExpertWeights.full(*masters, torch.bfloat16)
+    shape = f"{sizes.tokens} tokens of {sizes.hidden}, {sizes.picks} of {sizes.experts} experts of {sizes.width}"
+
+    def work(weights: ExpertWeights, recipe: Recipe) -> Callable[[], object]:
+        def step() -> object:
+            out = expert_layer(hidden, logits, weights, sizes.picks, recipe=recipe)
+            return torch.autograd.grad(out, (hidden, logits, *masters), gradient)
+
+        return step
+
+    with torch.no_grad():
+        right = expert_layer(hidden, logits, full, sizes.picks, recipe=BF16)
+        wrong = {
+            recipe: relative_error(expert_layer(hidden, logits, quantized, sizes.picks, recipe=recipe), right)
+            for recipe in RECIPES.values()
+        }
+    twin = clock.seconds(work(full, BF16))
+    rows, metrics = [_row("expert layer, bfloat16", shape, twin, "", 0.0, LAYER, "")], {}
+    for name, recipe in RECIPES.items():
+        seconds = clock.seconds(work(quantized, recipe))
+        metrics[f"expert_layer_{name.replace(' ', '_')}_speedup"] = twin / seconds
+        rows.append(
+            _row(f"expert layer, FP8, wgrad {name}", shape, seconds, f"{twin / seconds:.3g}x", wrong[recipe], LAYER, "")
+        )
+    metrics["expert_layer_speedup"] = max(value for name, value in metrics.items() if name.endswith("_speedup"))
+    return rows, metrics
+
+
+RECIPES = {"bfloat16": Recipe(wgrad=False), "FP8": Recipe(wgrad=True)}
+
+
+def _row(name: str, shape: str, seconds: float, rate: str, error: float, bound: float, beside: str) -> Row:
+    return {
+        "kernel": name, "shape": shape, "ms": seconds * 1e3, "rate": rate, "of ceiling": "",
+        "error": error, "right": bool(error <= bound), "beside": beside,
+    }  # fmt: skip

@@ -1,0 +1,124 @@
+"""Cases bound by the matrix units: the block-scaled product, and the grouped ones of the experts: forward, dgrad and wgrad."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from triplane_kernels.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
+from triplane_kernels.quantize import quantize_activations, quantize_both, quantize_weights, quantize_weights_both
+
+from benchmarks import kernels_peers as peers
+from benchmarks.kernels_case import Case, Sizes, normal, relative_error
+
+PRODUCT = 0.06
+"""An FP8 product of normal data is 3.7% off."""
+ROUNDED = 0.01
+SAMPLE = 256
+
+
+def cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+    """Every case, its inputs made as it is asked for."""
+    yield _dense(sizes, device)
+    for name, (rows, columns, inner, groups) in sizes.grouped.items():
+        yield from _Grouped(name, rows, columns, inner, groups, device).cases()
+
+
+def _dense(sizes: Sizes, device: torch.device) -> Case:
+    rows, columns, inner = sizes.dense
+    a, b = normal(rows, inner, device=device), normal(columns, inner, device=device)
+    left, right = quantize_activations(a), quantize_weights(b)
+    return Case(
+        "FP8 product", f"{rows}x{columns}x{inner}", lambda: gemm(left, right), 2.0 * rows * columns * inner, "TFLOP/s",
+        lambda: relative_error(gemm(left, right)[:SAMPLE], a[:SAMPLE].float() @ b.float().t()), PRODUCT,
+        peers={"scaled_mm, same blocks": peers.scaled_mm(left, right), "bfloat16 mm": lambda: a @ b.t()},
+    )  # fmt: skip
+
+
+class _Grouped:
+    """The products of one projection of an expert layer: a [M, K] by b [G, N, K], groups as uneven as routing makes them."""
+
+    def __init__(self, name: str, rows: int, columns: int, inner: int, groups: int, device: torch.device) -> None:
+        self._name = name
+        self._shape = f"{name}: {rows}x{columns}x{inner}, {groups} groups"
+        self._flops = 2.0 * rows * columns * inner
+        self._offsets = _uneven(rows, groups, device)
+        self._a, self._b = normal(rows, inner, device=device), normal(groups, columns, inner, device=device)
+        self._gradient = normal(rows, columns, device=device)
+
+    def cases(self) -> Iterator[Case]:
+        a, b, gradient, offsets = self._a, self._b, self._gradient, self._offsets
+        *codes, turned_codes, turned_scales = quantize_weights_both(b)
+        weights, turned = (codes[0], codes[1]), (turned_codes, turned_scales)
+        left, of_gradient = quantize_activations(a), quantize_activations(gradient)
+        beside = {
+            "bfloat16 grouped_mm": peers.grouped_mm(a, b, offsets), "bfloat16 loop": peers.loop(a, b, offsets),
+            "row-scaled scaled_grouped_mm": peers.row_scaled_grouped_mm(a, b, offsets),
+        }  # fmt: skip
+        yield self._case("forward", "FP8", lambda: grouped_gemm(left, weights, offsets), self._forward, PRODUCT, beside)
+        yield self._case("forward", "bfloat16", lambda: grouped_gemm(a, b, offsets), self._forward, ROUNDED)
+        wide = b.mT.contiguous()
+        beside = {
+            "bfloat16 grouped_mm": peers.grouped_mm(gradient, wide, offsets),
+            "bfloat16 loop": peers.loop(gradient, wide, offsets),
+        }
+        yield self._case(
+            "dgrad", "FP8", lambda: grouped_gemm_dgrad(of_gradient, turned, offsets, transposed=True), self._dgrad, PRODUCT, beside
+        )  # fmt: skip
+        yield self._case("dgrad", "bfloat16", lambda: grouped_gemm_dgrad(gradient, b, offsets), self._dgrad, ROUNDED)
+        beside = {
+            "bfloat16 grouped_mm": peers.grouped_mm_wgrad(gradient, a, offsets),
+            "bfloat16 loop": peers.loop_wgrad(gradient, a, offsets),
+        }
+        high, low = quantize_both(gradient)[2:], quantize_both(a)[2:]
+        yield self._case("wgrad", "FP8", lambda: grouped_gemm_wgrad(high, low, offsets), self._wgrad, PRODUCT, beside)
+        yield self._case("wgrad", "bfloat16", lambda: grouped_gemm_wgrad(gradient, a, offsets), self._wgrad, ROUNDED)
+
+    def _case(
+        self,
+        product: str,
+        operands: str,
+        work: Callable[[], Tensor],
+        wanted: Callable[[], tuple[Tensor, Callable[[Tensor], Tensor]]],
+        bound: float,
+        beside: dict[str, Callable[[], object]] | None = None,
+    ) -> Case:
+        def error() -> float:
+            right, part = wanted()
+            return relative_error(part(work()), right)
+
+        metric = f"grouped_{product}_{self._name}_tflops".replace(" ", "_")
+        # Which operands are the better ones is only open for wgrad.
+        judged = operands == "FP8" or product == "wgrad"
+        return Case(
+            f"grouped {product}, {operands}", self._shape, work, self._flops, "TFLOP/s", error, bound,
+            metric if judged else None, max, beside or {},
+        )  # fmt: skip
+
+    def _sample(self) -> tuple[int, slice]:
+        """A group that has rows, and some of them."""
+        bounds = self._offsets.tolist()
+        group = max(range(len(bounds) - 1), key=lambda index: bounds[index + 1] - bounds[index])
+        return group, slice(bounds[group], min(bounds[group] + SAMPLE, bounds[group + 1]))
+
+    def _forward(self) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        group, rows = self._sample()
+        return self._a[rows].float() @ self._b[group].float().t(), lambda out: out[rows]
+
+    def _dgrad(self) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        group, rows = self._sample()
+        return self._gradient[rows].float() @ self._b[group].float(), lambda out: out[rows]
+
+    def _wgrad(self) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        group, _ = self._sample()
+        begin, end = self._offsets[group : group + 2].tolist()
+        return self._gradient[begin:end].float().t() @ self._a[begin:end].float(), lambda out: out[group]
+
+
+def _uneven(rows: int, groups: int, device: torch.device) -> Tensor:
+    """int32 offsets of groups as routers fill them: sizes differ by a third, are multiples of 128, and sum to rows."""
+    blocks = rows // 128
+    shares = torch.rand(groups, generator=torch.Generator().manual_seed(0)) + 1.0
+    bounds = (shares.cumsum(0) / shares.sum() * blocks).round().int() * 128
+    return torch.cat([torch.zeros(1, dtype=torch.int32), bounds.int()]).to(device)

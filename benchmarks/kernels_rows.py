@@ -1,0 +1,136 @@
+"""Cases bound by memory: quantizers, token permutation, SwiGLU, the router. A rate is bytes that must move, over time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from triplane_kernels.permute import Permuted, permute, unpermute
+from triplane_kernels.quantize import (
+    dequantize_activations,
+    dequantize_mx,
+    dequantize_weights,
+    quantize_activations,
+    quantize_both,
+    quantize_mx,
+    quantize_weights,
+    quantize_weights_both,
+)
+from triplane_kernels.router import route
+from triplane_kernels.swiglu import swiglu, swiglu_backward, swiglu_quantized
+
+from benchmarks.kernels_case import Case, Sizes, normal, relative_error, size_of
+
+QUANTIZED = 0.04
+"""FP8 blocks of normal data are 2.6% off; more than this is wrong."""
+ROUNDED = 0.01
+QUANTIZERS, PERMUTE = "quantizers_tb_per_s", "permute_tb_per_s"
+SAMPLE = 256
+"""Rows that are compared."""
+
+
+def cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+    """Every case, its inputs made as it is asked for."""
+    yield from _quantizers(sizes, device)
+    yield from _permutation(sizes, device)
+    yield from _activation(sizes, device)
+    yield _router(sizes, device)
+
+
+def _quantizers(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+    rows, columns = sizes.matrix
+    x = normal(rows, columns, device=device)
+    shape = f"{rows}x{columns} bfloat16"
+    kinds: dict[str, tuple[Callable[[], tuple[Tensor, ...]], Callable[[Tensor, Tensor], Tensor]]] = {
+        "quantize 1x128": (lambda: quantize_activations(x), dequantize_activations),
+        "quantize 1x128, powers of two": (lambda: quantize_activations(x, power_of_two=True), dequantize_activations),
+        "quantize 1x128, both ways": (lambda: quantize_both(x), dequantize_activations),
+        "quantize 128x128": (lambda: quantize_weights(x), dequantize_weights),
+        "quantize 128x128, both ways": (lambda: quantize_weights_both(x), dequantize_weights),
+        "quantize MXFP8 1x32": (lambda: quantize_mx(x), dequantize_mx),
+    }
+    for name, (work, dequantize) in kinds.items():
+        moved, error = size_of(x, *work()), _quantized(work, dequantize, x)
+        yield Case(name, shape, work, moved, "TB/s", error, QUANTIZED, QUANTIZERS)
+
+
+def _quantized(
+    work: Callable[[], tuple[Tensor, ...]], dequantize: Callable[[Tensor, Tensor], Tensor], x: Tensor
+) -> Callable[[], float]:
+    def error() -> float:
+        codes, scales = work()[:2]
+        return relative_error(dequantize(codes, scales)[:SAMPLE], x[:SAMPLE])
+
+    return error
+
+
+def _permutation(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+    x = normal(sizes.tokens, sizes.hidden, device=device)
+    experts = torch.stack([torch.randperm(sizes.experts, device=device)[: sizes.picks] for _ in range(sizes.tokens)])
+    shares = torch.rand(sizes.tokens, sizes.picks, device=device)
+    done = permute(x, experts.int(), sizes.experts)
+    shape = f"{sizes.tokens} tokens of {sizes.hidden}, {sizes.picks} of {sizes.experts} experts"
+
+    def permuted() -> Permuted:
+        return permute(x, experts.int(), sizes.experts)
+
+    def lost() -> float:
+        found = permuted()
+        return relative_error(found.rows[found.position.long()[:SAMPLE]], x[:SAMPLE, None].expand(-1, sizes.picks, -1))
+
+    moved = size_of(x, experts.int(), done.rows, done.source, done.position)
+    yield Case("permute", shape, permuted, moved, "TB/s", lost, 0.0, PERMUTE, peers={"torch index": _indexed(x, done)})
+
+    def error() -> float:
+        rows = done.rows[done.position.long()[:SAMPLE]].float()
+        return relative_error(unpermute(done.rows, done, shares)[:SAMPLE], (rows * shares[:SAMPLE, :, None]).sum(1))
+
+    moved = size_of(x, shares, done.position) + sizes.tokens * sizes.picks * sizes.hidden * x.element_size()
+    yield Case("unpermute", shape, lambda: unpermute(done.rows, done, shares), moved, "TB/s", error, ROUNDED, PERMUTE)
+
+
+def _indexed(x: Tensor, done: Permuted) -> Callable[[], Tensor]:
+    tokens = (done.source.clamp(min=0) // done.position.shape[1]).long()
+    return lambda: x[tokens]
+
+
+def _activation(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+    rows, width = sizes.tokens * sizes.picks, sizes.width
+    gate_up, gradient = normal(rows, 2 * width, device=device), normal(rows, width, device=device)
+    shape = f"{rows}x{2 * width} bfloat16"
+
+    def wanted() -> Tensor:
+        gate, up = gate_up[:SAMPLE].float().chunk(2, dim=1)
+        return torch.nn.functional.silu(gate) * up
+
+    def wanted_gradient() -> Tensor:
+        sample = gate_up[:SAMPLE].float().requires_grad_()
+        gate, up = sample.chunk(2, dim=1)
+        (found,) = torch.autograd.grad(torch.nn.functional.silu(gate) * up, sample, gradient[:SAMPLE].float())
+        return found
+
+    yield Case(
+        "SwiGLU", shape, lambda: swiglu(gate_up), size_of(gate_up, gradient), "TB/s",
+        lambda: relative_error(swiglu(gate_up)[:SAMPLE], wanted()), ROUNDED,
+    )  # fmt: skip
+    yield Case(
+        "SwiGLU, quantize", shape, lambda: swiglu_quantized(gate_up), size_of(gate_up, *swiglu_quantized(gate_up)),
+        "TB/s", lambda: relative_error(dequantize_activations(*swiglu_quantized(gate_up))[:SAMPLE], wanted()), QUANTIZED,
+    )  # fmt: skip
+    yield Case(
+        "SwiGLU backward", shape, lambda: swiglu_backward(gradient, gate_up), size_of(gradient, gate_up, gate_up),
+        "TB/s", lambda: relative_error(swiglu_backward(gradient, gate_up)[:SAMPLE], wanted_gradient()), ROUNDED,
+    )  # fmt: skip
+
+
+def _router(sizes: Sizes, device: torch.device) -> Case:
+    logits = torch.randn(sizes.tokens, sizes.experts, device=device)
+    wanted = logits.softmax(-1).topk(sizes.picks).values
+    wanted = wanted / wanted.sum(-1, keepdim=True)
+    return Case(
+        "route", f"{sizes.tokens} tokens, {sizes.picks} of {sizes.experts} experts", lambda: route(logits, sizes.picks),
+        size_of(logits, *route(logits, sizes.picks)), "TB/s",
+        lambda: relative_error(route(logits, sizes.picks)[0], wanted), ROUNDED,
+        peers={"torch softmax, topk": lambda: logits.softmax(-1).topk(sizes.picks)},
+    )  # fmt: skip

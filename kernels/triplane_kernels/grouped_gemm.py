@@ -1,0 +1,236 @@
+"""Matrix products of an expert layer: rows sorted by expert, a matrix for each expert, in FP8 blocks or plain.
+
+    forward  out[m] = b[g] @ a[m]          [M, K] x [G, N, K] -> [M, N]
+    dgrad    out[m] = b[g]^T @ grad[m]     [M, N] x [G, N, K] -> [M, K]
+    wgrad    out[g] = sum of grad[m] a[m]^T  [M, N] x [M, K] -> [G, N, K]
+
+Each takes FP8 codes with scales or plain tensors, so that every product has its own toggle. FP8 products promote each 128-deep partial sum to
+float32 before they scale and add it (DeepSeek-V3, section 3.3.2, arXiv:2412.19437). Group sizes stay on the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from triplane_kernels import grouped_gemm_reference
+from triplane_kernels.custom_ops import operator
+from triplane_kernels.errors import KernelInputError
+from triplane_kernels.machine import choose
+from triplane_kernels.tuning import workload
+
+Operand = Tensor | tuple[Tensor, Tensor]
+"""A plain tensor, or float8_e4m3fn codes with their float32 scales."""
+PLAIN = (torch.bfloat16, torch.float32, torch.float64)
+SHAPES = [
+    (32768, 2048, 7168, 8),
+    (32768, 7168, 2048, 8),
+    (65536, 1536, 2048, 128),
+    (65536, 2048, 768, 128),
+    (8192, 1536, 2048, 128),
+]
+"""M, N, K, groups: DeepSeek-V3's and Qwen3-30B-A3B's expert layers."""
+
+
+def grouped_gemm(a: Operand, b: Operand, offsets: Tensor, *, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """out[m] = b[g] @ a[m] for every row m of group g.
+
+    a: [M, K] bfloat16, float32 or float64; or codes [M, K] and scales [M, ceil(K/128)], as `quantize_activations` gives them.
+    b: [G, N, K] of a's dtype; or codes [G, N, K] and scales [G, ceil(N/128), ceil(K/128)], as `quantize_weights` gives them.
+    offsets: int32 [G + 1] on the same device, from 0, rising: group g holds rows offsets[g] to offsets[g + 1]; groups may be empty.
+    Returns [M, N] in out_dtype, zero for rows of no group. Plain operands carry gradients. Raises KernelInputError.
+    """
+    a_values, a_scales, b_values, b_scales = operands("grouped_gemm", a, b)
+    _check_rows("grouped_gemm", a_values, b_values, offsets, depth=2)
+    _check_scales("grouped_gemm", a_values, a_scales, b_values, b_scales)
+    return _grouped_gemm(a_values, a_scales, b_values, b_scales, offsets, False, out_dtype)
+
+
+def grouped_gemm_dgrad(
+    grad: Operand, b: Operand, offsets: Tensor, *, transposed: bool = False, out_dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """out[m] = b[g]^T @ grad[m]: the gradient of `grouped_gemm` with respect to a.
+
+    grad: [M, N], plain or quantized by rows. b: [G, N, K], the forward's operand. transposed: b is [G, K, N] instead, codes_t and scales_t of
+    `quantize_weights_both`; FP8 units read both operands along the sum, so codes that are not transposed are copied first. Returns [M, K].
+    """
+    grad_values, grad_scales, b_values, b_scales = operands("grouped_gemm_dgrad", grad, b)
+    if b_scales is not None and not transposed:
+        b_values, b_scales, transposed = b_values.mT.contiguous(), b_scales.mT, True
+    _check_rows("grouped_gemm_dgrad", grad_values, b_values, offsets, depth=2 if transposed else 1)
+    _check_scales("grouped_gemm_dgrad", grad_values, grad_scales, b_values, b_scales)
+    return _grouped_gemm(grad_values, grad_scales, b_values, b_scales, offsets, not transposed, out_dtype)
+
+
+def grouped_gemm_wgrad(grad: Operand, a: Operand, offsets: Tensor, *, out_dtype: torch.dtype = torch.float32) -> Tensor:
+    """out[g] = sum over the rows m of group g of grad[m] a[m]^T: the gradient of `grouped_gemm` with respect to b.
+
+    grad: [M, N] and a: [M, K], plain; or the last two results of `quantize_both` of each: codes [N, M] and scales [N, ceil(M/128)], codes [K, M]
+    and scales [K, ceil(M/128)]. Blocks of 128 rows are shared by the groups that meet in them; with offsets that are multiples of 128, as
+    `permute` gives them, none are. Returns [G, N, K] in out_dtype, zero for an empty group. Raises KernelInputError.
+    """
+    grad_values, grad_scales, a_values, a_scales = operands("grouped_gemm_wgrad", grad, a)
+    _check_offsets("grouped_gemm_wgrad", offsets)
+    side = 0 if grad_scales is None else 1
+    if grad_values.dim() != 2 or a_values.dim() != 2 or grad_values.shape[side] != a_values.shape[side]:
+        raise KernelInputError(
+            f"grouped_gemm_wgrad: grad {list(grad_values.shape)} and a {list(a_values.shape)} must be matrices with the "
+            f"same rows M ({'[N, M] and [K, M] in FP8' if side else '[M, N] and [M, K]'})"
+        )
+    for values, scales in ((grad_values, grad_scales), (a_values, a_scales)):
+        if scales is not None and scales.shape != (values.shape[0], -(-values.shape[1] // 128)):
+            raise KernelInputError(
+                f"grouped_gemm_wgrad: scales {list(scales.shape)} of codes {list(values.shape)} must be one for each 128 "
+                "columns of a row, as the last two results of quantize_both are"
+            )
+    return _grouped_gemm_wgrad(grad_values, grad_scales, a_values, a_scales, offsets, out_dtype)
+
+
+def operands(op: str, one: Operand, other: Operand) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Both operands of `op` as values and scales. Raises KernelInputError unless they are of one kind and dtype."""
+    values, scales = one if isinstance(one, tuple) else (one, None)
+    others, other_scales = other if isinstance(other, tuple) else (other, None)
+    if (scales is None) != (other_scales is None):
+        raise KernelInputError(f"{op}: one operand is quantized and the other is not; quantize both or neither")
+    allowed = PLAIN if scales is None else (torch.float8_e4m3fn,)
+    if values.dtype != others.dtype or values.dtype not in allowed:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        raise KernelInputError(f"{op}: operands are {values.dtype} and {others.dtype}; give both as one of {names}")
+    return values, scales, others, other_scales
+
+
+def _check_rows(op: str, a: Tensor, b: Tensor, offsets: Tensor, depth: int) -> None:
+    _check_offsets(op, offsets)
+    if a.dim() != 2 or b.dim() != 3 or a.shape[1] != b.shape[depth] or b.shape[0] != offsets.numel() - 1:
+        raise KernelInputError(
+            f"{op}: rows {list(a.shape)}, matrices {list(b.shape)} and {offsets.numel()} offsets don't fit: the rows' width "
+            f"must be the matrices' dimension {depth}, and offsets one more than the matrices"
+        )
+
+
+def _check_offsets(op: str, offsets: Tensor) -> None:
+    if offsets.dim() != 1 or offsets.dtype != torch.int32 or not offsets.numel():
+        raise KernelInputError(f"{op}: offsets are {offsets.dtype} {list(offsets.shape)}; give int32 [groups + 1]")
+
+
+def _check_scales(op: str, a: Tensor, a_scales: Tensor | None, b: Tensor, b_scales: Tensor | None) -> None:
+    if a_scales is None or b_scales is None:
+        return
+    wide, high = -(-a.shape[1] // 128), -(-b.shape[1] // 128)
+    wanted = [a.shape[0], wide], [b.shape[0], high, wide]
+    if [list(a_scales.shape), list(b_scales.shape)] != list(wanted):
+        raise KernelInputError(
+            f"{op}: scales {list(a_scales.shape)} and {list(b_scales.shape)} must be {wanted[0]} and {wanted[1]}"
+        )
+
+
+def _fake(
+    a: Tensor,
+    a_scales: Tensor | None,
+    b: Tensor,
+    b_scales: Tensor | None,
+    offsets: Tensor,
+    transposed: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[2 if transposed else 1]), dtype=out_dtype)
+
+
+def _fake_wgrad(
+    grad: Tensor,
+    grad_scales: Tensor | None,
+    a: Tensor,
+    a_scales: Tensor | None,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    side = 1 if grad_scales is None else 0
+    return a.new_empty((offsets.shape[0] - 1, grad.shape[side], a.shape[side]), dtype=out_dtype)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, _, b, _, offsets, ctx.transposed, _ = inputs
+    ctx.save_for_backward(a, b, offsets)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    a, b, offsets = ctx.saved_tensors
+    gradient = gradient.to(a.dtype).contiguous()
+    of_a = of_b = None
+    if ctx.needs_input_grad[0]:
+        of_a = _grouped_gemm(gradient, None, b, None, offsets, not ctx.transposed, a.dtype)
+    if ctx.needs_input_grad[2]:
+        left, right = (a, gradient) if ctx.transposed else (gradient, a)
+        of_b = _grouped_gemm_wgrad(left, None, right, None, offsets, b.dtype)
+    return of_a, None, of_b, None, None, None, None
+
+
+def _save_wgrad(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    grad, _, a, _, offsets, _ = inputs
+    ctx.save_for_backward(grad, a, offsets)
+
+
+def _backward_wgrad(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    grad, a, offsets = ctx.saved_tensors
+    gradient = gradient.to(a.dtype).contiguous()
+    of_grad = of_a = None
+    if ctx.needs_input_grad[0]:
+        of_grad = _grouped_gemm(a, None, gradient, None, offsets, False, grad.dtype)
+    if ctx.needs_input_grad[2]:
+        of_a = _grouped_gemm(grad, None, gradient, None, offsets, True, a.dtype)
+    return of_grad, None, of_a, None, None, None
+
+
+@operator("grouped_gemm", fake=_fake, save=_save, backward=_backward)
+def _grouped_gemm(
+    a: Tensor,
+    a_scales: Tensor | None,
+    b: Tensor,
+    b_scales: Tensor | None,
+    offsets: Tensor,
+    transposed: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    way = choose("grouped_gemm", *(part for part in (a, a_scales, b, b_scales, offsets) if part is not None))
+    if way == "reference":
+        return grouped_gemm_reference.grouped_gemm(a, a_scales, b, b_scales, offsets, transposed, out_dtype)
+    from triplane_kernels import grouped_gemm_triton
+
+    return grouped_gemm_triton.grouped_gemm(a, a_scales, b, b_scales, offsets, transposed, out_dtype)
+
+
+@operator("grouped_gemm_wgrad", fake=_fake_wgrad, save=_save_wgrad, backward=_backward_wgrad)
+def _grouped_gemm_wgrad(
+    grad: Tensor,
+    grad_scales: Tensor | None,
+    a: Tensor,
+    a_scales: Tensor | None,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    way = choose(
+        "grouped_gemm_wgrad", *(part for part in (grad, grad_scales, a, a_scales, offsets) if part is not None)
+    )
+    if way == "reference":
+        return grouped_gemm_reference.grouped_gemm_wgrad(grad, grad_scales, a, a_scales, offsets, out_dtype)
+    from triplane_kernels import grouped_gemm_triton
+
+    return grouped_gemm_triton.grouped_gemm_wgrad(grad, grad_scales, a, a_scales, offsets, out_dtype)
+
+
+@workload("grouped_gemm", SHAPES)
+def _tune(rows: int, columns: int, depth: int, groups: int) -> None:
+    from triplane_kernels.quantize import quantize_activations, quantize_both, quantize_weights_both
+
+    a, grad = (torch.randn(rows, size, device="cuda", dtype=torch.bfloat16) for size in (depth, columns))
+    b = torch.randn(groups, columns, depth, device="cuda", dtype=torch.bfloat16)
+    offsets = torch.arange(groups + 1, device="cuda", dtype=torch.int32) * (rows // groups)
+    grouped_gemm(a, b, offsets)
+    grouped_gemm_dgrad(grad, b, offsets)
+    grouped_gemm_wgrad(grad, a, offsets, out_dtype=torch.bfloat16)
+    codes, scales, codes_t, scales_t = quantize_weights_both(b)
+    grouped_gemm(quantize_activations(a), (codes, scales), offsets)
+    grouped_gemm_dgrad(quantize_activations(grad), (codes_t, scales_t), offsets, transposed=True)
+    grouped_gemm_wgrad(quantize_both(grad)[2:], quantize_both(a)[2:], offsets, out_dtype=torch.bfloat16)

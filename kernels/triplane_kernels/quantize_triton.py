@@ -1,0 +1,218 @@
+"""Triton kernels of the FP8 quantizers, and how they are launched. Results are bit for bit those of `quantize_reference`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from triplane_kernels.rounding_triton import (
+    INFINITY_BITS,
+    block_scale,
+    magnitude_bits,
+    reciprocal,
+    to_e4m3,
+    to_float32,
+    uniforms,
+)
+from triplane_kernels.tuning import Config, lookup
+
+BLOCK = tl.constexpr(128)
+MX_BLOCK = tl.constexpr(32)
+ROW_CONFIGS = [
+    {"BLOCK_M": rows, "num_warps": warps, "num_stages": 1}
+    for rows, warps in ((32, 4), (64, 4), (64, 8), (128, 8), (16, 4), (16, 2))
+]
+SQUARE_CONFIGS = [{"num_warps": warps, "num_stages": 1} for warps in (8, 16, 4)]
+
+
+def quantize_activations(x: Tensor, power_of_two: bool, seed: int | None) -> tuple[Tensor, Tensor]:
+    """Codes [M, K] and scales [M, ceil(K/128)] of x [M, K]."""
+    rows, columns = x.shape
+    codes = torch.empty_like(x, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format)
+    scales = x.new_empty(triton.cdiv(columns, 128), rows, dtype=torch.float32).t()
+
+    def launch(config: Config) -> None:
+        grid = (triton.cdiv(rows, config["BLOCK_M"]), scales.shape[1])
+        _rows_kernel[grid](
+            x, codes, scales, seed or 0, rows, columns, x.stride(0), x.stride(1), scales.stride(1),
+            POWER_OF_TWO=power_of_two, STOCHASTIC=seed is not None, **config,
+        )  # fmt: skip
+
+    if codes.numel():
+        launch(lookup("quantize_activations", (rows, columns), ROW_CONFIGS, launch, small=ROW_CONFIGS[1]))
+    return codes, scales
+
+
+def quantize_both(x: Tensor, power_of_two: bool, seed: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes and scales of x [M, K] along K, then of its transpose along M, from one read of x."""
+    rows, columns = x.shape
+    codes = torch.empty_like(x, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format)
+    codes_t = x.new_empty(columns, rows, dtype=torch.float8_e4m3fn)
+    scales = x.new_empty(triton.cdiv(columns, 128), rows, dtype=torch.float32).t()
+    scales_t = x.new_empty(triton.cdiv(rows, 128), columns, dtype=torch.float32).t()
+
+    def launch(config: Config) -> None:
+        _both_kernel[(scales_t.shape[1], scales.shape[1])](
+            x, codes, scales, codes_t, scales_t, seed or 0, rows, columns, x.stride(0), x.stride(1),
+            scales.stride(1), scales_t.stride(1),
+            POWER_OF_TWO=power_of_two, STOCHASTIC=seed is not None, **config,
+        )  # fmt: skip
+
+    if codes.numel():
+        launch(lookup("quantize_both", (rows, columns), SQUARE_CONFIGS, launch, small=SQUARE_CONFIGS[0]))
+    return codes, scales, codes_t, scales_t
+
+
+def quantize_weights(w: Tensor, power_of_two: bool, transposed: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes and scales of each matrix of w [G, N, K], and of their transposes (empty unless `transposed`)."""
+    count, rows, columns = w.shape
+    row_blocks, column_blocks = triton.cdiv(rows, 128), triton.cdiv(columns, 128)
+    codes = torch.empty_like(w, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format)
+    scales = w.new_empty(count, row_blocks, column_blocks, dtype=torch.float32)
+    held = count if transposed else 0
+    codes_t = w.new_empty(held, columns, rows, dtype=torch.float8_e4m3fn)
+    scales_t = w.new_empty(held, column_blocks, row_blocks, dtype=torch.float32)
+
+    def launch(config: Config) -> None:
+        _weights_kernel[(count * row_blocks, column_blocks)](
+            w, codes, scales, codes_t, scales_t, rows, columns, row_blocks, column_blocks, *w.stride(),
+            POWER_OF_TWO=power_of_two, TRANSPOSED=transposed, **config,
+        )  # fmt: skip
+
+    if codes.numel():
+        launch(lookup("quantize_weights", tuple(w.shape), SQUARE_CONFIGS, launch, small=SQUARE_CONFIGS[0]))
+    return codes, scales, codes_t, scales_t
+
+
+def quantize_mx(x: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
+    """Codes [M, K] and E8M0 scales [M, ceil(K/32)] of x [M, K]."""
+    rows, columns = x.shape
+    codes = torch.empty_like(x, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format)
+    scales = x.new_empty(rows, triton.cdiv(columns, 32), dtype=torch.uint8)
+
+    def launch(config: Config) -> None:
+        grid = (triton.cdiv(rows, config["BLOCK_M"]), triton.cdiv(columns, 128))
+        _mx_kernel[grid](
+            x, codes, scales, seed or 0, rows, columns, x.stride(0), x.stride(1),
+            STOCHASTIC=seed is not None, **config,
+        )  # fmt: skip
+
+    if codes.numel():
+        launch(lookup("quantize_mx", (rows, columns), ROW_CONFIGS, launch, small=ROW_CONFIGS[1]))
+    return codes, scales
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _rows_kernel(
+    x: tl.tensor, codes: tl.tensor, scales: tl.tensor, seed: tl.tensor, rows: tl.tensor, columns: tl.tensor, x_row: tl.tensor, x_column: tl.tensor, scale_column: tl.tensor,
+    BLOCK_M: tl.constexpr, POWER_OF_TWO: tl.constexpr, STOCHASTIC: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program: BLOCK_M rows of one 128-wide block; a warp reads whole rows of it, 16 bytes a thread."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    block = tl.program_id(1)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    values = to_float32(
+        tl.load(x + row[:, None] * x_row + column[None, :].to(tl.int64) * x_column, mask=inside, other=0.0)
+    )
+    scale = block_scale(tl.max(magnitude_bits(values), axis=1), POWER_OF_TWO)
+    random = uniforms(seed, row, block * BLOCK, columns, BLOCK_M, BLOCK) if STOCHASTIC else 0.0
+    code = to_e4m3(values * reciprocal(scale)[:, None], random, STOCHASTIC)
+    tl.store(codes + row[:, None] * columns + column[None, :], code, mask=inside)
+    tl.store(scales + row + block.to(tl.int64) * scale_column, scale, mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _both_kernel(
+    x: tl.tensor, codes: tl.tensor, scales: tl.tensor, codes_t: tl.tensor, scales_t: tl.tensor, seed: tl.tensor, rows: tl.tensor, columns: tl.tensor, x_row: tl.tensor, x_column: tl.tensor,
+    scale_column: tl.tensor, scale_t_column: tl.tensor,
+    POWER_OF_TWO: tl.constexpr, STOCHASTIC: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program: a 128x128 block, read once, kept in registers, scaled by its rows and by its columns."""
+    row_block, column_block = tl.program_id(0), tl.program_id(1)
+    row = row_block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    column = column_block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    values = to_float32(tl.load(x + row[:, None] * x_row + column[None, :] * x_column, mask=inside, other=0.0))
+    bits = magnitude_bits(values)
+    random = uniforms(seed, row, column_block * BLOCK, columns, BLOCK, BLOCK) if STOCHASTIC else 0.0
+    scale = block_scale(tl.max(bits, axis=1), POWER_OF_TWO)
+    code = to_e4m3(values * reciprocal(scale)[:, None], random, STOCHASTIC)
+    tl.store(codes + row[:, None] * columns + column[None, :], code, mask=inside)
+    tl.store(scales + row + column_block.to(tl.int64) * scale_column, scale, mask=row < rows)
+    scale_t = block_scale(tl.max(bits, axis=0), POWER_OF_TWO)
+    code_t = to_e4m3(values * reciprocal(scale_t)[None, :], random, STOCHASTIC)
+    tl.store(
+        codes_t + column[:, None] * rows + row[None, :],
+        tl.trans(code_t), mask=(column[:, None] < columns) & (row[None, :] < rows),
+    )  # fmt: skip
+    tl.store(scales_t + column + row_block.to(tl.int64) * scale_t_column, scale_t, mask=column < columns)
+
+
+@triton.jit
+def _weights_kernel(
+    w: tl.tensor, codes: tl.tensor, scales: tl.tensor, codes_t: tl.tensor, scales_t: tl.tensor, rows: tl.tensor, columns: tl.tensor, row_blocks: tl.tensor, column_blocks: tl.tensor,
+    w_matrix: tl.tensor, w_row: tl.tensor, w_column: tl.tensor,
+    POWER_OF_TWO: tl.constexpr, TRANSPOSED: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program: a 128x128 block of one matrix under one scale; the transpose has the same codes."""
+    matrix, row_block = (tl.program_id(0) // row_blocks).to(tl.int64), tl.program_id(0) % row_blocks
+    column_block = tl.program_id(1)
+    row = row_block * BLOCK + tl.arange(0, BLOCK)
+    column = column_block * BLOCK + tl.arange(0, BLOCK)
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    at = matrix * w_matrix + row[:, None].to(tl.int64) * w_row + column[None, :].to(tl.int64) * w_column
+    values = to_float32(tl.load(w + at, mask=inside, other=0.0))
+    amax = tl.max(tl.max(magnitude_bits(values), axis=1), axis=0)
+    scale = block_scale(tl.full((1, 1), 0, tl.int32) + amax, POWER_OF_TWO)
+    # the trainer's recipe divides: a product with the reciprocal would round some codes otherwise
+    code = to_e4m3(tl.div_rn(values, tl.broadcast_to(scale, (BLOCK, BLOCK))), 0.0, False)
+    start = matrix * rows * columns
+    tl.store(codes + start + row[:, None].to(tl.int64) * columns + column[None, :], code, mask=inside)
+    first = matrix * row_blocks * column_blocks
+    one = tl.arange(0, 1)[:, None] + tl.arange(0, 1)[None, :]
+    tl.store(scales + first + row_block * column_blocks + column_block + one, scale)
+    if TRANSPOSED:
+        tl.store(
+            codes_t + start + column[:, None].to(tl.int64) * rows + row[None, :],
+            tl.trans(code), mask=(column[:, None] < columns) & (row[None, :] < rows),
+        )  # fmt: skip
+        tl.store(scales_t + first + column_block * row_blocks + row_block + one, scale)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _mx_kernel(
+    x: tl.tensor, codes: tl.tensor, scales: tl.tensor, seed: tl.tensor, rows: tl.tensor, columns: tl.tensor, x_row: tl.tensor, x_column: tl.tensor,
+    BLOCK_M: tl.constexpr, STOCHASTIC: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program: BLOCK_M rows of four 32-wide blocks."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    values = to_float32(
+        tl.load(x + row[:, None] * x_row + column[None, :].to(tl.int64) * x_column, mask=inside, other=0.0)
+    )
+    parts = values.reshape(BLOCK_M, BLOCK // MX_BLOCK, MX_BLOCK)
+    amax_bits = tl.max(magnitude_bits(parts), axis=2)
+    exponent = _e8m0(amax_bits)
+    inverse = tl.where(exponent == 255, 0x7FC00000, (254 - exponent) << 23).to(tl.int32).to(tl.float32, bitcast=True)
+    scaled = (parts * inverse[:, :, None]).reshape(BLOCK_M, BLOCK)
+    random = uniforms(seed, row, tl.program_id(1) * BLOCK, columns, BLOCK_M, BLOCK) if STOCHASTIC else 0.0
+    code = to_e4m3(scaled, random, STOCHASTIC)
+    tl.store(codes + row[:, None] * columns + column[None, :], code, mask=inside)
+    part = tl.program_id(1) * (BLOCK // MX_BLOCK) + tl.arange(0, BLOCK // MX_BLOCK)
+    blocks = tl.cdiv(columns, MX_BLOCK)
+    kept = (row[:, None] < rows) & (part[None, :] < blocks)
+    tl.store(scales + row[:, None] * blocks + part[None, :], exponent.to(tl.uint8), mask=kept)
+
+
+@triton.jit
+def _e8m0(amax_bits: tl.tensor) -> tl.tensor:
+    """`quantize_reference.e8m0_scales`: the biased exponent of amax / 448 rounded up."""
+    amax = amax_bits.to(tl.float32, bitcast=True)
+    bits = tl.div_rn(amax, tl.full(amax.shape, 448.0, tl.float32)).to(tl.int32, bitcast=True)
+    exponent = tl.where(bits <= 0x00400000, 0, (bits + 0x7FFFFF) >> 23)
+    exponent = tl.where(amax_bits == 0, 127, exponent)
+    return tl.where(amax_bits >= INFINITY_BITS, 255, exponent)

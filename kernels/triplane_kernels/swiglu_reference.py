@@ -1,0 +1,48 @@
+"""SwiGLU, alone and quantized, in plain torch, on any device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from triplane_kernels import quantize_reference
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up [P, F] of gate_up [P, 2F]."""
+    return _swiglu(gate_up).to(gate_up.dtype)
+
+
+def swiglu_backward(gradient: Tensor, gate_up: Tensor) -> Tensor:
+    """Gradient of gate_up [P, 2F] from that of the output [P, F]."""
+    return _swiglu_backward(gradient, gate_up).to(gate_up.dtype)
+
+
+def swiglu_quantized(gate_up: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """Codes [P, F] and scales [P, ceil(F/128)] of the output before any rounding to gate_up's dtype."""
+    return quantize_reference.quantize_activations(_swiglu(gate_up), power_of_two, None)
+
+
+def swiglu_backward_quantized(gradient: Tensor, gate_up: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of gate_up [P, 2F], and its codes [P, 2F] and scales [P, ceil(2F/128)], taken before it is rounded."""
+    slopes = _swiglu_backward(gradient, gate_up)
+    return slopes.to(gate_up.dtype), *quantize_reference.quantize_activations(slopes, power_of_two, None)
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = _halves(gate_up)
+    return gate * gate.sigmoid() * up
+
+
+def _swiglu_backward(gradient: Tensor, gate_up: Tensor) -> Tensor:
+    gate, up = _halves(gate_up)
+    gradient = gradient.to(gate.dtype)
+    sigmoid = gate.sigmoid()
+    of_gate = gradient * up * sigmoid * (1 + gate * (1 - sigmoid))
+    return torch.cat([of_gate, gradient * gate * sigmoid], dim=1)
+
+
+def _halves(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gate and up in float32 or wider."""
+    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=1)
+    return gate, up

@@ -1,0 +1,200 @@
+"""Launch configurations of the kernels: kept as data for known devices, found by search and remembered for others.
+
+    lookup(op, shape) --> tuned/<device>.json, nearest shape --> user's cache, same shape bucket --> search (do_bench), into the cache
+
+`python -m triplane_kernels.tune` searches every op's workloads and writes the file for this device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from triplane_kernels.errors import KernelError
+from triplane_kernels.machine import machine
+
+Config = dict[str, int]
+"""A kernel's compile-time parameters (BLOCK_*, and so on) with `num_warps` and `num_stages`."""
+Table = dict[str, dict[str, Config]]
+"""op -> shape bucket ("4096x8192") -> configuration."""
+Shape = tuple[int, ...]
+TUNED = Path(__file__).parent / "tuned"
+CACHE = "TRIPLANE_KERNELS_CACHE"
+"""Environment variable naming the folder for configurations found by search; $XDG_CACHE_HOME/triplane/kernels without it."""
+_log = logging.getLogger(__name__)
+_remembered: dict[tuple[str, str, str], Config] = {}
+_recorder: list[Table] = []
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Shapes worth tuning an op for, and how to run it once at each of them."""
+
+    shapes: Sequence[Shape]
+    run: Callable[..., object]
+    """Called with a shape's numbers; calls the public op on fresh CUDA tensors."""
+
+
+WORKLOADS: dict[str, Workload] = {}
+
+
+def workload(op: str, shapes: Sequence[Shape]) -> Callable[[Callable[..., object]], Callable[..., object]]:
+    """Register the decorated function as what `python -m triplane_kernels.tune` runs for `op`, once a shape."""
+
+    def register(run: Callable[..., object]) -> Callable[..., object]:
+        WORKLOADS[op] = Workload(shapes, run)
+        return run
+
+    return register
+
+
+def bucket(shape: Sequence[int]) -> str:
+    """Each size rounded to the nearest power of two (0 stays 0): "4096x8192" for (4000, 7168)."""
+    return "x".join(str(2 ** round(math.log2(size)) if size > 0 else 0) for size in shape)
+
+
+def lookup(
+    op: str, shape: Sequence[int], candidates: Sequence[Config], run: Callable[[Config], object], *, small: Config
+) -> Config:
+    """The configuration to launch `op` with at `shape`.
+
+    candidates: what a search tries, the best guess first. run: launches the kernel once with a configuration, and may be repeated.
+    small: what the interpreter takes, where sizes cost time. A candidate that the device refuses (registers, shared memory) is
+    passed over; KernelError where it refuses all. While a CUDA graph is captured nothing is searched: the first guess is taken.
+    """
+    here = machine()
+    if here.interpreter:
+        return small
+    key = (here.device, op, bucket(shape))
+    if _recorder:
+        found = _recorder[-1].setdefault(op, {}).get(key[2])
+        if found is None:
+            found = _recorder[-1][op][key[2]] = search(op, candidates, run)
+        return found
+    if key in _remembered:
+        return _remembered[key]
+    found = nearest(_packaged(here.device).get(op, {}), shape) or read_table(_cache_file()).get(op, {}).get(key[2])
+    if found is None:
+        if torch.cuda.is_current_stream_capturing():
+            return candidates[0]
+        found = search(op, candidates, run)
+        _keep(op, key[2], found)
+    _remembered[key] = found
+    return found
+
+
+def nearest(table: Mapping[str, Config], shape: Sequence[int]) -> Config | None:
+    """The configuration whose bucket lies nearest to `shape`, by the sum of |log2| differences; None in an empty table."""
+
+    def distance(name: str) -> float:
+        sizes = [int(part) for part in name.split("x")]
+        return sum(abs(math.log2(max(size, 1)) - math.log2(max(at, 1))) for size, at in zip(shape, sizes, strict=True))
+
+    return table[min(table, key=distance)] if table else None
+
+
+def search(op: str, candidates: Sequence[Config], run: Callable[[Config], object]) -> Config:
+    """The fastest of `candidates` by the median of CUDA event times. Raises KernelError where none runs."""
+    from triton.testing import do_bench
+
+    best, fastest, refusal = None, math.inf, ""
+    for candidate in candidates:
+        try:
+            time = do_bench(lambda config=candidate: run(config), warmup=10, rep=40, return_mode="median")
+        except Exception as refused:  # noqa: BLE001  Triton's compiler and launcher raise many types for what a device lacks
+            refusal = f"{type(refused).__name__}: {str(refused).splitlines()[0] if str(refused) else ''}"
+            _log.debug("%s: %s refused: %s", op, candidate, refusal)
+            continue
+        if time < fastest:
+            best, fastest = candidate, time
+    if best is None:
+        raise KernelError(
+            f"{op}: none of {len(candidates)} configurations runs on {machine().device} ({refusal}); set TRIPLANE_KERNELS=reference"
+        )
+    return dict(best)
+
+
+@contextlib.contextmanager
+def searching() -> Iterator[Table]:
+    """Inside, every lookup searches anew, whatever is kept; yields the table that fills."""
+    table: Table = {}
+    _recorder.append(table)
+    try:
+        yield table
+    finally:
+        _recorder.remove(table)
+
+
+def write_table(path: Path, table: Table) -> None:
+    """Write `table` as JSON, atomically: readers see the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with os.fdopen(handle, "w") as file:
+        json.dump(table, file, indent=1, sort_keys=True)
+        file.write("\n")
+    Path(name).replace(path)
+
+
+def device_file(device: str) -> Path:
+    """Where the package keeps the configurations of the device of this name."""
+    return TUNED / f"{_slug(device)}.json"
+
+
+@cache
+def source_digest() -> str:
+    """Digest of every kernel's source: configurations found for another source are not taken."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        if path.stem.endswith(("_triton", "_gluon")):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@cache
+def _packaged(device: str) -> Table:
+    return read_table(device_file(device))
+
+
+def read_table(path: Path) -> Table:
+    """The table in `path`; empty where there is none or it can't be read as one (a search then writes it anew)."""
+    try:
+        table: Table = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        _log.warning("%s: not a table of kernel configurations (%s); configurations are searched anew", path, error)
+        return {}
+    return table
+
+
+def _keep(op: str, name: str, found: Config) -> None:
+    path = _cache_file()
+    table = read_table(path)
+    table.setdefault(op, {})[name] = found
+    try:
+        write_table(path, table)
+    except OSError as error:
+        _log.warning("%s: can't keep a kernel configuration (%s); set %s to a writable folder", path, error, CACHE)
+
+
+def _cache_file() -> Path:
+    here = machine()
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(os.environ.get(CACHE) or base / "triplane" / "kernels")
+    return folder / f"{_slug(here.device)}-triton-{here.triton}-{source_digest()}.json"
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
