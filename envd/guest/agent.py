@@ -67,7 +67,7 @@ class Agent:
     def serve(self) -> None:
         """Answer until the stream ends; then end all that was started."""
         wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)  # what is started here inherits no one's choices
         if os.getpid() != 1:  # whoever started it has died, or says so: end with all that runs here
             signal.signal(signal.SIGTERM, lambda *_: self._loop.stop())

@@ -63,6 +63,8 @@ class Process:
     running: bool = True
     code: int = 0
     timed_out: bool = False
+    ended: int = 0
+    """Which end of the sandbox's it was, from 1."""
     timer: Timer | None = None
     wakes: list[Callable[[], None]] = field(default_factory=list)
     """Called when output came or it ended."""
@@ -92,6 +94,7 @@ class Processes:
         self._loop, self._workspace = loop, workspace
         self._known: dict[int, Process] = {}
         self._count = 0
+        self._ends = 0
 
     def pids(self) -> list[int]:
         """Of those that run."""
@@ -145,7 +148,8 @@ class Processes:
         """Take note of a child's end; False where it is none of these."""
         for each in self._known.values():
             if each.pid == pid and each.running:
-                each.running, each.code = False, code
+                self._ends += 1
+                each.running, each.code, each.ended = False, code, self._ends
                 if each.timer is not None:
                     each.timer.cancel()
                 each.wake()
@@ -250,9 +254,11 @@ class Processes:
                     continue
 
     def _forget(self) -> None:
+        """What ended first, so that who waits for an end has time to hear of it, however old the process is."""
         over = [
             each for each in self._known.values() if not each.running and all(r.closed for r in each.rings.values())
         ]
+        over.sort(key=lambda each: each.ended)
         for each in over[: max(0, len(over) - _KEPT_ENDED)]:
             if each.stdin is not None:
                 os.close(each.stdin)

@@ -191,6 +191,7 @@ struct process {
     uint32_t number, start_id; /* start_id 0: nobody waits for its start */
     pid_t pid, supervisor;
     uint64_t start;         /* ticks */
+    uint64_t ended;         /* which end of the sandbox's it was */
     struct source report;
     struct channel output[2];
     struct source input;    /* fd -1: closed; a pty's is its output's, dup'ed */

@@ -19,6 +19,7 @@
 static struct process *processes; /* in the order of their start */
 static size_t process_count;
 static uint32_t last_number;
+static uint64_t last_end;
 
 struct process *process_find(uint32_t number) {
     for (struct process *process = processes; process != NULL; process = process->next)
@@ -47,14 +48,18 @@ static bool over(const struct process *process) {
     return !process->running && !process->starting && process->supervisor == 0;
 }
 
+/* Forgets what ended first until few ended ones are left: who waits for an end has time to hear of it, however old the process is. */
 bool process_room(void) {
-    size_t ended = 0;
-    for (struct process *process = processes; process != NULL; process = process->next) ended += over(process);
-    for (struct process *process = processes, *next; process != NULL && ended >= MAX_ENDED; process = next) {
-        next = process->next;
-        if (!over(process)) continue;
-        process_free(process);
-        ended--;
+    for (;;) {
+        size_t ended = 0;
+        struct process *first = NULL;
+        for (struct process *process = processes; process != NULL; process = process->next) {
+            if (!over(process)) continue;
+            ended++;
+            if (first == NULL || process->ended < first->ended) first = process;
+        }
+        if (ended < MAX_ENDED) break;
+        process_free(first);
     }
     return process_count < MAX_PROCESSES;
 }
@@ -74,6 +79,7 @@ static void output_ready(struct source *source, uint32_t events) {
 static void process_ended(struct process *process, int code) {
     process->running = false;
     process->code = code;
+    process->ended = ++last_end;
     process->deadline = NEVER;
     source_close(&process->input);
     polls_wake();

@@ -246,6 +246,23 @@ def test_a_long_poll_ends_in_time_and_when_it_is_cancelled(guest: Guest, mark: s
     guest.run(job)
 
 
+def test_the_end_of_an_old_process_is_still_told_when_many_younger_ones_have_ended(guest: Guest) -> None:
+    async def job(link: GuestLink) -> None:
+        old, _ = await link.start(["cat"], stdin=True)
+        for _ in range(80):
+            process, _ = await link.start(["true"])
+            await link.wait(process, wait_s=10)
+            while not (await link.output(process, 2, 0, wait_s=5)).ended:
+                await asyncio.sleep(0.01)
+        await link.close_stdin(old)
+        await link.wait(old, wait_s=10)
+        await link.start(["true"])
+        assert (await link.wait(old, wait_s=10)).code == 0
+        assert len(await link.processes()) <= 66
+
+    guest.run(job)
+
+
 def test_standard_input_is_fed_and_ended(guest: Guest) -> None:
     async def job(link: GuestLink) -> None:
         process, _ = await link.start(["cat"], stdin=True)
