@@ -6,6 +6,7 @@ a retry met what its own first try had written), the object there is asked whose
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import time
@@ -51,6 +52,7 @@ DELETED_AT_ONCE = 1000
 CONFLICTS = 6
 """Tries when S3 asks to try again since another writer of the key is under way."""
 
+_log = logging.getLogger(__name__)
 _LOST = ("PreconditionFailed", "412")
 _CONFLICT = ("ConditionalRequestConflict", "OperationAborted", "409")
 
@@ -131,9 +133,20 @@ def _send(client: S3Client, bucket: str, key: str, source: bytes | Path, token: 
         with transfers(client) as manager:
             extra = {"Metadata": {WRITER: token}}
             manager.upload(str(source), bucket, key, extra_args=extra, subscribers=[_UnderWay()]).result()
+        _abort_others(client, bucket, key)
     else:
         with source.open("rb") as file:
             client.put_object(Bucket=bucket, Key=key, Body=file, Metadata={WRITER: token})
+
+
+def _abort_others(client: S3Client, bucket: str, key: str) -> None:
+    """Give up what else is under way to a key that now exists: by those who can't win any more, or by a first request whose answer was lost."""
+    try:
+        for upload in list_uploads(client, bucket, key):
+            if upload["Key"] == key:
+                abort_upload(client, bucket, key, upload["UploadId"])
+    except (ClientError, BotoCoreError) as error:
+        _log.warning("uploads to %s that never ended stay until `triplane store clean`: %s", key, error)
 
 
 def _is_open(error: ClientError | BotoCoreError) -> bool:

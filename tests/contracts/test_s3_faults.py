@@ -126,6 +126,16 @@ def test_a_large_file_goes_in_parts_and_only_once(
     )
 
 
+def test_an_upload_whose_begin_was_answered_in_vain_does_not_stay(
+    s3: FaultyS3, store: Store, small_parts: None, tmp_path: Path
+) -> None:
+    (tmp_path / "large").write_bytes(os.urandom(12 * 2**20))
+    s3.faults.append(Fault("lose_answer", "POST", "uploads"))
+    assert store.create_file("large", tmp_path / "large")
+    assert sum(path.endswith("uploads") for method, path in s3.requests if method == "POST") == 2
+    assert "Uploads" not in boto3.client("s3").list_multipart_uploads(Bucket=_bucket(tmp_path))
+
+
 @pytest.mark.parametrize("size", [1000, 12 * 2**20])
 def test_a_download_that_breaks_off_is_fetched_again(
     s3: FaultyS3, store: Store, small_parts: None, tmp_path: Path, size: int
