@@ -146,7 +146,7 @@ def _abort_others(client: S3Client, bucket: str, key: str) -> None:
             if upload["Key"] == key:
                 abort_upload(client, bucket, key, upload["UploadId"])
     except (ClientError, BotoCoreError) as error:
-        _log.warning("uploads to %s that never ended stay until `triplane store clean`: %s", key, error)
+        _log.warning("uploads to %s that never ended stay until `triplane store gc`: %s", key, error)
 
 
 def _is_open(error: ClientError | BotoCoreError) -> bool:
