@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from triplane_kernels.gemm import gemm
 from triplane_kernels.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
 from triplane_kernels.quantize import quantize_activations, quantize_both, quantize_weights, quantize_weights_both
 
