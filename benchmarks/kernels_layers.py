@@ -38,7 +38,11 @@ def loss_head_rows(sizes: Sizes, clock: Clock) -> tuple[list[Row], dict[str, flo
         return work
 
     def both(head: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[], object]:
-        return lambda: torch.autograd.grad(sum(part.sum() for part in head(hidden, weight, targets)), (hidden, weight))
+        def work() -> object:
+            logprobs, entropy = head(hidden, weight, targets)
+            return torch.autograd.grad(logprobs.sum() + entropy.sum(), (hidden, weight))
+
+        return work
 
     def error() -> float:
         with torch.no_grad():
@@ -73,12 +77,12 @@ def expert_layer_rows(sizes: Sizes, clock: Clock) -> tuple[list[Row], dict[str, 
     device = clock.device
     hidden = normal(sizes.tokens, sizes.hidden, device=device).requires_grad_()
     logits = torch.randn(sizes.tokens, sizes.experts, device=device, requires_grad=True)
-    masters = [
+    gate, up, down = masters = [
         (normal(sizes.experts, *shape, device=device) * shape[1] ** -0.5).requires_grad_()
         for shape in ((sizes.width, sizes.hidden), (sizes.width, sizes.hidden), (sizes.hidden, sizes.width))
     ]
     gradient = normal(sizes.tokens, sizes.hidden, device=device)
-    quantized, full = ExpertWeights.quantize(*masters), ExpertWeights.full(*masters, torch.bfloat16)
+    quantized, full = ExpertWeights.quantize(gate, up, down), ExpertWeights.full(gate, up, down, torch.bfloat16)
     shape = f"{sizes.tokens} tokens of {sizes.hidden}, {sizes.picks} of {sizes.experts} experts of {sizes.width}"
     layers: dict[str, Callable[[], Tensor]] = {
         "bfloat16": lambda: expert_layer(hidden, logits, full, sizes.picks, recipe=BF16),
