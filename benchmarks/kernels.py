@@ -14,12 +14,16 @@ from typing import Any
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
-from benchmarks.kernels_case import REAL, TINY, Case, Sizes
+from benchmarks.kernels_case import REAL, TINY, Case, Sizes, relative_error
 from benchmarks.kernels_clock import Clock
 from benchmarks.result import NotHereError, Options, Result
+from contracts.errors import TriplaneError
 
 MODULES = ("kernels_rows", "kernels_products")
+SAME = 0.1
+"""Largest relative distance of what computes the same product in another precision."""
 
 
 class KernelOptions(Options):
@@ -62,14 +66,18 @@ def _smoke() -> Result:
         notes.append(f"Triton {_triton_version()}'s interpreter ran the kernels")
     else:
         notes.append("Triton is not installed: the torch references ran (pip install triton)")
-    return _measure(TINY, Clock(torch.device("cpu"), repeats=1, warmups=0), notes, judged=False)
+    result = _measure(TINY, Clock(torch.device("cpu"), repeats=1, warmups=0), notes)
+    wrong = [f"{row['kernel']} ({row['shape']})" for row in result.rows if not row["right"]]
+    if wrong:
+        raise TriplaneError(f"kernels: {len(wrong)} of {len(result.rows)} results are wrong: {', '.join(wrong)}")
+    return Result({"wrong_results": 0.0}, result.rows, notes, judged=False)
 
 
 def _triton_version() -> str:
     return importlib.import_module("triton").__version__ if importlib.util.find_spec("triton") else "not installed"
 
 
-def _measure(sizes: Sizes, clock: Clock, notes: list[str], *, judged: bool = True) -> Result:
+def _measure(sizes: Sizes, clock: Clock, notes: list[str]) -> Result:
     torch.manual_seed(0)
     ceilings = clock.ceilings()
     metrics: dict[str, float] = dict(ceilings)
@@ -85,7 +93,7 @@ def _measure(sizes: Sizes, clock: Clock, notes: list[str], *, judged: bool = Tru
         rows += more
         metrics |= found
     metrics["wrong_results"] = float(sum(not row["right"] for row in rows))
-    return Result(metrics, rows, notes, judged=judged)
+    return Result(metrics, rows, notes)
 
 
 def _cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
@@ -107,11 +115,23 @@ def _measure_case(
     beside = []
     for name, peer in case.peers.items():
         try:
+            off = _distance(peer(), case.work())
             beside.append(f"{name} {case.amount / clock.seconds(peer) / 1e12:.4g}")
         except (RuntimeError, ValueError, NotImplementedError) as refused:
-            notes.append(f"{case.name}, {case.shape}: {name} does not run here: {str(refused).splitlines()[0]}")
+            reason = str(refused).splitlines()[0][:120]
+            notes.append(f"{case.name}, {case.shape}: {name} does not run here: {reason}")
+            continue
+        if not off <= SAME:
+            notes.append(f"{case.name}, {case.shape}: {name} computes something else (relative distance {off:.2g})")
     row = {
         "kernel": case.name, "shape": case.shape, "ms": seconds * 1e3, "rate": f"{rate:.4g} {case.unit}",
         "of ceiling": f"{100 * rate / ceiling:.0f}%" if ceiling else "", "error": error, "right": bool(error <= case.bound), "beside": ", ".join(beside),
     }  # fmt: skip
     return row, rate
+
+
+def _distance(theirs: object, ours: object) -> float:
+    """Relative distance of two results, where both are one tensor of the same shape; 0 where they can't be compared."""
+    if not isinstance(theirs, Tensor) or not isinstance(ours, Tensor) or theirs.shape != ours.shape:
+        return 0.0
+    return relative_error(theirs, ours)

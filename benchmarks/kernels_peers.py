@@ -41,7 +41,7 @@ def row_scaled_grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Work:
     a_codes, a_scales = _by_row(a)
     b_codes, b_scales = _by_row(b)
     ends, turned, row = offsets[1:].contiguous(), b_codes.mT, F.ScalingType.RowWise
-    return lambda: F.scaled_grouped_mm(
+    return lambda: F.scaled_grouped_mm(  # type: ignore[attr-defined]
         a_codes, turned, a_scales, row, b_scales, row, offs=ends, output_dtype=torch.bfloat16
     )
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from triplane_kernels.gemm import gemm
 from triplane_kernels.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
+from triplane_kernels.machine import FORCE
 from triplane_kernels.quantize import quantize_activations, quantize_both, quantize_weights, quantize_weights_both
 
 from benchmarks import kernels_peers as peers
@@ -55,6 +58,7 @@ class _Grouped:
         beside = {
             "bfloat16 grouped_mm": peers.grouped_mm(a, b, offsets), "bfloat16 loop": peers.loop(a, b, offsets),
             "row-scaled scaled_grouped_mm": peers.row_scaled_grouped_mm(a, b, offsets),
+            "Gluon alone": _on_gluon(lambda: grouped_gemm(left, weights, offsets)),
         }  # fmt: skip
         yield self._case("forward", "FP8", lambda: grouped_gemm(left, weights, offsets), self._forward, PRODUCT, beside)
         yield self._case("forward", "bfloat16", lambda: grouped_gemm(a, b, offsets), self._forward, ROUNDED)
@@ -114,6 +118,20 @@ class _Grouped:
         group, _ = self._sample()
         begin, end = self._offsets[group : group + 2].tolist()
         return self._gradient[begin:end].float().t() @ self._a[begin:end].float(), lambda out: out[group]
+
+
+def _on_gluon(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The same with the Gluon kernel forced; left alone, the faster of the two is taken."""
+
+    def forced() -> Tensor:
+        before = os.environ.get(FORCE, "")
+        os.environ[FORCE] = "gluon"
+        try:
+            return work()
+        finally:
+            os.environ[FORCE] = before
+
+    return forced
 
 
 def _uneven(rows: int, groups: int, device: torch.device) -> Tensor:

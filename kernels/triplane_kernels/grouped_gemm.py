@@ -198,7 +198,9 @@ def _grouped_gemm(
         return grouped_gemm_reference.grouped_gemm(a, a_scales, b, b_scales, offsets, transposed, out_dtype)
     from triplane_kernels import grouped_gemm_triton
 
-    return grouped_gemm_triton.grouped_gemm(a, a_scales, b, b_scales, offsets, transposed, out_dtype)
+    return grouped_gemm_triton.grouped_gemm(
+        a, a_scales, b, b_scales, offsets, transposed, out_dtype, gluon=way == "gluon"
+    )
 
 
 @operator("grouped_gemm_wgrad", fake=_fake_wgrad, save=_save_wgrad, backward=_backward_wgrad)

@@ -8,7 +8,6 @@ Tiles are dealt to persistent programs as in `grouped_gemm_triton`; every partit
 
 from __future__ import annotations
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -24,7 +23,8 @@ HALF = gl.constexpr(64)
 """Rows of a tile that one warpgroup multiplies."""
 ROWS = gl.constexpr(128)
 CONFIGS: list[Config] = [
-    {"GLUON": 1, "BLOCK_N": columns, "STAGES": stages, "BAND": band} for columns, stages, band in ((128, 5, 8), (128, 6, 16), (64, 8, 16))
+    {"GLUON": 1, "BLOCK_N": columns, "STAGES": stages, "BAND": band}
+    for columns, stages, band in ((128, 5, 8), (128, 6, 16), (64, 8, 16))
 ]
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 MOST_REGISTERS = 65536 // (12 * 32) // 8 * 8
@@ -53,12 +53,13 @@ def _descriptor(matrix: Tensor, rows: int) -> TensorDescriptor:
 
 @gluon.jit
 def _kernel(
-    a_tiles, b_tiles, out, a_scales, b_scales, offsets, rows, columns, depth, groups,  # noqa: ANN001
-    a_scale_row, a_scale_column, b_scale_matrix, b_scale_row, b_scale_column,  # noqa: ANN001
+    a_tiles: tma.tensor_descriptor, b_tiles: tma.tensor_descriptor, out: gl.tensor, a_scales: gl.tensor, b_scales: gl.tensor,
+    offsets: gl.tensor, rows: gl.tensor, columns: gl.tensor, depth: gl.tensor, groups: gl.tensor, a_scale_row: gl.tensor,
+    a_scale_column: gl.tensor, b_scale_matrix: gl.tensor, b_scale_row: gl.tensor, b_scale_column: gl.tensor,
     STAGES: gl.constexpr, BAND: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ) -> None:  # fmt: skip
-    a_stages = gl.allocate_shared_memory(gl.float8e4nv, [STAGES] + a_tiles.block_type.shape, a_tiles.layout)
-    b_stages = gl.allocate_shared_memory(gl.float8e4nv, [STAGES] + b_tiles.block_type.shape, b_tiles.layout)
+    a_stages = gl.allocate_shared_memory(gl.float8e4nv, [STAGES] + a_tiles.block_type.shape, a_tiles.layout)  # noqa: RUF005  Triton has no starred lists
+    b_stages = gl.allocate_shared_memory(gl.float8e4nv, [STAGES] + b_tiles.block_type.shape, b_tiles.layout)  # noqa: RUF005  Triton has no starred lists
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -80,10 +81,17 @@ def _kernel(
 
 
 @gluon.jit
-def _produce(a_tiles, b_tiles, stages, sizes, STAGES: gl.constexpr, BAND: gl.constexpr) -> None:  # noqa: ANN001
+def _produce(
+    a_tiles: tma.tensor_descriptor,
+    b_tiles: tma.tensor_descriptor,
+    stages: gl.tuple,
+    sizes: gl.tuple,
+    STAGES: gl.constexpr,
+    BAND: gl.constexpr,
+) -> None:
     """Copies the operands of this program's tiles, STAGES blocks ahead at most."""
     a_stages, b_stages, ready, empty = stages
-    offsets, rows, columns, depth, groups = sizes
+    offsets, _rows, columns, depth, groups = sizes
     BLOCK_N: gl.constexpr = b_tiles.block_type.shape[0]
     across = gl.cdiv(columns, BLOCK_N)
     at = gl.program_id(0)
@@ -110,7 +118,7 @@ def _produce(a_tiles, b_tiles, stages, sizes, STAGES: gl.constexpr, BAND: gl.con
 
 @gluon.jit
 def _consume(
-    stages, scales, sizes, out, FIRST: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,  # noqa: ANN001
+    stages: gl.tuple, scales: gl.tuple, sizes: gl.tuple, out: gl.tensor, FIRST: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
 ) -> None:  # fmt: skip
     """Multiplies, promotes and stores the HALF rows from FIRST of this program's tiles; rows after the last group are zeros."""
     offsets, rows, columns, depth, groups = sizes
@@ -143,9 +151,9 @@ def _consume(
 
 @gluon.jit
 def _accumulate(
-    stages, scales, row, end, group, column, steps, block,  # noqa: ANN001
+    stages: gl.tuple, scales: gl.tuple, row: gl.tensor, end: gl.tensor, group: gl.tensor, column: gl.tensor, steps: gl.tensor, block: gl.tensor,
     FIRST: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, ACC: gl.constexpr,
-):  # fmt: skip  # noqa: ANN202
+) -> gl.tensor:  # fmt: skip
     """The sum over `steps` blocks of depth of their scaled products; block counts the stages this program has used before.
 
     No product in flight is carried round the loop: copying one's registers would make the assembler wait for every instruction.
@@ -159,7 +167,9 @@ def _accumulate(
     for step in range(0, steps - 1, 2):
         even = _start(stages, block + step, FIRST, BLOCK_N, STAGES, ACC)
         odd = _start(stages, block + step + 1, FIRST, BLOCK_N, STAGES, ACC)
-        scale = gl.load(a_scale + step * a_scale_column, mask=kept, other=0.0) * gl.load(b_scale + step * b_scale_column)
+        scale = gl.load(a_scale + step * a_scale_column, mask=kept, other=0.0) * gl.load(
+            b_scale + step * b_scale_column
+        )
         next_scale = gl.load(a_scale + (step + 1) * a_scale_column, mask=kept, other=0.0)
         next_scale *= gl.load(b_scale + (step + 1) * b_scale_column)
         part = warpgroup_mma_wait(num_outstanding=1, deps=(even,))
@@ -170,7 +180,9 @@ def _accumulate(
         total += part * next_scale[:, None]
     for step in range(steps // 2 * 2, steps):
         running = _start(stages, block + step, FIRST, BLOCK_N, STAGES, ACC)
-        scale = gl.load(a_scale + step * a_scale_column, mask=kept, other=0.0) * gl.load(b_scale + step * b_scale_column)
+        scale = gl.load(a_scale + step * a_scale_column, mask=kept, other=0.0) * gl.load(
+            b_scale + step * b_scale_column
+        )
         part = warpgroup_mma_wait(num_outstanding=0, deps=(running,))
         mbarrier.arrive(empty.index((block + step) % STAGES), count=1)
         total += part * scale[:, None]
@@ -178,7 +190,14 @@ def _accumulate(
 
 
 @gluon.jit
-def _start(stages, block, FIRST: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, ACC: gl.constexpr):  # noqa: ANN001, ANN202
+def _start(
+    stages: gl.tuple,
+    block: gl.tensor,
+    FIRST: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    ACC: gl.constexpr,
+) -> gl.tensor:
     """Wait for the operands of a block and start their product into fresh registers."""
     a_stages, b_stages, ready, _empty = stages
     stage = block % STAGES
@@ -189,7 +208,7 @@ def _start(stages, block, FIRST: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl
 
 
 @gluon.jit
-def _place(within, down, across, BAND: gl.constexpr):  # noqa: ANN001, ANN202
+def _place(within: gl.tensor, down: gl.tensor, across: gl.tensor, BAND: gl.constexpr) -> gl.tuple:
     """Row and column of tile `within` in a grid of down x across tiles: bands of BAND rows, each walked column by column."""
     band = within // (BAND * across)
     height = gl.minimum(down - band * BAND, BAND)

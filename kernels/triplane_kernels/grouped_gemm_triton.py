@@ -7,6 +7,8 @@ tensor cores, which keep about 14 bits of a sum, and is scaled and added in floa
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -57,9 +59,11 @@ def grouped_gemm(
     offsets: Tensor,
     transposed: bool,
     out_dtype: torch.dtype,
+    *,
+    gluon: bool = False,
 ) -> Tensor:
-    """As the reference of that name."""
-    return _launch_rows(a, a_scales, b, b_scales, offsets, transposed, out_dtype, rows_scaled=False)
+    """As the reference of that name. gluon: FP8 products run on the Gluon kernel; without, the faster of both, as tuning finds."""
+    return _launch_rows(a, a_scales, b, b_scales, offsets, transposed, out_dtype, gluon=gluon)
 
 
 def gemm(a: Tensor, a_scales: Tensor | None, b: Tensor, b_scales: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -113,7 +117,7 @@ def grouped_gemm_wgrad(
 
 def _launch_rows(
     a: Tensor, a_scales: Tensor | None, b: Tensor, b_scales: Tensor | None, offsets: Tensor | None, transposed: bool,
-    out_dtype: torch.dtype, *, rows_scaled: bool,
+    out_dtype: torch.dtype, *, rows_scaled: bool = False, gluon: bool = False,
 ) -> Tensor:  # fmt: skip
     a, b = a.contiguous(), b.contiguous()
     (rows, depth), groups = a.shape, b.shape[0]
@@ -124,6 +128,9 @@ def _launch_rows(
     bounds = a if offsets is None else offsets.contiguous()
 
     def launch(config: Config) -> None:
+        if config.get("GLUON"):
+            _gluon().grouped_gemm(a, left, b, right, bounds, out, config)
+            return
         config = dict(config)
         high, wide, deep = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
         # a transposed matrix's last tile would reach into the next group's rows: their infinity times zero is NaN
@@ -141,8 +148,14 @@ def _launch_rows(
         name = f"{'gemm' if offsets is None else 'grouped_gemm'}_{_kind(a)}{'_transposed' if transposed else ''}"
         shape = (rows, columns, depth, groups)
         configs, small = (FP8_CONFIGS, SMALL_FP8) if fp8 else (PLAIN_CONFIGS, SMALL_PLAIN)
+        if fp8 and offsets is not None and machine().gluon and _tma(a, b):
+            name, configs = (f"{name}_gluon", _gluon().CONFIGS) if gluon else (name, configs + _gluon().CONFIGS)
         launch(lookup(name, shape, configs, launch, small=small))
     return out
+
+
+def _gluon() -> ModuleType:
+    return importlib.import_module("triplane_kernels.grouped_gemm_gluon")
 
 
 def _kind(values: Tensor) -> str:

@@ -180,22 +180,12 @@ def plan_triton(experts: Tensor, num_experts: int, block: int) -> tuple[Tensor, 
     offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
     source = torch.full((padded_rows(pairs, num_experts, block),), -1, dtype=torch.int32, device=device)
     position = torch.empty(experts.shape, dtype=torch.int32, device=device)
-    _count_kernel[(chunks,)](experts, counts, pairs, num_experts, chunks, CHUNK=CHUNK, BINS=bins)
+    _count_kernel[(chunks,)](experts, counts, pairs, num_experts, chunks, CHUNK=CHUNK, BINS=bins, num_warps=8)
     _scan_kernel[(num_experts,)](counts, totals, chunks, BLOCK=1024)
     _place_kernel[(chunks,)](
-        experts,
-        counts,
-        totals,
-        offsets,
-        source,
-        position,
-        pairs,
-        num_experts,
-        chunks,
-        ALIGN=block,
-        CHUNK=CHUNK,
-        BINS=bins,
-    )
+        experts, counts, totals, offsets, source, position, pairs, num_experts, chunks,
+        ALIGN=block, CHUNK=CHUNK, BINS=bins, num_warps=8,
+    )  # fmt: skip
     return offsets, source, position
 
 

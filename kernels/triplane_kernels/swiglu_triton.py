@@ -21,7 +21,7 @@ CANDIDATES: list[Config] = [
 ROW_SMALL: Config = {"BLOCK_M": 64, "num_warps": 4, "num_stages": 1}
 ROW_CANDIDATES: list[Config] = [
     {"BLOCK_M": rows, "num_warps": warps, "num_stages": 1}
-    for rows, warps in ((32, 4), (16, 4), (64, 8), (64, 4), (16, 2), (8, 2), (128, 8))
+    for rows, warps in ((16, 4), (32, 4), (8, 2), (16, 2), (64, 8), (64, 4))
 ]
 
 

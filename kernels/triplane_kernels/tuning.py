@@ -170,7 +170,9 @@ def _packaged(device: str) -> Table:
 def read_table(path: Path) -> Table:
     """The table in `path`; empty where there is none or it can't be read as one (a search then writes it anew)."""
     try:
-        table: Table = json.loads(path.read_text())
+        table = json.loads(path.read_text())
+        if not isinstance(table, dict):
+            raise ValueError("no JSON object")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

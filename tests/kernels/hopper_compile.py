@@ -171,6 +171,15 @@ def _grouped_gemm() -> None:
     grouped_gemm_wgrad(grad, plain, offsets)
 
 
+@case("gemm")
+def _gemm() -> None:
+    from triplane_kernels.gemm import gemm
+
+    a, b = drawn(512, 1024, dtype=torch.float8_e4m3fn), drawn(256, 1024, dtype=torch.float8_e4m3fn)
+    gemm((a, drawn(8, 512, dtype=torch.float32).t()), (b, drawn(2, 8, dtype=torch.float32)))
+    gemm((a, drawn(8, 512, dtype=torch.float32).t()), (b, drawn(8, 256, dtype=torch.float32).t()))
+
+
 @case("permute")
 def _permute() -> None:
     from triplane_kernels.permute import permute, unpermute

@@ -35,8 +35,7 @@ def round_up(x: Tensor) -> Tensor:
     return x.ceil()
 
 
-@pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize("differentiated", [False, True])
+@pytest.mark.parametrize(("shifted", "differentiated"), [(False, False), (True, True)])
 def test_torch_finds_no_fault_in_a_registered_operator(shifted: bool, differentiated: bool) -> None:
     x = torch.randn(3, 4, requires_grad=differentiated)
     shift = torch.randn(3, 4, requires_grad=differentiated) if shifted else None
@@ -55,12 +54,11 @@ def test_a_gradient_that_does_not_exist_is_refused_and_never_zero() -> None:
         round_up(x).sum().backward()
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_code_keeps_the_operator_whole(backend: str) -> None:
+def test_compiled_code_keeps_the_operator_whole() -> None:
     def work(x: Tensor) -> Tensor:
         return scale(x, 3.0)[0].sin()
 
-    compiled = torch.compile(work, backend=backend, fullgraph=True, dynamic=True)
+    compiled = torch.compile(work, backend="aot_eager", fullgraph=True, dynamic=True)
     for rows in (2, 5):
         x = torch.randn(rows, 4, requires_grad=True)
         out = compiled(x)

@@ -27,6 +27,7 @@ from torch import Tensor
 from triplane_kernels.errors import KernelInputError
 from triplane_kernels.gemm import gemm
 from triplane_kernels.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
+from triplane_kernels.machine import machine
 from triplane_kernels.quantize import (
     dequantize_activations,
     dequantize_weights,
@@ -90,6 +91,22 @@ def test_fp8_products_equal_float64_on_the_same_codes(way: Way, name: str) -> No
     left, right = quantize_both(grad)[2:], quantize_both(a)[2:]
     wanted = exact_wgrad(dequantize_activations(*left).t(), dequantize_activations(*right).t(), rows)
     assert near(way, grouped_gemm_wgrad(left, right, offsets), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GROUPS)
+def test_gluon_equals_float64_on_the_same_codes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not machine().gluon:
+        pytest.skip("needs a Hopper GPU and Triton 3.6 or newer")
+    monkeypatch.setenv("TRIPLANE_KERNELS", "gluon")
+    rows, device = tuple(size * 16 for size in GROUPS[name]), torch.device("cuda")
+    for columns, depth in ((2048, 1040), (1536, 2048), (200, 16)):
+        a, w = normal(sum(rows) + 5, depth, seed=1).to(device), normal(len(rows), columns, depth, seed=3).to(device)
+        quantized, weights, offsets = quantize_activations(a), quantize_weights(w), offsets_of(rows, device)
+        wanted = exact_rows(dequantize_activations(*quantized), dequantize_weights(*weights), rows)
+        found = grouped_gemm(quantized, weights, offsets, out_dtype=FLOAT)
+        assert difference(found, wanted) <= EXACT and bool(torch.isfinite(found).all())
+        assert torch.equal(found, grouped_gemm(quantized, weights, offsets, out_dtype=FLOAT))
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("ragged", torch.bfloat16), ("empty_ones", FLOAT), ("all_empty", FLOAT)])

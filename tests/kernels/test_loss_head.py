@@ -18,7 +18,7 @@ from triplane_kernels.loss_head import loss_head
 
 # NumPy computes what the interpreter runs, and says where it overflows.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-SETTINGS = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=7, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 NAN, INFINITY = float("nan"), float("inf")
 CHUNK = 96
 """Vocabulary entries a chunk in these tests, so that small vocabularies take several."""

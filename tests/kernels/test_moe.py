@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_inputs import Way, cosine, difference, normal, relative_error
+from kernel_inputs import DIFFERENCE, Way, cosine, difference, normal, relative_error
 from torch import Tensor
 from triplane_kernels.blockwise import dequantize_blockwise, quantize_blockwise
 from triplane_kernels.errors import KernelInputError
@@ -64,7 +64,7 @@ def test_without_fp8_the_layer_is_the_reference_in_float64(
 
 
 def test_gradients_are_those_of_finite_differences() -> None:
-    tensors = inputs(3, 4, 3, 3, dtype=torch.float64)
+    tensors = inputs(2, 3, 2, 2, dtype=torch.float64)
 
     def layer(*tensors: Tensor) -> Tensor:
         return expert_layer(*tensors[:2], ExpertWeights.full(*tensors[2:], torch.float64), 2, recipe=BF16)
@@ -77,31 +77,41 @@ def test_gradients_are_those_of_finite_differences() -> None:
     assert torch.autograd.gradcheck(reference, tensors)
 
 
-def test_fp8_products_keep_the_layer_and_its_gradients(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens, hidden, width, experts, k = way.pick((48, 160, 136, 3, 2), (8192, 2048, 768, 128, 8))
+@pytest.mark.parametrize("way", ["reference", pytest.param("gpu", marks=pytest.mark.gpu)], indirect=True)
+def test_fp8_products_keep_the_layer_and_its_gradients(way: Way) -> None:
+    tokens, hidden, width, experts, k = way.pick((96, 256, 136, 4, 2), (8192, 2048, 768, 128, 8))
     tensors = moved(inputs(tokens, hidden, width, experts), way.device, way.pick(torch.float32, torch.bfloat16))
     weights = ExpertWeights.quantize(*tensors[2:])
     forward_only, default, everywhere = Recipe(dgrad=False), Recipe(), Recipe(wgrad=True)
     runs = {recipe: run_layer(tensors, weights, k, recipe) for recipe in (BF16, forward_only, default, everywhere)}
     (twin, of_twin), (out, found) = runs[BF16], runs[default]
-    assert difference(out, twin) < 2e-3
+    # two FP8 products after each other
+    assert difference(out, twin) < 2 * DIFFERENCE
     for name, gradient, wanted in zip(NAMES, found, of_twin, strict=True):
-        assert gradient.dtype == wanted.dtype and cosine(gradient, wanted) > 0.998, name
+        assert gradient.dtype == wanted.dtype and cosine(gradient, wanted) > 0.9985, name
     for recipe in (default, everywhere):
         for name, gradient, wanted in zip(NAMES, runs[recipe][1], runs[forward_only][1], strict=True):
             assert cosine(gradient, wanted) >= GRADIENT, (recipe, name)
-    if way.name == "reference":
-        return
+
+
+@pytest.mark.parametrize("way", ["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)], indirect=True)
+@pytest.mark.parametrize("recipe", [BF16, Recipe(wgrad=True)], ids=["w8", "fp8"])
+def test_kernels_and_reference_compute_the_same_layer(
+    way: Way, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, hidden, width, experts, k = way.pick((32, 136, 72, 2, 2), (4096, 2048, 760, 64, 4))
+    tensors = moved(inputs(tokens, hidden, width, experts), way.device)
+    weights = ExpertWeights.quantize(*tensors[2:])
+    out, found = run_layer(tensors, weights, k, recipe)
     monkeypatch.setenv("TRIPLANE_KERNELS", "reference")
-    out, found = runs[everywhere]
-    wanted, right = run_layer(tensors, weights, k, everywhere)
+    wanted, right = run_layer(tensors, weights, k, recipe)
     # A sum in another order may move a value across a rounding boundary of FP8: rarely, and by one step.
     assert relative_error(out, wanted) < 5e-3
     for name, gradient, other in zip(NAMES, found, right, strict=True):
         assert relative_error(gradient, other) < 1e-2, name
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 150), st.integers(1, 140), st.integers(1, 6), st.data())
 def test_every_shape_and_recipe_runs(tokens: int, hidden: int, width: int, experts: int, data: st.DataObject) -> None:
     k = data.draw(st.integers(1, experts))

@@ -33,10 +33,10 @@ def step(layer: torch.nn.Module, hidden: Tensor) -> list[Tensor]:
     return [out.detach(), *found]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_layer_is_one_graph_and_the_same_numbers(backend: str) -> None:
+@pytest.mark.slow
+def test_a_compiled_layer_is_one_graph_and_the_same_numbers() -> None:
     layer, hidden = make_layer(), normal(2, 5, 128)
-    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for found, wanted in zip(step(compiled, hidden), step(layer, hidden), strict=True):
         assert torch.equal(found, wanted)
 

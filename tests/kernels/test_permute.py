@@ -11,7 +11,7 @@ from torch import Tensor
 from triplane_kernels.errors import KernelInputError
 from triplane_kernels.permute import permute, permute_rows, plan_permutation, unpermute
 
-SETTINGS = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def routed(tokens: int, k: int, num_experts: int, seed: int, *, dropped: bool = False) -> Tensor:

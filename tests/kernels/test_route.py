@@ -13,7 +13,7 @@ from triplane_kernels.router import route
 
 # NumPy computes what the interpreter runs, and says where it overflows.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-SETTINGS = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 SCORES = ["softmax", "sigmoid"]
 NAN, INFINITY = float("nan"), float("inf")
 

@@ -15,7 +15,7 @@ from triplane_kernels.swiglu import swiglu, swiglu_backward, swiglu_backward_qua
 
 # NumPy computes what the interpreter runs, and says where it overflows.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-SETTINGS = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=7, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = [torch.float32, torch.bfloat16]
 
 
