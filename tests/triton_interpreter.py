@@ -6,7 +6,6 @@ TRITON_INTERPRET is set for that moment only: what a test runs, and processes th
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -33,4 +32,3 @@ class InterpretedTriton(MetaPathFinder):
 
         spec.loader.exec_module = interpreted  # type: ignore[method-assign]
         return spec
-
