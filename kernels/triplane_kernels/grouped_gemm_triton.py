@@ -101,7 +101,7 @@ def grouped_gemm_wgrad(
         tiles = groups * triton.cdiv(height, rows) * triton.cdiv(width, columns)
         _wgrad_kernel[(min(tiles, _programs(config)),)](
             grad, a, _descriptor(grad, grad_block) if tma else grad, _descriptor(a, a_block) if tma else a, out, *scales, offsets,
-            total, height, width, groups, grad.stride(0), a.stride(0), *scales[0].stride(), *scales[1].stride(),
+            height, width, groups, grad.stride(0), a.stride(0), *scales[0].stride(), *scales[1].stride(),
             FP8=fp8, TMA=tma, **config,
         )  # fmt: skip
 
@@ -260,7 +260,7 @@ def _place(
 @triton.jit
 def _wgrad_kernel(
     grad: tl.tensor, a: tl.tensor, grad_tiles: tl.tensor, a_tiles: tl.tensor, out: tl.tensor, grad_scales: tl.tensor, a_scales: tl.tensor,
-    offsets: tl.tensor, total_rows: tl.tensor, height: tl.tensor, width: tl.tensor, groups: tl.tensor, grad_row: tl.tensor, a_row: tl.tensor,
+    offsets: tl.tensor, height: tl.tensor, width: tl.tensor, groups: tl.tensor, grad_row: tl.tensor, a_row: tl.tensor,
     grad_scale_row: tl.tensor, grad_scale_column: tl.tensor, a_scale_row: tl.tensor, a_scale_column: tl.tensor,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr, FP8: tl.constexpr, TMA: tl.constexpr,
 ) -> None:  # fmt: skip

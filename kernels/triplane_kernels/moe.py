@@ -12,14 +12,14 @@ Groups stay on the device from the router to the last product: nothing waits for
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from triplane_kernels.custom_ops import operator
 from triplane_kernels.errors import KernelInputError
-from triplane_kernels.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
+from triplane_kernels.grouped_gemm import Operand, grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
 from triplane_kernels.moe_weights import ExpertWeights
 from triplane_kernels.permute import permute, unpermute
 from triplane_kernels.quantize import dequantize_weights, quantize_activations, quantize_both
@@ -121,59 +121,62 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.dgrad, ctx.wgrad, ctx.power_of_two = dgrad, wgrad, power_of_two
 
 
-def _backward(ctx: Any, gradient: Tensor, of_inner: Tensor | None) -> tuple[Tensor | None, ...]:
-    rows, gate_up, *_, offsets = ctx.saved_tensors
+def _backward(ctx: Any, gradient: Tensor, unused: Tensor | None) -> tuple[Tensor | None, ...]:
+    rows, gate_up, joined, joined_scales, joined_turned, down, down_scales, down_turned, offsets = ctx.saved_tensors
     needs_rows, *needs_weights = ctx.needs_input_grad[:4]
-    gradient = gradient.contiguous()
-    find = _backward_in_fp8 if ctx.dgrad else _backward_in_full
-    of_gate_up, of_rows = find(ctx, gradient, needs_rows)
-    weights: tuple[Tensor | None, ...] = (None, None, None)
+    of_out = _sides(ctx, gradient.contiguous())
+    of_inner = _dgrad(of_out.along, down, down_scales, down_turned, offsets, rows.dtype)
+    if ctx.dgrad and not ctx.wgrad:
+        values, *quantized = swiglu_backward_quantized(of_inner, gate_up, power_of_two=ctx.power_of_two)
+        of_gate_up = _Sides((quantized[0], quantized[1]), values)
+    else:
+        of_gate_up = _sides(ctx, swiglu_backward(of_inner, gate_up))
+    of_rows = of_gate = of_up = of_down = None
+    if needs_rows:
+        of_rows = _dgrad(of_gate_up.along, joined, joined_scales, joined_turned, offsets, rows.dtype)
     if any(needs_weights):
-        weights = _weight_gradients(ctx, gradient, rows, gate_up, of_gate_up, offsets)
-    return (of_rows, *weights, *([None] * 11))
+        width, padded, (gate, up, narrow) = ctx.width, joined.shape[1] // 2, ctx.dtypes
+        found = grouped_gemm_wgrad(of_gate_up.across, _across(ctx, rows), offsets, out_dtype=gate)
+        of_gate, of_up = found[:, :width], found[:, padded : padded + width].to(up)
+        inner = _across(ctx, swiglu(gate_up))
+        of_down = grouped_gemm_wgrad(of_out.across, inner, offsets, out_dtype=narrow)[:, :, :width]
+    return (of_rows, of_gate, of_up, of_down, *([None] * 11))
 
 
-def _backward_in_fp8(ctx: Any, gradient: Tensor, needs_rows: bool) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the joined projection's result [P, 2F'] and of rows [P, H], by FP8 products."""
-    rows, gate_up, _, gate_up_scales, gate_up_turned, _, down_scales, down_turned, offsets = ctx.saved_tensors
-    codes = quantize_activations(gradient, power_of_two=ctx.power_of_two)
-    down = (down_turned, down_scales.mT)
-    of_inner = grouped_gemm_dgrad(codes, down, offsets, transposed=True, out_dtype=rows.dtype)
-    of_gate_up, *quantized = swiglu_backward_quantized(of_inner, gate_up, power_of_two=ctx.power_of_two)
-    if not needs_rows:
-        return of_gate_up, None
-    joined = (gate_up_turned, gate_up_scales.mT)
-    left = (quantized[0], quantized[1])
-    return of_gate_up, grouped_gemm_dgrad(left, joined, offsets, transposed=True, out_dtype=rows.dtype)
+class _Sides(NamedTuple):
+    """A gradient [P, N] as dgrad and as wgrad read it: itself, or codes with their scales."""
+
+    along: Operand
+    """Quantized in blocks of 128 columns."""
+    across: Operand
+    """Quantized in blocks of 128 rows, and transposed."""
 
 
-def _backward_in_full(ctx: Any, gradient: Tensor, needs_rows: bool) -> tuple[Tensor, Tensor | None]:
-    """The same by products in rows' dtype."""
-    rows, gate_up, gate_up_operand, gate_up_scales, _, down_operand, down_scales, _, offsets = ctx.saved_tensors
-    down = _values(down_operand, down_scales, rows.dtype)
-    of_gate_up = swiglu_backward(grouped_gemm_dgrad(gradient, down, offsets, out_dtype=rows.dtype), gate_up)
-    if not needs_rows:
-        return of_gate_up, None
-    joined = _values(gate_up_operand, gate_up_scales, rows.dtype)
-    return of_gate_up, grouped_gemm_dgrad(of_gate_up, joined, offsets, out_dtype=rows.dtype)
-
-
-def _weight_gradients(
-    ctx: Any, gradient: Tensor, rows: Tensor, gate_up: Tensor, of_gate_up: Tensor, offsets: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of gate, up [E, F, H] and down [E, H, F], without what fills blocks, in the masters' dtypes."""
-    width, (gate, up, down) = ctx.width, ctx.dtypes
-    joined = _wgrad(ctx, of_gate_up, rows, offsets, gate)
-    padded = joined.shape[1] // 2
-    of_down = _wgrad(ctx, gradient, swiglu(gate_up), offsets, down)[:, :, :width]
-    return joined[:, :width].to(gate), joined[:, padded : padded + width].to(up), of_down.to(down)
-
-
-def _wgrad(ctx: Any, gradient: Tensor, rows: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+def _sides(ctx: Any, gradient: Tensor) -> _Sides:
     if not ctx.wgrad:
-        return grouped_gemm_wgrad(gradient, rows, offsets, out_dtype=dtype)
-    left, right = (quantize_both(matrix, power_of_two=ctx.power_of_two)[2:] for matrix in (gradient, rows))
-    return grouped_gemm_wgrad(left, right, offsets, out_dtype=dtype)
+        return _Sides(
+            quantize_activations(gradient, power_of_two=ctx.power_of_two) if ctx.dgrad else gradient, gradient
+        )
+    codes, scales, *turned = quantize_both(gradient, power_of_two=ctx.power_of_two)
+    return _Sides((codes, scales) if ctx.dgrad else gradient, (turned[0], turned[1]))
+
+
+def _across(ctx: Any, matrix: Tensor) -> Operand:
+    """Activations as wgrad reads them."""
+    return quantize_both(matrix, power_of_two=ctx.power_of_two)[2:] if ctx.wgrad else matrix
+
+
+def _dgrad(
+    gradient: Operand,
+    operand: Tensor,
+    scales: Tensor | None,
+    turned: Tensor | None,
+    offsets: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    if isinstance(gradient, tuple) and scales is not None and turned is not None:
+        return grouped_gemm_dgrad(gradient, (turned, scales.mT), offsets, transposed=True, out_dtype=dtype)
+    return grouped_gemm_dgrad(gradient, _values(operand, scales, dtype), offsets, out_dtype=dtype)
 
 
 @operator("expert_mlp", fake=_fake, save=_save, backward=_backward)

@@ -116,8 +116,8 @@ def _assemble(ptx: str) -> str:
         ).stderr  # fmt: skip
 
 
-def pretend() -> None:
-    """Make this process choose and launch as on an H200."""
+def pretend(*, first: bool = False) -> None:
+    """Make this process choose and launch as on an H200. first: of the configurations that tuning would try, the first alone."""
     triton.runtime.driver.set_active(_Target())
     machine_module._probe = lambda interpreter, index: H200
     machine_module._obstacle = lambda here, on_cuda, tensors: None
@@ -129,7 +129,7 @@ def pretend() -> None:
     def every_candidate(
         op: str, candidates: Sequence[tuning.Config], run: Callable[[tuning.Config], object]
     ) -> tuning.Config:
-        for candidate in candidates:
+        for candidate in candidates[: 1 if first else None]:
             run(candidate)
         return candidates[0]
 
@@ -223,8 +223,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("ops", nargs="*", default=sorted(CASES), help=f"of {', '.join(sorted(CASES))}; all without")
     parser.add_argument("--json", action="store_true", help="a JSON object a line")
+    parser.add_argument("--first", action="store_true", help="the first configuration of each kernel alone")
     chosen = parser.parse_args(arguments)
-    pretend()
+    pretend(first=chosen.first)
     for op in chosen.ops:
         for found in compile_case(op):
             line = f"{found.kernel:28} {found.options:20} registers {found.registers:3} stack {found.stack:4} shared {found.shared:6}"
