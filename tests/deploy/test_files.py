@@ -139,17 +139,8 @@ def test_the_seccomp_profile_forbids_what_sandboxes_do_not_need_and_nothing_they
     denied = [name for rule in profile["syscalls"] for name in rule["names"]]
     assert len(denied) == len(set(denied)) and {"bpf", "keyctl", "init_module", "perf_event_open"} <= set(denied)
     needed = {
-        "clone",
-        "clone3",
-        "unshare",
-        "mount",
-        "umount2",
-        "fsopen",
-        "fsmount",
-        "move_mount",
-        "pivot_root",
-        "sethostname",
-    }
+        "clone", "clone3", "unshare", "mount", "umount2", "fsopen", "fsconfig", "fsmount", "move_mount", "open_tree", "mount_setattr", "pivot_root", "sethostname",
+    }  # fmt: skip
     assert not needed & set(denied)
 
 
