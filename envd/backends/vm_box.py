@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Generic, Protocol, TypeVar
@@ -35,7 +36,7 @@ class Machine(Protocol):
 M = TypeVar("M", bound=Machine)
 
 
-class MachineBox(Generic[M]):
+class MachineBox(ABC, Generic[M]):
     """A running machine with an agent in it. A subclass says how its state is written."""
 
     def __init__(self, machine: M, guest: GuestLink, about: About, left: Callable[[], None]) -> None:
@@ -91,6 +92,6 @@ class MachineBox(Generic[M]):
         self._let_go()
         self._left()
 
+    @abstractmethod
     def _let_go(self) -> None:
         """Close what the box owns; the machine has ended."""
-        raise NotImplementedError

@@ -335,22 +335,3 @@ class Channel(asyncio.Protocol):
                 waiting.parts.append(body)
         else:
             raise ProtocolError(f"kind {kind} answers nothing that was asked")
-
-
-class WriteHalf(asyncio.BaseProtocol):
-    """The half of a channel that is written, where the stream is two pipes."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """The guest does not listen any more."""
-        self._channel.connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        """The guest does not read."""
-        self._channel.pause_writing()
-
-    def resume_writing(self) -> None:
-        """The guest reads again."""
-        self._channel.resume_writing()

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Mapping, Sequence
 
 from envd.guest import results
-from envd.guest.channel import Channel, WriteHalf
+from envd.guest.channel import Channel
 from envd.guest.file_asks import FileAsks
 from envd.guest.protocol import CHUNK, VERSION, Ask, Reader, Writer
 from envd.guest.results import (
@@ -58,18 +58,6 @@ class GuestLink(FileAsks):
         connect = loop.create_unix_connection if sock.family == socket.AF_UNIX else loop.create_connection
         transport, _ = await connect(lambda: channel, sock=sock)
         channel.write_to(transport)
-        return cls(channel)
-
-    @classmethod
-    async def over_pipes(
-        cls, reading: int, writing: int, *, patience_s: float = PATIENCE_S, escaped: bool = False
-    ) -> GuestLink:
-        """Over the ends of two pipes, as a program's standard streams are; the link owns both."""
-        loop = asyncio.get_running_loop()
-        channel = Channel(patience_s, escaped=escaped)
-        await loop.connect_read_pipe(lambda: channel, os.fdopen(reading, "rb", buffering=0))
-        writer, _ = await loop.connect_write_pipe(lambda: WriteHalf(channel), os.fdopen(writing, "wb", buffering=0))
-        channel.write_to(writer)
         return cls(channel)
 
     @property
