@@ -21,6 +21,7 @@ from benchmarks.envd_swerex import measure_swerex
 from benchmarks.measure import median, percentile, seconds_of
 from benchmarks.result import Options, Result
 from envd.client import SandboxClient
+from envd.connection import prefer_short_round_trips
 from envd.local import LocalEnvd
 
 T = TypeVar("T")
@@ -49,6 +50,7 @@ OPTIONS = EnvdOptions
 
 def run(options: EnvdOptions) -> Result:
     """Measure a server of our own, then the peers."""
+    prefer_short_round_trips()
     notes = [
         f"load average at the start: {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores, which the clients use too"
     ]

@@ -138,9 +138,11 @@ def _add_access(add: Any) -> None:
 
 
 async def _served(arguments: argparse.Namespace) -> None:
+    from envd.connection import prefer_short_round_trips
     from envd.server.listening import Listening
     from envd.server.serve import Options, serve
 
+    prefer_short_round_trips()
     listening = Listening(
         arguments.listen,
         tls_cert=arguments.tls_cert,

@@ -132,6 +132,7 @@ uint64_t start_ticks(pid_t pid);                                      /* when a 
 
 /* guest_launch.c */
 struct launch {
+    const char *file;   /* is tried first, where not NULL; then argv[0], along PATH */
     char *const *argv;
     char *const *env;
     int directory;      /* descriptor, or -1: where the agent is */

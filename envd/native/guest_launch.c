@@ -24,6 +24,7 @@ static const char *path_of(char *const *env) {
 
 static int execute(const struct launch *what) {
     const char *name = what->argv[0];
+    if (what->file != NULL) execve(what->file, what->argv, what->env);
     if (strchr(name, '/') != NULL) {
         execve(name, what->argv, what->env);
         return errno;

@@ -1,10 +1,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
+from pathlib import Path
+
+import pytest
 
 from envd.client import Sandbox, ToolCall, ToolResult
 from tests.envd.harness import Harness
+
+STATIC_BASH = Path("/bin/bash-static")
 
 
 def run(command: str, **more: float) -> ToolCall:
@@ -154,3 +160,12 @@ def test_calls_beyond_what_a_turn_may_hold_are_answered_and_not_run(namespaces: 
         "error: not run: a turn may hold at most 256 calls"
     ] * 3
     assert not any(result.ok for result in results[256:])
+
+
+@pytest.mark.skipif(not STATIC_BASH.exists(), reason="bash-static is not installed")
+def test_the_shell_is_the_static_one_and_says_what_the_other_says(namespaces: Harness) -> None:
+    told = "readlink /proc/$$/exe; no-such-command; echo $0 $BASH $BASH_VERSION ~; cat <<<$((6*7)); shopt; set -o; compgen -b"
+    static, other = (text.splitlines() for text in namespaces.shell(told, f"bash -c '{told}'"))
+    assert static[0] == os.path.realpath(STATIC_BASH)
+    assert other[0] == os.path.realpath(shutil.which("bash") or "")
+    assert static[1:] == other[1:]
