@@ -59,11 +59,6 @@ class _JsonLines(logging.Formatter):
         return json.dumps(said)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """gRPC writes a whole trace for bytes that are no message: anybody could fill a disk with them."""
-    return record.exc_info is None or getattr(record.exc_info[0], "__name__", "") != "DecodeError"
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     given = sys.argv[1:] if argv is None else argv
@@ -74,7 +69,6 @@ def main(argv: list[str] | None = None) -> int:
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonLines())
     logging.basicConfig(level=arguments.log_level.upper(), handlers=[handler])
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
     # Read by gRPC when it is first used. Its handlers of fork crash a child now and then that uvloop is about to make another program.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     try:
@@ -115,6 +109,7 @@ def _add_serving(add: Any) -> None:
     add("--pool", type=int, default=0, metavar="N", help="sandboxes kept ready for each template in use (default 0)")
     add("--policy", type=Path, metavar="YAML", help="what sandboxes may be and do (docs/policies.md)")
     add("--audit-log", type=Path, metavar="FILE", help="append audit events to FILE as JSON lines")
+    add("--audit-calls", action="store_true", help="audit events of each call too (docs/policies.md)")
     add("--metrics", metavar="HOST:PORT", help="Prometheus metrics at http://HOST:PORT/metrics")
     add("--snapshot-dir", type=Path, metavar="DIR", help="keep snapshots in DIR, also when the server ends")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
@@ -157,6 +152,7 @@ async def _served(arguments: argparse.Namespace) -> None:
         pool=max(arguments.pool, 0),
         policy=arguments.policy,
         audit_log=arguments.audit_log,
+        audit_calls=arguments.audit_calls,
         peer_ca=arguments.peer_ca,
         metrics=arguments.metrics,
         with_parent=arguments.with_parent,

@@ -13,7 +13,9 @@ import grpc
 
 from envd.connection import read_secret
 from envd.errors import AccessDenied, EnvdError
+from envd.server import caller
 from envd.server.audit import AuditLog
+from envd.server.observing import HANDLERS
 
 _MIN_KEY = 16
 _HEALTH = "/grpc.health.v1.Health/"
@@ -85,8 +87,7 @@ class KeyCheck(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None or details.method.startswith(_HEALTH) or self._is_known(details):
             return handler
-        self._audit.record("auth.denied", "", what="key", method=str(details.method))
-        return _refusing(handler)
+        return _refusing(handler, self._audit, str(details.method))
 
     def _is_known(self, details: grpc.HandlerCallDetails) -> bool:
         said = next((value for key, value in details.invocation_metadata or () if key == "authorization"), "")
@@ -95,24 +96,20 @@ class KeyCheck(grpc.aio.ServerInterceptor):
         return sum(secrets.compare_digest(given, key) for key in self._keys) > 0
 
 
-def _refusing(handler: Any) -> Any:
-    """A handler of the same kind that refuses."""
+def _refusing(handler: Any, audit: AuditLog, method: str) -> Any:
+    """A handler of the same kind that refuses, and records it by who called."""
     error = AccessDenied("this server asks for a key: send it as `authorization: Bearer <key>`")
 
     async def one(request: Any, context: Any) -> Any:
+        caller.answering(context, method)
+        audit.record("auth.denied", "", what="key", method=method)
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error), (("triplane-error", "AccessDenied"),))
 
     async def many(request: Any, context: Any) -> Any:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error), (("triplane-error", "AccessDenied"),))
+        await one(request, context)
         yield  # what makes it a stream
 
-    kinds = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }
-    make = kinds[bool(handler.request_streaming), bool(handler.response_streaming)]
+    make = HANDLERS[bool(handler.request_streaming), bool(handler.response_streaming)]
     return make(many if handler.response_streaming else one)
 
 
