@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from envd.backends.base import BoxSpec, Features, IsolationLevel, Usage
@@ -50,6 +50,10 @@ class ZygoteBox:
     async def destroy(self) -> None:
         """End it and leave nothing."""
         await self._zygote.end_guest(self._spec.name, self._guest)
+
+    def tell_refusals(self, tell: Callable[[str, int], None]) -> None:
+        """See `TellsRefusals`. Never called where nothing filters system calls."""
+        self._zygote.tell_refusals(self._spec.name, tell)
 
     def _measure(self) -> Usage:
         found = measure(self._groups)

@@ -3,8 +3,9 @@
     python -m envd.sandbox.zygote CONTROL_FD RUN_DIR NAME --backend namespaces|plain --role agent|verifier
 
 Control messages (JSON, one a datagram): {"id", "template", "host_name", "memory", "pids", "cpu", "disk"} with the sandbox's end of a
-socketpair attached; {"kill": id}. In the role `agent` the zygote says {"gone": id} of each sandbox of which nothing is left. When the
-control connection closes, the server is gone: the zygote kills what it forked, removes groups and directories, and ends.
+socketpair attached; {"kill": id}. In the role `agent` the zygote says {"gone": id} of each sandbox of which nothing is left, and its watcher
+(envd/sandbox/refusals.py) says {"id", "refused", "count"} of system calls. When the control connection closes, the server is gone: the zygote
+kills what it forked, removes groups and directories, and ends.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from envd.sandbox import linux, rootfs, wire
 from envd.sandbox.cgroups import Cgroups
 from envd.sandbox.place import Place, prepare_process, sandbox_environment
 from envd.sandbox.proctree import descendants, kill_since, reap
-from envd.sandbox.syscalls import filter_calls
+from envd.sandbox.refusals import Watcher
+from envd.sandbox.syscalls import filter_calls, filter_calls_watched, prepare_filters
 from envd.tools.paths import WORKSPACE
 
 _OPEN_FILES = 1024
@@ -52,6 +54,7 @@ class Zygote:
         self._supervised = role == "verifier" and self._namespaces and self._owner == linux.SANDBOX_USER
         # Held open because the path is out of sight once this process has a root of its own.
         self._above_run_dir = os.open(run_dir.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._watcher: Watcher | None = None  # a verdict has no use for events: its own say what was tampered with
 
     def run(self) -> None:
         """Prepare, then fork on request until the server goes away."""
@@ -60,6 +63,9 @@ class Zygote:
         linux.adopt_orphans()
         if self._namespaces:
             self._own_root()
+            prepare_filters()
+            if self._role == "agent":
+                self._watcher = Watcher(self._control)
         if self._role == "verifier" and self._namespaces:
             from envd.sandbox.runner import inside_session
 
@@ -205,13 +211,21 @@ class Zygote:
         else:
             linux.drop_capabilities()
         linux.no_new_privileges()
-        filter_calls()
+        self._filter(request["id"])
         linux.hide_from_ptrace()
         prepare_process(sandbox_environment("/tmp"))
         scratch = Path("/tmp/.envd")
         scratch.mkdir(mode=0o700)
         os.chdir(WORKSPACE)
         return Place(Path(WORKSPACE), Path(rootfs.INSIDE_TEMPLATE), scratch)
+
+    def _filter(self, identity: str) -> None:
+        if self._watcher is None:
+            filter_calls()
+            return
+        listener = filter_calls_watched()
+        if listener >= 0:
+            self._watcher.add(identity, listener)
 
     def _plain_copy(self, request: dict[str, Any]) -> Place:
         template = self._run_dir / "templates" / request["template"]
@@ -294,6 +308,8 @@ class Zygote:
             if not self._boxes:
                 break
             time.sleep(0.005)
+        if self._watcher is not None:
+            self._watcher.stop()
         self._groups.close()
         shutil.rmtree(self._run_dir.name, ignore_errors=True, dir_fd=self._above_run_dir)
 

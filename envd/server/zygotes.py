@@ -8,7 +8,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,7 @@ class Zygote:
         self._control = control
         self._count = 0
         self._live: dict[str, asyncio.Future[None]] = {}
+        self._on_refused: dict[str, Callable[[str, int], None]] = {}
         self._ended = asyncio.Event()
         asyncio.get_running_loop().add_reader(control.fileno(), self._hear)
 
@@ -171,6 +172,11 @@ class Zygote:
             raise
         return link
 
+    def tell_refusals(self, name: str, tell: Callable[[str, int], None]) -> None:
+        """Call `tell` with each system call that a sandbox of the role `agent` is refused, and how many were since the call before."""
+        if name in self._live:
+            self._on_refused[name] = tell
+
     async def end_guest(self, name: str, link: GuestLink) -> None:
         """End a sandbox, and wait until nothing of it is left. Idempotent. Raises EnvdError where it does not end."""
         link.close()
@@ -215,7 +221,7 @@ class Zygote:
             pass  # the zygote has gone, and all that it forked with it
 
     def _hear(self) -> None:
-        """The zygote says what has gone; end of file says that it has gone itself."""
+        """The zygote says what has gone, its watcher what was refused; end of file says that it has gone itself."""
         try:
             data = self._control.recv(65536)
         except BlockingIOError:
@@ -223,7 +229,14 @@ class Zygote:
         except OSError:
             data = b""
         if data:
-            gone = self._live.pop(str(json.loads(data)["gone"]), None)
+            said = json.loads(data)
+            if "refused" in said:
+                tell = self._on_refused.get(said["id"])
+                if tell is not None:
+                    tell(said["refused"], said["count"])
+                return
+            self._on_refused.pop(said["gone"], None)
+            gone = self._live.pop(said["gone"], None)
             if gone is not None and not gone.done():
                 gone.set_result(None)
             return
@@ -233,6 +246,7 @@ class Zygote:
             if not gone.done():
                 gone.set_result(None)
         self._live.clear()
+        self._on_refused.clear()
 
     async def _send(self, data: bytes, sock: socket.socket) -> None:
         while True:
