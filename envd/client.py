@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
-from envd.calling import RPC_GRACE_S, Caller
+from envd.calling import RPC_GRACE_S, Caller, error_of
 from envd.client_sandbox import MOVE_S, Sandbox
 from envd.connection import Access
 from envd.errors import EnvdError, SandboxGone, ServerBusy
@@ -133,14 +133,18 @@ class SandboxClient:
         limits: Limits | None = None,
         env: Mapping[str, str] | None = None,
         labels: Mapping[str, str] | None = None,
+        backend: str = "",
+        policy: str = "",
+        idempotency_key: str | None = None,
     ) -> list[Sandbox | EnvdError]:
-        """Start several, in one round trip. One that could not be started is its error in the list."""
-        request = _create_request(template, limits, env, labels, "", "")
-        reply = await self._ask("CreateBatch", pb.CreateBatchRequest(requests=[request] * count), MOVE_S)
+        """Start several, in one round trip, each as `create` does. One that could not be started is its error in the list."""
+        request = _create_request(template, limits, env, labels, backend, policy)
+        batch = pb.CreateBatchRequest(requests=[request] * count)
+        reply = await self._ask("CreateBatch", batch, MOVE_S, idempotency_key)
         return [
             self.attach(Handle(each.created.sandbox_id, each.created.token))
             if each.HasField("created")
-            else EnvdError(each.error)
+            else error_of(each.code, each.error)
             for each in reply.results
         ]
 

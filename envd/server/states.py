@@ -179,7 +179,7 @@ class States:
 
 def require(live: Live, feature: str) -> None:
     """Raise Unsupported where the sandbox's backend can't do this."""
-    can = live.backend.features.can
+    can = live.backend.features.offered
     if feature not in can:
         words = ", ".join(sorted(can)) or "none of them"
         raise Unsupported(

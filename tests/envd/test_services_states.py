@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from envd.client import EnvdError, Limits, Sandbox, SandboxClient, SandboxGone, ToolCall
-from envd.errors import Unsupported, WrongState
+from envd.errors import PolicyDenied, TemplateError, Unsupported, WrongState
 from tests.envd.harness import FILES, FIX, Harness
 
 READ = ToolCall("read", {"path": "calc.py"})
@@ -168,6 +168,23 @@ def test_states_of_all_sandboxes_are_listed_by_their_labels(anywhere: Harness) -
         assert await client.list({"run": "listing"}) == []
 
     anywhere.client(job)
+
+
+def test_a_batch_that_is_refused_gives_the_errors_that_one_creation_gives(plain: Harness) -> None:
+    async def job(client: SandboxClient) -> None:
+        template = await client.put_template(FILES)
+        found = await client.create_many(template, 2, policy="version: 1\nisolation: machine\n")
+        assert [type(each) for each in found] == [PolicyDenied] * 2 and "isolation" in str(found[0])
+        assert [type(each) for each in await client.create_many("0" * 64, 1)] == [TemplateError]
+        first, again = [await client.create_many(template, 2, idempotency_key="a batch") for _ in range(2)]
+        assert [each.id for each in first if isinstance(each, Sandbox)] == [
+            each.id for each in again if isinstance(each, Sandbox)
+        ]
+        for each in first:
+            assert isinstance(each, Sandbox)
+            await each.close()
+
+    plain.client(job)
 
 
 def test_a_batch_names_what_failed_and_starts_the_others(plain: Harness) -> None:
