@@ -1,12 +1,19 @@
-"""A real server a backend, shared by the tests of this folder."""
+"""A real server a backend, shared by the tests of this folder; and where a backend without a server keeps its things."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from contracts.owned import owned_name
 from envd.local import LocalEnvd
+from envd.native import spawner_binary
+from envd.native.build import build
+from envd.sandbox.cgroups import OWNED
 from tests.envd.harness import Harness
 
 
@@ -26,3 +33,21 @@ def plain() -> Iterator[Harness]:
 def anywhere(request: pytest.FixtureRequest) -> Harness:
     harness: Harness = request.getfixturevalue(request.param)
     return harness
+
+
+@pytest.fixture
+def run_dir() -> Iterator[Path]:
+    directory = Path("/tmp", f"{OWNED}{owned_name()}")
+    (directory / "templates").mkdir(parents=True)
+    directory.chmod(0o711)
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def native_helper() -> None:
+    """The compiled helpers, of these sources."""
+    if shutil.which(os.environ.get("CC") or "cc") is None:
+        pytest.skip("no C compiler: the native spawner can't be built")
+    build()
+    assert spawner_binary() is not None

@@ -6,31 +6,23 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
-from contracts.owned import owned_directory
 from envd.backends import plain, python_zygote
 from envd.backends.base import Backend, Box, BoxSpec, NetworkRule
 from envd.errors import EnvdError, SandboxGone, SandboxStartError
-from envd.sandbox.cgroups import OWNED, box_groups
+from envd.sandbox.cgroups import box_groups
 from envd.sandbox.linux import sandbox_owner
 from envd.types import Limits
 
 T = TypeVar("T")
 STARTS = {"plain": plain.start, "namespaces": python_zygote.start}
 STAMP = 1_000_000_000
-
-
-@pytest.fixture
-def run_dir() -> Iterator[Path]:
-    with owned_directory(OWNED) as name:
-        Path(name).chmod(0o711)
-        yield Path(name)
 
 
 @pytest.fixture(params=["plain", "namespaces"])
