@@ -75,11 +75,11 @@ async def sh(box: Box, command: str, deadline_s: float = 20) -> str:
     return result.head.decode(errors="replace") + f"exit {result.code}"
 
 
-def in_sandbox(run_dir: Path, *commands: str, limits: Limits | None = None, **fields: object) -> list[str]:
+def in_sandbox(run_dir: Path, *commands: str, read_only: bool = False) -> list[str]:
     """What commands say in one box of the native spawner."""
 
     async def job(backend: NamespacesBackend) -> list[str]:
-        box = await backend.create(spec(run_dir, limits, **fields))
+        box = await backend.create(spec(run_dir, read_only=read_only))
         try:
             return [await sh(box, command) for command in commands]
         finally:

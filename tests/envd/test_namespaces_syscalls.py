@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from envd.backends.base import TellsRefusals
-from envd.backends.namespaces import NamespacesBox
-from envd.backends.zygote_box import ZygoteBox
+from envd.backends.namespaces import NamespacesBackend, NamespacesBox
+from envd.backends.zygote_box import ZygoteBackend, ZygoteBox
 from envd.sandbox import syscalls
 from tests.envd.boxes import sh, spec, with_native, with_python
 
@@ -92,11 +91,10 @@ def helper(request: pytest.FixtureRequest) -> str:
 
 
 def in_box(helper: str, run_dir: Path, job: Callable[[AnyBox], Awaitable[None]]) -> None:
-    async def whole(backend: object) -> None:
-        box = await backend.create(spec(run_dir))  # type: ignore[attr-defined]
-        assert isinstance(box, TellsRefusals)
+    async def whole(backend: NamespacesBackend | ZygoteBackend) -> None:
+        box = await backend.create(spec(run_dir))
         await job(box)
-        await box.destroy()  # type: ignore[attr-defined]
+        await box.destroy()
 
     if helper == "native":
         with_native(run_dir, whole)
