@@ -151,6 +151,9 @@ class FilesService(Service, rpc.FilesServicer):
                 self._uploading += len(chunk.data)
                 if size > disk or self._uploading > MAX_UPLOADING:
                     pieces.clear()
+                    if size <= disk:
+                        reason = f"uploads of {self._uploading} bytes are under way"
+                        self.sandboxes.audit.record("request.refused", header.sandbox_id, method="Upload", reason=reason)
                     await _let_pass(request)
                     raise FileError.of(errno.EFBIG if size > disk else errno.EAGAIN, header.path)
                 async with asyncio.timeout(_IDLE_S):

@@ -16,6 +16,7 @@ import grpc
 from contracts.pb import envd_pb2 as pb
 from envd.client import EnvdError, Handle, Limits, ToolCall
 from envd.connection import IDEMPOTENCY_KEY, SANDBOX_TOKEN
+from envd.server.malformed import STALLED_S
 from tests.escape.arena import Arena, attempt
 from tests.escape.attack import CONTAINED, SMALL, Attack
 
@@ -114,6 +115,7 @@ async def slow_clients(arena: Arena) -> str:
     for each in follows:
         await each.read()
     took = await arena.neighbour.look()
+    await asyncio.sleep(STALLED_S + 1)
     grown = (arena.host.server_bytes() - before) >> 20
     for each in [*downloads, *follows]:
         each.cancel()
@@ -351,15 +353,15 @@ async def abandoned(arena: Arena) -> str:
 
 
 ATTACKS = (
-    Attack("grpc-oversize", "grpc", "messages of 65 MiB", r"refused Files/Write: RESOURCE_EXHAUSTED[\s\S]*bounded", act=oversize, unseen="gRPC drops the message before the server sees it"),
+    Attack("grpc-oversize", "grpc", "messages of 65 MiB", r"refused Files/Write: RESOURCE_EXHAUSTED[\s\S]*bounded", act=oversize, audit=("request.refused",)),
     Attack("grpc-malformed", "grpc", "random bytes to every method, and methods that do not exist", r"refused \d\d", act=malformed, audit=("request.refused",)),
     Attack("grpc-deep-json", "grpc", "arguments nested 100,000 deep, numbers out of range, 20,000 calls in one batch", r"refused[\s\S]*\n(1?\d?\d|2[0-4]\d|25[0-6]) of 20,000", act=deep_json, audit=("request.refused",)),
-    Attack("grpc-slow-clients", "grpc", "100 silent connections, 50 downloads and 50 audit streams that nobody reads", r"bounded", act=slow_clients, unseen=CONTAINED),
-    Attack("grpc-half-uploads", "grpc", "40 uploads of 20 MiB that never end", r"bounded", act=half_uploads, audit=("limit.disk",)),
+    Attack("grpc-slow-clients", "grpc", "100 silent connections, 50 downloads and 50 audit streams that nobody reads", r"bounded", act=slow_clients, audit=("client.stalled",)),
+    Attack("grpc-half-uploads", "grpc", "40 uploads of 20 MiB that never end", r"bounded", act=half_uploads, audit=("limit.disk", "request.refused")),
     Attack("grpc-numbers", "grpc", "offsets, sizes, signals, timeouts and limits out of every range", r"no fault", act=hostile_numbers, audit=("request.refused",)),
-    Attack("grpc-abandoned", "grpc", "clients that give up in the middle of creating and running", r"nothing left", act=abandoned, unseen=CONTAINED),
+    Attack("grpc-abandoned", "grpc", "clients that give up in the middle of creating and running", r"nothing left", act=abandoned, audit=("call.abandoned",)),
     Attack("id-guessing", "access", "guessed ids and tokens, parts of the right one, every method", r"refused token", act=guessing, audit=("auth.denied",)),
-    Attack("token-listed", "access", "tokens and secrets searched for in what anybody may ask", r"no token", act=tokens_listed, unseen=CONTAINED),
+    Attack("token-listed", "access", "tokens and secrets searched for in what anybody may ask", r"no token", act=tokens_listed, unseen=CONTAINED, mark="Sandboxes/List"),
     Attack("idempotency-key-stolen", "access", "a neighbour's idempotency key repeated", r"own answers only", act=foreign_key, audit=("auth.denied",)),
     Attack("policy-beyond", "policy", "requests beyond what the policy allows", r"refused network", act=policy, audit=("policy.denied",)),
     Attack("policy-bombs", "policy", "policies with aliases, Python objects, depth and duplicate keys", r"refused policy", act=policy_bombs, audit=("request.refused",)),
