@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from contracts.owned import abandoned
 from envd.errors import EnvdError
+from envd.sandbox.delegation import CONTROLLERS, enable, own_group
 
 _MOUNT = Path("/sys/fs/cgroup")
 _PERIOD_US = 100_000
@@ -52,7 +53,7 @@ class Cgroups:
     @property
     def enforced(self) -> tuple[str, ...]:
         """Which of memory, pids, cpu the kernel limits for us."""
-        found = ("memory", "pids", "cpu") if self._unified else tuple(self._bases)
+        found = CONTROLLERS if self._unified else tuple(self._bases)
         return tuple(sorted(set(found) - {"unified"}))
 
     @property
@@ -127,14 +128,9 @@ class Cgroups:
 
     def _prepare_unified(self) -> None:
         """Use v2 when it carries the controllers; in a hybrid layout it carries none and v1 does the work."""
-        parent = self._paths["unified"].parent
-        try:
-            (parent / "cgroup.subtree_control").write_text("+memory +pids +cpu")
-            (self._paths["unified"] / "cgroup.subtree_control").write_text("+memory +pids +cpu")
-            self._unified = True
-        except OSError:
-            if self._freezer:
-                return
+        own = self._paths["unified"]
+        self._unified = enable(own.parent) and enable(own)
+        if not self._unified and not self._freezer:
             os.close(self._bases.pop("unified"))
             self._paths.pop("unified").rmdir()
 
@@ -155,13 +151,13 @@ def _own_groups() -> dict[str, Path]:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return found
+    unified = own_group()
+    if unified is not None:
+        found["unified"] = unified
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if not controllers:
-            root = _MOUNT if (_MOUNT / "cgroup.controllers").exists() else _MOUNT / "unified"
-            found["unified"] = root / path.lstrip("/")
         for controller in controllers.split(","):
-            if controller in ("memory", "pids", "cpu"):
+            if controller in CONTROLLERS:
                 found[controller] = _MOUNT / controller / path.lstrip("/")
     return {key: path for key, path in found.items() if os.access(path, os.W_OK)}
 

@@ -29,6 +29,7 @@ from envd.connection import MESSAGE_BYTES, Access
 from envd.errors import BackendUnavailable, EnvdError
 from envd.sandbox import linux
 from envd.sandbox.cgroups import OWNED, remove_groups
+from envd.sandbox.delegation import make_room
 from envd.server.audit import AuditLog
 from envd.server.backends import start_backends, stop_backends
 from envd.server.listening import KeyCheck, Listening
@@ -99,6 +100,7 @@ async def serve(options: Options) -> None:
         linux.die_with_parent(signal.SIGTERM)
         if os.getppid() != options.with_parent:
             return  # it died before the kernel was asked to watch it
+    make_room()  # before anything is started
     async with contextlib.AsyncExitStack() as stack:
         run_dir = await stack.enter_async_context(_run_directory(options.state_dir))
         audit = AuditLog(options.audit_log, calls=options.audit_calls)
