@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
 from collections.abc import Iterator
 
@@ -160,3 +161,26 @@ def test_a_creation_that_nobody_waits_for_leaves_no_sandbox(anywhere: Harness) -
 
     before, after = anywhere.client(job)
     assert after.live == before
+
+
+def test_a_creation_given_up_while_its_reply_is_on_the_way_leaves_no_sandbox(namespaces: Harness) -> None:
+    async def job(client: SandboxClient) -> None:
+        template = await client.put_template(FILES)
+        times = []
+        for _ in range(10):
+            began = time.perf_counter()
+            await (await client.create(template)).close()
+            times.append(time.perf_counter() - began)
+        usual, before = statistics.median(times), (await client.info()).live
+        async with SandboxClient(namespaces.address) as leaving:
+            await leaving.info()
+            for round in range(60):
+                creating = asyncio.create_task(leaving.create(template))
+                await asyncio.sleep(usual * (0.2 + round / 60))
+                creating.cancel()
+                for made in await asyncio.gather(creating, return_exceptions=True):
+                    if isinstance(made, Sandbox):
+                        await made.close()
+        assert (await client.info()).live == before, "the client's end waited for them"
+
+    namespaces.client(job)

@@ -14,8 +14,9 @@ from typing import Any
 import grpc
 
 from contracts.pb import envd_pb2 as pb
-from envd.client import EnvdError, Handle, Limits, ToolCall
+from envd.client import Handle, Limits, ToolCall
 from envd.connection import IDEMPOTENCY_KEY, SANDBOX_TOKEN
+from envd.messages import limits_message
 from envd.server.malformed import STALLED_S
 from tests.escape.arena import Arena, attempt
 from tests.escape.attack import CONTAINED, SMALL, Attack
@@ -326,17 +327,13 @@ async def hostile_numbers(arena: Arena) -> str:
 
 async def abandoned(arena: Arena) -> str:
     """Clients that give up in the middle of every kind of call leave no process, and no sandbox beyond its lifetime."""
-    before, short = {each.id for each in await arena.client.list()}, replace(SMALL, lifetime_s=5)
+    before = {each.id for each in await arena.client.list()}
+    request = pb.CreateRequest(template=arena.template, limits=limits_message(replace(SMALL, lifetime_s=5)))
     for delay_s in (0.0, 0.002, 0.01, 0.05):
         for _ in range(3):
-            making = asyncio.ensure_future(arena.client.create(arena.template, limits=short))
+            making = arena.client.sandboxes.Create(request)
             await asyncio.sleep(delay_s)
             making.cancel()
-            try:
-                sandbox = await making
-                await sandbox.close()
-            except (asyncio.CancelledError, EnvdError):
-                pass
     sandbox = await arena.sandbox()
     for _ in range(5):
         calling = asyncio.ensure_future(sandbox.call(ToolCall("exec", {"command": "sleep 76543"}), timeout_s=100))
@@ -344,7 +341,9 @@ async def abandoned(arena: Arena) -> str:
         calling.cancel()
     left = await arena.left_of(["76543"])
     deadline = time.monotonic() + 15
-    while True:  # one whose client went while its reply was on the way lives as long as its lifetime
+    while (
+        True
+    ):  # one whose reply was sent lives as long as its lifetime: gRPC tells no server that a reply was not taken
         unknown = {each.id for each in await arena.client.list()} - before - {sandbox.id}
         if not unknown or time.monotonic() > deadline:
             break
