@@ -72,6 +72,28 @@ def test_the_shell_keeps_its_state_and_gives_exit_codes(guest: Guest) -> None:
     guest.run(job)
 
 
+@pytest.mark.parametrize("warmed", [False, True])
+def test_a_shell_that_died_while_nothing_ran_in_it_is_told_to_the_next_ask(guest: Guest, warmed: bool) -> None:
+    async def job(link: GuestLink) -> None:
+        for end, code in (("kill -9 $$", 137), ("kill -HUP $$", 129)):
+            began = set(descendants(guest.process.pid))
+            await link.warm_shell()
+            (shell,) = set(descendants(guest.process.pid)) - began
+            assert (await sh(link, f"X=1; touch ran; (sleep 0.3; {end}) >/dev/null 2>&1 &"))[0] == 0
+            while Path(f"/proc/{shell}").exists():
+                await asyncio.sleep(0.01)
+            if warmed:
+                await link.warm_shell()
+            told = await link.shell([("rm ran", 20), ("rm ran", 20)])
+            assert [(each.code, each.died, each.timed_out, each.head) for each in told] == [
+                (code, True, False, b"")
+            ] * 2
+            assert await sh(link, "echo .$X.; ls ran") == (0, "..\nran\n")
+            assert (await link.shell([("exit 4", 20)]))[0].died
+
+    guest.run(job)
+
+
 def test_a_shell_can_be_started_before_its_first_command(guest: Guest) -> None:
     async def job(link: GuestLink) -> None:
         began = set(descendants(guest.process.pid))
@@ -297,8 +319,8 @@ def test_a_terminal_has_a_size_echoes_and_is_a_terminal(guest: Guest) -> None:
         assert b"40 120" in seen
         await link.stdin(process, b"sleep 50\n")
         await asyncio.sleep(0.3)
-        await link.stdin(process, b"\x03echo in$((2+2))terrupted\n")
-        await until(link, process, b"in4terrupted")
+        await link.stdin(process, b"\x03PS1='an''other'; echo in$((2+2))terrupted\n")
+        assert b"in4terrupted" in await until(link, process, b"another")  # an end is seen at a prompt only
         await link.close_stdin(process)
         assert not (await link.wait(process, wait_s=10)).running
         plain, _ = await link.start(["true"])
