@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from contracts.owned import owned_name
+from envd.backends.namespaces import HELPER
 from envd.local import LocalEnvd
 from envd.native import spawner_binary
 from envd.native.build import build
@@ -44,9 +45,10 @@ def run_dir() -> Iterator[Path]:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-@pytest.fixture(scope="session")
-def native_helper() -> None:
-    """The compiled helpers, of these sources."""
+@pytest.fixture
+def native_helper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled helpers, of these sources, whatever the other tests are run with."""
+    monkeypatch.delenv(HELPER, raising=False)
     if shutil.which(os.environ.get("CC") or "cc") is None:
         pytest.skip("no C compiler: the native spawner can't be built")
     build()
