@@ -25,10 +25,11 @@ from typing import Any
 from envd.guest.agent import Agent, refuse
 from envd.sandbox import linux, rootfs, wire
 from envd.sandbox.cgroups import Cgroups
-from envd.sandbox.place import Place, prepare_process, sandbox_environment
+from envd.sandbox.entering import close_all_but, enter_copy, enter_namespaces
+from envd.sandbox.place import Place
 from envd.sandbox.proctree import descendants, kill_since, reap
 from envd.sandbox.refusals import Watcher
-from envd.sandbox.syscalls import filter_calls, filter_calls_watched, prepare_filters
+from envd.sandbox.syscalls import prepare_filters
 from envd.tools.paths import WORKSPACE
 
 _OPEN_FILES = 1024
@@ -179,8 +180,8 @@ class Zygote:
                 os.write(fd, b"0")
             if os.read(go, 1) != b"g":
                 linux.leave(1)
-            place = self._enter_namespaces(request) if self._namespaces else self._plain_copy(request)
-            _close_all_but(sock.fileno())
+            place = self._enter(request)
+            close_all_but(sock.fileno())
             # Not earlier: a change of user undoes it. An agent that is no process 1 has to end what it started by itself.
             ends_by_itself = self._role == "agent" and not self._namespaces
             linux.die_with_parent(signal.SIGTERM if ends_by_itself else signal.SIGKILL)
@@ -197,50 +198,10 @@ class Zygote:
         finally:
             linux.leave(0)
 
-    def _enter_namespaces(self, request: dict[str, Any]) -> Place:
-        linux.unshare(linux.CLONE_NEWCGROUP)  # its groups' place on the host is nobody's business
-        os.setresgid(0, 0, 0)
-        os.setresuid(0, 0, 0)
-        if self._owner == linux.SANDBOX_USER:
-            os.setgroups([])
-        socket.sethostname(request.get("host_name", "sandbox"))
-        rootfs.enter(request["template"], request["disk"])
-        linux.raise_loopback()
-        if self._supervised:
-            linux.become_supervisor()
-        else:
-            linux.drop_capabilities()
-        linux.no_new_privileges()
-        self._filter(request["id"])
-        linux.hide_from_ptrace()
-        prepare_process(sandbox_environment("/tmp"))
-        scratch = Path("/tmp/.envd")
-        scratch.mkdir(mode=0o700)
-        os.chdir(WORKSPACE)
-        return Place(Path(WORKSPACE), Path(rootfs.INSIDE_TEMPLATE), scratch)
-
-    def _filter(self, identity: str) -> None:
-        if self._watcher is None:
-            filter_calls()
-            return
-        listener = filter_calls_watched()
-        if listener >= 0:
-            self._watcher.add(identity, listener)
-
-    def _plain_copy(self, request: dict[str, Any]) -> Place:
-        template = self._run_dir / "templates" / request["template"]
-        if not template.is_dir():
-            raise FileNotFoundError(f"no template {request['template']}")
-        box = self._run_dir / "boxes" / request["id"]
-        workspace, scratch = box / "workspace", box / "scratch"
-        shutil.copytree(template, workspace, symlinks=True)
-        scratch.mkdir()
-        (box / "tmp").mkdir()
-        os.setsid()
-        linux.adopt_orphans()
-        prepare_process(sandbox_environment(str(box / "tmp")))
-        os.chdir(workspace)
-        return Place(workspace, template, scratch)
+    def _enter(self, request: dict[str, Any]) -> Place:
+        if not self._namespaces:
+            return enter_copy(request, self._run_dir)
+        return enter_namespaces(request, owner=self._owner, supervised=self._supervised, watcher=self._watcher)
 
     def _kill(self, identity: str) -> None:
         """End a sandbox, whatever its agent does."""
@@ -324,11 +285,6 @@ def serve(role: str, sock: socket.socket, place: Place) -> None:
         )
     else:
         Agent(sock.fileno(), sock.fileno(), workspace=place.workspace, scratch=place.scratch).serve()
-
-
-def _close_all_but(keep: int) -> None:
-    os.closerange(3, keep)
-    os.closerange(keep + 1, 65536)
 
 
 def main() -> None:
