@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     handler.setFormatter(_JsonLines())
     logging.basicConfig(level=arguments.log_level.upper(), handlers=[handler])
     # Read by gRPC when it is first used. Its handlers of fork crash a child now and then that uvloop is about to make another program.
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     try:
         _run(_served(arguments))
     except (EnvdError, OSError) as error:
