@@ -41,6 +41,7 @@ BURST, WINDOW_S = 32, 10.0
 sandbox are counted by where their call came from (`envd.server.caller.source`)."""
 _MAX_SOURCES = 8192
 _MAX_TEXT, _MAX_DETAIL = 512, 4096
+_ENCODER = json.JSONEncoder(sort_keys=True)
 _log = logging.getLogger("envd.audit")
 
 
@@ -59,8 +60,9 @@ class Event:
 
     def line(self) -> bytes:
         """The event as a line of the file."""
-        head = {"number": self.number, "time": self.unix_time, "sandbox": self.sandbox_id, "kind": self.kind}
-        return (json.dumps(head)[:-1] + f', "detail": {self.detail_json}}}\n').encode()
+        sandbox = json.dumps(self.sandbox_id)
+        head = f'"number": {self.number}, "time": {self.unix_time!r}, "sandbox": {sandbox}, "kind": "{self.kind}"'
+        return f'{{{head}, "detail": {self.detail_json}}}\n'.encode()
 
 
 @dataclass
@@ -218,11 +220,13 @@ def leaves_root(path: str, link_target: str | None = None) -> bool:
 
 def _detail(detail: dict[str, Any]) -> str:
     """An object in ASCII, each text cut to 512 characters and the whole to 4 KiB."""
-    text = json.dumps({key: _short(value) for key, value in detail.items()}, sort_keys=True)
+    text = _ENCODER.encode({key: _short(value) for key, value in detail.items()})
     return text if len(text) <= _MAX_DETAIL else json.dumps({"cut": text[: _MAX_DETAIL // 2]})
 
 
 def _short(value: Any) -> Any:
+    if isinstance(value, str):
+        return value[:_MAX_TEXT]
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_short(each) for each in list(value)[:32]]
     if isinstance(value, bool | int | float | None):

@@ -52,7 +52,8 @@ class AuditFile:
         self._torn = written < len(data)
         if self._torn:
             self._refused("the disk took a part of a line: free some space")
-        self._dirty.set()
+        if not self._dirty.is_set():
+            self._dirty.set()
         return not self._torn
 
     def take_lost(self) -> int:

@@ -8,6 +8,7 @@ What a call is about is told in few fields that are chosen here one by one: neve
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -66,11 +67,9 @@ def about(method: str, request: Any) -> dict[str, Any]:
     if request is None:
         return {}
     said: dict[str, Any] = {}
-    for name in _PLAIN:
-        if value := getattr(request, name, None):
-            said[name] = value
-    said |= {name: len(value) for name in _COUNTED if (value := getattr(request, name, None))}
-    said |= {f"{name}_bytes": len(value) for name in _MEASURED if (value := getattr(request, name, None))}
+    for name, key, counts in _fields(request.DESCRIPTOR):
+        if value := getattr(request, name):
+            said[key] = len(value) if counts else value
     if method == "Tools/Batch":
         calls, share = request.calls[:MAX_CALLS], _share(len(request.calls))
         said["calls"] = _pieces([_tool(call, share) for call in calls])
@@ -79,6 +78,15 @@ def about(method: str, request: Any) -> dict[str, Any]:
         share = _share(len(words))
         said["arguments"] = _pieces([word[:share] for word in words])
     return said
+
+
+@functools.cache
+def _fields(kind: Any) -> tuple[tuple[str, str, bool], ...]:
+    """What is told of a kind of request: the field, the key in the event, and whether its length is told instead of it."""
+    names = kind.fields_by_name
+    plain = [(name, name, False) for name in _PLAIN if name in names]
+    counted = [(name, name, True) for name in _COUNTED if name in names]
+    return (*plain, *counted, *((name, f"{name}_bytes", True) for name in _MEASURED if name in names))
 
 
 def _tool(call: Any, share: int) -> str:
