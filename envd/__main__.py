@@ -128,7 +128,12 @@ def _add_access(add: Any) -> None:
     add("--tls-key", type=Path, metavar="PEM", help="its private key")
     add("--tls-client-ca", type=Path, metavar="PEM", help="ask clients for a certificate of this authority")
     add("--key-file", type=Path, metavar="FILE", help="ask for a bearer key; FILE holds those accepted, one a line")
-    add("--peer-ca", type=Path, metavar="PEM", help="speak TLS to servers that sandboxes are moved to")
+    add(
+        "--peer-ca",
+        type=Path,
+        metavar="PEM",
+        help="speak TLS, with our certificate, to servers that sandboxes are moved to",
+    )
     add("--insecure", action="store_true", help="listen beyond this machine without the above")
 
 
@@ -136,6 +141,8 @@ async def _served(arguments: argparse.Namespace) -> None:
     from envd.server.listening import Listening
     from envd.server.serve import Options, serve
 
+    if arguments.pool < 0:
+        raise EnvdError(f"--pool {arguments.pool} must be 0 or more")
     listening = Listening(
         arguments.listen,
         tls_cert=arguments.tls_cert,
@@ -149,7 +156,7 @@ async def _served(arguments: argparse.Namespace) -> None:
         tuple(arguments.backend.split(",")),
         state_dir=arguments.state_dir,
         snapshot_dir=arguments.snapshot_dir,
-        pool=max(arguments.pool, 0),
+        pool=arguments.pool,
         policy=arguments.policy,
         audit_log=arguments.audit_log,
         audit_calls=arguments.audit_calls,

@@ -38,7 +38,11 @@ class Listening:
     """Listen beyond this machine without TLS or without asking for a key or a certificate."""
 
     def check(self) -> None:
-        """Raise EnvdError for a combination that is a mistake."""
+        """Raise EnvdError for an address that is none, or a combination that is a mistake."""
+        if not _is_address(self.address):
+            raise EnvdError(
+                f"--listen {self.address!r} is no address: write unix:/path or host:port, as 127.0.0.1:7070"
+            )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise EnvdError("--tls-cert and --tls-key belong together: give both")
         if self.tls_client_ca is not None and self.tls_cert is None:
@@ -71,7 +75,8 @@ class Listening:
             credentials = grpc.ssl_server_credentials([pair], client_ca, require_client_auth=client_ca is not None)
             server.add_secure_port(self.address, credentials)
         except RuntimeError as error:
-            raise EnvdError(f"envd can't listen on {self.address}: {error}") from error
+            words = "check that its directory is there, that nobody else listens on it, and that you may"
+            raise EnvdError(f"envd can't listen on {self.address}: {words}") from error
 
 
 class KeyCheck(grpc.aio.ServerInterceptor):
@@ -111,6 +116,15 @@ def _refusing(handler: Any, audit: AuditLog, method: str) -> Any:
 
     make = HANDLERS[bool(handler.request_streaming), bool(handler.response_streaming)]
     return make(many if handler.response_streaming else one)
+
+
+def _is_address(address: str) -> bool:
+    """Whether gRPC would take it as it reads: a port beyond 65535 it counts from 0 again."""
+    kind, _, rest = address.partition(":")
+    if kind in ("unix", "unix-abstract"):
+        return bool(rest)
+    host, _, port = address.removeprefix("ipv4:").removeprefix("ipv6:").rpartition(":")
+    return bool(host) and port.isdecimal() and int(port) <= 65535
 
 
 def _is_local(address: str) -> bool:

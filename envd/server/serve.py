@@ -25,7 +25,7 @@ from contracts.owned import fate_of_owner, owned_name, sweep_abandoned
 from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
 from envd.backends.base import Backend, IsolationLevel
-from envd.connection import MESSAGE_BYTES, Access
+from envd.connection import MESSAGE_BYTES, Access, read_secret
 from envd.errors import BackendUnavailable, EnvdError
 from envd.sandbox import linux
 from envd.sandbox.cgroups import OWNED, remove_groups
@@ -63,6 +63,7 @@ _SERVER_OPTIONS = [
     ("grpc.max_metadata_size", 16 * 1024),
     ("grpc.so_reuseport", 0),
 ]
+_SERVICES = tuple(service.full_name for service in pb.DESCRIPTOR.services_by_name.values())
 _log = logging.getLogger("envd")
 
 
@@ -84,17 +85,25 @@ class Options:
     audit_calls: bool = False
     """Calls are events too."""
     peer_ca: Path | None = None
-    """Certificates of the servers that sandboxes are moved to; None: they are reached without TLS."""
+    """Certificates of the servers that sandboxes are moved to, which are shown our own; None: they are reached without TLS."""
     metrics: str | None = None
     """HOST:PORT of the metrics; None: there are none."""
     with_parent: int | None = None
     """Stop when this process, the parent, dies."""
+
+    def peers(self) -> Access:
+        """How the servers that sandboxes are moved to are reached. Raises EnvdError for certificates that can't be read."""
+        if self.peer_ca is None:
+            return Access()
+        read_secret(self.peer_ca)
+        return Access(tls_ca=self.peer_ca, tls_cert=self.listening.tls_cert, tls_key=self.listening.tls_key)
 
 
 async def serve(options: Options) -> None:
     """Serve until SIGTERM or SIGINT. Raises EnvdError, in one line, for what can't be served."""
     options.listening.check()
     keys, policy = options.listening.keys(), load_policy(_policy_text(options.policy))
+    peers = options.peers()
     stop = _told_to_stop()
     if options.with_parent is not None:
         linux.die_with_parent(signal.SIGTERM)
@@ -118,7 +127,7 @@ async def serve(options: Options) -> None:
             interceptors.insert(0, Observing(observers))
         server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=interceptors)
         watched = Watched(server, sandboxes)
-        probe = _add_services(server, watched, sandboxes, verifications, Access(tls_ca=options.peer_ca))
+        probe = _add_services(server, watched, sandboxes, verifications, peers)
         options.listening.listen(server)
         await server.start()
         audit.record("server.started", "", address=options.listening.address, backends=list(backends))
@@ -126,7 +135,8 @@ async def serve(options: Options) -> None:
             if backend.features.isolation is IsolationLevel.NONE:
                 audit.record("isolation.none", "", backend=name)
         stack.push_async_callback(server.stop, _GRACE_S)
-        await probe.set("", health_pb2.HealthCheckResponse.SERVING)
+        for name in ("", *_SERVICES):
+            await probe.set(name, health_pb2.HealthCheckResponse.SERVING)
         _log.info("listening on %s, backends %s", options.listening.address, ", ".join(backends))
         await _until(stop, [*(each.died() for each in backends.values()), verifications.died()])
         watched.stopping = True
@@ -192,8 +202,7 @@ def _add_services(
         getattr(rpc, f"add_{name}Servicer_to_server")(service, watched)
     probe = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(probe, server)
-    names = [pb.DESCRIPTOR.services_by_name[name].full_name for name in services]
-    reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    reflection.enable_server_reflection([*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     server.add_generic_rpc_handlers((Unknown(sandboxes.audit),))
     return probe
 
