@@ -1,9 +1,10 @@
-"""A real server a backend, shared by the tests of this folder; and where a backend without a server keeps its things."""
+"""A real server a backend, shared by the tests of this folder; where a backend without a server keeps its things; an agent without a sandbox."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from envd.local import LocalEnvd
 from envd.native import spawner_binary
 from envd.native.build import build
 from envd.sandbox.cgroups import OWNED
+from tests.envd.guests import KINDS, Guest, alive
 from tests.envd.harness import Harness
 
 
@@ -53,3 +55,18 @@ def native_helper(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("no C compiler: the native spawner can't be built")
     build()
     assert spawner_binary() is not None
+
+
+@pytest.fixture(params=KINDS)
+def guest(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Guest]:
+    started = Guest(request.param, tmp_path)
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def mark() -> Iterator[str]:
+    """A number of seconds that no other sleep on this machine has."""
+    name = f"9{time.time_ns() % 10**9}"
+    yield name
+    assert alive(name) == []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -217,3 +219,15 @@ def test_the_numbers_are_the_kernels() -> None:
         }
         found = {number: name for number, name in syscalls._names(machine).items() if number in known}
         assert found == {number: known[number] for number in found} and len(found) >= 60
+
+
+def test_a_filter_that_nobody_may_watch_is_a_quiet_one() -> None:
+    """The kernel gives one listener at most to what runs under several filters."""
+    code = (
+        "import os\nfrom envd.sandbox import linux, syscalls\nlinux.no_new_privileges()\n"
+        "first, second = syscalls.filter_calls_watched(), syscalls.filter_calls_watched()\n"
+        "assert first >= 0 and second == -1, (first, second)\n"
+        "try:\n    os.chroot('/')\nexcept PermissionError:\n    print('refused')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=False)
+    assert (done.stdout, done.returncode) == ("refused\n", 0), done.stderr
