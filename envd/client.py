@@ -122,16 +122,17 @@ class SandboxClient:
         backend: str = "",
         policy: str = "",
         idempotency_key: str | None = None,
+        timeout_s: float = RPC_GRACE_S,
     ) -> Sandbox:
         """Start a sandbox with its own copy of the template's workspace; it answers calls when this returns.
 
         limits: None for the server's defaults. backend: empty for the server's choice. policy: YAML, within the server's own. idempotency_key: a retry with the same one
-        gets the same sandbox. Cancelled without one, it ends what the server still makes.
+        gets the same sandbox. Cancelled without one, it ends what the server still makes. timeout_s: pods that pull their image take minutes.
         """
         request = _create_request(template, limits, env, labels, backend, policy)
         if idempotency_key is not None:  # a retry may want it
-            return self._made(await self._ask("Create", request, key=idempotency_key))
-        return await self._wanted(self._ask("Create", request))
+            return self._made(await self._ask("Create", request, timeout_s, idempotency_key))
+        return await self._wanted(self._ask("Create", request, timeout_s))
 
     async def create_many(
         self,

@@ -233,7 +233,7 @@ async def _state(live: Live) -> pb.SandboxState:
         expires_in_s=max(live.expires - now, 0),
         memory_bytes=usage.memory_bytes,
         pids=usage.pids,
-        cpu_s=usage.cpu_s,
+        cpu_s=live.spent_s + usage.cpu_s,
         labels=live.labels,
         host_name=live.spec.host_name,
         lost=live.lost,

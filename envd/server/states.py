@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from contracts.pb import envd_pb2 as pb
-from envd.errors import Unsupported
+from envd.errors import EnvdError, Unsupported
 from envd.messages import limits_message
 from envd.server.admission import Wanted
 from envd.server.live import Live
@@ -96,6 +97,8 @@ class States:
             box, live.box = live.box, None
             live.state, live.stored, live.lost = "hibernated", into, lost
             assert box is not None
+            with suppress(EnvdError, OSError):
+                live.spent_s += (await box.usage()).cpu_s
             await box.destroy()
 
     async def _fork(self, live: Live) -> Live:

@@ -68,8 +68,10 @@ def test_a_hibernated_sandbox_comes_back_with_its_files_under_its_id(anywhere: H
     async def job(sandbox: Sandbox) -> None:
         await sandbox.call(FIX)
         await sandbox.files.write("data/binary", bytes(range(256)))
+        used_s = (await sandbox.status()).cpu_s
         status = await sandbox.hibernate()
         assert (status.state, status.lost, status.memory_bytes) == ("hibernated", ("processes",), 0)
+        assert status.cpu_s >= used_s, "what it used before counts on"
         assert (await sandbox.hibernate()).state == "hibernated"
         for call in (sandbox.call(READ), sandbox.diff(), sandbox.processes.list()):
             with pytest.raises(WrongState, match="Resume"):
