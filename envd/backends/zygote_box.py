@@ -130,8 +130,10 @@ async def start_zygote_backend(run_dir: Path, name: str, *, isolated: bool) -> Z
 
 
 def _one_of(groups: Mapping[str, Path]) -> int:
-    """A process in these control groups, as this host counts; 0 where there is none."""
-    try:
-        return int(next(iter(groups.values())).joinpath("cgroup.procs").read_text().split()[0])
-    except (StopIteration, OSError, IndexError, ValueError):
-        return 0
+    """A process in these control groups, as this host counts; 0 where there is none. Not each of them need be one that is used."""
+    for group in groups.values():
+        try:
+            return int(group.joinpath("cgroup.procs").read_text().split()[0])
+        except (OSError, IndexError, ValueError):
+            continue
+    return 0

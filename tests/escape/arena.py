@@ -37,7 +37,7 @@ class Outcome:
 
     text: str
     kinds: tuple[str, ...]
-    """Events recorded meanwhile."""
+    """Events recorded meanwhile, without the trail of calls."""
     called: bool
     """Whether the trail of calls names what it ran."""
 
@@ -147,7 +147,7 @@ class Arena:
         deadline = time.monotonic() + _EVENT_S
         while True:
             events = [event async for event in self.client.audit(sandbox_id=sandbox_id, after=since)]
-            kinds = tuple(event.kind for event in events)
+            kinds = tuple(event.kind for event in events if event.kind not in TRAIL)
             called = any(event.kind in TRAIL and mark in event.detail_json for event in events)
             if (expected & set(kinds) if expected else called) or time.monotonic() > deadline:
                 return kinds, called
