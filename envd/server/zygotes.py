@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import socket
@@ -26,14 +27,14 @@ _MIB = 1024 * 1024
 class Link:
     """The server's end of one sandbox's connection. Requests are answered in order, one at a time."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kill: Callable[[], None]) -> None:
+        self._reader, self._writer, self._kill = reader, writer, kill
         self._lock = asyncio.Lock()
 
     async def ask(self, header: dict[str, Any], blob: bytes = b"", *, timeout_s: float) -> tuple[dict[str, Any], bytes]:
         """One request and its reply.
 
-        Raises SandboxGone after a failure or a timeout: the link is closed then, and the sandbox ends with it.
+        Raises SandboxGone after a failure or a timeout: the sandbox is killed then. So it is when the caller gives up.
         """
         async with self._lock:
             try:
@@ -44,22 +45,26 @@ class Link:
                     body = await self._reader.readexactly(header_length + blob_length)
                 reply = json.loads(body[:header_length])
             except (OSError, EOFError, ValueError, TimeoutError) as error:
-                self.close()
+                self._end()
                 raise SandboxGone("the sandbox ended: it used up a limit, crashed or hung") from error
             except asyncio.CancelledError:
-                self.close()  # the caller has gone; a reply would answer nobody
+                self._end()  # a reply would answer nobody
                 raise
         if not isinstance(reply, dict):
-            self.close()
+            self._end()
             raise SandboxGone("the sandbox answered nonsense")
         if "failed" in reply:
-            self.close()
+            self._end()
             raise SandboxGone(f"the sandbox failed: {reply['failed']}")
         return reply, body[header_length:]
 
     def close(self) -> None:
-        """Close the connection: the agent at its other end exits, and its sandbox with it."""
+        """Close the connection: what is at its other end exits once it waits for a request, and its sandbox with it."""
         self._writer.close()
+
+    def _end(self) -> None:
+        self.close()
+        self._kill()  # it may be at work, and would go on with that
 
     async def closed(self) -> None:
         """Wait until the other end has gone too."""
@@ -136,7 +141,7 @@ class Zygote:
             except BaseException:
                 writer.close()
                 raise
-        link = Link(reader, writer)
+        link = Link(reader, writer, functools.partial(self._kill, name))
         try:
             await link.ask({"op": "init", "env": env}, timeout_s=_START_TIMEOUT_S)
         except SandboxGone as error:
