@@ -153,7 +153,9 @@ class FilesService(Service, rpc.FilesServicer):
                     pieces.clear()
                     if size <= disk:
                         reason = f"uploads of {self._uploading} bytes are under way"
-                        self.sandboxes.audit.record("request.refused", header.sandbox_id, method="Upload", reason=reason)
+                        self.sandboxes.audit.record(
+                            "request.refused", header.sandbox_id, method="Upload", reason=reason
+                        )
                     await _let_pass(request)
                     raise FileError.of(errno.EFBIG if size > disk else errno.EAGAIN, header.path)
                 async with asyncio.timeout(_IDLE_S):
