@@ -48,8 +48,13 @@ class States:
         return await self.handed_over(self._fork(live))
 
     async def snapshot(self, live: Live) -> tuple[str, int, tuple[str, ...]]:
-        """Keep its state: (snapshot id, bytes, what it does not hold)."""
-        return await self._sandboxes.finished(self._snapshot(live))
+        """Keep its state: (snapshot id, bytes, what it does not hold). When the caller has gone meanwhile it is removed: nobody knows of it."""
+        task = self._sandboxes.background(self._snapshot(live))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(self._delete_unknown)
+            raise
 
     async def restore(self, identity: str, limits: pb.Limits) -> Live:
         """A new sandbox from a snapshot. Limits that are named replace the snapshot's."""
@@ -174,6 +179,10 @@ class States:
         assert live.box is not None
         await live.box.resume()
         live.box.guest.release()
+
+    def _delete_unknown(self, task: asyncio.Task[tuple[str, int, tuple[str, ...]]]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            self._sandboxes.background(self._sandboxes.snapshots.delete(task.result()[0]))
 
     def _end_unknown(self, task: asyncio.Task[Live]) -> None:
         if not task.cancelled() and task.exception() is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ import pytest
 
 from envd.client import EnvdError, Limits, Sandbox, SandboxClient, SandboxGone, ToolCall
 from envd.errors import PolicyDenied, TemplateError, Unsupported, WrongState
-from tests.envd.harness import FILES, FIX, Harness
+from tests.envd.harness import FILES, FIX, Harness, served
 
 READ = ToolCall("read", {"path": "calc.py"})
 
@@ -170,6 +171,29 @@ def test_states_of_all_sandboxes_are_listed_by_their_labels(anywhere: Harness) -
         assert await client.list({"run": "listing"}) == []
 
     anywhere.client(job)
+
+
+def test_a_snapshot_that_nobody_waits_for_is_not_kept(tmp_path: Path) -> None:
+    def there() -> list[str]:
+        return [each.name for each in tmp_path.glob("state/*/snapshots/*") if not each.name.startswith(".held-")]
+
+    async def job() -> None:
+        async with served(tmp_path) as client:
+            sandbox = await client.create(await client.put_template(FILES))
+            await sandbox.files.upload("large", random.Random(0).randbytes(30 << 20))
+            identity, _ = await sandbox.snapshot()
+            assert there() == [identity]
+            keeping = asyncio.ensure_future(sandbox.snapshot())
+            while len(there()) == 1:
+                await asyncio.sleep(0.001)
+            keeping.cancel()
+            async with asyncio.timeout(20):
+                while there() != [identity]:
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
+            assert there() == [identity]
+
+    asyncio.run(job())
 
 
 def test_a_batch_that_is_refused_gives_the_errors_that_one_creation_gives(plain: Harness) -> None:
