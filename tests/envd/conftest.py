@@ -15,7 +15,7 @@ from envd.backends.namespaces import HELPER
 from envd.local import LocalEnvd
 from envd.native import spawner_binary
 from envd.native.build import build
-from envd.sandbox.cgroups import OWNED
+from envd.sandbox.cgroups import OWNED, remove_groups
 from tests.envd.guests import KINDS, Guest, alive
 from tests.envd.harness import Harness
 
@@ -45,6 +45,7 @@ def run_dir() -> Iterator[Path]:
     directory.chmod(0o711)
     yield directory
     shutil.rmtree(directory, ignore_errors=True)
+    remove_groups(directory.name)
 
 
 @pytest.fixture
