@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 
 from contracts.pb import envd_pb2 as pb
+from contracts.pb import envd_pb2_grpc as rpc
 from envd.client import Handle, Limits, ToolCall
 from envd.connection import IDEMPOTENCY_KEY, SANDBOX_TOKEN
 from envd.messages import limits_message
@@ -106,20 +107,25 @@ async def slow_clients(arena: Arena) -> str:
             pass
         sockets.append(sock)
     metadata = ((SANDBOX_TOKEN, sandbox.handle.token),)
-    downloads = [
-        arena.client.files.Download(pb.PathRequest(sandbox_id=sandbox.id, path="big"), metadata=metadata)
-        for _ in range(50)
-    ]
+    narrow = grpc.aio.insecure_channel(arena.address, options=[("grpc.http2.bdp_probe", 0)])  # takes 64 KiB a stream
+    stub: Any = rpc.FilesStub(narrow)  # type: ignore[no-untyped-call]
+    request = pb.PathRequest(sandbox_id=sandbox.id, path="big")
+    downloads = [stub.Download(request, metadata=metadata) for _ in range(50)]
     for each in downloads:
         await each.read()
     follows = [arena.client.sandboxes.Audit(pb.AuditRequest(follow=True)) for _ in range(50)]
     for each in follows:
         await each.read()
     took = await arena.neighbour.look()
-    await asyncio.sleep(STALLED_S + 1)
+    deadline = time.monotonic() + 3 * STALLED_S
+    while time.monotonic() < deadline:  # how long a write waits is looked at when it has begun
+        if any([event.kind == "client.stalled" async for event in arena.client.audit(sandbox_id=sandbox.id)]):
+            break
+        await asyncio.sleep(1)
     grown = (arena.host.server_bytes() - before) >> 20
     for each in [*downloads, *follows]:
         each.cancel()
+    await narrow.close()
     for sock in sockets:
         sock.close()
     return f"{'BREACH' if grown > 300 else 'bounded'}: it grew by {grown} MiB; the neighbour answered in {took:.3f} s"
