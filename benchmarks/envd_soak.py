@@ -269,10 +269,12 @@ async def _live(address: str) -> int:
 
 
 def _spawners(server: int) -> list[int]:
+    """What starts its sandboxes: the native spawner, or the Python zygote that forks no verifiers."""
     found = []
     for pid, parent in descendants(server).items():
         with suppress(OSError):
-            if parent == server and b"spawn" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if parent == server and (b"spawn" in command or b"\0--role\0agent\0" in command):
                 found.append(pid)
     return found
 

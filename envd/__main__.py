@@ -59,11 +59,6 @@ class _JsonLines(logging.Formatter):
         return json.dumps(said)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """gRPC writes a whole trace for bytes that are no message: anybody could fill a disk with them."""
-    return record.exc_info is None or getattr(record.exc_info[0], "__name__", "") != "DecodeError"
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     given = sys.argv[1:] if argv is None else argv
@@ -74,9 +69,8 @@ def main(argv: list[str] | None = None) -> int:
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonLines())
     logging.basicConfig(level=arguments.log_level.upper(), handlers=[handler])
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
     # Read by gRPC when it is first used. Its handlers of fork crash a child now and then that uvloop is about to make another program.
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     try:
         _run(_served(arguments))
     except (EnvdError, OSError) as error:
@@ -115,6 +109,7 @@ def _add_serving(add: Any) -> None:
     add("--pool", type=int, default=0, metavar="N", help="sandboxes kept ready for each template in use (default 0)")
     add("--policy", type=Path, metavar="YAML", help="what sandboxes may be and do (docs/policies.md)")
     add("--audit-log", type=Path, metavar="FILE", help="append audit events to FILE as JSON lines")
+    add("--audit-calls", action="store_true", help="audit events of each call too (docs/policies.md)")
     add("--metrics", metavar="HOST:PORT", help="Prometheus metrics at http://HOST:PORT/metrics")
     add("--snapshot-dir", type=Path, metavar="DIR", help="keep snapshots in DIR, also when the server ends")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
@@ -133,7 +128,12 @@ def _add_access(add: Any) -> None:
     add("--tls-key", type=Path, metavar="PEM", help="its private key")
     add("--tls-client-ca", type=Path, metavar="PEM", help="ask clients for a certificate of this authority")
     add("--key-file", type=Path, metavar="FILE", help="ask for a bearer key; FILE holds those accepted, one a line")
-    add("--peer-ca", type=Path, metavar="PEM", help="speak TLS to servers that sandboxes are moved to")
+    add(
+        "--peer-ca",
+        type=Path,
+        metavar="PEM",
+        help="speak TLS, with our certificate, to servers that sandboxes are moved to",
+    )
     add("--insecure", action="store_true", help="listen beyond this machine without the above")
 
 
@@ -142,7 +142,12 @@ async def _served(arguments: argparse.Namespace) -> None:
     from envd.server.listening import Listening
     from envd.server.serve import Options, serve
 
+<<<<<<< HEAD
     prefer_short_round_trips()
+=======
+    if arguments.pool < 0:
+        raise EnvdError(f"--pool {arguments.pool} must be 0 or more")
+>>>>>>> e7ec04189fd6f65e769b0a18ab481ac5e911fefd
     listening = Listening(
         arguments.listen,
         tls_cert=arguments.tls_cert,
@@ -156,9 +161,10 @@ async def _served(arguments: argparse.Namespace) -> None:
         tuple(arguments.backend.split(",")),
         state_dir=arguments.state_dir,
         snapshot_dir=arguments.snapshot_dir,
-        pool=max(arguments.pool, 0),
+        pool=arguments.pool,
         policy=arguments.policy,
         audit_log=arguments.audit_log,
+        audit_calls=arguments.audit_calls,
         peer_ca=arguments.peer_ca,
         metrics=arguments.metrics,
         with_parent=arguments.with_parent,

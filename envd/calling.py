@@ -18,6 +18,8 @@ _KINDS: dict[grpc.StatusCode, type[errors.EnvdError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.SandboxStartError,
     grpc.StatusCode.ABORTED: errors.ServerBusy,
     grpc.StatusCode.UNAUTHENTICATED: errors.AccessDenied,
+    grpc.StatusCode.PERMISSION_DENIED: errors.PolicyDenied,
+    grpc.StatusCode.UNIMPLEMENTED: errors.Unsupported,
 }
 """For servers that name no class."""
 
@@ -76,6 +78,12 @@ class Caller:
     def _all(self, metadata: Metadata, key: str | None) -> Metadata:
         keyed = ((IDEMPOTENCY_KEY, key),) if key is not None else ()
         return (*self._metadata, *metadata, *keyed)
+
+
+def error_of(code: int, words: str) -> errors.EnvdError:
+    """An error that a reply tells of by the number of a gRPC status."""
+    kind = next((kind for status, kind in _KINDS.items() if status.value[0] == code), errors.EnvdError)
+    return kind(words)
 
 
 def raise_typed(error: grpc.aio.AioRpcError, address: str) -> NoReturn:

@@ -10,14 +10,15 @@ async with SandboxClient(address) as client:
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 from types import TracebackType
 from typing import Any, cast
 
 from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
-from envd.calling import RPC_GRACE_S, Caller
+from envd.calling import RPC_GRACE_S, Caller, error_of
 from envd.client_sandbox import MOVE_S, Sandbox
 from envd.connection import Access
 from envd.errors import EnvdError, SandboxGone, ServerBusy
@@ -50,6 +51,9 @@ __all__ = [
     "VerifyResult",
 ]
 
+_ENDING_S = 10.0
+"""Longest that a client's end waits for sandboxes that nobody wants any more."""
+
 
 class SandboxClient:
     """A connection to one envd server. `address` is `unix:/path` or `host:port`. Holds no state but the channel.
@@ -61,6 +65,7 @@ class SandboxClient:
     def __init__(self, address: str, access: Access = Access()) -> None:
         self.address = address
         self.caller = Caller(address, access)
+        self._ending: set[asyncio.Future[None]] = set()
 
     async def __aenter__(self) -> SandboxClient:
         channel = self.caller.open()
@@ -74,6 +79,8 @@ class SandboxClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=_ENDING_S)
         await self.caller.close()
 
     async def info(self) -> ServerInfo:
@@ -115,15 +122,17 @@ class SandboxClient:
         backend: str = "",
         policy: str = "",
         idempotency_key: str | None = None,
+        timeout_s: float = RPC_GRACE_S,
     ) -> Sandbox:
         """Start a sandbox with its own copy of the template's workspace; it answers calls when this returns.
 
         limits: None for the server's defaults. backend: empty for the server's choice. policy: YAML, within the server's own. idempotency_key: a retry with the same one
-        gets the same sandbox.
+        gets the same sandbox. Cancelled without one, it ends what the server still makes. timeout_s: pods that pull their image take minutes.
         """
         request = _create_request(template, limits, env, labels, backend, policy)
-        reply = await self._ask("Create", request, key=idempotency_key)
-        return self.attach(Handle(reply.sandbox_id, reply.token))
+        if idempotency_key is not None:  # a retry may want it
+            return self._made(await self._ask("Create", request, timeout_s, idempotency_key))
+        return await self._wanted(self._ask("Create", request, timeout_s))
 
     async def create_many(
         self,
@@ -133,14 +142,18 @@ class SandboxClient:
         limits: Limits | None = None,
         env: Mapping[str, str] | None = None,
         labels: Mapping[str, str] | None = None,
+        backend: str = "",
+        policy: str = "",
+        idempotency_key: str | None = None,
     ) -> list[Sandbox | EnvdError]:
-        """Start several, in one round trip. One that could not be started is its error in the list."""
-        request = _create_request(template, limits, env, labels, "", "")
-        reply = await self._ask("CreateBatch", pb.CreateBatchRequest(requests=[request] * count), MOVE_S)
+        """Start several, in one round trip, each as `create` does. One that could not be started is its error in the list."""
+        request = _create_request(template, limits, env, labels, backend, policy)
+        batch = pb.CreateBatchRequest(requests=[request] * count)
+        reply = await self._ask("CreateBatch", batch, MOVE_S, idempotency_key)
         return [
             self.attach(Handle(each.created.sandbox_id, each.created.token))
             if each.HasField("created")
-            else EnvdError(each.error)
+            else error_of(each.code, each.error)
             for each in reply.results
         ]
 
@@ -156,8 +169,7 @@ class SandboxClient:
     async def restore(self, snapshot_id: str, *, limits: Limits | None = None) -> Sandbox:
         """A new sandbox from a snapshot. limits: in place of the snapshot's."""
         request = pb.RestoreRequest(snapshot_id=snapshot_id, limits=None if limits is None else limits_message(limits))
-        reply = await self._ask("Restore", request, MOVE_S)
-        return self.attach(Handle(reply.sandbox_id, reply.token))
+        return await self._wanted(self._ask("Restore", request, MOVE_S))
 
     async def delete_snapshot(self, snapshot_id: str) -> None:
         """Remove a snapshot. Idempotent."""
@@ -200,6 +212,28 @@ class SandboxClient:
             with suppress(ServerBusy):  # it answered, so it works: queue again
                 reply = await self.caller.ask(self._verifier.Verify, request, timeout_s + 4 * RPC_GRACE_S)
         return verify_result_of(reply)
+
+    def _made(self, reply: Any) -> Sandbox:
+        return self.attach(Handle(reply.sandbox_id, reply.token))
+
+    async def _wanted(self, asking: Coroutine[Any, Any, Any]) -> Sandbox:
+        """The sandbox that a call makes, ended when the caller gives up meanwhile.
+
+        gRPC tells a server nothing of a client that leaves while its reply is on the way, so the call is not cancelled: nobody but us
+        would know what came of it.
+        """
+        asked = asyncio.ensure_future(asking)
+        try:
+            return self._made(await asyncio.shield(asked))
+        except asyncio.CancelledError:
+            ending = asyncio.ensure_future(self._unwanted(asked))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+            raise
+
+    async def _unwanted(self, asked: asyncio.Future[Any]) -> None:
+        with suppress(EnvdError):
+            await self._made(await asked).close()
 
     async def _ask(self, method: str, request: Any, timeout_s: float | None = None, key: str | None = None) -> Any:
         if not hasattr(self, "sandboxes"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -63,6 +64,29 @@ def prefer_short_round_trips() -> None:
     Its own engine of events hands each message on from another thread, which takes a tenth of a millisecond of a call on either side.
     """
     os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
+
+
+def add_access(add: Any) -> None:
+    """The options of a command that connects to a server. add: `add_argument` of its parser."""
+    add("--key-file", type=Path, metavar="FILE", help="a file with the server's bearer key")
+    add("--tls-ca", type=Path, metavar="PEM", help="speak TLS, and check the server's certificate against these")
+    add("--tls-cert", type=Path, metavar="PEM", help="our certificate, where the server asks for one")
+    add("--tls-key", type=Path, metavar="PEM", help="its private key")
+
+
+def access_of(arguments: Any) -> Access:
+    """What the options of `add_access` say. Raises EnvdError, one line, for what can't be used."""
+    if (arguments.tls_cert is None) != (arguments.tls_key is None):
+        raise EnvdError("--tls-cert and --tls-key belong together: give both")
+    if arguments.tls_cert is not None and arguments.tls_ca is None:
+        raise EnvdError("--tls-cert needs TLS: give --tls-ca too")
+    key = None
+    if arguments.key_file is not None:
+        lines = (line.strip() for line in read_secret(arguments.key_file).decode(errors="replace").splitlines())
+        key = next((line for line in lines if line and not line.startswith("#")), None)
+        if key is None:
+            raise EnvdError(f"{arguments.key_file} holds no key: write one line")
+    return Access(key, arguments.tls_ca, arguments.tls_cert, arguments.tls_key)
 
 
 def read_secret(path: Path) -> bytes:

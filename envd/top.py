@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -20,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from envd.client import SandboxClient
-from envd.connection import Access, read_secret
+from envd.connection import access_of, add_access
 from envd.errors import EnvdError
 from envd.types import SandboxStatus, ServerInfo
 
@@ -67,10 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks (default 1)")
     add("--once", action="store_true", help="look once and end")
     add("--json", action="store_true", help="print JSON, one object a look")
-    add("--key-file", type=Path, metavar="FILE", help="a file with the server's bearer key")
-    add("--tls-ca", type=Path, metavar="PEM", help="speak TLS, and check the server's certificate against these")
-    add("--tls-cert", type=Path, metavar="PEM", help="our certificate, where the server asks for one")
-    add("--tls-key", type=Path, metavar="PEM", help="its private key")
+    add_access(add)
     return parser
 
 
@@ -78,7 +74,7 @@ async def _top(arguments: argparse.Namespace) -> None:
     labels = _labels(arguments.label)
     if not arguments.interval > 0:
         raise EnvdError(f"--interval {arguments.interval:g} must be above 0")
-    access = Access(_key(arguments.key_file), arguments.tls_ca, arguments.tls_cert, arguments.tls_key)
+    access = access_of(arguments)
     console = Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
     async with SandboxClient(arguments.address, access) as client:
         watch = _Watch(client, labels, _SORTS[arguments.sort])
@@ -181,12 +177,3 @@ def _labels(given: Sequence[str]) -> dict[str, str]:
     if wrong := [key for key, equals, _ in pairs if not (key and equals)]:
         raise EnvdError(f"--label {wrong[0]!r} is no label: write KEY=VALUE")
     return {key: value for key, _, value in pairs}
-
-
-def _key(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    lines = read_secret(path).decode(errors="replace").split()
-    if not lines:
-        raise EnvdError(f"{path} holds no key: write one line")
-    return lines[0]

@@ -82,6 +82,11 @@ class Features:
     helper: str
     """What starts sandboxes: native, python, or a program and its version."""
 
+    @property
+    def offered(self) -> frozenset[str]:
+        """What it can do, as clients are told: a snapshot makes hibernation possible."""
+        return self.can | ({"hibernate"} if "snapshot" in self.can else set())
+
 
 class Box(Protocol):
     """One running sandbox. Its methods raise SandboxGone when it has ended, EnvdError with the reason otherwise."""

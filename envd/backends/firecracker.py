@@ -170,7 +170,7 @@ class FirecrackerBackend:
             await asyncio.to_thread(
                 machine.bring, {KERNEL: media.kernel, RAMDISK: media.ramdisk, ROOT: media.root, TEMPLATE: disk}
             )
-            await machine.start(self._placing(group, shape, os.cpu_count() or 1), mute=False)
+            await machine.start(self._grouped(group, shape, os.cpu_count() or 1), mute=False)
             await machine.boot()
             guest = await machine.reach_agent(_BOOT_S)
             await guest.init(host_name="template", env={})
@@ -209,7 +209,7 @@ class FirecrackerBackend:
                     ]
                     for fd in base:
                         held.callback(os.close, fd)
-                    await machine.start(self._placing(group, shape, spec.limits.cpu), mute=True)
+                    await machine.start(self._grouped(group, shape, spec.limits.cpu), mute=True)
                     await machine.load()
                     guest = await machine.reach_agent(_LOAD_S)
                     await guest.init(host_name=spec.host_name, env=environment(spec), unix_ns=time.time_ns())
@@ -229,9 +229,9 @@ class FirecrackerBackend:
         self._numbers += 1
         return FirecrackerMachine(self._firecracker, self._directory, self._numbers, shape), f"m{self._numbers}"
 
-    def _placing(self, group: str, shape: Shape, cpu: float) -> Callable[[int], None]:
+    def _grouped(self, group: str, shape: Shape, cpu: float) -> list[Path]:
         memory = (shape.machine_mb + _VMM_MB) << 20
-        return lambda pid: self._groups.place(group, pid, memory=memory, pids=_PROCESSES, cpu=cpu)
+        return self._groups.entrance_files(group, memory=memory, pids=_PROCESSES, cpu=cpu)
 
     def _forget(self, box: FirecrackerBox, group: str) -> None:
         self._boxes.discard(box)

@@ -21,6 +21,7 @@ from contracts.owned import owned_name, remove
 from envd.backends import firecracker
 from envd.backends.base import Box, BoxSpec
 from envd.sandbox.cgroups import OWNED
+from envd.sandbox.delegation import make_room
 from envd.sandbox.linux import sandbox_owner
 from envd.server.templates import Templates
 from envd.types import Limits
@@ -34,6 +35,7 @@ async def launch(
     """Start `count` machines, all at the same time as far as the host can. Returns milliseconds and a rate."""
     run_dir = Path(tempfile.gettempdir(), f"{OWNED}{owned_name()}")
     run_dir.mkdir(mode=0o711)
+    make_room()
     try:
         templates = Templates(run_dir / "templates", sandbox_owner())
         (run_dir / "templates").mkdir()

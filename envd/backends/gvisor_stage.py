@@ -147,7 +147,9 @@ class Stage:
         os.setsid()
         if request["limits"] is not None:
             memory, pids, cpu = request["limits"]
-            self._groups.place(request["box"], os.getpid(), memory=memory, pids=pids, cpu=cpu)
+            for entrance in self._groups.entrances(request["box"], memory=memory, pids=pids, cpu=cpu):
+                os.write(entrance, b"0")
+                os.close(entrance)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         # Out of the way first: none of them may be overwritten before it is put in place.

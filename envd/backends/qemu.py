@@ -25,7 +25,8 @@ from envd.backends.vm_box import MachineBox
 from envd.backends.vm_families import Families, Family, family_budget_mb
 from envd.backends.vm_machine import About, Shape, environment, read_about, write_about
 from envd.backends.vm_media import Media
-from envd.backends.vm_qemu import Parts, Qemu, QemuMachine, find, open_all
+from envd.backends.vm_qemu import QemuMachine, open_all
+from envd.backends.vm_qemu_command import Parts, Qemu, find
 from envd.errors import BackendUnavailable, EnvdError, SandboxGone, SandboxStartError
 from envd.sandbox.cgroups import Cgroups
 
@@ -137,7 +138,7 @@ class QemuBackend:
                 parts = Parts(root, template, memory=memory, shared=True, kernel=kernel, ramdisk=ramdisk)
                 group = self._group()
                 machine = await QemuMachine.start(
-                    self._qemu, shape, parts, self._placing(group, shape, os.cpu_count() or 1)
+                    self._qemu, shape, parts, self._grouped(group, shape, os.cpu_count() or 1)
                 )
                 try:
                     await machine.go()
@@ -166,7 +167,7 @@ class QemuBackend:
         try:
             async with self._starting, asyncio.timeout(_RESTORE_S):
                 machine = await QemuMachine.start(
-                    self._qemu, shape, parts, self._placing(group, shape, spec.limits.cpu)
+                    self._qemu, shape, parts, self._grouped(group, shape, spec.limits.cpu)
                 )
                 await machine.read_state(state, without_memory=parts.memory is not None)
                 await machine.go()
@@ -189,10 +190,10 @@ class QemuBackend:
         self._placed += 1
         return f"m{self._placed}"
 
-    def _placing(self, group: str, shape: Shape, cpu: float) -> Callable[[int], None]:
+    def _grouped(self, group: str, shape: Shape, cpu: float) -> list[Path]:
         # twice: its own pages, and the family's, which are charged to whoever reads them first (a snapshot reads them all)
         memory = (2 * shape.machine_mb + _QEMU_MB) << 20
-        return lambda pid: self._groups.place(group, pid, memory=memory, pids=_THREADS, cpu=cpu)
+        return self._groups.entrance_files(group, memory=memory, pids=_THREADS, cpu=cpu)
 
     def _forget(self, box: QemuBox, group: str) -> None:
         self._boxes.discard(box)

@@ -12,7 +12,7 @@ import asyncio
 import os
 import shutil
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,11 +116,9 @@ class FirecrackerMachine:
                 shutil.copyfile(source, self.root / name)
                 (self.root / name).chmod(0o644)
 
-    async def start(self, place: Callable[[int], None], *, mute: bool) -> None:
-        """Start Firecracker and wait for its API. place: is given the pid that limits are to hold for, with all that it starts."""
-        self._process = VmmProcess(self._command(), directory=self.root, gate=True, mute=mute)
-        place(self._process.pid)
-        self._process.open_gate()
+    async def start(self, groups: Sequence[Path], *, mute: bool) -> None:
+        """Start Firecracker and wait for its API. groups: as `VmmProcess` takes them."""
+        self._process = VmmProcess(self._command(), directory=self.root, groups=groups, mute=mute)
         self._directory = os.open(self.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         # through the descriptor, since a socket's path may have 107 bytes only and the jail's is longer
         transport = httpx.AsyncHTTPTransport(uds=f"/proc/self/fd/{self._directory}/{API}")

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from envd.errors import BackendUnavailable
@@ -16,7 +15,12 @@ from envd.sandbox.linux import sandbox_owner
 
 _TAIL = 4096
 """Bytes kept of what a VMM says on its standard error."""
-_GATE = ("sh", "-c", 'read -r go && exec "$@" </dev/null', "sh")
+_ENTER = (
+    "sh",
+    "-c",
+    'left=$1; shift; while [ "$left" -gt 0 ]; do echo 0 >"$1" || exit 1; shift; left=$((left - 1)); done; exec "$@"',
+    "sh",
+)
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -48,12 +52,12 @@ class VmmProcess:
         pass_fds: Sequence[int] = (),
         *,
         directory: Path | None = None,
-        gate: bool = False,
+        groups: Sequence[Path] = (),
         mute: bool = False,
     ) -> None:
         """Start it. Call on the event loop's own thread: it dies when the thread that started it does.
 
-        gate: it does nothing until `open_gate`, so that its limits hold from its first instruction on. mute: its standard output, which a
+        groups: of `Cgroups.entrance_files`; it enters them first, so that its limits hold from its first instruction on. mute: its standard output, which a
         guest's console may flood, goes nowhere.
         """
         self._loop = asyncio.get_running_loop()
@@ -63,8 +67,8 @@ class VmmProcess:
         os.set_blocking(self._words, False)
         try:
             self._process = subprocess.Popen(
-                [*_GATE, *command] if gate else list(command),
-                stdin=subprocess.PIPE if gate else subprocess.DEVNULL,
+                [*_ENTER, str(len(groups)), *map(str, groups), *command] if groups else list(command),
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL if mute else writing,
                 stderr=writing,
                 pass_fds=tuple(pass_fds),
@@ -89,13 +93,6 @@ class VmmProcess:
     def said(self) -> str:
         """The end of what it said, on one line."""
         return " ".join(self._said.decode(errors="replace").split())
-
-    def open_gate(self) -> None:
-        """Let it begin."""
-        if self._process.stdin is not None:
-            with suppress(BrokenPipeError):
-                self._process.stdin.write(b"go\n")
-                self._process.stdin.close()
 
     def kill(self) -> None:
         """End it; `ended` tells when it has."""

@@ -23,19 +23,25 @@ _SLACK = 64 * _MIB
 """Bytes of a tar beyond the files' own: names, padding, the template's share is added by the caller's disk limit twice."""
 _DEADLINE_S = 600.0
 _FULL_S = 0.005
-_WRITE = ["/usr/bin/tar", "--create", "--format=posix", "--numeric-owner", "--sparse", "--file=-", "."]
+_RING = 16 * _MIB
+_RECORDS, _RECORD = 400, 20 * 512
+"""Records that tar writes between two waits for a line on its standard input, and the bytes of each: it is never far enough ahead to fill the ring."""
+_WAIT = [f"--checkpoint={_RECORDS}", "--checkpoint-action=exec=read go"]
+_WRITE = ["/usr/bin/tar", "--create", "--format=posix", "--numeric-owner", "--sparse", *_WAIT, "--file=-", "."]
 _EMPTY_AND_READ = "find . -mindepth 1 -delete && exec /usr/bin/tar --extract --preserve-permissions --numeric-owner --no-same-owner --file=-"
 
 
 async def save_workspace(guest: GuestLink, into: Path, disk_mb: int) -> tuple[str, ...]:
     """Write `into`/workspace.tar and return what is not kept. Raises EnvdError, SandboxGone."""
     bound = 4 * disk_mb * _MIB + _SLACK
-    process = await _start(guest, _WRITE, stdin=False)
+    process = await _start(guest, _WRITE, stdin=True)
     draft = into / f".{NAME}"
-    written = 0
+    written = allowed = 0
     try:
         with draft.open("xb") as file:
             while True:
+                while allowed * _RECORDS * _RECORD <= written:
+                    allowed += await _let_on(guest, process)
                 chunk = await guest.output(process, 1, written, wait_s=30.0)
                 if chunk.start != written:
                     raise EnvdError("the workspace can't be saved: its tar was cut; take the snapshot again")
@@ -80,10 +86,18 @@ async def load_workspace(guest: GuestLink, snapshot: Path) -> None:
 
 async def _start(guest: GuestLink, argv: list[str], *, stdin: bool) -> int:
     try:
-        process, _ = await guest.start(argv, stdin=stdin, timeout_s=_DEADLINE_S, ring=16 * _MIB)
+        process, _ = await guest.start(argv, stdin=stdin, timeout_s=_DEADLINE_S, ring=_RING)
     except OSError as error:
         raise EnvdError(f"tar does not start in the sandbox ({error}): end some of its processes") from error
     return process
+
+
+async def _let_on(guest: GuestLink, process: int) -> int:
+    """Let tar go on after one more wait: lines that it took, or that it needs no more."""
+    try:
+        return await guest.stdin(process, b"\n")
+    except OSError:
+        return 1  # it has ended
 
 
 async def _finish(guest: GuestLink, process: int, what: str, *, allowed: tuple[int, ...]) -> None:

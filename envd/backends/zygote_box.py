@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from envd.backends.base import BoxSpec, Features, IsolationLevel, Usage
@@ -50,6 +50,10 @@ class ZygoteBox:
     async def destroy(self) -> None:
         """End it and leave nothing."""
         await self._zygote.end_guest(self._spec.name, self._guest)
+
+    def tell_refusals(self, tell: Callable[[str, int], None]) -> None:
+        """See `TellsRefusals`. Never called where nothing filters system calls."""
+        self._zygote.tell_refusals(self._spec.name, tell)
 
     def _measure(self) -> Usage:
         found = measure(self._groups)
@@ -126,8 +130,10 @@ async def start_zygote_backend(run_dir: Path, name: str, *, isolated: bool) -> Z
 
 
 def _one_of(groups: Mapping[str, Path]) -> int:
-    """A process in these control groups, as this host counts; 0 where there is none."""
-    try:
-        return int(next(iter(groups.values())).joinpath("cgroup.procs").read_text().split()[0])
-    except (StopIteration, OSError, IndexError, ValueError):
-        return 0
+    """A process in these control groups, as this host counts; 0 where there is none. Not each of them need be one that is used."""
+    for group in groups.values():
+        try:
+            return int(group.joinpath("cgroup.procs").read_text().split()[0])
+        except (OSError, IndexError, ValueError):
+            continue
+    return 0

@@ -29,7 +29,6 @@ _ALONE = 'builtin eval "$__envd_command" 200<&- 201>&- </dev/null >"$__envd_out"
 _DRIVER = f"while {_READ}; do if [[ $__envd_mode == together ]]; then {_TOGETHER} else {_ALONE}; fi; done"
 _RESET_SIGNALS = [signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP]
 _MAX_STATUS = 1 << 16
-_STATUS_GONE = -signal.SIGKILL
 
 
 @dataclass
@@ -113,6 +112,8 @@ class Shell:
         self._timer: Timer | None = None
         self._pid: int | None = None
         self._code: int | None = None
+        self._death: int | None = None
+        """How it died while nothing ran in it: the next job is told, since state it may count on is lost."""
         self._control = self._status = self._alive = -1
         self._unsent = b""
         self._said = b""
@@ -154,6 +155,10 @@ class Shell:
                 job.answer(error)
 
     def _begin(self, job: Job) -> None:
+        if job.commands and self._death is not None:
+            code, self._death = self._death, None
+            job.answer([Ended(code, False, True, 0, b"", b"") for _ in job.commands])
+            return
         self._job = job
         self._start()
         if not job.commands:  # whoever asks wants the shell to run before its first command
@@ -254,6 +259,7 @@ class Shell:
             self._complete(job, died=True)
             return
         self._reap()
+        self._death = self._last_code()
         self._let_go()
         if job is not None:
             self._complete(job)
@@ -267,7 +273,7 @@ class Shell:
             if each.code is not None:
                 results.append(Ended(each.code, False, False, each.kept.true_bytes, head, tail))
             else:
-                last = 0 if timed_out else code if code >= 0 else 128 - code
+                last = 0 if timed_out else code
                 results.append(Ended(last, timed_out, not timed_out, each.kept.true_bytes, head, tail))
         self._finish(job)
         job.answer(results)
@@ -320,9 +326,14 @@ class Shell:
         self._reap()
         kill_since(os.getpid(), job.before | frozenset(self._kept()), self._reap)
         self._reap()
-        code = _STATUS_GONE if self._code is None else self._code
+        code = self._last_code()
         self._let_go()
         return code
+
+    def _last_code(self) -> int:
+        """How the shell ended, as a shell counts it."""
+        code = -signal.SIGKILL if self._code is None else self._code
+        return code if code >= 0 else 128 - code
 
     def _let_go(self) -> None:
         if self._pid is None:

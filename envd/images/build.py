@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -112,6 +113,7 @@ def _build(draft: Path, scratch: Path, packages: Sequence[str]) -> dict[str, obj
     for package in download(packages, scratch / "packages"):
         unpack(package, root)
         versions[field(package, "Package")] = field(package, "Version")
+    versions |= _linter(root)
     _finish_root(root)
     run(
         [
@@ -140,6 +142,17 @@ def _build(draft: Path, scratch: Path, packages: Sequence[str]) -> dict[str, obj
     files = {path.name: _digest(path) for path in sorted(draft.iterdir())}
     whole = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
     return {"version": VERSION, "digest": whole, "files": files, "packages": versions}
+
+
+def _linter(root: Path) -> dict[str, str]:
+    """Bring in the ruff of the Python that builds, which the `lint` tool runs and Debian has no package of. Its version, where there is one."""
+    ruff = Path(sys.executable).parent / "ruff"
+    if not ruff.is_file():
+        return {}
+    (root / "usr/local/bin").mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(ruff, root / "usr/local/bin/ruff")
+    (root / "usr/local/bin/ruff").chmod(0o755)
+    return {"ruff": subprocess.run([ruff, "--version"], capture_output=True, text=True, check=True).stdout.split()[-1]}
 
 
 def _skeleton(root: Path) -> None:
@@ -175,8 +188,7 @@ def _finish_root(root: Path) -> None:
             "-m",
             "compileall",
             "-q",
-            "/usr/lib/python3",
-            "/usr/lib/python3.11",
+            *(f"/usr/lib/{each.name}" for each in sorted((root / "usr/lib").glob("python3*"))),
         ]
     )
 

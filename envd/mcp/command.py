@@ -17,7 +17,7 @@ from mcp.server.stdio import stdio_server
 
 from contracts.errors import describe
 from envd.client import SandboxClient
-from envd.connection import Access, read_secret
+from envd.connection import access_of, add_access, read_secret
 from envd.errors import EnvdError
 from envd.local import LocalEnvd
 from envd.mcp.http import Gate
@@ -55,8 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--address", help="an envd server, unix:/path or host:port (default: a private one)")
-    add("--key-file", type=Path, metavar="FILE", help="the bearer key of that server")
-    add("--tls-ca", type=Path, metavar="PEM", help="speak TLS to that server")
+    add_access(add)
     add("--backend", default="auto", help="backend of a private server (default auto)")
     add("--files", type=Path, metavar="DIR", help="workspaces begin as a copy of this directory (default: empty)")
     add("--http", metavar="HOST:PORT", help="serve streamable HTTP instead of standard streams")
@@ -73,10 +72,10 @@ async def _serve(arguments: argparse.Namespace) -> None:
         raise EnvdError("--timeout must be above 0 and at most 3600, --idle and --lifetime above 0")
     files = {} if arguments.files is None else await asyncio.to_thread(_files, arguments.files)
     listening = None if arguments.http is None else _listening(arguments)
+    access = access_of(arguments)
     async with AsyncExitStack() as stack:
         address = arguments.address or stack.enter_context(LocalEnvd(arguments.backend)).address
-        key = None if arguments.key_file is None else read_secret(arguments.key_file).decode().strip()
-        client = await stack.enter_async_context(SandboxClient(address, Access(key=key, tls_ca=arguments.tls_ca)))
+        client = await stack.enter_async_context(SandboxClient(address, access))
         limits = Limits(lifetime_s=arguments.lifetime)
         sessions = Sessions(client, files, limits, arguments.timeout, arguments.max_sessions)
         stack.push_async_callback(sessions.end_all)

@@ -94,7 +94,7 @@ static int put_empty(struct shell_ask *ask) {
 static void start_first(void) {
     struct shell_ask *ask = asks;
     ask->started = now_ms();
-    if (death >= 0) {
+    if (death >= 0 && ask->count > 0) { /* an ask without commands would tell nobody */
         finish(put_empty(ask), SHELL_DIED);
         return;
     }

@@ -48,7 +48,7 @@ enum report_kind {
     REPORT_FAILED = 3,   /* it could not be set up; words say why; REPORT_ENDED follows */
     REPORT_ENDED = 4,    /* nothing is left of it: value: the wait status of process 1; words: how often limits were hit, as `memory N pids N` */
     REPORT_ARCHIVED = 5, /* value: 0, or what went wrong: words */
-    REPORT_REFUSED = 6,  /* words: a system call that it was refused; value: how many were since the last such report */
+    REPORT_REFUSED = 6,  /* words: a system call that it was refused (spawn_calls.h); value: how many were since the last such report */
 };
 
 struct report {
@@ -123,8 +123,7 @@ int landlock_abi(void);
 /* spawn_filter.c: seccomp; needs no_new_privs */
 void prepare_filter(void);                /* once, in the spawner: its children inherit it */
 int filter_calls(void);                   /* refused calls fail */
-int filter_calls_watched(int *listener);  /* they fail too, and are told to the holder of the listener, which is -1 where kernels can't do that */
-const char *refused_name(int number);
+int filter_calls_watched(int *listener);  /* the holder of the listener answers them; it is -1 where kernels can't do that, and they fail */
 
 /* spawn_watch.c: a process that answers refused calls, so that no flood of them reaches the spawner */
 int watch_start(int control);                            /* the socket that listeners are given it by; -1 with errno */

@@ -36,6 +36,8 @@ int limit_resources(const struct settings *settings, const struct request *wante
     const struct groups *groups = &settings->groups;
     if (limit(RLIMIT_CORE, 0) < 0 || limit(RLIMIT_NOFILE, wanted->open_files) < 0 || limit(RLIMIT_FSIZE, wanted->disk_bytes) < 0)
         return -1;
+    if (limit(RLIMIT_RTPRIO, 0) < 0 || limit(RLIMIT_NICE, 0) < 0) /* whatever the server itself may take of the processors */
+        return -1;
     if (groups->pids < 0 && !groups->unified_limits && limit(RLIMIT_NPROC, wanted->pids) < 0)
         return -1;
     if (groups->memory < 0 && !groups->unified_limits && limit(RLIMIT_AS, wanted->memory_bytes) < 0)

@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include "spawn.h"
+#include "spawn_calls.h"
 
 #define REPORTS 4       /* of one sandbox in a second */
 #define POLITE 10       /* how nice it is */
@@ -26,7 +27,7 @@ struct watched {
     uint32_t calls; /* since the last report */
 };
 
-static void tell(int control, struct watched *watched, int number)
+static void tell(int control, struct watched *watched, const char *call)
 {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
@@ -38,7 +39,7 @@ static void tell(int control, struct watched *watched, int number)
     if (watched->said++ >= REPORTS)
         return;
     struct report said = {.kind = REPORT_REFUSED, .box = watched->box, .value = watched->calls};
-    snprintf(said.words, sizeof said.words, "%s", refused_name(number));
+    snprintf(said.words, sizeof said.words, "%s", call);
     if (send(control, &said, sizeof said, MSG_NOSIGNAL | MSG_DONTWAIT) == sizeof said)
         watched->calls = 0; /* else the server is behind: it is told with the next */
 }
@@ -51,8 +52,11 @@ static bool answer(int control, struct watched *watched, uint32_t events)
         return !(events & (EPOLLHUP | EPOLLERR));
     if (ioctl(watched->listener, SECCOMP_IOCTL_NOTIF_RECV, &asked) < 0)
         return true; /* its thread was killed meanwhile */
-    tell(control, watched, asked.data.nr); /* first: whoever sees what the call led to finds the event there */
-    struct seccomp_notif_resp answered = {.id = asked.id, .error = -EPERM};
+    struct refusal refusal = refusal_of(&asked.data);
+    tell(control, watched, refusal.name); /* first: whoever sees what the call led to finds the event there */
+    struct seccomp_notif_resp answered = {.id = asked.id, .error = -refusal.error};
+    if (refusal.error == 0)
+        answered.flags = SECCOMP_USER_NOTIF_FLAG_CONTINUE; /* the kernel refuses it itself: whatever changes meanwhile, nothing is granted here */
     ioctl(watched->listener, SECCOMP_IOCTL_NOTIF_SEND, &answered);
     return true;
 }

@@ -14,10 +14,13 @@ from typing import NamedTuple
 
 from contracts.owned import abandoned
 from envd.errors import EnvdError
+from envd.sandbox.delegation import CONTROLLERS, enable, own_group
 
 _MOUNT = Path("/sys/fs/cgroup")
 _PERIOD_US = 100_000
 _FREEZE_S = 5.0
+_OPTIONAL = frozenset({"memory.swap.max", "memory.memsw.limit_in_bytes"})
+"""A kernel without swap accounting has no such file."""
 OWNED = "envd-"
 """How the names of run directories begin, and of the groups that are named after them: one that a killed server left is known by it."""
 
@@ -50,7 +53,7 @@ class Cgroups:
     @property
     def enforced(self) -> tuple[str, ...]:
         """Which of memory, pids, cpu the kernel limits for us."""
-        found = ("memory", "pids", "cpu") if self._unified else tuple(self._bases)
+        found = CONTROLLERS if self._unified else tuple(self._bases)
         return tuple(sorted(set(found) - {"unified"}))
 
     @property
@@ -63,20 +66,21 @@ class Cgroups:
         """Of each controller's own group and of the directory that it is in; `unified` is v2."""
         return {key: (fd, self._parents[key]) for key, fd in self._bases.items()}
 
-    def place(self, group: str, pid: int, *, memory: int, pids: int, cpu: float) -> None:
-        """Create a group with these limits (bytes, processes, cores) and move a process into it."""
-        self._make(group, memory=memory, pids=pids, cpu=cpu)
-        for base in self._bases.values():
-            _put(base, f"{group}/cgroup.procs", str(pid))
-
     def entrances(self, group: str, *, memory: int, pids: int, cpu: float) -> list[int]:
         """Create a group with these limits (bytes, processes, cores); a process of one thread enters it by writing b"0" to each of these descriptors.
 
         Whoever moves another process waits for a grace period of the kernel; one that moves itself, on v1, does not.
         """
         self._make(group, memory=memory, pids=pids, cpu=cpu)
-        file = "cgroup.procs" if self._unified else "tasks"
-        return [os.open(f"{group}/{file}", os.O_WRONLY | os.O_CLOEXEC, dir_fd=base) for base in self._bases.values()]
+        return [
+            os.open(f"{group}/{_entrance(key)}", os.O_WRONLY | os.O_CLOEXEC, dir_fd=base)
+            for key, base in self._bases.items()
+        ]
+
+    def entrance_files(self, group: str, *, memory: int, pids: int, cpu: float) -> list[Path]:
+        """The same as files, for a program that is started before it enters."""
+        self._make(group, memory=memory, pids=pids, cpu=cpu)
+        return [path / group / _entrance(key) for key, path in self._paths.items()]
 
     def _make(self, group: str, *, memory: int, pids: int, cpu: float) -> None:
         quota = max(1000, int(cpu * _PERIOD_US))
@@ -91,14 +95,14 @@ class Cgroups:
             }
         else:
             files = {
-                "memory": {"memory.limit_in_bytes": str(memory)},
+                "memory": {"memory.limit_in_bytes": str(memory), "memory.memsw.limit_in_bytes": str(memory)},
                 "pids": {"pids.max": str(pids)},
                 "cpu": {"cpu.cfs_period_us": str(_PERIOD_US), "cpu.cfs_quota_us": str(quota)},
             }
         for controller, base in self._bases.items():
             os.mkdir(group, dir_fd=base)
             for key, value in files.get(controller, {}).items():
-                _put(base, f"{group}/{key}", value, optional=key == "memory.swap.max")
+                _put(base, f"{group}/{key}", value, optional=key in _OPTIONAL)
 
     def remove(self, group: str) -> bool:
         """Remove an empty group. False where its last process is still being torn down."""
@@ -124,16 +128,15 @@ class Cgroups:
 
     def _prepare_unified(self) -> None:
         """Use v2 when it carries the controllers; in a hybrid layout it carries none and v1 does the work."""
-        parent = self._paths["unified"].parent
-        try:
-            (parent / "cgroup.subtree_control").write_text("+memory +pids +cpu")
-            (self._paths["unified"] / "cgroup.subtree_control").write_text("+memory +pids +cpu")
-            self._unified = True
-        except OSError:
-            if self._freezer:
-                return
+        own = self._paths["unified"]
+        self._unified = enable(own.parent) and enable(own)
+        if not self._unified and not self._freezer:
             os.close(self._bases.pop("unified"))
             self._paths.pop("unified").rmdir()
+
+
+def _entrance(controller: str) -> str:
+    return "cgroup.procs" if controller == "unified" else "tasks"
 
 
 def box_groups(name: str, group: str) -> dict[str, Path]:
@@ -148,13 +151,13 @@ def _own_groups() -> dict[str, Path]:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return found
+    unified = own_group()
+    if unified is not None:
+        found["unified"] = unified
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if not controllers:
-            root = _MOUNT if (_MOUNT / "cgroup.controllers").exists() else _MOUNT / "unified"
-            found["unified"] = root / path.lstrip("/")
         for controller in controllers.split(","):
-            if controller in ("memory", "pids", "cpu"):
+            if controller in CONTROLLERS:
                 found[controller] = _MOUNT / controller / path.lstrip("/")
     return {key: path for key, path in found.items() if os.access(path, os.W_OK)}
 

@@ -193,6 +193,8 @@ def limit_process(*, files: int, file_bytes: int, processes: int | None, memory:
     files = min(files, hard) if hard != resource.RLIM_INFINITY else files
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+    for kind in (resource.RLIMIT_RTPRIO, resource.RLIMIT_NICE):  # whatever the server itself may take of the processors
+        resource.setrlimit(kind, (0, 0))
     if processes is not None:
         resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
     if memory is not None:

@@ -3,8 +3,9 @@
     python -m envd.sandbox.zygote CONTROL_FD RUN_DIR NAME --backend namespaces|plain --role agent|verifier
 
 Control messages (JSON, one a datagram): {"id", "template", "host_name", "memory", "pids", "cpu", "disk"} with the sandbox's end of a
-socketpair attached; {"kill": id}. In the role `agent` the zygote says {"gone": id} of each sandbox of which nothing is left. When the
-control connection closes, the server is gone: the zygote kills what it forked, removes groups and directories, and ends.
+socketpair attached; {"kill": id}. In the role `agent` the zygote says {"gone": id} of each sandbox of which nothing is left, and its watcher
+(envd/sandbox/refusals.py) says {"id", "refused", "count"} of system calls. When the control connection closes, the server is gone: the zygote
+kills what it forked, removes groups and directories, and ends.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from typing import Any
 from envd.guest.agent import Agent, refuse
 from envd.sandbox import linux, rootfs, wire
 from envd.sandbox.cgroups import Cgroups
-from envd.sandbox.place import Place, prepare_process, sandbox_environment
+from envd.sandbox.entering import close_all_but, enter_copy, enter_namespaces
+from envd.sandbox.place import Place
 from envd.sandbox.proctree import descendants, kill_since, reap
-from envd.sandbox.syscalls import filter_calls
+from envd.sandbox.refusals import Watcher
+from envd.sandbox.syscalls import prepare_filters
 from envd.tools.paths import WORKSPACE
 
 _OPEN_FILES = 1024
@@ -52,6 +55,7 @@ class Zygote:
         self._supervised = role == "verifier" and self._namespaces and self._owner == linux.SANDBOX_USER
         # Held open because the path is out of sight once this process has a root of its own.
         self._above_run_dir = os.open(run_dir.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._watcher: Watcher | None = None  # a verdict has no use for events: its own say what was tampered with
 
     def run(self) -> None:
         """Prepare, then fork on request until the server goes away."""
@@ -60,6 +64,9 @@ class Zygote:
         linux.adopt_orphans()
         if self._namespaces:
             self._own_root()
+            prepare_filters()
+            if self._role == "agent":
+                self._watcher = Watcher(self._control)
         if self._role == "verifier" and self._namespaces:
             from envd.sandbox.runner import inside_session
 
@@ -173,8 +180,8 @@ class Zygote:
                 os.write(fd, b"0")
             if os.read(go, 1) != b"g":
                 linux.leave(1)
-            place = self._enter_namespaces(request) if self._namespaces else self._plain_copy(request)
-            _close_all_but(sock.fileno())
+            place = self._enter(request)
+            close_all_but(sock.fileno())
             # Not earlier: a change of user undoes it. An agent that is no process 1 has to end what it started by itself.
             ends_by_itself = self._role == "agent" and not self._namespaces
             linux.die_with_parent(signal.SIGTERM if ends_by_itself else signal.SIGKILL)
@@ -191,42 +198,10 @@ class Zygote:
         finally:
             linux.leave(0)
 
-    def _enter_namespaces(self, request: dict[str, Any]) -> Place:
-        linux.unshare(linux.CLONE_NEWCGROUP)  # its groups' place on the host is nobody's business
-        os.setresgid(0, 0, 0)
-        os.setresuid(0, 0, 0)
-        if self._owner == linux.SANDBOX_USER:
-            os.setgroups([])
-        socket.sethostname(request.get("host_name", "sandbox"))
-        rootfs.enter(request["template"], request["disk"])
-        linux.raise_loopback()
-        if self._supervised:
-            linux.become_supervisor()
-        else:
-            linux.drop_capabilities()
-        linux.no_new_privileges()
-        filter_calls()
-        linux.hide_from_ptrace()
-        prepare_process(sandbox_environment("/tmp"))
-        scratch = Path("/tmp/.envd")
-        scratch.mkdir(mode=0o700)
-        os.chdir(WORKSPACE)
-        return Place(Path(WORKSPACE), Path(rootfs.INSIDE_TEMPLATE), scratch)
-
-    def _plain_copy(self, request: dict[str, Any]) -> Place:
-        template = self._run_dir / "templates" / request["template"]
-        if not template.is_dir():
-            raise FileNotFoundError(f"no template {request['template']}")
-        box = self._run_dir / "boxes" / request["id"]
-        workspace, scratch = box / "workspace", box / "scratch"
-        shutil.copytree(template, workspace, symlinks=True)
-        scratch.mkdir()
-        (box / "tmp").mkdir()
-        os.setsid()
-        linux.adopt_orphans()
-        prepare_process(sandbox_environment(str(box / "tmp")))
-        os.chdir(workspace)
-        return Place(workspace, template, scratch)
+    def _enter(self, request: dict[str, Any]) -> Place:
+        if not self._namespaces:
+            return enter_copy(request, self._run_dir)
+        return enter_namespaces(request, owner=self._owner, supervised=self._supervised, watcher=self._watcher)
 
     def _kill(self, identity: str) -> None:
         """End a sandbox, whatever its agent does."""
@@ -294,6 +269,8 @@ class Zygote:
             if not self._boxes:
                 break
             time.sleep(0.005)
+        if self._watcher is not None:
+            self._watcher.stop()
         self._groups.close()
         shutil.rmtree(self._run_dir.name, ignore_errors=True, dir_fd=self._above_run_dir)
 
@@ -308,11 +285,6 @@ def serve(role: str, sock: socket.socket, place: Place) -> None:
         )
     else:
         Agent(sock.fileno(), sock.fileno(), workspace=place.workspace, scratch=place.scratch).serve()
-
-
-def _close_all_but(keep: int) -> None:
-    os.closerange(3, keep)
-    os.closerange(keep + 1, 65536)
 
 
 def main() -> None:

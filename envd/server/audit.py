@@ -1,38 +1,47 @@
 """The audit log: what was denied, limited or tampered with, as numbered events; docs/policies.md lists the kinds.
 
     record() -> memory (the newest `KEEP`), followers, and one line of JSON in FILE
+                the trail of calls, where there is one, beside them: the newest `KEEP_CALLS`, and FILE.calls
 
 A line reaches the kernel before record() returns, so a killed server loses none and leaves at most a torn last line; a thread has the
 disk keep them, a batch at a time. Events come at the pace of hostile code, so repeats are counted instead of kept beyond `BURST` in `WINDOW_S`.
+The trail is not: it holds each call, and since it has memory and files of its own, no number of calls pushes out a denial.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import AsyncIterator
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from envd.server.audit_file import AuditFile
+from envd.server import caller
+from envd.server.audit_file import AuditFile, last_number_of
 
 Kind = Literal[
     "server.started", "policy.denied", "tool.denied", "auth.denied", "request.refused", "path.escape", "limit.memory", "limit.pids",
     "limit.disk", "limit.time", "limit.output", "lifetime.expired", "guest.malformed", "shell.died", "sandbox.died", "isolation.none",
-    "syscall.refused", "verify.tampered", "audit.suppressed", "audit.lost",
+    "syscall.refused", "verify.tampered", "client.stalled", "call.abandoned", "call.begun", "call.made", "audit.suppressed", "audit.lost",
 ]  # fmt: skip
 KINDS: tuple[str, ...] = get_args(Kind)
-KEEP = 16_384
-"""Events kept in memory."""
+TRAIL: frozenset[str] = frozenset({"call.begun", "call.made"})
+"""Kinds of the trail of calls."""
+KEEP, KEEP_CALLS = 16_384, 8_192
+"""Events kept in memory: all but the trail of calls, and that."""
 BURST, WINDOW_S = 32, 10.0
-"""Events of one kind and sandbox that are kept within so many seconds; what comes beyond is counted in one audit.suppressed."""
+"""Events of one kind and sandbox that are kept within so many seconds; what comes beyond is counted in one audit.suppressed. Those of no
+sandbox are counted by where their call came from (`envd.server.caller.source`)."""
 _MAX_SOURCES = 8192
 _MAX_TEXT, _MAX_DETAIL = 512, 4096
+_ENCODER = json.JSONEncoder(sort_keys=True)
 _log = logging.getLogger("envd.audit")
 
 
@@ -51,8 +60,9 @@ class Event:
 
     def line(self) -> bytes:
         """The event as a line of the file."""
-        head = {"number": self.number, "time": self.unix_time, "sandbox": self.sandbox_id, "kind": self.kind}
-        return (json.dumps(head)[:-1] + f', "detail": {self.detail_json}}}\n').encode()
+        sandbox = json.dumps(self.sandbox_id)
+        head = f'"number": {self.number}, "time": {self.unix_time!r}, "sandbox": {sandbox}, "kind": "{self.kind}"'
+        return f'{{{head}, "detail": {self.detail_json}}}\n'.encode()
 
 
 @dataclass
@@ -65,14 +75,24 @@ class _Source:
 class AuditLog:
     """Records events and lets readers follow them. `record` may be called from any thread and never waits for a reader."""
 
-    def __init__(self, path: Path | None = None, *, max_bytes: int = 64 * 1024 * 1024, files: int = 4) -> None:
-        """path: where events are appended, else memory only. A file of max_bytes is moved to PATH.1 and so on, `files` of them
-        are kept. Raises EnvdError when it can't be written or belongs to another server."""
-        self._file = None if path is None else AuditFile(path, max_bytes=max_bytes, files=files)
-        self._number = 0 if self._file is None else self._file.last_number
-        self._ring: list[Event | None] = [None] * KEEP
-        self._oldest = self._number + 1
-        self._sources: dict[tuple[str, str], _Source] = {}
+    def __init__(
+        self, path: Path | None = None, *, calls: bool = False, max_bytes: int = 64 * 1024 * 1024, files: int = 4
+    ) -> None:
+        """path: where events are appended, else memory only; calls: with a trail of calls, which goes to `PATH.calls`. A file of
+        max_bytes is moved to PATH.1 and so on, `files` of them are kept. Raises EnvdError when it can't be written or belongs to
+        another server."""
+        self._number, self._files = 0, tuple[AuditFile, ...]()
+        if path is not None:
+            trail = path.with_name(path.name + ".calls")
+            with contextlib.ExitStack() as opened:
+                for each in (path, trail) if calls else (path,):
+                    self._files += (AuditFile(each, max_bytes=max_bytes, files=files),)
+                    opened.callback(self._files[-1].close)
+                self._number = max(last_number_of(each, files) for each in (path, trail))
+                opened.pop_all()
+        self._events: deque[Event] = deque(maxlen=KEEP)
+        self._trail: deque[Event] = deque(maxlen=KEEP_CALLS)
+        self._sources: dict[tuple[str, str, str], _Source] = {}
         self.counts: Counter[str] = Counter()
         """Events by kind, also those that were only counted."""
         self._lock = threading.Lock()
@@ -85,13 +105,15 @@ class AuditLog:
 
     def record(self, kind: Kind, sandbox_id: str = "", **detail: Any) -> Event | None:
         """Record an event and return it; None when it was one of too many of its kind and sandbox, and only counted."""
+        source, address = ("", "") if sandbox_id else caller.source()
         with self._lock:
             self.counts[kind] += 1
-            if not self._admit(kind, sandbox_id):
+            if not self._admit((kind, sandbox_id, source)):
                 return None
-            event = self._append(kind, sandbox_id, detail)
+            event = self._append(kind, sandbox_id, detail | ({"peer": address} if address else {}))
         self._wake()
-        _log.info("%s %s %s", event.kind, event.sandbox_id or "server", event.detail_json)
+        level = logging.DEBUG if kind in TRAIL else logging.INFO
+        _log.log(level, "%s %s %s", event.kind, event.sandbox_id or "server", event.detail_json)
         return event
 
     def forget(self, sandbox_id: str) -> None:
@@ -104,9 +126,9 @@ class AuditLog:
     def since(self, after: int = 0, sandbox_id: str = "") -> list[Event]:
         """The events in memory with numbers above `after`, of one sandbox or (empty) of all."""
         with self._lock:
-            numbers = range(max(after + 1, self._oldest), self._number + 1)
-            found = [self._ring[number % KEEP] for number in numbers]
-        return [event for event in found if event is not None and sandbox_id in ("", event.sandbox_id)]
+            found = [*_above(after, self._events), *_above(after, self._trail)]
+        found.sort(key=lambda event: event.number)
+        return [event for event in found if sandbox_id in ("", event.sandbox_id)]
 
     async def follow(self, after: int = 0, sandbox_id: str = "") -> AsyncIterator[Event]:
         """Events with numbers above `after`, and then each as it is recorded, without end.
@@ -133,11 +155,13 @@ class AuditLog:
             for key, source in self._sources.items():
                 self._settle(key, source)
             self._sources.clear()
-            if self._file is not None:
-                self._file.close()
+            for file in self._files:
+                file.close()
 
-    def _admit(self, kind: str, sandbox_id: str) -> bool:
-        key, now = (kind, sandbox_id), time.monotonic()
+    def _admit(self, key: tuple[str, str, str]) -> bool:
+        if key[0] in TRAIL:
+            return True
+        now = time.monotonic()
         source = self._sources.get(key)
         if source is None or now - source.since >= WINDOW_S:
             if source is not None:
@@ -152,17 +176,20 @@ class AuditLog:
         source.suppressed += 1
         return False
 
-    def _settle(self, key: tuple[str, str], source: _Source) -> None:
+    def _settle(self, key: tuple[str, str, str], source: _Source) -> None:
+        kind, sandbox_id, where = key
         if source.suppressed:
-            self._append("audit.suppressed", key[1], {"kind": key[0], "count": source.suppressed})
+            told = {"source": where} if where else {}
+            self._append("audit.suppressed", sandbox_id, {"kind": kind, "count": source.suppressed, **told})
 
     def _append(self, kind: str, sandbox_id: str, detail: dict[str, Any]) -> Event:
         self._number += 1
         event = Event(self._number, round(time.time(), 6), sandbox_id[:64], kind, _detail(detail))
-        self._ring[self._number % KEEP] = event
-        self._oldest = max(self._oldest, self._number - KEEP + 1)
-        if self._file is not None and self._file.write(event.line()) and (lost := self._file.take_lost()):
-            self._append("audit.lost", "", {"count": lost, "reason": "the file could not be written"})
+        (self._trail if kind in TRAIL else self._events).append(event)
+        if self._files:
+            file = self._files[-1 if kind in TRAIL else 0]
+            if file.write(event.line()) and (lost := file.take_lost()):
+                self._append("audit.lost", "", {"count": lost, "reason": f"{file.name} could not be written"})
         return event
 
     def _wake(self) -> None:
@@ -171,6 +198,10 @@ class AuditLog:
                 loop.call_soon_threadsafe(news.set)
             except RuntimeError:
                 continue  # its loop has ended
+
+
+def _above(number: int, events: deque[Event]) -> Iterable[Event]:
+    return takewhile(lambda event: event.number > number, reversed(events))
 
 
 def leaves_root(path: str, link_target: str | None = None) -> bool:
@@ -189,11 +220,13 @@ def leaves_root(path: str, link_target: str | None = None) -> bool:
 
 def _detail(detail: dict[str, Any]) -> str:
     """An object in ASCII, each text cut to 512 characters and the whole to 4 KiB."""
-    text = json.dumps({key: _short(value) for key, value in detail.items()}, sort_keys=True)
+    text = _ENCODER.encode({key: _short(value) for key, value in detail.items()})
     return text if len(text) <= _MAX_DETAIL else json.dumps({"cut": text[: _MAX_DETAIL // 2]})
 
 
 def _short(value: Any) -> Any:
+    if isinstance(value, str):
+        return value[:_MAX_TEXT]
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_short(each) for each in list(value)[:32]]
     if isinstance(value, bool | int | float | None):

@@ -23,15 +23,20 @@ class AuditFile:
     def __init__(self, path: Path, *, max_bytes: int, files: int) -> None:
         self._path, self._max_bytes, self._files = path, max_bytes, files
         self._lost = 0
-        self._torn = False
         self._lock_fd = _lock(path)
         self._fd, self._size = self._open()
-        self.last_number = self._take_up()
+        # an earlier server's death may have torn its last line
+        self._torn = bool(self._size) and os.pread(self._fd, 1, self._size - 1) != b"\n"
         self._dirty = threading.Event()
         self._closing = threading.Event()
         self._retired: list[int] = []
         self._keeper = threading.Thread(target=self._keep, name="audit", daemon=True)
         self._keeper.start()
+
+    @property
+    def name(self) -> str:
+        """Its name, without the directory."""
+        return self._path.name
 
     def write(self, line: bytes) -> bool:
         """Append a line. False: the disk refused it, which is counted and not raised, since the server goes on."""
@@ -47,7 +52,8 @@ class AuditFile:
         self._torn = written < len(data)
         if self._torn:
             self._refused("the disk took a part of a line: free some space")
-        self._dirty.set()
+        if not self._dirty.is_set():
+            self._dirty.set()
         return not self._torn
 
     def take_lost(self) -> int:
@@ -76,26 +82,13 @@ class AuditFile:
             raise EnvdError(f"the audit log can't be written: {describe(error)}") from error
         return fd, os.fstat(fd).st_size
 
-    def _take_up(self) -> int:
-        """Go on after what an earlier server wrote: end a line that its death tore, and return the last number."""
-        if self._size and os.pread(self._fd, 1, self._size - 1) != b"\n":
-            self._torn = True
-        for number in (0, *range(1, self._files)):
-            path = self._path if number == 0 else self._aside(number)
-            if (last := _last_number(path)) is not None:
-                return last
-        return 0
-
-    def _aside(self, number: int) -> Path:
-        return self._path.with_name(f"{self._path.name}.{number}")
-
     def _rotate(self) -> None:
         """Oldest first, so that a kill in between leaves a gap in the names and no line lost but the oldest file's."""
         try:
             for number in range(self._files - 1, 0, -1):
-                source = self._path if number == 1 else self._aside(number - 1)
+                source = self._path if number == 1 else _aside(self._path, number - 1)
                 if source.exists():
-                    source.rename(self._aside(number))
+                    source.rename(_aside(self._path, number))
             if self._files == 1:
                 self._path.unlink(missing_ok=True)
             fresh, size = self._open()
@@ -121,6 +114,18 @@ class AuditFile:
         current = os.dup(self._fd)  # a rotation may put another one in its place meanwhile
         _sync(current)
         os.close(current)
+
+
+def last_number_of(path: Path, files: int) -> int:
+    """Number of the last event that servers wrote to a file and those moved aside from it; 0 where there is none."""
+    for each in (path, *(_aside(path, number) for number in range(1, files))):
+        if (last := _last_number(each)) is not None:
+            return last
+    return 0
+
+
+def _aside(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.name}.{number}")
 
 
 def _sync(fd: int) -> None:

@@ -13,7 +13,9 @@ import grpc
 
 from envd.connection import read_secret
 from envd.errors import AccessDenied, EnvdError
+from envd.server import caller
 from envd.server.audit import AuditLog
+from envd.server.observing import HANDLERS
 
 _MIN_KEY = 16
 _HEALTH = "/grpc.health.v1.Health/"
@@ -36,7 +38,11 @@ class Listening:
     """Listen beyond this machine without TLS or without asking for a key or a certificate."""
 
     def check(self) -> None:
-        """Raise EnvdError for a combination that is a mistake."""
+        """Raise EnvdError for an address that is none, or a combination that is a mistake."""
+        if not _is_address(self.address):
+            raise EnvdError(
+                f"--listen {self.address!r} is no address: write unix:/path or host:port, as 127.0.0.1:7070"
+            )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise EnvdError("--tls-cert and --tls-key belong together: give both")
         if self.tls_client_ca is not None and self.tls_cert is None:
@@ -69,7 +75,8 @@ class Listening:
             credentials = grpc.ssl_server_credentials([pair], client_ca, require_client_auth=client_ca is not None)
             server.add_secure_port(self.address, credentials)
         except RuntimeError as error:
-            raise EnvdError(f"envd can't listen on {self.address}: {error}") from error
+            words = "check that its directory is there, that nobody else listens on it, and that you may"
+            raise EnvdError(f"envd can't listen on {self.address}: {words}") from error
 
 
 class KeyCheck(grpc.aio.ServerInterceptor):
@@ -85,8 +92,7 @@ class KeyCheck(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None or details.method.startswith(_HEALTH) or self._is_known(details):
             return handler
-        self._audit.record("auth.denied", "", what="key", method=str(details.method))
-        return _refusing(handler)
+        return _refusing(handler, self._audit, str(details.method))
 
     def _is_known(self, details: grpc.HandlerCallDetails) -> bool:
         said = next((value for key, value in details.invocation_metadata or () if key == "authorization"), "")
@@ -95,25 +101,30 @@ class KeyCheck(grpc.aio.ServerInterceptor):
         return sum(secrets.compare_digest(given, key) for key in self._keys) > 0
 
 
-def _refusing(handler: Any) -> Any:
-    """A handler of the same kind that refuses."""
+def _refusing(handler: Any, audit: AuditLog, method: str) -> Any:
+    """A handler of the same kind that refuses, and records it by who called."""
     error = AccessDenied("this server asks for a key: send it as `authorization: Bearer <key>`")
 
     async def one(request: Any, context: Any) -> Any:
+        caller.answering(context, method)
+        audit.record("auth.denied", "", what="key", method=method)
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error), (("triplane-error", "AccessDenied"),))
 
     async def many(request: Any, context: Any) -> Any:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error), (("triplane-error", "AccessDenied"),))
+        await one(request, context)
         yield  # what makes it a stream
 
-    kinds = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }
-    make = kinds[bool(handler.request_streaming), bool(handler.response_streaming)]
+    make = HANDLERS[bool(handler.request_streaming), bool(handler.response_streaming)]
     return make(many if handler.response_streaming else one)
+
+
+def _is_address(address: str) -> bool:
+    """Whether gRPC would take it as it reads: a port beyond 65535 it counts from 0 again."""
+    kind, _, rest = address.partition(":")
+    if kind in ("unix", "unix-abstract"):
+        return bool(rest)
+    host, _, port = address.removeprefix("ipv4:").removeprefix("ipv6:").rpartition(":")
+    return bool(host) and port.isdecimal() and int(port) <= 65535
 
 
 def _is_local(address: str) -> bool:

@@ -42,6 +42,8 @@ class Live:
     state: State = "running"
     stored: Path | None = None
     lost: tuple[str, ...] = ()
+    spent_s: float = 0.0
+    """Processor time of the boxes that it had before this one."""
     created: float = field(default_factory=time.monotonic)
     expires: float = 0.0
     """Both on the monotonic clock."""

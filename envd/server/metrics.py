@@ -79,7 +79,7 @@ class Metrics:
     def begin(self, method: str, request: Any, context: Any) -> Callable[[str], None]:
         """See `envd.server.observing.Observer`."""
         started = time.perf_counter()
-        tool = _tool_of(request) if method == "Tools/Batch" else None
+        tool = _tool_of(request) if method == "Tools/Batch" and request is not None else None
 
         def end(code: str) -> None:
             seconds = time.perf_counter() - started

@@ -115,6 +115,8 @@ class Migration:
 
     async def _send(self, live: Live, target: str, access: Access) -> Moved:
         require(live, "migrate")
+        if not target:
+            raise EnvdError("target is empty: name the other server, unix:/path or host:port")
         started = time.monotonic()
         async with access.channel(target) as channel:
             there = _There(target, rpc.SandboxesStub(channel), access.metadata)  # type: ignore[no-untyped-call]

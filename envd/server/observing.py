@@ -1,19 +1,28 @@
-"""One interceptor for all that watches calls: metrics and spans. A server that has neither has no interceptor."""
+"""One interceptor for all that watches calls: metrics, spans, the trail of calls. A server that has none of them has no interceptor."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from typing import Any, Protocol
 
 import grpc
+from google.protobuf.message import Message
 
-_KINDS = {
+HANDLERS = {
     (False, False): grpc.unary_unary_rpc_method_handler,
     (False, True): grpc.unary_stream_rpc_method_handler,
     (True, False): grpc.stream_unary_rpc_method_handler,
     (True, True): grpc.stream_stream_rpc_method_handler,
+}
+"""What makes a handler, by whether its requests and its answers are streams."""
+_BEHAVIOURS = {
+    (False, False): "unary_unary",
+    (False, True): "unary_stream",
+    (True, False): "stream_unary",
+    (True, True): "stream_stream",
 }
 _CODES = {code.value[0]: code.name for code in grpc.StatusCode}
 
@@ -22,9 +31,27 @@ class Observer(Protocol):
     """Sees each call begin and end."""
 
     def begin(self, method: str, request: Any, context: Any) -> Callable[[str], None]:
-        """A call of `Service/Method` begins; request: its message, or None for a stream of them. What is returned is called with the
-        name of its status code when it ends. Neither may raise or wait."""
+        """A call of `Service/Method` begins; request: its message, a `Stream` of them, or None for bytes that are none. What is returned
+        is called with the name of its status code when it ends. Neither may raise or wait."""
         ...
+
+
+class Stream:
+    """The messages of a call that streams them, as its servicer takes them."""
+
+    def __init__(self, messages: AsyncIterator[Any]) -> None:
+        self.first: Any = None
+        """The first one, once it has come."""
+        self._messages = messages
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Any:
+        message = await anext(self._messages)
+        if self.first is None:
+            self.first = message
+        return message
 
 
 class Observing(grpc.aio.ServerInterceptor):
@@ -42,31 +69,33 @@ class Observing(grpc.aio.ServerInterceptor):
             return None
         streams = bool(handler.request_streaming), bool(handler.response_streaming)
         method = str(details.method).rpartition(".")[2]
-        wrapped = self._many(method, handler) if streams[1] else self._one(method, handler)
-        return _KINDS[streams](wrapped, handler.request_deserializer, handler.response_serializer)
+        inner = getattr(handler, _BEHAVIOURS[streams])
+        writes = streams[1] and not inspect.iscoroutinefunction(inner)  # a coroutine writes its answers by itself
+        wrapped = self._many(method, inner) if writes else self._one(method, inner)
+        return HANDLERS[streams](wrapped, handler.request_deserializer, handler.response_serializer)
 
-    def _one(self, method: str, handler: Any) -> Callable[..., Awaitable[Any]]:
-        inner = handler.stream_unary if handler.request_streaming else handler.unary_unary
-
+    def _one(self, method: str, inner: Callable[[Any, Any], Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def call(request: Any, context: Any) -> Any:
-            with self._watched(method, None if handler.request_streaming else request, context):
+            request = _seen(request)
+            with self._watched(method, request, context):
                 return await inner(request, context)
 
         return call
 
-    def _many(self, method: str, handler: Any) -> Callable[..., AsyncIterator[Any]]:
-        inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
-
+    def _many(self, method: str, inner: Callable[[Any, Any], Any]) -> Callable[..., AsyncIterator[Any]]:
         async def call(request: Any, context: Any) -> AsyncIterator[Any]:
-            with self._watched(method, None if handler.request_streaming else request, context):
-                async for message in inner(request, context):
-                    yield message
+            request = _seen(request)
+            with self._watched(method, request, context):
+                async with aclosing(inner(request, context)) as messages:
+                    async for message in messages:
+                        yield message
 
         return call
 
     @contextmanager
     def _watched(self, method: str, request: Any, context: Any) -> Iterator[None]:
-        ends = [observer.begin(method, request, context) for observer in self._observers]
+        told = request if isinstance(request, Message | Stream) else None
+        ends = [observer.begin(method, told, context) for observer in self._observers]
         code = "OK"
         try:
             yield
@@ -79,6 +108,10 @@ class Observing(grpc.aio.ServerInterceptor):
         finally:
             for end in ends:
                 end(code)
+
+
+def _seen(request: Any) -> Any:
+    return Stream(request) if hasattr(request, "__anext__") else request
 
 
 def _code_of(context: Any) -> str:

@@ -26,14 +26,15 @@ from contracts.owned import fate_of_owner, owned_name, sweep_abandoned
 from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
 from envd.backends.base import Backend, IsolationLevel
-from envd.connection import CHANNEL_OPTIONS, Access
+from envd.connection import MESSAGE_BYTES, Access, read_secret
 from envd.errors import BackendUnavailable, EnvdError
 from envd.sandbox import linux
 from envd.sandbox.cgroups import OWNED, remove_groups
+from envd.sandbox.delegation import make_room
 from envd.server.audit import AuditLog
 from envd.server.backends import start_backends, stop_backends
 from envd.server.listening import KeyCheck, Listening
-from envd.server.malformed import Unknown, Watched
+from envd.server.malformed import ACCEPTED_BYTES, Unknown, Watched
 from envd.server.metrics import Metrics
 from envd.server.migration import Migration
 from envd.server.observing import Observer, Observing
@@ -48,10 +49,13 @@ from envd.server.snapshots import Snapshots
 from envd.server.states import States
 from envd.server.templates import Templates
 from envd.server.tracing import start_tracing
+from envd.server.trail import Trail
 from envd.server.verifications import Verifications
 
 _GRACE_S = 0.5
 _SERVER_OPTIONS = [
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", ACCEPTED_BYTES),
     # a client that vanished without a word is noticed, and what it asked for cancelled
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
@@ -62,6 +66,7 @@ _SERVER_OPTIONS = [
 ]
 _GARBAGE = (50_000, 20, 20)
 """Objects made before they are looked through for cycles: of thousands of sandboxes each look takes milliseconds, in which none is answered."""
+_SERVICES = tuple(service.full_name for service in pb.DESCRIPTOR.services_by_name.values())
 _log = logging.getLogger("envd")
 
 
@@ -80,26 +85,37 @@ class Options:
     """Sandboxes kept ready for each template that is in use."""
     policy: Path | None = None
     audit_log: Path | None = None
+    audit_calls: bool = False
+    """Calls are events too."""
     peer_ca: Path | None = None
-    """Certificates of the servers that sandboxes are moved to; None: they are reached without TLS."""
+    """Certificates of the servers that sandboxes are moved to, which are shown our own; None: they are reached without TLS."""
     metrics: str | None = None
     """HOST:PORT of the metrics; None: there are none."""
     with_parent: int | None = None
     """Stop when this process, the parent, dies."""
+
+    def peers(self) -> Access:
+        """How the servers that sandboxes are moved to are reached. Raises EnvdError for certificates that can't be read."""
+        if self.peer_ca is None:
+            return Access()
+        read_secret(self.peer_ca)
+        return Access(tls_ca=self.peer_ca, tls_cert=self.listening.tls_cert, tls_key=self.listening.tls_key)
 
 
 async def serve(options: Options) -> None:
     """Serve until SIGTERM or SIGINT. Raises EnvdError, in one line, for what can't be served."""
     options.listening.check()
     keys, policy = options.listening.keys(), load_policy(_policy_text(options.policy))
+    peers = options.peers()
     stop = _told_to_stop()
     if options.with_parent is not None:
         linux.die_with_parent(signal.SIGTERM)
         if os.getppid() != options.with_parent:
             return  # it died before the kernel was asked to watch it
+    make_room()  # before anything is started
     async with contextlib.AsyncExitStack() as stack:
         run_dir = await stack.enter_async_context(_run_directory(options.state_dir))
-        audit = AuditLog(options.audit_log)
+        audit = AuditLog(options.audit_log, calls=options.audit_calls)
         stack.callback(audit.close)
         templates = Templates(run_dir / "templates", linux.sandbox_owner())
         stack.push_async_callback(templates.settled)
@@ -110,10 +126,11 @@ async def serve(options: Options) -> None:
         stack.push_async_callback(sandboxes.stop)
         stack.callback(asyncio.ensure_future(sandboxes.limits.rounds(lambda: sandboxes.all({}))).cancel)
         interceptors: list[grpc.aio.ServerInterceptor] = [KeyCheck(keys, audit)] if keys else []
-        if observers := _observers(options.metrics, sandboxes, audit, stack):
+        if observers := _observers(options, sandboxes, stack):
             interceptors.insert(0, Observing(observers))
-        server = grpc.aio.server(options=CHANNEL_OPTIONS + _SERVER_OPTIONS, interceptors=interceptors)
-        probe = _add_services(server, sandboxes, verifications, Access(tls_ca=options.peer_ca))
+        server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=interceptors)
+        watched = Watched(server, sandboxes)
+        probe = _add_services(server, watched, sandboxes, verifications, peers)
         options.listening.listen(server)
         await server.start()
         audit.record("server.started", "", address=options.listening.address, backends=list(backends))
@@ -121,11 +138,13 @@ async def serve(options: Options) -> None:
             if backend.features.isolation is IsolationLevel.NONE:
                 audit.record("isolation.none", "", backend=name)
         stack.push_async_callback(server.stop, _GRACE_S)
-        await probe.set("", health_pb2.HealthCheckResponse.SERVING)
+        for name in ("", *_SERVICES):
+            await probe.set(name, health_pb2.HealthCheckResponse.SERVING)
         gc.freeze()  # what is there now stays: it need not be gone through again and again
         gc.set_threshold(*_GARBAGE)
         _log.info("listening on %s, backends %s", options.listening.address, ", ".join(backends))
         await _until(stop, [*(each.died() for each in backends.values()), verifications.died()])
+        watched.stopping = True
         await probe.enter_graceful_shutdown()
 
 
@@ -156,14 +175,14 @@ async def _let_go(starting: asyncio.Future[Verifications]) -> None:
         await (await starting).stop()
 
 
-def _observers(
-    address: str | None, sandboxes: Sandboxes, audit: AuditLog, stack: contextlib.AsyncExitStack
-) -> list[Observer]:
-    """What watches calls: metrics where they are asked for, spans where the environment names a receiver."""
+def _observers(options: Options, sandboxes: Sandboxes, stack: contextlib.AsyncExitStack) -> list[Observer]:
+    """What watches calls: metrics and the trail where they are asked for, spans where the environment names a receiver."""
     observers: list[Observer] = []
-    if address is not None:
-        metrics = Metrics(sandboxes, audit)
-        metrics.start(address)
+    if options.audit_calls:
+        observers.append(Trail(sandboxes.audit))
+    if options.metrics is not None:
+        metrics = Metrics(sandboxes, sandboxes.audit)
+        metrics.start(options.metrics)
         stack.push_async_callback(asyncio.to_thread, metrics.stop)
         observers.append(metrics)
     tracing = start_tracing()
@@ -174,7 +193,7 @@ def _observers(
 
 
 def _add_services(
-    server: grpc.aio.Server, sandboxes: Sandboxes, verifications: Verifications, access: Access
+    server: grpc.aio.Server, watched: Watched, sandboxes: Sandboxes, verifications: Verifications, access: Access
 ) -> health.aio.HealthServicer:
     states = States(sandboxes)
     services = {
@@ -185,11 +204,10 @@ def _add_services(
         "Verifier": VerifierService(sandboxes, verifications),
     }
     for name, service in services.items():
-        getattr(rpc, f"add_{name}Servicer_to_server")(service, Watched(server, sandboxes.audit))
+        getattr(rpc, f"add_{name}Servicer_to_server")(service, watched)
     probe = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(probe, server)
-    names = [pb.DESCRIPTOR.services_by_name[name].full_name for name in services]
-    reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    reflection.enable_server_reflection([*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     server.add_generic_rpc_handlers((Unknown(sandboxes.audit),))
     return probe
 

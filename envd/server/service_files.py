@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from typing import Any, cast
 
 from contracts.pb import envd_pb2 as pb
@@ -26,6 +26,7 @@ MAX_READ = 32 * 1024 * 1024
 MAX_UPLOADING = 256 * 1024 * 1024
 """Bytes of all uploads that are under way together; a file is kept here until it is whole."""
 _IDLE_S = 60.0
+_REFUSING_S = 10.0
 _ENTRIES, _MAX_ENTRIES = 10_000, 100_000
 _MAX_DEPTH = 256
 _MAX_SIZE = (1 << 63) - 1
@@ -149,6 +150,13 @@ class FilesService(Service, rpc.FilesServicer):
                 size += len(chunk.data)
                 self._uploading += len(chunk.data)
                 if size > disk or self._uploading > MAX_UPLOADING:
+                    pieces.clear()
+                    if size <= disk:
+                        reason = f"uploads of {self._uploading} bytes are under way"
+                        self.sandboxes.audit.record(
+                            "request.refused", header.sandbox_id, method="Upload", reason=reason
+                        )
+                    await _let_pass(request)
                     raise FileError.of(errno.EFBIG if size > disk else errno.EAGAIN, header.path)
                 async with asyncio.timeout(_IDLE_S):
                     chunk = await anext(request, None)
@@ -211,6 +219,14 @@ async def _write(guest: GuestLink, request: pb.FileWriteRequest, data: bytes) ->
     return await guest.write(
         request.path, data, parents=request.make_parents, exclusive=request.must_create, mode=request.mode & 0o7777
     )
+
+
+async def _let_pass(request: AsyncIterator[pb.UploadChunk]) -> None:
+    """Take the rest of a refused upload, for a while: gRPC's clients lose a refusal that comes while they write."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_REFUSING_S):
+            async for _ in request:
+                pass
 
 
 def plain(text: str) -> str:

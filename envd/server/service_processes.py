@@ -39,7 +39,8 @@ class ProcessesService(Service, rpc.ProcessesServicer):
             raise EnvdError(f"timeout_s is {request.timeout_s:g}: it must be 0 to {_MAX_TIMEOUT_S:g}")
         check_env(request.env)
         pty = request.HasField("pty")
-        async with self._guest(request, context, request.arguments[0]) as (live, guest):
+        where = f" in {request.directory}" if request.directory else ""
+        async with self._guest(request, context, request.arguments[0] + where) as (live, guest):
             if pty:
                 require(live, "pty")
             process, _ = await guest.start(

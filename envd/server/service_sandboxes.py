@@ -206,13 +206,12 @@ def _created(live: Live) -> pb.CreateReply:
 
 def _backend(backend: Backend) -> pb.BackendInfo:
     features = backend.features
-    can = features.can | ({"hibernate"} if "snapshot" in features.can else set())
     return pb.BackendInfo(
         name=backend.name,
         isolation_level=features.isolation.name.lower(),
         limits_enforced=sorted(features.limits_enforced),
         keeps_processes=features.keeps_processes,
-        features=sorted(can),
+        features=sorted(features.offered),
         helper=features.helper,
     )
 
@@ -234,7 +233,7 @@ async def _state(live: Live) -> pb.SandboxState:
         expires_in_s=max(live.expires - now, 0),
         memory_bytes=usage.memory_bytes,
         pids=usage.pids,
-        cpu_s=usage.cpu_s,
+        cpu_s=live.spent_s + usage.cpu_s,
         labels=live.labels,
         host_name=live.spec.host_name,
         lost=live.lost,

@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from contracts.pb import envd_pb2 as pb
-from envd.errors import Unsupported
+from envd.errors import EnvdError, Unsupported
 from envd.messages import limits_message
 from envd.server.admission import Wanted
 from envd.server.live import Live
@@ -47,8 +48,13 @@ class States:
         return await self.handed_over(self._fork(live))
 
     async def snapshot(self, live: Live) -> tuple[str, int, tuple[str, ...]]:
-        """Keep its state: (snapshot id, bytes, what it does not hold)."""
-        return await self._sandboxes.finished(self._snapshot(live))
+        """Keep its state: (snapshot id, bytes, what it does not hold). When the caller has gone meanwhile it is removed: nobody knows of it."""
+        task = self._sandboxes.background(self._snapshot(live))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(self._delete_unknown)
+            raise
 
     async def restore(self, identity: str, limits: pb.Limits) -> Live:
         """A new sandbox from a snapshot. Limits that are named replace the snapshot's."""
@@ -96,6 +102,8 @@ class States:
             box, live.box = live.box, None
             live.state, live.stored, live.lost = "hibernated", into, lost
             assert box is not None
+            with suppress(EnvdError, OSError):
+                live.spent_s += (await box.usage()).cpu_s
             await box.destroy()
 
     async def _fork(self, live: Live) -> Live:
@@ -172,6 +180,10 @@ class States:
         await live.box.resume()
         live.box.guest.release()
 
+    def _delete_unknown(self, task: asyncio.Task[tuple[str, int, tuple[str, ...]]]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            self._sandboxes.background(self._sandboxes.snapshots.delete(task.result()[0]))
+
     def _end_unknown(self, task: asyncio.Task[Live]) -> None:
         if not task.cancelled() and task.exception() is None:
             self._sandboxes.background(self._sandboxes.end(task.result()))
@@ -179,7 +191,7 @@ class States:
 
 def require(live: Live, feature: str) -> None:
     """Raise Unsupported where the sandbox's backend can't do this."""
-    can = live.backend.features.can
+    can = live.backend.features.offered
     if feature not in can:
         words = ", ".join(sorted(can)) or "none of them"
         raise Unsupported(

@@ -43,6 +43,11 @@ class Templates:
         """Store a template and return its digest. Raises TemplateError for a path outside the workspace."""
         for path in files:
             _check_path(path)
+            for above in PurePosixPath(path).parents:
+                if str(above) in files:
+                    raise TemplateError(
+                        f"template path {path!r} lies below {str(above)!r}, which is a file: leave one of them out"
+                    )
         digest = template_digest(files)
         storing = self._storing.get(digest)
         if storing is None:

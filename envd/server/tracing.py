@@ -1,6 +1,6 @@
 """OpenTelemetry spans, one a call, joined to the caller's trace by the W3C `traceparent` metadata.
 
-On where the packages are installed (`pip install triplane[otel]`) and the standard variables name a receiver: OTEL_EXPORTER_OTLP_ENDPOINT or
+On where the packages are installed (`pip install triplane[tracing]`) and the standard variables name a receiver: OTEL_EXPORTER_OTLP_ENDPOINT or
 OTEL_EXPORTER_OTLP_TRACES_ENDPOINT; OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER and the others hold too.
 """
 
@@ -67,7 +67,7 @@ def start_tracing() -> Tracing | None:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        _log.error("no spans: %s is not installed: pip install triplane[otel]", error.name)
+        _log.error("no spans: %s is not installed: pip install triplane[tracing]", error.name)
         return None
     resource = Resource.create({SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", "envd")})
     provider = TracerProvider(resource=resource)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,14 @@ _MIB = 1024 * 1024
 class Link:
     """The server's end of one sandbox's connection. Requests are answered in order, one at a time."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kill: Callable[[], None]) -> None:
+        self._reader, self._writer, self._kill = reader, writer, kill
         self._lock = asyncio.Lock()
 
     async def ask(self, header: dict[str, Any], blob: bytes = b"", *, timeout_s: float) -> tuple[dict[str, Any], bytes]:
         """One request and its reply.
 
-        Raises SandboxGone after a failure or a timeout: the link is closed then, and the sandbox ends with it.
+        Raises SandboxGone after a failure or a timeout: the sandbox is killed then. So it is when the caller gives up.
         """
         async with self._lock:
             try:
@@ -44,22 +45,26 @@ class Link:
                     body = await self._reader.readexactly(header_length + blob_length)
                 reply = json.loads(body[:header_length])
             except (OSError, EOFError, ValueError, TimeoutError) as error:
-                self.close()
+                self._end()
                 raise SandboxGone("the sandbox ended: it used up a limit, crashed or hung") from error
             except asyncio.CancelledError:
-                self.close()  # the caller has gone; a reply would answer nobody
+                self._end()  # a reply would answer nobody
                 raise
         if not isinstance(reply, dict):
-            self.close()
+            self._end()
             raise SandboxGone("the sandbox answered nonsense")
         if "failed" in reply:
-            self.close()
+            self._end()
             raise SandboxGone(f"the sandbox failed: {reply['failed']}")
         return reply, body[header_length:]
 
     def close(self) -> None:
-        """Close the connection: the agent at its other end exits, and its sandbox with it."""
+        """Close the connection: what is at its other end exits once it waits for a request, and its sandbox with it."""
         self._writer.close()
+
+    def _end(self) -> None:
+        self.close()
+        self._kill()  # it may be at work, and would go on with that
 
     async def closed(self) -> None:
         """Wait until the other end has gone too."""
@@ -81,6 +86,7 @@ class Zygote:
         self._control = control
         self._count = 0
         self._live: dict[str, asyncio.Future[None]] = {}
+        self._on_refused: dict[str, Callable[[str, int], None]] = {}
         self._ended = asyncio.Event()
         asyncio.get_running_loop().add_reader(control.fileno(), self._hear)
 
@@ -135,7 +141,7 @@ class Zygote:
             except BaseException:
                 writer.close()
                 raise
-        link = Link(reader, writer)
+        link = Link(reader, writer, functools.partial(self._kill, name))
         try:
             await link.ask({"op": "init", "env": env}, timeout_s=_START_TIMEOUT_S)
         except SandboxGone as error:
@@ -170,6 +176,11 @@ class Zygote:
             self._kill(name)
             raise
         return link
+
+    def tell_refusals(self, name: str, tell: Callable[[str, int], None]) -> None:
+        """Call `tell` with each system call that a sandbox of the role `agent` is refused, and how many were since the call before."""
+        if name in self._live:
+            self._on_refused[name] = tell
 
     async def end_guest(self, name: str, link: GuestLink) -> None:
         """End a sandbox, and wait until nothing of it is left. Idempotent. Raises EnvdError where it does not end."""
@@ -215,7 +226,7 @@ class Zygote:
             pass  # the zygote has gone, and all that it forked with it
 
     def _hear(self) -> None:
-        """The zygote says what has gone; end of file says that it has gone itself."""
+        """The zygote says what has gone, its watcher what was refused; end of file says that it has gone itself."""
         try:
             data = self._control.recv(65536)
         except BlockingIOError:
@@ -223,7 +234,14 @@ class Zygote:
         except OSError:
             data = b""
         if data:
-            gone = self._live.pop(str(json.loads(data)["gone"]), None)
+            said = json.loads(data)
+            if "refused" in said:
+                tell = self._on_refused.get(said["id"])
+                if tell is not None:
+                    tell(said["refused"], said["count"])
+                return
+            self._on_refused.pop(said["gone"], None)
+            gone = self._live.pop(said["gone"], None)
             if gone is not None and not gone.done():
                 gone.set_result(None)
             return
@@ -233,6 +251,7 @@ class Zygote:
             if not gone.done():
                 gone.set_result(None)
         self._live.clear()
+        self._on_refused.clear()
 
     async def _send(self, data: bytes, sock: socket.socket) -> None:
         while True:

@@ -1,12 +1,22 @@
-"""A real server a backend, shared by the tests of this folder."""
+"""A real server a backend, shared by the tests of this folder; where a backend without a server keeps its things; an agent without a sandbox."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from contracts.owned import owned_name
+from envd.backends.namespaces import HELPER
 from envd.local import LocalEnvd
+from envd.native import spawner_binary
+from envd.native.build import build
+from envd.sandbox.cgroups import OWNED, remove_groups
+from tests.envd.guests import KINDS, Guest, alive
 from tests.envd.harness import Harness
 
 
@@ -26,3 +36,38 @@ def plain() -> Iterator[Harness]:
 def anywhere(request: pytest.FixtureRequest) -> Harness:
     harness: Harness = request.getfixturevalue(request.param)
     return harness
+
+
+@pytest.fixture
+def run_dir() -> Iterator[Path]:
+    directory = Path("/tmp", f"{OWNED}{owned_name()}")
+    (directory / "templates").mkdir(parents=True)
+    directory.chmod(0o711)
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
+    remove_groups(directory.name)
+
+
+@pytest.fixture
+def native_helper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled helpers, of these sources, whatever the other tests are run with."""
+    monkeypatch.delenv(HELPER, raising=False)
+    if shutil.which(os.environ.get("CC") or "cc") is None:
+        pytest.skip("no C compiler: the native spawner can't be built")
+    build()
+    assert spawner_binary() is not None
+
+
+@pytest.fixture(params=KINDS)
+def guest(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Guest]:
+    started = Guest(request.param, tmp_path)
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def mark() -> Iterator[str]:
+    """A number of seconds that no other sleep on this machine has."""
+    name = f"9{time.time_ns() % 10**9}"
+    yield name
+    assert alive(name) == []

@@ -1,4 +1,4 @@
-"""Starts an agent on a workspace of its own, as an ordinary process, and gives the link to it."""
+"""Starts an agent on a workspace of its own, as an ordinary process, and gives the link to it; and looks at what it started."""
 
 from __future__ import annotations
 
@@ -69,3 +69,29 @@ class Guest:
         finally:
             self.process.kill()
             self.process.wait()
+
+
+async def sh(link: GuestLink, command: str, deadline_s: float = 20, limit: int = 16384) -> tuple[int, str]:
+    (result,) = await link.shell([(command, deadline_s)], limit=limit)
+    return result.code, (result.head + result.tail).decode()
+
+
+def alive(mark: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if f"sleep\0{mark}\0" in (entry / "cmdline").read_text():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+async def until_alive(mark: str, count: int) -> bool:
+    """Whether so many run, soon: what was forked has yet to exec."""
+    for _ in range(500):
+        if len(alive(mark)) == count:
+            return True
+        await asyncio.sleep(0.01)
+    return False

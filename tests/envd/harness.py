@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import gc
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 from envd.client import Limits, Sandbox, SandboxClient, ToolCall, ToolResult, VerifyResult
+from envd.server.listening import Listening
+from envd.server.serve import Options, serve
 
 T = TypeVar("T")
 FILES = {
@@ -83,3 +88,23 @@ class Harness:
 
 
 SMALL = Limits(memory_mb=96, pids=16)
+
+
+@asynccontextmanager
+async def served(tmp_path: Path) -> AsyncIterator[SandboxClient]:
+    """A server in this process, and what its loop could tell nobody of: at the end, nothing."""
+    unheard: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(str(context)))
+    listening = Listening(f"unix:{tmp_path}/s")
+    serving = asyncio.ensure_future(serve(Options(listening, ("plain",), tmp_path / "state")))
+    try:
+        async with SandboxClient(listening.address) as client:
+            await client.info()  # it has started
+            yield client
+    finally:
+        serving.cancel()
+        with suppress(asyncio.CancelledError):
+            await serving
+        gc.collect()
+        await asyncio.sleep(0)
+    assert not unheard

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from envd.errors import EnvdError
-from envd.server import audit
+from envd.server import audit, caller
 from envd.server.audit import BURST, AuditLog, Event, leaves_root
 
 
@@ -145,6 +145,34 @@ def test_a_flood_is_counted_instead_of_kept(monkeypatch: pytest.MonkeyPatch) -> 
     assert json.loads(log.since()[-1].detail_json) == {"count": 1000 - BURST, "kind": "path.escape"}
     monkeypatch.setattr(audit, "WINDOW_S", 0.0)
     assert all(log.record("path.escape", "slow") is not None for _ in range(2 * BURST))
+
+
+def test_a_flood_of_one_client_hides_nothing_of_another() -> None:
+    class Called:
+        def __init__(self, peer: str) -> None:
+            self.peer = lambda: peer
+
+    async def refused(log: AuditLog, peer: str, method: str, times: int) -> None:
+        caller.answering(Called(peer), method)
+        for _ in range(times):
+            log.record("request.refused", "", reason="x")
+
+    log = AuditLog()
+    for peer, method, times in (
+        ("ipv4:10.0.0.1:5", "Files/Read", 100),
+        ("ipv4:10.0.0.2:6", "Files/Read", 1),
+        ("unix:", "Files/Read", 100),
+        ("unix:", "Sandboxes/Create", 1),
+    ):
+        asyncio.run(refused(log, peer, method, times))
+    told = [json.loads(event.detail_json).get("peer") for event in log.since()]
+    assert told == ["10.0.0.1"] * BURST + ["10.0.0.2"] + [None] * (BURST + 1)
+    log.close()
+    last = [json.loads(event.detail_json) for event in log.since() if event.kind == "audit.suppressed"]
+    assert [(each["source"], each["count"]) for each in last] == [
+        ("10.0.0.1", 100 - BURST),
+        ("Files/Read", 100 - BURST),
+    ]
 
 
 def test_memory_is_bounded_whatever_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

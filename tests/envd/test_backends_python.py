@@ -6,31 +6,23 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
-from contracts.owned import owned_directory
 from envd.backends import plain, python_zygote
 from envd.backends.base import Backend, Box, BoxSpec, NetworkRule
 from envd.errors import EnvdError, SandboxGone, SandboxStartError
-from envd.sandbox.cgroups import OWNED, box_groups
+from envd.sandbox.cgroups import box_groups
 from envd.sandbox.linux import sandbox_owner
 from envd.types import Limits
 
 T = TypeVar("T")
 STARTS = {"plain": plain.start, "namespaces": python_zygote.start}
 STAMP = 1_000_000_000
-
-
-@pytest.fixture
-def run_dir() -> Iterator[Path]:
-    with owned_directory(OWNED) as name:
-        Path(name).chmod(0o711)
-        yield Path(name)
 
 
 @pytest.fixture(params=["plain", "namespaces"])
@@ -219,9 +211,9 @@ def test_the_death_of_the_zygote_is_told_and_ends_all(kind: str, run_dir: Path) 
         with pytest.raises(SandboxStartError):
             await backend.create(spec_of(run_dir, "late"))
         for _ in range(500):  # nobody waits for them but the kernel
-            if not below_this_process(f"sleep {mark}"):
+            if not below_this_process(f"sleep {mark}") + below_this_process(run_dir.name):
                 break
             await asyncio.sleep(0.01)
-        assert below_this_process(f"sleep {mark}") == []
+        assert below_this_process(f"sleep {mark}") + below_this_process(run_dir.name) == []
 
     on(kind, run_dir, job)

@@ -8,7 +8,6 @@ import os
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
 
@@ -16,14 +15,7 @@ import pytest
 
 from envd.guest.link import Change, ChangeKind, Entry, GuestLink
 from envd.guest.protocol import CHUNK
-from tests.envd.guests import KINDS, Guest
-
-
-@pytest.fixture(params=KINDS)
-def guest(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Guest]:
-    started = Guest(request.param, tmp_path)
-    yield started
-    started.stop()
+from tests.envd.guests import Guest
 
 
 def failure(guest: Guest, ask: str, *arguments: object, **options: object) -> int:

@@ -177,6 +177,8 @@ def test_templates_are_idempotent_and_checked(namespaces: Harness) -> None:
         for path in ("/etc/x", "../x", ".git/config", "a//b", ""):
             with pytest.raises(TemplateError):
                 await client.put_template({path: b""})
+        with pytest.raises(TemplateError, match="'a/b/c' lies below 'a', which is a file: leave one"):
+            await client.put_template({"a": b"", "a/b/c": b""})
         with pytest.raises(TemplateError, match="put_template"):
             await client.create("0" * 64)
 

@@ -204,12 +204,14 @@ def test_a_vmm_is_watched_and_what_it_says_is_bounded(tmp_path: Path) -> None:
         noisy = VmmProcess(["sh", "-c", "yes flood | head -c 1000000; echo last >&2; exit 3"])
         await asyncio.wait_for(noisy.wait(), 20)
         assert noisy.said.endswith("last") and len(noisy.said) <= 4096
-        held = VmmProcess(["sh", "-c", "echo began; sleep 600"], gate=True)
-        await asyncio.sleep(0.2)
-        assert held.said == ""
-        held.open_gate()
+        groups = [tmp_path / "memory tasks", tmp_path / "pids"]
+        held = VmmProcess(["sh", "-c", 'cat "$@"; echo began; sleep 600', "sh", *map(str, groups)], groups=groups)
         while "began" not in held.said:
             await asyncio.sleep(0.01)
+        assert held.said == "0 0 began"
+        refused = VmmProcess(["sh", "-c", "echo began"], groups=[tmp_path / "no such group" / "tasks"])
+        await asyncio.wait_for(refused.wait(), 5)
+        assert "no such group" in refused.said and "began" not in refused.said
         assert held.usage()[0] > 0
         held.kill()
         held.kill()

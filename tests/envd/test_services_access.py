@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
-import ipaddress
 import os
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped, unused-ignore]
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # type: ignore[import-untyped, unused-ignore]
 
 from contracts.pb import envd_pb2 as pb
 from envd.client import Access, EnvdError, Handle, SandboxClient, SandboxGone, ToolCall
 from envd.connection import SANDBOX_TOKEN
-from envd.errors import AccessDenied, ServerUnavailable
+from envd.errors import AccessDenied
 from envd.local import LocalEnvd
 from envd.server.listening import Listening
 from tests.envd.harness import FILES, Harness
@@ -68,11 +62,6 @@ def test_who_has_the_handle_may_attach(plain: Harness) -> None:
     assert plain.client(again)
 
 
-async def with_client(address: str, access: Access, job: Callable[[SandboxClient], Awaitable[object]]) -> object:
-    async with SandboxClient(address, access) as client:
-        return await job(client)
-
-
 def test_a_key_is_asked_for_on_every_service(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(f"# ours\n{KEY}\nanother-key-that-is-long\n")
 
@@ -99,67 +88,6 @@ def test_a_key_is_asked_for_on_every_service(tmp_path: Path) -> None:
         asyncio.run(job(server.address))
 
 
-def certificate(
-    directory: Path, name: str, issuer: tuple[x509.Certificate, ec.EllipticCurvePrivateKey] | None
-) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
-    now = datetime.datetime.now(datetime.UTC)
-    names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    builder = x509.CertificateBuilder(subject_name=subject, issuer_name=issuer[0].subject if issuer else subject)
-    builder = builder.public_key(key.public_key()).serial_number(x509.random_serial_number())
-    builder = builder.not_valid_before(now - datetime.timedelta(hours=1)).not_valid_after(
-        now + datetime.timedelta(days=1)
-    )
-    builder = builder.add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
-    made = builder.add_extension(names, critical=False).sign(issuer[1] if issuer else key, hashes.SHA256())
-    (directory / f"{name}.crt").write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    pem = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    (directory / f"{name}.key").write_bytes(key.private_bytes(*pem))
-    return made, key
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
-def test_tls_with_client_certificates_lets_only_those_in(tmp_path: Path) -> None:
-    authority = certificate(tmp_path, "ca", None)
-    for name in ("server", "client"):
-        certificate(tmp_path, name, authority)
-    certificate(tmp_path, "stranger", None)
-    address = f"localhost:{free_port()}"
-    files = {name: str(tmp_path / name) for name in ("server.crt", "server.key", "ca.crt")}
-    options = ["--tls-cert", files["server.crt"], "--tls-key", files["server.key"], "--tls-client-ca", files["ca.crt"]]
-    command = [sys.executable, "-m", "envd", "serve", "--listen", address, "--backend", "plain", "--log-level", "error"]
-    good = Access(tls_ca=tmp_path / "ca.crt", tls_cert=tmp_path / "client.crt", tls_key=tmp_path / "client.key")
-    strangers = [
-        Access(),
-        Access(tls_ca=tmp_path / "ca.crt"),
-        Access(tls_ca=tmp_path / "ca.crt", tls_cert=tmp_path / "stranger.crt", tls_key=tmp_path / "stranger.key"),
-        Access(tls_ca=tmp_path / "stranger.crt", tls_cert=tmp_path / "client.crt", tls_key=tmp_path / "client.key"),
-    ]
-
-    async def job() -> None:
-        assert await with_client(address, good, lambda client: client.info())
-        for access in strangers:
-            async with SandboxClient(address, access) as client:
-                client.caller._answered = True  # an error at once, not a wait for a server that starts
-                with pytest.raises(ServerUnavailable):
-                    await client.info()
-
-    server = subprocess.Popen([*command, *options], stderr=subprocess.DEVNULL)
-    try:
-        asyncio.run(job())
-    finally:
-        server.terminate()
-        server.wait()
-
-
 LISTENING = {
     "0.0.0.0:7070": "--insecure",
     "[::]:7070": "--insecure",
@@ -183,6 +111,12 @@ def test_a_server_listens_on_this_machine_as_it_is(address: str) -> None:
     Listening(address).check()
 
 
+@pytest.mark.parametrize("address", ["nowhere", "unix:", ":7070", "localhost:", "127.0.0.1:99999", "localhost:http"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(EnvdError, match="is no address: write unix:/path or host:port"):
+        Listening(address).check()
+
+
 @pytest.mark.parametrize(("content", "words"), [("", "at least"), ("short\n", "at least"), ("# only\n", "at least")])
 def test_a_key_file_without_usable_keys_is_refused(tmp_path: Path, content: str, words: str) -> None:
     (tmp_path / "keys").write_text(content)
@@ -201,7 +135,11 @@ def test_a_refusal_to_listen_is_one_line() -> None:
 def test_health_and_reflection_answer_what_any_tool_asks(plain: Harness) -> None:
     async def job() -> tuple[int, set[str], bytes]:
         async with grpc.aio.insecure_channel(plain.address) as channel:
-            health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            probe = health_pb2_grpc.HealthStub(channel)
+            health = await probe.Check(health_pb2.HealthCheckRequest())
+            for name in ("Sandboxes", "Verifier"):
+                one = await probe.Check(health_pb2.HealthCheckRequest(service=f"triplane.envd.v1.{name}"))
+                assert one.status == health.status
             stub = reflection_pb2_grpc.ServerReflectionStub(channel)
             asked = [
                 reflection_pb2.ServerReflectionRequest(list_services=""),

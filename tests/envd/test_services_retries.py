@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
 from collections.abc import Iterator
 
@@ -146,17 +147,40 @@ def test_a_creation_that_nobody_waits_for_leaves_no_sandbox(anywhere: Harness) -
     async def job(client: SandboxClient) -> tuple[int, ServerInfo]:
         template = await client.put_template(FILES)
         before = (await client.info()).live
-        creations = [asyncio.create_task(client.create(template)) for _ in range(8)]
-        await asyncio.sleep(0.002)
-        for each in creations:
-            each.cancel()
-        made = [each for each in await asyncio.gather(*creations, return_exceptions=True) if isinstance(each, Sandbox)]
-        for sandbox in made:
-            await sandbox.close()
-        deadline = time.monotonic() + 10
-        while (await client.info()).live != before and time.monotonic() < deadline:
-            await asyncio.sleep(0.1)
+        async with SandboxClient(anywhere.address) as leaving:
+            creations = [asyncio.create_task(leaving.create(template)) for _ in range(8)]
+            await asyncio.sleep(0.002)
+            for each in creations:
+                each.cancel()
+            made = [
+                each for each in await asyncio.gather(*creations, return_exceptions=True) if isinstance(each, Sandbox)
+            ]
+            for sandbox in made:
+                await sandbox.close()
         return before, await client.info()
 
     before, after = anywhere.client(job)
     assert after.live == before
+
+
+def test_a_creation_given_up_while_its_reply_is_on_the_way_leaves_no_sandbox(namespaces: Harness) -> None:
+    async def job(client: SandboxClient) -> None:
+        template = await client.put_template(FILES)
+        times = []
+        for _ in range(10):
+            began = time.perf_counter()
+            await (await client.create(template)).close()
+            times.append(time.perf_counter() - began)
+        usual, before = statistics.median(times), (await client.info()).live
+        async with SandboxClient(namespaces.address) as leaving:
+            await leaving.info()
+            for round in range(60):
+                creating = asyncio.create_task(leaving.create(template))
+                await asyncio.sleep(usual * (0.2 + round / 60))
+                creating.cancel()
+                for made in await asyncio.gather(creating, return_exceptions=True):
+                    if isinstance(made, Sandbox):
+                        await made.close()
+        assert (await client.info()).live == before, "the client's end waited for them"
+
+    namespaces.client(job)

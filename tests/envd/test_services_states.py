@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import subprocess
 import sys
 import time
@@ -11,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from envd.client import EnvdError, Limits, Sandbox, SandboxClient, SandboxGone, ToolCall
-from envd.errors import Unsupported, WrongState
-from tests.envd.harness import FILES, FIX, Harness
+from envd.errors import PolicyDenied, TemplateError, Unsupported, WrongState
+from tests.envd.harness import FILES, FIX, Harness, served
 
 READ = ToolCall("read", {"path": "calc.py"})
 
@@ -68,8 +69,10 @@ def test_a_hibernated_sandbox_comes_back_with_its_files_under_its_id(anywhere: H
     async def job(sandbox: Sandbox) -> None:
         await sandbox.call(FIX)
         await sandbox.files.write("data/binary", bytes(range(256)))
+        used_s = (await sandbox.status()).cpu_s
         status = await sandbox.hibernate()
         assert (status.state, status.lost, status.memory_bytes) == ("hibernated", ("processes",), 0)
+        assert status.cpu_s >= used_s, "what it used before counts on"
         assert (await sandbox.hibernate()).state == "hibernated"
         for call in (sandbox.call(READ), sandbox.diff(), sandbox.processes.list()):
             with pytest.raises(WrongState, match="Resume"):
@@ -168,6 +171,46 @@ def test_states_of_all_sandboxes_are_listed_by_their_labels(anywhere: Harness) -
         assert await client.list({"run": "listing"}) == []
 
     anywhere.client(job)
+
+
+def test_a_snapshot_that_nobody_waits_for_is_not_kept(tmp_path: Path) -> None:
+    def there() -> list[str]:
+        return [each.name for each in tmp_path.glob("state/*/snapshots/*") if not each.name.startswith(".held-")]
+
+    async def job() -> None:
+        async with served(tmp_path) as client:
+            sandbox = await client.create(await client.put_template(FILES))
+            await sandbox.files.upload("large", random.Random(0).randbytes(30 << 20))
+            identity, _ = await sandbox.snapshot()
+            assert there() == [identity]
+            keeping = asyncio.ensure_future(sandbox.snapshot())
+            while len(there()) == 1:
+                await asyncio.sleep(0.001)
+            keeping.cancel()
+            async with asyncio.timeout(20):
+                while there() != [identity]:
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
+            assert there() == [identity]
+
+    asyncio.run(job())
+
+
+def test_a_batch_that_is_refused_gives_the_errors_that_one_creation_gives(plain: Harness) -> None:
+    async def job(client: SandboxClient) -> None:
+        template = await client.put_template(FILES)
+        found = await client.create_many(template, 2, policy="version: 1\nisolation: machine\n")
+        assert [type(each) for each in found] == [PolicyDenied] * 2 and "isolation" in str(found[0])
+        assert [type(each) for each in await client.create_many("0" * 64, 1)] == [TemplateError]
+        first, again = [await client.create_many(template, 2, idempotency_key="a batch") for _ in range(2)]
+        assert [each.id for each in first if isinstance(each, Sandbox)] == [
+            each.id for each in again if isinstance(each, Sandbox)
+        ]
+        for each in first:
+            assert isinstance(each, Sandbox)
+            await each.close()
+
+    plain.client(job)
 
 
 def test_a_batch_names_what_failed_and_starts_the_others(plain: Harness) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 
 import pytest
 
@@ -90,6 +91,34 @@ def test_a_deadline_ends_a_verification_and_its_children(namespaces: Harness) ->
     result = namespaces.verify({"calc.py": loop}, timeout_s=0.5)
     assert (result.exit, statuses(result)) == ("timed_out", ["missing", "missing"])
     assert result.seconds < 5
+
+
+def test_a_verification_that_its_caller_gave_up_on_ends_at_once(anywhere: Harness) -> None:
+    mark = f"given-up-{os.getpid()}"
+    slow = f"import subprocess\n\n\ndef test():\n    subprocess.run(['sh', '-c', 'sleep 30; true', '{mark}'])\n"
+    hidden = {"test_slow.py": slow.encode()}
+
+    def running() -> bool:
+        return any(mark.encode() in words for words in map(_words_of, Path("/proc").glob("[0-9]*")))
+
+    async def job(client: SandboxClient) -> None:
+        template = await client.put_template(FILES)
+        verifying = asyncio.ensure_future(client.verify(template, b"", hidden, ["test_slow.py::test"], timeout_s=25))
+        while not running():
+            await asyncio.sleep(0.02)
+        verifying.cancel()
+        async with asyncio.timeout(10):
+            while running():
+                await asyncio.sleep(0.02)
+
+    anywhere.client(lambda client: asyncio.wait_for(job(client), 60))
+
+
+def _words_of(process: Path) -> bytes:
+    try:
+        return (process / "cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def test_waiting_for_others_verifications_is_no_fault(namespaces: Harness, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import Awaitable, Sequence
@@ -16,6 +17,7 @@ from envd.backends.namespaces import HELPER
 from envd.client import EnvdError, Limits, Sandbox, SandboxClient, SandboxGone, ToolCall
 from envd.errors import ServerUnavailable
 from envd.local import LocalEnvd
+from envd.server.audit import TRAIL
 from tests.envd.harness import FILES, HIDDEN, TESTS
 from tests.escape.attack import HOST_KERNEL, SMALL, Attack
 from tests.escape.host import Host
@@ -35,7 +37,9 @@ class Outcome:
 
     text: str
     kinds: tuple[str, ...]
-    """Events recorded meanwhile."""
+    """Events recorded meanwhile, without the trail of calls."""
+    called: bool
+    """Whether the trail of calls names what it ran."""
 
 
 class Arena:
@@ -50,6 +54,8 @@ class Arena:
         """A timeout that is too short for what is to be stopped, and long enough to start it."""
         self.files = {**FILES, "attempts.py": SOURCE.encode()}
         self._mine: list[Sandbox] = []
+        self._seen = 0
+        """Number of an event before which nothing matters any more."""
         self._ended: dict[str, Outcome] = {}
 
     def start(self) -> None:
@@ -62,7 +68,7 @@ class Arena:
         if python:
             os.environ[HELPER] = "python"
         try:
-            self._server = LocalEnvd(self.backend.removesuffix("-python"), log_level="error")
+            self._server = LocalEnvd(self.backend.removesuffix("-python"), log_level="error", options=["--audit-calls"])
             self._server.__enter__()
         finally:
             os.environ.pop(HELPER, None)
@@ -119,10 +125,11 @@ class Arena:
 
     async def _watched(self, attack: Attack) -> Outcome:
         """Try it; with what is recorded of its own sandbox, where it has just one, or of all."""
-        since = max([event.number async for event in self.client.audit()], default=0)
-        expected = set() if self.backend in attack.unseen_on else set(attack.audit)
+        since = self._seen = max(
+            [event.number async for event in self.client.audit(after=self._seen)], default=self._seen
+        )
         text, own = await self.tried(attack)
-        return Outcome(text, await self._recorded(since, expected, own))
+        return Outcome(text, *await self._recorded(since, attack, own))
 
     async def tried(self, attack: Attack) -> tuple[str, str]:
         """What is said of an attempt, and the id of its sandbox where it has just one."""
@@ -133,24 +140,27 @@ class Arena:
         sandbox = await self.sandbox(limits=attack.limits, **attack.create)
         return await self._said(attack, sandbox), sandbox.id
 
-    async def _recorded(self, since: int, expected: set[str], sandbox_id: str) -> tuple[str, ...]:
-        """Kinds of the events since, once one of the expected is there or the server has had time to look at all sandboxes."""
+    async def _recorded(self, since: int, attack: Attack, sandbox_id: str) -> tuple[tuple[str, ...], bool]:
+        """Kinds of the events since, once what must be there is there or the server has had time to look at all sandboxes; and whether
+        the trail of calls names the attack."""
+        expected, mark = attack.told_on(self.backend), json.dumps(attack.called)[1:-1]
         deadline = time.monotonic() + _EVENT_S
         while True:
-            events = self.client.audit(sandbox_id=sandbox_id, after=since)
-            kinds = tuple([event.kind async for event in events])
-            if not expected or expected & set(kinds) or time.monotonic() > deadline:
-                return kinds
+            events = [event async for event in self.client.audit(sandbox_id=sandbox_id, after=since)]
+            kinds = tuple(event.kind for event in events if event.kind not in TRAIL)
+            called = any(event.kind in TRAIL and mark in event.detail_json for event in events)
+            if (expected & set(kinds) if expected else called) or time.monotonic() > deadline:
+                return kinds, called
             await asyncio.sleep(0.2)
 
     async def _said(self, attack: Attack, sandbox: Sandbox) -> str:
         """What its script or command says in a sandbox."""
-        command = attack.shell or "python3 attack.py"
+        command = attack.shell or f"python3 {attack.file}"
         timeout_s = attack.timeout_s * self.slow
         call = ToolCall("exec", {"command": command, "timeout_s": timeout_s})
         try:
             if attack.script:
-                await sandbox.files.write("attack.py", f"from attempts import *\n{attack.script}".encode())
+                await sandbox.files.write(attack.file, f"from attempts import *\n{attack.script}".encode())
             result = await sandbox.call(call, timeout_s=timeout_s + 10)
             if "limit.disk" in attack.audit:
                 await attempt("write", sandbox.files.write("next", b"x"))  # as an agent goes on

@@ -20,10 +20,7 @@ SMALL = Limits(memory_mb=128, pids=32, cpu=1, disk_mb=16, lifetime_s=120)
 KERNEL = "the sandbox's kernel refuses it, and the server does not see system calls"
 NOWHERE = "nothing is refused: what it looks for is not there"
 CONTAINED = "nothing is refused: it is let happen where it harms nobody"
-UNTOLD = {
-    "namespaces-python": "the Python helper's filter answers by itself and tells nobody",
-    **dict.fromkeys(("gvisor", "qemu"), "a kernel of its own answers, and the server does not see system calls"),
-}
+UNTOLD = dict.fromkeys(("gvisor", "qemu"), "a kernel of its own answers, and the server does not see system calls")
 """Where nobody tells the server of a refused system call."""
 OWN_KERNEL = "root of a virtual machine of its own, whose wall is the machine"
 
@@ -49,11 +46,13 @@ class Attack:
     hidden: Mapping[str, bytes] | None = None
     """Hidden tests in place of the usual ones."""
     audit: tuple[str, ...] = ()
-    """Kinds of events that must be there afterwards: one of them is enough."""
+    """Kinds of events that tell of its refusal: one of them is enough."""
     unseen: str = ""
-    """Where there is no event: why not."""
+    """Where no event tells of its refusal: why not. The trail of calls then names what was run."""
     unseen_on: Mapping[str, str] = field(default_factory=dict)
-    """Backends on which there is no event, and why."""
+    """Backends on which no event tells of its refusal, and why."""
+    mark: str = ""
+    """What the trail says of what an `act` runs, where nothing else tells of it. The others' marks follow from what they are."""
     harmless_on: Mapping[str, str] = field(default_factory=dict)
     """Backends on which it may succeed inside the sandbox, and why that is no escape; host and neighbour are looked at all the same."""
     not_on: Mapping[str, str] = field(default_factory=dict)
@@ -68,6 +67,22 @@ class Attack:
     """It succeeds (BREACH) on the plain backend: a test shows that, so that the attempt is known to be a real one."""
 
     @property
+    def file(self) -> str:
+        """Where its script lies in the workspace."""
+        return f"attack-{self.name}.py"
+
+    @property
+    def called(self) -> str:
+        """Words that a call of the trail must hold."""
+        if self.script:
+            return self.file
+        return self.mark or self.shell[:40] or "Verifier/Verify"
+
+    def told_on(self, backend: str) -> frozenset[str]:
+        """Kinds of which one must tell of its refusal on a backend; none where only the trail tells of it."""
+        return frozenset() if backend in self.unseen_on else frozenset(self.audit)
+
+    @property
     def quiet(self) -> bool:
         """It asks its own sandbox only, and for little: others may be tried beside it."""
         return bool(self.script or self.shell) and self.family != "bombs"
@@ -75,3 +90,5 @@ class Attack:
     def __post_init__(self) -> None:
         assert sum(map(bool, (self.script, self.shell, self.act, self.verify))) == 1, self.name
         assert bool(self.audit) != bool(self.unseen), f"{self.name}: an event, or why there is none"
+        if self.act is not None and (self.unseen or self.unseen_on):
+            assert self.mark, f"{self.name}: what the trail of calls says of what it runs"

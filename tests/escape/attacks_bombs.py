@@ -281,14 +281,17 @@ async def neighbour_needs(arena: Arena) -> list[str]:
     return await arena.neighbour.run(code)
 
 
+_HOLDING = "hold.py"
+
+
 def exhausting(code: str, words: str) -> object:
     """An attack that holds what it took while the neighbour tries to get some."""
 
     async def act(arena: Arena) -> str:
         sandbox = await arena.sandbox(limits=Limits(memory_mb=256, pids=32, cpu=1, disk_mb=64, lifetime_s=120))
         held = f"from attempts import *\n{code}\nopen('ready', 'w').close()\ntime.sleep(60)\n"
-        await sandbox.files.write("hold.py", held.encode())
-        process = await sandbox.processes.start(["python3", "hold.py"])
+        await sandbox.files.write(_HOLDING, held.encode())
+        process = await sandbox.processes.start(["python3", _HOLDING])
         for _ in range(int(arena.patience_s * 10)):
             listed, _ = await sandbox.files.list(".")
             if any(each.path == "ready" for each in listed) or not (await sandbox.processes.list())[-1].running:
@@ -372,15 +375,15 @@ ATTACKS = (
     Attack("disk-allocate", "bombs", "a file of 1 GiB and one of 1 TiB allocated without writing", r"refused fallocate 1073741824", script=ALLOCATE, unseen=KERNEL),
     Attack("inode-bomb", "bombs", "200,000 empty files", r"refused after|gone|exit 137", script=INODES, audit=("limit.disk", "limit.memory"), timeout_s=60),
     Attack("descriptor-bomb", "bombs", "a million descriptors, and the limit raised", r"refused after[\s\S]*refused raise|refused after", script=DESCRIPTORS, unseen=KERNEL),
-    Attack("inotify-instances", "bombs", "inotify instances, which kernels count by user, held while a neighbour and the host need one", r"the neighbour has its own", act=exhausting(INOTIFY, "inotify"), unseen=_BY_USER),
-    Attack("inotify-watches", "bombs", "60,000 watches, which kernels count by user", r"the neighbour has its own", act=exhausting(WATCHES, "watches"), unseen=_BY_USER),
-    Attack("queued-signals", "bombs", "half a million queued signals, which kernels count by user", r"the neighbour has its own", act=exhausting(SIGNALS, "signals"), unseen=_BY_USER),
-    Attack("terminals", "bombs", "pseudo-terminals, which kernels count over all", r"the neighbour has its own", act=exhausting(TERMINALS, "terminals"), unseen=_BY_USER),
-    Attack("descriptors-in-flight", "bombs", "descriptors sent and never received, which kernels count by user", r"the neighbour has its own", act=exhausting(IN_FLIGHT, "in flight"), unseen=_BY_USER, succeeds_on={"namespaces-python": "all sandboxes of a server are one user of the host's: while one holds its descriptors in flight, neighbours can't send any over sockets"}),
-    Attack("epoll-watches", "bombs", "epoll watches without end, which kernels count by user", r"the neighbour has its own", act=exhausting(EPOLL, "epoll"), unseen=_BY_USER),
-    Attack("cpu-hog", "bombs", "eight busy loops with half a core", r"held at", act=burn, unseen="a scheduler's limit is kept, not hit"),
+    Attack("inotify-instances", "bombs", "inotify instances, which kernels count by user, held while a neighbour and the host need one", r"the neighbour has its own", act=exhausting(INOTIFY, "inotify"), unseen=_BY_USER, mark=_HOLDING),
+    Attack("inotify-watches", "bombs", "60,000 watches, which kernels count by user", r"the neighbour has its own", act=exhausting(WATCHES, "watches"), unseen=_BY_USER, mark=_HOLDING),
+    Attack("queued-signals", "bombs", "half a million queued signals, which kernels count by user", r"the neighbour has its own", act=exhausting(SIGNALS, "signals"), unseen=_BY_USER, mark=_HOLDING),
+    Attack("terminals", "bombs", "pseudo-terminals, which kernels count over all", r"the neighbour has its own", act=exhausting(TERMINALS, "terminals"), unseen=_BY_USER, mark=_HOLDING),
+    Attack("descriptors-in-flight", "bombs", "descriptors sent and never received, which kernels count by user", r"the neighbour has its own", act=exhausting(IN_FLIGHT, "in flight"), unseen=_BY_USER, mark=_HOLDING, succeeds_on={"namespaces-python": "all sandboxes of a server are one user of the host's: while one holds its descriptors in flight, neighbours can't send any over sockets"}),
+    Attack("epoll-watches", "bombs", "epoll watches without end, which kernels count by user", r"the neighbour has its own", act=exhausting(EPOLL, "epoll"), unseen=_BY_USER, mark=_HOLDING),
+    Attack("cpu-hog", "bombs", "eight busy loops with half a core", r"held at", act=burn, unseen="a scheduler's limit is kept, not hit", mark="python3 burn.py"),
     Attack("daemon-after-timeout", "time", "a daemon that ignores every signal and left its session outlives its command's timeout", r"killed timed_out=True", act=daemon_after_timeout, audit=("limit.time",)),
-    Attack("daemon-after-end", "time", "daemons outlive their sandbox", r"nothing lives on", act=daemon_after_end, unseen=CONTAINED),
+    Attack("daemon-after-end", "time", "daemons outlive their sandbox", r"nothing lives on", act=daemon_after_end, unseen=CONTAINED, mark="sleep 98765"),
     Attack("stopped-shell", "time", "a shell that stops itself", r"timed_out=True then 'alive", act=stopped, audit=("limit.time",)),
     Attack("lifetime", "time", "a sandbox that nobody closes", r"ended in time", act=lifetime, audit=("lifetime.expired",)),
 )  # fmt: skip

@@ -277,9 +277,9 @@ ATTACKS = (
     Attack("path-names", "paths", "names with null bytes, of 300 bytes, 3,000 levels; the workspace itself removed and moved", r"refused read.*[\s\S]*refused remove[\s\S]*refused move", act=names, audit=("request.refused",)),
     Attack("path-hidden", "paths", "a file that the policy hides, by other spellings and from git's history", r"refused read[\s\S]*not in the sandbox", act=hidden_file, audit=("path.escape",)),
     Attack("path-diff-links", "paths", "links and FIFOs in what the final diff reads, and its verdict", r"links as links: [2-4] .*link:outside", act=diff_of_links, audit=("verify.tampered",)),
-    Attack("path-deep-tree", "paths", "1,500 nested directories to list, compare and remove", r"bounded", act=deep_tree, unseen=CONTAINED),
+    Attack("path-deep-tree", "paths", "1,500 nested directories to list, compare and remove", r"bounded", act=deep_tree, unseen=CONTAINED, mark="python3 make.py"),
     Attack("path-wide-tree", "paths", "20,000 entries with long names in one directory", r"bounded: 1000 entries, cut True", act=wide_tree, audit=("limit.output",)),
     Attack("path-hard-link", "paths", "hard links to files of the system and of the template", r"refused link /etc/passwd", script=HARDLINK, unseen=KERNEL),
     Attack("system-read-only", "paths", "creating, changing and removing what belongs to the system, the template and the Python", r"refused create /etc/x E(ROFS|ACCES|PERM)", script=READ_ONLY, unseen=KERNEL, harmless_on={"qemu": OWN_KERNEL}),
-    Attack("overlay-attributes", "paths", "overlayfs's own attributes, to redirect a directory to elsewhere, now and in a fork", r"nothing of where they point", act=overlay, unseen=KERNEL, harmless_on={"qemu": OWN_KERNEL}),
+    Attack("overlay-attributes", "paths", "overlayfs's own attributes, to redirect a directory to elsewhere, now and in a fork", r"nothing of where they point", act=overlay, unseen=KERNEL, mark="attack.py", harmless_on={"qemu": OWN_KERNEL}),
 )  # fmt: skip

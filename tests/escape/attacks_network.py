@@ -6,11 +6,13 @@ from envd.client import Sandbox, ToolCall
 from tests.escape.arena import Arena
 from tests.escape.attack import KERNEL, NOWHERE, OWN_KERNEL, Attack
 
+_FILE = "attack-beside.py"
+
 
 async def _python(arena: Arena, code: str, sandbox: Sandbox | None = None) -> str:
     sandbox = sandbox or await arena.sandbox()
-    await sandbox.files.write("attack.py", f"from attempts import *\n{code}".encode())
-    return (await sandbox.call(ToolCall("exec", {"command": "python3 attack.py"}), timeout_s=arena.patience_s)).text
+    await sandbox.files.write(_FILE, f"from attempts import *\n{code}".encode())
+    return (await sandbox.call(ToolCall("exec", {"command": f"python3 {_FILE}"}), timeout_s=arena.patience_s)).text
 
 
 DIAL = """
@@ -144,7 +146,7 @@ for folder in ("/workspace", "/tmp", "/run", "/etc", "/.template", "/dev"):
     for top, _, files in os.walk(folder):
         for name in files:
             path = os.path.join(top, name)
-            if name != "attack.py" and not stat.S_ISFIFO(os.lstat(path).st_mode):  # a shell's pipe has no end
+            if name != "{_FILE}" and not stat.S_ISFIFO(os.lstat(path).st_mode):  # a shell's pipe has no end
                 try:
                     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
                     look(os.read(fd, 1 << 20).decode(errors="replace"), top)
@@ -198,14 +200,14 @@ ATTACKS = (
     Attack("metadata-address", "network", "cloud metadata addresses, private networks and the internet, TCP and UDP", _UNREACHABLE, script=METADATA, unseen=KERNEL, timeout_s=60),
     Attack("names-resolved", "network", "names resolved, as a way out by DNS", r"refused resolve example.com", script=NAMES, unseen=KERNEL, timeout_s=60),
     Attack("interfaces", "network", "interfaces, routes, bridges and tunnels made or renamed", r"nothing of interfaces[\s\S]*refused tun", script=INTERFACES, unseen=KERNEL, harmless_on={"qemu": OWN_KERNEL}),
-    Attack("host-loopback", "network", "services on the host's loopback and addresses", r"refused 127.0.0.1:\d+ ECONNREFUSED", act=host_loopback, unseen=NOWHERE, plain=True),
-    Attack("abstract-sockets", "network", "abstract Unix sockets of the host and of a neighbour", r"refused", act=abstract_sockets, unseen=NOWHERE, plain=True),
-    Attack("server-socket", "network", "the server's own socket and directory", r"refused connect ENOENT", act=server_socket, unseen=NOWHERE, plain=True),
-    Attack("neighbour-service", "neighbours", "a service on a neighbour's loopback", r"refused loopback ECONNREFUSED[\s\S]*nobody came", act=neighbour_service, unseen=NOWHERE, plain=True),
-    Attack("neighbour-files", "neighbours", "a neighbour's secret searched for in all that can be read", r"searched", act=neighbour_files, unseen=NOWHERE, timeout_s=70),
-    Attack("neighbour-processes", "neighbours", "a neighbour's processes seen, and kill -9 -1", r"nothing of the neighbour[\s\S]*the neighbour beats: True", act=neighbour_processes, unseen=NOWHERE),
-    Attack("neighbour-ipc", "neighbours", "System V segments and message queues of the host and a neighbour, by their keys", r"refused shmget", act=shared_ipc, unseen=NOWHERE, plain=True),
-    Attack("secrets", "secrets", "ids, tokens and the server's environment searched for in every readable file of /proc and the disk", r"nothing of secrets in the environment[\s\S]*searched to the end", act=token_of_a_neighbour, unseen=NOWHERE),
+    Attack("host-loopback", "network", "services on the host's loopback and addresses", r"refused 127.0.0.1:\d+ ECONNREFUSED", act=host_loopback, unseen=NOWHERE, mark=_FILE, plain=True),
+    Attack("abstract-sockets", "network", "abstract Unix sockets of the host and of a neighbour", r"refused", act=abstract_sockets, unseen=NOWHERE, mark=_FILE, plain=True),
+    Attack("server-socket", "network", "the server's own socket and directory", r"refused connect ENOENT", act=server_socket, unseen=NOWHERE, mark=_FILE, plain=True),
+    Attack("neighbour-service", "neighbours", "a service on a neighbour's loopback", r"refused loopback ECONNREFUSED[\s\S]*nobody came", act=neighbour_service, unseen=NOWHERE, mark=_FILE, plain=True),
+    Attack("neighbour-files", "neighbours", "a neighbour's secret searched for in all that can be read", r"searched", act=neighbour_files, unseen=NOWHERE, mark="grep -rlsI", timeout_s=70),
+    Attack("neighbour-processes", "neighbours", "a neighbour's processes seen, and kill -9 -1", r"nothing of the neighbour[\s\S]*the neighbour beats: True", act=neighbour_processes, unseen=NOWHERE, mark=_FILE),
+    Attack("neighbour-ipc", "neighbours", "System V segments and message queues of the host and a neighbour, by their keys", r"refused shmget", act=shared_ipc, unseen=NOWHERE, mark=_FILE, plain=True),
+    Attack("secrets", "secrets", "ids, tokens and the server's environment searched for in every readable file of /proc and the disk", r"nothing of secrets in the environment[\s\S]*searched to the end", act=token_of_a_neighbour, unseen=NOWHERE, mark=_FILE),
     Attack("leaked-descriptors", "secrets", "descriptors of the server, the spawner or a neighbour", r"nothing of descriptors inherited", script=DESCRIPTORS, unseen=NOWHERE),
     Attack("control-descriptors", "secrets", "the shell's control descriptors and sockets inherited by commands", r"refused the shell's control descriptor 200 EBADF", script=PASSED_SOCKET, unseen=KERNEL),
 )  # fmt: skip

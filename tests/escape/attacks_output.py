@@ -279,7 +279,7 @@ ATTACKS = (
     Attack("output-one-line", "output", "one line of 12 MB read, searched and printed", r"bounded", act=one_line, audit=("limit.output", "limit.time")),
     Attack("output-pattern", "output", "regular expressions that take for ever", r"ended[\s\S]*alive", act=hopeless_pattern, audit=("limit.memory", "limit.time")),
     Attack("exit-code-forged", "output", "twelve ways to make a failed command look good: words, descriptors, builtins, traps, a killed shell", _REST, act=forged_exit_codes, audit=("shell.died",)),
-    Attack("exit-code-of-others", "output", "a background process that answers for later commands", r"refused.*exit 7", act=forged_for_the_next, unseen=CONTAINED),
+    Attack("exit-code-of-others", "output", "a background process that answers for later commands", r"refused.*exit 7", act=forged_for_the_next, unseen=CONTAINED, mark="forge.py"),
     Attack("terminal-escapes", "output", "escapes in labels, paths, policies and output, for an operator's terminal", r"neutralised.*top shows it: True", act=terminal_escapes, audit=("path.escape",)),
     Attack("audit-forged", "output", "paths that look like events of the audit log", r"one line each", act=escaped_log, audit=("path.escape",)),
     Attack("archive-bombs", "archives", "zip and gzip bombs unpacked in a sandbox", r"refused unzip ENOSPC[\s\S]*refused gunzip", script=BOMBS, audit=("limit.disk",), timeout_s=90),

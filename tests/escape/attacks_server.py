@@ -14,8 +14,11 @@ from typing import Any
 import grpc
 
 from contracts.pb import envd_pb2 as pb
-from envd.client import EnvdError, Handle, Limits, ToolCall
+from contracts.pb import envd_pb2_grpc as rpc
+from envd.client import Handle, Limits, ToolCall
 from envd.connection import IDEMPOTENCY_KEY, SANDBOX_TOKEN
+from envd.messages import limits_message
+from envd.server.malformed import STALLED_S
 from tests.escape.arena import Arena, attempt
 from tests.escape.attack import CONTAINED, SMALL, Attack
 
@@ -104,19 +107,25 @@ async def slow_clients(arena: Arena) -> str:
             pass
         sockets.append(sock)
     metadata = ((SANDBOX_TOKEN, sandbox.handle.token),)
-    downloads = [
-        arena.client.files.Download(pb.PathRequest(sandbox_id=sandbox.id, path="big"), metadata=metadata)
-        for _ in range(50)
-    ]
+    narrow = grpc.aio.insecure_channel(arena.address, options=[("grpc.http2.bdp_probe", 0)])  # takes 64 KiB a stream
+    stub: Any = rpc.FilesStub(narrow)  # type: ignore[no-untyped-call]
+    request = pb.PathRequest(sandbox_id=sandbox.id, path="big")
+    downloads = [stub.Download(request, metadata=metadata) for _ in range(50)]
     for each in downloads:
         await each.read()
     follows = [arena.client.sandboxes.Audit(pb.AuditRequest(follow=True)) for _ in range(50)]
     for each in follows:
         await each.read()
     took = await arena.neighbour.look()
+    deadline = time.monotonic() + 3 * STALLED_S
+    while time.monotonic() < deadline:  # how long a write waits is looked at when it has begun
+        if any([event.kind == "client.stalled" async for event in arena.client.audit(sandbox_id=sandbox.id)]):
+            break
+        await asyncio.sleep(1)
     grown = (arena.host.server_bytes() - before) >> 20
     for each in [*downloads, *follows]:
         each.cancel()
+    await narrow.close()
     for sock in sockets:
         sock.close()
     return f"{'BREACH' if grown > 300 else 'bounded'}: it grew by {grown} MiB; the neighbour answered in {took:.3f} s"
@@ -324,17 +333,13 @@ async def hostile_numbers(arena: Arena) -> str:
 
 async def abandoned(arena: Arena) -> str:
     """Clients that give up in the middle of every kind of call leave no process, and no sandbox beyond its lifetime."""
-    before, short = {each.id for each in await arena.client.list()}, replace(SMALL, lifetime_s=5)
+    before = {each.id for each in await arena.client.list()}
+    request = pb.CreateRequest(template=arena.template, limits=limits_message(replace(SMALL, lifetime_s=5)))
     for delay_s in (0.0, 0.002, 0.01, 0.05):
         for _ in range(3):
-            making = asyncio.ensure_future(arena.client.create(arena.template, limits=short))
+            making = arena.client.sandboxes.Create(request)
             await asyncio.sleep(delay_s)
             making.cancel()
-            try:
-                sandbox = await making
-                await sandbox.close()
-            except (asyncio.CancelledError, EnvdError):
-                pass
     sandbox = await arena.sandbox()
     for _ in range(5):
         calling = asyncio.ensure_future(sandbox.call(ToolCall("exec", {"command": "sleep 76543"}), timeout_s=100))
@@ -342,7 +347,9 @@ async def abandoned(arena: Arena) -> str:
         calling.cancel()
     left = await arena.left_of(["76543"])
     deadline = time.monotonic() + 15
-    while True:  # one whose client went while its reply was on the way lives as long as its lifetime
+    while (
+        True
+    ):  # one whose reply was sent lives as long as its lifetime: gRPC tells no server that a reply was not taken
         unknown = {each.id for each in await arena.client.list()} - before - {sandbox.id}
         if not unknown or time.monotonic() > deadline:
             break
@@ -351,15 +358,15 @@ async def abandoned(arena: Arena) -> str:
 
 
 ATTACKS = (
-    Attack("grpc-oversize", "grpc", "messages of 65 MiB", r"refused Files/Write: RESOURCE_EXHAUSTED[\s\S]*bounded", act=oversize, unseen="gRPC drops the message before the server sees it"),
+    Attack("grpc-oversize", "grpc", "messages of 65 MiB", r"refused Files/Write: RESOURCE_EXHAUSTED[\s\S]*bounded", act=oversize, audit=("request.refused",)),
     Attack("grpc-malformed", "grpc", "random bytes to every method, and methods that do not exist", r"refused \d\d", act=malformed, audit=("request.refused",)),
     Attack("grpc-deep-json", "grpc", "arguments nested 100,000 deep, numbers out of range, 20,000 calls in one batch", r"refused[\s\S]*\n(1?\d?\d|2[0-4]\d|25[0-6]) of 20,000", act=deep_json, audit=("request.refused",)),
-    Attack("grpc-slow-clients", "grpc", "100 silent connections, 50 downloads and 50 audit streams that nobody reads", r"bounded", act=slow_clients, unseen=CONTAINED),
-    Attack("grpc-half-uploads", "grpc", "40 uploads of 20 MiB that never end", r"bounded", act=half_uploads, audit=("limit.disk",)),
+    Attack("grpc-slow-clients", "grpc", "100 silent connections, 50 downloads and 50 audit streams that nobody reads", r"bounded", act=slow_clients, audit=("client.stalled",)),
+    Attack("grpc-half-uploads", "grpc", "40 uploads of 20 MiB that never end", r"bounded", act=half_uploads, audit=("limit.disk", "request.refused")),
     Attack("grpc-numbers", "grpc", "offsets, sizes, signals, timeouts and limits out of every range", r"no fault", act=hostile_numbers, audit=("request.refused",)),
-    Attack("grpc-abandoned", "grpc", "clients that give up in the middle of creating and running", r"nothing left", act=abandoned, unseen=CONTAINED),
+    Attack("grpc-abandoned", "grpc", "clients that give up in the middle of creating and running", r"nothing left", act=abandoned, audit=("call.abandoned",)),
     Attack("id-guessing", "access", "guessed ids and tokens, parts of the right one, every method", r"refused token", act=guessing, audit=("auth.denied",)),
-    Attack("token-listed", "access", "tokens and secrets searched for in what anybody may ask", r"no token", act=tokens_listed, unseen=CONTAINED),
+    Attack("token-listed", "access", "tokens and secrets searched for in what anybody may ask", r"no token", act=tokens_listed, unseen=CONTAINED, mark="Sandboxes/List"),
     Attack("idempotency-key-stolen", "access", "a neighbour's idempotency key repeated", r"own answers only", act=foreign_key, audit=("auth.denied",)),
     Attack("policy-beyond", "policy", "requests beyond what the policy allows", r"refused network", act=policy, audit=("policy.denied",)),
     Attack("policy-bombs", "policy", "policies with aliases, Python objects, depth and duplicate keys", r"refused policy", act=policy_bombs, audit=("request.refused",)),

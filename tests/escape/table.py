@@ -14,8 +14,13 @@ _HEAD = """\
 `make test-escape` tries each of these {count} attacks on every backend that starts on the machine: namespaces with the compiled helpers, namespaces
 with the Python ones, gVisor and QEMU. It asserts that the attempt was stopped; that a neighbour sandbox still answers, with its secret,
 its process and its services untouched; that the host's canaries, mounts, control groups, processes, settings and clock are as they were; that
-the server's memory stays bounded; and that there is an audit event where anybody can see one (docs/policies.md lists their kinds). The plain
+the server's memory stays bounded; and that there is an audit event (docs/policies.md lists their kinds). The plain
 backend isolates nothing and is left out; a few attempts are shown to succeed there, so that they are known to be real ones.
+
+An event of the refusal says that something was denied, limited or tampered with: {with_event} attacks assert one. Of the others nobody outside the
+sandbox sees how they end, so their event is that of the call: the servers run with `--audit-calls`, and the test asserts that `call.begun` or
+`call.made` of the attack's sandbox names what was run. It tells who asked for what and when, not that it was an attack, nor that it failed; a server
+without `--audit-calls` has no event of these.
 
 Verdicts are always given in namespaces, whatever backend an agent's sandbox runs on.
 
@@ -24,30 +29,31 @@ This table is made from `tests/escape/` by `python -m tests.escape.table`.
 _WHERE = """
 ## What the last columns mean
 
-{with_event} of the {count} attacks assert that one of the named events is there; where the last column names a backend, on all others. {without} have none on any:
-the attempt ends inside the sandbox, or nothing happens that a server could see. A system call that Landlock, a missing capability or the guest's own kernel
-refuses gives the caller an error and nobody else a word.
+Of the {count} attacks {with_event} assert an event of one of the named kinds; on a backend that the last column names, and for the other {without} everywhere, the
+event of the call instead, for the reason that stands there. A system call that Landlock, a missing capability or the guest's own kernel refuses
+gives the caller an error and nobody else a word.
 """
 
 
 def table() -> str:
     """The whole document."""
     without = sum(not attack.audit for attack in ALL)
-    parts = [_HEAD.format(count=len(ALL))]
+    numbers = {"count": len(ALL), "without": without, "with_event": len(ALL) - without}
+    parts = [_HEAD.format(**numbers)]
     for family in dict.fromkeys(attack.family for attack in ALL):
         rows = [_row(attack) for attack in ALL if attack.family == family]
         parts.append(
             "\n".join(
                 [
                     f"\n## {family.capitalize()}\n",
-                    "| attack | what is tried | audit event | why there is none |",
+                    "| attack | what is tried | event of the refusal | why the event is the call's |",
                     "|---|---|---|---|",
                     *rows,
                     "",
                 ]
             )
         )
-    parts.append(_WHERE.format(without=without, with_event=len(ALL) - without, count=len(ALL)))
+    parts.append(_WHERE.format(**numbers))
     parts.append(
         _notes("Where one succeeds", "succeeds_on", "Known, and expected by the test, which fails once it is stopped.")
     )
@@ -59,7 +65,7 @@ def table() -> str:
 
 
 def _row(attack: Attack) -> str:
-    event = " or ".join(f"`{kind}`" for kind in attack.audit) or "none"
+    event = " or ".join(f"`{kind}`" for kind in attack.audit) or "the call's"
     why = "; ".join([*filter(None, [attack.unseen]), *(f"{name}: {why}" for name, why in attack.unseen_on.items())])
     return f"| {attack.name} | {attack.what.replace('|', chr(92) + '|')} | {event} | {why} |"
 
