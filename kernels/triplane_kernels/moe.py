@@ -19,8 +19,9 @@ from torch import Tensor
 
 from triplane_kernels.custom_ops import operator
 from triplane_kernels.errors import KernelInputError
-from triplane_kernels.grouped_gemm import Operand, grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
+from triplane_kernels.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
 from triplane_kernels.moe_weights import ExpertWeights
+from triplane_kernels.operands import Operand
 from triplane_kernels.permute import permute, unpermute
 from triplane_kernels.quantize import dequantize_weights, quantize_activations, quantize_both
 from triplane_kernels.router import route
