@@ -23,6 +23,8 @@ PARTS: Mapping[str, tuple[str, str]] = {
     "grouped qwen down": ("kernels_products", "grouped_qwen_down"),
     "loss head": ("kernels_layers", "loss_head_rows"),
     "expert layer": ("kernels_layers", "expert_layer_rows"),
+    # last: written by hand for Hopper, it is what a fault of a GPU's would stop first
+    "Gluon": ("kernels_products", "grouped_gluon"),
 }
 """Name -> module, and its function: cases by (sizes, device), or what was measured by (sizes, clock)."""
 SAME = 0.1

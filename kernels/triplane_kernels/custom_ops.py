@@ -26,7 +26,7 @@ _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyp
 def operator(
     name: str,
     *,
-    fake: Callable[P, R],
+    fake: Callable[..., R],
     save: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
     backward: Callable[..., Gradients] | None = None,
     mutates: Sequence[str] = (),
@@ -37,7 +37,7 @@ def operator(
     Tensor or a tuple of them; parameters are positional, and keywords may name them. It gets tensors on any device, runs below autograd, and must
     return new tensors: a result never is or views an argument or another result, even when there is nothing to do.
 
-    fake: the same signature on tensors without data: returns empty tensors of the right shape, dtype and device, and reads no values.
+    fake: called as the function is, on tensors without data: returns empty tensors of the right shape, dtype and device, and reads no values.
     save: `save(ctx, inputs, output)`, called when a gradient will be wanted: keeps what `backward` needs by `ctx.save_for_backward`.
     backward: `backward(ctx, *gradients)`, a gradient a result (None where the result was not used), returns one gradient a parameter. Made of
     torch's own and registered operators only, so that it can be traced. Without it, a gradient asked for raises RuntimeError instead of vanishing.

@@ -108,28 +108,17 @@ def _check_offsets(op: str, offsets: Tensor) -> None:
         raise KernelInputError(f"{op}: offsets are {offsets.dtype} {list(offsets.shape)}; give int32 [groups + 1]")
 
 
-def _fake(
-    a: Tensor,
-    a_scales: Tensor | None,
-    b: Tensor,
-    b_scales: Tensor | None,
-    offsets: Tensor,
-    transposed: bool,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[2 if transposed else 1]), dtype=out_dtype)
+def _fake(*inputs: Any) -> Tensor:
+    a, _, b, _, _, transposed, out_dtype = inputs
+    out: Tensor = a.new_empty((a.shape[0], b.shape[2 if transposed else 1]), dtype=out_dtype)
+    return out
 
 
-def _fake_wgrad(
-    grad: Tensor,
-    grad_scales: Tensor | None,
-    a: Tensor,
-    a_scales: Tensor | None,
-    offsets: Tensor,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _fake_wgrad(*inputs: Any) -> Tensor:
+    grad, grad_scales, a, _, offsets, out_dtype = inputs
     side = 1 if grad_scales is None else 0
-    return a.new_empty((offsets.shape[0] - 1, grad.shape[side], a.shape[side]), dtype=out_dtype)
+    out: Tensor = a.new_empty((offsets.shape[0] - 1, grad.shape[side], a.shape[side]), dtype=out_dtype)
+    return out
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -19,9 +19,8 @@ from triplane_kernels.launch_triton import (
     SMALL_FP8,
     SMALL_PLAIN,
     by_tma,
-    kind,
+    named_configs,
     operand,
-    plain_configs,
     programs,
     tile_config,
 )
@@ -86,15 +85,15 @@ def _launch_rows(
         return out
 
     if out.numel():
-        name = f"{'gemm' if offsets is None else 'grouped_gemm'}_{kind(a)}{'_transposed' if transposed else ''}"
-        configs, small = (FP8_CONFIGS, SMALL_FP8) if fp8 else (plain_configs(a.dtype), SMALL_PLAIN)
+        op = "gemm" if offsets is None else "grouped_gemm_transposed" if transposed else "grouped_gemm"
+        name, configs = named_configs(op, a, by_tma(a, b), FP8_CONFIGS)
         if fp8 and offsets is not None and machine().gluon and by_tma(a, b) and forced() != "triton":
             # names of their own: what Gluon takes must not be found for operands that it can't take
             if gluon:
                 name, configs = f"{name}_gluon", _gluon().CONFIGS
             else:
                 name, configs = f"{name}_hopper", [*configs, *(_gluon().CONFIGS if tuning_now() else ())]
-        launch(lookup(name, (rows, columns, depth, groups), configs, launch, small=small))
+        launch(lookup(name, (rows, columns, depth, groups), configs, launch, small=SMALL_FP8 if fp8 else SMALL_PLAIN))
     return out
 
 
@@ -133,6 +132,17 @@ def _rows_kernel(
         for step in range(tl.where(chosen < groups, tl.cdiv(depth, BLOCK_K), 0)):
             k = step * BLOCK_K
             deep = k + tl.arange(0, BLOCK_K)
+            if FP8:
+                # before the product, so that they arrive while the matrix units work
+                of_rows = a_scales + row.to(tl.int64) * a_scale_row + step * a_scale_column
+                scale = tl.load(of_rows, mask=row < end, other=0.0)
+                of_matrix = b_scales + chosen.to(tl.int64) * b_scale_matrix + step * b_scale_column
+                if ROWS_SCALED:
+                    other = tl.load(of_matrix + column * b_scale_row, mask=column < columns, other=0.0)
+                elif BLOCK_N > BLOCK:
+                    other = tl.load(of_matrix + column // BLOCK * b_scale_row, mask=column < columns, other=0.0)
+                else:
+                    other = tl.load(of_matrix + first_column // BLOCK * b_scale_row)
             if TMA:
                 x = a.load([first_row, k])
             else:
@@ -147,22 +157,12 @@ def _rows_kernel(
             else:
                 inside = (column[:, None] < columns) & (deep[None, :] < depth)
                 y = tile(b + chosen.to(tl.int64) * b_matrix, column, deep, b_row, inside).T
-            if FP8:
-                scale = tl.load(
-                    a_scales + row.to(tl.int64) * a_scale_row + step * a_scale_column, mask=row < end, other=0.0
-                )
-                at_scale = b_scales + chosen.to(tl.int64) * b_scale_matrix + step * b_scale_column
-                if ROWS_SCALED:
-                    other = tl.load(at_scale + column * b_scale_row, mask=column < columns, other=0.0)
-                    total += product(x, y) * scale[:, None] * other[None, :]
-                elif BLOCK_N > BLOCK:
-                    other = tl.load(at_scale + column // BLOCK * b_scale_row, mask=column < columns, other=0.0)
-                    total += product(x, y) * scale[:, None] * other[None, :]
-                else:
-                    scale *= tl.load(at_scale + first_column // BLOCK * b_scale_row)
-                    total += product(x, y) * scale[:, None]
-            else:
+            if not FP8:
                 total += product(x, y)
+            elif ROWS_SCALED or BLOCK_N > BLOCK:
+                total += product(x, y) * scale[:, None] * other[None, :]
+            else:
+                total += product(x, y) * (scale * other)[:, None]
         inside = (row[:, None] < end) & (column[None, :] < columns)
         to = out + row[:, None].to(tl.int64) * columns + column[None, :]
         tl.store(to, narrow(total, out.dtype.element_ty), mask=inside)

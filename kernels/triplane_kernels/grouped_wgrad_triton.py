@@ -11,9 +11,8 @@ from triplane_kernels.launch_triton import (
     SMALL_FP8,
     SMALL_PLAIN,
     by_tma,
-    kind,
+    named_configs,
     operand,
-    plain_configs,
     programs,
     tile_config,
 )
@@ -53,9 +52,9 @@ def grouped_gemm_wgrad(both: Operands, offsets: Tensor, out_dtype: torch.dtype) 
         return out
 
     if out.numel():
-        configs, small = (FP8_CONFIGS, SMALL_FP8) if fp8 else (plain_configs(grad.dtype), SMALL_PLAIN)
+        name, configs = named_configs("grouped_gemm_wgrad", grad, by_tma(grad, a), FP8_CONFIGS)
         shape = (total, height, width, groups)
-        launch(lookup(f"grouped_gemm_wgrad_{kind(grad)}", shape, configs, launch, small=small))
+        launch(lookup(name, shape, configs, launch, small=SMALL_FP8 if fp8 else SMALL_PLAIN))
     return out
 
 
@@ -81,29 +80,34 @@ def _wgrad_kernel(
         for step in range(first_whole, after_whole):
             k = origin + step * BLOCK_K
             deep = k + tl.arange(0, BLOCK_K)
+            if FP8:
+                # before the product, so that they arrive while the matrix units work
+                left, right = _scales(grad_scales, a_scales, row, column, k // BLOCK, height, width,
+                                      grad_scale_row, grad_scale_column, a_scale_row, a_scale_column)  # fmt: skip
             if TMA and FP8:
                 x, y = grad_tiles.load([first_row, k]), a_tiles.load([first_column, k]).T
             elif TMA:
                 x, y = grad_tiles.load([k, first_row]).T, a_tiles.load([k, first_column])
             else:
                 x, y = _columns(grad, a, row, column, deep, start, end, height, width, grad_row, a_row, FP8)
-            part = product(x, y)
             if FP8:
-                part = _scaled(part, grad_scales, a_scales, row, column, k // BLOCK, height, width,
-                               grad_scale_row, grad_scale_column, a_scale_row, a_scale_column)  # fmt: skip
-            total += part
+                total += product(x, y) * left[:, None] * right[None, :]
+            else:
+                total += product(x, y)
         behind = ((end - origin) % BLOCK_K > 0) & (after_whole >= first_whole)
         # a group without rows reads nothing: its neighbours' scales may be NaN
         ends = tl.where(end > start, (first_whole > 0).to(tl.int32) + behind.to(tl.int32), 0)
         for step in range(ends):
             k = origin + tl.where((step == 0) & (first_whole > 0), 0, after_whole) * BLOCK_K
             deep = k + tl.arange(0, BLOCK_K)
-            x, y = _columns(grad, a, row, column, deep, start, end, height, width, grad_row, a_row, FP8)
-            part = product(x, y)
             if FP8:
-                part = _scaled(part, grad_scales, a_scales, row, column, k // BLOCK, height, width,
-                               grad_scale_row, grad_scale_column, a_scale_row, a_scale_column)  # fmt: skip
-            total += part
+                left, right = _scales(grad_scales, a_scales, row, column, k // BLOCK, height, width,
+                                      grad_scale_row, grad_scale_column, a_scale_row, a_scale_column)  # fmt: skip
+            x, y = _columns(grad, a, row, column, deep, start, end, height, width, grad_row, a_row, FP8)
+            if FP8:
+                total += product(x, y) * left[:, None] * right[None, :]
+            else:
+                total += product(x, y)
         to = out + group.to(tl.int64) * height * width + row[:, None].to(tl.int64) * width + column[None, :]
         tl.store(to, narrow(total, out.dtype.element_ty), mask=(row[:, None] < height) & (column[None, :] < width))
 
@@ -125,11 +129,11 @@ def _columns(
 
 
 @triton.jit
-def _scaled(
-    part: tl.tensor, grad_scales: tl.tensor, a_scales: tl.tensor, row: tl.tensor, column: tl.tensor, block: tl.tensor, height: tl.tensor,
-    width: tl.tensor, grad_row: tl.tensor, grad_column: tl.tensor, a_row: tl.tensor, a_column: tl.tensor,
-) -> tl.tensor:  # fmt: skip
-    """A partial sum over one block of rows times the scales of both sides there."""
+def _scales(
+    grad_scales: tl.tensor, a_scales: tl.tensor, row: tl.tensor, column: tl.tensor, block: tl.tensor, height: tl.tensor, width: tl.tensor,
+    grad_row: tl.tensor, grad_column: tl.tensor, a_row: tl.tensor, a_column: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """The scales of the tile's rows and columns for one block of rows of the operands."""
     left = tl.load(grad_scales + row.to(tl.int64) * grad_row + block * grad_column, mask=row < height, other=0.0)
     right = tl.load(a_scales + column.to(tl.int64) * a_row + block * a_column, mask=column < width, other=0.0)
-    return part * left[:, None] * right[None, :]
+    return left, right

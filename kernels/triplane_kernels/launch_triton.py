@@ -24,17 +24,36 @@ def tile_config(
 
 PLAIN_CONFIGS = [
     tile_config(128, 256, 64, 8, 4), tile_config(128, 256, 64, 8, 3), tile_config(128, 128, 64, 8, 5),
-    tile_config(128, 128, 64, 4, 4, programs=2), tile_config(64, 128, 64, 4, 4, programs=2), tile_config(64, 64, 32, 4, 3, programs=2),
+    tile_config(128, 128, 64, 4, 3, programs=2), tile_config(64, 128, 64, 4, 4, programs=2), tile_config(64, 64, 32, 4, 3, programs=2),
 ]  # fmt: skip
 FLOAT32_CONFIGS = [tile_config(64, 64, 32, 4, 3, programs=2)]
 """Float32 is multiplied outside the matrix units, exactly: for comparisons, not for speed. Larger tiles take minutes to compile, and do not fit."""
+FP8_POINTER_CONFIGS = [
+    tile_config(64, 64, 128, 8, 3, programs=2),
+    tile_config(64, 64, 128, 4, 3, programs=2),
+    tile_config(128, 64, 128, 8, 3),
+]
+PLAIN_POINTER_CONFIGS = [
+    tile_config(64, 64, 64, 4, 3, programs=2),
+    tile_config(64, 128, 64, 8, 3, programs=2),
+    tile_config(128, 128, 64, 8, 3),
+]
 SMALL_FP8 = tile_config(64, 128, 128, 4, 1, programs=3, band=2)
 SMALL_PLAIN = tile_config(64, 64, 64, 4, 1, programs=3, band=2)
 
 
-def plain_configs(dtype: torch.dtype) -> list[Config]:
-    """Candidates for operands that are not quantized."""
-    return FLOAT32_CONFIGS if dtype == torch.float32 else PLAIN_CONFIGS
+def named_configs(op: str, values: Tensor, tma: bool, fast: list[Config]) -> tuple[str, list[Config]]:
+    """The name under which an op keeps what it finds for such operands, and its candidates: `fast` where the copy engine brings tiles of codes.
+
+    What goes by pointers has a name of its own: tiles that are large enough for the copy engine spill hundreds of registers there.
+    """
+    name = f"{op}_{kind(values)}"
+    if values.dtype == torch.float32:
+        return name, FLOAT32_CONFIGS
+    codes = values.dtype == torch.float8_e4m3fn
+    if not tma:
+        return f"{name}_pointers", FP8_POINTER_CONFIGS if codes else PLAIN_POINTER_CONFIGS
+    return name, fast if codes else PLAIN_CONFIGS
 
 
 def kind(values: Tensor) -> str:

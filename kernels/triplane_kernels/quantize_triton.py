@@ -11,6 +11,7 @@ from triplane_kernels.rounding_triton import (
     INFINITY_BITS,
     block_scale,
     magnitude_bits,
+    quotient,
     reciprocal,
     to_e4m3,
     to_float32,
@@ -24,8 +25,18 @@ ROW_CONFIGS = [
     {"BLOCK_M": rows, "num_warps": warps, "num_stages": 1}
     for rows, warps in ((32, 4), (64, 4), (64, 8), (128, 8), (16, 4), (16, 2))
 ]
-BOTH_CONFIGS = [{"num_warps": warps, "num_stages": 1} for warps in (8, 16)]
-WEIGHT_CONFIGS = [*BOTH_CONFIGS, {"num_warps": 4, "num_stages": 1}]
+SQUARE_SMALL = {"num_warps": 8, "num_stages": 1}
+# maxnreg: so few registers that another block of threads fits beside, to load while one computes
+BOTH_CONFIGS = [
+    SQUARE_SMALL,
+    {"num_warps": 16, "num_stages": 1},
+    {"num_warps": 8, "num_stages": 1, "maxnreg": 128},
+]
+WEIGHT_CONFIGS = [
+    {"num_warps": 8, "num_stages": 1, "maxnreg": 128},
+    {"num_warps": 16, "num_stages": 1, "maxnreg": 64},
+    {"num_warps": 16, "num_stages": 1},
+]
 
 
 def quantize_activations(x: Tensor, power_of_two: bool, seed: int | None) -> tuple[Tensor, Tensor]:
@@ -64,7 +75,7 @@ def quantize_both(x: Tensor, power_of_two: bool, seed: int | None) -> tuple[Tens
         return codes, scales, codes_t, scales_t
 
     if codes.numel():
-        launch(lookup("quantize_both", (rows, columns), BOTH_CONFIGS, launch, small=BOTH_CONFIGS[0]))
+        launch(lookup("quantize_both", (rows, columns), BOTH_CONFIGS, launch, small=SQUARE_SMALL))
     return codes, scales, codes_t, scales_t
 
 
@@ -86,7 +97,7 @@ def quantize_weights(w: Tensor, power_of_two: bool, transposed: bool) -> tuple[T
         return codes, scales, codes_t, scales_t
 
     if codes.numel():
-        launch(lookup("quantize_weights", tuple(w.shape), WEIGHT_CONFIGS, launch, small=WEIGHT_CONFIGS[0]))
+        launch(lookup("quantize_weights", tuple(w.shape), WEIGHT_CONFIGS, launch, small=SQUARE_SMALL))
     return codes, scales, codes_t, scales_t
 
 
@@ -173,7 +184,7 @@ def _weights_kernel(
     amax = tl.max(tl.max(magnitude_bits(values), axis=1), axis=0)
     scale = block_scale(tl.full((1, 1), 0, tl.int32) + amax, POWER_OF_TWO)
     # the trainer's recipe divides: a product with the reciprocal would round some codes otherwise
-    code = to_e4m3(tl.div_rn(values, tl.broadcast_to(scale, (BLOCK, BLOCK))), 0.0, False)
+    code = to_e4m3(quotient(values, scale), 0.0, False)
     start = matrix * rows * columns
     tl.store(codes + start + row[:, None].to(tl.int64) * columns + column[None, :], code, mask=inside)
     first = matrix * row_blocks * column_blocks

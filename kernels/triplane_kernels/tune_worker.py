@@ -21,7 +21,7 @@ from triplane_kernels.tuning import WORKLOADS, Config, Workload, searching
 def load_workloads() -> dict[str, Workload]:
     """Every op's, after importing the modules that register them."""
     for module in pkgutil.iter_modules(triplane_kernels.__path__):
-        if not module.name.endswith(("_triton", "_gluon")) and module.name not in ("tune", "tune_worker", "compiled"):
+        if not module.name.endswith(("_triton", "_gluon")) and not module.name.startswith(("tune", "compiled")):
             importlib.import_module(f"triplane_kernels.{module.name}")
     return WORKLOADS
 

@@ -38,7 +38,9 @@ CACHE = "TRIPLANE_KERNELS_CACHE"
 """Environment variable naming the folder for configurations found by search; $XDG_CACHE_HOME/triplane/kernels without it."""
 SAMPLE = 1 << 18
 """Values of a result that are compared between configurations."""
+SAMPLED_ROWS = 64
 DISTANCE = 0.01
+"""Largest relative distance of results that agree."""
 _log = logging.getLogger(__name__)
 _remembered: dict[tuple[str, str, str], Config] = {}
 _recorder: list[Recorder] = []
@@ -119,7 +121,11 @@ def lookup(
     if found is None:
         if torch.cuda.is_current_stream_capturing():
             return candidates[0]
-        found = search(op, candidates, run)
+        try:
+            found = search(op, candidates, run)
+        except torch.OutOfMemoryError:
+            _log.warning("%s: no memory is left to time configurations; the first is taken until there is", op)
+            return candidates[0]
         _keep(op, key[2], found)
     _remembered[key] = found
     return found
@@ -145,13 +151,16 @@ class _Trial:
 def search(op: str, candidates: Sequence[Config], run: Callable[[Config], Results]) -> Config:
     """The fastest of `candidates` by the median of CUDA event times, among those whose results most of them share.
 
-    What the device refuses (registers, shared memory) is passed over. Raises KernelError where none runs, and where one breaks the CUDA context.
+    What the device refuses (registers, shared memory) is passed over. Raises KernelError where none runs and where one breaks the CUDA context,
+    torch.OutOfMemoryError where results can't be compared or timed.
     """
     trials: list[_Trial] = []
     refusal = ""
     for candidate in candidates:
         try:
             trials.append(_try(candidate, run))
+        except torch.OutOfMemoryError:
+            raise
         except Exception as refused:  # noqa: BLE001  Triton's compiler and launcher raise many types for what a device lacks
             refusal = f"{type(refused).__name__}: {(str(refused).splitlines() or [''])[0]}"
             _log.info("%s: %s is passed over: %s", op, candidate, refusal)
@@ -188,9 +197,12 @@ def _tensors(results: Results) -> Sequence[Tensor]:
 
 
 def _sample(written: Tensor) -> Tensor:
-    """A copy of about SAMPLE evenly spread values, float32."""
-    flat = written.detach().flatten()
-    return flat[:: max(flat.numel() // SAMPLE, 1)].to(torch.float32, copy=True)
+    """A copy of some evenly spread values, float32, that takes little memory: about SAMPLE of them, or some rows of what is not contiguous."""
+    if written.is_contiguous():
+        spread = written.detach().flatten()[:: max(written.numel() // SAMPLE, 1)]
+    else:
+        spread = written.detach()[:: max(written.shape[0] // SAMPLED_ROWS, 1)].flatten()
+    return spread.to(torch.float32, copy=True)
 
 
 def agree(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:

@@ -188,6 +188,18 @@ def test_an_error_that_breaks_the_context_ends_the_search(
         tuning.search("gemm", [FIRST, SECOND], run)
 
 
+def test_without_memory_to_time_the_first_is_taken_and_not_kept(
+    searched: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(op: str, candidates: object, run: object) -> tuning.Config:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(tuning, "search", full)
+        assert look((64, 64)) == FIRST and "no memory is left to time" in caplog.text
+    assert look((64, 64)) == SECOND
+
+
 def test_what_brought_a_process_down_is_not_tried_again(searched: list[str]) -> None:
     tried: list[tuple[str, tuning.Config]] = []
     assert not tuning.tuning_now()
