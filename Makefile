@@ -56,7 +56,7 @@ $(VLLM_STAMP): tests/vllm/requirements.txt
 	touch $@
 
 test-gpu: $(NATIVE)  ## needs a CUDA device
-	$(BIN)/pytest -m gpu
+	$(BIN)/pytest -n auto --maxprocesses 8 -m gpu tests/kernels
 
 lint: $(STAMP)  ## ruff, mypy (strict), import floors
 	$(BIN)/ruff check .

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +21,8 @@ class Case:
     name: str
     shape: str
     work: Work
-    amount: float
-    """Bytes that must move, each input read once and each output written once; or floating-point operations."""
+    amount: float | Callable[[], float]
+    """Bytes that must move, each input read once and each output written once; or floating-point operations. Called where it takes a result to know."""
     unit: str
     """"TB/s" or "TFLOP/s"."""
     error: Callable[[], float]
@@ -28,10 +31,45 @@ class Case:
     """The largest error that is right."""
     metric: str | None = None
     """Under this name the rate is reported for goals."""
-    counts: Callable[[float, float], float] = min
-    """Which rate counts where several cases share a metric: min, or max where one of them is enough."""
-    peers: Mapping[str, Work] = field(default_factory=dict)
-    """Others doing the same, on the same inputs."""
+    best: bool = False
+    """Which rate counts where several cases share a metric: the smallest, or the largest where one of them is enough."""
+    peers: Mapping[str, Callable[[], Work]] = field(default_factory=dict)
+    """Makers of others doing the same, on the same inputs."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What became of one case."""
+
+    row: Mapping[str, Any] | None
+    """A row of the table; all rows have the same keys."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    best: bool = False
+    """As of `Case`."""
+    notes: Sequence[str] = ()
+
+    def counts(self, value: float, before: float) -> float:
+        """What a metric is that another case has set before."""
+        return max(value, before) if self.best else min(value, before)
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str) -> Measured:
+        """What `to_json` wrote."""
+        return cls(**json.loads(line))
+
+    @classmethod
+    def failed(cls, kernel: str, shape: str, failure: Exception) -> Measured:
+        """A row that is wrong, since the case raised."""
+        reason = (str(failure).splitlines() or [type(failure).__name__])[0][:300]
+        row = {
+            "kernel": kernel, "shape": shape, "ms": math.nan, "rate": "", "of ceiling": "", "error": math.nan,
+            "right": False, "beside": "",
+        }  # fmt: skip
+        return cls(row, notes=(f"{kernel}, {shape}: {reason}",))
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from triplane_kernels.gemm import gemm
 from triplane_kernels.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
-from triplane_kernels.machine import FORCE
+from triplane_kernels.machine import FORCE, machine
 from triplane_kernels.quantize import quantize_activations, quantize_both, quantize_weights, quantize_weights_both
 
 from benchmarks import kernels_peers as peers
-from benchmarks.kernels_case import Case, Sizes, normal, relative_error
+from benchmarks.kernels_case import Case, Sizes, Work, normal, relative_error
 
 PRODUCT = 0.06
 """An FP8 product of normal data is 3.7% off."""
@@ -21,22 +21,37 @@ ROUNDED = 0.01
 SAMPLE = 256
 
 
-def cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
-    """Every case, its inputs made as it is asked for."""
-    yield _dense(sizes, device)
-    for name, (rows, columns, inner, groups) in sizes.grouped.items():
-        yield from _Grouped(name, rows, columns, inner, groups, device).cases()
-
-
-def _dense(sizes: Sizes, device: torch.device) -> Case:
+def dense(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+    """The product without groups."""
     rows, columns, inner = sizes.dense
     a, b = normal(rows, inner, device=device), normal(columns, inner, device=device)
     left, right = quantize_activations(a), quantize_weights(b)
-    return Case(
+    yield Case(
         "FP8 product", f"{rows}x{columns}x{inner}", lambda: gemm(left, right), 2.0 * rows * columns * inner, "TFLOP/s",
         lambda: relative_error(gemm(left, right)[:SAMPLE], a[:SAMPLE].float() @ b.float().t()), PRODUCT,
-        peers={"scaled_mm, same blocks": peers.scaled_mm(left, right), "bfloat16 mm": lambda: a @ b.t()},
+        peers={"scaled_mm, same blocks": lambda: peers.scaled_mm(left, right), "bfloat16 mm": lambda: lambda: a @ b.t()},
     )  # fmt: skip
+
+
+def grouped_deepseek(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+    """DeepSeek-V3's experts."""
+    return _Grouped("deepseek", *sizes.grouped["deepseek"], device).cases()
+
+
+def grouped_qwen(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+    """Qwen3-30B-A3B's experts."""
+    return _Grouped("qwen", *sizes.grouped["qwen"], device).cases()
+
+
+def grouped_qwen_down(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+    """Their down projection."""
+    return _Grouped("qwen down", *sizes.grouped["qwen down"], device).cases()
+
+
+def grouped_gluon(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+    """The forward products on the Gluon kernel, by itself; nothing where it does not run."""
+    for name, shape in sizes.grouped.items() if machine().gluon else ():
+        yield _Grouped(name, *shape, device).on_gluon()
 
 
 class _Grouped:
@@ -56,28 +71,34 @@ class _Grouped:
         weights, turned = (codes[0], codes[1]), (turned_codes, turned_scales)
         left, of_gradient = quantize_activations(a), quantize_activations(gradient)
         beside = {
-            "bfloat16 grouped_mm": peers.grouped_mm(a, b, offsets), "bfloat16 loop": peers.loop(a, b, offsets),
-            "row-scaled scaled_grouped_mm": peers.row_scaled_grouped_mm(a, b, offsets),
-            "Gluon alone": _on_gluon(lambda: grouped_gemm(left, weights, offsets)),
+            "bfloat16 grouped_mm": lambda: peers.grouped_mm(a, b, offsets), "bfloat16 loop": lambda: peers.loop(a, b, offsets),
+            "row-scaled scaled_grouped_mm": lambda: peers.row_scaled_grouped_mm(a, b, offsets),
         }  # fmt: skip
         yield self._case("forward", "FP8", lambda: grouped_gemm(left, weights, offsets), self._forward, PRODUCT, beside)
         yield self._case("forward", "bfloat16", lambda: grouped_gemm(a, b, offsets), self._forward, ROUNDED)
         wide = b.mT.contiguous()
         beside = {
-            "bfloat16 grouped_mm": peers.grouped_mm(gradient, wide, offsets),
-            "bfloat16 loop": peers.loop(gradient, wide, offsets),
+            "bfloat16 grouped_mm": lambda: peers.grouped_mm(gradient, wide, offsets),
+            "bfloat16 loop": lambda: peers.loop(gradient, wide, offsets),
         }
         yield self._case(
             "dgrad", "FP8", lambda: grouped_gemm_dgrad(of_gradient, turned, offsets, transposed=True), self._dgrad, PRODUCT, beside
         )  # fmt: skip
         yield self._case("dgrad", "bfloat16", lambda: grouped_gemm_dgrad(gradient, b, offsets), self._dgrad, ROUNDED)
         beside = {
-            "bfloat16 grouped_mm": peers.grouped_mm_wgrad(gradient, a, offsets),
-            "bfloat16 loop": peers.loop_wgrad(gradient, a, offsets),
+            "bfloat16 grouped_mm": lambda: peers.grouped_mm_wgrad(gradient, a, offsets),
+            "bfloat16 loop": lambda: peers.loop_wgrad(gradient, a, offsets),
         }
         high, low = quantize_both(gradient)[2:], quantize_both(a)[2:]
         yield self._case("wgrad", "FP8", lambda: grouped_gemm_wgrad(high, low, offsets), self._wgrad, PRODUCT, beside)
         yield self._case("wgrad", "bfloat16", lambda: grouped_gemm_wgrad(gradient, a, offsets), self._wgrad, ROUNDED)
+
+    def on_gluon(self) -> Case:
+        """Forward in FP8, with Gluon forced; left alone, what tuning found the faster is taken."""
+        left, weights, offsets = quantize_activations(self._a), quantize_weights(self._b), self._offsets
+        return self._case(
+            "forward", "FP8 on Gluon", _on_gluon(lambda: grouped_gemm(left, weights, offsets)), self._forward, PRODUCT
+        )
 
     def _case(
         self,
@@ -86,7 +107,7 @@ class _Grouped:
         work: Callable[[], Tensor],
         wanted: Callable[[], tuple[Tensor, Callable[[Tensor], Tensor]]],
         bound: float,
-        beside: dict[str, Callable[[], object]] | None = None,
+        beside: dict[str, Callable[[], Work]] | None = None,
     ) -> Case:
         def error() -> float:
             right, part = wanted()
@@ -97,7 +118,7 @@ class _Grouped:
         judged = operands == "FP8" or product == "wgrad"
         return Case(
             f"grouped {product}, {operands}", self._shape, work, self._flops, "TFLOP/s", error, bound,
-            metric if judged else None, max, beside or {},
+            metric if judged else None, best=True, peers=beside or {},
         )  # fmt: skip
 
     def _sample(self) -> tuple[int, slice]:
@@ -121,7 +142,7 @@ class _Grouped:
 
 
 def _on_gluon(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """The same with the Gluon kernel forced; left alone, the faster of the two is taken."""
+    """The same with the Gluon kernel forced."""
 
     def forced() -> Tensor:
         before = os.environ.get(FORCE, "")

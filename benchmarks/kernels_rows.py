@@ -30,15 +30,8 @@ SAMPLE = 256
 """Rows that are compared."""
 
 
-def cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
-    """Every case, its inputs made as it is asked for."""
-    yield from _quantizers(sizes, device)
-    yield from _permutation(sizes, device)
-    yield from _activation(sizes, device)
-    yield _router(sizes, device)
-
-
-def _quantizers(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+def quantizers(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+    """Each quantizer, on one large matrix."""
     rows, columns = sizes.matrix
     x = normal(rows, columns, device=device)
     shape = f"{rows}x{columns} bfloat16"
@@ -51,8 +44,8 @@ def _quantizers(sizes: Sizes, device: torch.device) -> Iterator[Case]:
         "quantize MXFP8 1x32": (lambda: quantize_mx(x), dequantize_mx),
     }
     for name, (work, dequantize) in kinds.items():
-        moved, error = size_of(x, *work()), _quantized(work, dequantize, x)
-        yield Case(name, shape, work, moved, "TB/s", error, QUANTIZED, QUANTIZERS)
+        error = _quantized(work, dequantize, x)
+        yield Case(name, shape, work, _moved(work, x), "TB/s", error, QUANTIZED, QUANTIZERS)
 
 
 def _quantized(
@@ -65,9 +58,14 @@ def _quantized(
     return error
 
 
-def _permutation(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+def _moved(work: Callable[[], tuple[Tensor, ...]], x: Tensor) -> Callable[[], float]:
+    return lambda: size_of(x, *work())
+
+
+def permutation(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+    """Tokens to their experts and back."""
     x = normal(sizes.tokens, sizes.hidden, device=device)
-    experts = torch.stack([torch.randperm(sizes.experts, device=device)[: sizes.picks] for _ in range(sizes.tokens)])
+    experts = torch.rand(sizes.tokens, sizes.experts, device=device).topk(sizes.picks).indices
     shares = torch.rand(sizes.tokens, sizes.picks, device=device)
     done = permute(x, experts.int(), sizes.experts)
     shape = f"{sizes.tokens} tokens of {sizes.hidden}, {sizes.picks} of {sizes.experts} experts"
@@ -80,7 +78,9 @@ def _permutation(sizes: Sizes, device: torch.device) -> Iterator[Case]:
         return relative_error(found.rows[found.position.long()[:SAMPLE]], x[:SAMPLE, None].expand(-1, sizes.picks, -1))
 
     moved = size_of(x, experts.int(), done.rows, done.source, done.position)
-    yield Case("permute", shape, permuted, moved, "TB/s", lost, 0.0, PERMUTE, peers={"torch index": _indexed(x, done)})
+    yield Case(
+        "permute", shape, permuted, moved, "TB/s", lost, 0.0, PERMUTE, peers={"torch index": lambda: _indexed(x, done)}
+    )
 
     def error() -> float:
         rows = done.rows[done.position.long()[:SAMPLE]].float()
@@ -95,7 +95,8 @@ def _indexed(x: Tensor, done: Permuted) -> Callable[[], Tensor]:
     return lambda: x[tokens]
 
 
-def _activation(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+def activation(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+    """SwiGLU, alone and fused with its quantization."""
     rows, width = sizes.tokens * sizes.picks, sizes.width
     gate_up, gradient = normal(rows, 2 * width, device=device), normal(rows, width, device=device)
     shape = f"{rows}x{2 * width} bfloat16"
@@ -115,7 +116,7 @@ def _activation(sizes: Sizes, device: torch.device) -> Iterator[Case]:
         lambda: relative_error(swiglu(gate_up)[:SAMPLE], wanted()), ROUNDED,
     )  # fmt: skip
     yield Case(
-        "SwiGLU, quantize", shape, lambda: swiglu_quantized(gate_up), size_of(gate_up, *swiglu_quantized(gate_up)),
+        "SwiGLU, quantize", shape, lambda: swiglu_quantized(gate_up), lambda: size_of(gate_up, *swiglu_quantized(gate_up)),
         "TB/s", lambda: relative_error(dequantize_activations(*swiglu_quantized(gate_up))[:SAMPLE], wanted()), QUANTIZED,
     )  # fmt: skip
     yield Case(
@@ -124,13 +125,14 @@ def _activation(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     )  # fmt: skip
 
 
-def _router(sizes: Sizes, device: torch.device) -> Case:
+def router(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+    """The choice of experts."""
     logits = torch.randn(sizes.tokens, sizes.experts, device=device)
     wanted = logits.softmax(-1).topk(sizes.picks).values
     wanted = wanted / wanted.sum(-1, keepdim=True)
-    return Case(
+    yield Case(
         "route", f"{sizes.tokens} tokens, {sizes.picks} of {sizes.experts} experts", lambda: route(logits, sizes.picks),
-        size_of(logits, *route(logits, sizes.picks)), "TB/s",
+        lambda: size_of(logits, *route(logits, sizes.picks)), "TB/s",
         lambda: relative_error(route(logits, sizes.picks)[0], wanted), ROUNDED,
-        peers={"torch softmax, topk": lambda: logits.softmax(-1).topk(sizes.picks)},
+        peers={"torch softmax, topk": lambda: lambda: logits.softmax(-1).topk(sizes.picks)},
     )  # fmt: skip

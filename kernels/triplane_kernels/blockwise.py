@@ -19,11 +19,16 @@ def block_scales(amax: Tensor, *, power_of_two: bool = False) -> Tensor:
 
     Never below 2^-126. power_of_two: rounded up to the next power of two, so that scaling is exact. NaN and infinity stay.
     """
-    scales = (amax / E4M3_MAX).float()
+    scales = by_e4m3_max(amax).float()
     scales = torch.where(scales < SMALLEST_SCALE, SMALLEST_SCALE, scales)
     if power_of_two:
         scales = torch.where(scales < torch.inf, _power_of_two_up(scales), scales)
     return torch.where(amax == 0, 1.0, scales)
+
+
+def by_e4m3_max(amax: Tensor) -> Tensor:
+    """amax / 448, rounded to nearest on every device: by a Python number torch's CUDA division multiplies with the rounded reciprocal."""
+    return amax / amax.new_full((), E4M3_MAX)
 
 
 def quantize_blockwise(weight: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ What `torch.library.custom_op` does, through the same registries, without import
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -25,7 +26,7 @@ _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyp
 def operator(
     name: str,
     *,
-    fake: Callable[P, R],
+    fake: Callable[..., R],
     save: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
     backward: Callable[..., Gradients] | None = None,
     mutates: Sequence[str] = (),
@@ -36,7 +37,7 @@ def operator(
     Tensor or a tuple of them; parameters are positional, and keywords may name them. It gets tensors on any device, runs below autograd, and must
     return new tensors: a result never is or views an argument or another result, even when there is nothing to do.
 
-    fake: the same signature on tensors without data: returns empty tensors of the right shape, dtype and device, and reads no values.
+    fake: called as the function is, on tensors without data: returns empty tensors of the right shape, dtype and device, and reads no values.
     save: `save(ctx, inputs, output)`, called when a gradient will be wanted: keeps what `backward` needs by `ctx.save_for_backward`.
     backward: `backward(ctx, *gradients)`, a gradient a result (None where the result was not used), returns one gradient a parameter. Made of
     torch's own and registered operators only, so that it can be traced. Without it, a gradient asked for raises RuntimeError instead of vanishing.
@@ -47,7 +48,7 @@ def operator(
         qualified = f"{NAMESPACE}::{name}"
         schema = torch.library.infer_schema(function, mutates_args=tuple(mutates))
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        _LIBRARY.impl(name, _on_the_tensors_device(function), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         torch.library.register_fake(qualified, fake, lib=_LIBRARY)
         torch.library.register_autograd(
             qualified, backward or _no_gradient(qualified), setup_context=save, lib=_LIBRARY
@@ -56,6 +57,21 @@ def operator(
         return cast("Callable[P, R]", overload)
 
     return register
+
+
+def _on_the_tensors_device(function: Callable[P, R]) -> Callable[P, R]:
+    """`function` with the device of its first CUDA tensor as the current one: Triton launches on the current device, whatever its pointers are."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        on_cuda = (value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.is_cuda)
+        device = next(on_cuda, None)
+        if device is None or device.index == torch.cuda.current_device():
+            return function(*args, **kwargs)
+        with torch.cuda.device(device):
+            return function(*args, **kwargs)
+
+    return call
 
 
 def _no_gradient(qualified: str) -> Callable[..., Gradients]:

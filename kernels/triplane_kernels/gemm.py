@@ -14,8 +14,8 @@ from torch import Tensor
 
 from triplane_kernels.custom_ops import operator
 from triplane_kernels.errors import KernelInputError
-from triplane_kernels.grouped_gemm import Operand, operands
 from triplane_kernels.machine import choose
+from triplane_kernels.operands import Operand, Operands
 from triplane_kernels.quantize_reference import dequantize_rows, dequantize_weights
 from triplane_kernels.tuning import workload
 
@@ -27,27 +27,29 @@ def gemm(a: Operand, b: Operand, *, out_dtype: torch.dtype = torch.bfloat16) -> 
     [ceil(N/128), ceil(K/128)] (weights), or [N, ceil(K/128)] (rows scaled one by one, as wgrad's are). Returns [M, N] in out_dtype. Each
     128-deep partial sum is promoted to float32 (DeepSeek-V3, section 3.3.2). Plain operands carry gradients. Raises KernelInputError.
     """
-    a_values, a_scales, b_values, b_scales = operands("gemm", a, b)
-    if a_values.dim() != 2 or b_values.dim() != 2 or a_values.shape[1] != b_values.shape[1]:
-        raise KernelInputError(f"gemm: a {list(a_values.shape)} and b {list(b_values.shape)} must be [M, K] and [N, K]")
-    if a_scales is not None and b_scales is not None:
-        wide, (rows, columns) = -(-a_values.shape[1] // 128), (a_values.shape[0], b_values.shape[0])
-        if a_scales.shape != (rows, wide) or tuple(b_scales.shape) not in ((columns, wide), (-(-columns // 128), wide)):
+    both = Operands.check("gemm", a, b)
+    if both.a.dim() != 2 or both.b.dim() != 2 or both.a.shape[1] != both.b.shape[1]:
+        raise KernelInputError(f"gemm: a {list(both.a.shape)} and b {list(both.b.shape)} must be [M, K] and [N, K]")
+    if both.a_scales is not None and both.b_scales is not None:
+        wide, (rows, columns) = -(-both.a.shape[1] // 128), (both.a.shape[0], both.b.shape[0])
+        allowed = ((columns, wide), (-(-columns // 128), wide))
+        if both.a_scales.shape != (rows, wide) or tuple(both.b_scales.shape) not in allowed:
             raise KernelInputError(
-                f"gemm: scales {list(a_scales.shape)} and {list(b_scales.shape)} must be {[rows, wide]} and "
+                f"gemm: scales {list(both.a_scales.shape)} and {list(both.b_scales.shape)} must be {[rows, wide]} and "
                 f"{[-(-columns // 128), wide]} or {[columns, wide]}"
             )
-    return _gemm(a_values, a_scales, b_values, b_scales, out_dtype)
+    return _gemm(*both.flat, out_dtype)
 
 
-def _reference(
-    a: Tensor, a_scales: Tensor | None, b: Tensor, b_scales: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
-    if a_scales is not None and b_scales is not None:
-        dequantize = dequantize_rows if b_scales.shape[0] == b.shape[0] else dequantize_weights
-        left, right = dequantize_rows(a, a_scales, torch.float32), dequantize(b, b_scales, torch.float32)
+def _reference(both: Operands, out_dtype: torch.dtype) -> Tensor:
+    if both.a_scales is not None and both.b_scales is not None:
+        dequantize = dequantize_rows if both.b_scales.shape[0] == both.b.shape[0] else dequantize_weights
+        left, right = (
+            dequantize_rows(both.a, both.a_scales, torch.float32),
+            dequantize(both.b, both.b_scales, torch.float32),
+        )
     else:
-        left, right = (part if part.dtype == torch.float64 else part.float() for part in (a, b))
+        left, right = (part if part.dtype == torch.float64 else part.float() for part in (both.a, both.b))
     return (left @ right.t()).to(out_dtype)
 
 
@@ -69,11 +71,12 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 @operator("gemm", fake=_fake, save=_save, backward=_backward)
 def _gemm(a: Tensor, a_scales: Tensor | None, b: Tensor, b_scales: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    if choose("gemm", *(part for part in (a, a_scales, b, b_scales) if part is not None)) == "reference":
-        return _reference(a, a_scales, b, b_scales, out_dtype)
+    both = Operands(a, a_scales, b, b_scales)
+    if choose("gemm", *both.tensors) == "reference":
+        return _reference(both, out_dtype)
     from triplane_kernels import grouped_gemm_triton
 
-    return grouped_gemm_triton.gemm(a, a_scales, b, b_scales, out_dtype)
+    return grouped_gemm_triton.gemm(both, out_dtype)
 
 
 @workload("gemm", [(8192, 8192, 8192), (4096, 7168, 2048), (32768, 2048, 4096)])

@@ -10,6 +10,7 @@ float32 before they scale and add it (DeepSeek-V3, section 3.3.2, arXiv:2412.194
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,11 +20,9 @@ from triplane_kernels import grouped_gemm_reference
 from triplane_kernels.custom_ops import operator
 from triplane_kernels.errors import KernelInputError
 from triplane_kernels.machine import choose
+from triplane_kernels.operands import Operand, Operands
 from triplane_kernels.tuning import workload
 
-Operand = Tensor | tuple[Tensor, Tensor]
-"""A plain tensor, or float8_e4m3fn codes with their float32 scales."""
-PLAIN = (torch.bfloat16, torch.float32, torch.float64)
 SHAPES = [
     (32768, 2048, 7168, 8),
     (32768, 7168, 2048, 8),
@@ -42,10 +41,9 @@ def grouped_gemm(a: Operand, b: Operand, offsets: Tensor, *, out_dtype: torch.dt
     offsets: int32 [G + 1] on the same device, from 0, rising: group g holds rows offsets[g] to offsets[g + 1]; groups may be empty.
     Returns [M, N] in out_dtype, zero for rows of no group. Plain operands carry gradients. Raises KernelInputError.
     """
-    a_values, a_scales, b_values, b_scales = operands("grouped_gemm", a, b)
-    _check_rows("grouped_gemm", a_values, b_values, offsets, depth=2)
-    _check_scales("grouped_gemm", a_values, a_scales, b_values, b_scales)
-    return _grouped_gemm(a_values, a_scales, b_values, b_scales, offsets, False, out_dtype)
+    both = Operands.check("grouped_gemm", a, b)
+    _check_rows("grouped_gemm", both, offsets, depth=2)
+    return _grouped_gemm(*both.flat, offsets, False, out_dtype)
 
 
 def grouped_gemm_dgrad(
@@ -56,12 +54,11 @@ def grouped_gemm_dgrad(
     grad: [M, N], plain or quantized by rows. b: [G, N, K], the forward's operand. transposed: b is [G, K, N] instead, codes_t and scales_t of
     `quantize_weights_both`; FP8 units read both operands along the sum, so codes that are not transposed are copied first. Returns [M, K].
     """
-    grad_values, grad_scales, b_values, b_scales = operands("grouped_gemm_dgrad", grad, b)
-    if b_scales is not None and not transposed:
-        b_values, b_scales, transposed = b_values.mT.contiguous(), b_scales.mT, True
-    _check_rows("grouped_gemm_dgrad", grad_values, b_values, offsets, depth=2 if transposed else 1)
-    _check_scales("grouped_gemm_dgrad", grad_values, grad_scales, b_values, b_scales)
-    return _grouped_gemm(grad_values, grad_scales, b_values, b_scales, offsets, not transposed, out_dtype)
+    both = Operands.check("grouped_gemm_dgrad", grad, b)
+    if both.b_scales is not None and not transposed:
+        both, transposed = replace(both, b=both.b.mT.contiguous(), b_scales=both.b_scales.mT), True
+    _check_rows("grouped_gemm_dgrad", both, offsets, depth=2 if transposed else 1)
+    return _grouped_gemm(*both.flat, offsets, not transposed, out_dtype)
 
 
 def grouped_gemm_wgrad(grad: Operand, a: Operand, offsets: Tensor, *, out_dtype: torch.dtype = torch.float32) -> Tensor:
@@ -71,42 +68,38 @@ def grouped_gemm_wgrad(grad: Operand, a: Operand, offsets: Tensor, *, out_dtype:
     and scales [K, ceil(M/128)]. Blocks of 128 rows are shared by the groups that meet in them; with offsets that are multiples of 128, as
     `permute` gives them, none are. Returns [G, N, K] in out_dtype, zero for an empty group. Raises KernelInputError.
     """
-    grad_values, grad_scales, a_values, a_scales = operands("grouped_gemm_wgrad", grad, a)
+    both = Operands.check("grouped_gemm_wgrad", grad, a)
     _check_offsets("grouped_gemm_wgrad", offsets)
-    side = 0 if grad_scales is None else 1
-    if grad_values.dim() != 2 or a_values.dim() != 2 or grad_values.shape[side] != a_values.shape[side]:
+    side = 1 if both.fp8 else 0
+    if both.a.dim() != 2 or both.b.dim() != 2 or both.a.shape[side] != both.b.shape[side]:
         raise KernelInputError(
-            f"grouped_gemm_wgrad: grad {list(grad_values.shape)} and a {list(a_values.shape)} must be matrices with the "
+            f"grouped_gemm_wgrad: grad {list(both.a.shape)} and a {list(both.b.shape)} must be matrices with the "
             f"same rows M ({'[N, M] and [K, M] in FP8' if side else '[M, N] and [M, K]'})"
         )
-    for values, scales in ((grad_values, grad_scales), (a_values, a_scales)):
+    for values, scales in ((both.a, both.a_scales), (both.b, both.b_scales)):
         if scales is not None and scales.shape != (values.shape[0], -(-values.shape[1] // 128)):
             raise KernelInputError(
                 f"grouped_gemm_wgrad: scales {list(scales.shape)} of codes {list(values.shape)} must be one for each 128 "
                 "columns of a row, as the last two results of quantize_both are"
             )
-    return _grouped_gemm_wgrad(grad_values, grad_scales, a_values, a_scales, offsets, out_dtype)
+    return _grouped_gemm_wgrad(*both.flat, offsets, out_dtype)
 
 
-def operands(op: str, one: Operand, other: Operand) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Both operands of `op` as values and scales. Raises KernelInputError unless they are of one kind and dtype."""
-    values, scales = one if isinstance(one, tuple) else (one, None)
-    others, other_scales = other if isinstance(other, tuple) else (other, None)
-    if (scales is None) != (other_scales is None):
-        raise KernelInputError(f"{op}: one operand is quantized and the other is not; quantize both or neither")
-    allowed = PLAIN if scales is None else (torch.float8_e4m3fn,)
-    if values.dtype != others.dtype or values.dtype not in allowed:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
-        raise KernelInputError(f"{op}: operands are {values.dtype} and {others.dtype}; give both as one of {names}")
-    return values, scales, others, other_scales
-
-
-def _check_rows(op: str, a: Tensor, b: Tensor, offsets: Tensor, depth: int) -> None:
+def _check_rows(op: str, both: Operands, offsets: Tensor, depth: int) -> None:
     _check_offsets(op, offsets)
+    a, b = both.a, both.b
     if a.dim() != 2 or b.dim() != 3 or a.shape[1] != b.shape[depth] or b.shape[0] != offsets.numel() - 1:
         raise KernelInputError(
             f"{op}: rows {list(a.shape)}, matrices {list(b.shape)} and {offsets.numel()} offsets don't fit: the rows' width "
             f"must be the matrices' dimension {depth}, and offsets one more than the matrices"
+        )
+    if both.a_scales is None or both.b_scales is None:
+        return
+    wide, high = -(-a.shape[1] // 128), -(-b.shape[1] // 128)
+    wanted = [a.shape[0], wide], [b.shape[0], high, wide]
+    if [list(both.a_scales.shape), list(both.b_scales.shape)] != list(wanted):
+        raise KernelInputError(
+            f"{op}: scales {list(both.a_scales.shape)} and {list(both.b_scales.shape)} must be {wanted[0]} and {wanted[1]}"
         )
 
 
@@ -115,39 +108,17 @@ def _check_offsets(op: str, offsets: Tensor) -> None:
         raise KernelInputError(f"{op}: offsets are {offsets.dtype} {list(offsets.shape)}; give int32 [groups + 1]")
 
 
-def _check_scales(op: str, a: Tensor, a_scales: Tensor | None, b: Tensor, b_scales: Tensor | None) -> None:
-    if a_scales is None or b_scales is None:
-        return
-    wide, high = -(-a.shape[1] // 128), -(-b.shape[1] // 128)
-    wanted = [a.shape[0], wide], [b.shape[0], high, wide]
-    if [list(a_scales.shape), list(b_scales.shape)] != list(wanted):
-        raise KernelInputError(
-            f"{op}: scales {list(a_scales.shape)} and {list(b_scales.shape)} must be {wanted[0]} and {wanted[1]}"
-        )
+def _fake(*inputs: Any) -> Tensor:
+    a, _, b, _, _, transposed, out_dtype = inputs
+    out: Tensor = a.new_empty((a.shape[0], b.shape[2 if transposed else 1]), dtype=out_dtype)
+    return out
 
 
-def _fake(
-    a: Tensor,
-    a_scales: Tensor | None,
-    b: Tensor,
-    b_scales: Tensor | None,
-    offsets: Tensor,
-    transposed: bool,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[2 if transposed else 1]), dtype=out_dtype)
-
-
-def _fake_wgrad(
-    grad: Tensor,
-    grad_scales: Tensor | None,
-    a: Tensor,
-    a_scales: Tensor | None,
-    offsets: Tensor,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _fake_wgrad(*inputs: Any) -> Tensor:
+    grad, grad_scales, a, _, offsets, out_dtype = inputs
     side = 1 if grad_scales is None else 0
-    return a.new_empty((offsets.shape[0] - 1, grad.shape[side], a.shape[side]), dtype=out_dtype)
+    out: Tensor = a.new_empty((offsets.shape[0] - 1, grad.shape[side], a.shape[side]), dtype=out_dtype)
+    return out
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -193,14 +164,13 @@ def _grouped_gemm(
     transposed: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    way = choose("grouped_gemm", *(part for part in (a, a_scales, b, b_scales, offsets) if part is not None))
+    both = Operands(a, a_scales, b, b_scales)
+    way = choose("grouped_gemm", *both.tensors, offsets)
     if way == "reference":
-        return grouped_gemm_reference.grouped_gemm(a, a_scales, b, b_scales, offsets, transposed, out_dtype)
+        return grouped_gemm_reference.grouped_gemm(both, offsets, transposed, out_dtype)
     from triplane_kernels import grouped_gemm_triton
 
-    return grouped_gemm_triton.grouped_gemm(
-        a, a_scales, b, b_scales, offsets, transposed, out_dtype, gluon=way == "gluon"
-    )
+    return grouped_gemm_triton.grouped_gemm(both, offsets, transposed, out_dtype, gluon=way == "gluon")
 
 
 @operator("grouped_gemm_wgrad", fake=_fake_wgrad, save=_save_wgrad, backward=_backward_wgrad)
@@ -212,14 +182,12 @@ def _grouped_gemm_wgrad(
     offsets: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    way = choose(
-        "grouped_gemm_wgrad", *(part for part in (grad, grad_scales, a, a_scales, offsets) if part is not None)
-    )
-    if way == "reference":
-        return grouped_gemm_reference.grouped_gemm_wgrad(grad, grad_scales, a, a_scales, offsets, out_dtype)
-    from triplane_kernels import grouped_gemm_triton
+    both = Operands(grad, grad_scales, a, a_scales)
+    if choose("grouped_gemm_wgrad", *both.tensors, offsets) == "reference":
+        return grouped_gemm_reference.grouped_gemm_wgrad(both, offsets, out_dtype)
+    from triplane_kernels import grouped_wgrad_triton
 
-    return grouped_gemm_triton.grouped_gemm_wgrad(grad, grad_scales, a, a_scales, offsets, out_dtype)
+    return grouped_wgrad_triton.grouped_gemm_wgrad(both, offsets, out_dtype)
 
 
 @workload("grouped_gemm", SHAPES)

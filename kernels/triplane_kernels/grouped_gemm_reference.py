@@ -11,38 +11,24 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from triplane_kernels.operands import Operands
 from triplane_kernels.quantize_reference import dequantize_rows, dequantize_weights
 
 
-def grouped_gemm(
-    a: Tensor,
-    a_scales: Tensor | None,
-    b: Tensor,
-    b_scales: Tensor | None,
-    offsets: Tensor,
-    transposed: bool,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def grouped_gemm(both: Operands, offsets: Tensor, transposed: bool, out_dtype: torch.dtype) -> Tensor:
     """out[m] = b[g] @ a[m], or b[g]^T @ a[m] if `transposed`, for the rows m of group g; zero for rows of no group."""
-    left, right = _rows(a, a_scales), _matrices(b, b_scales)
+    left, right = _rows(both.a, both.a_scales), _matrices(both.b, both.b_scales)
     right = right if transposed else right.mT
-    out = left.new_zeros(a.shape[0], right.shape[2])
+    out = left.new_zeros(both.a.shape[0], right.shape[2])
     for group, rows in _groups(offsets):
         out[rows] = left[rows] @ right[group]
     return out.to(out_dtype)
 
 
-def grouped_gemm_wgrad(
-    grad: Tensor,
-    grad_scales: Tensor | None,
-    a: Tensor,
-    a_scales: Tensor | None,
-    offsets: Tensor,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """out[g] = grad[m]^T @ a[m] over the rows m of group g. FP8 operands come transposed, [N, M] and [K, M], scaled along M."""
-    left = _rows(grad, grad_scales) if grad_scales is None else _rows(grad, grad_scales).t()
-    right = _rows(a, a_scales) if a_scales is None else _rows(a, a_scales).t()
+def grouped_gemm_wgrad(both: Operands, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """out[g] = a[m]^T @ b[m] over the rows m of group g. FP8 operands come transposed, [N, M] and [K, M], scaled along M."""
+    left, right = _rows(both.a, both.a_scales), _rows(both.b, both.b_scales)
+    left, right = (left.t(), right.t()) if both.fp8 else (left, right)
     out = left.new_zeros(offsets.numel() - 1, left.shape[1], right.shape[1])
     for group, rows in _groups(offsets):
         out[group] = left[rows].t() @ right[rows]

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from triplane_kernels.custom_ops import operator
 from triplane_kernels.errors import KernelInputError
-from triplane_kernels.loss_head_reference import loss_head_backward_reference, loss_head_reference
+from triplane_kernels.loss_head_reference import (
+    Gradients,
+    Head,
+    Sums,
+    loss_head_backward_reference,
+    loss_head_reference,
+)
 from triplane_kernels.machine import choose
 from triplane_kernels.tuning import workload
 
@@ -103,26 +109,16 @@ def _gradients(ctx: Any, of_logprob: Tensor, of_entropy: Tensor, _: Tensor | Non
 def _loss_head(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, allowed: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if choose("loss_head", hidden, weight, targets, *(() if allowed is None else (allowed,))) == "reference":
-        return loss_head_reference(hidden, weight, targets, temperature, allowed)
+    head = Head(hidden, weight, targets, temperature, allowed)
+    if choose("loss_head", *head.tensors) == "reference":
+        return loss_head_reference(head)
     from triplane_kernels.loss_head_triton import loss_head_triton
 
-    return loss_head_triton(hidden, weight, targets, temperature, allowed)
+    return loss_head_triton(head)
 
 
-def _backward_fake(
-    of_logprob: Tensor,
-    of_entropy: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float,
-    allowed: Tensor | None,
-    entropy: Tensor,
-    lse: Tensor,
-    needs_hidden: bool,
-    needs_weight: bool,
-) -> tuple[Tensor, Tensor]:
+def _backward_fake(*inputs: Any) -> tuple[Tensor, Tensor]:
+    _, _, hidden, weight, *_, needs_hidden, needs_weight = inputs
     return _gradient_of(hidden, needs_hidden), _gradient_of(weight, needs_weight)
 
 
@@ -145,15 +141,15 @@ def _backward(
     needs_hidden: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    arguments = (of_logprob, of_entropy, hidden, weight, targets, temperature, allowed, entropy, lse)
-    into = _gradient_of(hidden, needs_hidden), _gradient_of(weight, needs_weight)
-    if choose("loss_head_backward", *(given for given in arguments if isinstance(given, Tensor))) == "reference":
-        loss_head_backward_reference(*arguments, *into)
+    head, sums = Head(hidden, weight, targets, temperature, allowed), Sums(of_logprob, of_entropy, entropy, lse)
+    into = Gradients(_gradient_of(hidden, needs_hidden), _gradient_of(weight, needs_weight))
+    if choose("loss_head_backward", of_logprob, of_entropy, *head.tensors, entropy, lse) == "reference":
+        loss_head_backward_reference(head, sums, into)
     else:
         from triplane_kernels.loss_head_triton import loss_head_backward_triton
 
-        loss_head_backward_triton(*arguments, *into)
-    return into
+        loss_head_backward_triton(head, sums, into)
+    return into.of_hidden, into.of_weight
 
 
 @workload("loss_head", SHAPES)
@@ -163,7 +159,9 @@ def _tune_forward(tokens: int, vocabulary: int, width: int) -> None:
 
 @workload("loss_head_masked", SHAPES[:1])
 def _tune_masked(tokens: int, vocabulary: int, width: int) -> None:
-    loss_head(*_drawn(tokens, vocabulary, width), allowed=torch.rand(tokens, vocabulary, device="cuda") < 0.5)
+    hidden, weight, targets = _drawn(tokens, vocabulary, width)
+    allowed = (torch.rand(tokens, vocabulary, device="cuda") < 0.5).scatter_(1, targets[:, None], True)
+    loss_head(hidden.requires_grad_(), weight, targets, allowed=allowed)[0].sum().backward()  # type: ignore[no-untyped-call]
 
 
 @workload("loss_head_backward", SHAPES)

@@ -6,6 +6,8 @@ logits and the saved log-sum-exp and entropy, so backward computes each chunk's 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -13,15 +15,50 @@ CHUNK = 4096
 """Vocabulary entries at a time: the peak is [tokens, CHUNK] logits."""
 
 
-def loss_head_reference(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, allowed: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+@dataclass(frozen=True)
+class Head:
+    """What `loss_head.loss_head` computes from, contiguous."""
+
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
+    temperature: float
+    allowed: Tensor | None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that there are."""
+        return [self.hidden, self.weight, self.targets, *(() if self.allowed is None else (self.allowed,))]
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What backward reads of a token: gradients of its results, and what forward kept; each [T]."""
+
+    of_logprob: Tensor
+    of_entropy: Tensor
+    entropy: Tensor
+    lse: Tensor
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Where gradients go; an empty one is not wanted."""
+
+    of_hidden: Tensor
+    """[T, H]."""
+    of_weight: Tensor
+    """[V, H]."""
+
+
+def loss_head_reference(head: Head) -> tuple[Tensor, Tensor, Tensor]:
     """Logprobs, entropy and log-sum-exp, each [T], in float32, or float64 when hidden is."""
+    hidden, weight, targets = head.hidden, head.weight, head.targets
     wide = torch.promote_types(hidden.dtype, torch.float32)
     target_logit = hidden.new_full((hidden.shape[0],), torch.nan, dtype=wide)
     sums = []
     for start in range(0, weight.shape[0], CHUNK):
-        logits = _logits(hidden, weight, start, temperature, allowed)
+        logits = _logits(head, start)
         sums.append(_sums(logits))
         here = (targets >= start) & (targets < start + logits.shape[1])
         local = (targets - start).clamp(0, logits.shape[1] - 1).long()
@@ -31,45 +68,34 @@ def loss_head_reference(
     return target_logit - lse, log_mass - mean, lse
 
 
-def loss_head_backward_reference(
-    logprob_gradient: Tensor,
-    entropy_gradient: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float,
-    allowed: Tensor | None,
-    entropy: Tensor,
-    lse: Tensor,
-    of_hidden: Tensor,
-    of_weight: Tensor,
-) -> None:
-    """Writes the gradients of hidden [T, H] and weight [V, H] into of_hidden and of_weight; not into an empty one."""
-    total = torch.zeros_like(hidden, dtype=lse.dtype)
+def loss_head_backward_reference(head: Head, sums: Sums, into: Gradients) -> None:
+    """Writes the gradients of hidden and weight."""
+    hidden, weight, targets = head.hidden, head.weight, head.targets
+    total = torch.zeros_like(hidden, dtype=sums.lse.dtype)
     for start in range(0, weight.shape[0], CHUNK):
-        logits = _logits(hidden, weight, start, temperature, allowed)
+        logits = _logits(head, start)
         stop = start + logits.shape[1]
-        logprobs = logits - lse[:, None]
-        coefficient = logprob_gradient[:, None] + entropy_gradient[:, None] * (logprobs + entropy[:, None])
+        logprobs = logits - sums.lse[:, None]
+        coefficient = sums.of_logprob[:, None] + sums.of_entropy[:, None] * (logprobs + sums.entropy[:, None])
         columns = torch.arange(start, stop, device=hidden.device)
-        slope = (targets[:, None] == columns) * logprob_gradient[:, None] - logprobs.exp() * coefficient
+        slope = (targets[:, None] == columns) * sums.of_logprob[:, None] - logprobs.exp() * coefficient
         # What is not allowed has probability 0 and logprob -inf, and no gradient; one that is NaN reaches it too.
-        nothing = torch.where(logprob_gradient.isnan(), torch.nan, 0.0)[:, None]
-        slope = torch.where(logits == -torch.inf, nothing, slope / temperature)
-        if of_hidden.numel():
-            total += slope @ weight[start:stop].to(lse.dtype)
-        if of_weight.numel():
-            of_weight[start:stop] = slope.mT @ hidden.to(lse.dtype)
-    if of_hidden.numel():
-        of_hidden.copy_(total)
+        nothing = torch.where(sums.of_logprob.isnan(), torch.nan, 0.0)[:, None]
+        slope = torch.where(logits == -torch.inf, nothing, slope / head.temperature)
+        if into.of_hidden.numel():
+            total += slope @ weight[start:stop].to(sums.lse.dtype)
+        if into.of_weight.numel():
+            into.of_weight[start:stop] = slope.mT @ hidden.to(sums.lse.dtype)
+    if into.of_hidden.numel():
+        into.of_hidden.copy_(total)
 
 
-def _logits(hidden: Tensor, weight: Tensor, start: int, temperature: float, allowed: Tensor | None) -> Tensor:
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    logits = hidden.to(wide) @ weight[start : start + CHUNK].to(wide).mT / temperature
-    if allowed is None:
+def _logits(head: Head, start: int) -> Tensor:
+    wide = torch.promote_types(head.hidden.dtype, torch.float32)
+    logits = head.hidden.to(wide) @ head.weight[start : start + CHUNK].to(wide).mT / head.temperature
+    if head.allowed is None:
         return logits
-    return logits.masked_fill(~allowed[..., start : start + CHUNK], -torch.inf)
+    return logits.masked_fill(~head.allowed[..., start : start + CHUNK], -torch.inf)
 
 
 def _sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:

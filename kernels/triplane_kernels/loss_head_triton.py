@@ -8,15 +8,16 @@ Tiles run in groups of GROUP rows of tiles, so that what is read of hidden and w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from triplane_kernels.loss_head_reference import combine
+from triplane_kernels.launch_triton import by_tma, operand
+from triplane_kernels.loss_head_reference import Gradients, Head, Sums, combine
 from triplane_kernels.machine import machine
 from triplane_kernels.narrow_triton import narrow
 from triplane_kernels.product_triton import product, tile
@@ -29,21 +30,26 @@ CHUNK_STEP = 256
 SMALL: Config = {"BLOCK_T": 32, "BLOCK_V": 64, "BLOCK_H": 32, "PARTS": 2, "GROUP": 2, "num_warps": 4, "num_stages": 1}
 FLOAT32: Config = {"BLOCK_T": 64, "BLOCK_V": 64, "BLOCK_H": 32, "PARTS": 1, "GROUP": 8, "num_warps": 4, "num_stages": 3}
 """Float32 is multiplied outside the matrix units, exactly: for comparisons, not for speed."""
-TILES = ((128, 256, 8, 4), (128, 256, 8, 3), (256, 128, 8, 3), (128, 128, 8, 4))
-"""BLOCK_T, BLOCK_V, warps and stages. Compiled for Hopper they spill nothing, but for the third and for masks of [T, V], which spill a little."""
 
 
-def _config(rows: int, columns: int, warps: int, stages: int, parts: int, group: int = 16) -> Config:
+def _config(rows: int, columns: int, stages: int, parts: int, group: int = 16) -> Config:
     """parts: into how many parts of columns a tile's sums or slopes are cut; more take fewer registers."""
     return {
-        "BLOCK_T": rows, "BLOCK_V": columns, "BLOCK_H": 64, "PARTS": parts, "GROUP": group, "num_warps": warps, "num_stages": stages,
+        "BLOCK_T": rows, "BLOCK_V": columns, "BLOCK_H": 64, "PARTS": parts, "GROUP": group, "num_warps": 8, "num_stages": stages,
     }  # fmt: skip
 
 
-def _candidates(hidden: Tensor, parts: tuple[int, ...]) -> list[Config]:
-    if hidden.dtype == torch.float32:
-        return [FLOAT32]
-    return [*(_config(*tile, part) for tile in TILES for part in parts), _config(*TILES[0], parts[0], group=8)]
+FORWARD = [
+    _config(128, 256, 4, 1), _config(128, 256, 4, 2), _config(128, 256, 3, 2), _config(256, 128, 3, 1),
+    _config(128, 128, 4, 1), _config(128, 128, 4, 2), _config(128, 256, 4, 1, group=8),
+]  # fmt: skip
+BACKWARD = [
+    _config(128, 256, 4, 4), _config(128, 256, 4, 2), _config(128, 256, 3, 4), _config(128, 128, 4, 4), _config(128, 128, 4, 2),
+    _config(128, 256, 4, 4, group=8),
+]  # fmt: skip
+# a mask of [T, V] is read by its own loads, which take registers and shared memory
+FORWARD_MASKED = [_config(128, 128, 4, 4), _config(128, 128, 4, 2), _config(128, 128, 5, 4), _config(64, 256, 4, 4)]
+BACKWARD_MASKED = [_config(128, 256, 4, 4), _config(128, 256, 3, 4), _config(128, 128, 4, 4), _config(128, 128, 4, 2)]
 
 
 @triton.jit
@@ -201,47 +207,34 @@ def _slopes_kernel(
                 tl.store(slopes + at, written, mask=real[:, None] & (column < end)[None, :])
 
 
-def loss_head_triton(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, allowed: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def loss_head_triton(head: Head) -> tuple[Tensor, Tensor, Tensor]:
     """As `loss_head_reference`."""
-    (tokens, width), vocabulary = hidden.shape, weight.shape[0]
+    hidden, vocabulary = head.hidden, head.weight.shape[0]
+    tokens, width = hidden.shape
     target_logits = hidden.new_full((tokens,), torch.nan, dtype=torch.float32)
     sums: list[Tensor] = []
 
-    def run(config: Config) -> None:
+    def run(config: Config) -> Tensor:
         sums[:] = hidden.new_empty(3, triton.cdiv(vocabulary, config["BLOCK_V"]), tokens, dtype=torch.float32)
         _forward_kernel[(_programs(),)](
-            *_operands(hidden, weight, config), targets, _mask(allowed, targets), *sums, target_logits,
-            tokens, vocabulary, width, _mask_row(allowed), 1 / temperature,
-            TMA=_by_tma(hidden, weight), MASKS=_masks(allowed), PROGRAMS=_programs(), **config,
+            *_operands(head, config), head.targets, _mask(head), *sums, target_logits,
+            tokens, vocabulary, width, _mask_row(head), 1 / head.temperature, **_constants(head), **config,
         )  # fmt: skip
+        return target_logits
 
     if not tokens:
         return target_logits, target_logits.clone(), target_logits.clone()
-    op, parts = ("loss_head_masked", (4, 2)) if _masks(allowed) == 2 else ("loss_head", (1, 2))
-    run(lookup(op, (tokens, vocabulary, width), _candidates(hidden, parts), run, small=SMALL))
+    run(_found("loss_head", head, vocabulary, FORWARD, FORWARD_MASKED, run))
     log_mass, mean, lse = combine(*sums)
     return target_logits - lse, log_mass - mean, lse
 
 
-def loss_head_backward_triton(
-    of_logprob: Tensor,
-    of_entropy: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float,
-    allowed: Tensor | None,
-    entropy: Tensor,
-    lse: Tensor,
-    of_hidden: Tensor,
-    of_weight: Tensor,
-) -> None:
+def loss_head_backward_triton(head: Head, sums: Sums, into: Gradients) -> None:
     """As `loss_head_backward_reference`; slopes are rounded to hidden's dtype before they are multiplied."""
+    hidden, weight = head.hidden, head.weight
     (tokens, width), vocabulary = hidden.shape, weight.shape[0]
     if not tokens:
-        of_weight.zero_()
+        into.of_weight.zero_()
         return
     total = torch.zeros_like(hidden, dtype=torch.float32)
     chunk = max(SLOPES // tokens // CHUNK_STEP, 1) * CHUNK_STEP
@@ -252,22 +245,32 @@ def loss_head_backward_triton(
         end = min(begin + chunk, vocabulary)
         slopes = buffer[:, : end - begin]
 
-        def run(config: Config, begin: int = begin, end: int = end, slopes: Tensor = slopes) -> None:
+        def run(config: Config, begin: int = begin, end: int = end, slopes: Tensor = slopes) -> Tensor:
             _slopes_kernel[(_programs(),)](
-                *_operands(hidden, weight, config, slopes), targets, _mask(allowed, targets),
-                lse, entropy, of_logprob, of_entropy,
-                tokens, begin, end, vocabulary, width, pitch, _mask_row(allowed), 1 / temperature,
-                TMA=_by_tma(hidden, weight), MASKS=_masks(allowed), PROGRAMS=_programs(), **config,
+                *_operands(head, config, slopes), head.targets, _mask(head), sums.lse, sums.entropy, sums.of_logprob, sums.of_entropy,
+                tokens, begin, end, vocabulary, width, pitch, _mask_row(head), 1 / head.temperature, **_constants(head), **config,
             )  # fmt: skip
+            return slopes
 
-        candidates = _candidates(hidden, (4, 2))
-        run(lookup("loss_head_backward", (tokens, end - begin, width), candidates, run, small=SMALL))
-        if of_hidden.numel():
+        run(_found("loss_head_backward", head, end - begin, BACKWARD, BACKWARD_MASKED, run))
+        if into.of_hidden.numel():
             total += _mm(slopes, weight[begin:end])
-        if of_weight.numel():
-            torch.mm(slopes.mT, hidden, out=of_weight[begin:end])
-    if of_hidden.numel():
-        of_hidden.copy_(total)
+        if into.of_weight.numel():
+            torch.mm(slopes.mT, hidden, out=into.of_weight[begin:end])
+    if into.of_hidden.numel():
+        into.of_hidden.copy_(total)
+
+
+def _found(
+    op: str, head: Head, entries: int, plain: list[Config], masked: list[Config], run: Callable[[Config], Tensor]
+) -> Config:
+    """The configuration for `entries` of the vocabulary. What takes other room on the chip has a name of its own."""
+    (tokens, width), dtype = head.hidden.shape, head.hidden.dtype
+    candidates = masked if _masks(head) == 2 else plain
+    name = f"{op}_masked" if _masks(head) == 2 else op
+    if dtype == torch.float32:
+        name, candidates = f"{op}_float32", [FLOAT32]
+    return lookup(name, (tokens, entries, width), candidates, run, small=SMALL)
 
 
 def _mm(left: Tensor, right: Tensor) -> Tensor:
@@ -277,34 +280,34 @@ def _mm(left: Tensor, right: Tensor) -> Tensor:
     return left.float() @ right.float()
 
 
-def _operands(hidden: Tensor, weight: Tensor, config: Config, slopes: Tensor | None = None) -> list[Any]:
+def _operands(head: Head, config: Config, slopes: Tensor | None = None) -> list[Any]:
     """The matrices as kernels take them: descriptors of tiles for the copy engine, or pointers."""
     tall, wide, deep = config["BLOCK_T"], config["BLOCK_V"], config["BLOCK_H"]
-    tiles = [(hidden, [tall, deep]), (weight, [wide, deep])]
+    tiles = [(head.hidden, [tall, deep]), (head.weight, [wide, deep])]
     if slopes is not None:
         tiles.append((slopes, [tall, wide // config["PARTS"]]))
-    by_tma = _by_tma(hidden, weight)
-    return [TensorDescriptor.from_tensor(tensor, tile) if by_tma else tensor for tensor, tile in tiles]
+    tma = by_tma(head.hidden, head.weight)
+    return [operand(tensor, tile, tma) for tensor, tile in tiles]
 
 
-def _by_tma(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether the copy engine takes these matrices: rows and bases of whole 16 bytes."""
-    here = machine()
-    aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (hidden, weight))
-    return (here.tma or here.interpreter) and aligned and hidden.shape[1] * hidden.element_size() % 16 == 0
+def _constants(head: Head) -> dict[str, int]:
+    """What is compiled in."""
+    return {"TMA": by_tma(head.hidden, head.weight), "MASKS": _masks(head), "PROGRAMS": _programs()}
 
 
-def _mask(allowed: Tensor | None, stand_in: Tensor) -> Tensor:
-    return stand_in if allowed is None else allowed.view(torch.uint8)
+def _mask(head: Head) -> Tensor:
+    """The mask as bytes; anything where there is none, since nothing reads it."""
+    return head.targets if head.allowed is None else head.allowed.view(torch.uint8)
 
 
-def _masks(allowed: Tensor | None) -> int:
-    return 0 if allowed is None else allowed.dim()
+def _masks(head: Head) -> int:
+    """Dimensions of the mask, 0 for none."""
+    return 0 if head.allowed is None else head.allowed.dim()
 
 
-def _mask_row(allowed: Tensor | None) -> int:
+def _mask_row(head: Head) -> int:
     """Elements from one token's mask to the next; 0 when all share one."""
-    return allowed.shape[1] if allowed is not None and allowed.dim() == 2 else 0
+    return head.allowed.shape[1] if head.allowed is not None and head.allowed.dim() == 2 else 0
 
 
 def _programs() -> int:

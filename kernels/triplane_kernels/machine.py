@@ -70,30 +70,33 @@ def choose(op: str, *tensors: Tensor, wanted: str | None = None) -> Way:
     tensors, and for CPU tensors under Triton's interpreter; the reference elsewhere and for float64, which kernels don't compute in.
     Raises KernelUnavailable where the forced one can't run, KernelInputError for an unknown name or tensors on several devices.
     """
-    forced = wanted or os.environ.get(FORCE) or None
-    if forced is not None and forced not in _WAYS:
-        raise KernelInputError(
-            f"{op}: no implementation {forced!r}; use one of {', '.join(_WAYS)} ({FORCE} or wanted=)"
-        )
+    named = wanted or forced()
+    if named is not None and named not in _WAYS:
+        raise KernelInputError(f"{op}: no implementation {named!r}; use one of {', '.join(_WAYS)} ({FORCE} or wanted=)")
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
         raise KernelInputError(f"{op}: tensors lie on {', '.join(sorted(map(str, devices)))}; move them to one device")
-    if forced == "reference":
+    if named == "reference":
         return "reference"
     here = machine()
     on_cuda = any(device.type == "cuda" for device in devices)
     obstacle = _obstacle(here, on_cuda, tensors)
-    if forced is None:
+    if named is None:
         if obstacle is not None and (on_cuda or here.interpreter):
             _say_once(f"{op if 'float64' in obstacle else 'kernels'}: {obstacle}; the torch reference runs instead")
         return "reference" if obstacle else "triton"
-    if forced == "gluon" and op not in GLUON_OPS and wanted is None:
-        forced = "triton"
-    if forced == "gluon":
+    if named == "gluon" and op not in GLUON_OPS and wanted is None:
+        named = "triton"
+    if named == "gluon":
         obstacle = obstacle or _gluon_obstacle(op, here)
     if obstacle is not None:
-        raise KernelUnavailable(f"{op}: {forced} can't run on {here.device}: {obstacle}; set {FORCE}=reference")
-    return cast(Way, forced)
+        raise KernelUnavailable(f"{op}: {named} can't run on {here.device}: {obstacle}; set {FORCE}=reference")
+    return cast(Way, named)
+
+
+def forced() -> str | None:
+    """What the environment forces for every op, as it is written; None where it leaves the choice."""
+    return os.environ.get(FORCE) or None
 
 
 def _obstacle(here: Machine, on_cuda: bool, tensors: tuple[Tensor, ...]) -> str | None:

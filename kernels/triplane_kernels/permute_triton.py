@@ -13,15 +13,17 @@ from torch import Tensor
 from triplane_kernels.narrow_triton import narrow
 from triplane_kernels.permute_reference import padded_rows
 from triplane_kernels.rounding_triton import to_float32
-from triplane_kernels.tuning import Config, lookup
+from triplane_kernels.tuning import Config, Results, lookup
 
-CHUNK = 128
+MOST_HITS = 2**14
+"""Elements of the comparison of a chunk of pairs with every expert: more do not fit the registers of a program."""
 SMALL: Config = {"BLOCK_T": 32, "BLOCK_H": 128, "num_warps": 4}
 CANDIDATES: list[Config] = [
     {"BLOCK_T": tokens, "BLOCK_H": width, "num_warps": warps}
-    for tokens, width in ((1, 2048), (1, 1024), (2, 1024), (4, 512), (1, 4096))
-    for warps in (4, 8, 2)
-]
+    for tokens, width, warps in (
+        (1, 2048, 4), (1, 2048, 8), (1, 2048, 2), (1, 1024, 4), (1, 1024, 2), (2, 1024, 4), (2, 1024, 8), (4, 512, 4), (4, 512, 8), (1, 4096, 4), (1, 4096, 8),
+    )
+]  # fmt: skip
 
 
 @triton.jit
@@ -35,7 +37,7 @@ def _count_kernel(
     expert = tl.load(experts + index, mask=index < pairs, other=-1)
     bins = tl.arange(0, BINS)
     hits = (expert[:, None] == bins[None, :]).to(tl.int32)
-    tl.store(counts + bins * chunks + chunk, tl.sum(hits, axis=0), mask=bins < num_experts)
+    tl.store(counts + bins.to(tl.int64) * chunks + chunk, tl.sum(hits, axis=0), mask=bins < num_experts)
 
 
 @triton.jit
@@ -68,7 +70,7 @@ def _place_kernel(
         tl.store(offsets, 0)
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     expert = tl.load(experts + index, mask=index < pairs, other=-1)
-    starts = ends - padded + tl.load(bases + bins * chunks + chunk, mask=real, other=0)
+    starts = ends - padded + tl.load(bases + bins.to(tl.int64) * chunks + chunk, mask=real, other=0)
     start = tl.sum(tl.where(expert[:, None] == bins[None, :], starts[None, :], 0), axis=1)
     slot = tl.arange(0, CHUNK)
     before = (expert[:, None] == expert[None, :]) & (slot[None, :] < slot[:, None])
@@ -174,17 +176,19 @@ def _unpermute_backward_kernel(
 def plan_triton(experts: Tensor, num_experts: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
     """As `plan_reference`."""
     pairs, device = experts.numel(), experts.device
-    chunks, bins = max(triton.cdiv(pairs, CHUNK), 1), triton.next_power_of_2(num_experts)
+    bins = triton.next_power_of_2(num_experts)
+    chunk = min(max(MOST_HITS // bins, 8), 128)
+    chunks = max(triton.cdiv(pairs, chunk), 1)
     counts = torch.empty(num_experts, chunks, dtype=torch.int32, device=device)
     totals = torch.empty(num_experts, dtype=torch.int32, device=device)
     offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
     source = torch.full((padded_rows(pairs, num_experts, block),), -1, dtype=torch.int32, device=device)
     position = torch.empty(experts.shape, dtype=torch.int32, device=device)
-    _count_kernel[(chunks,)](experts, counts, pairs, num_experts, chunks, CHUNK=CHUNK, BINS=bins, num_warps=8)
+    _count_kernel[(chunks,)](experts, counts, pairs, num_experts, chunks, CHUNK=chunk, BINS=bins, num_warps=8)
     _scan_kernel[(num_experts,)](counts, totals, chunks, BLOCK=1024)
     _place_kernel[(chunks,)](
         experts, counts, totals, offsets, source, position, pairs, num_experts, chunks,
-        ALIGN=block, CHUNK=CHUNK, BINS=bins, num_warps=8,
+        ALIGN=block, CHUNK=chunk, BINS=bins, num_warps=8,
     )  # fmt: skip
     return offsets, source, position
 
@@ -196,7 +200,7 @@ def scatter_triton(x: Tensor, source: Tensor, position: Tensor) -> Tensor:
     # A copy needs no FP8 arithmetic: codes travel as bytes.
     seen, written = (x.view(torch.uint8), rows.view(torch.uint8)) if x.element_size() == 1 else (x, rows)
 
-    def run(config: Config) -> None:
+    def run(config: Config) -> Tensor:
         _scatter_kernel[_with_padding(tokens, source, config)](
             seen,
             written,
@@ -209,6 +213,7 @@ def scatter_triton(x: Tensor, source: Tensor, position: Tensor) -> Tensor:
             PAD_ROWS=_pad_rows(config),
             **config,
         )
+        return written
 
     if rows.numel():
         run(lookup("permute", (tokens, k, x.shape[1]), CANDIDATES, run, small=SMALL))
@@ -221,10 +226,11 @@ def gather_triton(rows: Tensor, position: Tensor, weights: Tensor | None) -> Ten
     width = rows.shape[1]
     out = torch.empty(tokens, width, dtype=rows.dtype, device=rows.device)
 
-    def run(config: Config) -> None:
+    def run(config: Config) -> Tensor:
         grid = (triton.cdiv(tokens, config["BLOCK_T"]), triton.cdiv(width, config["BLOCK_H"]))
         shares = rows if weights is None else weights
         _gather_kernel[grid](rows, position, shares, out, tokens, width, K=k, WEIGHTED=weights is not None, **config)
+        return out
 
     if out.numel():
         run(lookup("unpermute", (tokens, k, width), CANDIDATES, run, small=SMALL))
@@ -238,11 +244,12 @@ def unpermute_backward_triton(
     tokens, k = position.shape
     of_rows, of_weights = torch.empty_like(rows), torch.empty_like(weights)
 
-    def run(config: Config) -> None:
+    def run(config: Config) -> Results:
         _unpermute_backward_kernel[_with_padding(tokens, source, config)](
             gradient, rows, source, position, weights, of_rows, of_weights, tokens, source.numel(), rows.shape[1],
             K=k, PAD_ROWS=_pad_rows(config), **config,
         )  # fmt: skip
+        return of_rows, of_weights
 
     if rows.numel() or weights.numel():
         run(lookup("unpermute_backward", (tokens, k, rows.shape[1]), CANDIDATES, run, small=SMALL))

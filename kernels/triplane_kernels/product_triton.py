@@ -24,6 +24,17 @@ def tile(base: tl.tensor, row: tl.tensor, column: tl.tensor, row_stride: tl.tens
 
 
 @triton.jit
+def place(
+    within: tl.tensor, down: tl.tensor, across: tl.tensor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """First row and column of tile `within` of a grid of down x across: bands of BAND rows, each walked column by column."""
+    band = within // (BAND * across)
+    height = tl.minimum(down - band * BAND, BAND)
+    rest = within - band * BAND * across
+    return (band * BAND + rest % height) * BLOCK_M, rest // height * BLOCK_N
+
+
+@triton.jit
 def _decode(values: tl.tensor) -> tl.tensor:
     """float32 of a tile, by bits."""
     if values.dtype == tl.float8e4nv:

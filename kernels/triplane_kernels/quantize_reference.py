@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triplane_kernels.blockwise import BLOCK, E4M3_MAX, block_scales, quantize_blockwise
+from triplane_kernels.blockwise import BLOCK, block_scales, by_e4m3_max, quantize_blockwise
+from triplane_kernels.rounding import power_of_two as power
 from triplane_kernels.rounding import to_e4m3, uniforms
 
 MX_BLOCK = 32
@@ -56,7 +57,7 @@ def quantize_mx(x: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
     """Codes [M, K] and E8M0 scales uint8 [M, ceil(K/32)] of x [M, K]: scale = 2^(byte - 127)."""
     blocks = _row_blocks(_computed(x), MX_BLOCK)
     scales = e8m0_scales(blocks.abs().amax(dim=2).float())
-    inverse = torch.ldexp(torch.ones_like(scales, dtype=blocks.dtype), 127 - scales.int())
+    inverse = power(127 - scales.int(), blocks.dtype)
     inverse = torch.where(scales == E8M0_NAN, torch.nan, inverse)
     scaled = (blocks * inverse[:, :, None]).flatten(1)[:, : x.shape[1]]
     return to_e4m3(scaled, _random(x, seed)).contiguous(), scales
@@ -67,7 +68,7 @@ def e8m0_scales(amax: Tensor) -> Tensor:
 
     amax: float32. An all-zero block has scale 1; a block with NaN or infinity has the E8M0 NaN, 255.
     """
-    bits = (amax / E4M3_MAX).view(torch.int32)
+    bits = by_e4m3_max(amax).view(torch.int32)
     exponent = torch.where(bits <= 0x00400000, 0, (bits + 0x7FFFFF) >> 23)
     exponent = torch.where(amax == 0, E8M0_ONE, exponent)
     return torch.where(amax < torch.inf, exponent, E8M0_NAN).to(torch.uint8)
@@ -87,7 +88,7 @@ def dequantize_weights(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Ten
 
 def dequantize_mx(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """[M, K] in `dtype` from codes [M, K] and E8M0 scales uint8 [M, ceil(K/32)]."""
-    factor = torch.ldexp(torch.ones_like(scales, dtype=dtype), scales.int() - 127)
+    factor = power(scales.int() - 127, dtype)
     factor = torch.where(scales == E8M0_NAN, torch.nan, factor)
     return (_row_blocks(codes.to(dtype), MX_BLOCK) * factor[:, :, None]).flatten(1)[:, : codes.shape[1]]
 

@@ -11,12 +11,13 @@ from triplane_kernels.rounding_triton import (
     INFINITY_BITS,
     block_scale,
     magnitude_bits,
+    quotient,
     reciprocal,
     to_e4m3,
     to_float32,
     uniforms,
 )
-from triplane_kernels.tuning import Config, lookup
+from triplane_kernels.tuning import Config, Results, lookup
 
 BLOCK = tl.constexpr(128)
 MX_BLOCK = tl.constexpr(32)
@@ -24,7 +25,18 @@ ROW_CONFIGS = [
     {"BLOCK_M": rows, "num_warps": warps, "num_stages": 1}
     for rows, warps in ((32, 4), (64, 4), (64, 8), (128, 8), (16, 4), (16, 2))
 ]
-SQUARE_CONFIGS = [{"num_warps": warps, "num_stages": 1} for warps in (8, 16, 4)]
+SQUARE_SMALL = {"num_warps": 8, "num_stages": 1}
+# maxnreg: so few registers that another block of threads fits beside, to load while one computes
+BOTH_CONFIGS = [
+    SQUARE_SMALL,
+    {"num_warps": 16, "num_stages": 1},
+    {"num_warps": 8, "num_stages": 1, "maxnreg": 128},
+]
+WEIGHT_CONFIGS = [
+    {"num_warps": 8, "num_stages": 1, "maxnreg": 128},
+    {"num_warps": 16, "num_stages": 1, "maxnreg": 64},
+    {"num_warps": 16, "num_stages": 1},
+]
 
 
 def quantize_activations(x: Tensor, power_of_two: bool, seed: int | None) -> tuple[Tensor, Tensor]:
@@ -33,12 +45,13 @@ def quantize_activations(x: Tensor, power_of_two: bool, seed: int | None) -> tup
     codes = torch.empty_like(x, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format)
     scales = x.new_empty(triton.cdiv(columns, 128), rows, dtype=torch.float32).t()
 
-    def launch(config: Config) -> None:
+    def launch(config: Config) -> Results:
         grid = (triton.cdiv(rows, config["BLOCK_M"]), scales.shape[1])
         _rows_kernel[grid](
             x, codes, scales, seed or 0, rows, columns, x.stride(0), x.stride(1), scales.stride(1),
             POWER_OF_TWO=power_of_two, STOCHASTIC=seed is not None, **config,
         )  # fmt: skip
+        return codes, scales
 
     if codes.numel():
         launch(lookup("quantize_activations", (rows, columns), ROW_CONFIGS, launch, small=ROW_CONFIGS[1]))
@@ -53,15 +66,16 @@ def quantize_both(x: Tensor, power_of_two: bool, seed: int | None) -> tuple[Tens
     scales = x.new_empty(triton.cdiv(columns, 128), rows, dtype=torch.float32).t()
     scales_t = x.new_empty(triton.cdiv(rows, 128), columns, dtype=torch.float32).t()
 
-    def launch(config: Config) -> None:
+    def launch(config: Config) -> Results:
         _both_kernel[(scales_t.shape[1], scales.shape[1])](
             x, codes, scales, codes_t, scales_t, seed or 0, rows, columns, x.stride(0), x.stride(1),
             scales.stride(1), scales_t.stride(1),
             POWER_OF_TWO=power_of_two, STOCHASTIC=seed is not None, **config,
         )  # fmt: skip
+        return codes, scales, codes_t, scales_t
 
     if codes.numel():
-        launch(lookup("quantize_both", (rows, columns), SQUARE_CONFIGS, launch, small=SQUARE_CONFIGS[0]))
+        launch(lookup("quantize_both", (rows, columns), BOTH_CONFIGS, launch, small=SQUARE_SMALL))
     return codes, scales, codes_t, scales_t
 
 
@@ -75,14 +89,15 @@ def quantize_weights(w: Tensor, power_of_two: bool, transposed: bool) -> tuple[T
     codes_t = w.new_empty(held, columns, rows, dtype=torch.float8_e4m3fn)
     scales_t = w.new_empty(held, column_blocks, row_blocks, dtype=torch.float32)
 
-    def launch(config: Config) -> None:
+    def launch(config: Config) -> Results:
         _weights_kernel[(count * row_blocks, column_blocks)](
             w, codes, scales, codes_t, scales_t, rows, columns, row_blocks, column_blocks, *w.stride(),
             POWER_OF_TWO=power_of_two, TRANSPOSED=transposed, **config,
         )  # fmt: skip
+        return codes, scales, codes_t, scales_t
 
     if codes.numel():
-        launch(lookup("quantize_weights", tuple(w.shape), SQUARE_CONFIGS, launch, small=SQUARE_CONFIGS[0]))
+        launch(lookup("quantize_weights", tuple(w.shape), WEIGHT_CONFIGS, launch, small=SQUARE_SMALL))
     return codes, scales, codes_t, scales_t
 
 
@@ -92,12 +107,13 @@ def quantize_mx(x: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
     codes = torch.empty_like(x, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format)
     scales = x.new_empty(rows, triton.cdiv(columns, 32), dtype=torch.uint8)
 
-    def launch(config: Config) -> None:
+    def launch(config: Config) -> Results:
         grid = (triton.cdiv(rows, config["BLOCK_M"]), triton.cdiv(columns, 128))
         _mx_kernel[grid](
             x, codes, scales, seed or 0, rows, columns, x.stride(0), x.stride(1),
             STOCHASTIC=seed is not None, **config,
         )  # fmt: skip
+        return codes, scales
 
     if codes.numel():
         launch(lookup("quantize_mx", (rows, columns), ROW_CONFIGS, launch, small=ROW_CONFIGS[1]))
@@ -168,7 +184,7 @@ def _weights_kernel(
     amax = tl.max(tl.max(magnitude_bits(values), axis=1), axis=0)
     scale = block_scale(tl.full((1, 1), 0, tl.int32) + amax, POWER_OF_TWO)
     # the trainer's recipe divides: a product with the reciprocal would round some codes otherwise
-    code = to_e4m3(tl.div_rn(values, tl.broadcast_to(scale, (BLOCK, BLOCK))), 0.0, False)
+    code = to_e4m3(quotient(values, scale), 0.0, False)
     start = matrix * rows * columns
     tl.store(codes + start + row[:, None].to(tl.int64) * columns + column[None, :], code, mask=inside)
     first = matrix * row_blocks * column_blocks

@@ -32,7 +32,12 @@ def to_e4m3(scaled: Tensor, random: Tensor | None = None) -> Tensor:
 def _step(values: Tensor) -> Tensor:
     """Distance of neighbouring codes at `values`: 2^(exponent - 3), and 2^-9 below the smallest normal code 2^-6."""
     _, exponent = torch.frexp(values)
-    return torch.ldexp(torch.ones_like(values), exponent.clamp(min=-5) - 4)
+    return power_of_two(exponent.clamp(min=-5) - 4, values.dtype)
+
+
+def power_of_two(exponents: Tensor, dtype: torch.dtype) -> Tensor:
+    """2^exponents (integers from -1022 to 1023) in `dtype`, by bits: `torch.ldexp` computes a power, which a GPU need not round rightly."""
+    return ((exponents.long() + 1023) << 52).view(torch.float64).to(dtype)
 
 
 def uniforms(rows: int, columns: int, seed: int, device: torch.device) -> Tensor:

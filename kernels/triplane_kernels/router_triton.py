@@ -14,11 +14,12 @@ from torch import Tensor
 from triplane_kernels.narrow_triton import narrow
 from triplane_kernels.rounding_triton import to_float32
 from triplane_kernels.router_reference import TINY
-from triplane_kernels.tuning import Config, lookup
+from triplane_kernels.tuning import Config, Results, lookup
 
 SMALL: Config = {"BLOCK_T": 64, "num_warps": 4}
 CANDIDATES: list[Config] = [
-    {"BLOCK_T": tokens, "num_warps": warps} for tokens in (8, 4, 16, 2, 32) for warps in (4, 8, 2)
+    {"BLOCK_T": tokens, "num_warps": warps}
+    for tokens, warps in ((8, 4), (8, 8), (8, 2), (4, 4), (4, 2), (16, 4), (16, 8), (2, 2), (2, 4))
 ]
 LEAST = tl.constexpr(-(2**63))
 FLOOR = tl.constexpr(TINY)
@@ -112,12 +113,13 @@ def route_triton(logits: Tensor, k: int, bias: Tensor | None, scores: str, norma
     weights = torch.empty(tokens, k, dtype=torch.float32, device=logits.device)
     experts = torch.empty(tokens, k, dtype=torch.int32, device=logits.device)
 
-    def run(config: Config) -> None:
+    def run(config: Config) -> Results:
         _route_kernel[(triton.cdiv(tokens, config["BLOCK_T"]),)](
             logits, weights if bias is None else bias, weights, experts, tokens, num_experts,
             K=k, SLOTS=triton.next_power_of_2(k), BINS=triton.next_power_of_2(num_experts),
             BIASED=bias is not None, SIGMOID=scores == "sigmoid", NORMALIZE=normalize, **config,
         )  # fmt: skip
+        return weights, experts
 
     if tokens:
         run(lookup("route", (tokens, num_experts, k), CANDIDATES, run, small=SMALL))
@@ -129,12 +131,13 @@ def route_backward_triton(gradient: Tensor, logits: Tensor, experts: Tensor, sco
     (tokens, num_experts), k = logits.shape, experts.shape[1]
     of_logits = torch.empty_like(logits)
 
-    def run(config: Config) -> None:
+    def run(config: Config) -> Tensor:
         _route_backward_kernel[(triton.cdiv(tokens, config["BLOCK_T"]),)](
             gradient, logits, experts, of_logits, tokens, num_experts,
             K=k, BINS=triton.next_power_of_2(num_experts),
             SIGMOID=scores == "sigmoid", NORMALIZE=normalize, **config,
         )  # fmt: skip
+        return of_logits
 
     if tokens:
         run(lookup("route_backward", (tokens, num_experts, k), CANDIDATES, run, small=SMALL))

@@ -9,19 +9,26 @@ from torch import Tensor
 
 from triplane_kernels.narrow_triton import narrow
 from triplane_kernels.rounding_triton import block_scale, magnitude_bits, reciprocal, to_e4m3, to_float32
-from triplane_kernels.tuning import Config, lookup
+from triplane_kernels.tuning import Config, Results, lookup
 
 BLOCK = tl.constexpr(128)
 SMALL: Config = {"BLOCK_M": 64, "BLOCK_F": 128, "num_warps": 4, "num_stages": 1}
 CANDIDATES: list[Config] = [
     {"BLOCK_M": rows, "BLOCK_F": columns, "num_warps": warps, "num_stages": 1}
-    for rows, columns in ((4, 512), (1, 1024), (2, 1024), (8, 256), (4, 1024))
-    for warps in (4, 8)
+    for rows, columns, warps in (
+        (4, 512, 4),
+        (4, 512, 8),
+        (1, 1024, 4),
+        (2, 1024, 4),
+        (2, 1024, 8),
+        (8, 256, 4),
+        (4, 1024, 8),
+    )
 ]
 ROW_SMALL: Config = {"BLOCK_M": 64, "num_warps": 4, "num_stages": 1}
 ROW_CANDIDATES: list[Config] = [
     {"BLOCK_M": rows, "num_warps": warps, "num_stages": 1}
-    for rows, warps in ((16, 4), (32, 4), (8, 2), (16, 2), (64, 8), (64, 4))
+    for rows, warps in ((16, 4), (32, 4), (8, 2), (16, 2), (64, 8))
 ]
 
 
@@ -133,8 +140,9 @@ def swiglu(gate_up: Tensor) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
 
-    def run(config: Config) -> None:
+    def run(config: Config) -> Tensor:
         _forward_kernel[_tiles(rows, width, config)](gate_up, out, rows, width, **config)
+        return out
 
     if out.numel():
         run(lookup("swiglu", (rows, width), CANDIDATES, run, small=SMALL))
@@ -146,8 +154,9 @@ def swiglu_backward(gradient: Tensor, gate_up: Tensor) -> Tensor:
     rows, width = gradient.shape
     out = torch.empty_like(gate_up)
 
-    def run(config: Config) -> None:
+    def run(config: Config) -> Tensor:
         _backward_kernel[_tiles(rows, width, config)](gradient, gate_up, out, rows, width, **config)
+        return out
 
     if out.numel():
         run(lookup("swiglu_backward", (rows, width), CANDIDATES, run, small=SMALL))
@@ -160,11 +169,12 @@ def swiglu_quantized(gate_up: Tensor, power_of_two: bool) -> tuple[Tensor, Tenso
     codes = gate_up.new_empty(rows, width, dtype=torch.float8_e4m3fn)
     scales = gate_up.new_empty(triton.cdiv(width, 128), rows, dtype=torch.float32).t()
 
-    def run(config: Config) -> None:
+    def run(config: Config) -> Results:
         _forward_quantized_kernel[triton.cdiv(rows, config["BLOCK_M"]), scales.shape[1]](
             gate_up, codes, scales, rows, width, scales.stride(1),
             POWER_OF_TWO=power_of_two, **config,
         )  # fmt: skip
+        return codes, scales
 
     if codes.numel():
         run(lookup("swiglu_quantized", (rows, width), ROW_CANDIDATES, run, small=ROW_SMALL))
@@ -178,12 +188,13 @@ def swiglu_backward_quantized(gradient: Tensor, gate_up: Tensor, power_of_two: b
     out, codes = torch.empty_like(gate_up), torch.empty_like(gate_up, dtype=torch.float8_e4m3fn)
     scales = gate_up.new_empty(triton.cdiv(2 * width, 128), rows, dtype=torch.float32).t()
 
-    def run(config: Config) -> None:
+    def run(config: Config) -> Results:
         blocks = scales.shape[1] // 2 if aligned else scales.shape[1]
         _backward_quantized_kernel[triton.cdiv(rows, config["BLOCK_M"]), blocks](
             gradient, gate_up, out, codes, scales, rows, width, scales.stride(1),
             ALIGNED=aligned, POWER_OF_TWO=power_of_two, **config,
         )  # fmt: skip
+        return out, codes, scales
 
     if codes.numel():
         run(lookup("swiglu_backward_quantized", (rows, width), ROW_CANDIDATES, run, small=ROW_SMALL))

@@ -21,6 +21,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from triplane_kernels.errors import KernelError
 from triplane_kernels.machine import machine
@@ -30,12 +31,42 @@ Config = dict[str, int]
 Table = dict[str, dict[str, Config]]
 """op -> shape bucket ("4096x8192") -> configuration."""
 Shape = tuple[int, ...]
+Results = Tensor | Sequence[Tensor] | None
+"""What a launch wrote: compared between configurations where it is given."""
 TUNED = Path(__file__).parent / "tuned"
 CACHE = "TRIPLANE_KERNELS_CACHE"
 """Environment variable naming the folder for configurations found by search; $XDG_CACHE_HOME/triplane/kernels without it."""
+SAMPLE = 1 << 18
+"""Values of a result that are compared between configurations."""
+SAMPLED_ROWS = 64
+DISTANCE = 0.01
+"""Largest relative distance of results that agree."""
 _log = logging.getLogger(__name__)
 _remembered: dict[tuple[str, str, str], Config] = {}
-_recorder: list[Table] = []
+_recorder: list[Recorder] = []
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """What a search at every lookup fills and heeds."""
+
+    table: Table
+    skipped: Sequence[tuple[str, Config]]
+    """Configurations of an op that are not tried: they brought a process down before."""
+    announce: Callable[[str, Config], None]
+    """Told each configuration before it is compiled and launched."""
+
+    def search(self, op: str, candidates: Sequence[Config], run: Callable[[Config], Results]) -> Config:
+        """`search` among those that are not skipped."""
+        announced: list[Config] = []
+
+        def told(config: Config) -> Results:
+            if config not in announced:
+                announced.append(config)
+                self.announce(op, config)
+            return run(config)
+
+        return search(op, [one for one in candidates if (op, one) not in self.skipped], told)
 
 
 @dataclass(frozen=True)
@@ -66,11 +97,12 @@ def bucket(shape: Sequence[int]) -> str:
 
 
 def lookup(
-    op: str, shape: Sequence[int], candidates: Sequence[Config], run: Callable[[Config], object], *, small: Config
+    op: str, shape: Sequence[int], candidates: Sequence[Config], run: Callable[[Config], Results], *, small: Config
 ) -> Config:
     """The configuration to launch `op` with at `shape`.
 
-    candidates: what a search tries, the best guess first. run: launches the kernel once with a configuration, and may be repeated.
+    candidates: what a search tries, the best guess first. run: launches the kernel once with a configuration, returns what it wrote (the same
+    tensors at every call) or None, and may be repeated.
     small: what the interpreter takes, where sizes cost time. A candidate that the device refuses (registers, shared memory) is
     passed over; KernelError where it refuses all. While a CUDA graph is captured nothing is searched: the first guess is taken.
     """
@@ -79,17 +111,21 @@ def lookup(
         return small
     key = (here.device, op, bucket(shape))
     if _recorder:
-        found = _recorder[-1].setdefault(op, {}).get(key[2])
-        if found is None:
-            found = _recorder[-1][op][key[2]] = search(op, candidates, run)
-        return found
+        table = _recorder[-1].table.setdefault(op, {})
+        if key[2] not in table:
+            table[key[2]] = _recorder[-1].search(op, candidates, run)
+        return table[key[2]]
     if key in _remembered:
         return _remembered[key]
     found = nearest(_packaged(here.device).get(op, {}), shape) or read_table(_cache_file()).get(op, {}).get(key[2])
     if found is None:
         if torch.cuda.is_current_stream_capturing():
             return candidates[0]
-        found = search(op, candidates, run)
+        try:
+            found = search(op, candidates, run)
+        except torch.OutOfMemoryError:
+            _log.warning("%s: no memory is left to time configurations; the first is taken until there is", op)
+            return candidates[0]
         _keep(op, key[2], found)
     _remembered[key] = found
     return found
@@ -105,36 +141,107 @@ def nearest(table: Mapping[str, Config], shape: Sequence[int]) -> Config | None:
     return table[min(table, key=distance)] if table else None
 
 
-def search(op: str, candidates: Sequence[Config], run: Callable[[Config], object]) -> Config:
-    """The fastest of `candidates` by the median of CUDA event times. Raises KernelError where none runs."""
-    from triton.testing import do_bench
+@dataclass(frozen=True)
+class _Trial:
+    config: Config
+    milliseconds: float
+    sample: Sequence[Tensor]
 
-    best, fastest, refusal = None, math.inf, ""
+
+def search(op: str, candidates: Sequence[Config], run: Callable[[Config], Results]) -> Config:
+    """The fastest of `candidates` by the median of CUDA event times, among those whose results most of them share.
+
+    What the device refuses (registers, shared memory) is passed over. Raises KernelError where none runs and where one breaks the CUDA context,
+    torch.OutOfMemoryError where results can't be compared or timed.
+    """
+    trials: list[_Trial] = []
+    refusal = ""
     for candidate in candidates:
         try:
-            time = do_bench(lambda config=candidate: run(config), warmup=10, rep=40, return_mode="median")
+            trials.append(_try(candidate, run))
+        except torch.OutOfMemoryError:
+            raise
         except Exception as refused:  # noqa: BLE001  Triton's compiler and launcher raise many types for what a device lacks
-            refusal = f"{type(refused).__name__}: {str(refused).splitlines()[0] if str(refused) else ''}"
-            _log.debug("%s: %s refused: %s", op, candidate, refusal)
-            continue
-        if time < fastest:
-            best, fastest = candidate, time
-    if best is None:
+            refusal = f"{type(refused).__name__}: {(str(refused).splitlines() or [''])[0]}"
+            _log.info("%s: %s is passed over: %s", op, candidate, refusal)
+            _check_context(op, candidate, refused)
+    if not trials:
         raise KernelError(
             f"{op}: none of {len(candidates)} configurations runs on {machine().device} ({refusal}); set TRIPLANE_KERNELS=reference"
         )
-    return dict(best)
+    groups = [[other for other in trials if agree(one.sample, other.sample)] for one in trials]
+    agreed = max(groups, key=len)
+    for trial in trials:
+        if trial not in agreed:
+            _log.warning(
+                "%s: %s gives other results than %d configurations that agree; it is passed over",
+                op,
+                trial.config,
+                len(agreed),
+            )
+    return dict(min(agreed, key=lambda trial: trial.milliseconds).config)
+
+
+def _try(candidate: Config, run: Callable[[Config], Results]) -> _Trial:
+    from triton.testing import do_bench
+
+    # the second launch writes over values that no kernel writes, so what it leaves out is seen
+    for written in _tensors(run(candidate)):
+        written.fill_(math.nan if written.is_floating_point() else torch.iinfo(written.dtype).max)
+    sample = [_sample(written) for written in _tensors(run(candidate))]
+    return _Trial(candidate, do_bench(lambda: run(candidate), warmup=10, rep=40, return_mode="median"), sample)
+
+
+def _tensors(results: Results) -> Sequence[Tensor]:
+    return () if results is None else (results,) if isinstance(results, Tensor) else results
+
+
+def _sample(written: Tensor) -> Tensor:
+    """A copy of some evenly spread values, float32, that takes little memory: about SAMPLE of them, or some rows of what is not contiguous."""
+    if written.is_contiguous():
+        spread = written.detach().flatten()[:: max(written.numel() // SAMPLE, 1)]
+    else:
+        spread = written.detach()[:: max(written.shape[0] // SAMPLED_ROWS, 1)].flatten()
+    return spread.to(torch.float32, copy=True)
+
+
+def agree(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    """Whether results differ by no more than the order of a sum can make: 1% in norm, NaN and infinity in the same places."""
+    for one, other in zip(ours, theirs, strict=True):
+        same = (one == other) | (one.isnan() & other.isnan())
+        distance = torch.where(same, 0, one - other).norm()
+        # not (a > b), so that NaN disagrees
+        if not distance <= DISTANCE * torch.where(other.isfinite(), other, 0).norm():
+            return False
+    return True
+
+
+def _check_context(op: str, candidate: Config, refused: Exception) -> None:
+    """Raises KernelError where the error was no refusal: after an illegal access every later call of this process fails."""
+    try:
+        torch.cuda.synchronize()
+    except Exception as lost:  # noqa: BLE001  torch raises several types
+        raise KernelError(
+            f"{op}: {candidate} broke the CUDA context ({(str(lost).splitlines() or [''])[0]}); start this process again with TRIPLANE_KERNELS=reference"
+        ) from refused
 
 
 @contextlib.contextmanager
-def searching() -> Iterator[Table]:
-    """Inside, every lookup searches anew, whatever is kept; yields the table that fills."""
-    table: Table = {}
-    _recorder.append(table)
+def searching(
+    skipped: Sequence[tuple[str, Config]] = (), announce: Callable[[str, Config], None] = lambda op, config: None
+) -> Iterator[Table]:
+    """Inside, every lookup searches anew, whatever is kept; yields the table that fills. Arguments: fields of `Recorder`."""
+    recorder = Recorder({}, skipped, announce)
+    _recorder.append(recorder)
     try:
-        yield table
+        yield recorder.table
     finally:
-        _recorder.remove(table)
+        _recorder.remove(recorder)
+
+
+def tuning_now() -> bool:
+    """Inside `searching`: kernels that could hang a device are candidates there alone, where a process that hangs is ended."""
+    return bool(_recorder)
 
 
 def write_table(path: Path, table: Table) -> None:

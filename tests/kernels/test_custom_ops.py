@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from triplane_kernels.custom_ops import operator
+from triplane_kernels.quantize import dequantize_activations, quantize_activations
 
 
 def _fake_scale(x: Tensor, factor: float, shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -77,3 +78,12 @@ def test_a_call_imports_no_compiler() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_kernels_run_on_the_device_of_their_tensors(gpu: torch.device) -> None:
+    x = torch.ones(2, 128, device="cuda:1")
+    codes, scales = quantize_activations(x)
+    assert codes.device == x.device and torch.equal(dequantize_activations(codes, scales), x)
+    assert torch.cuda.current_device() == 0

