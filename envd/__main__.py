@@ -142,12 +142,9 @@ async def _served(arguments: argparse.Namespace) -> None:
     from envd.server.listening import Listening
     from envd.server.serve import Options, serve
 
-<<<<<<< HEAD
     prefer_short_round_trips()
-=======
     if arguments.pool < 0:
         raise EnvdError(f"--pool {arguments.pool} must be 0 or more")
->>>>>>> e7ec04189fd6f65e769b0a18ab481ac5e911fefd
     listening = Listening(
         arguments.listen,
         tls_cert=arguments.tls_cert,
