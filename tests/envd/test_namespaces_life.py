@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -184,9 +185,18 @@ def test_everything_goes_with_a_server_that_is_killed(run_dir: Path) -> None:
 
 
 def test_many_come_and_go_without_a_trace(run_dir: Path) -> None:
-    async def job(backend: NamespacesBackend) -> bool:
-        descriptors = Path(f"/proc/{backend.spawner.process.pid}/fd")
-        before = len(list(descriptors.iterdir())), len(list(Path("/proc/self/fd").iterdir()))
+    async def job(backend: NamespacesBackend) -> None:
+        def descriptors() -> list[str]:
+            folders = Path(f"/proc/{backend.spawner.process.pid}/fd"), Path("/proc/self/fd")
+            return sorted(
+                f"{folder}/{os.readlink(each).partition(':')[0]}"
+                for folder in folders
+                for each in folder.iterdir()
+                if each.is_symlink()
+            )
+
+        gc.collect()  # descriptors that earlier tests forgot are not let go meanwhile
+        before = descriptors()
 
         async def one(number: int) -> None:
             box = await backend.create(spec(run_dir))
@@ -202,8 +212,8 @@ def test_many_come_and_go_without_a_trace(run_dir: Path) -> None:
             await asyncio.gather(*(one(number) for number in range(25)))
         for name in backend._groups.values():
             assert [each for each in name.parent.joinpath(name.name).iterdir() if each.is_dir()] == []
-        return before == (len(list(descriptors.iterdir())), len(list(Path("/proc/self/fd").iterdir())))
+        assert descriptors() == before
 
     template(run_dir)
-    assert with_native(run_dir, job)
+    with_native(run_dir, job)
     assert of_this_run(run_dir) == []
