@@ -189,7 +189,7 @@ def test_many_come_and_go_without_a_trace(run_dir: Path) -> None:
         def descriptors() -> list[str]:
             folders = Path(f"/proc/{backend.spawner.process.pid}/fd"), Path("/proc/self/fd")
             return sorted(
-                f"{folder}/{os.readlink(each).partition(':')[0]}"
+                f"{folder}/{str(each.readlink()).partition(':')[0]}"
                 for folder in folders
                 for each in folder.iterdir()
                 if each.is_symlink()
