@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf import message_factory
 from pydantic import Field
 from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.envd_attack import UNPARSED, break_connection, lying_guest, send
-from benchmarks.envd_hostile import Hostile, Known, hostile_request
+from benchmarks.envd_hostile import METHODS, Hostile, Known, hostile_request
 from benchmarks.result import Options, Result
 from contracts.owned import owned_directory
 from envd.client import Limits, Sandbox, SandboxClient
@@ -155,18 +156,30 @@ class Fuzz:
                     await self._lie(chance)
                 else:
                     known = Known([each.handle for each in self._sandboxes], self._template)
-                    await self._send(channel, hostile_request(chance, known), chance)
+                    await self._send(client, channel, hostile_request(chance, known), chance)
                 if chance.random() < 0.05:
                     await self._replace(client, chance.randrange(len(self._sandboxes)))
 
-    async def _send(self, channel: grpc.aio.Channel, request: Hostile, chance: random.Random) -> None:
+    async def _send(
+        self, client: SandboxClient, channel: grpc.aio.Channel, request: Hostile, chance: random.Random
+    ) -> None:
         code, words = await send(channel, request, chance)
         self.codes[code] += 1
         if words:
             self.surprises[f"{request.path}: {words}"] += 1
-        if code == "DEADLINE_EXCEEDED" and not request.path.endswith(_PATIENT):
+        if (
+            code == "DEADLINE_EXCEEDED"
+            and not request.path.endswith(_PATIENT)
+            and not await self._waits(client, request)
+        ):
             self.hung += 1
             self.surprises[f"{request.path} hung"] += 0
+
+    async def _waits(self, client: SandboxClient, request: Hostile) -> bool:
+        """Whether its sandbox was paused under it: what a sandbox is asked then is answered once it runs again."""
+        kind = message_factory.GetMessageClass(METHODS[request.path].input_type)
+        identity = getattr(kind.FromString(request.messages[0]), "sandbox_id", "")
+        return any(each.id == identity and each.state == "paused" for each in await client.list())
 
     async def _break_connection(self, chance: random.Random) -> None:
         """Bytes that are no HTTP/2, or that begin as it, and an end without a word."""
