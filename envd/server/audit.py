@@ -29,8 +29,8 @@ from envd.server.audit_file import AuditFile, last_number_of
 Kind = Literal[
     "server.started", "policy.denied", "tool.denied", "auth.denied", "request.refused", "path.escape", "limit.memory", "limit.pids",
     "limit.disk", "limit.time", "limit.output", "lifetime.expired", "guest.malformed", "shell.died", "sandbox.died", "isolation.none",
-    "syscall.refused", "verify.tampered", "client.stalled", "call.abandoned", "call.begun", "call.made", "audit.suppressed", "audit.lost",
-    "network.denied", "network.connected",
+    "syscall.refused", "export.refused", "verify.tampered", "client.stalled", "call.abandoned", "call.begun", "call.made", "audit.suppressed",
+    "audit.lost", "network.denied", "network.connected",
 ]  # fmt: skip
 KINDS: tuple[str, ...] = get_args(Kind)
 TRAIL: frozenset[str] = frozenset({"call.begun", "call.made", "network.connected"})
