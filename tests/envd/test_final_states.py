@@ -71,7 +71,7 @@ def test_many_lines_within_the_bounds_are_a_patch(tmp_path: Path) -> None:
 def test_an_agent_that_fails_is_no_empty_final_state() -> None:
     async def scenario() -> None:
         ours, theirs = socket.socketpair()
-        link = Link(*await asyncio.open_unix_connection(sock=ours))
+        link = Link(*await asyncio.open_unix_connection(sock=ours), kill=lambda: None)
         with theirs:
             wire.send(theirs, {"failed": "OSError: no reason"})
             with pytest.raises(SandboxGone, match="OSError: no reason"):
