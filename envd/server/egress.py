@@ -37,7 +37,7 @@ _ADDRESSES = 4
 """Of a name, that are tried."""
 _RESOLVING = 2
 """Names that are resolved for one sandbox at once: threads do it."""
-_RESOLVERS = 8
+_RESOLVERS = 32
 _log = logging.getLogger("envd")
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
@@ -59,6 +59,11 @@ class Egress:
     def open(self, listener: socket.socket, rules: Sequence[NetworkRule], sandbox_id: str) -> Proxy:
         """Serve a sandbox from now on. The socket, which does not block, stays the caller's, to be closed after `Proxy.stop`."""
         return Proxy(self, listener, Destinations(rules), sandbox_id)
+
+    def stop(self) -> None:
+        """Resolve no more names."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _resolve(self, host: str, port: int) -> Sequence[str]:
         """In threads of its own: a name that takes its time holds up nothing else."""
@@ -194,8 +199,8 @@ class Proxy:
         if literal is not None:
             return [plain(literal)]
         try:
-            async with asyncio.timeout(_RESOLVE_S), self._resolving:
-                found = await self._egress.resolve(target.host, target.port)
+            async with asyncio.timeout(_RESOLVE_S):
+                found = await self._resolved(target)
         except (OSError, UnicodeError) as error:
             words = getattr(error, "strerror", None) or "no answer in time"
             raise BadRequest(f"{target.host} has no address: {words}", 502, told=False) from error
@@ -209,3 +214,15 @@ class Proxy:
         if not addresses:
             raise refusal or BadRequest(f"{target.host} has no address", 502, told=False)
         return addresses
+
+    async def _resolved(self, target: Target) -> Sequence[str]:
+        """What a name leads to. A lookup counts until it ends, also where nobody waits any more: it holds a thread so long."""
+        await self._resolving.acquire()
+        lookup = asyncio.ensure_future(self._egress.resolve(target.host, target.port))
+        lookup.add_done_callback(self._looked_up)
+        return await asyncio.shield(lookup)
+
+    def _looked_up(self, lookup: asyncio.Future[Sequence[str]]) -> None:
+        self._resolving.release()
+        if not lookup.cancelled():
+            lookup.exception()  # looked at, also where the connection has gone

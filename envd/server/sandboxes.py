@@ -258,6 +258,7 @@ class Sandboxes:
             await asyncio.gather(*(self.end(live) for live in list(self._live.values())), return_exceptions=True)
             if self._tasks:
                 await asyncio.wait(set(self._tasks))
+        self.egress.stop()
 
     def _expire(self, live: Live) -> None:
         if not live.ended:

@@ -256,3 +256,26 @@ def test_the_end_of_a_proxy_is_the_end_of_its_connections() -> None:
         await way.proxy.stop()
 
     through(job)
+
+
+def test_names_that_never_answer_hold_two_lookups_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(egress, "_RESOLVE_S", 0.3)
+
+    async def job(way: Way) -> None:
+        answers, asked = asyncio.Event(), list[str]()
+
+        async def silent(host: str, port: int) -> list[str]:
+            asked.append(host)
+            await answers.wait()
+            return []
+
+        way.proxy._egress.resolve = silent
+        for _ in range(2):
+            tried = (way.say(b"CONNECT slow.example:443 HTTP/1.1\r\nHost: x\r\n\r\n") for _ in range(3))
+            assert [b"no answer in time" in said for said in await asyncio.gather(*tried)] == [True] * 3
+        assert len(asked) == 2
+        answers.set()
+        await asyncio.sleep(0.05)
+        assert b"has no address" in await way.say(b"CONNECT slow.example:443 HTTP/1.1\r\nHost: x\r\n\r\n")
+
+    through(job, rules=[NetworkRule("slow.example")])
