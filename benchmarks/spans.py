@@ -11,7 +11,7 @@ from pydantic import PrivateAttr
 
 from contracts.artifacts import Artifact
 from envd.client import Sandbox, SandboxClient
-from envd.types import Handle, Limits, ToolCall, ToolResult, VerifyResult
+from envd.types import Handle, ToolCall, ToolResult, VerifyResult
 from inference.engines import BuiltinConfig, OpenAIConfig, VllmConfig
 from inference.engines.base import Completion, Engine, SamplingParams
 from inference.engines.delegating import DelegatingEngine
@@ -81,10 +81,10 @@ class MeasuredSandbox(Sandbox):
         with self._spans.of("tools"):
             return await super().batch(calls, **options)
 
-    async def finish(self) -> bytes:
+    async def finish(self, **options: Any) -> bytes:
         """See Sandbox.finish."""
         with self._spans.of("tools"):
-            return await super().finish()
+            return await super().finish(**options)
 
 
 class MeasuredClient(SandboxClient):
@@ -101,12 +101,12 @@ class MeasuredClient(SandboxClient):
         return MeasuredSandbox(self, made.handle, self._spans)
 
     async def verify(
-        self, template: str, diff: bytes, hidden_files: Mapping[str, bytes], tests: Sequence[str], *,
-        limits: Limits = Limits(), timeout_s: float = 10,
+        self, template: str, diff: bytes, hidden_files: Mapping[str, bytes], tests: Sequence[str],
+        **options: Any,
     ) -> VerifyResult:  # fmt: skip
         """See SandboxClient.verify."""
         with self._spans.of("grading"):
-            return await super().verify(template, diff, hidden_files, tests, limits=limits, timeout_s=timeout_s)
+            return await super().verify(template, diff, hidden_files, tests, **options)
 
 
 class MeasuredSandboxes(SandboxesResource):

@@ -35,7 +35,10 @@ TASKS = pa.schema(
         ("meta", pa.string()),
     ]
 )
-"""One row a task; `files` and `hidden_files` are sorted by path, `meta` is canonical JSON."""
+"""One row a task; `files` and `hidden_files` are sorted by path, `meta` is canonical JSON, with the task's artifacts if it declares any."""
+
+
+_ARTIFACTS = "artifacts"
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class Task:
     """A git-format diff that solves the task."""
     meta: dict[str, Any]
     """Facts of the task's maker, e.g. function name and arguments."""
+    artifacts: tuple[str, ...] = ()
+    """Patterns (contracts/patterns.py) of the files that count as the agent's work; none: all that it changes."""
 
     @property
     def image_digest(self) -> str:
@@ -74,6 +79,7 @@ class Task:
                 files_digest(self.hidden_files),
                 list(self.tests),
                 sha256(self.reference_diff),
+                *([list(self.artifacts)] if self.artifacts else []),
             ]
         )
 
@@ -90,7 +96,7 @@ def tasks_table(tasks: list[Task]) -> pa.Table:
             {
                 "task_id": task.task_id, "family": task.family, "split": task.split.value, "instruction": task.instruction,
                 "files": _file_rows(task.files), "hidden_files": _file_rows(task.hidden_files), "tests": list(task.tests),
-                "reference_diff": task.reference_diff, "meta": json.dumps(task.meta, sort_keys=True),
+                "reference_diff": task.reference_diff, "meta": _meta_row(task),
             }
             for task in tasks
         ],
@@ -105,10 +111,16 @@ def read_tasks(table: pa.Table) -> list[Task]:
             task_id=row["task_id"], family=row["family"], split=Split(row["split"]), instruction=row["instruction"],
             files={file["path"]: file["data"] for file in row["files"]},
             hidden_files={file["path"]: file["data"] for file in row["hidden_files"]},
-            tests=tuple(row["tests"]), reference_diff=row["reference_diff"], meta=json.loads(row["meta"]),
+            tests=tuple(row["tests"]), reference_diff=row["reference_diff"], artifacts=tuple(meta.pop(_ARTIFACTS, ())), meta=meta,
         )
         for row in table.to_pylist()
+        for meta in [json.loads(row["meta"])]
     ]  # fmt: skip
+
+
+def _meta_row(task: Task) -> str:
+    """The facts with the artifacts, which most tasks don't declare: a column for them would change every suite's digest."""
+    return json.dumps(task.meta | ({_ARTIFACTS: list(task.artifacts)} if task.artifacts else {}), sort_keys=True)
 
 
 def _file_rows(files: dict[str, bytes]) -> list[dict[str, Any]]:

@@ -190,8 +190,9 @@ class Verifier:
                 template = await self._template(task)
                 self.runs += 1
                 result = await self._client.verify(
-                    template, diff, task.hidden_files, task.tests, limits=LIMITS, timeout_s=self._timeout_s
-                )
+                    template, diff, task.hidden_files, task.tests,
+                    limits=LIMITS, timeout_s=self._timeout_s, artifacts=task.artifacts,
+                )  # fmt: skip
                 return judge(task.tests, result)
             except TriplaneError as error:
                 self._templates.pop(task.image_digest, None)  # a restarted server may have lost it

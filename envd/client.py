@@ -25,7 +25,9 @@ from envd.errors import EnvdError, SandboxGone, ServerBusy
 from envd.messages import limits_message, status_of, verify_result_of
 from envd.types import (
     BackendInfo,
+    Export,
     Handle,
+    LeftOut,
     Limits,
     SandboxStatus,
     ServerInfo,
@@ -38,7 +40,9 @@ from envd.types import (
 __all__ = [
     "Access",
     "EnvdError",
+    "Export",
     "Handle",
+    "LeftOut",
     "Limits",
     "Sandbox",
     "SandboxClient",
@@ -193,11 +197,13 @@ class SandboxClient:
         *,
         limits: Limits = Limits(),
         timeout_s: float = 10,
+        artifacts: Sequence[str] = (),
     ) -> VerifyResult:
         """Run the named tests (pytest node ids) on the template with `diff` applied, in a fresh sandbox.
 
         Hidden files are placed after the diff and win over it. Test configuration that the diff brings is ignored. However
         many verifications the server has before this one, waiting for them is no fault: only its own run has a deadline.
+        artifacts: patterns as in `Export`; what else the diff touches does not count, and `tampering` names it.
         """
         request = pb.VerifyRequest(
             template=template,
@@ -206,6 +212,7 @@ class SandboxClient:
             tests=tests,
             limits=limits_message(limits),
             timeout_s=timeout_s,
+            artifacts=artifacts,
         )
         reply = None
         while reply is None:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 from contracts.pb import envd_pb2 as pb
 from envd import calling
 from envd.connection import SANDBOX_TOKEN
-from envd.messages import status_of, tool_result_of
+from envd.messages import export_message, left_out_of, status_of, tool_result_of
 from envd.sandbox_files import SandboxFiles
 from envd.sandbox_processes import SandboxProcesses
-from envd.types import Handle, SandboxStatus, ToolCall, ToolResult
+from envd.types import Export, Handle, LeftOut, SandboxStatus, ToolCall, ToolResult
 
 if TYPE_CHECKING:
     from envd.client import SandboxClient
@@ -29,6 +29,8 @@ class Sandbox:
         self.id = handle.id
         self.handle = handle
         """Attach to it again with `client.attach(handle)`."""
+        self.left_out = LeftOut()
+        """What the export of the last `diff` or `finish` left out."""
         self._client = client
         self._metadata = ((SANDBOX_TOKEN, handle.token),)
 
@@ -71,15 +73,22 @@ class Sandbox:
         reply = await self._ask(self._client.tools.Batch, request, deadline_s, idempotency_key)
         return [tool_result_of(each) for each in reply.results]
 
-    async def diff(self) -> bytes:
-        """The workspace against its template: git format, binary-safe, the same bytes for the same state."""
-        request = pb.DiffRequest(sandbox_id=self.id)
-        return cast(bytes, (await self._ask(self._client.sandboxes.Diff, request)).diff)
+    async def diff(self, *, export: Export | None = None) -> bytes:
+        """The workspace against its template: git format, binary-safe, the same bytes for the same state.
 
-    async def finish(self) -> bytes:
-        """Return the diff and destroy the sandbox, in one round trip."""
-        request = pb.DeleteRequest(sandbox_id=self.id, want_diff=True)
-        return cast(bytes, (await self._ask(self._client.sandboxes.Delete, request)).diff)
+        export: what of it may leave the sandbox (None: everything); `left_out` tells the rest.
+        """
+        request = pb.DiffRequest(sandbox_id=self.id, export=export_message(export))
+        return self._diff_of(await self._ask(self._client.sandboxes.Diff, request))
+
+    async def finish(self, *, export: Export | None = None) -> bytes:
+        """Return the diff, as `diff` does, and destroy the sandbox, in one round trip."""
+        request = pb.DeleteRequest(sandbox_id=self.id, want_diff=True, export=export_message(export))
+        return self._diff_of(await self._ask(self._client.sandboxes.Delete, request))
+
+    def _diff_of(self, reply: Any) -> bytes:
+        self.left_out = left_out_of(reply)
+        return cast(bytes, reply.diff)
 
     async def close(self) -> None:
         """Destroy the sandbox. Closing it twice is harmless."""

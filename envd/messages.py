@@ -6,7 +6,17 @@ from dataclasses import fields
 from typing import Any, cast
 
 from contracts.pb import envd_pb2 as pb
-from envd.types import Limits, SandboxStatus, TestOutcome, TestStatus, ToolResult, VerifyExit, VerifyResult
+from envd.types import (
+    Export,
+    LeftOut,
+    Limits,
+    SandboxStatus,
+    TestOutcome,
+    TestStatus,
+    ToolResult,
+    VerifyExit,
+    VerifyResult,
+)
 
 LIMITS = tuple(each.name for each in fields(Limits))
 """Names of limits, the same in a message."""
@@ -21,6 +31,18 @@ def limits_message(limits: Limits) -> pb.Limits:
         disk_mb=limits.disk_mb,
         lifetime_s=limits.lifetime_s,
     )
+
+
+def export_message(export: Export | None) -> pb.Export | None:
+    """An export as a message."""
+    if export is None:
+        return None
+    return pb.Export(artifacts=export.artifacts, max_files=export.max_files, max_bytes=export.max_bytes)
+
+
+def left_out_of(reply: pb.DiffReply | pb.DeleteReply) -> LeftOut:
+    """What a reply says was left out."""
+    return LeftOut(dict(reply.left_out_counts), tuple((each.path, each.reason) for each in reply.left_out))
 
 
 def named_limits(message: pb.Limits) -> dict[str, Any]:

@@ -72,6 +72,28 @@ class VerifyResult:
 
 
 @dataclass(frozen=True)
+class Export:
+    """What may leave a sandbox in its diff (docs/sandboxes.md, "What leaves a sandbox")."""
+
+    artifacts: tuple[str, ...] = ()
+    """Patterns of the paths that are wanted, as in `.gitignore`; with one, no link leaves. None: everything may leave."""
+    max_files: int = 1000
+    """Changed files, in the order of their paths; 0: unbounded."""
+    max_bytes: int = 16 * 1024 * 1024
+    """Of their new contents together; 0: unbounded."""
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """What an export left out of a diff."""
+
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """By reason: undeclared, link, count, size. Undeclared are also files that were touched and hold what they held."""
+    paths: tuple[tuple[str, str], ...] = ()
+    """The first 64, each with its reason, the undeclared last."""
+
+
+@dataclass(frozen=True)
 class BackendInfo:
     """One backend of a server."""
 

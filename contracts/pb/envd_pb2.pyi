@@ -384,31 +384,75 @@ class BatchReply(_message.Message):
     results: _containers.RepeatedCompositeFieldContainer[ToolResult]
     def __init__(self, results: _Optional[_Iterable[_Union[ToolResult, _Mapping]]] = ...) -> None: ...
 
+class Export(_message.Message):
+    __slots__ = ("artifacts", "max_files", "max_bytes")
+    ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_FILES_FIELD_NUMBER: _ClassVar[int]
+    MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    artifacts: _containers.RepeatedScalarFieldContainer[str]
+    max_files: int
+    max_bytes: int
+    def __init__(self, artifacts: _Optional[_Iterable[str]] = ..., max_files: _Optional[int] = ..., max_bytes: _Optional[int] = ...) -> None: ...
+
+class LeftOut(_message.Message):
+    __slots__ = ("path", "reason")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    reason: str
+    def __init__(self, path: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
 class DiffRequest(_message.Message):
-    __slots__ = ("sandbox_id",)
+    __slots__ = ("sandbox_id", "export")
     SANDBOX_ID_FIELD_NUMBER: _ClassVar[int]
+    EXPORT_FIELD_NUMBER: _ClassVar[int]
     sandbox_id: str
-    def __init__(self, sandbox_id: _Optional[str] = ...) -> None: ...
+    export: Export
+    def __init__(self, sandbox_id: _Optional[str] = ..., export: _Optional[_Union[Export, _Mapping]] = ...) -> None: ...
 
 class DiffReply(_message.Message):
-    __slots__ = ("diff",)
+    __slots__ = ("diff", "left_out", "left_out_counts")
+    class LeftOutCountsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     DIFF_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_COUNTS_FIELD_NUMBER: _ClassVar[int]
     diff: bytes
-    def __init__(self, diff: _Optional[bytes] = ...) -> None: ...
+    left_out: _containers.RepeatedCompositeFieldContainer[LeftOut]
+    left_out_counts: _containers.ScalarMap[str, int]
+    def __init__(self, diff: _Optional[bytes] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., left_out_counts: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class DeleteRequest(_message.Message):
-    __slots__ = ("sandbox_id", "want_diff")
+    __slots__ = ("sandbox_id", "want_diff", "export")
     SANDBOX_ID_FIELD_NUMBER: _ClassVar[int]
     WANT_DIFF_FIELD_NUMBER: _ClassVar[int]
+    EXPORT_FIELD_NUMBER: _ClassVar[int]
     sandbox_id: str
     want_diff: bool
-    def __init__(self, sandbox_id: _Optional[str] = ..., want_diff: _Optional[bool] = ...) -> None: ...
+    export: Export
+    def __init__(self, sandbox_id: _Optional[str] = ..., want_diff: _Optional[bool] = ..., export: _Optional[_Union[Export, _Mapping]] = ...) -> None: ...
 
 class DeleteReply(_message.Message):
-    __slots__ = ("diff",)
+    __slots__ = ("diff", "left_out", "left_out_counts")
+    class LeftOutCountsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     DIFF_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_COUNTS_FIELD_NUMBER: _ClassVar[int]
     diff: bytes
-    def __init__(self, diff: _Optional[bytes] = ...) -> None: ...
+    left_out: _containers.RepeatedCompositeFieldContainer[LeftOut]
+    left_out_counts: _containers.ScalarMap[str, int]
+    def __init__(self, diff: _Optional[bytes] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., left_out_counts: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class DeleteBatchRequest(_message.Message):
     __slots__ = ("sandbox_ids", "tokens")
@@ -764,7 +808,7 @@ class ProcessResizeRequest(_message.Message):
     def __init__(self, sandbox_id: _Optional[str] = ..., process: _Optional[int] = ..., size: _Optional[_Union[PtySize, _Mapping]] = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
-    __slots__ = ("template", "diff", "hidden_files", "tests", "limits", "timeout_s")
+    __slots__ = ("template", "diff", "hidden_files", "tests", "limits", "timeout_s", "artifacts")
     class HiddenFilesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -778,13 +822,15 @@ class VerifyRequest(_message.Message):
     TESTS_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
     template: str
     diff: bytes
     hidden_files: _containers.ScalarMap[str, bytes]
     tests: _containers.RepeatedScalarFieldContainer[str]
     limits: Limits
     timeout_s: float
-    def __init__(self, template: _Optional[str] = ..., diff: _Optional[bytes] = ..., hidden_files: _Optional[_Mapping[str, bytes]] = ..., tests: _Optional[_Iterable[str]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    artifacts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, template: _Optional[str] = ..., diff: _Optional[bytes] = ..., hidden_files: _Optional[_Mapping[str, bytes]] = ..., tests: _Optional[_Iterable[str]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., timeout_s: _Optional[float] = ..., artifacts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class TestOutcome(_message.Message):
     __slots__ = ("name", "status", "message")

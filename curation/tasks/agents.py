@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from contracts.tasks import Task
 from curation.errors import TaskError
 from curation.verify import Verdict, Verifier
-from envd.client import Limits, SandboxClient, ToolCall, ToolResult
+from envd.client import Export, Limits, SandboxClient, ToolCall, ToolResult
 
 MAX_TURNS = 50
 TOOL_TIMEOUT_S = 30.0
@@ -165,7 +165,7 @@ async def play_task(
             if not calls:
                 break
             turns.append(Turn(tuple(calls), tuple(await sandbox.batch(calls, timeout_s=TOOL_TIMEOUT_S))))
-        diff = await sandbox.diff()
+        diff = await sandbox.diff(export=Export(task.artifacts) if task.artifacts else None)
     return Played(task, len(turns), sum(len(turn.calls) for turn in turns), diff, await verifier.grade(task, diff))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -123,6 +124,16 @@ class TellsRefusals(Protocol):
 
     def tell_refusals(self, tell: Callable[[str, int], None]) -> None:
         """Call `tell` with the name of each call that is refused from now on and how often it was since; a few times a second at most."""
+        ...
+
+
+@runtime_checkable
+class OffersProxy(Protocol):
+    """A box in which a port leads to the server's proxy, where its policy allows destinations."""
+
+    @property
+    def proxy_listener(self) -> socket.socket | None:
+        """What the server accepts connections by, until the box is destroyed; None where it has no destinations."""
         ...
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from envd.backends.base import Backend, BoxSpec, Features, IsolationLevel, Usage
 from envd.backends.pool import Pool
 from envd.backends.probing import probe
+from envd.backends.proxied import environment_of, take_listener
 from envd.backends.spawner import Spawner, Started
 from envd.errors import EnvdError, SandboxGone, SandboxStartError
 from envd.guest.link import GuestLink
@@ -36,9 +37,16 @@ _log = logging.getLogger("envd")
 class NamespacesBox:
     """A `Box` of the native spawner's."""
 
-    def __init__(self, backend: NamespacesBackend, spec: BoxSpec, started: Started, guest: GuestLink) -> None:
+    def __init__(
+        self,
+        backend: NamespacesBackend,
+        spec: BoxSpec,
+        started: Started,
+        guest: GuestLink,
+        listener: socket.socket | None = None,
+    ) -> None:
         self._backend, self._started, self._guest = backend, started, guest
-        self.spec = spec
+        self.spec, self._listener = spec, listener
         self._groups = backend.groups_of(started.groups)
         self._paused = self._changed = False
 
@@ -46,6 +54,11 @@ class NamespacesBox:
     def guest(self) -> GuestLink:
         """The agent in it."""
         return self._guest
+
+    @property
+    def proxy_listener(self) -> socket.socket | None:
+        """See `OffersProxy`."""
+        return self._listener
 
     @property
     def alive(self) -> bool:
@@ -107,6 +120,8 @@ class NamespacesBox:
         """Kill process 1, and all with it, and wait until nothing is left."""
         self._backend.spawner.kill(self._started, changed=self._changed)
         self._guest.close()  # after it: what is left of one that still runs can be used again
+        if self._listener is not None:
+            self._listener.close()
         try:
             async with asyncio.timeout(_DESTROY_S):
                 await asyncio.shield(self._started.ended)
@@ -137,7 +152,7 @@ class NamespacesBackend:
         self._templates = run_dir / "templates"
         self._groups = box_groups(groups, ".")
         walls = set(spawner.walls)
-        can = {"snapshot", "fork", "migrate", "pty", *(["pause"] if "unified" in self._groups else [])}
+        can = {"snapshot", "fork", "migrate", "pty", "network", *(["pause"] if "unified" in self._groups else [])}
         limits = tuple(sorted(walls & {"memory", "pids", "cpu"} | {"disk"}))
         self._features = Features(IsolationLevel.PROCESS, limits, False, frozenset(can), "native")
         self.pool = Pool(self._start, pool, warm=_warm, width=len(os.sched_getaffinity(0)))
@@ -191,13 +206,12 @@ class NamespacesBackend:
     def _accept(self, spec: BoxSpec) -> None:
         if spec.template_dir.parent != self._templates:
             raise SandboxStartError(f"template {spec.template[:12]} is not below {self._templates}")
-        if spec.network:
-            raise SandboxStartError("the namespaces backend allows no network: choose one whose features name it")
 
     async def _start(self, spec: BoxSpec, archive: int | None = None) -> NamespacesBox:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        guest = await GuestLink.over_socket(ours)
         started: Started | None = None
+        listener: socket.socket | None = None
+        guest: GuestLink | None = None
         try:
             with theirs:
                 started = self.spawner.create(
@@ -206,13 +220,19 @@ class NamespacesBackend:
                     host_name=spec.host_name,
                     limits=spec.limits,
                     read_only=spec.read_only,
+                    proxy=bool(spec.network),
                     archive=archive,
                 )
-            await guest.init(host_name=spec.host_name, env=spec.env)
+            if spec.network:
+                listener = await take_listener(ours)  # ahead of all that the agent says
+            guest = await GuestLink.over_socket(ours)
+            await guest.init(host_name=spec.host_name, env=environment_of(spec))
             await asyncio.shield(started.running)
-            return NamespacesBox(self, spec, started, guest)
+            return NamespacesBox(self, spec, started, guest, listener)
         except BaseException as error:
-            guest.close()
+            for each in (listener, guest, ours):
+                if each is not None:
+                    each.close()
             if started is None:
                 raise
             self.spawner.kill(started)

@@ -22,7 +22,7 @@ _REPORT = struct.Struct("<IIq240s")
 _MAX_NAME = 95
 _CREATE, _KILL, _ARCHIVE, _LEAVE = 1, 2, 3, 4
 _READY, _STARTED, _FAILED, _ENDED, _ARCHIVED, _REFUSED = 1, 2, 3, 4, 5, 6
-_READ_ONLY, _RESTORE, _CHANGED = 1, 2, 4
+_READ_ONLY, _RESTORE, _CHANGED, _PROXY = 1, 2, 4, 8
 _START_S = 60.0
 _STOP_S = 15.0
 _PERIOD_US = 100_000
@@ -123,17 +123,18 @@ class Spawner:
         host_name: str,
         limits: Limits,
         read_only: bool = False,
+        proxy: bool = False,
         archive: int | None = None,
     ) -> Started:
         """Ask for a sandbox whose agent serves `stream`; both descriptors stay the caller's. Its start is seen on the stream.
 
-        Raises SandboxStartError when the spawner has gone.
+        proxy: it first sends the listener of its proxy's port there. Raises SandboxStartError when the spawner has gone.
         """
         if self._gone.done():
             raise SandboxStartError(f"{self._gone.result()}: restart envd")
         self._count += 1
         number = self._count
-        flags = (_READ_ONLY if read_only else 0) | (0 if archive is None else _RESTORE)
+        flags = (_READ_ONLY if read_only else 0) | (0 if archive is None else _RESTORE) | (_PROXY if proxy else 0)
         quota = max(1000, int(limits.cpu * _PERIOD_US))
         sizes = (limits.memory_mb * _MIB, limits.disk_mb * _MIB, limits.pids, quota, _OPEN_FILES)
         names = [each.encode() for each in (template, host_name)]

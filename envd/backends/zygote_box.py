@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from envd.backends.base import BoxSpec, Features, IsolationLevel, Usage
 from envd.backends.probing import probe
+from envd.backends.proxied import environment_of, take_listener
 from envd.backends.workspace_tar import load_workspace, save_workspace
 from envd.errors import EnvdError, SandboxGone, SandboxStartError
 from envd.guest.link import GuestLink
@@ -19,15 +21,28 @@ from envd.server.zygotes import Zygote
 class ZygoteBox:
     """A `Box` of a zygote's."""
 
-    def __init__(self, zygote: Zygote, where: dict[str, Path], spec: BoxSpec, guest: GuestLink, own_disk: bool) -> None:
+    def __init__(
+        self,
+        zygote: Zygote,
+        where: dict[str, Path],
+        spec: BoxSpec,
+        guest: GuestLink,
+        own_disk: bool,
+        listener: socket.socket | None,
+    ) -> None:
         """where: its control groups, by controller. own_disk: its files are on a disk of its own."""
         self._zygote, self._groups, self._spec, self._guest = zygote, where, spec, guest
-        self._own_disk = own_disk
+        self._own_disk, self._listener = own_disk, listener
 
     @property
     def guest(self) -> GuestLink:
         """The agent in it."""
         return self._guest
+
+    @property
+    def proxy_listener(self) -> socket.socket | None:
+        """See `OffersProxy`."""
+        return self._listener
 
     async def pause(self) -> None:
         """Not to be had here."""
@@ -49,6 +64,8 @@ class ZygoteBox:
 
     async def destroy(self) -> None:
         """End it and leave nothing."""
+        if self._listener is not None:
+            self._listener.close()
         await self._zygote.end_guest(self._spec.name, self._guest)
 
     def tell_refusals(self, tell: Callable[[str, int], None]) -> None:
@@ -77,16 +94,31 @@ class ZygoteBackend:
         """Start a sandbox. Raises SandboxStartError."""
         if spec.template_dir.parent != self._run_dir / "templates":
             raise SandboxStartError(f"template {spec.template[:12]} is not below {self._run_dir / 'templates'}")
-        if spec.network:
+        if spec.network and "network" not in self._features.can:
             raise SandboxStartError(f"the {self.name} backend allows no network: choose one whose features name it")
         if spec.read_only:
             raise SandboxStartError(
                 f"the {self.name} backend of Python has no read-only workspaces: build the native one"
             )
-        template = spec.template_dir.name
-        guest = await self._zygote.spawn_guest(spec.name, template, spec.limits, spec.env, spec.host_name)
+        guest, listener = await self._start(spec)
         own_disk = self._features.isolation > IsolationLevel.NONE
-        return ZygoteBox(self._zygote, box_groups(self._groups, spec.name), spec, guest, own_disk)
+        return ZygoteBox(self._zygote, box_groups(self._groups, spec.name), spec, guest, own_disk, listener)
+
+    async def _start(self, spec: BoxSpec) -> tuple[GuestLink, socket.socket | None]:
+        what = (spec.name, spec.template_dir.name, spec.limits, environment_of(spec), spec.host_name)
+        if not spec.network:
+            return await self._zygote.spawn_guest(*what), None
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with ours, theirs:
+            guest = await self._zygote.spawn_guest(*what, theirs)
+            theirs.close()
+            try:
+                return guest, await take_listener(ours)
+            except BaseException as error:
+                await self._zygote.end_guest(spec.name, guest)
+                if isinstance(error, (SandboxGone, OSError)):
+                    raise SandboxStartError(f"a sandbox could not start: {error}") from error
+                raise
 
     async def restore(self, snapshot: Path, spec: BoxSpec) -> ZygoteBox:
         """Start a sandbox with a snapshot's files."""
@@ -117,7 +149,9 @@ async def start_zygote_backend(run_dir: Path, name: str, *, isolated: bool) -> Z
         isolation=IsolationLevel.PROCESS if isolated else IsolationLevel.NONE,
         limits_enforced=tuple(sorted({*zygote.enforced, "disk"})) if isolated else zygote.enforced,
         keeps_processes=False,
-        can=frozenset({"snapshot", "fork", "migrate"} if isolated else {"snapshot", "fork", "migrate", "pty"}),
+        can=frozenset(
+            {"snapshot", "fork", "migrate", "network"} if isolated else {"snapshot", "fork", "migrate", "pty"}
+        ),
         helper="python",
     )
     backend = ZygoteBackend(name, run_dir, zygote, groups, features)

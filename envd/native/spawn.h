@@ -19,6 +19,7 @@
 #define HIDDEN_LOWER HIDDEN "/lower" /* where its template is meanwhile */
 #define MAX_NAME 96
 #define CAPACITY 16384
+#define PROXY_PORT 3128 /* envd/backends/proxy_port.py has it too */
 
 enum request_kind {
     REQUEST_CREATE = 1,   /* descriptors: the agent's stream; with FLAG_RESTORE also the archive to read */
@@ -27,7 +28,8 @@ enum request_kind {
     REQUEST_LEAVE = 4,    /* end all of them and then itself, and leave the run directory to the server */
 };
 
-enum request_flags { FLAG_READ_ONLY = 1, FLAG_RESTORE = 2, FLAG_CHANGED = 4 };
+/* FLAG_PROXY: process 1 sends one byte on the agent's stream first, with a listening socket of its network: see network_offer */
+enum request_flags { FLAG_READ_ONLY = 1, FLAG_RESTORE = 2, FLAG_CHANGED = 4, FLAG_PROXY = 8 };
 
 struct request {
     uint32_t kind;
@@ -107,6 +109,7 @@ bool groups_clean(const struct groups *groups, const char *name, uint64_t *used_
 void network_prepare(void);                   /* once, in the spawner */
 int network_join(int before);                 /* in process 1: the namespace of a sandbox before where nothing is left of it there, else a new one */
 int network_of(pid_t pid);                    /* -1 where there is none */
+int network_offer(int stream);                /* in process 1: listens on PROXY_PORT of its loopback and sends that socket; 0, or -1 with errno */
 
 /* spawn_users.c */
 int users_map(uint32_t from, uint32_t to);    /* a user namespace as mounts are mapped by; -1 with errno */

@@ -168,6 +168,8 @@ _Noreturn void run_box(const struct settings *settings, const struct request *wa
         fail(sync, "enter its control groups");
     if (network_join(berth->network) < 0)
         fail(sync, "make its network");
+    if (wanted->flags & FLAG_PROXY && network_offer(stream) < 0)
+        fail(sync, "open its proxy's port");
     mount_view(wanted, berth, scratch, archive, sync);
     if (sethostname(wanted->host_name, strlen(wanted->host_name)) < 0)
         fail(sync, "set its host name");

@@ -66,7 +66,7 @@ static void add(const struct request *wanted, pid_t pid, int sync, int scratch, 
     uint32_t i = table->count++;
     table->ids[i] = wanted->box;
     table->pids[i] = pid;
-    table->boxes[i] = (struct box){.sync = sync, .scratch = scratch, .network = -1, .berth = berth};
+    table->boxes[i] = (struct box){.sync = sync, .scratch = scratch, .network = -1, .berth = berth, .proxied = wanted->flags & FLAG_PROXY};
 }
 
 /* Gives up a berth in which no process is, or one that was just killed and waited for. */
@@ -131,7 +131,7 @@ static void started(uint32_t i, int listener)
     snprintf(words, sizeof words, "%s %llu", berth->name, (unsigned long long)berth->used_us);
     report(REPORT_STARTED, table->ids[i], table->pids[i], words);
     table->boxes[i].again = settings->reuses;
-    if (settings->reuses)
+    if (settings->reuses && !table->boxes[i].proxied)
         table->boxes[i].network = network_of(table->pids[i]);
 }
 

@@ -11,6 +11,7 @@ struct box {
     bool killed; /* the server asked for it */
     bool ended;
     bool again; /* its berth may be used again */
+    bool proxied; /* others than the sandbox hold a socket of its network, which is not used again */
     int status;
     int64_t ended_ms;
     struct berth *berth;

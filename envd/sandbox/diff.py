@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from envd.tools.gitdiff import MAX_DIFF_BYTES, MAX_DIFF_LINES, OVERSIZED, Change
 from envd.tools.searching import HIDDEN
 
 __all__ = [
+    "LINK",
     "MAX_DIFF_BYTES",
     "MAX_DIFF_LINES",
     "OVERSIZED",
@@ -27,6 +28,10 @@ __all__ = [
 ]
 
 
+LINK = "120000"
+"""Mode of a link."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """A file or a link of a tree. `stamp` tells cheaply whether it was touched."""
@@ -35,14 +40,14 @@ class Entry:
     stamp: tuple[int, int]
 
 
-def tree_entries(root: Path) -> dict[str, Entry]:
-    """Files and links below root by path, as git sees them: no empty directories, no devices, no `.git`."""
-    return dict(_scan(str(root)))
+def tree_entries(root: Path, hidden: Collection[str] = HIDDEN) -> dict[str, Entry]:
+    """Files and links below root by path, as git sees them: no empty directories, no devices, no `.git` or what else is `hidden`."""
+    return dict(_scan(str(root), hidden))
 
 
-def changed_paths(template: Path, workspace: Path) -> list[str]:
-    """Sorted paths that differ in content or mode, appeared or disappeared."""
-    return [path for path, _, _ in _changes(template, workspace)]
+def changed_paths(template: Path, workspace: Path, hidden: Collection[str] = HIDDEN) -> list[str]:
+    """Sorted paths that differ in content or mode, appeared or disappeared, but for names that are `hidden`."""
+    return [path for path, _, _ in _changes(template, workspace, hidden)]
 
 
 def workspace_diff(template: Path, workspace: Path) -> bytes:
@@ -50,10 +55,10 @@ def workspace_diff(template: Path, workspace: Path) -> bytes:
     return patch_of(_changes(template, workspace))
 
 
-def _changes(template: Path, workspace: Path) -> Iterator[Change]:
-    old, new = tree_entries(template), tree_entries(workspace)
+def _changes(template: Path, workspace: Path, hidden: Collection[str] = HIDDEN) -> Iterator[Change]:
+    old, new = tree_entries(template, hidden), tree_entries(workspace, hidden)
     for path in sorted(old.keys() | new.keys()):
-        if path in old and path in new and old[path] == new[path] and old[path].mode != "120000":
+        if path in old and path in new and old[path] == new[path] and old[path].mode != LINK:
             continue
         before = side_at(template, path, old.get(path))
         after = side_at(workspace, path, new.get(path))
@@ -61,7 +66,7 @@ def _changes(template: Path, workspace: Path) -> Iterator[Change]:
             yield path, before, after
 
 
-def _scan(root: str) -> Iterator[tuple[str, Entry]]:
+def _scan(root: str, hidden: Collection[str]) -> Iterator[tuple[str, Entry]]:
     """Walk without recursion, since an agent may nest directories without end. What can't be read is left out."""
     pending = [(root, "")]
     while pending:
@@ -72,7 +77,7 @@ def _scan(root: str) -> Iterator[tuple[str, Entry]]:
         except OSError:
             continue  # locked by the agent itself, gone meanwhile, or too deep to name: its content can't count
         for entry in entries:
-            if entry.name in HIDDEN:
+            if entry.name in hidden:
                 continue
             path = prefix + entry.name
             try:
@@ -83,7 +88,7 @@ def _scan(root: str) -> Iterator[tuple[str, Entry]]:
             if stat.S_ISDIR(about.st_mode):
                 pending.append((entry.path, path + "/"))
             elif stat.S_ISLNK(about.st_mode):
-                yield path, Entry("120000", stamp)
+                yield path, Entry(LINK, stamp)
             elif stat.S_ISREG(about.st_mode):
                 yield path, Entry("100755" if about.st_mode & 0o100 else "100644", stamp)
 
@@ -94,7 +99,7 @@ def side_at(root: Path, path: str, entry: Entry | None) -> Side | None:
         return None
     where = root / path
     try:
-        data = os.fsencode(where.readlink()) if entry.mode == "120000" else _content(where)
+        data = os.fsencode(where.readlink()) if entry.mode == LINK else _content(where)
     except OSError:
         return None
     return Side(entry.mode, data)

@@ -10,16 +10,24 @@ from typing import Any
 
 from envd.sandbox import linux, rootfs
 from envd.sandbox.place import Place, prepare_process, sandbox_environment
+from envd.sandbox.proxy_port import offer_listener
 from envd.sandbox.refusals import Watcher
 from envd.sandbox.syscalls import filter_calls, filter_calls_watched
 from envd.tools.paths import WORKSPACE
 
 
-def enter_namespaces(request: dict[str, Any], *, owner: int, supervised: bool, watcher: Watcher | None) -> Place:
+def enter_namespaces(
+    request: dict[str, Any],
+    *,
+    owner: int,
+    supervised: bool,
+    watcher: Watcher | None,
+    proxy: socket.socket | None = None,
+) -> Place:
     """As process 1 of new namespaces whose users are mapped: see the template, keep no privilege. Raises OSError.
 
     owner: the host's user that its root is. supervised: go on as the sandbox's supervisor instead of its root. watcher: is given the listener of
-    refused system calls.
+    refused system calls. proxy: where the listener of its proxy's port is sent.
     """
     linux.unshare(linux.CLONE_NEWCGROUP)  # its groups' place on the host is nobody's business
     os.setresgid(0, 0, 0)
@@ -29,6 +37,8 @@ def enter_namespaces(request: dict[str, Any], *, owner: int, supervised: bool, w
     socket.sethostname(request.get("host_name", "sandbox"))
     rootfs.enter(request["template"], request["disk"])
     linux.raise_loopback()
+    if proxy is not None:
+        offer_listener(proxy)
     if supervised:
         linux.become_supervisor()
     else:

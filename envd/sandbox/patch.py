@@ -1,4 +1,4 @@
-"""Applies the plain kind of patch without starting git; whatever is not plain is left to git.
+"""Applies the plain kind of patch without starting git, whatever is not plain being left to git; and takes files out of a patch.
 
 Plain: text files changed, added or deleted, every hunk exactly where it says it is. Most final states of an episode are
 such, and starting git costs more than all else that prepares a verification.
@@ -7,8 +7,10 @@ such, and starting git costs more than all else that prepares a verification.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 from envd.tools.paths import make_parents, open_in_root
@@ -16,6 +18,9 @@ from envd.tools.paths import make_parents, open_in_root
 _HEADER = re.compile(rb"diff --git a/([\w./-]+) b/([\w./-]+)\n")
 _HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 _PLAIN = re.compile(rb"(?:(new|deleted) file mode 100644\n)?index \w+\.\.\w+(?: 100\d{3})?\n--- (\S+)\n\+\+\+ (\S+)\n")
+_SECTION = re.compile(rb"^diff --git ", re.MULTILINE)
+_ESCAPE = re.compile(rb'\\([0-7]{3}|[tn"\\])')
+_ESCAPED = {b"t": b"\t", b"n": b"\n", b'"': b'"', b"\\": b"\\"}
 
 
 class NotPlain(Exception):
@@ -24,10 +29,10 @@ class NotPlain(Exception):
 
 def apply_plain(root: Path, patch: bytes) -> None:
     """Apply a plain patch below root, wholly. Raises NotPlain before anything is written if it is not one."""
-    starts = [match.start() for match in re.finditer(rb"^diff --git ", patch, re.MULTILINE)]
-    if not starts or starts[0] != 0:
+    before, sections = _cut(patch)
+    if not sections or before:
         raise NotPlain
-    results = [_section(root, patch[start:end]) for start, end in zip(starts, [*starts[1:], len(patch)], strict=True)]
+    results = [_section(root, section) for section in sections]
     if len({path for path, _ in results}) != len(results):
         raise NotPlain
     try:
@@ -35,6 +40,43 @@ def apply_plain(root: Path, patch: bytes) -> None:
             _store(root, path, content)
     except OSError as error:
         raise NotPlain from error
+
+
+def without_files(patch: bytes, wanted: Callable[[str], bool]) -> tuple[bytes, list[str]]:
+    """The patch without the sections of files that are not wanted, and the paths of these.
+
+    A section whose header names no one path stays: who must rely on this looks at what was changed, too.
+    """
+    before, sections = _cut(patch)
+    kept, dropped = [before], list[str]()
+    for section in sections:
+        path = _named(section)
+        if path is None or wanted(path):
+            kept.append(section)
+        elif path not in dropped[-1:]:  # a file that became a link has two sections
+            dropped.append(path)
+    return b"".join(kept), dropped
+
+
+def _cut(patch: bytes) -> tuple[bytes, list[bytes]]:
+    """What stands before the first file's section, and the sections."""
+    starts = [match.start() for match in _SECTION.finditer(patch)] + [len(patch)]
+    return patch[: starts[0]], [patch[start:end] for start, end in itertools.pairwise(starts)]
+
+
+def _named(section: bytes) -> str | None:
+    """The path in a section's header, if both sides have the same."""
+    names = section.split(b"\n", 1)[0].removeprefix(b"diff --git ")
+    old, new = names[: len(names) // 2], names[len(names) // 2 + 1 :]
+    if old.startswith(b'"') and old.endswith(b'"') and new.startswith(b'"'):
+        old, new = (_ESCAPE.sub(_unescaped, side[1:-1]) for side in (old, new))
+    if not (old.startswith(b"a/") and new.startswith(b"b/") and old[2:] == new[2:]):
+        return None
+    return os.fsdecode(old[2:])
+
+
+def _unescaped(match: re.Match[bytes]) -> bytes:
+    return _ESCAPED.get(match[1]) or bytes([int(match[1], 8) & 255])
 
 
 def _section(root: Path, section: bytes) -> tuple[str, bytes | None]:

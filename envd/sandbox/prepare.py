@@ -15,9 +15,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import IO
 
+from contracts.patterns import PathPatterns
 from envd.sandbox import linux
-from envd.sandbox.diff import changed_paths
-from envd.sandbox.patch import NotPlain, apply_plain
+from envd.sandbox.diff import LINK, Entry, changed_paths, tree_entries
+from envd.sandbox.patch import NotPlain, apply_plain, without_files
 from envd.tools.paths import make_parents, open_in_root
 
 CONFIGURATION = frozenset(
@@ -30,17 +31,24 @@ _ALSO_OTHERWISE_USED = frozenset({"setup.cfg", "pyproject.toml", "tox.ini"})
 """Changing these says something about tests only where they speak of pytest."""
 _SHADOWED = frozenset({"pytest", "_pytest", "pluggy", "unittest"})
 _CACHE = "__pycache__"
+_GIT = frozenset({".git"})
+_UNDECLARED = "undeclared:"
 _MACHINE_FAULTS = frozenset({errno.ENOMEM, errno.EIO, errno.EMFILE, errno.ENFILE, errno.EAGAIN})
 """What a final state does not cause by itself: to be tried again. Every other failure to set it up is its own."""
 _MOST_NOTES = 16
+_MOST_UNDECLARED = 8
+"""Of these notes, for what the diff touches beside the artifacts: other notes must have room."""
 
 
 class Preparation:
     """One workspace on its way from the template to what is tested."""
 
-    def __init__(self, workspace: Path, template: Path, scratch: Path, *, supervised: bool) -> None:
+    def __init__(
+        self, workspace: Path, template: Path, scratch: Path, *, supervised: bool, artifacts: PathPatterns | None = None
+    ) -> None:
+        """artifacts: the paths that the diff may change; None: any."""
         self._workspace, self._template, self._scratch = workspace, template, scratch
-        self._supervised = supervised
+        self._supervised, self._artifacts = supervised, artifacts
         self.notes: list[str] = []
         """What the diff brought that steers tests, by name: it was undone, and says nothing about why it was there."""
 
@@ -48,9 +56,11 @@ class Preparation:
         """Set it up; the reason when it can't be."""
         try:
             with self._as_tests():
+                diff = self._declared(diff)
                 problem = self._apply(diff)
                 if problem is not None:
                     return problem
+                self._undo_undeclared()
                 if _CACHE.encode() in diff:
                     self._drop_caches()
                 changed = changed_paths(self._template, self._workspace)
@@ -95,6 +105,46 @@ class Preparation:
             errors.seek(0)
             said = errors.read(65536).decode(errors="replace")
         return said.replace("<stdin>", "the diff")[:2000] if status else None
+
+    def _declared(self, diff: bytes) -> bytes:
+        """The diff of the artifacts: hunks of other files are not applied."""
+        if self._artifacts is None:
+            return diff
+        diff, dropped = without_files(diff, self._artifacts.names)
+        for path in dropped:
+            self._note_undeclared(path)
+        return diff
+
+    def _undo_undeclared(self) -> None:
+        """What changed all the same, whatever the diff said of itself: files beside the artifacts, and links."""
+        if self._artifacts is None:
+            return
+        before = tree_entries(self._template, _GIT)
+        for path in changed_paths(self._template, self._workspace, _GIT):
+            target = self._workspace / path
+            if not self._artifacts.names(path):
+                self._note_undeclared(path)
+            elif target.is_symlink():
+                self._note("link:artifact")
+            else:
+                continue
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                target.unlink()
+            if path in before:
+                self._put_back(path, before[path])
+
+    def _put_back(self, path: str, entry: Entry) -> None:
+        """Restore a file or a link of the template's."""
+        if entry.mode == LINK:
+            _make_way(self._workspace, path)
+            (self._workspace / path).symlink_to((self._template / path).readlink())
+            return
+        _place_file(self._workspace, path, (self._template / path).read_bytes())
+        (self._workspace / path).chmod(int(entry.mode[-3:], 8))
+
+    def _note_undeclared(self, path: str) -> None:
+        if sum(note.startswith(_UNDECLARED) for note in self.notes) < _MOST_UNDECLARED:
+            self._note(_UNDECLARED + os.fsencode(path).decode(errors="backslashreplace")[:200])
 
     def _drop_caches(self) -> None:
         """Remove compiled code that the diff brought: Python and pytest would run it in place of the source beside it."""
@@ -172,7 +222,15 @@ def _speaks_of_pytest(path: Path) -> bool:
 
 
 def _place_file(root: Path, path: str, content: bytes) -> None:
-    """Write a file, replacing whatever stands in its way: a link, a directory, or a file where a parent must be."""
+    """Write a file, replacing whatever stands in its way."""
+    _make_way(root, path)
+    fd = open_in_root(root, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
+    with os.fdopen(fd, "wb") as file:
+        file.write(content)
+
+
+def _make_way(root: Path, path: str) -> None:
+    """Remove what stands where a file is to be, a link, a directory, or a file where a parent must be, and make its parents."""
     target = root / path
     for part in [*reversed(target.relative_to(root).parents), Path(path)][1:]:
         here = root / part
@@ -182,6 +240,3 @@ def _place_file(root: Path, path: str, content: bytes) -> None:
         shutil.rmtree(target)
     make_parents(root, path)
     target.unlink(missing_ok=True)
-    fd = open_in_root(root, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
-    with os.fdopen(fd, "wb") as file:
-        file.write(content)

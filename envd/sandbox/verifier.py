@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
+from contracts.patterns import PathPatterns
 from envd.sandbox import linux, wire
 from envd.sandbox.origin import Origin
 from envd.sandbox.place import Place
@@ -52,7 +53,8 @@ def serve_verification(sock: socket.socket, place: Place, *, supervised: bool = 
             files[path] = blob[start : start + size]
             start += size
         result = verify(
-            place, blob[: header["diff_bytes"]], files, header["tests"], float(header["timeout_s"]), supervised
+            *(place, blob[: header["diff_bytes"]], files, header["tests"], float(header["timeout_s"]), supervised),
+            artifacts=header.get("artifacts", ()),
         )
         wire.send(sock, {"result": asdict(result)})
 
@@ -64,11 +66,13 @@ def verify(
     tests: Sequence[str],
     timeout_s: float,
     supervised: bool = False,
+    artifacts: Sequence[str] = (),
 ) -> VerifyResult:
-    """Run the tests on the template with the diff applied."""
+    """Run the tests on the template with the diff applied, where there are artifacts with these changes alone."""
     # held open from before anything is applied or run: whatever stands at its path later is not read
     log = os.open(place.scratch / "log", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    preparation = Preparation(place.workspace, place.template, place.scratch, supervised=supervised)
+    declared = PathPatterns(artifacts) if artifacts else None
+    preparation = Preparation(place.workspace, place.template, place.scratch, supervised=supervised, artifacts=declared)
     problem = preparation.run(diff, hidden)
     if problem is not None:
         return VerifyResult(all_missing(tests), "apply_failed", problem)

@@ -3,7 +3,7 @@
     python -m envd.sandbox.zygote CONTROL_FD RUN_DIR NAME --backend namespaces|plain --role agent|verifier
 
 Control messages (JSON, one a datagram): {"id", "template", "host_name", "memory", "pids", "cpu", "disk"} with the sandbox's end of a
-socketpair attached; {"kill": id}. In the role `agent` the zygote says {"gone": id} of each sandbox of which nothing is left, and its watcher
+socketpair attached, and where its proxy's port is to be open the end of another one (envd/sandbox/proxy_port.py); {"kill": id}. In the role `agent` the zygote says {"gone": id} of each sandbox of which nothing is left, and its watcher
 (envd/sandbox/refusals.py) says {"id", "refused", "count"} of system calls. When the control connection closes, the server is gone: the zygote
 kills what it forked, removes groups and directories, and ends.
 """
@@ -11,6 +11,7 @@ kills what it forked, removes groups and directories, and ends.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -108,24 +109,24 @@ class Zygote:
         os.chdir(WORKSPACE)
 
     def _serve_one(self) -> bool:
-        data, fds, _, _ = socket.recv_fds(self._control, 65536, 1)
+        data, fds, _, _ = socket.recv_fds(self._control, 65536, 2, socket.MSG_CMSG_CLOEXEC)
         if not data:
             return False
         request = json.loads(data)
         if "kill" in request:
             self._kill(request["kill"])
             return True
-        os.set_inheritable(fds[0], False)
-        with socket.socket(fileno=fds[0]) as sock:
+        with contextlib.ExitStack() as opened:
+            sock, *rest = [opened.enter_context(socket.socket(fileno=fd)) for fd in fds]
             try:
-                self._fork(request, sock)
+                self._fork(request, sock, rest[0] if rest else None)
             except OSError as error:
                 self._answer_failure(sock, error)
                 if request["id"] not in self._boxes.values():
                     self._tell_gone(request["id"])
         return True
 
-    def _fork(self, request: dict[str, Any], sock: socket.socket) -> None:
+    def _fork(self, request: dict[str, Any], sock: socket.socket, proxy: socket.socket | None) -> None:
         go_read, go_write = os.pipe2(os.O_CLOEXEC)
         limits = {key: request[key] for key in ("memory", "pids", "cpu")}
         entrances: list[int] = []
@@ -134,7 +135,7 @@ class Zygote:
             pid = self._clone()
             if pid == 0:
                 os.close(go_write)
-                self._child(request, sock, go_read, entrances)
+                self._child(request, sock, proxy, go_read, entrances)
             self._boxes[pid] = request["id"]
             try:
                 self._map_users(pid)
@@ -170,7 +171,9 @@ class Zygote:
         Path(f"/proc/{pid}/uid_map").write_text(users)
         Path(f"/proc/{pid}/gid_map").write_text(users)
 
-    def _child(self, request: dict[str, Any], sock: socket.socket, go: int, entrances: list[int]) -> None:
+    def _child(
+        self, request: dict[str, Any], sock: socket.socket, proxy: socket.socket | None, go: int, entrances: list[int]
+    ) -> None:
         """Everything from here runs in the sandbox's process 1, which never returns into the zygote's loop."""
         try:
             signal.set_wakeup_fd(-1)
@@ -180,7 +183,7 @@ class Zygote:
                 os.write(fd, b"0")
             if os.read(go, 1) != b"g":
                 linux.leave(1)
-            place = self._enter(request)
+            place = self._enter(request, proxy)
             close_all_but(sock.fileno())
             # Not earlier: a change of user undoes it. An agent that is no process 1 has to end what it started by itself.
             ends_by_itself = self._role == "agent" and not self._namespaces
@@ -198,10 +201,12 @@ class Zygote:
         finally:
             linux.leave(0)
 
-    def _enter(self, request: dict[str, Any]) -> Place:
+    def _enter(self, request: dict[str, Any], proxy: socket.socket | None) -> Place:
         if not self._namespaces:
             return enter_copy(request, self._run_dir)
-        return enter_namespaces(request, owner=self._owner, supervised=self._supervised, watcher=self._watcher)
+        return enter_namespaces(
+            request, owner=self._owner, supervised=self._supervised, watcher=self._watcher, proxy=proxy
+        )
 
     def _kill(self, identity: str) -> None:
         """End a sandbox, whatever its agent does."""

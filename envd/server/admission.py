@@ -97,8 +97,9 @@ def _choose(name: str, backends: Mapping[str, Backend], policy: Policy) -> Backe
         if name not in backends:
             raise EnvdError(f"backend {name[:40]!r} does not run here: this server has {', '.join(backends)}")
         return backends[name]
-    fits = (each for each in backends.values() if each.features.isolation >= policy.least)
-    return next(fits, next(iter(backends.values())))
+    high = [each for each in backends.values() if each.features.isolation >= policy.least] or list(backends.values())
+    fits = (each for each in high if not policy.network.allow or "network" in each.features.can)
+    return next(fits, high[0])
 
 
 def _check_numbers(limits: Mapping[str, float]) -> None:

@@ -29,11 +29,14 @@ from envd.server.audit_file import AuditFile, last_number_of
 Kind = Literal[
     "server.started", "policy.denied", "tool.denied", "auth.denied", "request.refused", "path.escape", "limit.memory", "limit.pids",
     "limit.disk", "limit.time", "limit.output", "lifetime.expired", "guest.malformed", "shell.died", "sandbox.died", "isolation.none",
-    "syscall.refused", "verify.tampered", "client.stalled", "call.abandoned", "call.begun", "call.made", "audit.suppressed", "audit.lost",
+    "syscall.refused", "export.refused", "verify.tampered", "client.stalled", "call.abandoned", "call.begun", "call.made", "audit.suppressed",
+    "audit.lost", "network.denied", "network.connected",
 ]  # fmt: skip
 KINDS: tuple[str, ...] = get_args(Kind)
-TRAIL: frozenset[str] = frozenset({"call.begun", "call.made"})
+TRAIL: frozenset[str] = frozenset({"call.begun", "call.made", "network.connected"})
 """Kinds of the trail of calls."""
+_BY_CLIENTS = TRAIL - {"network.connected"}
+"""Whose number no code in a sandbox sets: each of them is kept."""
 KEEP, KEEP_CALLS = 16_384, 8_192
 """Events kept in memory: all but the trail of calls, and that."""
 BURST, WINDOW_S = 32, 10.0
@@ -81,6 +84,8 @@ class AuditLog:
         """path: where events are appended, else memory only; calls: with a trail of calls, which goes to `PATH.calls`. A file of
         max_bytes is moved to PATH.1 and so on, `files` of them are kept. Raises EnvdError when it can't be written or belongs to
         another server."""
+        self.calls = calls
+        """Whether there is a trail of calls."""
         self._number, self._files = 0, tuple[AuditFile, ...]()
         if path is not None:
             trail = path.with_name(path.name + ".calls")
@@ -159,7 +164,7 @@ class AuditLog:
                 file.close()
 
     def _admit(self, key: tuple[str, str, str]) -> bool:
-        if key[0] in TRAIL:
+        if key[0] in _BY_CLIENTS:
             return True
         now = time.monotonic()
         source = self._sources.get(key)

@@ -18,7 +18,8 @@ import envd
 from envd.errors import EnvdError
 from envd.guest.link import Entry as Found
 from envd.guest.link import GuestLink
-from envd.sandbox.diff import Entry, side_at, tree_entries
+from envd.sandbox.diff import LINK, Entry, side_at, tree_entries
+from envd.server.exporting import Exporting
 from envd.tools.diffworker import packed
 from envd.tools.gitdiff import MAX_DIFF_BYTES, OVERSIZED, Change, Effort, Side, TooLarge, patch_of
 from envd.tools.searching import HIDDEN
@@ -32,6 +33,7 @@ _SMALL_FILES = 64
 _SMALL_BYTES = 256 * 1024
 _SMALL_EFFORT = 100_000
 _INLINE_ENTRIES = 1000
+_INLINE_NAMES = 64 * 1024
 _ROOT = str(Path(envd.__file__).parent.parent)
 _WORKER = "import sys; sys.path.insert(0, sys.argv[1]); from envd.tools.diffworker import main; main()"
 _MAX_TEMPLATES = 256
@@ -39,10 +41,12 @@ _templates: dict[Path, dict[str, Entry]] = {}
 _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
-async def guest_diff(guest: GuestLink, template_dir: Path, *, deadline_s: float = DEADLINE_S) -> bytes:
+async def guest_diff(
+    guest: GuestLink, template_dir: Path, *, deadline_s: float = DEADLINE_S, export: Exporting | None = None
+) -> bytes:
     """The patch that turns the template into the workspace; empty when they are equal, OVERSIZED beyond the bounds.
 
-    Raises SandboxGone, and EnvdError where it takes longer than deadline_s.
+    export: what of it may leave; it knows afterwards what was left out. Raises SandboxGone, and EnvdError where it takes longer than deadline_s.
     """
     listed, cut = await guest.list(".", depth=0, limit=_MAX_ENTRIES, skip_hidden=True, files_only=True)
     if cut:
@@ -50,20 +54,23 @@ async def guest_diff(guest: GuestLink, template_dir: Path, *, deadline_s: float 
     old = await _entries(template_dir)
     new = await asyncio.to_thread(_by_path, listed) if len(listed) > _INLINE_ENTRIES else _by_path(listed)
     paths = [path for path in sorted(old.keys() | new.keys()) if _may_differ(old.get(path), new.get(path))]
+    source = _Source(guest, template_dir, old, new, export)
+    if export is not None:
+        inline = sum(map(len, paths)) <= _INLINE_NAMES
+        paths = source.admitted(paths) if inline else await asyncio.to_thread(source.admitted, paths)
     if not paths:
         return b""
-    source = _Source(guest, template_dir, old, new)
     size = sum(source.size(path) for path in paths)
     if len(paths) <= _SMALL_FILES and size <= _SMALL_BYTES:
         try:
-            changes = [await source.change(path, 2 * _SMALL_BYTES) for path in paths]
+            changes = [change async for change in source.changes(paths, 2 * _SMALL_BYTES)]
             return patch_of(changes, Effort(_SMALL_EFFORT, strict=True))
         except TooLarge:
             pass
     async with _slot():
         try:
             async with asyncio.timeout(deadline_s):
-                return await _elsewhere(source.changes(paths))
+                return await _elsewhere(source.changes(paths, MAX_CONTENT))
         except TooLarge:
             return OVERSIZED
         except TimeoutError as error:
@@ -73,32 +80,72 @@ async def guest_diff(guest: GuestLink, template_dir: Path, *, deadline_s: float 
 class _Source:
     """Reads both sides of a change: the template here, the workspace in the sandbox."""
 
-    def __init__(self, guest: GuestLink, template: Path, old: dict[str, Entry], new: dict[str, _Now]) -> None:
-        self._guest, self._template, self._old, self._new = guest, template, old, new
+    def __init__(
+        self, guest: GuestLink, template: Path, old: dict[str, Entry], new: dict[str, _Now], export: Exporting | None
+    ) -> None:
+        self._guest, self._template, self._old, self._new, self._export = guest, template, old, new, export
 
     def size(self, path: str) -> int:
         """Of both sides together, as listed."""
         sides = (self._old.get(path), self._new[path].entry if path in self._new else None)
         return sum(side.stamp[0] for side in sides if side is not None)
 
-    async def change(self, path: str, at_most: int) -> Change:
-        """Raises TooLarge where the sandbox's side is larger than `at_most`."""
+    def admitted(self, paths: Sequence[str]) -> list[str]:
+        """Those that the export lets out by their names and kinds. Links that are as they were are no change."""
+        assert self._export is not None
+        changed = [path for path in paths if not self._is_same_link(path)]
+        return [path for path in changed if self._export.admits(path, is_link=self._is_link(path))]
+
+    def _is_link(self, path: str) -> bool:
+        return path in self._new and self._new[path].entry.mode == LINK
+
+    def _is_same_link(self, path: str) -> bool:
+        return self._is_link(path) and side_at(self._template, path, self._old.get(path)) == Side(
+            LINK, self._new[path].target
+        )
+
+    async def changes(self, paths: Sequence[str], at_most: int) -> AsyncIterator[Change]:
+        """One after another, so that memory is needed for one. Raises TooLarge where a file of the sandbox's is larger than `at_most`."""
+        if self._export is None:
+            for path in paths:
+                yield await self._change(path, at_most)
+            return
+        self._export.start()
+        for path in paths:
+            change = await self._exported(self._export, path, at_most)
+            if change is not None:
+                yield change
+
+    async def _change(self, path: str, at_most: int) -> Change:
         before = self._old.get(path)
         if before is not None and before.stamp[0] > _SMALL_BYTES:
             return path, await asyncio.to_thread(side_at, self._template, path, before), await self._now(path, at_most)
         return path, side_at(self._template, path, before), await self._now(path, at_most)
 
-    async def changes(self, paths: Sequence[str]) -> AsyncIterator[Change]:
-        """One after another, so that memory is needed for one."""
-        for path in paths:
-            yield await self.change(path, MAX_CONTENT)
+    async def _exported(self, export: Exporting, path: str, at_most: int) -> Change | None:
+        """A change that the export has room for, by what is read and not by what was listed; None: there is none."""
+        before, now = self._old.get(path), self._new.get(path)
+        size = now.entry.stamp[0] if now else 0
+        looks_same = before is not None and now is not None and _unstamped(before) == _unstamped(now.entry)
+        if not looks_same and not export.fits(path, size):
+            return None
+        bound = at_most if export.room is None else min(at_most, max(export.room, size))
+        try:
+            change = await self._change(path, bound)
+        except TooLarge:
+            if bound == at_most:
+                raise
+            export.fits(path, bound + 1)  # it has grown since it was listed
+            return None
+        _, old, new = change
+        return change if old != new and export.take(path, len(new.data) if new else 0) else None
 
     async def _now(self, path: str, at_most: int) -> Side | None:
         now = self._new.get(path)
         if now is None:
             return None
-        if now.entry.mode == _LINK:
-            return Side(_LINK, now.target)
+        if now.entry.mode == LINK:
+            return Side(LINK, now.target)
         try:
             _, data = await self._guest.read_all(path, at_most)
         except OSError as error:
@@ -106,9 +153,6 @@ class _Source:
                 raise TooLarge from error
             return None  # locked by the agent itself, or gone meanwhile: its content can't count
         return Side(now.entry.mode, data)
-
-
-_LINK = "120000"
 
 
 class _Now:
@@ -126,7 +170,7 @@ def _by_path(listed: Sequence[Found]) -> dict[str, _Now]:
     found: dict[str, _Now] = {}
     for path, kind, mode, size, mtime_ns, target in listed:
         if kind in ("file", "link") and not _EVIL.intersection(path.split("/")):
-            git_mode = _LINK if kind == "link" else "100755" if mode & 0o100 else "100644"
+            git_mode = LINK if kind == "link" else "100755" if mode & 0o100 else "100644"
             found[path] = _Now(Entry(git_mode, (size, mtime_ns)), os.fsencode(target))
     return found
 
@@ -134,8 +178,13 @@ def _by_path(listed: Sequence[Found]) -> dict[str, _Now]:
 _EVIL = HIDDEN | {"", ".", ".."}
 
 
+def _unstamped(entry: Entry) -> tuple[str, int]:
+    """What tells files apart for certain, without their content: mode and size."""
+    return entry.mode, entry.stamp[0]
+
+
 def _may_differ(old: Entry | None, new: _Now | None) -> bool:
-    return old is None or new is None or old != new.entry or old.mode == _LINK
+    return old is None or new is None or old != new.entry or old.mode == LINK
 
 
 async def _entries(template_dir: Path) -> dict[str, Entry]:

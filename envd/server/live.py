@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 from envd.backends.base import Backend, Box, BoxSpec
 from envd.errors import SandboxGone, WrongState
 from envd.guest.link import GuestLink
+from envd.server.egress import Proxy
 from envd.server.idempotency import Answers
 from envd.server.policy import Decisions
 
@@ -42,6 +43,8 @@ class Live:
     state: State = "running"
     stored: Path | None = None
     lost: tuple[str, ...] = ()
+    proxy: Proxy | None = None
+    """Its way out, while it has a box whose policy allows destinations."""
     spent_s: float = 0.0
     """Processor time of the boxes that it had before this one."""
     created: float = field(default_factory=time.monotonic)

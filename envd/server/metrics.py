@@ -6,6 +6,8 @@ envd_tool_seconds{tool}                time of a tool batch of one kind of tool:
 envd_sandboxes{backend,state}          that exist now
 envd_sandboxes_memory_bytes{backend}   what they use together, and _pids, _cpu_seconds
 envd_pool_takes_total{backend,result}  creations that found one ready (hit) or not (miss)
+envd_egress_connections                that sandboxes have through their proxies now
+envd_egress_bytes_total{direction}     sent by sandboxes, received by them, over connections that have ended
 envd_audit_events_total{kind}          denials, limits hit, tampering, each also where only counted
 """
 
@@ -137,6 +139,12 @@ class _Living:
                 pools.add_metric((name, "hit"), pool.hits)
                 pools.add_metric((name, "miss"), pool.misses)
         yield pools
+        egress = self._sandboxes.egress
+        yield GaugeMetricFamily("envd_egress_connections", "Connections of sandboxes' proxies", egress.connections)
+        moved = CounterMetricFamily("envd_egress_bytes", "Bytes of sandboxes' proxies", labels=("direction",))
+        moved.add_metric(("sent",), egress.sent)
+        moved.add_metric(("received",), egress.received)
+        yield moved
         events = CounterMetricFamily("envd_audit_events", "Audit events", labels=("kind",))
         for kind, count in sorted(dict(self._audit.counts).items()):
             events.add_metric((kind,), count)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from envd.server.destinations import means_reserved, network_of
 from envd.tools import ALL_TOOLS
 from envd.types import Limits
 
@@ -31,7 +31,7 @@ class Destination(Section):
     @field_validator("host")
     @classmethod
     def _known_form(cls, host: str) -> str:
-        if _network_of(host) is None and (len(host) > 253 or not _NAME.fullmatch(host)):
+        if network_of(host) is None and (len(host) > 253 or not _NAME.fullmatch(host)):
             raise ValueError("write a lower-case name, *.name, an address, or a network as 10.0.0.0/8")
         return host
 
@@ -46,9 +46,11 @@ class Destination(Section):
         """Whether all that `other` allows is allowed here too."""
         if self.ports and not (other.ports and set(other.ports) <= set(self.ports)):
             return False
-        ours, theirs = _network_of(self.host), _network_of(other.host)
+        ours, theirs = network_of(self.host), network_of(other.host)
         if ours is not None and theirs is not None:
-            return ours.version == theirs.version and theirs.subnet_of(ours)  # type: ignore[arg-type]
+            if ours.version != theirs.version or (means_reserved(theirs) and not means_reserved(ours)):
+                return False  # 0.0.0.0/0 does not let private addresses through, so a rule for these would be more
+            return theirs.subnet_of(ours)  # type: ignore[arg-type]
         return self.host == other.host or (self.host.startswith("*.") and other.host.endswith(self.host[1:]))
 
 
@@ -137,10 +139,3 @@ class ToolsPolicy(Section):
         if unknown := sorted(set(names or ()) - set(known)):
             raise ValueError(f"there is no tool {unknown[0]!r}; the tools are {', '.join(known)}")
         return names
-
-
-def _network_of(host: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
-    try:
-        return ipaddress.ip_network(host)
-    except ValueError:
-        return None

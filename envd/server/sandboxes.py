@@ -13,10 +13,11 @@ from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from envd.backends.base import Backend, Box, BoxSpec, TellsRefusals
+from envd.backends.base import Backend, Box, BoxSpec, OffersProxy, TellsRefusals
 from envd.errors import EnvdError, SandboxGone
 from envd.server.admission import Wanted, decide
 from envd.server.audit import AuditLog, Kind
+from envd.server.egress import Egress
 from envd.server.escapes import Escapes
 from envd.server.idempotency import Answers
 from envd.server.limits_watch import LimitsWatch
@@ -51,6 +52,7 @@ class Sandboxes:
         """Of calls that name no sandbox."""
         self.limits = LimitsWatch(audit)
         self.escapes = Escapes(audit)
+        self.egress = Egress(audit)
         self._policies = functools.lru_cache(maxsize=256)(lambda text: load_policy(text).under(policy))
         self._live: dict[str, Live] = {}
         self._ended: OrderedDict[str, Live] = OrderedDict()
@@ -167,8 +169,10 @@ class Sandboxes:
         return live
 
     def listen(self, live: Live) -> None:
-        """Record the system calls that its box is refused, where that tells them."""
+        """Record the system calls that its box is refused, where that tells them; open its way out, where its policy allows one."""
         box: object = live.box
+        if live.spec.network and isinstance(box, OffersProxy) and box.proxy_listener is not None:
+            live.proxy = self.egress.open(box.proxy_listener, live.spec.network, live.identity)
         if isinstance(box, TellsRefusals):
             box.tell_refusals(functools.partial(self._refused, live))
 
@@ -196,9 +200,16 @@ class Sandboxes:
             stored, live.stored = live.stored, None
             if box is not None:
                 await self.limits.look_last(live, box)
-                await box.destroy()
+                await self.destroy(live, box)
             if stored is not None:
                 await remove_tree(stored)
+
+    async def destroy(self, live: Live, box: Box) -> None:
+        """Destroy the box that a sandbox had, and its way out first."""
+        if live.proxy is not None:
+            await live.proxy.stop()
+            live.proxy = None
+        await box.destroy()
 
     def forget(self, live: Live, why: str) -> None:
         """From now on it can't be found; its end is told to who holds its token."""
@@ -247,6 +258,7 @@ class Sandboxes:
             await asyncio.gather(*(self.end(live) for live in list(self._live.values())), return_exceptions=True)
             if self._tasks:
                 await asyncio.wait(set(self._tasks))
+        self.egress.stop()
 
     def _expire(self, live: Live) -> None:
         if not live.ended:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
@@ -13,6 +14,7 @@ from envd.errors import EnvdError, SandboxGone
 from envd.server.admission import Wanted
 from envd.server.audit import Event
 from envd.server.calls import Context, Service, code_of, streaming, unary
+from envd.server.exporting import Exporting
 from envd.server.guestdiff import guest_diff
 from envd.server.live import Live
 from envd.server.migration import Migration
@@ -149,7 +151,7 @@ class SandboxesService(Service, rpc.SandboxesServicer):
     @unary
     async def Diff(self, request: pb.DiffRequest, context: Context) -> pb.DiffReply:
         """A sandbox's diff."""
-        return pb.DiffReply(diff=await self._diff(self.live(request, context)))
+        return pb.DiffReply(**await self._diff(self.live(request, context), request))
 
     @unary
     async def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteReply:
@@ -160,9 +162,9 @@ class SandboxesService(Service, rpc.SandboxesServicer):
             if request.want_diff:
                 raise
             return pb.DeleteReply()
-        diff = await self._diff(live) if request.want_diff else b""
+        diff = await self._diff(live, request) if request.want_diff else {}
         await self.sandboxes.end(live)
-        return pb.DeleteReply(diff=diff)
+        return pb.DeleteReply(**diff)
 
     @unary
     async def DeleteBatch(self, request: pb.DeleteBatchRequest, context: Context) -> pb.DeleteBatchReply:
@@ -188,9 +190,16 @@ class SandboxesService(Service, rpc.SandboxesServicer):
         async for event in log.follow(request.after, request.sandbox_id):
             yield _event(event)
 
-    async def _diff(self, live: Live) -> bytes:
+    async def _diff(self, live: Live, request: pb.DiffRequest | pb.DeleteRequest) -> dict[str, Any]:
+        """A reply's fields."""
+        export = Exporting(request.export) if request.HasField("export") else None
         async with live.using() as guest:
-            return await guest_diff(guest, live.spec.template_dir)
+            diff = await guest_diff(guest, live.spec.template_dir, export=export)
+        if export is None:
+            return {"diff": diff}
+        export.record(self.sandboxes.audit, live.identity)
+        told = [pb.LeftOut(path=path, reason=reason) for path, reason in export.left_out.paths]
+        return {"diff": diff, "left_out": told, "left_out_counts": export.left_out.counts}
 
     async def _unwanted(self, tasks: list[asyncio.Task[pb.CreateResult]]) -> None:
         """The caller of a batch has gone: what it would have been told of is ended."""

@@ -35,6 +35,7 @@ class VerifierService(Service, rpc.VerifierServicer):
             limits_of(request.limits),
             timeout_s,
             None if left is None else max((left - timeout_s) / 2, 0),
+            artifacts=request.artifacts,
         )
         if result["exit"] == "timed_out":
             self.sandboxes.audit.record("limit.time", "", what="verification", seconds=timeout_s)

@@ -104,7 +104,7 @@ class States:
             assert box is not None
             with suppress(EnvdError, OSError):
                 live.spent_s += (await box.usage()).cpu_s
-            await box.destroy()
+            await self._sandboxes.destroy(live, box)
 
     async def _fork(self, live: Live) -> Live:
         require(live, "fork")

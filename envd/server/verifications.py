@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from envd.errors import ServerBusy
+from envd.server.exporting import patterns_of
 from envd.server.templates import Templates
 from envd.server.zygotes import Zygote
 from envd.types import Limits
@@ -39,11 +40,14 @@ class Verifications:
         limits: Limits,
         timeout_s: float,
         patience_s: float | None = None,
+        artifacts: Sequence[str] = (),
     ) -> dict[str, Any]:
         """Grade a final state in a sandbox of its own.
 
-        Raises ServerBusy when none of the slots came free within `patience_s` (None: waits without end).
+        Raises ServerBusy when none of the slots came free within `patience_s` (None: waits without end), and EnvdError for artifacts that
+        are no patterns.
         """
+        patterns_of(artifacts)
         digest = self._templates.require(template)
         files = sorted(hidden.items())
         header = {
@@ -52,6 +56,7 @@ class Verifications:
             "hidden": [[path, len(content)] for path, content in files],
             "tests": list(tests),
             "timeout_s": timeout_s,
+            "artifacts": list(artifacts),
         }
         blob = diff + b"".join(content for _, content in files)
         try:

@@ -137,7 +137,7 @@ class Zygote:
             ours.setblocking(False)
             reader, writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 20)
             try:
-                await self._request(name, template, limits, theirs)
+                await self._request(name, template, limits, [theirs])
             except BaseException:
                 writer.close()
                 raise
@@ -149,9 +149,18 @@ class Zygote:
         return link
 
     async def spawn_guest(
-        self, name: str, template: str, limits: Limits, env: Mapping[str, str], host_name: str
+        self,
+        name: str,
+        template: str,
+        limits: Limits,
+        env: Mapping[str, str],
+        host_name: str,
+        proxy: socket.socket | None = None,
     ) -> GuestLink:
-        """Fork a sandbox of the role `agent`; its agent has answered INIT when this returns. Raises SandboxStartError."""
+        """Fork a sandbox of the role `agent`; its agent has answered INIT when this returns. Raises SandboxStartError.
+
+        proxy: what its process 1 sends the listener of its proxy's port by; it stays the caller's.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             link = await GuestLink.over_socket(ours)
@@ -160,7 +169,7 @@ class Zygote:
             await asyncio.sleep(0)
             self._live[name] = asyncio.get_running_loop().create_future()
             try:
-                await self._request(name, template, limits, theirs, host_name=host_name)
+                await self._request(name, template, limits, [theirs, *([proxy] if proxy else [])], host_name=host_name)
             except BaseException:
                 self._live.pop(name)
                 link.close()
@@ -202,7 +211,9 @@ class Zygote:
         await self._ended.wait()
         return f"the zygote of role {self._role} died: restart envd; the kernel's log tells whether memory ran out"
 
-    async def _request(self, name: str, template: str, limits: Limits, theirs: socket.socket, **more: str) -> None:
+    async def _request(
+        self, name: str, template: str, limits: Limits, theirs: list[socket.socket], **more: str
+    ) -> None:
         request = {
             "id": name,
             "template": template,
@@ -253,10 +264,10 @@ class Zygote:
         self._live.clear()
         self._on_refused.clear()
 
-    async def _send(self, data: bytes, sock: socket.socket) -> None:
+    async def _send(self, data: bytes, socks: list[socket.socket]) -> None:
         while True:
             try:
-                socket.send_fds(self._control, [data], [sock.fileno()])
+                socket.send_fds(self._control, [data], [sock.fileno() for sock in socks])
                 return
             except BlockingIOError:
                 await asyncio.sleep(0.001)  # its queue is full: forking is the bottleneck now

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from contracts.errors import TriplaneError
 from contracts.tasks import Task
-from envd.client import Limits, Sandbox, SandboxClient, ToolCall, ToolResult
+from envd.client import Export, Limits, Sandbox, SandboxClient, ToolCall, ToolResult
 from inference.errors import InfraFault
 
 LIFETIME_MARGIN_S = 60.0
@@ -62,11 +62,13 @@ class Workspace:
             raise InfraFault(f"sandbox of task {self._task.task_id} failed: {error}") from error
 
     async def finish(self) -> bytes:
-        """The final diff; the sandbox is gone afterwards. Raises InfraFault."""
+        """The final diff, of the task's artifacts where it declares any; the sandbox is gone afterwards. Raises InfraFault."""
         if self._starting is None:
             return b""
+        artifacts = self._task.artifacts
         try:
-            diff = await (await asyncio.shield(self._starting)).finish()
+            sandbox = await asyncio.shield(self._starting)
+            diff = await sandbox.finish(export=Export(artifacts) if artifacts else None)
         except TriplaneError as error:
             raise InfraFault(f"sandbox of task {self._task.task_id} gave no diff: {error}") from error
         self._starting = None

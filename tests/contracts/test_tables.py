@@ -151,5 +151,9 @@ def test_tasks_round_trip() -> None:
         {"line": 2},
     )
     assert read_tasks(tasks_table([task])) == [task]
+    declares = Task(**{**vars(task), "artifacts": ("src/", "*.md")})
+    assert read_tasks(tasks_table([task, declares])) == [task, declares]
+    assert declares.digest != task.digest != Task(**{**vars(task), "artifacts": ("src/",)}).digest
+    assert "artifacts" not in tasks_table([task]).to_pylist()[0]["meta"], "what declares none keeps its digest"
     assert task.digest != Task(**{**vars(task), "instruction": "other"}).digest
     assert task.image_digest == Task(**{**vars(task), "instruction": "other"}).image_digest

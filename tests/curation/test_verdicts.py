@@ -42,7 +42,7 @@ class ScriptedClient(SandboxClient):
 
     async def verify(
         self, template: str, diff: bytes, hidden_files: Mapping[str, bytes], tests: Sequence[str],
-        *, limits: Limits = Limits(), timeout_s: float = 10,
+        *, limits: Limits = Limits(), timeout_s: float = 10, artifacts: Sequence[str] = (),
     ) -> VerifyResult:  # fmt: skip
         self.calls += 1
         await asyncio.sleep(0.001)

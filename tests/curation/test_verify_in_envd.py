@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import dataclasses
 import json
 import subprocess
 import sys
@@ -174,6 +175,20 @@ def test_an_endless_loop_is_failed_and_not_remembered(address: str, tmp_path: Pa
 
     verdict, runs = asyncio.run(run())
     assert (verdict.solved, verdict.exit, runs, LocalStore(tmp_path).list("verdicts/")) == (False, "timed_out", 2, [])
+
+
+def test_a_task_that_declares_artifacts_is_graded_by_them_and_under_another_key(
+    address: str, diffs: dict[str, bytes]
+) -> None:
+    declares, others = (dataclasses.replace(TASK, artifacts=(each,)) for each in ("app.py", "*.md"))
+
+    async def run() -> list[bool]:
+        async with SandboxClient(address) as client:
+            verifier = Verifier(client, None)
+            return [(await verifier.grade(task, diffs["right"])).solved for task in (TASK, declares, others)]
+
+    assert asyncio.run(run()) == [True, True, False]
+    assert len({verdict_key(task, diffs["right"]) for task in (TASK, declares, others)}) == 3
 
 
 def test_a_grader_that_shares_nothing_with_us_agrees(

@@ -95,7 +95,7 @@ def test_a_tool_that_is_not_allowed_is_refused_and_the_others_run(served: Served
     [
         ({"limits": Limits(memory_mb=512)}, "resources.maximum.memory_mb allows at most 256, not 512"),
         ({"policy": "isolation: machine"}, "isolation allows machine or more, not namespaces"),
-        ({"policy": "network: {allow: [{host: example.com}]}"}, "network.allow"),
+        ({"policy": "network: {allow: [{host: example.com}]}"}, "network.allow allows no destination, not example.com"),
         ({"policy": "tools: {allow: [search]}"}, "tools.allow"),
     ],
 )

@@ -52,10 +52,11 @@ class Verifying:
         tests: tuple[str, ...] = TESTS,
         diff: bytes | None = None,
         timeout_s: float = 20,
+        artifacts: tuple[str, ...] = (),
     ) -> VerifyResult:
         """The verdict on the template with these files written, or with this diff."""
         found = _diff(files, changes) if diff is None else diff
-        return self._loop.run_until_complete(self._verify(files, found, hidden, tests, timeout_s))
+        return self._loop.run_until_complete(self._verify(files, found, hidden, tests, timeout_s, artifacts))
 
     async def _verify(
         self,
@@ -64,6 +65,7 @@ class Verifying:
         hidden: Mapping[str, bytes],
         tests: tuple[str, ...],
         timeout_s: float,
+        artifacts: tuple[str, ...],
     ) -> VerifyResult:
         template = await self._templates.put(files)
         header: dict[str, Any] = {
@@ -72,6 +74,7 @@ class Verifying:
             "hidden": [[path, len(content)] for path, content in sorted(hidden.items())],
             "tests": list(tests),
             "timeout_s": timeout_s,
+            "artifacts": artifacts,
         }
         link = await self._zygote.spawn(template, Limits(), {})
         blob = diff + b"".join(content for _, content in sorted(hidden.items()))

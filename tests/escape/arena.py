@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import tempfile
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from tests.escape.neighbour import Neighbour
 from tests.escape.payload import SOURCE
 
 _SETTLE_S = 15.0
+_POLICY = "network: {allow: [{host: 0.0.0.0/0}, {host: '::/0'}, {host: 127.0.0.1}]}"
+"""What sandboxes may ask for: without a policy of their own they have no network."""
 _AT_ONCE = 6
 """Quiet attacks that are tried beside each other."""
 _EVENT_S = 8.0
@@ -68,8 +71,12 @@ class Arena:
         if python:
             os.environ[HELPER] = "python"
         try:
-            self._server = LocalEnvd(self.backend.removesuffix("-python"), log_level="error", options=["--audit-calls"])
-            self._server.__enter__()
+            with tempfile.NamedTemporaryFile("w", prefix="policy-") as policy:
+                policy.write(_POLICY)
+                policy.flush()
+                options = ["--audit-calls", "--policy", policy.name]
+                self._server = LocalEnvd(self.backend.removesuffix("-python"), log_level="error", options=options)
+                self._server.__enter__()
         finally:
             os.environ.pop(HELPER, None)
             os.environ.pop("ESCAPE_SECRET")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from envd.client import Sandbox, ToolCall
 from tests.escape.arena import Arena
 from tests.escape.attack import KERNEL, NOWHERE, OWN_KERNEL, Attack
@@ -195,9 +197,85 @@ for fd in (200, 201):
     attempt(f"the shell's control descriptor {fd}", os.fstat, fd)
 """
 
+ASK_PROXY = """
+def ask(*pieces):
+    s = socket.create_connection(("127.0.0.1", 3128), 10)
+    s.settimeout(15)
+    said = b""
+    try:
+        for piece in pieces:
+            s.sendall(piece.encode())
+            time.sleep(0.05)
+        while data := s.recv(65536):
+            said += data
+    except OSError as error:
+        print("cut off:", error, flush=True)
+    return said.decode() or "HTTP/1.1 400 without a word"
+
+
+def through(what, *pieces):
+    said = ask(*pieces)
+    answers = [line for line in said.split("\\r\\n") if line.startswith("HTTP/1.1 ")]
+    refused = len(answers) == 1 and answers[0][9:11] in ("40", "50")
+    print("refused" if refused else "BREACH", what, *answers, flush=True)
+"""
+
+
+async def egress_inwards(arena: Arena) -> str:
+    """All of the internet is allowed; what is no part of it must not be reached by any spelling."""
+    sandbox = await arena.sandbox(policy="network: {allow: [{host: 0.0.0.0/0}, {host: '::/0'}]}")
+    listeners = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in arena.host.listeners]
+    port = arena.host.listeners[0][1]
+    spelled = [
+        "127.1", "2130706433", "0x7f.1", "0177.0.0.1", "0.0.0.0", "localhost", "LOCALHOST.", "[::1]", "[::]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]",
+        "[64:ff9b::7f00:1]", "[2002:7f00:1::]", "127.0.0.1.nip.io",
+    ]  # fmt: skip
+    metadata = [
+        "169.254.169.254:80", "[fd00:ec2::254]:80", "[::ffff:169.254.169.254]:80", "100.100.100.200:80", "168.63.129.16:80", "metadata.google.internal:80",
+        "10.0.0.1:80", "192.168.0.1:80", "172.17.0.1:2375", "2852039166:80",
+    ]  # fmt: skip
+    places = [*metadata, *listeners, *(f"{host}:{port}" for host in spelled)]
+    code = f"""
+for place in {places!r}:
+    through(place + " tunnel", f"CONNECT {{place}} HTTP/1.1\\r\\nHost: {{place}}\\r\\n\\r\\n")
+    through(place, f"GET http://{{place}}/latest HTTP/1.1\\r\\nHost: example.com\\r\\n\\r\\n")
+"""
+    return await _python(arena, ASK_PROXY + code, sandbox)
+
+
+async def egress_smuggled(arena: Arena) -> str:
+    """One destination is allowed; it must never hear a request that the proxy did not check."""
+    heard = bytearray()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            heard.extend(data)
+            writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: keep-alive\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        there = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        inner = f"127.0.0.1:{arena.host.listeners[0][1]}"
+        sandbox = await arena.sandbox(
+            policy=f"network: {{allow: [{{host: 127.0.0.1, ports: [{there.rpartition(':')[2]}]}}]}}"
+        )
+        code = f"""
+first = "POST http://{there}/first HTTP/1.1\\r\\nHost: {there}\\r\\n"
+second = "GET http://{inner}/smuggled HTTP/1.1\\r\\nHost: {inner}\\r\\n\\r\\n"
+for framing in ("Content-Length: 0", "Content-Length: 5\\r\\nTransfer-Encoding: chunked", "Transfer-Encoding: chunked\\r\\nContent-Length: 4", "Transfer-Encoding: xchunked", "Transfer-Encoding:\\x0bchunked", "Content-Length: 0\\r\\nContent-Length: 200", "Connection: Content-Length\\r\\nContent-Length: 5", "X: y\\nContent-Length: 5", "Transfer-Encoding: chunked\\r\\nTransfer-Encoding: cow", "Host: {inner}"):
+    through(repr(framing), first + framing + "\\r\\n\\r\\n0\\r\\n\\r\\n" + second)
+    through(repr(framing) + " apart", first + framing + "\\r\\n\\r\\n", "0\\r\\n\\r\\n", second)
+"""
+        said = await _python(arena, ASK_PROXY + code, sandbox)
+    return f"{said}\n{'BREACH smuggled' if b'smuggled' in heard else 'the destination heard the first ones alone'}"
+
+
+_NONE = dict.fromkeys(("gvisor", "qemu"), "it gives no network: a policy with destinations is denied")
 _UNREACHABLE = r"refused 169\.254\.169\.254 (ENETUNREACH|EHOSTUNREACH|TimeoutError|EPERM|EACCES|ENETDOWN)"
 ATTACKS = (
     Attack("metadata-address", "network", "cloud metadata addresses, private networks and the internet, TCP and UDP", _UNREACHABLE, script=METADATA, unseen=KERNEL, timeout_s=60),
+    Attack("egress-inwards", "network", "the metadata address, private networks and the host's own services through the proxy of a sandbox that may reach all of the internet", r"refused 169\.254\.169\.254:80 tunnel HTTP/1\.1 403", act=egress_inwards, audit=("network.denied",), not_on=_NONE),
+    Attack("egress-smuggled", "network", "a second request smuggled past the proxy to a destination, by lengths that can be read in two ways", r"the destination heard the first ones alone", act=egress_smuggled, audit=("network.denied",), not_on=_NONE),
     Attack("names-resolved", "network", "names resolved, as a way out by DNS", r"refused resolve example.com", script=NAMES, unseen=KERNEL, timeout_s=60),
     Attack("interfaces", "network", "interfaces, routes, bridges and tunnels made or renamed", r"nothing of interfaces[\s\S]*refused tun", script=INTERFACES, unseen=KERNEL, harmless_on={"qemu": OWN_KERNEL}),
     Attack("host-loopback", "network", "services on the host's loopback and addresses", r"refused 127.0.0.1:\d+ ECONNREFUSED", act=host_loopback, unseen=NOWHERE, mark=_FILE, plain=True),

@@ -8,7 +8,7 @@ from rollouts_script import POLICY, ScriptedEngine, make_plan, make_tasks, one_f
 
 from contracts.chat import ChatTokenizer
 from contracts.episodes import Episode, TokenRole
-from contracts.tasks import Split
+from contracts.tasks import Split, Task
 from envd.client import SandboxClient
 from envd.local import LocalEnvd
 from inference.errors import RolloutError
@@ -47,3 +47,23 @@ def test_a_replay_reproduces_every_environment_token_and_the_diff(envd: LocalEnv
         episode.sequences[0].token_role.count(TokenRole.ENVIRONMENT) for episode in played
     ]
     assert (broken.exact, broken.differing_turn, broken.same_diff) == (False, 0, False)
+
+
+def test_of_a_task_with_artifacts_only_these_are_played_and_replayed(envd: LocalEnvd, tokenizer: ChatTokenizer) -> None:
+    config = make_plan(TASKS, 1).config
+    (path,) = [path for path in one_file_task(0).files if path.endswith(".py")]
+    tasks = [dataclasses.replace(one_file_task(0), artifacts=(artifact,)) for artifact in (path, "elsewhere/")]
+
+    async def played(task: Task) -> tuple[list[Episode], list[Replay]]:
+        async with SandboxClient(envd.address) as client:
+            episodes = await run_episodes(
+                [task], 4, experiment="test", split=Split.GATE, seed=1, key="k", policy_version=POLICY.digest,
+                config=config, engine=ScriptedEngine(tokenizer, read_then_maybe_fix), sandboxes=client, tokenizer=tokenizer,
+            )  # fmt: skip
+            options = {"sandboxes": client, "tokenizer": tokenizer, "config": config}
+            return episodes, [await replay_episode(each, task, **options) for each in episodes]
+
+    declared, other = (asyncio.run(played(task)) for task in tasks)
+    assert any(episode.final_diff for episode in declared[0])
+    assert not any(episode.final_diff for episode in other[0])
+    assert all(replay.exact for replay in [*declared[1], *other[1]])

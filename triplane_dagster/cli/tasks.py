@@ -126,7 +126,7 @@ def show(
             "files": {path: data.decode(errors="replace") for path, data in found.files.items()},
             "hidden_files": {path: data.decode(errors="replace") for path, data in found.hidden_files.items()},
             "tests": list(found.tests), "reference_diff": found.reference_diff.decode(errors="replace"), "meta": found.meta,
-            "digest": found.digest, "image_digest": found.image_digest,
+            **({"artifacts": list(found.artifacts)} if found.artifacts else {}), "digest": found.digest, "image_digest": found.image_digest,
         }
     )  # fmt: skip
 

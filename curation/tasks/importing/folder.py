@@ -28,6 +28,8 @@ class TaskFile(Frozen):
     """Files and directories that the agent does not get. The files of `tests` count as they are here, hidden or not."""
     reference: str = Field(min_length=1)
     """A patch file, or a directory with the fixed files at their places. The agent gets neither."""
+    artifacts: tuple[str, ...] = ()
+    """Patterns, as in `.gitignore`, of the files that count as the agent's work; none: all that it changes."""
     family: str | None = None
     """Groups tasks in reports; the folder's name unless said."""
     split: Split | None = None
@@ -91,6 +93,7 @@ def _source(place: Path, about: TaskFile, family: str) -> Source:
         task_id=place.name, family=about.family or family, instruction=about.instruction, before=tree, after_tests=tree,
         fixed=fixed | {path: tree[path] for path in hidden}, hidden=frozenset(hidden), placed=frozenset(),
         tests=check_tests(about.tests, f"tests in {TASK_FILE}"), reference=patch, meta={"fail_to_pass": []},
+        artifacts=about.artifacts,
     )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ class _Message(BaseModel):
 
 
 class Interaction(BaseModel):
-    """One recorded conversation; further keys are not read, but for `split`, `test_patch` and `PASS_TO_PASS` of an instance."""
+    """One recorded conversation; further keys are not read, but for `split`, `artifacts`, `test_patch` and `PASS_TO_PASS` of an instance."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -88,4 +88,4 @@ def as_instance(values: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-_PASSED_ON = ("repo", "base_commit", "test_patch", "FAIL_TO_PASS", "PASS_TO_PASS", "split")
+_PASSED_ON = ("repo", "base_commit", "test_patch", "FAIL_TO_PASS", "PASS_TO_PASS", "split", "artifacts")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
+from contracts.patterns import PathPatterns
 from contracts.tasks import Split, Task
 from curation.errors import TaskError
 from curation.tasks.importing.trees import Tree
@@ -50,6 +51,8 @@ class Source:
     tests: tuple[str, ...]
     reference: bytes
     meta: Mapping[str, Any]
+    artifacts: tuple[str, ...] = ()
+    """Patterns of the files that count as the agent's work; none: all."""
 
 
 def task_of(source: Source) -> Task:
@@ -68,10 +71,11 @@ def task_of(source: Source) -> Task:
     changed = sorted(
         path for path in source.fixed.keys() | files.keys() if source.fixed.get(path) != source.before.get(path)
     )
+    _check_artifacts(source.artifacts, changed)
     return Task(
         task_id=source.task_id, family=source.family, split=Split.TRAIN, instruction=source.instruction, files=files,
         hidden_files=hidden_files, tests=source.tests, reference_diff=source.reference,
-        meta={**source.meta, "path": _subject(files, changed)},
+        meta={**source.meta, "path": _subject(files, changed)}, artifacts=source.artifacts,
     )  # fmt: skip
 
 
@@ -84,6 +88,17 @@ def check_tests(tests: Sequence[str], where: str) -> tuple[str, ...]:
         if not colons or not path.endswith(".py") or not name or PurePosixPath(path).is_absolute():
             raise TaskError(f"its test {test!r} is no pytest node id: write tests/test_x.py::test_name")
     return tuple(dict.fromkeys(tests))
+
+
+def _check_artifacts(artifacts: Sequence[str], changed: Sequence[str]) -> None:
+    """Raise TaskError for what is no pattern, and for a reference that an agent could not give."""
+    try:
+        patterns = PathPatterns(artifacts)
+    except ValueError as error:
+        raise TaskError(f"its {error}") from None
+    other = next((path for path in changed if artifacts and not patterns.names(path)), None)
+    if other is not None:
+        raise TaskError(f"its artifacts do not name {other}, which its reference changes: add it to them")
 
 
 def _hidden_files(source: Source) -> dict[str, bytes]:

@@ -39,6 +39,8 @@ class Row(BaseModel):
     """Node ids that must still pass after it."""
     split: Split | None = None
     """Where the task belongs; dealt unless said."""
+    artifacts: tuple[str, ...] = ()
+    """Patterns, as in `.gitignore`, of the files that count as the agent's work; none: all that it changes."""
     conversation: str | None = None
     """Digest of the interaction that it came from, if any."""
 
@@ -105,7 +107,7 @@ def _source(row: Row, repos: Path) -> Source:
     return Source(
         task_id=row.instance_id, family=row.repo, instruction=row.problem_statement, before=before, after_tests=after,
         fixed=fixed, hidden=frozenset(), placed=frozenset(path for path, data in after.items() if before.get(path) != data),
-        tests=tests, reference=row.patch.encode(),
+        tests=tests, reference=row.patch.encode(), artifacts=row.artifacts,
         meta={
             "repo": row.repo, "base_commit": row.base_commit,
             "fail_to_pass": row.FAIL_TO_PASS, "pass_to_pass": row.PASS_TO_PASS,

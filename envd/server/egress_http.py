@@ -1,0 +1,202 @@
+"""What sandboxes' proxies speak: one HTTP/1.1 request a connection, read and written anew by h11, so that nothing of its framing is passed on.
+
+A second request on the connection is never read: where the first one ends, in whatever reading, nothing of the sandbox's goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import h11
+
+from envd.errors import EnvdError
+from envd.server.egress_relay import IDLE_S, Stream, moved
+
+HEAD_S = 10.0
+"""How long a request's head may take."""
+_HOP = frozenset(
+    (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"http2-settings")
+)  # fmt: skip
+"""Headers of one connection (RFC 9110, 7.6.1); all that begin with Proxy- too."""
+_MOST_RESPONSE_HEAD = 64 * 1024
+Headers = list[tuple[bytes, bytes]]
+
+
+class BadRequest(EnvdError):
+    """What is answered with an error: by the sandbox's fault, or the destination's."""
+
+    def __init__(self, reason: str, status: int = 400, *, told: bool = True) -> None:
+        """told: it is an event."""
+        super().__init__(reason)
+        self.reason, self.status, self.told = reason, status, told
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a request is to go."""
+
+    host: str
+    """A name in lower case without its last dot, or an address."""
+    port: int
+    tunnel: bool
+    path: bytes = b""
+    authority: bytes = b""
+
+    @classmethod
+    def of(cls, method: bytes, target: bytes) -> Target:
+        """From a request's first line. Raises BadRequest."""
+        tunnel = method == b"CONNECT"
+        try:
+            text = target.decode("ascii")
+            parts = urlsplit(f"//{text}" if tunnel else text)
+            host, port = (parts.hostname or "").removesuffix("."), parts.port
+        except ValueError as error:
+            raise BadRequest(
+                "the request names no destination: write CONNECT host:port, or http://host/path"
+            ) from error
+        plain = parts.path == "" and parts.query == "" if tunnel else parts.scheme == "http"
+        if not plain or not host or "@" in parts.netloc or "#" in text or "?" in parts.netloc or port == 0:
+            raise BadRequest("this is a proxy: ask it for CONNECT host:port, or for http://host/path")
+        if tunnel and port is None:
+            raise BadRequest("CONNECT names no port: write host:port")
+        path = (parts.path or ("*" if method == b"OPTIONS" else "/")) + (f"?{parts.query}" if parts.query else "")
+        shown = f"[{host}]" if ":" in host else host
+        authority = shown if port in (None, 80) else f"{shown}:{port}"
+        return cls(host, port or 80, tunnel, path.encode(), authority.encode())
+
+
+def say(status: int, reason: str) -> bytes:
+    """A whole response of one line."""
+    words = "".join(each if each.isprintable() else "?" for each in reason)
+    body = f"envd: {words}\n".encode()
+    head = f"HTTP/1.1 {status} {_NAMES.get(status, 'Error')}\r\nContent-Type: text/plain; charset=utf-8\r\n"
+    return f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
+
+
+_NAMES = {400: "Bad Request", 403: "Forbidden", 408: "Request Timeout", 502: "Bad Gateway", 503: "Service Unavailable"}
+
+
+async def read_request(inside: Stream, machine: h11.Connection) -> tuple[h11.Request, Target]:
+    """The head of the one request. Raises BadRequest, OSError where the sandbox has gone."""
+    try:
+        async with asyncio.timeout(HEAD_S):
+            event = await _next(inside, machine)
+    except TimeoutError as error:
+        raise BadRequest(f"the request's head did not come within {HEAD_S:g} s", 408) from error
+    except h11.RemoteProtocolError as error:
+        raise BadRequest(f"this is no HTTP/1.1 request: {error}") from error
+    if not isinstance(event, h11.Request):
+        raise ConnectionResetError("it said nothing")
+    names = [key for key, _ in event.headers]
+    framed = names.count(b"transfer-encoding") + names.count(b"content-length")
+    target = Target.of(event.method, event.target)
+    if framed > 1 or (target.tunnel and framed) or (b"transfer-encoding" in names and event.http_version != b"1.1"):
+        raise BadRequest("the request's length is told in more than one way: send one of Content-Length and chunks")
+    return event, target
+
+
+class Exchange:
+    """One plain request and its response."""
+
+    def __init__(self, inside: Stream, outside: Stream, machine: h11.Connection) -> None:
+        self._inside, self._outside, self._server = inside, outside, machine
+        self._client = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MOST_RESPONSE_HEAD)
+        self.answered = False
+        """Whether the sandbox has been told something."""
+
+    async def run(self, request: h11.Request, target: Target) -> None:
+        """Raises BadRequest, OSError, also after IDLE_S of silence."""
+        headers = [(b"Host", target.authority), *_end_to_end(request.headers), (b"Connection", b"close")]
+        if any(key == b"transfer-encoding" for key, _ in request.headers):
+            headers.append((b"Transfer-Encoding", b"chunked"))
+        try:
+            head = self._client.send(h11.Request(method=request.method, target=target.path, headers=headers))
+            async with asyncio.timeout(IDLE_S) as bound:
+                await self._outside.write(head or b"")
+                whole = await self._both_ways(bound)
+        except h11.LocalProtocolError as error:
+            raise BadRequest(f"the request can't be passed on: {error}") from error
+        except h11.RemoteProtocolError as error:
+            raise BadRequest(f"{target.host} does not answer in HTTP/1.1: {error}", 502, told=False) from error
+        surplus = self._server.trailing_data[0] if whole else b""
+        if (await self._inside.finish(b"") and whole) or surplus:
+            raise BadRequest("a second request on one connection was not read: open another")
+
+    async def _both_ways(self, bound: asyncio.Timeout) -> bool:
+        """Send and receive until the response is whole; whether all of the request was sent by then."""
+        sending = asyncio.ensure_future(self._send_body(bound))
+        try:
+            await self._receive(bound)
+        except (h11.RemoteProtocolError, OSError):
+            if sending.done() and isinstance(error := sending.exception(), BadRequest):
+                raise error from None  # the cause of the other
+            raise
+        finally:
+            sending.cancel()
+            await asyncio.wait([sending])
+        return not sending.cancelled() and sending.exception() is None
+
+    async def _send_body(self, bound: asyncio.Timeout) -> None:
+        """The rest of the request. Its failure ends the exchange: what is half a request gets no answer."""
+        try:
+            while True:
+                event = await _next(self._inside, self._server)
+                moved(bound)
+                if isinstance(event, h11.Data):
+                    await self._outside.write(self._client.send(h11.Data(data=event.data)) or b"")
+                elif isinstance(event, h11.EndOfMessage):
+                    await self._outside.write(self._client.send(h11.EndOfMessage()) or b"")
+                    return
+                else:
+                    raise ConnectionResetError("it went in the middle of its request")
+        except h11.RemoteProtocolError as error:
+            self._outside.abort()
+            raise BadRequest(f"the request's body is malformed: {error}") from error
+        except OSError:
+            self._outside.abort()
+            raise
+
+    async def _receive(self, bound: asyncio.Timeout) -> None:
+        while True:
+            event = await _next(self._outside, self._client)
+            moved(bound)
+            if isinstance(event, h11.InformationalResponse):
+                if self._server.their_http_version == b"1.1":
+                    headers = _end_to_end(event.headers)
+                    await self._tell(h11.InformationalResponse(status_code=event.status_code, headers=headers))
+            elif isinstance(event, h11.Response):
+                headers = [*_end_to_end(event.headers), (b"Connection", b"close")]
+                status = event.status_code
+                await self._tell(h11.Response(status_code=status, reason=event.reason, headers=headers))
+            elif isinstance(event, h11.Data):
+                await self._tell(h11.Data(data=event.data))
+            elif isinstance(event, h11.EndOfMessage):
+                await self._tell(h11.EndOfMessage())
+                return
+            else:
+                raise h11.RemoteProtocolError("it ended before its response")
+
+    async def _tell(self, event: h11.Event) -> None:
+        data = self._server.send(event)
+        self.answered = True
+        if data:
+            await self._inside.write(data)
+
+
+def _end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """Without those that are about one connection, and without Host, which is written anew; with the length, where that holds."""
+    named = {name.strip().lower() for key, value in headers if key == b"connection" for name in value.split(b",")}
+    left_out = (named - {b"content-length"}) | _HOP | {b"host"}
+    if any(key == b"transfer-encoding" for key, _ in headers):
+        left_out |= {b"content-length"}
+    return [(key, value) for key, value in headers if key not in left_out and not key.startswith(b"proxy-")]
+
+
+async def _next(stream: Stream, machine: h11.Connection) -> object:
+    """The next event. Raises h11.RemoteProtocolError, OSError."""
+    while (event := machine.next_event()) is h11.NEED_DATA:
+        machine.receive_data(await stream.read())
+    return event
