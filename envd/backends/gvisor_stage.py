@@ -29,6 +29,7 @@ from typing import Any
 
 from envd.sandbox import linux, rootfs
 from envd.sandbox.cgroups import Cgroups, box_groups
+from envd.sandbox.wire import receive_fds
 
 AGENT_DIRECTORY = "/.envd"
 """Where a sandbox finds its agent."""
@@ -101,9 +102,7 @@ class Stage:
 
     def _take(self) -> None:
         try:
-            data, descriptors, _, _ = socket.recv_fds(
-                self._control, MAX_MESSAGE, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-            )
+            data, descriptors = receive_fds(self._control, MAX_MESSAGE, MAX_DESCRIPTORS)
         except ConnectionError:
             data, descriptors = b"", []
         if not data:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from envd.backends.base import BoxSpec
 from envd.errors import SandboxGone
 from envd.sandbox.proxy_port import PORT
+from envd.sandbox.wire import receive_fds
 
 _URL = f"http://127.0.0.1:{PORT}"
 _OWN = "localhost,127.0.0.1"
@@ -36,7 +37,7 @@ async def take_listener(channel: socket.socket) -> socket.socket:
         raise SandboxGone(f"the sandbox did not open its proxy's port within {_PATIENCE_S:g} s") from error
     finally:
         loop.remove_reader(channel)
-    _, fds, _, _ = socket.recv_fds(channel, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    _, fds = receive_fds(channel, 1, 1)
     if not fds:
         raise SandboxGone("the sandbox ended before it opened its proxy's port")
     listener = socket.socket(fileno=fds[0])

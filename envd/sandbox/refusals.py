@@ -20,7 +20,7 @@ import time
 from dataclasses import dataclass
 from typing import NoReturn
 
-from envd.sandbox import linux
+from envd.sandbox import linux, wire
 from envd.sandbox.syscalls import refusal_of
 
 _REPORTS = 4
@@ -96,7 +96,7 @@ def _answer_all(control: socket.socket, sandboxes: socket.socket) -> None:
     while True:
         for fd, events in poll.poll():
             if fd == sandboxes.fileno():
-                data, listeners, _, _ = socket.recv_fds(sandboxes, _MAX_NAME, 1)
+                data, listeners = wire.receive_fds(sandboxes, _MAX_NAME, 1)
                 if not data:
                     return  # the zygote has ended
                 for listener in listeners:

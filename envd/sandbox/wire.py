@@ -5,6 +5,7 @@ Both sides bound what they accept: code in a sandbox may have taken its agent ov
 
 from __future__ import annotations
 
+import array
 import json
 import socket
 import struct
@@ -13,6 +14,19 @@ from typing import Any
 HEAD = struct.Struct(">II")
 MAX_HEADER = 80 * 1024 * 1024
 MAX_BLOB = 64 * 1024 * 1024
+
+
+def receive_fds(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
+    """A datagram, and up to `most` descriptors that came with it, which no program that is started inherits.
+
+    socket.recv_fds of Python 3.11 ignores its flags: what it gives would be inherited.
+    """
+    descriptors = array.array("i")
+    data, beside, _, _ = sock.recvmsg(size, socket.CMSG_LEN(most * descriptors.itemsize), socket.MSG_CMSG_CLOEXEC)
+    for level, kind, content in beside:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(content[: len(content) // descriptors.itemsize * descriptors.itemsize])
+    return data, list(descriptors)
 
 
 def pack(header: dict[str, Any], blob: bytes = b"") -> bytes:

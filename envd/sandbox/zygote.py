@@ -109,7 +109,7 @@ class Zygote:
         os.chdir(WORKSPACE)
 
     def _serve_one(self) -> bool:
-        data, fds, _, _ = socket.recv_fds(self._control, 65536, 2, socket.MSG_CMSG_CLOEXEC)
+        data, fds = wire.receive_fds(self._control, 65536, 2)
         if not data:
             return False
         request = json.loads(data)
