@@ -3,9 +3,10 @@
     python -m envd.sandbox.zygote CONTROL_FD RUN_DIR NAME --backend namespaces|plain --role agent|verifier
 
 Control messages (JSON, one a datagram): {"id", "template", "host_name", "memory", "pids", "cpu", "disk"} with the sandbox's end of a
-socketpair attached, and where its proxy's port is to be open the end of another one (envd/sandbox/proxy_port.py); {"kill": id}. In the role `agent` the zygote says {"gone": id} of each sandbox of which nothing is left, and its watcher
-(envd/sandbox/refusals.py) says {"id", "refused", "count"} of system calls. When the control connection closes, the server is gone: the zygote
-kills what it forked, removes groups and directories, and ends.
+socketpair attached, and where its proxy's port is to be open the end of another one (envd/sandbox/proxy_port.py); {"kill": id}. In the
+role `agent` the zygote says {"gone": id} of each sandbox of which nothing is left, and its watcher (envd/sandbox/refusals.py) says
+{"id", "refused", "count"} of system calls. When the control connection closes, the server is gone: the zygote kills what it forked,
+removes groups and directories, and ends.
 """
 
 from __future__ import annotations

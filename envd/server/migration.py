@@ -101,7 +101,7 @@ class Migration:
             if isinstance(error, TimeoutError):
                 raise EnvdError(f"the state did not arrive within {MOVE_S:g} s: send it again") from error
             raise
-        live = await self._states.handed_over(self._restored(wanted, into, header))
+        live = await self._states.handed_over(self._restored(wanted, into, header), self._sandboxes.end)
         self._sandboxes.expire_in(live, header.expires_in_s)
         return live
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from contracts.pb import envd_pb2 as pb
 from envd.errors import EnvdError, Unsupported
@@ -23,6 +23,8 @@ from envd.server.admission import Wanted
 from envd.server.live import Live
 from envd.server.sandboxes import Sandboxes
 from envd.server.snapshots import link_tree, remove_tree
+
+T = TypeVar("T")
 
 
 class States:
@@ -45,28 +47,28 @@ class States:
 
     async def fork(self, live: Live) -> Live:
         """An independent copy. When the caller has gone meanwhile the copy is ended."""
-        return await self.handed_over(self._fork(live))
+        return await self.handed_over(self._fork(live), self._sandboxes.end)
 
     async def snapshot(self, live: Live) -> tuple[str, int, tuple[str, ...]]:
         """Keep its state: (snapshot id, bytes, what it does not hold). When the caller has gone meanwhile it is removed: nobody knows of it."""
-        task = self._sandboxes.background(self._snapshot(live))
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            task.add_done_callback(self._delete_unknown)
-            raise
+        return await self.handed_over(self._snapshot(live), lambda made: self._sandboxes.snapshots.delete(made[0]))
 
     async def restore(self, identity: str, limits: pb.Limits) -> Live:
         """A new sandbox from a snapshot. Limits that are named replace the snapshot's."""
-        return await self.handed_over(self._restore(identity, limits))
+        return await self.handed_over(self._restore(identity, limits), self._sandboxes.end)
 
-    async def handed_over(self, making: Coroutine[Any, Any, Live]) -> Live:
-        """A sandbox that is made for a caller. When it has gone meanwhile the sandbox is ended: nobody knows of it."""
+    async def handed_over(self, making: Coroutine[Any, Any, T], undo: Callable[[T], Coroutine[Any, Any, object]]) -> T:
+        """What is made for a caller. When it has gone meanwhile what was made is undone: nobody knows of it."""
+
+        def undone(task: asyncio.Task[T]) -> None:
+            if not task.cancelled() and task.exception() is None:
+                self._sandboxes.background(undo(task.result()))
+
         task = self._sandboxes.background(making)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            task.add_done_callback(self._end_unknown)
+            task.add_done_callback(undone)
             raise
 
     async def _pause(self, live: Live) -> None:
@@ -179,14 +181,6 @@ class States:
         assert live.box is not None
         await live.box.resume()
         live.box.guest.release()
-
-    def _delete_unknown(self, task: asyncio.Task[tuple[str, int, tuple[str, ...]]]) -> None:
-        if not task.cancelled() and task.exception() is None:
-            self._sandboxes.background(self._sandboxes.snapshots.delete(task.result()[0]))
-
-    def _end_unknown(self, task: asyncio.Task[Live]) -> None:
-        if not task.cancelled() and task.exception() is None:
-            self._sandboxes.background(self._sandboxes.end(task.result()))
 
 
 def require(live: Live, feature: str) -> None:

@@ -62,8 +62,7 @@ class Trail:
 
 def about(method: str, request: Any) -> dict[str, Any]:
     """What a call is about, in fields that may be told."""
-    if isinstance(request, Stream):
-        request = getattr(request.first, "header", None)
+    request = _head(request)
     if request is None:
         return {}
     said: dict[str, Any] = {}
@@ -120,9 +119,12 @@ def _runs_code(request: Any) -> bool:
 
 def _sandbox(request: Any) -> str:
     """The sandbox that a request names."""
-    if isinstance(request, Stream):
-        request = getattr(request.first, "header", None)
-    return str(getattr(request, "sandbox_id", ""))
+    return str(getattr(_head(request), "sandbox_id", ""))
+
+
+def _head(request: Any) -> Any:
+    """What says what a call is about: its message, or of a stream of them the first one's header; None where there is none."""
+    return getattr(request.first, "header", None) if isinstance(request, Stream) else request
 
 
 def _nothing(code: str) -> None:

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from envd.backends import namespaces, python_zygote
-from envd.backends.base import Box, BoxSpec
+from envd.backends.base import Backend, Box, BoxSpec
 from envd.backends.namespaces import NamespacesBackend
 from envd.backends.zygote_box import ZygoteBackend
 from envd.sandbox.linux import sandbox_owner
 from envd.types import Limits
 
 T = TypeVar("T")
+B = TypeVar("B", bound=Backend)
 FILES = {"calc.py": b"x = 1\n", "package/one.py": b"1\n", "package/two.py": b"2\n"}
 
 
@@ -43,23 +44,22 @@ def spec(run_dir: Path, limits: Limits | None = None, name: str = "test", **fiel
 def with_native(run_dir: Path, job: Callable[[NamespacesBackend], Awaitable[T]], pool: int = 0) -> T:
     """Run a coroutine with the backend on its native spawner."""
 
-    async def run() -> T:
+    async def started() -> NamespacesBackend:
         backend = await namespaces.start(run_dir, pool=pool)
         assert isinstance(backend, NamespacesBackend)
-        try:
-            async with asyncio.timeout(60):
-                return await job(backend)
-        finally:
-            await backend.stop()
+        return backend
 
-    return asyncio.run(run())
+    return _with(started, job)
 
 
 def with_python(run_dir: Path, job: Callable[[ZygoteBackend], Awaitable[T]]) -> T:
     """Run a coroutine with the backend on its Python zygote."""
+    return _with(lambda: python_zygote.start(run_dir), job)
 
+
+def _with(start: Callable[[], Awaitable[B]], job: Callable[[B], Awaitable[T]]) -> T:
     async def run() -> T:
-        backend = await python_zygote.start(run_dir)
+        backend = await start()
         try:
             async with asyncio.timeout(60):
                 return await job(backend)

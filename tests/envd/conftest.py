@@ -16,6 +16,7 @@ from envd.local import LocalEnvd
 from envd.native import spawner_binary
 from envd.native.build import build
 from envd.sandbox.cgroups import OWNED, remove_groups
+from tests.envd import agents
 from tests.envd.guests import KINDS, Guest, alive
 from tests.envd.harness import Harness
 
@@ -56,6 +57,14 @@ def native_helper(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("no C compiler: the native spawner can't be built")
     build()
     assert spawner_binary() is not None
+
+
+@pytest.fixture(params=agents.KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Of agent: the native one or Python's."""
+    if agents.missing(request.param):
+        pytest.skip("there is no native agent: no C compiler here, or it was not built")
+    return str(request.param)
 
 
 @pytest.fixture(params=KINDS)

@@ -24,20 +24,13 @@ from envd.sandbox.patch import without_files
 from envd.server.exporting import TOLD, Exporting
 from envd.server.guestdiff import guest_diff
 from envd.types import VerifyResult
-from tests.envd.agents import KINDS, missing, with_agent
+from tests.envd.agents import with_agent
 from tests.envd.harness import FILES, FIX, HIDDEN, TESTS, Harness
 from tests.envd.test_diff import TREES, build
 from tests.envd.verifying import Verifying
 
 RIGHT = "def add(a, b):\n    return a + b\n"
 STAMP = 1_000_000_000
-
-
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    if missing(request.param):
-        pytest.skip("there is no native agent: no C compiler here, or it was not built")
-    return str(request.param)
 
 
 @pytest.mark.parametrize(

@@ -19,17 +19,10 @@ from envd.sandbox.diff import OVERSIZED, workspace_diff
 from envd.server import guestdiff
 from envd.server.guestdiff import guest_diff
 from envd.tools.gitdiff import Effort, Side, TooLarge, patch_of
-from tests.envd.agents import KINDS, agent, missing, with_agent
+from tests.envd.agents import agent, with_agent
 from tests.envd.test_diff import TREES, build
 
 STAMP = 1_000_000_000
-
-
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    if missing(request.param):
-        pytest.skip("there is no native agent: no C compiler here, or it was not built")
-    return str(request.param)
 
 
 def prepared(directory: Path, files: dict[str, bytes]) -> tuple[Path, Path]:

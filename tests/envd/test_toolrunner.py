@@ -18,15 +18,8 @@ from envd.server import textsearch
 from envd.server.toolrunner import run_batch
 from envd.tools import Output, run_file_tool, textfile
 from envd.types import ToolCall, ToolResult
-from tests.envd.agents import KINDS, missing, with_agent
+from tests.envd.agents import with_agent
 from tests.envd.harness import FILES
-
-
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    if missing(request.param):
-        pytest.skip("there is no native agent: no C compiler here, or it was not built")
-    return str(request.param)
 
 
 @pytest.fixture
