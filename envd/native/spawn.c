@@ -153,6 +153,8 @@ static void greet(void)
 
 int main(int count, char **arguments)
 {
+    if (count == 2 && strcmp(arguments[1], "--print-filter") == 0)
+        return print_filter(STDOUT_FILENO) < 0;
     enum { MEMORY, PIDS, CPU, UNIFIED, LIMITS, OWNER, GROUP, RUN_DIR, KEEP };
     static const struct option options[] = {
         {"memory", 1, 0, MEMORY}, {"pids", 1, 0, PIDS},   {"cpu", 1, 0, CPU},     {"unified", 1, 0, UNIFIED}, {"unified-limits", 0, 0, LIMITS},

@@ -126,11 +126,16 @@ int landlock_abi(void);
 /* spawn_filter.c: seccomp; needs no_new_privs */
 void prepare_filter(void);                /* once, in the spawner: its children inherit it */
 int filter_calls(void);                   /* refused calls fail */
+int print_filter(int out);               /* the program of those, as an array of struct sock_filter */
 int filter_calls_watched(int *listener);  /* the holder of the listener answers them; it is -1 where kernels can't do that, and they fail */
 
 /* spawn_watch.c: a process that answers refused calls, so that no flood of them reaches the spawner */
 int watch_start(int control);                            /* the socket that listeners are given it by; -1 with errno */
 void watch_add(int watcher, uint32_t box, int listener);
+
+/* spawn_routing.c: in the watcher */
+int routing_prepare(void);
+int routing_open(pid_t pid, int type); /* a routing socket of that process's network; -1 with errno, also where it has many sockets */
 
 /* spawn_pass.c */
 ssize_t pass(int socket, const void *data, size_t size, int fd);                       /* fd: -1 for none */

@@ -63,12 +63,17 @@ static int enter(int base, const char *name)
     return put(base, name, "tasks", "0");
 }
 
+#define SOCKET_SHARE 8 /* of a sandbox's memory, what its sockets' buffers may hold beside it */
+
 static int make_memory(int base, const char *name, const struct request *wanted)
 {
     if (mkdirat(base, name, 0755) < 0 || put_number(base, name, "memory.limit_in_bytes", wanted->memory_bytes) < 0)
         return -1;
     if (put_number(base, name, "memory.memsw.limit_in_bytes", wanted->memory_bytes) < 0 && errno != ENOENT && errno != EACCES)
         return -1; /* a kernel without swap accounting has no such file */
+    /* v1 counts what sockets hold beside the rest; without a limit it does not count it at all */
+    if (put_number(base, name, "memory.kmem.tcp.limit_in_bytes", wanted->memory_bytes / SOCKET_SHARE) < 0 && errno != ENOENT)
+        return -1;
     return 0;
 }
 

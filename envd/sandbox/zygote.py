@@ -4,8 +4,7 @@
 
 Control messages (JSON, one a datagram): {"id", "template", "host_name", "memory", "pids", "cpu", "disk"} with the sandbox's end of a
 socketpair attached, and where its proxy's port is to be open the end of another one (envd/sandbox/proxy_port.py); {"kill": id}. In the
-role `agent` the zygote says {"gone": id} of each sandbox of which nothing is left, and its watcher (envd/sandbox/refusals.py) says
-{"id", "refused", "count"} of system calls. When the control connection closes, the server is gone: the zygote kills what it forked,
+role `agent` the zygote says {"gone": id} of each sandbox of which nothing is left. When the control connection closes, the server is gone: the zygote kills what it forked,
 removes groups and directories, and ends.
 """
 
@@ -30,8 +29,7 @@ from envd.sandbox.cgroups import Cgroups
 from envd.sandbox.entering import close_all_but, enter_copy, enter_namespaces
 from envd.sandbox.place import Place
 from envd.sandbox.proctree import descendants, kill_since, reap
-from envd.sandbox.refusals import Watcher
-from envd.sandbox.syscalls import prepare_filters
+from envd.sandbox.syscalls import prepare_filter
 from envd.tools.paths import WORKSPACE
 
 _OPEN_FILES = 1024
@@ -57,7 +55,6 @@ class Zygote:
         self._supervised = role == "verifier" and self._namespaces and self._owner == linux.SANDBOX_USER
         # Held open because the path is out of sight once this process has a root of its own.
         self._above_run_dir = os.open(run_dir.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._watcher: Watcher | None = None  # a verdict has no use for events: its own say what was tampered with
 
     def run(self) -> None:
         """Prepare, then fork on request until the server goes away."""
@@ -65,10 +62,8 @@ class Zygote:
             signal.signal(number, signal.SIG_IGN)  # the server decides; its end is ours
         linux.adopt_orphans()
         if self._namespaces:
+            prepare_filter()  # while its program is in sight
             self._own_root()
-            prepare_filters()
-            if self._role == "agent":
-                self._watcher = Watcher(self._control)
         if self._role == "verifier" and self._namespaces:
             from envd.sandbox.runner import inside_session
 
@@ -205,9 +200,7 @@ class Zygote:
     def _enter(self, request: dict[str, Any], proxy: socket.socket | None) -> Place:
         if not self._namespaces:
             return enter_copy(request, self._run_dir)
-        return enter_namespaces(
-            request, owner=self._owner, supervised=self._supervised, watcher=self._watcher, proxy=proxy
-        )
+        return enter_namespaces(request, owner=self._owner, supervised=self._supervised, proxy=proxy)
 
     def _kill(self, identity: str) -> None:
         """End a sandbox, whatever its agent does."""
@@ -275,8 +268,6 @@ class Zygote:
             if not self._boxes:
                 break
             time.sleep(0.005)
-        if self._watcher is not None:
-            self._watcher.stop()
         self._groups.close()
         shutil.rmtree(self._run_dir.name, ignore_errors=True, dir_fd=self._above_run_dir)
 
