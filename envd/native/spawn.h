@@ -17,7 +17,11 @@
 #define HIDDEN_TEMPLATES HIDDEN "/templates"
 #define HIDDEN_BOX HIDDEN "/box"     /* where a sandbox's tmpfs is while it is being set up */
 #define HIDDEN_LOWER HIDDEN "/lower" /* where its template is meanwhile */
+#define HIDDEN_VIEW HIDDEN "/view"   /* where its root is put together */
+#define HIDDEN_NONE HIDDEN "/none"   /* empty */
 #define MAX_NAME 96
+#define PATH_SIZE 1024
+#define MOST_SYSTEM 32
 #define CAPACITY 16384
 #define PROXY_PORT 3128 /* envd/backends/proxy_port.py has it too */
 
@@ -75,6 +79,8 @@ struct settings {
     uint32_t own_users; /* the first of the numbers that sandboxes' roots are; 0: they all are `owner` */
     int landlock;       /* the ABI, 0 where there is none */
     bool reuses;        /* berths are used again */
+    const char *system[MOST_SYSTEM]; /* directories that sandboxes see, by their paths */
+    size_t system_count;
 };
 
 /* What is costly to make and outlives a sandbox: control groups, a user number, a network namespace. Those of a sandbox that left no trace in
@@ -142,10 +148,14 @@ ssize_t pass(int socket, const void *data, size_t size, int fd);                
 ssize_t receive(int socket, void *data, size_t size, int flags, int fds[2]);           /* fds: those that came with it, else -1 */
 
 /* spawn_box.c */
-int mount_template(void); /* what is at HIDDEN_LOWER, at /.template, so that no mount names where it is on the host */
 int make_scratch(const struct berth *berth, const struct request *wanted); /* the detached tmpfs of a sandbox; -1 with errno */
 _Noreturn void run_box(const struct settings *settings, const struct request *wanted, const struct berth *berth, int stream, int archive,
                        int scratch, int sync);
+
+/* spawn_view.c, in process 1 */
+int mount_template(const char *target); /* what is at HIDDEN_LOWER, so that no mount names where it is on the host */
+/* NULL, or what it could not do: beginning with "e" words of their own, else errno says why. */
+const char *view_enter(const struct settings *settings, const struct request *wanted, const struct berth *berth, int scratch, int archive);
 
 /* spawn_archive.c */
 void archive_unpack(uint32_t owner, int archive, const char **failure); /* in process 1: into HIDDEN_BOX; failure: NULL, or words */

@@ -2,6 +2,7 @@
 #include "spawn_calls.h"
 
 #include <errno.h>
+#include <stdbool.h>
 #include <sys/socket.h>
 
 #define NONE UINT32_MAX
@@ -40,7 +41,8 @@ static struct refusal of_socket(const struct call *call, const struct seccomp_da
     uint32_t family = (uint32_t)asked->args[0];
     if (call->action == SOCKET && family == AF_NETLINK && (uint32_t)asked->args[2] == 0)
         return (struct refusal){call->name, EAFNOSUPPORT, (int)(uint32_t)asked->args[1]};
-    return (struct refusal){call->name, family == AF_INET || family == AF_INET6 ? EPROTONOSUPPORT : EAFNOSUPPORT, -1};
+    bool known = call->action == SOCKET && (family == AF_INET || family == AF_INET6);
+    return (struct refusal){call->name, known ? EPROTONOSUPPORT : EAFNOSUPPORT, -1};
 }
 
 static int error_of(const struct call *call, const struct seccomp_data *asked)

@@ -56,27 +56,28 @@ def prepare_base(run_dir: Path) -> None:
     linux.pivot_into(str(root))
 
 
-def prepare_shared_root(run_dir: Path) -> None:
-    """Build the root that the native spawner lives in and that its sandboxes get copies of, and move into it.
+def prepare_shared_root(run_dir: Path) -> list[str]:
+    """Build the root that the native spawner lives in and that its sandboxes see through overlays, and move into it. Returns its system directories.
 
-    What no sandbox may see is below /.scratch, which each sandbox unmounts: `templates`, `proc` (the host's), `box` and `lower` (for mounts).
-    Called once, in the spawner's fresh mount namespace.
+    What no sandbox may see is below /.scratch, which each sandbox unmounts: `templates`, `proc` (the host's), `box`, `lower` and `view` (for mounts),
+    `none` (empty). Called once, in the spawner's fresh mount namespace.
     """
     linux.mount("", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
     root = run_dir / "root"
     root.mkdir(exist_ok=True)
     linux.mount("tmpfs", str(root), "tmpfs", linux.MS_NOSUID, "mode=755,size=16m")
-    fill_base(root)
+    system = fill_base(root)
     (root / "dev/pts").mkdir()
     (root / "dev/ptmx").symlink_to("pts/ptmx")
     hidden = root / ".scratch"
     linux.mount("tmpfs", str(hidden), "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "mode=700,size=64k")
-    for name in ("templates", "proc", "box", "lower"):
+    for name in ("templates", "proc", "box", "lower", "view", "none"):
         (hidden / name).mkdir()
     _bind_read_only(str(run_dir / "templates"), hidden / "templates")
     linux.mount("/proc", str(hidden / "proc"), flags=linux.MS_BIND | linux.MS_REC)
     linux.mount("", str(root), flags=linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID)
     linux.pivot_into(str(root))
+    return system
 
 
 def enter(template: str, disk_bytes: int) -> None:
@@ -97,18 +98,21 @@ def enter(template: str, disk_bytes: int) -> None:
     Path("/tmp").chmod(0o1777)
 
 
-def fill_base(base: Path) -> None:
-    """Put all that a sandbox sees and does not own into a directory of a private mount namespace."""
+def fill_base(base: Path) -> list[str]:
+    """Put all that a sandbox sees and does not own into a directory of a private mount namespace. Returns the paths of what is mounted there."""
     _skeleton(base)
+    system = python_directories()
     for name in _SYSTEM:
         source = Path("/") / name
         if source.is_symlink():
             (base / name).symlink_to(source.readlink())
         elif source.is_dir():
             _bind_read_only(str(source), base / name)
+            system.append(str(source))
     for path in python_directories():
         _bind_read_only(path, base / path.lstrip("/"))
     _devices(base / "dev")
+    return sorted(system)
 
 
 def _skeleton(base: Path) -> None:
