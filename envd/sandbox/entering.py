@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ def enter_namespaces(
     *,
     owner: int,
     supervised: bool,
+    system: Iterable[str],
     proxy: socket.socket | None = None,
 ) -> Place:
     """As process 1 of new namespaces whose users are mapped: see the template, keep no privilege. Raises OSError.
 
-    owner: the host's user that its root is. supervised: go on as the sandbox's supervisor instead of its root. proxy: where the listener of its proxy's port is sent.
+    owner: the host's user that its root is. supervised: go on as the sandbox's supervisor instead of its root. system: its system
+    directories. proxy: where the listener of its proxy's port is sent.
     """
     linux.unshare(linux.CLONE_NEWCGROUP)  # its groups' place on the host is nobody's business
     os.setresgid(0, 0, 0)
@@ -32,7 +35,7 @@ def enter_namespaces(
     if owner == linux.SANDBOX_USER:
         os.setgroups([])
     socket.sethostname(request.get("host_name", "sandbox"))
-    rootfs.enter(request["template"], request["disk"])
+    rootfs.enter(request["template"], request["disk"], system)
     linux.raise_loopback()
     if proxy is not None:
         offer_listener(proxy)

@@ -11,8 +11,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from envd.sandbox import linux
@@ -34,19 +36,19 @@ def python_directories() -> list[str]:
     return [path for path in outside if not any(path.startswith(other + "/") for other in outside)]
 
 
-def prepare_base(run_dir: Path) -> None:
-    """Build the zygote's own root and move into it: `/base` (what sandboxes see), `/templates`, `/proc`, `/mnt`.
+def prepare_base(run_dir: Path) -> list[str]:
+    """Build the zygote's own root and move into it: `/base` (what sandboxes see through overlays), `/templates`, `/proc`, `/mnt`, `/none` (empty).
 
-    Called once, in the zygote's fresh mount namespace.
+    Returns the system directories of what sandboxes see. Called once, in the zygote's fresh mount namespace.
     """
     linux.mount("", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
     root = run_dir / "root"
     root.mkdir(exist_ok=True)
     linux.mount("tmpfs", str(root), "tmpfs", linux.MS_NOSUID, "mode=755,size=16m")
-    for name in ("base", "templates", "proc", "mnt", "dev", "workspace"):
+    for name in ("base", "templates", "proc", "mnt", "none", "dev", "workspace"):
         (root / name).mkdir()
     base = root / "base"
-    fill_base(base)
+    system = fill_base(base)
     _bind_read_only(str(run_dir / "templates"), root / "templates")
     linux.mount("/proc", str(root / "proc"), flags=linux.MS_BIND | linux.MS_REC)
     _devices(root / "dev")
@@ -54,6 +56,7 @@ def prepare_base(run_dir: Path) -> None:
     flags = linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID
     linux.mount("", str(base), flags=flags)
     linux.pivot_into(str(root))
+    return system
 
 
 def prepare_shared_root(run_dir: Path) -> list[str]:
@@ -80,11 +83,20 @@ def prepare_shared_root(run_dir: Path) -> list[str]:
     return system
 
 
-def enter(template: str, disk_bytes: int) -> None:
-    """Mount a sandbox's view and make it the root. Called in the sandbox's fresh namespaces, still privileged there."""
+def enter(template: str, disk_bytes: int, system: Iterable[str]) -> None:
+    """Mount a sandbox's view and make it the root. Called in the sandbox's fresh namespaces, still privileged there.
+
+    system: its system directories. What sandboxes share is seen through overlays, so that each has inodes of its own: locks and notifications on
+    system files end at the sandbox (envd/native/spawn_view.c does the same).
+    """
     linux.mount("", "/", flags=linux.MS_REC | linux.MS_SLAVE)
-    linux.mount("/base", "/mnt", flags=linux.MS_BIND | linux.MS_REC)
     safe = linux.MS_NOSUID | linux.MS_NODEV
+    _see("/base", "/mnt", linux.MS_NOSUID)
+    for path in system:
+        _see(f"/base{path}", f"/mnt{path}", safe)
+    if not Path("/mnt/dev/null").is_char_device():  # without privilege devices are the host's
+        for name in DEVICES:
+            linux.mount(f"/base/dev/{name}", f"/mnt/dev/{name}", flags=linux.MS_BIND)
     linux.mount("tmpfs", "/mnt/.scratch", "tmpfs", safe, f"size={disk_bytes},mode=755,nr_inodes=65536")
     for name in ("upper", "work", "tmp"):
         Path(f"/mnt/.scratch/{name}").mkdir()
@@ -96,6 +108,11 @@ def enter(template: str, disk_bytes: int) -> None:
     linux.mount("proc", "/mnt/proc", "proc", safe | linux.MS_NOEXEC)
     linux.pivot_into("/mnt")
     Path("/tmp").chmod(0o1777)
+
+
+def _see(source: str, target: str, flags: int) -> None:
+    lower = re.sub(r"([\\:,])", r"\\\1", source)
+    linux.mount("overlay", target, "overlay", flags | linux.MS_RDONLY, f"lowerdir={lower}:/none,userxattr")
 
 
 def fill_base(base: Path) -> list[str]:

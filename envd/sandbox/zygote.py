@@ -51,6 +51,7 @@ class Zygote:
         self._groups = Cgroups(name)
         self._left: dict[str, float] = {}  # ended, its group not removed yet -> when the server is told all the same
         self._owner = linux.sandbox_owner()
+        self._system: list[str] = []  # directories of the host's that sandboxes see
         # what judges runs as another user than what is judged, where there are two
         self._supervised = role == "verifier" and self._namespaces and self._owner == linux.SANDBOX_USER
         # Held open because the path is out of sight once this process has a root of its own.
@@ -101,7 +102,7 @@ class Zygote:
             Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
             Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
         linux.unshare(linux.CLONE_NEWNS)
-        rootfs.prepare_base(self._run_dir)
+        self._system = rootfs.prepare_base(self._run_dir)
         os.chdir(WORKSPACE)
 
     def _serve_one(self) -> bool:
@@ -200,7 +201,9 @@ class Zygote:
     def _enter(self, request: dict[str, Any], proxy: socket.socket | None) -> Place:
         if not self._namespaces:
             return enter_copy(request, self._run_dir)
-        return enter_namespaces(request, owner=self._owner, supervised=self._supervised, proxy=proxy)
+        return enter_namespaces(
+            request, owner=self._owner, supervised=self._supervised, system=self._system, proxy=proxy
+        )
 
     def _kill(self, identity: str) -> None:
         """End a sandbox, whatever its agent does."""
