@@ -23,7 +23,7 @@
 #define PATH_SIZE 1024
 #define MOST_SYSTEM 32
 #define CAPACITY 16384
-#define PROXY_PORT 3128 /* envd/backends/proxy_port.py has it too */
+#define PROXY_PORT 3128 /* envd/backends/proxied.py has it too */
 
 enum request_kind {
     REQUEST_CREATE = 1,   /* descriptors: the agent's stream; with FLAG_RESTORE also the archive to read */

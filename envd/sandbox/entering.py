@@ -11,34 +11,24 @@ from typing import Any
 
 from envd.sandbox import linux, rootfs
 from envd.sandbox.place import Place, prepare_process, sandbox_environment
-from envd.sandbox.proxy_port import offer_listener
 from envd.sandbox.syscalls import filter_calls
 from envd.tools.paths import WORKSPACE
 
 
-def enter_namespaces(
-    request: dict[str, Any],
-    *,
-    owner: int,
-    supervised: bool,
-    system: Iterable[str],
-    proxy: socket.socket | None = None,
-) -> Place:
+def enter_namespaces(request: dict[str, Any], *, owner: int, supervised: bool, system: Iterable[str]) -> Place:
     """As process 1 of new namespaces whose users are mapped: see the template, keep no privilege. Raises OSError.
 
     owner: the host's user that its root is. supervised: go on as the sandbox's supervisor instead of its root. system: its system
-    directories. proxy: where the listener of its proxy's port is sent.
+    directories.
     """
     linux.unshare(linux.CLONE_NEWCGROUP)  # its groups' place on the host is nobody's business
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
     if owner == linux.SANDBOX_USER:
         os.setgroups([])
-    socket.sethostname(request.get("host_name", "sandbox"))
+    socket.sethostname("sandbox")
     rootfs.enter(request["template"], request["disk"], system)
     linux.raise_loopback()
-    if proxy is not None:
-        offer_listener(proxy)
     if supervised:
         linux.become_supervisor()
     else:
@@ -74,4 +64,3 @@ def close_all_but(keep: int) -> None:
     """Close every descriptor but the standard ones and this one: the others are the zygote's."""
     os.closerange(3, keep)
     os.closerange(keep + 1, 65536)
-

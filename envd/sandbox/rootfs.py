@@ -37,26 +37,37 @@ def python_directories() -> list[str]:
 
 
 def prepare_base(run_dir: Path) -> list[str]:
-    """Build the zygote's own root and move into it: `/base` (what sandboxes see through overlays), `/templates`, `/proc`, `/mnt`, `/none` (empty).
+    """Build the zygote's own root and move into it.
 
-    Returns the system directories of what sandboxes see. Called once, in the zygote's fresh mount namespace.
+    `/base` and `/system` are what sandboxes see through overlays: apart, since a user namespace may not look below the mounts of another one.
+    Beside them are `/devices`, `/templates`, `/proc`, `/mnt` and `/none` (empty). Returns the system directories of what sandboxes see. Called once,
+    in the zygote's fresh mount namespace.
     """
     linux.mount("", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
     root = run_dir / "root"
     root.mkdir(exist_ok=True)
     linux.mount("tmpfs", str(root), "tmpfs", linux.MS_NOSUID, "mode=755,size=16m")
-    for name in ("base", "templates", "proc", "mnt", "none", "dev", "workspace"):
+    for name in ("base", "system", "devices", "templates", "proc", "mnt", "none", "dev", "workspace"):
         (root / name).mkdir()
-    base = root / "base"
-    system = fill_base(base)
+    system = fill_base(root / "base", root / "system")
     _bind_read_only(str(run_dir / "templates"), root / "templates")
     linux.mount("/proc", str(root / "proc"), flags=linux.MS_BIND | linux.MS_REC)
+    for name in DEVICES:
+        (root / "base/dev" / name).touch()
     _devices(root / "dev")
-    linux.mount(str(base), str(base), flags=linux.MS_BIND | linux.MS_REC)
-    flags = linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID
-    linux.mount("", str(base), flags=flags)
     linux.pivot_into(str(root))
     return system
+
+
+def make_devices() -> None:
+    """Mount device files of its own for the next sandbox: before it is forked, since only the host's root can make them."""
+    linux.mount("tmpfs", "/devices", "tmpfs", linux.MS_NOSUID | linux.MS_NOEXEC, "mode=755,size=64k")
+    _devices(Path("/devices"))
+
+
+def forget_devices() -> None:
+    """Leave them to the sandbox, which has a copy of that mount."""
+    linux.unmount("/devices")
 
 
 def prepare_shared_root(run_dir: Path) -> list[str]:
@@ -69,7 +80,8 @@ def prepare_shared_root(run_dir: Path) -> list[str]:
     root = run_dir / "root"
     root.mkdir(exist_ok=True)
     linux.mount("tmpfs", str(root), "tmpfs", linux.MS_NOSUID, "mode=755,size=16m")
-    system = fill_base(root)
+    system = fill_base(root, root)
+    _devices(root / "dev")
     (root / "dev/pts").mkdir()
     (root / "dev/ptmx").symlink_to("pts/ptmx")
     hidden = root / ".scratch"
@@ -93,10 +105,9 @@ def enter(template: str, disk_bytes: int, system: Iterable[str]) -> None:
     safe = linux.MS_NOSUID | linux.MS_NODEV
     _see("/base", "/mnt", linux.MS_NOSUID)
     for path in system:
-        _see(f"/base{path}", f"/mnt{path}", safe)
-    if not Path("/mnt/dev/null").is_char_device():  # without privilege devices are the host's
-        for name in DEVICES:
-            linux.mount(f"/base/dev/{name}", f"/mnt/dev/{name}", flags=linux.MS_BIND)
+        _see(f"/system{path}", f"/mnt{path}", safe)
+    for name in DEVICES:
+        linux.mount(f"/devices/{name}", f"/mnt/dev/{name}", flags=linux.MS_BIND)
     linux.mount("tmpfs", "/mnt/.scratch", "tmpfs", safe, f"size={disk_bytes},mode=755,nr_inodes=65536")
     for name in ("upper", "work", "tmp"):
         Path(f"/mnt/.scratch/{name}").mkdir()
@@ -115,8 +126,11 @@ def _see(source: str, target: str, flags: int) -> None:
     linux.mount("overlay", target, "overlay", flags | linux.MS_RDONLY, f"lowerdir={lower}:/none,userxattr")
 
 
-def fill_base(base: Path) -> list[str]:
-    """Put all that a sandbox sees and does not own into a directory of a private mount namespace. Returns the paths of what is mounted there."""
+def fill_base(base: Path, mounts: Path) -> list[str]:
+    """Put all that a sandbox sees and does not own into a directory of a private mount namespace, devices aside. Returns its system directories.
+
+    mounts: below this they are bound; base has directories of these names.
+    """
     _skeleton(base)
     system = python_directories()
     for name in _SYSTEM:
@@ -124,11 +138,10 @@ def fill_base(base: Path) -> list[str]:
         if source.is_symlink():
             (base / name).symlink_to(source.readlink())
         elif source.is_dir():
-            _bind_read_only(str(source), base / name)
             system.append(str(source))
-    for path in python_directories():
-        _bind_read_only(path, base / path.lstrip("/"))
-    _devices(base / "dev")
+    for path in system:
+        (base / path.lstrip("/")).mkdir(parents=True, exist_ok=True)
+        _bind_read_only(path, mounts / path.lstrip("/"))
     return sorted(system)
 
 
@@ -136,6 +149,10 @@ def _skeleton(base: Path) -> None:
     for name in ("proc", "dev", "tmp", "etc", "workspace", ".template", ".scratch", "run", "var", "root"):
         (base / name).mkdir(parents=True)
     (base / "var/tmp").symlink_to("/tmp")
+    (base / "dev/shm").symlink_to("/tmp")
+    (base / "dev/fd").symlink_to("/proc/self/fd")
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        (base / "dev" / name).symlink_to(f"/proc/self/fd/{number}")
     etc = base / "etc"
     (etc / "passwd").write_text(_PASSWD)
     (etc / "group").write_text(_GROUP)
@@ -153,13 +170,9 @@ def _devices(dev: Path) -> None:
         try:
             os.mknod(dev / name, 0o20666, os.makedev(major, minor))
             (dev / name).chmod(0o666)
-        except PermissionError:
+        except PermissionError:  # without privilege they are the host's
             (dev / name).touch()
             linux.mount(f"/dev/{name}", str(dev / name), flags=linux.MS_BIND)
-    (dev / "shm").symlink_to("/tmp")
-    (dev / "fd").symlink_to("/proc/self/fd")
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        (dev / name).symlink_to(f"/proc/self/fd/{number}")
 
 
 def _bind_read_only(source: str, target: Path) -> None:
