@@ -125,7 +125,7 @@ static int prepare(uint32_t keep)
     network_prepare();
     settings.landlock = landlock_abi();
     settings.own_users = users_prepare(settings.owner);
-    int watcher = watch_start(control);
+    int watcher = watch_start(control, &settings.groups);
     if (watcher < 0 || sigprocmask(SIG_BLOCK, &child, NULL) < 0)
         return -1;
     loop = epoll_create1(EPOLL_CLOEXEC);

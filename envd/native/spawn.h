@@ -52,8 +52,9 @@ enum report_kind {
     REPORT_READY = 1,    /* once, at the start; words: the limits that are enforced and the walls that stand, by spaces */
     REPORT_STARTED = 2,  /* value: its process 1; words: the name of its control groups, and the microseconds of CPU time that they counted before */
     REPORT_FAILED = 3,   /* it could not be set up; words say why; REPORT_ENDED follows */
-    REPORT_ENDED = 4,    /* nothing is left of it: value: the wait status of process 1; words: how often limits were hit, as `memory N pids N` */
+    REPORT_ENDED = 4,    /* nothing is left of it: value: the wait status of process 1; words: how often limits were hit, as `memory N pids N sockets N` */
     REPORT_ARCHIVED = 5, /* value: 0, or what went wrong: words */
+    REPORT_SOCKETS = 7,  /* it is ended, since its sockets held more than it may have */
     REPORT_REFUSED = 6,  /* words: a system call that it was refused (spawn_calls.h); value: how many were since the last such report */
 };
 
@@ -64,6 +65,7 @@ struct report {
     char words[240];
 };
 
+#define SOCKET_SHARE 8 /* of a sandbox's memory, what its sockets' buffers may hold beside it where that is counted apart */
 #define CPU_PERIOD_US 100000
 
 /* Directory descriptors of our own groups, -1 where there is none. */
@@ -109,6 +111,7 @@ int groups_enter(const struct groups *groups, const struct berth *berth, const s
 int groups_remove(const struct groups *groups, const char *name); /* EBUSY: its last process is not gone yet */
 void groups_remove_all(const struct groups *groups);
 void groups_events(const struct groups *groups, const char *name, char *words, size_t size);
+unsigned long long groups_socket_bytes(const struct groups *groups, const char *name, unsigned long long *memory); /* charged; memory: with it */
 bool groups_clean(const struct groups *groups, const char *name, uint64_t *used_us); /* whether it is as good as new but for CPU time */
 
 /* spawn_network.c */
@@ -135,9 +138,21 @@ int filter_calls(void);                   /* refused calls fail */
 int print_filter(int out);               /* the program of those, as an array of struct sock_filter */
 int filter_calls_watched(int *listener);  /* the holder of the listener answers them; it is -1 where kernels can't do that, and they fail */
 
+/* A sandbox as the watcher knows it. */
+struct tenant {
+    uint32_t box;
+    pid_t pid; /* its process 1 */
+    uint64_t memory_bytes;
+    char group[24];
+};
+
 /* spawn_watch.c: a process that answers refused calls, so that no flood of them reaches the spawner */
-int watch_start(int control);                            /* the socket that listeners are given it by; -1 with errno */
-void watch_add(int watcher, uint32_t box, int listener);
+int watch_start(int control, const struct groups *groups); /* the socket that listeners are given it by; -1 with errno */
+void watch_add(int watcher, const struct tenant *tenant, int listener);
+
+/* spawn_sockets.c: in the watcher */
+bool sockets_worth_a_look(void); /* whether any sandbox can hold much */
+bool sockets_pass_limit(const struct groups *groups, const struct tenant *tenant);
 
 /* spawn_routing.c: in the watcher */
 int routing_prepare(void);

@@ -126,8 +126,10 @@ static void started(uint32_t i, int listener)
 {
     char words[64];
     const struct berth *berth = table->boxes[i].berth;
+    struct tenant tenant = {.box = table->ids[i], .pid = table->pids[i], .memory_bytes = berth->memory_bytes};
+    memcpy(tenant.group, berth->name, sizeof tenant.group);
     if (listener >= 0)
-        watch_add(watcher, table->ids[i], listener);
+        watch_add(watcher, &tenant, listener);
     snprintf(words, sizeof words, "%s %llu", berth->name, (unsigned long long)berth->used_us);
     report(REPORT_STARTED, table->ids[i], table->pids[i], words);
     table->boxes[i].again = settings->reuses;

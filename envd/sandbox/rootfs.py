@@ -54,7 +54,7 @@ def prepare_base(run_dir: Path) -> list[str]:
     linux.mount("/proc", str(root / "proc"), flags=linux.MS_BIND | linux.MS_REC)
     for name in DEVICES:
         (root / "base/dev" / name).touch()
-    _devices(root / "dev")
+    fill_devices(root / "dev")
     linux.pivot_into(str(root))
     return system
 
@@ -62,7 +62,7 @@ def prepare_base(run_dir: Path) -> list[str]:
 def make_devices() -> None:
     """Mount device files of its own for the next sandbox: before it is forked, since only the host's root can make them."""
     linux.mount("tmpfs", "/devices", "tmpfs", linux.MS_NOSUID | linux.MS_NOEXEC, "mode=755,size=64k")
-    _devices(Path("/devices"))
+    fill_devices(Path("/devices"))
 
 
 def forget_devices() -> None:
@@ -81,7 +81,7 @@ def prepare_shared_root(run_dir: Path) -> list[str]:
     root.mkdir(exist_ok=True)
     linux.mount("tmpfs", str(root), "tmpfs", linux.MS_NOSUID, "mode=755,size=16m")
     system = fill_base(root, root)
-    _devices(root / "dev")
+    fill_devices(root / "dev")
     (root / "dev/pts").mkdir()
     (root / "dev/ptmx").symlink_to("pts/ptmx")
     hidden = root / ".scratch"
@@ -165,7 +165,8 @@ def _skeleton(base: Path) -> None:
         shutil.copytree("/etc/alternatives", etc / "alternatives", symlinks=True)
 
 
-def _devices(dev: Path) -> None:
+def fill_devices(dev: Path) -> None:
+    """Make the device files that a sandbox has. Raises OSError."""
     for name, (major, minor) in DEVICES.items():
         try:
             os.mknod(dev / name, 0o20666, os.makedev(major, minor))
