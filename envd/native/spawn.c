@@ -125,8 +125,8 @@ static int prepare(uint32_t keep)
     network_prepare();
     settings.landlock = landlock_abi();
     settings.own_users = users_prepare(settings.owner);
-    int watcher = watch_start(control, &settings.groups);
-    if (watcher < 0 || sigprocmask(SIG_BLOCK, &child, NULL) < 0)
+    int watcher = watch_start(control), looker = watcher < 0 ? -1 : sockets_start(control, &settings.groups);
+    if (looker < 0 || sigprocmask(SIG_BLOCK, &child, NULL) < 0)
         return -1;
     loop = epoll_create1(EPOLL_CLOEXEC);
     int children = signalfd(-1, &child, SFD_CLOEXEC | SFD_NONBLOCK);
@@ -136,7 +136,7 @@ static int prepare(uint32_t keep)
         || epoll_ctl(loop, EPOLL_CTL_ADD, children, &of_children) < 0)
         return -1;
     settings.reuses = keep > 0;
-    if (berths_prepare(&settings, keep) < 0 || life_prepare(&settings, control, loop, watcher) < 0)
+    if (berths_prepare(&settings, keep) < 0 || life_prepare(&settings, control, loop, watcher, looker) < 0)
         return -1;
     return children;
 }

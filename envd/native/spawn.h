@@ -111,7 +111,7 @@ int groups_enter(const struct groups *groups, const struct berth *berth, const s
 int groups_remove(const struct groups *groups, const char *name); /* EBUSY: its last process is not gone yet */
 void groups_remove_all(const struct groups *groups);
 void groups_events(const struct groups *groups, const char *name, char *words, size_t size);
-unsigned long long groups_socket_bytes(const struct groups *groups, const char *name, unsigned long long *memory); /* charged; memory: with it */
+unsigned long long groups_socket_bytes(const struct groups *groups, const char *name); /* that are charged to it */
 bool groups_clean(const struct groups *groups, const char *name, uint64_t *used_us); /* whether it is as good as new but for CPU time */
 
 /* spawn_network.c */
@@ -138,7 +138,7 @@ int filter_calls(void);                   /* refused calls fail */
 int print_filter(int out);               /* the program of those, as an array of struct sock_filter */
 int filter_calls_watched(int *listener);  /* the holder of the listener answers them; it is -1 where kernels can't do that, and they fail */
 
-/* A sandbox as the watcher knows it. */
+/* A sandbox as whoever looks at its sockets knows it. */
 struct tenant {
     uint32_t box;
     pid_t pid; /* its process 1 */
@@ -147,12 +147,12 @@ struct tenant {
 };
 
 /* spawn_watch.c: a process that answers refused calls, so that no flood of them reaches the spawner */
-int watch_start(int control, const struct groups *groups); /* the socket that listeners are given it by; -1 with errno */
-void watch_add(int watcher, const struct tenant *tenant, int listener);
+int watch_start(int control);                            /* the socket that listeners are given it by; -1 with errno */
+void watch_add(int watcher, uint32_t box, int listener);
 
-/* spawn_sockets.c: in the watcher */
-bool sockets_worth_a_look(void); /* whether any sandbox can hold much */
-bool sockets_pass_limit(const struct groups *groups, const struct tenant *tenant);
+/* spawn_sockets.c: a process that ends sandboxes whose sockets hold too much */
+int sockets_start(int control, const struct groups *groups); /* the socket that it is told of sandboxes by; -1 with errno */
+void sockets_add(int looker, const struct tenant *tenant);
 
 /* spawn_routing.c: in the watcher */
 int routing_prepare(void);
@@ -178,7 +178,7 @@ void archive_write(uint32_t id, int scratch, int out);                  /* in a 
 void archive_reaped(pid_t pid, int status);                             /* a child of ours that is no sandbox has ended */
 
 /* spawn_life.c: the sandboxes there are. Reports go to `control`, events of sandboxes come by `loop`, listeners go to `watcher`. */
-int life_prepare(const struct settings *settings, int control, int loop, int watcher);
+int life_prepare(const struct settings *settings, int control, int loop, int watcher, int looker);
 void life_create(const struct request *wanted, int stream, int source);
 void life_hear(uint32_t id); /* its process 1 has said something */
 void life_end(uint32_t id, bool changed);

@@ -145,15 +145,9 @@ void groups_events(const struct groups *groups, const char *name, char *words, s
     snprintf(words, size, "memory %llu pids %llu sockets %llu", count(memory, name, file, "oom_kill "), count(pids, name, "pids.events", "max "), sockets);
 }
 
-unsigned long long groups_socket_bytes(const struct groups *groups, const char *name, unsigned long long *memory)
+unsigned long long groups_socket_bytes(const struct groups *groups, const char *name)
 {
-    if (groups->unified_limits) {
-        *memory = count(groups->unified, name, "memory.current", "");
-        return count(groups->unified, name, "memory.stat", "sock ");
-    }
-    unsigned long long charged = count(groups->memory, name, SOCKETS "usage_in_bytes", "");
-    *memory = count(groups->memory, name, "memory.usage_in_bytes", "") + charged;
-    return charged;
+    return groups->unified_limits ? count(groups->unified, name, "memory.stat", "sock ") : count(groups->memory, name, SOCKETS "usage_in_bytes", "");
 }
 
 #define LEFT_OVER (2u * 1024 * 1024) /* bytes: what the kernel has cached for a group, and gives back under pressure */

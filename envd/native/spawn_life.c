@@ -18,7 +18,7 @@
 #define NAMESPACES (CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS) /* its network and user are made by itself, meanwhile */
 
 static const struct settings *settings;
-static int control = -1, loop = -1, watcher = -1;
+static int control = -1, loop = -1, watcher = -1, looker = -1;
 
 static int64_t now_ms(void)
 {
@@ -128,8 +128,9 @@ static void started(uint32_t i, int listener)
     const struct berth *berth = table->boxes[i].berth;
     struct tenant tenant = {.box = table->ids[i], .pid = table->pids[i], .memory_bytes = berth->memory_bytes};
     memcpy(tenant.group, berth->name, sizeof tenant.group);
+    sockets_add(looker, &tenant);
     if (listener >= 0)
-        watch_add(watcher, &tenant, listener);
+        watch_add(watcher, table->ids[i], listener);
     snprintf(words, sizeof words, "%s %llu", berth->name, (unsigned long long)berth->used_us);
     report(REPORT_STARTED, table->ids[i], table->pids[i], words);
     table->boxes[i].again = settings->reuses;
@@ -260,12 +261,13 @@ void life_create(const struct request *wanted, int stream, int source)
     }
 }
 
-int life_prepare(const struct settings *given, int to_server, int of_events, int to_watcher)
+int life_prepare(const struct settings *given, int to_server, int of_events, int to_watcher, int to_looker)
 {
     settings = given;
     control = to_server;
     loop = of_events;
     watcher = to_watcher;
+    looker = to_looker;
     return table_prepare();
 }
 

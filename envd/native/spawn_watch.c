@@ -1,4 +1,4 @@
-/* Answers sandboxes' refused system calls, tells the server of them, and looks at what their sockets hold, in a process of its own: code that makes a million of them waits for each,
+/* Answers sandboxes' refused system calls and tells the server of them, in a process of its own: code that makes a million of them waits for each,
  * and takes no time from the spawner. It ends with the spawner. */
 #include <errno.h>
 #include <fcntl.h>
@@ -11,7 +11,6 @@
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -21,15 +20,9 @@
 #define REPORTS 4       /* of one sandbox in a second */
 #define POLITE 10       /* how nice it is */
 
-#define LOOK_MS 20      /* between looks at what sockets hold; and they take at most one part in LOOK_SHARE of the time */
-#define LOOK_SHARE 20
-
 struct watched {
     int listener;
-    int process; /* its process 1 */
-    struct tenant tenant;
-    bool ended; /* by us */
-    struct watched *next, *before;
+    uint32_t box;
     time_t second;
     uint32_t said; /* reports in that second */
     uint32_t calls; /* since the last report */
@@ -46,7 +39,7 @@ static void tell(int control, struct watched *watched, const char *call)
     }
     if (watched->said++ >= REPORTS)
         return;
-    struct report said = {.kind = REPORT_REFUSED, .box = watched->tenant.box, .value = watched->calls};
+    struct report said = {.kind = REPORT_REFUSED, .box = watched->box, .value = watched->calls};
     snprintf(said.words, sizeof said.words, "%s", call);
     if (send(control, &said, sizeof said, MSG_NOSIGNAL | MSG_DONTWAIT) == sizeof said)
         watched->calls = 0; /* else the server is behind: it is told with the next */
@@ -84,24 +77,11 @@ static bool answer(int control, struct watched *watched, uint32_t events)
     return true;
 }
 
-static struct watched *all;
-
-static void forget(struct watched *watched)
-{
-    *(watched->before ? &watched->before->next : &all) = watched->next;
-    if (watched->next)
-        watched->next->before = watched->before;
-    close(watched->listener);
-    if (watched->process >= 0)
-        close(watched->process);
-    free(watched);
-}
-
 static void add(int loop, int socket)
 {
-    struct tenant tenant;
+    uint32_t box;
     int fds[2];
-    ssize_t size = receive(socket, &tenant, sizeof tenant, 0, fds);
+    ssize_t size = receive(socket, &box, sizeof box, 0, fds);
     if (size == 0 || (size < 0 && errno != EINTR))
         _exit(0); /* the spawner has ended */
     int listener = fds[0];
@@ -111,60 +91,35 @@ static void add(int loop, int socket)
             close(listener);
         return;
     }
-    *watched = (struct watched){.listener = listener, .tenant = tenant, .next = all};
-    watched->process = (int)syscall(SYS_pidfd_open, tenant.pid, 0);
-    if (all)
-        all->before = watched;
-    all = watched;
+    *watched = (struct watched){.listener = listener, .box = box};
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = watched};
-    if (epoll_ctl(loop, EPOLL_CTL_ADD, listener, &event) < 0)
-        forget(watched);
+    if (epoll_ctl(loop, EPOLL_CTL_ADD, listener, &event) < 0) {
+        close(listener);
+        free(watched);
+    }
 }
 
-static int64_t now_ms(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
-}
-
-/* Ends those whose sockets hold too much. Returns when to look again. */
-static int64_t look(int control, const struct groups *groups)
-{
-    int64_t began = now_ms();
-    if (sockets_worth_a_look())
-        for (struct watched *each = all; each; each = each->next)
-            if (!each->ended && each->process >= 0 && sockets_pass_limit(groups, &each->tenant)) {
-                struct report said = {.kind = REPORT_SOCKETS, .box = each->tenant.box, .value = 1};
-                send(control, &said, sizeof said, MSG_NOSIGNAL); /* first: its end is told next */
-                each->ended = syscall(SYS_pidfd_send_signal, each->process, SIGKILL, NULL, 0) == 0;
-            }
-    int64_t took = now_ms() - began;
-    return began + took + (LOOK_SHARE * took > LOOK_MS ? LOOK_SHARE * took : LOOK_MS);
-}
-
-static _Noreturn void run(int control, int socket, const struct groups *groups)
+static _Noreturn void run(int control, int socket)
 {
     struct epoll_event events[64], more = {.events = EPOLLIN};
     int loop = epoll_create1(EPOLL_CLOEXEC);
     if (loop < 0 || epoll_ctl(loop, EPOLL_CTL_ADD, socket, &more) < 0)
         _exit(1);
-    for (int64_t next = 0;;) {
-        if (all && now_ms() >= next)
-            next = look(control, groups);
-        int64_t left = next - now_ms();
-        int count = epoll_wait(loop, events, 64, all ? (int)(left > 0 ? left : 0) : -1);
+    for (;;) {
+        int count = epoll_wait(loop, events, 64, -1);
         for (int i = 0; i < count; i++) {
             struct watched *watched = events[i].data.ptr;
-            if (!watched)
+            if (!watched) {
                 add(loop, socket);
-            else if (!answer(control, watched, events[i].events))
-                forget(watched);
+            } else if (!answer(control, watched, events[i].events)) {
+                close(watched->listener);
+                free(watched);
+            }
         }
     }
 }
 
-int watch_start(int control, const struct groups *groups)
+int watch_start(int control)
 {
     int ends[2];
     if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) < 0)
@@ -178,7 +133,7 @@ int watch_start(int control, const struct groups *groups)
         setpriority(PRIO_PROCESS, 0, POLITE);
         if (routing_prepare() < 0)
             _exit(1);
-        run(control, ends[1], groups);
+        run(control, ends[1]);
     }
     close(ends[1]);
     if (pid > 0)
@@ -187,8 +142,8 @@ int watch_start(int control, const struct groups *groups)
     return -1;
 }
 
-void watch_add(int watcher, const struct tenant *tenant, int listener)
+void watch_add(int watcher, uint32_t box, int listener)
 {
-    pass(watcher, tenant, sizeof *tenant, listener); /* where that fails it has gone, and refused calls fail in another way */
+    pass(watcher, &box, sizeof box, listener); /* where that fails it has gone, and refused calls fail in another way */
     close(listener);
 }
