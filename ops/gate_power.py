@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from contracts.artifacts import Artifact, open_artifact
 from contracts.store import Store
 from contracts.tasks import Split
@@ -15,6 +17,10 @@ from resources.refs import read_artifact
 
 LOSS = 0.03
 """True loss whose refusal is printed beside those of the margin, in pass rate."""
+ENOUGH = 0.05
+"""Share of equal candidates that a gate of enough samples refuses, at most."""
+SAMPLES = (1, 2, 4, 8, 16, 32, 64)
+"""Samples a task that are tried for it."""
 
 
 def gate_note(store: Store, experiment: Experiment) -> str:
@@ -27,16 +33,25 @@ def gate_note(store: Store, experiment: Experiment) -> str:
     gate = Gate(tasks, experiment.evaluation.gate_samples, rule.margin, rule.confidence)
     rates = _rates(store, experiment)
     losses = sorted({0.0, LOSS, rule.margin, 2 * rule.margin})
-    shares = ", ".join(f"a true {-100 * loss:+.3g} in {refusal_rate(gate, rates, -loss):.0%}" for loss in losses)
+    shares = ", ".join(f"a true {-100 * loss or 0:.3g} in {refusal_rate(gate, rates, -loss):.0%}" for loss in losses)
+    wanted = _samples_wanted(gate, rates)
     many = simulate_iterations(gate, rates, [-LOSS] * experiment.iterations)
     even = simulate_iterations(gate, rates, [0.0] * experiment.iterations)
     return (
         f"gate: with {gate.tasks} tasks x {gate.samples} samples and a margin of {100 * gate.margin:g} points this gate refuses {shares} of cases, "
-        f"where the parent is the best policy so far. Over {experiment.iterations} iterations that each truly lose {100 * LOSS:g} points it lets "
+        f"where the parent is the best policy so far; {wanted} would refuse at most {ENOUGH:.0%} of equal candidates. Over {experiment.iterations} iterations that each truly lose {100 * LOSS:g} points it lets "
         f"more than the margin be lost in {many.beyond:.0%} of cases ({100 * many.loss:.1f} points on average); of candidates that are truly as "
         f"good as the live policy it then refuses {even.refused:.0%}, since one run of the live policy judges them all. Task rates "
         f"{rates.origin} (mean {rates.mean:.0%}, standard deviation {rates.deviation:.0%})."
     )
+
+
+def _samples_wanted(gate: Gate, rates: TaskRates) -> str:
+    """The least number of samples a task, of the powers of two, at which few equal candidates are refused."""
+    for samples in SAMPLES:
+        if refusal_rate(replace(gate, samples=samples), rates, 0.0, trials=2000) <= ENOUGH:
+            return f"{samples} sample(s) a task"
+    return f"no number of samples up to {SAMPLES[-1]} a task"
 
 
 def _gate_tasks(store: Store, experiment: Experiment) -> int | None:
