@@ -51,7 +51,7 @@ def pass_rates(body: Mapping[str, Any]) -> dg.MarkdownMetadataValue:
     return markdown_table([dict(zip(head, row, strict=True)) for row in rows])
 
 
-def _difference_row(split: str, what: str, difference: Mapping[str, Any]) -> tuple[str, ...]:
+def _difference_row(split: str, what: str, difference: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
     mean, low, high = (f"{100 * difference[name]:+.1f}" for name in ("mean", "low", "high"))
     return label(split), what, mean, f"{low} to {high}", f"{difference['n']} tasks"
 
