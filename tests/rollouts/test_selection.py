@@ -48,7 +48,7 @@ def test_selection_by_arrival_keeps_the_first_usable(arrivals: tuple[list[int], 
     assert {place for place in order if not lost[place]} & kept == set([p for p in order if not lost[p]][:size])
 
 
-def test_throughput_aborts_the_samples_that_come_late_and_leaves_no_sandbox(
+def test_throughput_aborts_the_samples_that_come_late_and_leaves_a_row_of_each_but_no_sandbox(
     tmp_path: Path, envd: LocalEnvd, tokenizer: ChatTokenizer
 ) -> None:
     tasks, store = make_tasks(1), LocalStore(tmp_path)
@@ -66,5 +66,13 @@ def test_throughput_aborts_the_samples_that_come_late_and_leaves_no_sandbox(
     assert asyncio.run(run()) == 0
     group = find_group(plan, plan.groups[0], store)
     assert group is not None
-    assert group.meta["episodes"] == 2
-    assert group.table("episodes.parquet").column("outcome").to_pylist() == ["completed", "completed"]
+    rows = group.table("episodes.parquet").to_pylist()
+    assert [row["sample"] for row in rows] == list(range(6))
+    outcomes = [row["outcome"] for row in rows]
+    assert outcomes.count("completed") == 2 and outcomes.count("aborted") + outcomes.count("dropped") == 4
+    assert (group.meta["episodes"], group.meta["stragglers"]) == (6, 4)
+    sequences = {row["episode_id"]: row["token_role"] for row in group.table("sequences.parquet").to_pylist()}
+    assert {row["episode_id"]: row["policy_tokens"] for row in rows} == {
+        episode: roles.count(1) for episode, roles in sequences.items()
+    }
+    assert [solved is None for solved in group.meta["solved"]] == [outcome != "completed" for outcome in outcomes]
