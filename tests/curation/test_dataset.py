@@ -13,7 +13,7 @@ from contracts.digests import table_digest
 from contracts.episodes import EPISODES, SEQUENCES
 from contracts.store import LocalStore
 from curation.dataset import MEMBERS, REASONS, TRAIN, DatasetConfig, build_dataset, report, select_rows
-from curation.errors import RewardsMismatch
+from curation.errors import DuplicateRows, RewardsMismatch
 from curation.rewards import REWARDS
 
 OUTCOMES = ["completed", "truncated", "format_error", "failed", "infra_error", "aborted", "dropped"]
@@ -185,6 +185,31 @@ def test_rewards_of_other_rollouts_are_refused(tmp_path: Path) -> None:
     rows = two_groups()
     rows["rewards"].pop()
     with pytest.raises(RewardsMismatch, match="1 episodes"):
+        select_rows(*tables(rows, tmp_path), DatasetConfig())
+
+
+@pytest.mark.parametrize(
+    ("table", "change", "words"),
+    [
+        ("episodes", {"episode_id": "a0"}, r"episodes repeats \(episode_id\): episode_id a0: 2 rows: sample"),
+        ("episodes", {"sample": 0}, r"episodes repeats \(group_id, sample\): group_id a, sample 0: 2 rows"),
+        ("rewards", {"episode_id": "a0"}, r"rewards repeats \(episode_id\): episode_id a0: 2 rows"),
+        ("sequences", {"episode_id": "a0"}, r"sequences repeats \(episode_id, index\): episode_id a0, index 0: 2 rows"),
+    ],
+)
+def test_repeated_rows_are_named_and_never_joined(
+    table: str, change: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    rows = two_groups()
+    rows[table][1] |= change
+    with pytest.raises(DuplicateRows, match=words):
+        select_rows(*tables(rows, tmp_path), DatasetConfig())
+
+
+def test_an_episode_in_another_group_than_its_reward_is_refused(tmp_path: Path) -> None:
+    rows = two_groups()
+    rows["rewards"][1]["group_id"] = "b"
+    with pytest.raises(RewardsMismatch, match="2 episodes"):
         select_rows(*tables(rows, tmp_path), DatasetConfig())
 
 

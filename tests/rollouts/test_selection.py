@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rollouts_script import ScriptedEngine, grade_by_diff, make_plan, make_tasks, read_then_maybe_fix
@@ -13,6 +14,7 @@ from contracts.store import LocalStore
 from envd.client import SandboxClient
 from envd.local import LocalEnvd
 from inference.rollouts.groups import find_group
+from inference.rollouts.merge import merge_groups
 from inference.rollouts.sampling import select
 from inference.rollouts.worker import run_shard
 
@@ -75,4 +77,8 @@ def test_throughput_aborts_the_samples_that_come_late_and_leaves_a_row_of_each_b
     assert {row["episode_id"]: row["policy_tokens"] for row in rows} == {
         episode: roles.count(1) for episode, roles in sequences.items()
     }
+    rollouts = merge_groups(plan, store)
+    facts = rollouts.meta
+    assert facts["stragglers"] == 4 and facts["solve_rate_highest"] - facts["solve_rate_lowest"] == pytest.approx(4 / 6)
+    assert facts["solve_rate_lowest"] <= facts["solve_rate_estimated"] <= facts["solve_rate_highest"]
     assert [solved is None for solved in group.meta["solved"]] == [outcome != "completed" for outcome in outcomes]
