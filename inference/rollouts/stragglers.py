@@ -53,9 +53,8 @@ class SolveRates:
 def solve_rates(played: Sequence[Played]) -> SolveRates | None:
     """The rates of an iteration's episodes; None without a straggler or without a verdict. Infra errors and ungraded ones do not count.
 
-    An ABORTED episode was called off at some length, so it is guessed to be solved as often as the kept ones that became at least that
-    long; where none did, as often as the longest. A DROPPED one that was not chosen by speed (deterministic profile) is guessed to be
-    like any other, which its length, known in full, can only tell apart where the two are related: the same rule serves.
+    A straggler of some length is guessed to be solved as often as the kept episodes that became at least that long; where none did, as
+    often as the longest. The deterministic profile drops by index and not by speed: there the true bias is 0, and the estimate noise.
     """
     kept = [(each.length, float(each.solved)) for each in played if each.solved is not None]
     lengths = [each.length for each in played if each.outcome in STRAGGLERS]
