@@ -12,6 +12,8 @@
 #include <stdint.h>
 #include <sys/types.h>
 
+#include "libc.h"
+
 #define HIDDEN "/.scratch"
 #define HIDDEN_PROC HIDDEN "/proc"
 #define HIDDEN_TEMPLATES HIDDEN "/templates"

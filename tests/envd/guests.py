@@ -16,22 +16,23 @@ from envd.native import guest_binary
 T = TypeVar("T")
 
 
-def command(fd: int, directory: Path) -> list[str]:
+def command(fd: int, directory: Path, program: Path | None = None) -> list[str]:
+    """program: the built agent when None."""
     where = ["--workspace", str(directory / "workspace"), "--scratch", str(directory / "scratch")]
-    return [str(guest_binary()), "--fd", str(fd), *where]
+    return [str(program or guest_binary()), "--fd", str(fd), *where]
 
 
 class Guest:
-    """One running agent. `link` works once `run` has made it."""
+    """One running agent."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, program: Path | None = None, **environment: str) -> None:
         self.workspace = directory / "workspace"
         self.workspace.mkdir(parents=True)
         self.socket, theirs = socket.socketpair()
-        environment = {"PATH": os.environ["PATH"], "HOME": str(directory), "LANG": "C.UTF-8"}
+        environment |= {"PATH": os.environ["PATH"], "HOME": str(directory), "LANG": "C.UTF-8"}
         with theirs:
             self.process = subprocess.Popen(
-                command(theirs.fileno(), directory), pass_fds=[theirs.fileno()], env=environment
+                command(theirs.fileno(), directory, program), pass_fds=[theirs.fileno()], env=environment
             )
 
     def run(self, job: Callable[[GuestLink], Awaitable[T]], *, patience_s: float = 30.0, init: bool = True) -> T:
