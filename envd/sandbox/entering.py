@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from envd.sandbox import linux, rootfs
+from envd.sandbox.landlock import restrict_files
 from envd.sandbox.place import Place, prepare_process, sandbox_environment
 from envd.sandbox.syscalls import filter_calls
 from envd.tools.paths import WORKSPACE
@@ -34,6 +35,7 @@ def enter_namespaces(request: dict[str, Any], *, owner: int, supervised: bool, s
     else:
         linux.drop_capabilities()
     linux.no_new_privileges()
+    restrict_files()
     filter_calls()
     linux.hide_from_ptrace()
     prepare_process(sandbox_environment("/tmp"))

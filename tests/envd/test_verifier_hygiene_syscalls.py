@@ -13,6 +13,7 @@ PREPARE = """
 import ctypes, errno, fcntl, os, platform, socket, subprocess, sys, threading
 libc = ctypes.CDLL(None, use_errno=True)
 X86 = platform.machine() == "x86_64"
+LANDLOCK = libc.syscall(444, None, 0, 1) >= 2
 def fails(call, *numbers):
     ctypes.set_errno(0)
     return call() < 0 and ctypes.get_errno() in numbers
@@ -49,6 +50,8 @@ REFUSED = {
     "a directory's notices": "raises(lambda: fcntl.fcntl(os.open('/usr', 0), fcntl.F_NOTIFY, 1), errno.EPERM)",
     "a lease": "raises(lambda: fcntl.fcntl(os.open('/tmp/l', os.O_CREAT), 1024, 0), errno.EPERM)",
     "huge pages": "fails(lambda: libc.memfd_create(b'x', 4), errno.ENOMEM)",
+    "a pipe outside the workspace": "raises(lambda: os.mkfifo('/dev/pipe'), errno.EACCES, errno.EROFS, errno.EPERM)",
+    "a device in the workspace": "raises(lambda: os.mknod('device', 0o20600, 0), errno.EACCES, errno.EPERM) or not LANDLOCK",
     "the x32 way in": "not X86 or fails(lambda: libc.syscall(0x40000000 + 39), errno.ENOSYS)",
 }
 ALLOWED = {
@@ -60,6 +63,8 @@ ALLOWED = {
     "the names of hosts": "bool(socket.getaddrinfo('localhost', 80))",
     "its own limits": "__import__('resource').setrlimit(7, (512, 1024)) is None",
     "its own priority": "os.setpriority(0, 0, 19) is None and os.sched_setaffinity(0, os.sched_getaffinity(0)) is None",
+    "a rename between directories": "os.mkdir('d') is None and os.rename('calc.py', 'd/c.py') is None and os.rename('d/c.py', 'calc.py') is None",
+    "devices": "open('/dev/null', 'w').write('x') and open('/dev/zero', 'rb').read(1) == bytes(1)",
     "locks": "fcntl.flock(os.open('/tmp/lock', os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX) is None",
     "a receive buffer": "socket.socketpair()[0].setsockopt(1, 8, 1 << 20) is None",
     "git": "subprocess.check_output(['git', 'log', '--format=%s']) == b'template\\n'",
