@@ -20,7 +20,8 @@ static int own = -1;
 
 int routing_prepare(void)
 {
-    own = open(HIDDEN_PROC "/self/ns/net", O_RDONLY | O_CLOEXEC);
+    /* a network to come back to: an ordinary user may not enter the host's again */
+    own = unshare(CLONE_NEWNET) < 0 ? -1 : open(HIDDEN_PROC "/self/ns/net", O_RDONLY | O_CLOEXEC);
     /* whoever uses such a socket may do no more by it than by one of its own making */
     struct __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3};
     struct __user_cap_data_struct sets[2];
