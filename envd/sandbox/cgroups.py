@@ -49,6 +49,9 @@ class Cgroups:
                 continue
             self._paths[controller] = base
             self._bases[controller] = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        if "memory" in self._bases:
+            # the kernel counts sockets' memory while any group limits it: without this one each sandbox would switch that on and off again
+            _put(self._bases["memory"], "memory.kmem.tcp.limit_in_bytes", "-1", optional=True)
         if "unified" in self._bases:
             self._prepare_unified()
         self._parents = {
