@@ -18,7 +18,8 @@
 
 #define IDLE_BYTES (4ULL * 1024 * 1024)
 #define FEW 32      /* connections that are not worth a look at each */
-#define LOOK_MS 10  /* between looks */
+#define LOOK_MS 10  /* between looks, */
+#define IDLE_MS 40  /* and while the host's TCP holds little */
 #define LOOK_REST 3 /* and so many times as long as the last took */
 
 static ssize_t read_file(const char *path, char *text, size_t size)
@@ -124,7 +125,7 @@ static int look(int control, const struct groups *groups)
 {
     int64_t began = now_us();
     if (tcp_count(HIDDEN_PROC "/self/net/sockstat", " mem ") * (unsigned long long)sysconf(_SC_PAGESIZE) <= IDLE_BYTES)
-        return LOOK_MS;
+        return IDLE_MS;
     for (struct looked_at *each = all; each; each = each->next)
         if (!each->ending && pass_limit(groups, &each->tenant)) {
             struct report said = {.kind = REPORT_SOCKETS, .box = each->tenant.box, .value = 1};
