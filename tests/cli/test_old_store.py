@@ -39,6 +39,8 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Store:
 @pytest.fixture
 def read(old: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.chdir(tmp_path)
+    tiny = (Path(__file__).parents[1] / "dagster" / "tiny.yaml").read_text()
+    (tmp_path / "old.yaml").write_text(tiny.replace("name: tiny", "name: old"))
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         place = {"TRIPLANE_STORE": old.url, "COLUMNS": "200", "TRIPLANE_DEBUG": ""}
@@ -65,22 +67,20 @@ def test_status_shows_the_old_iterations_and_names_what_is_stale(read: Run) -> N
     assert "evaluation (evaluation_run)" in stale
 
 
-def test_episodes_lineage_tasks_and_the_report_are_read(read: Run) -> None:
+def test_episodes_lineage_tasks_and_the_report_are_read(read: Run, tmp_path: Path) -> None:
     rows = json.loads(read("episodes", "list", "-e", "old", "--json").stdout)
     assert len(rows) == 20 and {row["solved"] for row in rows} == {False}
     episode = rows[0]["episode"]
     shown = json.loads(read("episodes", "show", episode, "--json").stdout)
     assert shown["episode"] == episode and shown["datasets"] and shown["failure"] is None
     assert "made into" in read("lineage", episode).stdout
-    assert read("tasks", "list", "-e", "old").returncode == 0
+    assert read("tasks", "list", "-e", str(tmp_path / "old.yaml")).returncode == 0
     page = read("report", "-e", "old")
     assert Path(page.stdout.strip()).read_text().startswith("<!doctype html>")
     assert "stale in old" in page.stderr
 
 
 def test_a_dry_run_says_what_the_next_iteration_would_make(read: Run, tmp_path: Path) -> None:
-    tiny = (Path(__file__).parents[1] / "dagster" / "tiny.yaml").read_text().replace("name: tiny", "name: old")
-    (tmp_path / "old.yaml").write_text(tiny)
     steps = json.loads(read("iterate", "-e", str(tmp_path / "old.yaml"), "--dry-run", "--json").stdout)
     assert {step["partition"] for step in steps} == {None, "0002"}
     assert next(step["state"] for step in steps if step["step"] == "base_policy") == "will run"
