@@ -23,9 +23,10 @@ from contracts.errors import ArtifactCorrupt, ArtifactMissing, TriplaneError
 from contracts.store import Store
 from contracts.tasks import Task
 from curation.errors import CurationError, InfraFault
+from curation.findings import Finding, finding, merged
 from envd.client import Limits, SandboxClient, VerifyResult
 
-VERIFIER_VERSION = "2"
+VERIFIER_VERSION = "3"
 """Bump when the same final state may get another verdict: this file, LIMITS, or what envd runs and reports."""
 
 LIMITS = Limits()
@@ -62,6 +63,13 @@ class Verdict(Frozen):
     exit: str
     """completed, crashed, timed_out or apply_failed."""
     tests: list[TestVerdict]
+    findings: tuple[Finding, ...] = ()
+    """What was tried on the verdict, by name; one that is tampering makes the state unsolved."""
+
+    @property
+    def tampered(self) -> bool:
+        """Whether anything found is tampering."""
+        return any(each.tampering for each in self.findings)
 
     @property
     def tests_passed(self) -> int:
@@ -102,7 +110,10 @@ def judge(tests: tuple[str, ...], result: VerifyResult) -> Verdict:
             reports[outcome.name] = TestVerdict(name=outcome.name, status=outcome.status, message=outcome.message)
     rows = [reports.get(name) or TestVerdict(name=name, status="missing", message="did not report") for name in tests]
     solved = result.exit == "completed" and bool(rows) and all(row.status == "passed" for row in rows)
-    return Verdict(solved=solved, exit=result.exit, tests=rows)
+    findings = merged(finding(name) for name in result.tampering)
+    return Verdict(
+        solved=solved and not any(each.tampering for each in findings), exit=result.exit, tests=rows, findings=findings
+    )
 
 
 @dataclass

@@ -842,16 +842,28 @@ class TestOutcome(_message.Message):
     message: str
     def __init__(self, name: _Optional[str] = ..., status: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
+class Observation(_message.Message):
+    __slots__ = ("test", "key", "value")
+    TEST_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    test: str
+    key: str
+    value: str
+    def __init__(self, test: _Optional[str] = ..., key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+
 class VerifyReply(_message.Message):
-    __slots__ = ("outcomes", "exit", "log", "seconds", "tampering")
+    __slots__ = ("outcomes", "exit", "log", "seconds", "tampering", "observations")
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     EXIT_FIELD_NUMBER: _ClassVar[int]
     LOG_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     TAMPERING_FIELD_NUMBER: _ClassVar[int]
+    OBSERVATIONS_FIELD_NUMBER: _ClassVar[int]
     outcomes: _containers.RepeatedCompositeFieldContainer[TestOutcome]
     exit: str
     log: str
     seconds: float
     tampering: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, outcomes: _Optional[_Iterable[_Union[TestOutcome, _Mapping]]] = ..., exit: _Optional[str] = ..., log: _Optional[str] = ..., seconds: _Optional[float] = ..., tampering: _Optional[_Iterable[str]] = ...) -> None: ...
+    observations: _containers.RepeatedCompositeFieldContainer[Observation]
+    def __init__(self, outcomes: _Optional[_Iterable[_Union[TestOutcome, _Mapping]]] = ..., exit: _Optional[str] = ..., log: _Optional[str] = ..., seconds: _Optional[float] = ..., tampering: _Optional[_Iterable[str]] = ..., observations: _Optional[_Iterable[_Union[Observation, _Mapping]]] = ...) -> None: ...

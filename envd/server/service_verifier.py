@@ -46,6 +46,7 @@ class VerifierService(Service, rpc.VerifierServicer):
             log=result["log"],
             seconds=time.monotonic() - started,
             tampering=tampering,
+            observations=[pb.Observation(**each) for each in result.get("observations", ())],
         )
 
     def _tampering(self, result: dict[str, Any]) -> list[str]:
