@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from contracts.artifacts import Frozen
 
-NOTES = frozenset({"undone", "undeclared", "link", "spawned", "review", "unstable"})
+NOTES = frozenset({"undone", "restored", "compiled", "shadowed", "undeclared", "link", "spawned", "review", "unstable"})
 """Kinds that take no verdict away: they were undone, change nothing by themselves, or are no proof. All others do."""
 MOST_FINDINGS = 32
 MAX_DETAIL = 300

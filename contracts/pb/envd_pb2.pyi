@@ -808,7 +808,7 @@ class ProcessResizeRequest(_message.Message):
     def __init__(self, sandbox_id: _Optional[str] = ..., process: _Optional[int] = ..., size: _Optional[_Union[PtySize, _Mapping]] = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
-    __slots__ = ("template", "diff", "hidden_files", "tests", "limits", "timeout_s", "artifacts")
+    __slots__ = ("template", "diff", "hidden_files", "tests", "limits", "timeout_s", "artifacts", "product")
     class HiddenFilesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -823,6 +823,7 @@ class VerifyRequest(_message.Message):
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
+    PRODUCT_FIELD_NUMBER: _ClassVar[int]
     template: str
     diff: bytes
     hidden_files: _containers.ScalarMap[str, bytes]
@@ -830,7 +831,8 @@ class VerifyRequest(_message.Message):
     limits: Limits
     timeout_s: float
     artifacts: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, template: _Optional[str] = ..., diff: _Optional[bytes] = ..., hidden_files: _Optional[_Mapping[str, bytes]] = ..., tests: _Optional[_Iterable[str]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., timeout_s: _Optional[float] = ..., artifacts: _Optional[_Iterable[str]] = ...) -> None: ...
+    product: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, template: _Optional[str] = ..., diff: _Optional[bytes] = ..., hidden_files: _Optional[_Mapping[str, bytes]] = ..., tests: _Optional[_Iterable[str]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., timeout_s: _Optional[float] = ..., artifacts: _Optional[_Iterable[str]] = ..., product: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class TestOutcome(_message.Message):
     __slots__ = ("name", "status", "message")

@@ -36,6 +36,7 @@ class VerifierService(Service, rpc.VerifierServicer):
             timeout_s,
             None if left is None else max((left - timeout_s) / 2, 0),
             artifacts=request.artifacts,
+            product=request.product,
         )
         if result["exit"] == "timed_out":
             self.sandboxes.audit.record("limit.time", "", what="verification", seconds=timeout_s)
