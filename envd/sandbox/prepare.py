@@ -157,7 +157,7 @@ class Preparation:
         """Undo what steers Python or pytest, and name it."""
         for path, note in unwanted(changed, self._template, hidden, product):
             target, original = self._workspace / path, self._template / path
-            if Path(path).name not in _ALSO_OTHERWISE_USED or _speaks_of_pytest(target):
+            if note and (Path(path).name not in _ALSO_OTHERWISE_USED or _speaks_of_pytest(target)):
                 self._note(note)
             with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 target.unlink()

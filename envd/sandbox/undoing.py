@@ -34,7 +34,7 @@ _TESTING = re.compile(rb"^\s*(import|from)\s+(pytest|unittest)\b", re.MULTILINE)
 def unwanted(
     changed: Collection[str], template: Path, hidden: Mapping[str, bytes], product: Collection[str] = ()
 ) -> Iterator[tuple[str, str]]:
-    """Paths to undo, each with its note. changed: paths that differ from the template's, in any order. product: what solutions change, no helpers."""
+    """Paths to undo, each with its note, which is empty for tests that no hidden one imports. changed: paths that differ from the template's, in any order. product: what solutions change, no helpers."""
     imported = frozenset().union(*(imports(content) for path, content in hidden.items() if path.endswith(".py")))
     here = {PurePosixPath(path).parent / PurePosixPath(path).stem for path in hidden}
     for path in changed:
@@ -48,7 +48,8 @@ def unwanted(
         elif (shadow := _shadow(path, template, imported)) is not None:
             yield path, f"shadowed:{shadow}"
         elif path not in hidden and path not in product and _is_helper(path, template, imported):
-            yield path, f"restored:{path}"
+            quiet = _TEST.fullmatch(name) and PurePosixPath(path).stem not in imported
+            yield path, "" if quiet else f"restored:{path}"
 
 
 def imports(source: bytes) -> frozenset[str]:
