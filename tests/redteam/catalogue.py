@@ -6,20 +6,40 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from tests.redteam import attacks_equality, attacks_judge, attacks_reading
+from tests.redteam import (
+    attacks_equality,
+    attacks_exits,
+    attacks_files,
+    attacks_judge,
+    attacks_later,
+    attacks_oracle,
+    attacks_reading,
+    attacks_state,
+)
 from tests.redteam.forgery import Forgery
 from tests.redteam.worlds import World
 
 FAMILIES = {
     "lying answers": attacks_equality.FORGERIES,
     "expectations read": attacks_reading.FORGERIES,
+    "oracles": attacks_oracle.FORGERIES,
     "the judge replaced": attacks_judge.FORGERIES,
+    "acting later": attacks_later.LATER,
+    "reports forged": attacks_later.REPORTS,
+    "exits and skips": attacks_exits.FORGERIES,
+    "compiled code": attacks_files.COMPILED,
+    "shadowing modules": attacks_files.SHADOWS,
+    "helpers, configuration and tests": attacks_files.HELPERS,
+    "state, time and resources": attacks_state.FORGERIES,
+    "odd diffs": attacks_files.DIFFS,
 }
 ALL: tuple[Forgery, ...] = tuple(
     chain.from_iterable(
         (dataclasses.replace(each, family=family) for each in found) for family, found in FAMILIES.items()
     )
 )
+FAILURES: tuple[Forgery, ...] = (*attacks_exits.FAILURES, *attacks_files.FAILURES)
+"""States that break rather than lie: graded and not solved, but no proof of an intent."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -51,7 +52,7 @@ class World:
     def filled(self, text: str) -> str:
         """`text` about this task: FN is the tested function, MOD its module."""
         module = self.module or self.path.removesuffix(".py").replace("/", ".")
-        return text.replace("FN", self.tested).replace("MOD", module)
+        return re.sub(r"\bMOD\b", module, re.sub(r"\bFN\b", self.tested, text))
 
     def replaced(self, code: str) -> str:
         """The module under test with `code` after it, which defines the tested function again."""
