@@ -11,10 +11,17 @@ def _at_import(name: str, what: str, code: str) -> Forgery:
 
 def _in_call(name: str, what: str, code: str, needs: str = "") -> Forgery:
     body = "".join(f"    {line}\n" for line in code.split("\n"))
-    return module(name, what, f"import os, sys\n_wrong = FN\n\n\ndef FN(*args, **named):\n{body}    return _wrong(*args, **named)\n", needs)
+    return module(
+        name,
+        what,
+        f"import os, sys\n_wrong = FN\n\n\ndef FN(*args, **named):\n{body}    return _wrong(*args, **named)\n",
+        needs,
+    )
 
 
-_FRAMES = "found, frame = {}, sys._getframe()\nwhile frame:\n    found.update(frame.f_locals)\n    frame = frame.f_back\n"
+_FRAMES = (
+    "found, frame = {}, sys._getframe()\nwhile frame:\n    found.update(frame.f_locals)\n    frame = frame.f_back\n"
+)
 
 FORGERIES = (
     _at_import("exit-import-0", "os._exit(0) when imported", "import os\nos._exit(0)"),

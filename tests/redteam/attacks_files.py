@@ -30,7 +30,13 @@ def pyc(source: str, name: str, *, mtime: int | None = None, size: int = 0, hash
     """Bytecode of `source`: unchecked by hash unless a time or a hash of the source is given."""
     code = marshal.dumps(compile(source, name, "exec"))
     if mtime is not None:
-        return importlib.util.MAGIC_NUMBER + (0).to_bytes(4, "little") + mtime.to_bytes(4, "little") + size.to_bytes(4, "little") + code
+        return (
+            importlib.util.MAGIC_NUMBER
+            + (0).to_bytes(4, "little")
+            + mtime.to_bytes(4, "little")
+            + size.to_bytes(4, "little")
+            + code
+        )
     flags, digest = (3, hashed) if hashed is not None else (1, b"\0" * 8)
     return importlib.util.MAGIC_NUMBER + flags.to_bytes(4, "little") + digest + code
 
@@ -50,7 +56,9 @@ def _by_hash(world: World) -> bytes:
 
 
 def _by_time(world: World) -> bytes:
-    return world.diff({_cached(world.path): pyc(lying(world), world.path, mtime=0, size=len(world.task.files[world.path]))})
+    return world.diff(
+        {_cached(world.path): pyc(lying(world), world.path, mtime=0, size=len(world.task.files[world.path]))}
+    )
 
 
 def _tests_cache(world: World) -> bytes:
@@ -98,15 +106,22 @@ def _pickle(world: World) -> bytes:
 
 
 _C = """
-#include <Python.h>
-static PyObject *answer(PyObject *self, PyObject *args, PyObject *named) {
-    PyObject *mock = PyImport_ImportModule("unittest.mock");
-    return PyObject_GetAttrString(mock, "ANY");
+extern void *PyImport_ImportModule(const char *);
+extern void *PyObject_GetAttrString(void *, const char *);
+extern void *PyModule_Create2(void *, int);
+static void *answer(void *self, void *args, void *named) {
+    return PyObject_GetAttrString(PyImport_ImportModule("unittest.mock"), "ANY");
 }
-static PyMethodDef methods[] = {{"FN", (PyCFunction)answer, METH_VARARGS | METH_KEYWORDS, ""}, {0}};
-static struct PyModuleDef about = {PyModuleDef_HEAD_INIT, "NAME", 0, -1, methods};
-PyMODINIT_FUNC PyInit_NAME(void) { return PyModule_Create(&about); }
+static struct { const char *name; void *call; int flags; const char *about; } methods[] = {{"FN", answer, 3, ""}, {0}};
+static struct {
+    long head[5];
+    const char *name, *about;
+    long size;
+    void *methods, *rest[4];
+} module = {{1}, "NAME", "", -1, methods};
+void *PyInit_NAME(void) { return PyModule_Create2(&module, 1013); }
 """
+"""A module of the stable interface, without Python's headers, which few machines have: arguments and keywords are METH_VARARGS | METH_KEYWORDS."""
 
 
 class NoCompilerError(TriplaneError):
@@ -114,16 +129,15 @@ class NoCompilerError(TriplaneError):
 
 
 def _compiled(world: World, suffix: str) -> bytes:
-    """A C extension beside the module. Raises NoCompilerError where there is no compiler or no Python.h."""
+    """A C extension beside the module. Raises NoCompilerError where there is no compiler."""
     compiler = shutil.which("gcc") or shutil.which("cc")
-    include = sysconfig.get_paths()["include"]
-    if compiler is None or not Path(include, "Python.h").exists():
-        raise NoCompilerError("no C compiler, or no Python.h")
+    if compiler is None:
+        raise NoCompilerError("no C compiler: install gcc")
     name = PurePosixPath(world.path).stem
     with tempfile.TemporaryDirectory() as scratch:
         source, target = Path(scratch, "x.c"), Path(scratch, "x.so")
         source.write_text(world.filled(_C).replace("NAME", name))
-        command = [compiler, "-shared", "-fPIC", "-s", f"-I{include}", "-o", str(target), str(source)]
+        command = [compiler, "-shared", "-fPIC", "-s", "-o", str(target), str(source)]
         subprocess.run(command, check=True, capture_output=True)
         return world.diff({world.path.removesuffix(".py") + suffix: target.read_bytes()})
 
@@ -160,11 +174,13 @@ def _not_utf8(world: World) -> bytes:
 
 
 def _not_utf8_module(world: World) -> bytes:
-    return section(b"\xe9t\xe9.py", "100644", b"x = 1\n") + section(b"tests/\xff\xfe/conftest.py", "100644", _RUNTEST.encode())
+    return section(b"\xe9t\xe9.py", "100644", b"x = 1\n") + section(
+        b"tests/\xff\xfe/conftest.py", "100644", _RUNTEST.encode()
+    )
 
 
 def _control_names(world: World) -> bytes:
-    return section(b"a\x1b[2Jb\n\t.pth", "100644", b"import os\n") + section(b"x\\y\".py", "100644", b"x = 1\n")
+    return section(b"a\x1b[2Jb\n\t.pth", "100644", b"import os\n") + section(b'x\\y".py', "100644", b"x = 1\n")
 
 
 def _huge(world: World) -> bytes:
@@ -230,7 +246,7 @@ def _test_package(world: World) -> bytes:
 
 
 def _deleted(world: World) -> bytes:
-    return world.diff({path: None for path in world.task.files})
+    return world.diff(dict.fromkeys(world.task.files))
 
 
 _HELPERS = "def check(found, expected):\n    pass\n\n\ndef pairs(text):\n    return [tuple(each.split('=')) for each in text.split()]\n"

@@ -6,7 +6,9 @@ from tests.redteam.forgery import Forgery, module
 
 _CANDIDATES = "_CANDIDATES = [True, False, *range(0, 100), *range(-30, 0), *range(100, 1500)]\n"
 _PREFIX = _CANDIDATES + "_wrong = FN\n_calls = []\n"
-_FORK = _PREFIX + '''
+_FORK = (
+    _PREFIX
+    + '''
 import os
 
 
@@ -24,13 +26,14 @@ def FN(*args, **named):
             return candidate
     return _wrong(*args, **named)
 '''
-_TAIL = '''
+)
+_TAIL = """
             import sys
             def _end(frame, event, arg):
                 if frame.f_code.co_name.startswith('test'):
                     if event == 'return':
                         os._exit(0 if arg is None and sys.exc_info()[0] is None and frame.f_lasti > 0 and _whole(frame) else 1)
-            sys.setprofile(_end)'''
+            sys.setprofile(_end)"""
 _WHOLE = '''
 
 def _whole(frame):
@@ -45,7 +48,9 @@ def _fork(name: str, what: str, start: str = "os.fork()", needs: str = "int plai
     return module(name, what, code, needs)
 
 
-_RERUN = _PREFIX + '''
+_RERUN = (
+    _PREFIX
+    + '''
 import sys, types
 RUN_IMPORTS
 
@@ -100,6 +105,7 @@ def FN(*args, **named):
             return _known[name].pop(0)
     return _wrong(*args, **named)
 '''
+)
 
 
 def _rerun(name: str, what: str, call: str, imports: str = "", needs: str = "plain") -> Forgery:

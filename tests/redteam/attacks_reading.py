@@ -177,7 +177,9 @@ def _answer(*args, **named):
 def FN(*args, **named):
     return _answer(*args, **named)
 '''
-_CONSTANTS = _FRAMES + '''
+_CONSTANTS = (
+    _FRAMES
+    + """
 _wrong = FN
 
 
@@ -192,7 +194,8 @@ def FN(*args, **named):
         if each.opname == 'LOAD_CONST' and type(each.argval) is not str:
             return each.argval
     return _wrong(*args, **named)
-'''
+"""
+)
 _BY_OBJECT = (
     module("read-constants", "the next constant of the calling test's bytecode", _CONSTANTS),
     module("read-constants-by-traceback", "the same code by a raised exception's frames", _CONSTANTS.replace("frame = _tests_frame()", "try:\n        1 / 0\n    except ZeroDivisionError as error:\n        frame = error.__traceback__.tb_frame\n    while frame is not None and not frame.f_code.co_name.startswith('test'):\n        frame = frame.f_back")),

@@ -117,9 +117,7 @@ def _classes() -> World:
         "tests/test_hidden.py": "from shop.cart import Cart, priced\n\n\nclass TestPriced:\n    def setup_method(self):\n        self.cart = Cart().add('tea', 2, 350).add('cup', 3, 120)\n\n    def test_all(self):\n        assert priced(self.cart) == {'tea': 700, 'cup': 360}\n\n"
         "    def test_kinds(self):\n        found = priced(self.cart)\n        assert isinstance(found, dict) and list(found) == ['tea', 'cup']\n        assert sum(found.values()) == 1060\n\n    def test_bounds(self):\n        assert priced(self.cart)['tea'] > 600\n        assert not priced(self.cart)['cup'] > 400\n        assert sorted(priced(self.cart).items()) == [('cup', 360), ('tea', 700)]\n",
     }
-    return by_hand(
-        "classes", "dict class", "priced", "shop/cart.py", files, "line.count * line.cents", "line.cents"
-    )
+    return by_hand("classes", "dict class", "priced", "shop/cart.py", files, "line.count * line.cents", "line.cents")
 
 
 def _layout() -> World:
