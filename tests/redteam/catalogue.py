@@ -38,6 +38,7 @@ ALL: tuple[Forgery, ...] = tuple(
         (dataclasses.replace(each, family=family) for each in found) for family, found in FAMILIES.items()
     )
 )
+_PACKAGED = 3
 FAILURES: tuple[Forgery, ...] = (*attacks_exits.FAILURES, *attacks_files.FAILURES)
 """States that break rather than lie: graded and not solved, but no proof of an intent."""
 
@@ -57,6 +58,14 @@ class Case:
     def diff(self) -> bytes:
         """The final state."""
         return self.forgery.make(self.world)
+
+
+def packaged(worlds: Sequence[World]) -> Iterator[Case]:
+    """Every third forgery at one of the packages."""
+    for index, forgery in enumerate(ALL[::_PACKAGED]):
+        fit = [world for world in worlds if forgery.suits(world)]
+        if fit:
+            yield Case(forgery, fit[index % len(fit)])
 
 
 def cases(worlds: Sequence[World], each: int) -> Iterator[Case]:
