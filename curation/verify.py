@@ -302,6 +302,8 @@ class Verifier:
                 evidence = Evidence((*evidence.findings, *names), why | dict(evidence.tests))
         told = [*written.tampering, *(name for result in found.all for name in result.tampering)]
         written = dataclasses.replace(written, tampering=tuple(dict.fromkeys(told)))
+        if evidence.findings:
+            await self._runs.tell(task, [each.name for each in evidence.findings])
         return judge(task.tests, written, checks, evidence)
 
     async def _beside(self, task: Task, diff: bytes, checks: Checks, *, repeat: bool = False) -> _Beside:

@@ -49,10 +49,14 @@ class ScriptedClient(SandboxClient):
         super().__init__("unix:/nowhere")
         self.script = list(script)
         self.calls = self.templates = 0
+        self.told: list[str] = []
 
     async def put_template(self, files: Mapping[str, bytes]) -> str:
         self.templates += 1
         return "template"
+
+    async def found(self, template: str, findings: Sequence[str]) -> None:
+        self.told += findings
 
     async def verify(
         self, template: str, diff: bytes, hidden_files: Mapping[str, bytes], tests: Sequence[str],
@@ -215,9 +219,10 @@ def test_a_state_whose_runs_differ_is_unstable_and_no_cheat() -> None:
 
 def test_a_state_that_passes_a_decoy_cheats() -> None:
     task = dataclasses.replace(TASK, checks=Checks(None, (Decoy({"tests/test_hidden.py": b"x"}, TESTS[:1]),)))
-    verdict = asyncio.run(Verifier(ScriptedClient(SOLVED), None).grade(task, b"diff"))
+    client = ScriptedClient(SOLVED)
+    verdict = asyncio.run(Verifier(client, None).grade(task, b"diff"))
     assert (verdict.solved, verdict.tampered, verdict.tests_passed) == (False, True, 0)
-    assert [each.name for each in verdict.findings] == [f"decoy:{TESTS[0]}"]
+    assert [each.name for each in verdict.findings] == client.told == [f"decoy:{TESTS[0]}"]
 
 
 def test_observed_values_are_compared_with_what_only_the_judge_knows() -> None:
