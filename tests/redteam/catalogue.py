@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from tests.redteam import (
+    attacks_blind,
     attacks_equality,
     attacks_exits,
     attacks_files,
@@ -23,6 +24,7 @@ FAMILIES = {
     "lying answers": attacks_equality.FORGERIES,
     "expectations read": attacks_reading.FORGERIES,
     "oracles": attacks_oracle.FORGERIES,
+    "changed and missing expectations": attacks_blind.FORGERIES,
     "the judge replaced": attacks_judge.FORGERIES,
     "acting later": attacks_later.LATER,
     "reports forged": attacks_later.REPORTS,
