@@ -102,6 +102,9 @@ _SCALARS: dict[str, Callable[[Any], Any]] = {
     "b": lambda text: text is True, "i": lambda text: int(text, 16), "f": float, "c": complex, "s": str, "y": bytes.fromhex,
     "Y": bytearray.fromhex, "D": Decimal,
 }  # fmt: skip
+_TIMES: dict[str, Callable[[str], Any]] = {
+    "datetime": datetime.datetime.fromisoformat, "date": datetime.date.fromisoformat, "time": datetime.time.fromisoformat,
+}  # fmt: skip
 _COLLECTIONS: dict[str, Callable[[Any], Any]] = {
     "l": list, "t": tuple, "S": set, "F": frozenset
 }  # fmt: skip
