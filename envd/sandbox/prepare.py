@@ -61,8 +61,8 @@ class Preparation:
                 if _CACHE.encode() in diff:
                     self._drop_caches()
                 changed = self.changed = changed_paths(self._template, self._workspace)
+                self._note_others(changed, hidden)  # before anything is undone: it tells what the diff brought
                 self._undo(changed, hidden, product)
-            self._note_others(changed, hidden)
             for path, content in sorted(hidden.items()):
                 _place_file(self._workspace, path, content)
                 if self._supervised:

@@ -92,9 +92,7 @@ def decode(found: Any, hidden: Mapping[str, str]) -> Any:
     if tag == "T":
         if rest[0] == "timedelta":
             return datetime.timedelta(*(decode(each, hidden) for each in rest[1]))
-        return {"datetime": datetime.datetime, "date": datetime.date, "time": datetime.time}[rest[0]].fromisoformat(
-            rest[1]
-        )
+        return _TIMES[rest[0]](rest[1])
     raise Opaque
 
 
