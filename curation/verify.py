@@ -26,7 +26,7 @@ from contracts.errors import ArtifactCorrupt, ArtifactMissing
 from contracts.store import Store
 from contracts.tasks import Checks, Task
 from curation.errors import CurationError
-from curation.findings import Finding, finding, merged
+from curation.findings import SUSPICIONS, Finding, finding, merged
 from curation.judgement import Evidence, base_name, base_names, passed, passing, weigh
 from curation.runs import Runs, Ungradable
 from curation.tasks.checks.proving import CHECKS_VERSION, prove
@@ -143,9 +143,10 @@ def judge(
         ]
     )
     solved = result.exit == "completed" and bool(rows) and all(row.status == "passed" for row in rows)
-    return Verdict(
-        solved=solved and not any(each.tampering for each in findings), exit=result.exit, tests=rows, findings=findings
-    )
+    solved = solved and not any(each.tampering for each in findings)
+    if solved:  # what looked odd computes what it should
+        findings = tuple(each for each in findings if each.kind not in SUSPICIONS)
+    return Verdict(solved=solved, exit=result.exit, tests=rows, findings=findings)
 
 
 @dataclass
