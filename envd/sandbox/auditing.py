@@ -108,7 +108,7 @@ def install(
 def _by_arguments(event: str, arguments: tuple[Any, ...], places: frozenset[str], names: frozenset[str]) -> str:
     first = arguments[0] if arguments else None
     if event == "open":
-        if type(first) not in (str, bytes):
+        if not isinstance(first, (str, bytes)) or type(first) not in (str, bytes):
             return ""
         path = os.fsdecode(first)
         if path in places or path.rpartition("/")[2] in names:

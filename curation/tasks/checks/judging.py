@@ -92,15 +92,16 @@ def decode(found: Any, hidden: Mapping[str, str]) -> Any:
     if tag == "T":
         if rest[0] == "timedelta":
             return datetime.timedelta(*(decode(each, hidden) for each in rest[1]))
-        return {"datetime": datetime.datetime, "date": datetime.date, "time": datetime.time}[rest[0]].fromisoformat(
-            rest[1]
-        )
+        return _TIMES[rest[0]](rest[1])
     raise Opaque
 
 
 _SCALARS: dict[str, Callable[[Any], Any]] = {
     "b": lambda text: text is True, "i": lambda text: int(text, 16), "f": float, "c": complex, "s": str, "y": bytes.fromhex,
     "Y": bytearray.fromhex, "D": Decimal,
+}  # fmt: skip
+_TIMES: dict[str, Callable[[str], Any]] = {
+    "datetime": datetime.datetime.fromisoformat, "date": datetime.date.fromisoformat, "time": datetime.time.fromisoformat,
 }  # fmt: skip
 _COLLECTIONS: dict[str, Callable[[Any], Any]] = {
     "l": list, "t": tuple, "S": set, "F": frozenset
