@@ -177,7 +177,8 @@ class Preparation:
                 self._note("link:outside")
 
     def _note(self, name: str) -> None:
-        name = os.fsencode(name).decode(errors="backslashreplace")[:200]
+        name = os.fsencode(name).decode(errors="backslashreplace")
+        name = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in name)[:200]
         if name not in self.notes and len(self.notes) < _MOST_NOTES:
             self.notes.append(name)
 
