@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Iterator
 
 import pytest
 
+from envd.client import SandboxClient
 from envd.types import VerifyResult
-from tests.envd.harness import FILES
+from tests.envd.harness import FILES, Harness
 from tests.envd.verifying import Verifying
 
 RIGHT = "def add(a, b):\n    return a + b\n"
@@ -163,3 +166,15 @@ def test_the_canary_watches_where_a_task_has_a_conftest(isolated: Verifying) -> 
     )
     result = isolated.verify({"calc.py": cheat}, files=files, hidden=hidden, tests=tests)
     assert "rewritten:report" in result.tampering and "passed" not in statuses(result)
+
+
+def test_a_judges_findings_reach_the_audit_log(namespaces: Harness) -> None:
+    async def run() -> list[str]:
+        async with SandboxClient(namespaces.address) as client:
+            template = await client.put_template(FILES)
+            await client.found(template, ["decoy:tests/test_hidden.py::test_small"] * 40)
+            told = [json.loads(each.detail_json) async for each in client.audit() if each.kind == "verify.tampered"]
+            return [each["what"] for each in told if each.get("template") == template]
+
+    found = asyncio.run(run())
+    assert set(found) == {"decoy:tests/test_hidden.py::test_small"} and len(found) <= 32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import datetime
 import json
 import operator
@@ -17,6 +18,7 @@ from contracts.tasks import Observed, Rule
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
     "in": lambda left, right: left in right, "not in": lambda left, right: left not in right,
+    "isa": lambda left, right: isinstance(left, tuple(getattr(builtins, name) for name in right.split(", "))),
     "has": lambda left, right: right in left, "has not": lambda left, right: right not in left,
 }  # fmt: skip
 _SINGLETONS = (None, True, False)
