@@ -22,6 +22,7 @@ from envd.calling import RPC_GRACE_S, Caller, error_of
 from envd.client_sandbox import MOVE_S, Sandbox
 from envd.connection import Access
 from envd.errors import EnvdError, SandboxGone, ServerBusy
+from envd.meeting import default_address
 from envd.messages import limits_message, status_of, verify_result_of
 from envd.types import (
     BackendInfo,
@@ -60,15 +61,17 @@ _ENDING_S = 10.0
 
 
 class SandboxClient:
-    """A connection to one envd server. `address` is `unix:/path` or `host:port`. Holds no state but the channel.
+    """A connection to one envd server. `address` is `unix:/path` or `host:port`, by default where this user's server listens by default.
+    Holds no state but the channel.
 
     The first call waits for a server that still starts. Once one has answered, a server that has gone is an error at once,
-    and a later call finds one that came back at the same address. access: TLS and the key, where the server asks for them.
+    and a later call finds one that came back at the same address. access: TLS and the key, where the server asks for them; None: the key of
+    $TRIPLANE_ENVD_KEY_FILE, else of this user's own server on that port (`Access.found`).
     """
 
-    def __init__(self, address: str, access: Access = Access()) -> None:
-        self.address = address
-        self.caller = Caller(address, access)
+    def __init__(self, address: str | None = None, access: Access | None = None) -> None:
+        self.address = default_address() if address is None else address
+        self.caller = Caller(self.address, Access.found(self.address) if access is None else access)
         self._ending: set[asyncio.Future[None]] = set()
 
     async def __aenter__(self) -> SandboxClient:

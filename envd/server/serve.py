@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import stat
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from contracts.pb import envd_pb2_grpc as rpc
 from envd.backends.base import Backend, IsolationLevel
 from envd.connection import MESSAGE_BYTES, Access, read_secret
 from envd.errors import BackendUnavailable, EnvdError
+from envd.meeting import MadeKey
 from envd.sandbox import linux
 from envd.sandbox.cgroups import OWNED, remove_groups
 from envd.sandbox.delegation import make_room
@@ -105,7 +107,9 @@ class Options:
 async def serve(options: Options) -> None:
     """Serve until SIGTERM or SIGINT. Raises EnvdError, in one line, for what can't be served."""
     options.listening.check()
-    keys, policy = options.listening.keys(), load_policy(_policy_text(options.policy))
+    made = options.listening.made_key()
+    keys = options.listening.keys() if made is None else (made.key.encode(),)
+    policy = load_policy(_policy_text(options.policy))
     peers = options.peers()
     stop = _told_to_stop()
     if options.with_parent is not None:
@@ -131,7 +135,9 @@ async def serve(options: Options) -> None:
         server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=interceptors)
         watched = Watched(server, sandboxes)
         probe = _add_services(server, watched, sandboxes, verifications, peers)
-        options.listening.listen(server)
+        port = options.listening.listen(server)
+        if made is not None:
+            stack.callback(made.withdraw, _tell_key(made, options.listening.address, port))
         await server.start()
         audit.record("server.started", "", address=options.listening.address, backends=list(backends))
         for name, backend in backends.items():
@@ -173,6 +179,18 @@ async def _let_go(starting: asyncio.Future[Verifications]) -> None:
     """Stop a verifier that is not wanted, once it has started."""
     with contextlib.suppress(EnvdError, asyncio.CancelledError):
         await (await starting).stop()
+
+
+def _tell_key(made: MadeKey, address: str, port: int) -> Path:
+    """Leave a key that the server made where this user's clients find it, and print it once."""
+    file = made.publish(port)
+    print(
+        f"envd: nobody gave --key-file, so {address} (port {port}) asks for this key: {made.key}\n"
+        f"envd: it lies in {file} until the server stops; this user's clients find it there, others are given it",
+        file=sys.stderr,
+        flush=True,
+    )
+    return file
 
 
 def _observers(options: Options, sandboxes: Sandboxes, stack: contextlib.AsyncExitStack) -> list[Observer]:
