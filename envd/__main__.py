@@ -101,7 +101,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_serving(add: Any) -> None:
-    add("--listen", metavar="ADDRESS", help="unix:/path or host:port (default: a socket that only this user can connect to)")
+    add(
+        "--listen",
+        metavar="ADDRESS",
+        help="unix:/path or host:port (default: a socket that only this user can connect to)",
+    )
     add(
         "--backend",
         default="auto",

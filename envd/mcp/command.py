@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import signal
 import sys
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,10 @@ from envd.client import SandboxClient
 from envd.connection import access_of, add_access, is_local, read_secret
 from envd.errors import EnvdError
 from envd.local import LocalEnvd
-from envd.meeting import MadeKey
 from envd.mcp.http import Gate
 from envd.mcp.server import make_server
 from envd.mcp.sessions import Sessions
+from envd.meeting import MadeKey
 from envd.types import Limits
 
 _HELP = """\
@@ -95,6 +97,17 @@ async def _serve(arguments: argparse.Namespace) -> None:
             await _serve_http(server, sessions, *listening, arguments)
 
 
+class _Web(uvicorn.Server):
+    """Ends at a signal as at any other end: uvicorn's own way raises the signal again, and nothing is cleaned up."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        yield
+
+
 async def _serve_http(
     server: Any, sessions: Sessions, host: str, port: int, keys: list[str], arguments: argparse.Namespace
 ) -> None:
@@ -104,11 +117,15 @@ async def _serve_http(
         host=host, session_idle_timeout=arguments.idle, max_sessions=arguments.max_sessions
     )
     config = uvicorn.Config(Gate(app, keys, sessions.end), host=host, port=port, log_level="warning", lifespan="on")
-    web = uvicorn.Server(config)
+    web = _Web(config)
     print(f"envd: MCP at http://{arguments.http}/mcp", file=sys.stderr)
     if made is not None:
         file = made.publish(port)
-        print(f"envd: it asks for this bearer key: {made.key} (also in {file} until it stops)", file=sys.stderr, flush=True)
+        print(
+            f"envd: it asks for this bearer key: {made.key} (also in {file} until it stops)",
+            file=sys.stderr,
+            flush=True,
+        )
     try:
         await web.serve()
     finally:

@@ -32,7 +32,7 @@ async def start_backends(names: Sequence[str], run_dir: Path, *, pool: int) -> d
     started: dict[str, Backend] = {}
     try:
         for name in names:
-            for each in await _auto(run_dir, pool) if name == "auto" else [await _start(name, run_dir, pool)]:
+            for each in await _auto(run_dir, pool) if name == "auto" else [await _named(name, run_dir, pool)]:
                 started.setdefault(each.name, each)
     except BaseException:
         await stop_backends(started)
@@ -61,6 +61,15 @@ async def _auto(run_dir: Path, pool: int) -> list[Backend]:
         except BackendUnavailable as error:
             refusals.append(f"{name}: {error}")
     raise BackendUnavailable(f"no backend that isolates starts here ({'; '.join(refusals)}). {_FIX}")
+
+
+async def _named(name: str, run_dir: Path, pool: int) -> Backend:
+    try:
+        return await _start(name, run_dir, pool)
+    except BackendUnavailable as error:
+        if name != "namespaces":
+            raise
+        raise BackendUnavailable(f"the namespaces backend does not start here: {error}. {_FIX}") from error
 
 
 async def _start(name: str, run_dir: Path, pool: int) -> Backend:

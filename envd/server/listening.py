@@ -116,7 +116,9 @@ class KeyCheck(grpc.aio.ServerInterceptor):
 
 def _refusing(handler: Any, audit: AuditLog, method: str) -> Any:
     """A handler of the same kind that refuses, and records it by who called."""
-    error = AccessDenied("this server asks for a key: give --key-file or $TRIPLANE_ENVD_KEY_FILE, which sends `authorization: Bearer <key>`")
+    error = AccessDenied(
+        "this server asks for a key: give --key-file or $TRIPLANE_ENVD_KEY_FILE, which sends `authorization: Bearer <key>`"
+    )
 
     async def one(request: Any, context: Any) -> Any:
         caller.answering(context, method)
