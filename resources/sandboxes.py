@@ -21,6 +21,10 @@ ADDRESS_VARIABLE = "TRIPLANE_ENVD"
 """Where an envd server runs already, for every experiment that names none: a deployment's, beside the code location."""
 
 
+_OWN_SERVER = "quotas: {templates: 1048576, template_mb: 65536, sandboxes: 65536, memory_mb: 1073741824}"
+"""The run is the only client of a server that it starts: quotas have nobody to protect, and a suite may have many gigabytes of templates."""
+
+
 class SandboxesResource(dg.ConfigurableResource[Any]):
     """Hands out clients. A server that it starts lives until the run ends; one that died is replaced for the next step that asks."""
 
@@ -48,7 +52,7 @@ class SandboxesResource(dg.ConfigurableResource[Any]):
             )
             self._servers.pop(config.backend)[1].close()
         with ExitStack() as starting:
-            server = starting.enter_context(LocalEnvd(backend=config.backend))
+            server = starting.enter_context(LocalEnvd(backend=config.backend, policy=_OWN_SERVER))
             self._servers[config.backend] = server, starting.pop_all()
         return server.address
 

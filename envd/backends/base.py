@@ -128,6 +128,15 @@ class TellsRefusals(Protocol):
 
 
 @runtime_checkable
+class KeepsTemplates(Protocol):
+    """A backend that keeps something of its own of a template: disks, or sandboxes that are started before they are asked for."""
+
+    async def forget_template(self, template: str) -> None:
+        """Let go of what is kept of a template, which no sandbox uses, and which is removed."""
+        ...
+
+
+@runtime_checkable
 class OffersProxy(Protocol):
     """A box in which a port leads to the server's proxy, where its policy allows destinations."""
 

@@ -111,7 +111,10 @@ class KeyCheck(grpc.aio.ServerInterceptor):
         said = next((value for key, value in details.invocation_metadata or () if key == "authorization"), "")
         given = (said if isinstance(said, bytes) else said.encode()).removeprefix(b"Bearer ")
         # each is compared, so that the time does not tell which one was nearly right
-        return sum(secrets.compare_digest(given, key) for key in self._keys) > 0
+        found = [key for key in self._keys if secrets.compare_digest(given, key)]
+        if found:
+            caller.known_by(found[0])
+        return bool(found)
 
 
 def _refusing(handler: Any, audit: AuditLog, method: str) -> Any:

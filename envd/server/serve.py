@@ -41,6 +41,7 @@ from envd.server.metrics import Metrics
 from envd.server.migration import Migration
 from envd.server.observing import Observer, Observing
 from envd.server.policy import load_policy
+from envd.server.quotas import Quotas
 from envd.server.sandboxes import Sandboxes
 from envd.server.service_files import FilesService
 from envd.server.service_processes import ProcessesService
@@ -121,12 +122,13 @@ async def serve(options: Options) -> None:
         run_dir = await stack.enter_async_context(_run_directory(options.state_dir))
         audit = AuditLog(options.audit_log, calls=options.audit_calls)
         stack.callback(audit.close)
-        templates = Templates(run_dir / "templates", linux.sandbox_owner())
+        quotas = Quotas(policy.quotas, audit)
+        templates = Templates(run_dir / "templates", linux.sandbox_owner(), quotas)
         stack.push_async_callback(templates.settled)
         snapshots = Snapshots(options.snapshot_dir or run_dir / "snapshots")
         stack.push_async_callback(snapshots.stop)
         backends, verifications = await _started(stack, options, run_dir, templates)
-        sandboxes = Sandboxes(backends, templates, snapshots, policy=policy, audit=audit)
+        sandboxes = Sandboxes(backends, templates, snapshots, policy=policy, audit=audit, quotas=quotas)
         stack.push_async_callback(sandboxes.stop)
         stack.callback(asyncio.ensure_future(sandboxes.limits.rounds(lambda: sandboxes.all({}))).cancel)
         interceptors: list[grpc.aio.ServerInterceptor] = [KeyCheck(keys, audit)] if keys else []

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contracts.errors import TriplaneError
 from contracts.tasks import Task
 from envd.client import Export, Limits, Sandbox, SandboxClient, ToolCall, ToolResult
+from envd.errors import TemplateError
 from inference.errors import InfraFault
 
 LIFETIME_MARGIN_S = 60.0
@@ -31,15 +32,23 @@ class Workspaces:
 
     async def start(self, task: Task) -> Sandbox:
         """A fresh sandbox of `task`. Raises InfraFault."""
+        for again in (False, True):
+            try:
+                return await self._client.create(await self._stored(task), limits=self._limits)
+            except TriplaneError as error:
+                self._templates.pop(task.image_digest, None)
+                if again or not isinstance(
+                    error, TemplateError
+                ):  # a server removes templates that were not used for long
+                    raise InfraFault(f"no sandbox for task {task.task_id}: {error}") from error
+        raise AssertionError("unreachable")
+
+    async def _stored(self, task: Task) -> str:
         image = task.image_digest
         storing = self._templates.get(image)
         if storing is None:
             storing = self._templates[image] = asyncio.create_task(self._client.put_template(task.files))
-        try:
-            return await self._client.create(await asyncio.shield(storing), limits=self._limits)
-        except TriplaneError as error:
-            self._templates.pop(image, None)  # a server that was restarted has lost its templates
-            raise InfraFault(f"no sandbox for task {task.task_id}: {error}") from error
+        return await asyncio.shield(storing)
 
 
 class Workspace:
