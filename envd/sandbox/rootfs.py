@@ -1,7 +1,7 @@
 """What a sandbox sees: a read-only system, its own workspace over a template, a private /tmp, /proc and a small /dev.
 
 /            tmpfs prepared once, read-only, shared by all sandboxes of a server
-/usr ...     the host's, read-only; so are the Python that runs envd and its packages
+/usr ...     the host's, read-only; so are the Python that runs envd and its packages (python_inside.py)
 /.template   the pristine workspace, read-only
 /workspace   overlay: the template below, a size-limited tmpfs above
 /tmp         on that same tmpfs
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from pathlib import Path
 
 from envd.sandbox import linux
+from envd.sandbox.python_inside import inside, make_environment, python_directories
 
 DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9)}
 _SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
@@ -24,14 +24,6 @@ _PASSWD = "root:x:0:0:root:/tmp:/bin/bash\nnobody:x:65534:65534:nobody:/:/bin/fa
 _GROUP = "root:x:0:\nnogroup:x:65534:\n"
 _HOSTS = "127.0.0.1 localhost sandbox\n::1 localhost\n"
 INSIDE_TEMPLATE = "/.template"
-
-
-def python_directories() -> list[str]:
-    """Directories the running interpreter and its packages live in, outermost only, outside /usr."""
-    wanted = {sys.base_prefix, sys.base_exec_prefix, sys.prefix}
-    wanted |= {each for each in sys.path if each.endswith(("site-packages", "dist-packages"))}
-    outside = sorted(path for path in wanted if Path(path).is_dir() and not path.startswith("/usr/"))
-    return [path for path in outside if not any(path.startswith(other + "/") for other in outside)]
 
 
 def prepare_base(run_dir: Path) -> None:
@@ -107,7 +99,8 @@ def fill_base(base: Path) -> None:
         elif source.is_dir():
             _bind_read_only(str(source), base / name)
     for path in python_directories():
-        _bind_read_only(path, base / path.lstrip("/"))
+        _bind_read_only(path, base / inside(path).lstrip("/"))
+    make_environment(base)
     _devices(base / "dev")
 
 
