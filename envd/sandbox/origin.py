@@ -19,7 +19,18 @@ class Origin:
 
     def __init__(self, root: Path, template: Path, hidden: Collection[str]) -> None:
         self._root, self._template, self._hidden = root, template, frozenset(hidden)
-        self._system = tuple({f"{path}/" for path in (sys.prefix, sys.base_prefix, python_inside.ROOT, "/usr")})
+        self._system = tuple(
+            {
+                f"{path}/"
+                for path in (
+                    sys.prefix,
+                    sys.base_prefix,
+                    *python_inside.python_directories(),
+                    python_inside.ROOT,
+                    "/usr",
+                )
+            }
+        )
 
     def vouched(self, found: Any) -> bool:
         """Whether a function, class, module or object is the task's own."""

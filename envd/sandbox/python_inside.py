@@ -52,7 +52,7 @@ def make_environment(base: Path) -> None:
     interpreter = inside(os.path.realpath(sys.executable))
     library = f"lib/python{sys.version_info.major}.{sys.version_info.minor}"
     if sys.prefix != sys.base_prefix:
-        text = f"home = {os.path.dirname(interpreter)}\ninclude-system-site-packages = {_with_system_packages()}\n"
+        text = f"home = {Path(interpreter).parent}\ninclude-system-site-packages = {_with_system_packages()}\n"
         (root / "pyvenv.cfg").write_text(text)
         (root / library).mkdir(parents=True)
         (root / library / "site-packages").symlink_to(inside(f"{sys.prefix}/{library}/site-packages"))

@@ -9,6 +9,7 @@ import pytest
 
 from envd.client import Limits, SandboxClient, ToolCall
 from envd.errors import SandboxGone
+from envd.sandbox.python_inside import bin_directory
 from tests.envd.harness import FILES, SMALL, Harness
 
 
@@ -38,7 +39,7 @@ def test_there_is_no_network_but_loopback(namespaces: Harness) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/usr/x", "/bin/x", "/etc/passwd", "/x", "/.template/calc.py", "/dev/x", f"{sys.prefix}/x"]
+    "path", ["/usr/x", "/bin/x", "/etc/passwd", "/x", "/.template/calc.py", "/dev/x", f"{bin_directory()}/x"]
 )
 def test_the_system_is_read_only(namespaces: Harness, path: str) -> None:
     (text,) = namespaces.shell(f"echo x >> {path}")
