@@ -10,7 +10,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 export DAGSTER_DISABLE_TELEMETRY := 1
 
-.PHONY: help install demo test test-slow test-escape test-browser test-vllm test-gpu lint types format proto ui bench clean
+.PHONY: help install demo test test-slow test-escape test-redteam test-browser test-vllm test-gpu lint types format proto ui bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -40,6 +40,9 @@ test-slow: $(NATIVE)  ## minutes-long suites: end to end, the web server, kill a
 
 test-escape: $(NATIVE)  ## attacks on sandboxes, on every backend that starts here; WITHOUT="gvisor qemu" leaves these out
 	$(BIN)/pytest -m escape tests/escape -k "$(patsubst %,not % and,$(WITHOUT)) escape"
+
+test-redteam: $(NATIVE)  ## every forged final state is caught, every honest one is clean
+	$(BIN)/pytest -n auto --maxprocesses 4 -m redteam tests/redteam
 
 test-browser: $(NATIVE)  ## needs Chromium (Debian's package chromium)
 	$(BIN)/pytest -m browser

@@ -18,19 +18,9 @@ class Origin:
     """
 
     def __init__(self, root: Path, template: Path, hidden: Collection[str]) -> None:
-        self._root, self._template, self._hidden = root, template, frozenset(hidden)
-        self._system = tuple(
-            {
-                f"{path}/"
-                for path in (
-                    sys.prefix,
-                    sys.base_prefix,
-                    *python_inside.python_directories(),
-                    python_inside.ROOT,
-                    "/usr",
-                )
-            }
-        )
+        self._root, self.template, self.hidden = root, template, frozenset(hidden)
+        system = (sys.prefix, sys.base_prefix, *python_inside.python_directories(), python_inside.ROOT, "/usr")
+        self._system = tuple({f"{path}/" for path in system})
 
     def vouched(self, found: Any) -> bool:
         """Whether a function, class, module or object is the task's own."""
@@ -49,10 +39,10 @@ class Origin:
         if not path.startswith(f"{self._root}/"):
             return False
         relative = os.path.relpath(path, self._root)
-        if relative in self._hidden:
+        if relative in self.hidden:
             return True
         try:
-            return (self._template / relative).read_bytes() == Path(path).read_bytes()
+            return (self.template / relative).read_bytes() == Path(path).read_bytes()
         except OSError:
             return False
 

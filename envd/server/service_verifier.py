@@ -37,6 +37,7 @@ class VerifierService(Service, rpc.VerifierServicer):
             timeout_s,
             None if left is None else max((left - timeout_s) / 2, 0),
             artifacts=request.artifacts,
+            product=request.product,
         )
         if result["exit"] == "timed_out":
             self.sandboxes.audit.record("limit.time", "", what="verification", seconds=timeout_s)
@@ -49,6 +50,7 @@ class VerifierService(Service, rpc.VerifierServicer):
             log=result["log"],
             seconds=time.monotonic() - started,
             tampering=tampering,
+            observations=[pb.Observation(**each) for each in result.get("observations", ())],
         )
 
     def _tampering(self, result: dict[str, Any]) -> list[str]:
