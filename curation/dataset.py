@@ -25,10 +25,10 @@ from curation.errors import RewardsMismatch
 DATASET_VERSION = "1"
 """Code version of the `dataset` step."""
 
-REASONS = ("infra_error", "not_graded", "empty", "zero_variance", "too_long", "truncated")
+REASONS = ("infra_error", "not_graded", "tampered", "empty", "zero_variance", "too_long", "truncated")
 """Why an episode is left out; of several, the first in this order is recorded.
 
-infra_error: the sandbox or engine failed. not_graded: no reward (verifier fault, or aborted). empty: no token sampled.
+infra_error: the sandbox or engine failed. not_graded: no reward (verifier fault, or aborted). tampered: it tampered with its verdict. empty: no token sampled.
 zero_variance: all graded members of its group have the same reward. too_long: a sequence exceeds max_tokens. truncated: see DatasetConfig.
 """
 
@@ -168,6 +168,7 @@ reasons AS (
         CASE
             WHEN e.outcome = 'infra_error' THEN 'infra_error'
             WHEN r.reward IS NULL THEN 'not_graded'
+            WHEN r.verdict = 'tampered' THEN 'tampered'
             WHEN coalesce(l.policy_tokens, 0) = 0 THEN 'empty'
             WHEN g.zero_variance AND $drop_zero_variance THEN 'zero_variance'
             WHEN l.length > $max_tokens THEN 'too_long'

@@ -166,10 +166,12 @@ class Preparation:
 
     def _note_others(self, changed: list[str], hidden: Mapping[str, bytes]) -> None:
         for path in changed:
-            if path in hidden:
+            if path in hidden or any(f"{each}/" == path[: len(each) + 1] for each in hidden):
                 self._note("undone:hidden-test")
             target = self._workspace / path
-            if target.is_symlink() and not _stays(target.readlink(), PurePosixPath(path).parent):
+            if target.is_symlink() and any(each.startswith(f"{path}/") for each in hidden):
+                self._note("link:hidden-test")
+            elif target.is_symlink() and not _stays(target.readlink(), PurePosixPath(path).parent):
                 self._note("link:outside")
         for note in review(self._workspace, self._template, changed):
             self._note(note)

@@ -8,16 +8,38 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 _MODULES = frozenset(
-    {"_pytest", "pytest", "pluggy", "gc", "ctypes", "inspect", "linecache", "dis", "_ctypes", "_testcapi", "mmap", "atexit", "signal"}
+    {
+        "_pytest", "pytest", "pluggy", "unittest", "gc", "ctypes", "inspect", "linecache", "dis", "_ctypes", "_testcapi", "mmap", "atexit", "signal",
+        "marshal", "pickle", "importlib", "builtins", "conftest", "tests",
+    }
 )  # fmt: skip
 _NAMES = frozenset(
     {
         "_getframe", "_current_frames", "currentframe", "f_back", "f_locals", "f_globals", "f_code", "tb_frame", "co_consts", "gi_frame", "settrace",
         "setprofile", "addaudithook", "get_objects", "get_referrers", "meta_path", "path_hooks", "__code__", "__subclasses__", "_exit", "excepthook",
-        "displayhook", "unraisablehook", "__see__", "__raised__", "__hidden__", "pytest_pyfunc_call", "PYTEST_CURRENT_TEST", "ANY",
-        "fork", "forkpty", "kill", "register_at_fork",
+        "displayhook", "unraisablehook", "__see__", "__raised__", "__hidden__", "pytest_pyfunc_call", "PYTEST_CURRENT_TEST", "ANY", "SystemExit",
+        "exec", "eval", "compile", "__import__", "__getattribute__", "register_at_fork",
     }
 )  # fmt: skip
+_OF_MODULES = {
+    "os": frozenset(
+        {
+            "abort",
+            "fork",
+            "forkpty",
+            "kill",
+            "killpg",
+            "getppid",
+            "link",
+            "symlink",
+            "execv",
+            "execve",
+            "posix_spawn",
+            "system",
+        }
+    ),
+    "sys": frozenset({"modules", "path", "exit", "stdout", "stderr"}),
+}
 _EQUALITY = frozenset(
     {
         "__eq__",
@@ -31,8 +53,21 @@ _EQUALITY = frozenset(
         "__subclasscheck__",
     }
 )
-_PLAIN = frozenset({"int", "str", "float", "bytes", "list", "tuple", "dict", "set", "frozenset", "complex"})
-_SUSPECT_TEXT = ("/proc/self", "/proc/1", "test_hidden", "hidden_test")
+_PLAIN = frozenset(
+    {"int", "str", "float", "bytes", "list", "tuple", "dict", "set", "frozenset", "complex", "Decimal", "Fraction"}
+)
+_SUSPECT_TEXT = (
+    "/proc/",
+    "hidden",
+    "/workspace",
+    ".pytest_cache",
+    "test_",
+    "test*",
+    "/tests",
+    "pytest",
+    "/.template",
+    "/tmp/",
+)
 _MAX_BYTES = 1 << 20
 _MOST_FILES = 200
 _MOST_NAMES = 12
@@ -41,9 +76,13 @@ _MOST_NAMES = 12
 def review(workspace: Path, template: Path, changed: Collection[str]) -> list[str]:
     """Names, as `review:...`, of what the changed files hold more of than the template's; sorted, bounded."""
     found = Counter[str]()
-    for path in [each for each in sorted(changed) if each.endswith(".py")][:_MOST_FILES]:
+    files = sorted(
+        (each for each in changed if each.endswith(".py")), key=lambda path: (not (template / path).exists(), path)
+    )
+    for path in files[:_MOST_FILES]:
         found += Counter(_names(_read(workspace / path))) - Counter(_names(_read(template / path)))
-    return [f"review:{name}" for name in sorted(found)][:_MOST_NAMES]
+    names = [f"review:{name}" for name in sorted(found)][:_MOST_NAMES]
+    return [*names, "review:many-files"] if len(files) > _MOST_FILES else names
 
 
 def _read(path: Path) -> bytes:
@@ -59,46 +98,91 @@ def _names(source: bytes) -> Iterator[str]:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return
+    modules = {
+        alias.asname or alias.name.split(".", 1)[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
     for node in ast.walk(tree):
         yield from _of_node(node)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _root(node) in modules:
+            yield f"patch:{ast.unparse(node)[:60]}"
     if any(isinstance(node, ast.Expr) and _starts_thread(node.value) for node in tree.body):
         yield "thread-at-import"
 
 
 def _of_node(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Import):
-        yield from (f"import:{alias.name}" for alias in node.names if alias.name.split(".", 1)[0] in _MODULES)
+        yield from (f"import:{alias.name}" for alias in node.names if _watched(alias.name))
     elif isinstance(node, ast.ImportFrom):
-        module = (node.module or "").split(".", 1)[0]
-        if module in _MODULES:
-            yield f"import:{module}"
+        if _watched(node.module or ""):
+            yield f"import:{node.module}"
         yield from (f"name:{alias.name}" for alias in node.names if alias.name in _NAMES)
     elif isinstance(node, ast.Attribute):
-        if node.attr in _NAMES:
+        if node.attr in _NAMES - {"compile"}:
             yield f"name:{node.attr}"
-        elif node.attr == "modules" and isinstance(node.value, ast.Name) and node.value.id == "sys":
-            yield "name:sys.modules"
+        elif isinstance(node.value, ast.Name) and node.attr in _OF_MODULES.get(node.value.id, ()):
+            yield f"name:{node.value.id}.{node.attr}"
+        elif node.attr in _EQUALITY and isinstance(node.ctx, ast.Store):
+            yield f"equality:{node.attr}"
     elif isinstance(node, ast.Name) and node.id in _NAMES:
         yield f"name:{node.id}"
+    elif isinstance(node, ast.keyword) and node.arg in _EQUALITY:
+        yield f"equality:{node.arg}"
     elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-        yield from ("text:path" for text in _SUSPECT_TEXT if text in node.value)
-        if node.value in _NAMES or node.value in _MODULES:
-            yield f"text:{node.value}"
+        yield from _of_text(node.value)
     elif isinstance(node, ast.ClassDef):
         yield from _of_class(node)
-    elif isinstance(node, ast.FunctionDef) and node.name == "__getattr__" and len(node.args.args) == 1:
-        yield "module-getattr"
+    elif isinstance(node, ast.FunctionDef) and (
+        node.name == "__getattribute__" or (node.name == "__getattr__" and len(node.args.args) == 1)
+    ):
+        yield f"name:{node.name}"
+
+
+def _watched(module: str) -> bool:
+    first, *_, last = [*module.split("."), module.rpartition(".")[2]]
+    return first in _MODULES or last.startswith("test_")
+
+
+def _of_text(text: str) -> Iterator[str]:
+    yield from ("text:path" for part in _SUSPECT_TEXT if part in text)
+    if text in _NAMES - {"eval", "exec", "compile"} or text in _EQUALITY or text in ("_pytest", "gc", "ctypes"):
+        yield f"text:{text}"
+
+
+def _root(node: ast.expr) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _of_class(node: ast.ClassDef) -> Iterator[str]:
-    bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
+    bases = {base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "") for base in node.bases}
     for each in node.body:
-        if not isinstance(each, ast.FunctionDef) or each.name not in _EQUALITY:
-            continue
-        body = [line for line in each.body if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))]
-        constant = len(body) == 1 and isinstance(body[0], ast.Return) and isinstance(body[0].value, ast.Constant)
-        if bases & _PLAIN or constant:
+        if isinstance(each, ast.Assign):
+            called = isinstance(each.value, (ast.Call, ast.Lambda))
+            yield from (
+                f"equality:{target.id}" for target in each.targets
+                if called and isinstance(target, ast.Name) and target.id in _EQUALITY
+            )  # fmt: skip
+        if (
+            isinstance(each, ast.FunctionDef)
+            and each.name in _EQUALITY
+            and (bases & _PLAIN or not _looks_at_itself(each))
+        ):
             yield f"equality:{each.name}"
+
+
+def _looks_at_itself(method: ast.FunctionDef) -> bool:
+    """Whether a comparison reads something of its own object, as an honest one does."""
+    own = method.args.args[0].arg if method.args.args else ""
+    plain = {id(node.value) for node in ast.walk(method) if isinstance(node, ast.Return) and node.value is not None}
+    return any(
+        isinstance(node, ast.Name) and node.id == own and id(node) not in plain
+        for statement in method.body
+        for node in ast.walk(statement)
+    )
 
 
 def _starts_thread(node: ast.expr) -> bool:

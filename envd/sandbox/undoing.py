@@ -24,6 +24,7 @@ CONFIGURATION = frozenset(
     }
 )  # fmt: skip
 _COMPILED = (".so", ".pyc", ".pyo", ".pyd", ".egg", ".pyz", ".dll", ".dylib")
+_METADATA = (".dist-info", ".egg-info", ".egg-link")
 _OURS = frozenset({"pytest", "_pytest", "pluggy", "unittest", "envd", "contracts", "iniconfig"})
 _TESTS = frozenset({"tests", "test", "testing", "_tests", "_test"})
 _TEST = re.compile(r"(test_.*|.*_tests?|tests?)\.py")
@@ -37,15 +38,22 @@ def unwanted(
     """Paths to undo, each with its note, which is empty for tests that no hidden one imports. changed: paths that differ from the template's, in any order. product: what solutions change, no helpers."""
     imported = frozenset().union(*(imports(content) for path, content in hidden.items() if path.endswith(".py")))
     here = {PurePosixPath(path).parent / PurePosixPath(path).stem for path in hidden}
+    names = {PurePosixPath(path).name for path in hidden}
     for path in changed:
         name = PurePosixPath(path).name
         if name in CONFIGURATION or name.endswith(".pth"):
             yield path, f"undone:{name}"
         elif name.endswith(_COMPILED):
             yield path, f"compiled:{name}"
-        elif path not in hidden and _is_twin(PurePosixPath(path), here):
+        elif any(part.endswith(_METADATA) for part in PurePosixPath(path).parts):
+            yield path, f"undone:{name}"
+        elif (
+            path not in hidden
+            and not (template / path).exists()
+            and (name in names or _is_twin(PurePosixPath(path), here) or _shadows_tests(PurePosixPath(path), template))
+        ):
             yield path, f"undone:twin:{name}"
-        elif (shadow := _shadow(path, template, imported)) is not None:
+        elif (shadow := _shadow(path, template)) is not None:
             yield path, f"shadowed:{shadow}"
         elif path not in hidden and path not in product and _is_helper(path, template, imported):
             quiet = _TEST.fullmatch(name) and PurePosixPath(path).stem not in imported
@@ -69,10 +77,25 @@ def imports(source: bytes) -> frozenset[str]:
 
 def _is_twin(path: PurePosixPath, hidden: Collection[PurePosixPath]) -> bool:
     stem = path.parent / path.name.split(".", 1)[0]
-    return stem in hidden or any(parent in hidden for parent in path.parents)
+    return stem in hidden or any(parent.parent / parent.stem in hidden for parent in path.parents)
 
 
-def _shadow(path: str, template: Path, imported: Collection[str]) -> str | None:
+def _shadows_tests(path: PurePosixPath, template: Path) -> bool:
+    """Whether a new file stands in for a helper or a package of the tests, or for one of Python's modules among them."""
+    if path.suffix == ".py" and path.stem in _TESTS and (template / path.with_suffix("")).is_dir():
+        return True
+    for depth, part in enumerate(path.parts[:-1]):
+        if part in _TESTS:
+            name = path.parts[depth + 1].split(".", 1)[0]
+            place = template.joinpath(*path.parts[: depth + 1])
+            package = len(path.parts) > depth + 2 and (place / f"{name}.py").is_file()
+            return package or (
+                name in sys.stdlib_module_names and not (place / name).exists() and not (place / f"{name}.py").exists()
+            )
+    return False
+
+
+def _shadow(path: str, template: Path) -> str | None:
     """The module of Python's or of a package that this new file would stand in for."""
     parts = PurePosixPath(path).parts
     if parts[0] == "src" and len(parts) > 1 and (template / "src").is_dir():
@@ -85,10 +108,7 @@ def _shadow(path: str, template: Path, imported: Collection[str]) -> str | None:
         return None
     if (base / name).exists() or (base / f"{name}.py").exists():
         return None  # the task's own
-    if name in sys.stdlib_module_names or name in _OURS:
-        return name
-    asked = {each.split(".", 1)[0] for each in imported}
-    return name if name in asked and _installed(name) else None
+    return name if name in sys.stdlib_module_names or name in _OURS or _installed(name) else None
 
 
 @lru_cache(256)

@@ -28,7 +28,16 @@ def rollouts(draw: st.DrawFn) -> dict[str, list[dict[str, Any]]]:
             outcome = draw(st.sampled_from(OUTCOMES))
             reward = None if outcome == "infra_error" else draw(st.sampled_from([None, 0.0, 0.1, 1.1]))
             episodes.append({"episode_id": name, "group_id": f"g{group}", "sample": sample, "outcome": outcome})
-            rewards.append({"episode_id": name, "group_id": f"g{group}", "task_id": f"t{group}", "reward": reward})
+            verdict = draw(st.sampled_from(["completed", "completed", "tampered"]))
+            rewards.append(
+                {
+                    "episode_id": name,
+                    "group_id": f"g{group}",
+                    "task_id": f"t{group}",
+                    "reward": reward,
+                    "verdict": verdict,
+                }
+            )
             for index in range(draw(st.integers(0, 2))):
                 roles = draw(st.lists(st.sampled_from([0, 1, 2]), min_size=1, max_size=6))
                 versions = draw(st.lists(st.sampled_from(["v2", "v1"]), max_size=3))
@@ -74,6 +83,9 @@ def reason_of(episode: dict[str, Any], rows: dict[str, list[dict[str, Any]]], co
     holds = {
         "infra_error": episode["outcome"] == "infra_error",
         "not_graded": reward[episode["episode_id"]] is None,
+        "tampered": any(
+            row["verdict"] == "tampered" for row in rows["rewards"] if row["episode_id"] == episode["episode_id"]
+        ),
         "empty": not any(role == 1 for row in mine for role in row["token_role"]),
         "zero_variance": config.drop_zero_variance and len(set(graded)) == 1,
         "too_long": config.max_tokens is not None and any(len(row["token_ids"]) > config.max_tokens for row in mine),

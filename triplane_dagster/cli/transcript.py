@@ -101,6 +101,8 @@ def _print_reward(out: Console, reward: dict[str, Any] | None) -> None:
     out.print(
         Text(f"verdict {verdict} ({tests}, {reward['verdict']}), reward {cell(reward['reward'])} ({parts})", "bold")
     )
+    for name in reward.get("findings") or ():
+        out.print(Text(f"finding {visible(name)}", "red"))
 
 
 def _facts(episode: Episode) -> dict[str, Any]:
