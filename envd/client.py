@@ -202,6 +202,8 @@ class SandboxClient:
         timeout_s: float = 10,
         artifacts: Sequence[str] = (),
         product: Sequence[str] = (),
+        backend: str = "",
+        policy: str = "",
     ) -> VerifyResult:
         """Run the named tests (pytest node ids) on the template with `diff` applied, in a fresh sandbox.
 
@@ -209,6 +211,7 @@ class SandboxClient:
         many verifications the server has before this one, waiting for them is no fault: only its own run has a deadline.
         artifacts: patterns as in `Export`; what else the diff touches does not count, and `tampering` names it.
         product: paths that solutions change; other files of the template that look like helpers of its tests are restored.
+        backend, policy: as in `create`; without both, what a sandbox that names none runs on. The result says which it was.
         """
         request = pb.VerifyRequest(
             template=template,
@@ -219,6 +222,8 @@ class SandboxClient:
             timeout_s=timeout_s,
             artifacts=artifacts,
             product=product,
+            backend=backend,
+            policy_yaml=policy,
         )
         reply = None
         while reply is None:

@@ -53,6 +53,8 @@ class BoxSpec:
     """Empty: a private loopback and nothing else."""
     read_only: bool = False
     """The workspace can't be written (a policy's choice)."""
+    supervised: bool = False
+    """For a verification: where the backend can, its first user may become others, so that what judges and what is judged are two."""
 
 
 @dataclass(frozen=True)

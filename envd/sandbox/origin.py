@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from envd.sandbox import python_inside
+from envd.sandbox.python_inside import system_directories
 
 
 class Origin:
@@ -19,8 +19,7 @@ class Origin:
 
     def __init__(self, root: Path, template: Path, hidden: Collection[str]) -> None:
         self._root, self.template, self.hidden = root, template, frozenset(hidden)
-        system = (sys.prefix, sys.base_prefix, *python_inside.python_directories(), python_inside.ROOT, "/usr")
-        self._system = tuple({f"{path}/" for path in system})
+        self._system = tuple({f"{path}/" for path in system_directories()})
 
     def vouched(self, found: Any) -> bool:
         """Whether a function, class, module or object is the task's own."""

@@ -29,6 +29,11 @@ def python_directories() -> tuple[str, ...]:
     return tuple(path for path in outside if not any(path.startswith(other + "/") for other in outside))
 
 
+def system_directories() -> tuple[str, ...]:
+    """Where Python's own code and that of installed packages lies, seen from either side."""
+    return (sys.prefix, sys.base_prefix, *python_directories(), ROOT, "/usr")
+
+
 def inside(path: str) -> str:
     """A path of Python's on this host as a sandbox with a root of its own sees it."""
     for number, directory in enumerate(python_directories()):

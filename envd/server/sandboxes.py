@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from envd.backends.base import Backend, Box, BoxSpec, KeepsTemplates, OffersProxy, TellsRefusals
 from envd.errors import EnvdError, SandboxGone
-from envd.server.admission import Wanted, decide
+from envd.server.admission import Wanted, choose_backend, decide
 from envd.server.audit import AuditLog, Kind
 from envd.server.egress import Egress
 from envd.server.escapes import Escapes
@@ -155,6 +155,11 @@ class Sandboxes:
             read_only=decisions.read_only,
         )
         return backend, spec, decisions
+
+    def backend_for(self, name: str, policy_yaml: str) -> Backend:
+        """The backend that a Create of this name and policy would get: for what is no sandbox of a client's. Raises EnvdError, PolicyDenied."""
+        policy, denials = self._policies(policy_yaml)
+        return choose_backend(name, self.backends, policy, denials, self.audit)
 
     def _decide(self, wanted: Wanted) -> tuple[Backend, Decisions]:
         live = len(self._live) + self._starting

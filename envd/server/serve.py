@@ -53,7 +53,7 @@ from envd.server.states import States
 from envd.server.templates import Templates
 from envd.server.tracing import start_tracing
 from envd.server.trail import Trail
-from envd.server.verifications import Verifications
+from envd.server.verifications import Starting, Verifications
 
 _GRACE_S = 0.5
 _SERVER_OPTIONS = [
@@ -160,27 +160,16 @@ async def _started(
     stack: contextlib.AsyncExitStack, options: Options, run_dir: Path, templates: Templates
 ) -> tuple[dict[str, Backend], Verifications]:
     """What runs sandboxes and what verifies, both at the same time: each takes a while to start."""
-    hoped = options.backends[0] != "plain"
-    verifying = asyncio.ensure_future(Verifications.start(run_dir, templates, isolated=hoped))
+    starting = Starting(options.backends, run_dir)
     try:
         backends = await start_backends(options.backends, run_dir, pool=options.pool)
         stack.push_async_callback(stop_backends, backends)
-        isolates = next(iter(backends.values())).features.isolation > IsolationLevel.NONE
-        if isolates != hoped:
-            await _let_go(verifying)
-            verifying = asyncio.ensure_future(Verifications.start(run_dir, templates, isolated=isolates))
-        verifications = await verifying
     except BaseException:
-        await _let_go(verifying)
+        await starting.abandon()
         raise
+    verifications = await starting.finished(backends, templates)
     stack.push_async_callback(verifications.stop)
     return backends, verifications
-
-
-async def _let_go(starting: asyncio.Future[Verifications]) -> None:
-    """Stop a verifier that is not wanted, once it has started."""
-    with contextlib.suppress(EnvdError, asyncio.CancelledError):
-        await (await starting).stop()
 
 
 def _tell_key(made: MadeKey, address: str, port: int) -> Path:

@@ -28,7 +28,9 @@ class VerifierService(Service, rpc.VerifierServicer):
         started = time.monotonic()
         timeout_s = checked_timeout(request.timeout_s)
         left = context.time_remaining()
+        backend = self.sandboxes.backend_for(request.backend, request.policy_yaml)
         result = await self._verifications.verify(
+            backend,
             request.template,
             request.diff,
             request.hidden_files,
@@ -50,6 +52,7 @@ class VerifierService(Service, rpc.VerifierServicer):
             log=result["log"],
             seconds=time.monotonic() - started,
             tampering=tampering,
+            backend=backend.name,
             observations=[pb.Observation(**each) for each in result.get("observations", ())],
         )
 
