@@ -25,9 +25,9 @@ REWARDS = pa.schema(
 the reward alone is null where the tests ran but a component has no value.
 
 `components` holds what each one contributed, weight included: their sum is the reward. `verdict` is how the hidden tests' run ended
-(completed, crashed, timed_out, apply_failed, ungradable), `tampered` for a state that tampered with its verdict, the outcome of an unscored episode
-(infra_error, aborted), or not_graded when the verifier's infrastructure failed. `findings` are the names of what was found (docs/threat-model.md), empty
-for nearly all; tables of earlier versions lack the column.
+(completed, crashed, timed_out, apply_failed, ungradable), `tampered` for a state that tampered with its verdict, sandbox_broken when the agent left none
+to run them on, the outcome of an unscored episode (infra_error, aborted, dropped), or not_graded when the verifier's infrastructure failed. `findings`
+are the names of what was found (docs/threat-model.md), empty for nearly all; tables of earlier versions lack the column.
 """
 
 EVIDENCE = pa.schema(

@@ -123,7 +123,7 @@ class Starting:
 
     def __init__(self, names: Sequence[str], run_dir: Path) -> None:
         self._zygotes = {
-            kind: asyncio.ensure_future(Zygote.start(run_dir, f"{run_dir.name}-verifier-{kind}", kind, "verifier"))
+            kind: asyncio.ensure_future(Zygote.start(run_dir, f"{run_dir.name}-verifier-{kind}", kind))
             for kind in {_OF[name] for name in names if name in _OF}
         }
 
