@@ -21,7 +21,7 @@ from contracts.pb import envd_pb2_grpc as rpc
 from envd.calling import RPC_GRACE_S, Caller, error_of
 from envd.client_sandbox import MOVE_S, Sandbox
 from envd.connection import Access
-from envd.errors import EnvdError, SandboxGone, SandboxUnknown, ServerBusy
+from envd.errors import EnvdError, SandboxGone, SandboxUnknown, ServerBusy, TemplateError
 from envd.meeting import default_address
 from envd.messages import limits_message, status_of, verify_result_of
 from envd.types import (
@@ -51,6 +51,7 @@ __all__ = [
     "SandboxStatus",
     "SandboxUnknown",
     "ServerInfo",
+    "TemplateError",
     "TestOutcome",
     "ToolCall",
     "ToolResult",

@@ -9,8 +9,17 @@ from collections.abc import Sequence
 
 from contracts.errors import TriplaneError
 from contracts.tasks import Task
-from envd.client import EnvdError, Export, Limits, Sandbox, SandboxClient, SandboxUnknown, ToolCall, ToolResult
-from envd.errors import TemplateError
+from envd.client import (
+    EnvdError,
+    Export,
+    Limits,
+    Sandbox,
+    SandboxClient,
+    SandboxUnknown,
+    TemplateError,
+    ToolCall,
+    ToolResult,
+)
 from inference.errors import InfraFault, SandboxBroken
 
 LIFETIME_MARGIN_S = 60.0
