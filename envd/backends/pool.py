@@ -209,5 +209,5 @@ class Pool(Generic[T]):
 
 
 def _key(spec: BoxSpec) -> _Key:
-    look = (spec.host_name, spec.read_only, bool(spec.network), tuple(sorted(spec.env.items())))
+    look = (spec.host_name, spec.read_only, spec.supervised, bool(spec.network), tuple(sorted(spec.env.items())))
     return (spec.template, replace(spec.limits, lifetime_s=0), look)

@@ -8,7 +8,8 @@ P0 and P1 speak over a socket, which no other process can open, unlike pipes und
 process that ever runs the agent's code has it: what anybody else writes to P0's output is not believed.
 
 Where the guest's root has its capabilities (virtual machines), P1 gets a user namespace whose users are no users of the guest's: one for the tests, to
-whom the workspace belongs, and the supervisor. Elsewhere all are one user, as where envd is unprivileged (docs/threat-model.md).
+whom the workspace belongs, and the supervisor. Where it has some (gVisor), the tests are the guest's root without any, and the supervisor another user.
+Elsewhere all are one user, as where envd is unprivileged (docs/threat-model.md).
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ sys.path.insert(0, packages)
 from envd.sandbox.in_guest import main
 main(take(request), above)
 """
-_CAPABLE = 1 << 0 | 1 << 6 | 1 << 7 | 1 << 21
-"""CHOWN, SETGID, SETUID, SYS_ADMIN."""
+_TWO_USERS, _SYS_ADMIN = 1 << 0 | 1 << 1 | 1 << 3 | 1 << 5 | 1 << 6 | 1 << 7, 1 << 21
+"""CHOWN, DAC_OVERRIDE, FOWNER, KILL, SETGID, SETUID; and what a machine's root has beside them."""
 
 
 def main(request: bytes, above: str) -> NoReturn:
@@ -65,18 +66,20 @@ def main(request: bytes, above: str) -> NoReturn:
     linux.hide_from_ptrace()
     linux.adopt_orphans()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    two_users = _has_capabilities()
-    if two_users:
+    has = _capabilities()
+    two_users = has & _TWO_USERS == _TWO_USERS
+    namespace = two_users and bool(has & _SYS_ADMIN)
+    if namespace:
         _hand_over(Path(WORKSPACE))
     go_read, go_write = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid == 0:
         ours.close()
         os.close(go_write)
-        _judge(theirs, go_read, Path(above), two_users)
+        _judge(theirs, go_read, Path(above), two_users, namespace)
     theirs.close()
     key = _read_key()
-    if two_users:
+    if namespace:
         _wait_for_namespace(pid)
         users = f"0 {linux.SANDBOX_USER} 1\n{linux.SUPERVISOR} {linux.SANDBOX_USER + linux.SUPERVISOR} 1\n"
         for name in ("gid_map", "uid_map"):
@@ -92,21 +95,22 @@ def main(request: bytes, above: str) -> NoReturn:
     linux.leave(0)
 
 
-def _judge(sock: socket.socket, go: int, above: Path, two_users: bool) -> NoReturn:
+def _judge(sock: socket.socket, go: int, above: Path, two_users: bool, namespace: bool) -> NoReturn:
     """P1."""
     try:
         linux.die_with_parent()
         null = os.open("/dev/null", os.O_RDWR)
         for number in (0, 1, 2):
             os.dup2(null, number)
-        if two_users:
+        if namespace:
             linux.unshare(linux.CLONE_NEWUSER)
         if os.read(go, 1) != b"g":
             linux.leave(1)
-        if two_users:
+        if namespace:
             os.setgroups([])
             os.setresgid(0, 0, 0)
             os.setresuid(0, 0, 0)
+        if two_users:
             linux.become_supervisor()
         linux.no_new_privileges()
         linux.hide_from_ptrace()
@@ -124,10 +128,11 @@ def _judge(sock: socket.socket, go: int, above: Path, two_users: bool) -> NoRetu
         linux.leave(0)
 
 
-def _has_capabilities() -> bool:
+def _capabilities() -> int:
+    """Those of root in this guest; 0 for other users."""
     lines = Path("/proc/self/status").read_text().splitlines()
     effective = next((int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")), 0)
-    return os.geteuid() == 0 and effective & _CAPABLE == _CAPABLE
+    return effective if os.geteuid() == 0 else 0
 
 
 def _hand_over(workspace: Path) -> None:

@@ -21,6 +21,7 @@ from envd.errors import BackendUnavailable
 _LIST = """
 import json, sys, envd.sandbox.in_guest, envd.sandbox.verifier
 names = {name.partition(".")[0] for name in sys.modules} - set(sys.stdlib_module_names)
+names = {name for name in names if name == "_pytest" or not name.startswith("_")}
 print(json.dumps({name: module.__file__ for name, module in sys.modules.items()
                   if name.partition(".")[0] in names and (getattr(module, "__file__", "") or "").endswith(".py")}))
 """
@@ -32,10 +33,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 @functools.cache
 def bundle() -> bytes:
     """All files, each behind the lengths of its name and content. Blocking, half a second. Raises BackendUnavailable."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
-    }
+    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run([sys.executable, "-c", _LIST], capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         raise BackendUnavailable(
