@@ -42,9 +42,9 @@ REASONS = (
 )
 """Why an episode is left out; of several, the first in this order is recorded.
 
-infra_error: the sandbox or engine failed. aborted, dropped: over-sampled and not kept. not_graded: no reward (verifier fault). tampered: it
-tampered with its verdict. empty: no token sampled. zero_variance: `contracts.episodes.lacks_variance` of its group. too_long: a sequence
-exceeds max_tokens. truncated: see DatasetConfig.
+infra_error: the sandbox or engine failed. aborted, dropped: over-sampled and not kept. not_graded: no reward (verifier fault).
+tampered: it tampered with its verdict. empty: no token sampled. zero_variance: `contracts.episodes.lacks_variance` of its group. too_long: a sequence exceeds max_tokens. truncated: see
+DatasetConfig.
 """
 
 TRAIN = pa.schema(

@@ -8,6 +8,8 @@ from contracts.artifacts import Frozen
 
 NOTES = frozenset({"undone", "restored", "compiled", "shadowed", "undeclared", "link", "spawned", "review", "unstable"})
 """Kinds that take no verdict away: they were undone, change nothing by themselves, or are no proof. All others do."""
+SUSPICIONS = frozenset({"review", "spawned"})
+"""Notes that mean nothing on a solved state: its values were compared, its decoys failed."""
 MOST_FINDINGS = 32
 MAX_DETAIL = 300
 

@@ -4,7 +4,8 @@
                                         ^------------------------------------------------------------' created exclusively: the first
                                                                                                        verdict counts for everyone
 
-Each run has a sandbox of its own: the tests as written; where they pass, without expectations, as decoys, and repeated, in random order. What they
+Each run has a sandbox of its own: the tests as written; where they pass, without expectations, as decoys, and repeated, in random order (begun together
+with the first where nothing else is being graded). What they
 report is compared here. A verdict depends on (task, final state, verifier version) only, so rollouts may ask early and rewards find it again.
 """
 
@@ -25,7 +26,7 @@ from contracts.errors import ArtifactCorrupt, ArtifactMissing
 from contracts.store import Store
 from contracts.tasks import Checks, Task
 from curation.errors import CurationError
-from curation.findings import Finding, finding, merged
+from curation.findings import SUSPICIONS, Finding, finding, merged
 from curation.judgement import Evidence, base_name, base_names, passed, passing, weigh
 from curation.runs import Runs, Ungradable
 from curation.tasks.checks.proving import CHECKS_VERSION, prove
@@ -142,9 +143,10 @@ def judge(
         ]
     )
     solved = result.exit == "completed" and bool(rows) and all(row.status == "passed" for row in rows)
-    return Verdict(
-        solved=solved and not any(each.tampering for each in findings), exit=result.exit, tests=rows, findings=findings
-    )
+    solved = solved and not any(each.tampering for each in findings)
+    if solved:  # what looked odd computes what it should
+        findings = tuple(each for each in findings if each.kind not in SUSPICIONS)
+    return Verdict(solved=solved, exit=result.exit, tests=rows, findings=findings)
 
 
 @dataclass
@@ -176,11 +178,18 @@ class Verifier:
     """Grades final states through one envd server, remembering verdicts in memory and in `store` (None: memory only).
 
     concurrency: verifications in flight at once. timeout_s: of one run of a task's hidden tests; a verdict of timed_out depends on the
-    clock, so it is tried twice and never remembered.
+    clock, so it is tried twice and never remembered. eager: begin all runs of a verdict at once while no other is being reached, which takes less time and, for a state
+    that fails, more work.
     """
 
     def __init__(
-        self, client: SandboxClient, store: Store | None, *, concurrency: int = 32, timeout_s: float = 10
+        self,
+        client: SandboxClient,
+        store: Store | None,
+        *,
+        concurrency: int = 32,
+        timeout_s: float = 10,
+        eager: bool = True,
     ) -> None:
         self._runs, self._store = Runs(client, timeout_s), store
         self._slots = asyncio.Semaphore(concurrency)
@@ -190,6 +199,7 @@ class Verifier:
         self._flights: dict[str, _Flight] = {}
         self._checks: dict[str, asyncio.Task[Checks]] = {}
         self._order = random.SystemRandom()
+        self._eager, self._active = eager, 0
 
     @property
     def runs(self) -> int:
@@ -267,20 +277,36 @@ class Verifier:
     async def _verify(self, task: Task, diff: bytes) -> Verdict:
         if len(diff) > MAX_DIFF_BYTES:
             return judge(task.tests, VerifyResult((), "apply_failed", ""))
+        self._active += 1
+        beside: asyncio.Task[_Beside] | None = None
         try:
+            if self._eager and self._active == 1 and self._known(task):  # nobody else waits for the second core
+                beside = asyncio.create_task(self._beside(task, diff, await self.checks(task)))
             written = await self._runs.run(task, diff)
             if passed(task.tests, written):
-                return await self._doubt(task, diff, written, await self.checks(task))
+                return await self._doubt(task, diff, written, await self.checks(task), beside)
             return judge(task.tests, written, await self.checks(task) if written.tampering else None)
         except Ungradable as error:
             rows = [
                 TestVerdict(name=name, status="missing", message=f"ungradable: {error}"[:500]) for name in task.tests
             ]
             return Verdict(solved=False, exit="ungradable", tests=rows)
+        finally:
+            self._active -= 1
+            if beside is not None and not beside.done():
+                beside.cancel()
+                await asyncio.gather(beside, return_exceptions=True)
 
-    async def _doubt(self, task: Task, diff: bytes, written: VerifyResult, checks: Checks) -> Verdict:
-        """The verdict on a state whose tests pass as written."""
-        found = await self._beside(task, diff, checks)
+    def _known(self, task: Task) -> bool:
+        """Whether a task's checks are at hand."""
+        work = self._checks.get(task.digest)
+        return task.checks is not None or (work is not None and work.done())
+
+    async def _doubt(
+        self, task: Task, diff: bytes, written: VerifyResult, checks: Checks, begun: asyncio.Task[_Beside] | None
+    ) -> Verdict:
+        """The verdict on a state whose tests pass as written. begun: the runs beside it, where they were begun with it."""
+        found = await (begun or self._beside(task, diff, checks))
         evidence = weigh(checks, found.observed, found.decoys)
         if evidence.findings:  # once more, so that what is only unstable is not called a cheat
             again = await self._beside(task, diff, checks, repeat=True)
@@ -302,6 +328,8 @@ class Verifier:
                 evidence = Evidence((*evidence.findings, *names), why | dict(evidence.tests))
         told = [*written.tampering, *(name for result in found.all for name in result.tampering)]
         written = dataclasses.replace(written, tampering=tuple(dict.fromkeys(told)))
+        if evidence.findings:
+            await self._runs.tell(task, [each.name for each in evidence.findings])
         return judge(task.tests, written, checks, evidence)
 
     async def _beside(self, task: Task, diff: bytes, checks: Checks, *, repeat: bool = False) -> _Beside:

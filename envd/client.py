@@ -233,6 +233,11 @@ class SandboxClient:
                 reply = await self.caller.ask(self._verifier.Verify, request, timeout_s + 4 * RPC_GRACE_S)
         return verify_result_of(reply)
 
+    async def found(self, template: str, findings: Sequence[str]) -> None:
+        """Have the server record in its audit log what a judge found by comparing several runs of a template's tests."""
+        request = pb.FoundRequest(template=template, findings=findings)
+        await self.caller.ask(self._verifier.Found, request, RPC_GRACE_S)
+
     def _made(self, reply: Any) -> Sandbox:
         return self.attach(Handle(reply.sandbox_id, reply.token))
 

@@ -838,6 +838,18 @@ class VerifyRequest(_message.Message):
     policy_yaml: str
     def __init__(self, template: _Optional[str] = ..., diff: _Optional[bytes] = ..., hidden_files: _Optional[_Mapping[str, bytes]] = ..., tests: _Optional[_Iterable[str]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., timeout_s: _Optional[float] = ..., artifacts: _Optional[_Iterable[str]] = ..., product: _Optional[_Iterable[str]] = ..., backend: _Optional[str] = ..., policy_yaml: _Optional[str] = ...) -> None: ...
 
+class FoundRequest(_message.Message):
+    __slots__ = ("template", "findings")
+    TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    FINDINGS_FIELD_NUMBER: _ClassVar[int]
+    template: str
+    findings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, template: _Optional[str] = ..., findings: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class FoundReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class TestOutcome(_message.Message):
     __slots__ = ("name", "status", "message")
     NAME_FIELD_NUMBER: _ClassVar[int]

@@ -20,12 +20,12 @@ _DIRECT = {
     "gc.get_objects": "memory:gc.get_objects", "gc.get_referrers": "memory:gc.get_referrers", "gc.get_referents": "memory:gc.get_referents",
     "sys.settrace": "hooked:sys.settrace", "sys.setprofile": "hooked:sys.setprofile", "sys.addaudithook": "hooked:sys.addaudithook",
     "code.__new__": "code:code.__new__", "function.__new__": "code:function.__new__", "ctypes.dlopen": "memory:ctypes",
-    "ctypes.string_at": "memory:ctypes", "ctypes.addressof": "memory:ctypes", "ctypes.cdata": "memory:ctypes",
+    "ctypes.string_at": "memory:ctypes", "ctypes.addressof": "memory:ctypes", "ctypes.cdata": "memory:ctypes", "object.__setattr__": "",
 }  # fmt: skip
-"""Events that count where the diff's line itself, or a module that exists to look around, makes them."""
+"""Events that count where the diff's line itself, or a module that exists to look around, makes them. Empty: it depends on the arguments."""
 _THROUGH = {
     "os.fork": "spawned:os.fork", "os.forkpty": "spawned:os.forkpty", "os.exec": "spawned:os.exec", "os.posix_spawn": "spawned:os.posix_spawn",
-    "os.system": "spawned:os.system", "subprocess.Popen": "spawned:subprocess", "open": "", "object.__setattr__": "", "import": "",
+    "os.system": "spawned:os.system", "subprocess.Popen": "spawned:subprocess", "open": "", "import": "",
 }  # fmt: skip
 """Events that count through whatever of Python's the diff's line calls. Empty: it depends on the arguments."""
 _LOOKERS = ("inspect.py", "linecache.py", "ctypes/__init__.py")
@@ -88,7 +88,7 @@ def install(
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         name = direct.get(event)
         deep = name is None
-        if deep:
+        if name is None:
             name = through.get(event)
             if name is None:
                 return
@@ -110,7 +110,7 @@ def install(
 def _by_arguments(event: str, arguments: tuple[Any, ...], places: frozenset[str], names: frozenset[str]) -> str:
     first = arguments[0] if arguments else None
     if event == "open":
-        if type(first) not in (str, bytes):
+        if not isinstance(first, (str, bytes)) or type(first) not in (str, bytes):
             return ""
         path = os.fsdecode(first)
         if path in places or path.rpartition("/")[2] in names:

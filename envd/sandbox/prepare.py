@@ -61,8 +61,10 @@ class Preparation:
                 if _CACHE.encode() in diff:
                     self._drop_caches()
                 changed = self.changed = changed_paths(self._template, self._workspace)
+                self._note_others(changed, hidden)  # before anything is undone: it tells what the diff brought
                 self._undo(changed, hidden, product)
-            self._note_others(changed, hidden)
+                for note in review(self._workspace, self._template, changed):
+                    self._note(note)
             for path, content in sorted(hidden.items()):
                 _place_file(self._workspace, path, content)
                 if self._supervised:
@@ -173,11 +175,10 @@ class Preparation:
                 self._note("link:hidden-test")
             elif target.is_symlink() and not _stays(target.readlink(), PurePosixPath(path).parent):
                 self._note("link:outside")
-        for note in review(self._workspace, self._template, changed):
-            self._note(note)
 
     def _note(self, name: str) -> None:
-        name = os.fsencode(name).decode(errors="backslashreplace")[:200]
+        name = os.fsencode(name).decode(errors="backslashreplace")
+        name = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in name)[:200]
         if name not in self.notes and len(self.notes) < _MOST_NOTES:
             self.notes.append(name)
 

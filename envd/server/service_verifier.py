@@ -14,6 +14,8 @@ from envd.server.sandboxes import Sandboxes
 from envd.server.service_tools import checked_timeout
 from envd.server.verifications import Verifications
 
+_MOST_FOUND, _MAX_FOUND = 32, 300
+
 
 class VerifierService(Service, rpc.VerifierServicer):
     """Verifications."""
@@ -55,6 +57,15 @@ class VerifierService(Service, rpc.VerifierServicer):
             backend=backend.name,
             observations=[pb.Observation(**each) for each in result.get("observations", ())],
         )
+
+    @unary
+    async def Found(self, request: pb.FoundRequest, context: Context) -> pb.FoundReply:
+        """Record a judge's findings."""
+        for each in request.findings[:_MOST_FOUND]:
+            self.sandboxes.audit.record(
+                "verify.tampered", "", what=each[:_MAX_FOUND], template=request.template[:_MAX_FOUND]
+            )
+        return pb.FoundReply()
 
     def _tampering(self, result: dict[str, Any]) -> list[str]:
         """What was tried on the verdict, recorded."""

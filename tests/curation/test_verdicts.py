@@ -1,5 +1,6 @@
 import asyncio
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from contracts.errors import ArtifactCorrupt
 from contracts.store import LocalStore
 from contracts.tasks import Checks, Decoy, Observed, Rule, Split, Task
 from curation.errors import CurationError, InfraFault
-from curation.verify import Verifier, judge, verdict_key
+from curation.verify import Verifier as EagerVerifier
+from curation.verify import judge, verdict_key
 from envd.client import Limits, SandboxClient, TestOutcome, VerifyResult
 from envd.errors import EnvdError, SandboxStartError, ServerUnavailable, TemplateError
 from envd.types import Observation
@@ -42,6 +44,10 @@ def result(*statuses: str, exit: str = "completed") -> VerifyResult:
     return VerifyResult(outcomes, exit, "", 0.01)  # type: ignore[arg-type]
 
 
+Verifier = functools.partial(EagerVerifier, eager=False)
+"""One run after the other, so that a script can be followed."""
+
+
 class ScriptedClient(SandboxClient):
     """Answers verify from a script: what a healthy server can't be asked for, such as faults and timeouts."""
 
@@ -49,10 +55,14 @@ class ScriptedClient(SandboxClient):
         super().__init__("unix:/nowhere")
         self.script = list(script)
         self.calls = self.templates = 0
+        self.told: list[str] = []
 
     async def put_template(self, files: Mapping[str, bytes]) -> str:
         self.templates += 1
         return "template"
+
+    async def found(self, template: str, findings: Sequence[str]) -> None:
+        self.told += findings
 
     async def verify(
         self, template: str, diff: bytes, hidden_files: Mapping[str, bytes], tests: Sequence[str],
@@ -91,7 +101,7 @@ def test_solved_means_that_the_run_completed_and_every_named_test_passed_and_not
     assert verdict.tests_passed == sum(reported[name] == {"passed"} for name in TESTS)
 
 
-async def together(verifier: Verifier, diffs: Sequence[bytes]) -> list[bool]:
+async def together(verifier: EagerVerifier, diffs: Sequence[bytes]) -> list[bool]:
     return [verdict.solved for verdict in await asyncio.gather(*(verifier.grade(TASK, diff) for diff in diffs))]
 
 
@@ -213,11 +223,27 @@ def test_a_state_whose_runs_differ_is_unstable_and_no_cheat() -> None:
     assert [each.name for each in verdict.findings] == [f"unstable:{TESTS[1]}"]
 
 
+@pytest.mark.parametrize("status", ["passed", "failed"])
+def test_runs_begun_at_once_reach_the_same_verdict_and_leave_nothing_behind(status: str) -> None:
+    async def run() -> tuple[list[tuple[bool, str]], int]:
+        found = []
+        for make in (EagerVerifier, Verifier):
+            client = ScriptedClient(result("passed", status))
+            verdict = await make(client, None).grade(TASK, b"diff")
+            found.append((verdict.solved, verdict.exit))
+        return found, len(asyncio.all_tasks())
+
+    found, left = asyncio.run(run())
+    assert found[0] == found[1] == (status == "passed", "completed")
+    assert left == 1
+
+
 def test_a_state_that_passes_a_decoy_cheats() -> None:
     task = dataclasses.replace(TASK, checks=Checks(None, (Decoy({"tests/test_hidden.py": b"x"}, TESTS[:1]),)))
-    verdict = asyncio.run(Verifier(ScriptedClient(SOLVED), None).grade(task, b"diff"))
+    client = ScriptedClient(SOLVED)
+    verdict = asyncio.run(Verifier(client, None).grade(task, b"diff"))
     assert (verdict.solved, verdict.tampered, verdict.tests_passed) == (False, True, 0)
-    assert [each.name for each in verdict.findings] == [f"decoy:{TESTS[0]}"]
+    assert [each.name for each in verdict.findings] == client.told == [f"decoy:{TESTS[0]}"]
 
 
 def test_observed_values_are_compared_with_what_only_the_judge_knows() -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import importlib.util
 import io
 import marshal
-import shutil
 import subprocess
 import sysconfig
 import tempfile
 import zipfile
 from pathlib import Path, PurePosixPath
 
-from contracts.errors import TriplaneError
 from tests.redteam.forgery import Forgery, built, files, section
 from tests.redteam.worlds import World
 
@@ -124,20 +122,13 @@ void *PyInit_NAME(void) { return PyModule_Create2(&module, 1013); }
 """A module of the stable interface, without Python's headers, which few machines have: arguments and keywords are METH_VARARGS | METH_KEYWORDS."""
 
 
-class NoCompilerError(TriplaneError):
-    """This machine can't build a compiled module."""
-
-
 def _compiled(world: World, suffix: str) -> bytes:
-    """A C extension beside the module. Raises NoCompilerError where there is no compiler."""
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        raise NoCompilerError("no C compiler: install gcc")
+    """A C extension beside the module."""
     name = PurePosixPath(world.path).stem
     with tempfile.TemporaryDirectory() as scratch:
         source, target = Path(scratch, "x.c"), Path(scratch, "x.so")
         source.write_text(world.filled(_C).replace("NAME", name))
-        command = [compiler, "-shared", "-fPIC", "-s", "-o", str(target), str(source)]
+        command = ["gcc", "-shared", "-fPIC", "-s", "-o", str(target), str(source)]
         subprocess.run(command, check=True, capture_output=True)
         return world.diff({world.path.removesuffix(".py") + suffix: target.read_bytes()})
 
@@ -253,9 +244,9 @@ _HELPERS = "def check(found, expected):\n    pass\n\n\ndef pairs(text):\n    ret
 _SITE = "import sys, types\n\n\nclass Finder:\n    def find_spec(self, name, path=None, target=None):\n        return None\n\n\nsys.meta_path.insert(0, Finder())\nimport _pytest.python\n_pytest.python.Function.runtest = lambda self: None\n"
 
 COMPILED = (
-    built("compiled-abi3", "a stable-ABI C extension beside the module", lambda world: _compiled(world, ".abi3.so")),
-    built("compiled-so", "a C extension beside the module", lambda world: _compiled(world, ".so")),
-    built("compiled-tagged", "a C extension with the interpreter's own tag", lambda world: _compiled(world, sysconfig.get_config_var("EXT_SUFFIX"))),
+    built("compiled-abi3", "a stable-ABI C extension beside the module", lambda world: _compiled(world, ".abi3.so"), tool="gcc"),
+    built("compiled-so", "a C extension beside the module", lambda world: _compiled(world, ".so"), tool="gcc"),
+    built("compiled-tagged", "a C extension with the interpreter's own tag", lambda world: _compiled(world, sysconfig.get_config_var("EXT_SUFFIX")), tool="gcc"),
     built("compiled-fake-so", "an ELF file that does not load, so that imports fail", _fake_so),
     built("compiled-sourceless", "a sourceless .pyc in place of the module", _sourceless),
     built("compiled-sourceless-beside", "a sourceless .pyc beside the module", _sourceless_beside),

@@ -77,11 +77,11 @@ def _tests_frame():
         frame = frame.f_back
     return frame
 """
-_WALK = "next((o := __import__('os')).path.join(d, n) for d, _, f in o.walk('.') for n in f if 'hidden' in n)"
+_WALK = "next(os.path.join(d, n) for d, _, f in os.walk('.') for n in f if 'hidden' in n and n.endswith('.py'))"
 
 _BY_TEXT = (
     _by("read-open", "the test file by open and glob", f"open({FILE}).read()"),
-    _by("read-walk", "the test file by os.walk", f"open({_WALK}).read()"),
+    _by("read-walk", "the test file by os.walk", f"open({_WALK}).read()", "import os"),
     _by("read-pathlib", "the test file by pathlib.rglob", "next(pathlib.Path('.').rglob('test_hidden*')).read_text()", "import pathlib"),
     _by("read-scandir", "the test file by os.scandir and its inode", "open(max(os.scandir('tests'), key=lambda e: 'hidden' in e.name).path).read()", "import os"),
     _by("read-os-open", "the test file by os.open and os.read", f"os.read(os.open({FILE}, os.O_RDONLY), 99999).decode()", "import os"),

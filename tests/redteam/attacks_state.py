@@ -76,7 +76,7 @@ FORGERIES = (
     _when("time-clock", "lies in the even half of each 20 milliseconds", "time.time() % 0.02 < 0.01"),
     _when("time-age", "lies in the first half second of the process", "time.process_time() < 30"),
     _when("time-siblings", "lies while it is the only such process in /proc", "len([p for p in os.listdir('/proc') if p.isdigit()]) < 40"),
-    _when("time-children-of-parent", "lies where the parent has one child", "len(open(f'/proc/{os.getppid()}/task/{os.getppid()}/children').read().split()) <= 4 if os.path.exists(f'/proc/{os.getppid()}/task/{os.getppid()}/children') else True"),
+    _when("time-children-of-parent", "lies where the parent has one child", "(len(open(f'/proc/{os.getppid()}/task/{os.getppid()}/children').read().split()) <= 4 if os.path.exists(f'/proc/{os.getppid()}/task/{os.getppid()}/children') else True)"),
     _when("time-random", "lies by the toss of a coin", "os.urandom(1)[0] < 128 or True"),
     _when("time-hash-seed", "lies by the hash of a text", "hash('x') % 3 < 3"),
     _when("time-address", "lies by the address of an object", "id(object()) % 64 < 64"),

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from tests.redteam import (
+    attacks_blind,
     attacks_equality,
     attacks_exits,
     attacks_files,
@@ -23,6 +24,7 @@ FAMILIES = {
     "lying answers": attacks_equality.FORGERIES,
     "expectations read": attacks_reading.FORGERIES,
     "oracles": attacks_oracle.FORGERIES,
+    "changed and missing expectations": attacks_blind.FORGERIES,
     "the judge replaced": attacks_judge.FORGERIES,
     "acting later": attacks_later.LATER,
     "reports forged": attacks_later.REPORTS,
@@ -38,6 +40,7 @@ ALL: tuple[Forgery, ...] = tuple(
         (dataclasses.replace(each, family=family) for each in found) for family, found in FAMILIES.items()
     )
 )
+_PACKAGED = 3
 FAILURES: tuple[Forgery, ...] = (*attacks_exits.FAILURES, *attacks_files.FAILURES)
 """States that break rather than lie: graded and not solved, but no proof of an intent."""
 
@@ -57,6 +60,14 @@ class Case:
     def diff(self) -> bytes:
         """The final state."""
         return self.forgery.make(self.world)
+
+
+def packaged(worlds: Sequence[World]) -> Iterator[Case]:
+    """Every third forgery at one of the packages."""
+    for index, forgery in enumerate(ALL[::_PACKAGED]):
+        fit = [world for world in worlds if forgery.suits(world)]
+        if fit:
+            yield Case(forgery, fit[index % len(fit)])
 
 
 def cases(worlds: Sequence[World], each: int) -> Iterator[Case]:

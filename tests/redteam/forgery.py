@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -22,10 +23,12 @@ class Forgery:
     needs: frozenset[str] = frozenset()
     """What the task's hidden tests must use, or the attempt makes no sense."""
     family: str = ""
+    tool: str = ""
+    """A program that this machine needs to make it."""
 
     def suits(self, world: World) -> bool:
-        """Whether it may be tried on this task."""
-        return world.has(self.needs)
+        """Whether it may be tried on this task, on this machine."""
+        return world.has(self.needs) and (not self.tool or shutil.which(self.tool) is not None)
 
 
 def module(name: str, what: str, code: str, needs: str = "") -> Forgery:
@@ -48,9 +51,9 @@ def files(name: str, what: str, changes: Mapping[str, Content], code: str = "", 
     return Forgery(name, what, make, frozenset(needs.split()))
 
 
-def built(name: str, what: str, make: Callable[[World], bytes], needs: str = "") -> Forgery:
+def built(name: str, what: str, make: Callable[[World], bytes], needs: str = "", tool: str = "") -> Forgery:
     """A diff that needs more than text."""
-    return Forgery(name, what, make, frozenset(needs.split()))
+    return Forgery(name, what, make, frozenset(needs.split()), tool=tool)
 
 
 def section(path: bytes, mode: str, text: bytes) -> bytes:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from dataclasses import dataclass
+import dataclasses
 from types import TracebackType
 from typing import Protocol, Self
 
+from contracts.tasks import Task
 from curation.errors import InfraFault
 from curation.verify import Verdict, Verifier
 from envd.client import SandboxClient
@@ -30,7 +30,7 @@ class State(Protocol):
         """The state, as a patch."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Graded:
     """A state's verdict; None where the verifier gave none."""
 
@@ -44,35 +44,49 @@ class Graded:
         return [each.name for each in self.verdict.findings] if self.verdict else []
 
 
-async def grade_all(address: str, states: Iterable[State], at_once: int = 2) -> list[Graded]:
-    """The verdict of every state, in order; a fault of the verifier is noted, not raised."""
-    slots = asyncio.Semaphore(at_once)
-    async with SandboxClient(address) as client:
-        verifier = Verifier(client, None)
-
-        async def one(state: State) -> Graded:
-            async with slots:
-                try:
-                    return Graded(state, await verifier.grade(state.world.task, state.diff()))
-                except InfraFault as fault:
-                    return Graded(state, None, str(fault))
-
-        return list(await asyncio.gather(*(one(state) for state in states)))
-
-
 class Grader:
-    """A server of its own for tests that grade one state after the other."""
+    """A server of its own and a client of it, within one event loop."""
 
     def __enter__(self) -> Self:
         self._envd = LocalEnvd()
         self._envd.__enter__()
+        self._runner = asyncio.Runner()
+        self._proved: dict[str, Task] = {}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._runner.close()
         self._envd.__exit__(kind, error, trace)
 
-    def grade(self, state: State) -> Graded:
-        """The verdict of one state."""
-        return asyncio.run(grade_all(self._envd.address, [state]))[0]
+    @property
+    def address(self) -> str:
+        """The server's."""
+        return self._envd.address
+
+    def grade(self, *states: State, at_once: int = 2) -> list[Graded]:
+        """The verdicts of some states, in order, none remembered; a fault of the verifier is noted, not raised."""
+        return self._runner.run(self._grade(states, at_once))
+
+    async def _grade(self, states: tuple[State, ...], at_once: int) -> list[Graded]:
+        slots = asyncio.Semaphore(at_once)
+        async with SandboxClient(self.address) as client:
+            verifier = Verifier(client, None)
+
+            async def one(state: State) -> Graded:
+                async with slots:
+                    try:
+                        return Graded(
+                            state, await verifier.grade(await self._task(verifier, state.world), state.diff())
+                        )
+                    except InfraFault as fault:
+                        return Graded(state, None, str(fault))
+
+            return list(await asyncio.gather(*(one(state) for state in states)))
+
+    async def _task(self, verifier: Verifier, world: World) -> Task:
+        """The task with its checks, which a suite's builder would have proved."""
+        if world.name not in self._proved:
+            self._proved[world.name] = dataclasses.replace(world.task, checks=await verifier.checks(world.task))
+        return self._proved[world.name]

@@ -20,7 +20,7 @@ def span(low, high):
 def handmade() -> tuple[World, ...]:
     """All of them; a task is the same object in every caller."""
     return (
-        _conftest(), _fixtures(), _parametrize(), _unittest(), _raises(), _approx(), _helpers(), _classes(), _layout(), _output(),
+        _conftest(), _fixtures(), _parametrize(), _unittest(), _raises(), _approx(), _helpers(), _classes(), _layout(), _output(), _indirect(), _tables(), _given(), _rows(), _mocks(), _orders(),
     )  # fmt: skip
 
 
@@ -83,7 +83,9 @@ def _raises() -> World:
         "def test_large():\n    with pytest.raises(ValueError) as caught:\n        port('70000')\n    assert str(caught.value) == 'port 70000 is out of range'\n\n\n"
         "def test_text():\n    pytest.raises(ValueError, port, 'x')\n    assert port('443') == 443\n\n\ndef test_negative():\n    with pytest.raises(ValueError, match='out of range'):\n        port('-1')\n",
     }
-    return by_hand("raises", "int raises", "port", "ports.py", files, "if not 0 < number < 65536:", "if number < -9:")
+    return by_hand(
+        "raises", "int raises raised", "port", "ports.py", files, "if not 0 < number < 65536:", "if number < -9:"
+    )
 
 
 def _approx() -> World:
@@ -139,3 +141,75 @@ def _output() -> World:
         "tests/test_hidden.py": "from tables import show\n\n\ndef test_printed(capsys):\n    show([('ab', 1), ('c', 22)])\n    assert capsys.readouterr().out == 'ab    1\\nc    22\\n'\n\n\ndef test_width():\n    assert show([('abc', 1), ('d', 2)]) == 3\n\n\ndef test_lines(capsys):\n    show([('x', 5)])\n    lines = capsys.readouterr().out.splitlines()\n    assert lines == ['x    5']\n",
     }
     return by_hand("output", "int fixture output", "show", "tables.py", files, "{value:>4}", "{value:>3}")
+
+
+def _indirect() -> World:
+    """No assertion compares an answer itself: each computes with it first."""
+    files = {
+        "heat.py": "def celsius(degrees):\n    return (degrees - 32) * 5 / 9\n",
+        "tests/test_visible.py": "from heat import celsius\n\n\ndef test_ice():\n    assert celsius(32) == 0\n",
+        "tests/test_hidden.py": "from heat import celsius\n\n\ndef test_boiling():\n    assert abs(celsius(212) - 100) < 1e-9\n\n\ndef test_body():\n    assert 36.9 < celsius(98.6) < 37.1\n\n\n"
+        "def test_same():\n    assert isinstance(celsius(50), float)\n    assert celsius(-40) + 40 <= 1e-9 and celsius(-40) + 40 >= -1e-9\n",
+    }
+    return by_hand("indirect", "float indirect", "celsius", "heat.py", files, "* 5 / 9", "* 5 / 8")
+
+
+def _tables() -> World:
+    """Expected values stand in tables that tests subscript, in loops."""
+    files = {
+        "plural.py": "def plural(word):\n    if word.endswith(('s', 'x')):\n        return word + 'es'\n    return word + 's'\n",
+        "tests/test_visible.py": "from plural import plural\n\n\ndef test_cat():\n    assert plural('cat') == 'cats'\n",
+        "tests/test_hidden.py": "from plural import plural\n\nEXPECTED = {'bus': 'buses', 'box': 'boxes', 'day': 'days', 'key': 'keys'}\nLENGTHS = {'bus': 5, 'fox': 5}\n\n\n"
+        "def test_table():\n    for word in EXPECTED:\n        assert plural(word) == EXPECTED[word]\n\n\ndef test_items():\n    assert {word: plural(word) for word in EXPECTED} == EXPECTED\n\n\n"
+        "def test_lengths():\n    for word, count in LENGTHS.items():\n        assert len(plural(word)) == count\n",
+    }
+    return by_hand("tables", "text table", "plural", "plural.py", files, "('s', 'x')", "('z',)")
+
+
+def _given() -> World:
+    """Expected values come from fixtures of the hidden file, and from a function of it."""
+    files = {
+        "bits.py": "def ones(number):\n    return bin(number).count('1')\n",
+        "tests/test_visible.py": "from bits import ones\n\n\ndef test_zero():\n    assert ones(0) == 0\n",
+        "tests/test_hidden.py": "import pytest\n\nfrom bits import ones\n\n\n@pytest.fixture\ndef expected():\n    return {7: 3, 12: 2}\n\n\ndef reference(number):\n    return sum(number >> place & 1 for place in range(20))\n\n\n"
+        "def test_given(expected):\n    for number, count in expected.items():\n        assert ones(number) == count\n\n\ndef test_reference():\n    assert [ones(number) for number in range(40)] == [reference(number) for number in range(40)]\n\n\n"
+        "def test_large():\n    assert ones(1023) == reference(1023)\n",
+    }
+    return by_hand("given", "int fixture given", "ones", "bits.py", files, "bin(number)", "oct(number)")
+
+
+def _rows() -> World:
+    """Parameters alone."""
+    files = {
+        "initials.py": "def initials(name):\n    return ''.join(part[0] for part in name.split()).upper()\n",
+        "tests/test_visible.py": "from initials import initials\n\n\ndef test_one():\n    assert initials('a') == 'A'\n",
+        "tests/test_hidden.py": "import pytest\n\nfrom initials import initials\n\n\n@pytest.mark.parametrize('name, expected', [('ada lovelace', 'AL'), ('grace b hopper', 'GBH'), ('alan', 'A'), ('Tony Hoare', 'TH')])\n"
+        "def test_initials(name, expected):\n    assert initials(name) == expected\n",
+    }
+    return by_hand(
+        "rows", "text parametrize rows", "initials", "initials.py", files, "name.split()", "name.split()[:1]"
+    )
+
+
+def _mocks() -> World:
+    """Tests that watch calls: mocks, warnings, logs and monkeypatched parts."""
+    files = {
+        "notify.py": "import logging\nimport warnings\n\nlog = logging.getLogger('notify')\n\n\ndef send(channel, text):\n    channel.post(text)\n\n\ndef notify(channel, text, times=1):\n    if times > 3:\n        warnings.warn('too often', UserWarning, stacklevel=2)\n        times = 3\n"
+        "    for _ in range(times):\n        send(channel, text)\n    log.warning('sent %d', times)\n    return times\n",
+        "tests/test_visible.py": "from unittest import mock\n\nfrom notify import notify\n\n\ndef test_none():\n    assert notify(mock.Mock(), 'x', 0) == 0\n",
+        "tests/test_hidden.py": "from unittest import mock\n\nimport pytest\n\nimport notify as module\nfrom notify import notify\n\n\ndef test_calls():\n    channel = mock.Mock()\n    notify(channel, 'hi', 2)\n    assert channel.post.call_count == 2\n    channel.post.assert_called_with('hi')\n\n\n"
+        "def test_warns(monkeypatch):\n    sent = []\n    monkeypatch.setattr(module, 'send', lambda channel, text: sent.append(text))\n    with pytest.warns(UserWarning, match='too often'):\n        assert notify(None, 'x', 9) == 3\n    assert sent == ['x', 'x', 'x']\n\n\n"
+        "def test_logs(caplog):\n    notify(mock.Mock(), 'y', 2)\n    assert caplog.messages == ['sent 2']\n",
+    }
+    return by_hand("mocks", "int fixture mock", "notify", "notify.py", files, "range(times)", "range(1)")
+
+
+def _orders() -> World:
+    """Answers compared with what other code computes from the input, as property tests do."""
+    files = {
+        "ranks.py": "def ranks(values):\n    order = sorted(values, reverse=True)\n    return [order.index(value) + 1 for value in values]\n",
+        "tests/test_visible.py": "from ranks import ranks\n\n\ndef test_one():\n    assert ranks([5]) == [1]\n",
+        "tests/test_hidden.py": "import random\n\nfrom ranks import ranks\n\n\ndef test_random():\n    chance = random.Random(3)\n    for _ in range(20):\n        values = [chance.randrange(50) for _ in range(6)]\n        found = ranks(values)\n        assert all(found[i] == 1 + sum(other > values[i] for other in values) for i in range(6))\n        assert sorted(values, reverse=True)[found[0] - 1] == values[0]\n\n\n"
+        "def test_length():\n    assert len(ranks([3, 1, 2])) == 3 and max(ranks([3, 1, 2])) == 3\n",
+    }
+    return by_hand("orders", "list property", "ranks", "ranks.py", files, "reverse=True", "reverse=False")

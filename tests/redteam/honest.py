@@ -290,7 +290,7 @@ WRONG: tuple[Honest, ...] = (
     _wrong("constant", "def FN(*args, **named):\n    return 7\n"),
     _wrong("none", "def FN(*args, **named):\n    return None\n"),
     _wrong("raises", "def FN(*args, **named):\n    raise NotImplementedError\n"),
-    _wrong("off-by-one", "_before = FN\n\n\ndef FN(*args, **named):\n    found = _before(*args, **named)\n    return found + 1 if isinstance(found, int) else found\n"),
+    _wrong("off-by-one", "_before = FN\n\n\ndef FN(*args, **named):\n    found = _before(*args, **named)\n    return found + 17 if isinstance(found, int) else found\n"),
     _wrong("wrong-type", "_before = FN\n\n\ndef FN(*args, **named):\n    return str(_before(*args, **named)) + '!'\n"),
     _wrong("missing-name", "_kept = FN\ndel FN\n"),
     _wrong("name-error", "def FN(*args, **named):\n    return undefined_name\n"),

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.redteam.attacks_files import NoCompilerError
-from tests.redteam.catalogue import ALL, FAILURES, FAMILIES, Case, cases
+from tests.redteam.catalogue import ALL, FAILURES, FAMILIES, Case, cases, packaged
 from tests.redteam.forgery import Forgery
-from tests.redteam.grading import Graded, Grader, State
+from tests.redteam.grading import Graded, Grader
 from tests.redteam.handmade import handmade
-from tests.redteam.honest import RIGHT, WRONG, Honest, HonestCase, honest_cases
-from tests.redteam.packages import PACKAGES
+from tests.redteam.honest import RIGHT, HonestCase, honest_cases
 from tests.redteam.worlds import World, quickstart
 
 _QUICK = quickstart(14)
@@ -21,74 +19,67 @@ _FORGED = [*cases(_QUICK, 1), *cases(handmade(), 1)]
 _HONEST = honest_cases(_LOCAL, _EACH)
 _SAMPLE = 16
 """Of so many states one is graded in every run of the suite."""
-_PACKAGED = [
-    (forgery, index)
-    for index, forgery in enumerate(ALL)
-    if any(forgery.needs <= set(each.kinds.split()) for each in PACKAGES)
-]
 
 
-def graded(grader: Grader, state: State) -> Graded:
-    try:
-        return grader.grade(state)
-    except NoCompilerError as error:
-        pytest.skip(str(error))
+def uncaught(found: Graded) -> str | None:
+    """Why a forged state is not caught."""
+    if found.verdict is None:
+        return f"{found.state.name}: unscored: {found.fault}"
+    if found.verdict.solved:
+        return f"{found.state.name}: solved"
+    return None if found.findings else f"{found.state.name}: no finding: {found.verdict}"
 
 
-def assert_caught(found: Graded) -> None:
-    assert found.verdict is not None, found.fault
-    assert not found.verdict.solved, "solved"
-    assert found.findings, f"no finding; {found.verdict}"
-
-
-def assert_clean(found: Graded, solved: bool) -> None:
-    assert found.verdict is not None, found.fault
-    assert found.verdict.solved == solved, found.verdict
-    assert found.verdict.findings == ()
+def unclean(found: Graded, solved: bool) -> str | None:
+    """Why an honest state is not graded as it deserves."""
+    if found.verdict is None:
+        return f"{found.state.name}: unscored: {found.fault}"
+    if found.verdict.solved == solved and not found.findings:
+        return None
+    return f"{found.state.name}: solved {found.verdict.solved} and should be {solved}: {found.verdict}"
 
 
 @pytest.mark.parametrize("case", _FORGED[::_SAMPLE], ids=lambda case: case.name)
 def test_a_sample_of_forged_states_is_caught(grader: Grader, case: Case) -> None:
-    assert_caught(graded(grader, case))
+    assert uncaught(*grader.grade(case)) is None
 
 
 @pytest.mark.parametrize("case", _HONEST[::_SAMPLE], ids=lambda case: case.name)
 def test_a_sample_of_honest_states_is_clean(grader: Grader, case: HonestCase) -> None:
-    assert_clean(graded(grader, case), case.honest.solved)
+    assert unclean(*grader.grade(case), case.honest.solved) is None
 
 
 @pytest.mark.parametrize("forgery", FAILURES, ids=lambda forgery: forgery.name)
 def test_a_state_that_breaks_is_graded_and_not_solved(grader: Grader, forgery: Forgery) -> None:
-    found = graded(grader, Case(forgery, _QUICK[0]))
+    (found,) = grader.grade(Case(forgery, _QUICK[0]))
     assert found.verdict is not None and not found.verdict.solved, found.fault
 
 
 @pytest.mark.redteam
 @pytest.mark.parametrize("case", _FORGED, ids=lambda case: case.name)
 def test_forged_states_are_caught(grader: Grader, case: Case) -> None:
-    assert_caught(graded(grader, case))
+    assert uncaught(*grader.grade(case)) is None
 
 
 @pytest.mark.redteam
-@pytest.mark.parametrize(("forgery", "index"), _PACKAGED, ids=lambda each: getattr(each, "name", ""))
-def test_forged_states_of_packages_are_caught(
-    grader: Grader, packages: dict[str, World], forgery: Forgery, index: int
-) -> None:
-    fit = [world for world in packages.values() if forgery.suits(world)]
-    assert_caught(graded(grader, Case(forgery, fit[index % len(fit)])))
+@pytest.mark.timeout(600)
+def test_forged_states_of_packages_are_caught(grader: Grader, packages: list[World]) -> None:
+    found = grader.grade(*packaged(packages))
+    assert [reason for each in found if (reason := uncaught(each))] == []
 
 
 @pytest.mark.redteam
 @pytest.mark.parametrize("case", _HONEST, ids=lambda case: case.name)
 def test_honest_states_are_clean(grader: Grader, case: HonestCase) -> None:
-    assert_clean(graded(grader, case), case.honest.solved)
+    assert unclean(*grader.grade(case), case.honest.solved) is None
 
 
 @pytest.mark.redteam
-@pytest.mark.parametrize("honest", (*RIGHT, *WRONG), ids=lambda honest: honest.name)
-def test_honest_states_of_packages_are_clean(grader: Grader, packages: dict[str, World], honest: Honest) -> None:
-    worlds = list(packages.values())
-    assert_clean(graded(grader, HonestCase(honest, worlds[len(honest.name) % len(worlds)])), honest.solved)
+@pytest.mark.timeout(600)
+def test_honest_states_of_packages_are_clean(grader: Grader, packages: list[World]) -> None:
+    cases = honest_cases(packages, 1)
+    found = zip(grader.grade(*cases), cases, strict=True)
+    assert [reason for each, case in found if (reason := unclean(each, case.honest.solved))] == []
 
 
 def test_there_are_enough_states_of_every_family_with_names_of_their_own() -> None:

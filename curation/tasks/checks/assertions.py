@@ -35,6 +35,10 @@ OPPOSITES = {
     "assertRegex": "assertNotRegex", "assertNotRegex": "assertRegex", "assertSequenceEqual": "assertNotEqual",
 }  # fmt: skip
 """Of unittest's methods, the one that fails where the other passes; all take the first two arguments alike."""
+KINDS = frozenset(
+    {"bool", "int", "float", "complex", "str", "bytes", "bytearray", "list", "tuple", "dict", "set", "frozenset"}
+)
+"""Builtin types that observed values have."""
 _CHECKS = re.compile(r"_?(assert|check|expect|verify|ensure)")
 _RAISES = ("raises", "assertRaises", "assertRaisesRegex")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -128,6 +132,8 @@ class _Finder:
         test, negated = node.test, False
         while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             test, negated = test.operand, not negated
+        if not negated and (found := _of_isinstance(node, function, test)) is not None:
+            return found
         if isinstance(test, ast.Compare) and len(test.ops) == 1 and not negated:
             operator = OPERATORS[type(test.ops[0])]
             return self._comparison(node, function, operator, test.left, test.comparators[0])
@@ -186,6 +192,8 @@ class _Finder:
             return None
         if name in ("assertTrue", "assertFalse") and call.args:
             return Assertion(node, function, "truth", left=call.args[0], negated=name == "assertFalse")
+        if name == "assertIsInstance" and (kinds := _of_kinds(node, function, call)) is not None:
+            return kinds
         if name in ("assertIsNone", "assertIsNotNone") and call.args:
             operator = "is" if name == "assertIsNone" else "is not"
             none = ast.copy_location(ast.Constant(None), call.args[0])
@@ -197,6 +205,24 @@ class _Finder:
             found.tolerance = _places(call)
             found.form = "compare" if found.tolerance else "other"
         return found
+
+
+def _of_isinstance(node: ast.stmt, function: Function, test: ast.expr) -> Assertion | None:
+    if isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id == "isinstance":
+        return _of_kinds(node, function, test)
+    return None
+
+
+def _of_kinds(node: ast.stmt, function: Function, call: ast.Call) -> Assertion | None:
+    """That a call's first argument is of the builtin types that its second one names."""
+    if len(call.args) < 2:
+        return None
+    kinds = call.args[1].elts if isinstance(call.args[1], ast.Tuple) else [call.args[1]]
+    names = [each.id for each in kinds if isinstance(each, ast.Name) and each.id in KINDS]
+    if not names or len(names) != len(kinds):
+        return None
+    wanted = ast.copy_location(ast.Constant(", ".join(names)), call.args[1])
+    return Assertion(node, function, "compare", "isa", call.args[0], wanted, expected=[wanted], direct=True)
 
 
 class _Names:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import datetime
 import json
 import operator
@@ -17,6 +18,7 @@ from contracts.tasks import Observed, Rule
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
     "in": lambda left, right: left in right, "not in": lambda left, right: left not in right,
+    "isa": lambda left, right: isinstance(left, tuple(getattr(builtins, name) for name in right.split(", "))),
     "has": lambda left, right: right in left, "has not": lambda left, right: right not in left,
 }  # fmt: skip
 _SINGLETONS = (None, True, False)
@@ -92,15 +94,16 @@ def decode(found: Any, hidden: Mapping[str, str]) -> Any:
     if tag == "T":
         if rest[0] == "timedelta":
             return datetime.timedelta(*(decode(each, hidden) for each in rest[1]))
-        return {"datetime": datetime.datetime, "date": datetime.date, "time": datetime.time}[rest[0]].fromisoformat(
-            rest[1]
-        )
+        return _TIMES[rest[0]](rest[1])
     raise Opaque
 
 
 _SCALARS: dict[str, Callable[[Any], Any]] = {
     "b": lambda text: text is True, "i": lambda text: int(text, 16), "f": float, "c": complex, "s": str, "y": bytes.fromhex,
     "Y": bytearray.fromhex, "D": Decimal,
+}  # fmt: skip
+_TIMES: dict[str, Callable[[str], Any]] = {
+    "datetime": datetime.datetime.fromisoformat, "date": datetime.date.fromisoformat, "time": datetime.time.fromisoformat,
 }  # fmt: skip
 _COLLECTIONS: dict[str, Callable[[Any], Any]] = {
     "l": list, "t": tuple, "S": set, "F": frozenset

@@ -14,7 +14,7 @@ from contracts.tasks import Observed, Rule
 from curation.tasks.checks.assertions import Assertion, exception_names, find
 from curation.tasks.checks.edits import Source
 
-_KNOWN = frozenset({"==", "!=", "<", "<=", ">", ">=", "in", "not in", "is", "is not", "has", "has not"})
+_KNOWN = frozenset({"==", "!=", "<", "<=", ">", ">=", "in", "not in", "is", "is not", "has", "has not", "isa"})
 
 
 def make(files: dict[str, bytes], without: Collection[str] = ()) -> Observed:

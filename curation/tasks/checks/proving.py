@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 
 from contracts.digests import digest_of
@@ -16,7 +16,7 @@ from envd.client import VerifyResult
 CHECKS_VERSION = "1"
 """Bump when other decoys or observations are made of the same tests."""
 _ROUNDS = 3
-Run = Callable[[Mapping[str, bytes] | None, Sequence[str] | None], Awaitable[VerifyResult]]
+Run = Callable[[Mapping[str, bytes] | None, Sequence[str] | None], Coroutine[None, None, VerifyResult]]
 """One run of the reference solution: with these hidden files and tests, or the task's own."""
 
 
@@ -39,18 +39,18 @@ async def prove(task: Task, run: Run) -> Proof:
     versions = decoys.make(files, seed)
     keys = observing.functions_of(files)
 
-    def failed(version: dict[str, bytes]) -> Awaitable[VerifyResult]:
-        return run(task.hidden_files | version, tests)
+    async def failed(chosen: Sequence[dict[str, bytes]]) -> list[VerifyResult]:
+        return await asyncio.gather(*(run(task.hidden_files | version, tests) for version in chosen))
 
-    written, observed, *results = await asyncio.gather(
-        run(None, None), _observe(task, files, tests, keys, run), *map(failed, versions[:1])
+    written, observed, results = await asyncio.gather(
+        run(None, None), _observe(task, files, tests, keys, run), failed(versions[:1])
     )
     if not passed(task.tests, written):
         holding = tuple(test for test in tests if _function(test) in keys)
         kept = (Decoy(versions[0], holding),) if versions and holding else ()
         return Proof(Checks(None, kept, tuple(test for test in tests if test not in holding)), written)
     if len(versions) > 1 and _unobserved(tests, observed, keys):
-        results += await asyncio.gather(*map(failed, versions[1:]))
+        results += await failed(versions[1:])
     chosen = [
         Decoy(version, failing)
         for version, result in zip(versions, results, strict=False)
