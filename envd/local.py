@@ -16,6 +16,8 @@ from contracts.owned import socket_directory
 from envd.errors import BackendUnavailable
 from envd.sandbox.cgroups import OWNED, remove_groups
 
+TRUSTED = "quotas: {templates: 1048576, template_mb: 65536, sandboxes: 65536, memory_mb: 1073741824}"
+"""The policy of a server whose one client is trusted: quotas have nobody to protect, and a suite may have many gigabytes of templates."""
 _START_TIMEOUT_S = 90.0
 _PROBE_S = 1.0
 _END_S = 20.0

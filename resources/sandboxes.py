@@ -12,17 +12,13 @@ import dagster as dg
 from pydantic import PrivateAttr
 
 from envd.client import SandboxClient
-from envd.local import LocalEnvd
+from envd.local import TRUSTED, LocalEnvd
 from resources.experiment import SandboxesConfig
 
 _log = logging.getLogger(__name__)
 
 ADDRESS_VARIABLE = "TRIPLANE_ENVD"
 """Where an envd server runs already, for every experiment that names none: a deployment's, beside the code location."""
-
-
-_OWN_SERVER = "quotas: {templates: 1048576, template_mb: 65536, sandboxes: 65536, memory_mb: 1073741824}"
-"""The run is the only client of a server that it starts: quotas have nobody to protect, and a suite may have many gigabytes of templates."""
 
 
 class SandboxesResource(dg.ConfigurableResource[Any]):
@@ -52,7 +48,7 @@ class SandboxesResource(dg.ConfigurableResource[Any]):
             )
             self._servers.pop(config.backend)[1].close()
         with ExitStack() as starting:
-            server = starting.enter_context(LocalEnvd(backend=config.backend, policy=_OWN_SERVER))
+            server = starting.enter_context(LocalEnvd(backend=config.backend, policy=TRUSTED))
             self._servers[config.backend] = server, starting.pop_all()
         return server.address
 
