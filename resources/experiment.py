@@ -103,10 +103,11 @@ class LimitsConfig(Section):
 class SandboxesConfig(Section):
     """Where episodes and verifications run."""
 
-    backend: Literal["auto", "namespaces", "plain"] = "auto"
-    """Of the server started here. plain isolates nothing; auto takes it only where nothing else works, and says so."""
+    backend: Literal["auto", "namespaces", "gvisor", "qemu", "firecracker", "plain"] = "auto"
+    """Of the server started here; agents and verdicts run on it. auto: namespaces, else gvisor. plain isolates nothing and is never chosen by auto."""
     address: str | None = None
-    """`unix:/path` or `host:port` of an envd server that already runs; null takes $TRIPLANE_ENVD, else starts one for the run."""
+    """`unix:/path` or `host:port` of an envd server that already runs, its key in $TRIPLANE_ENVD_KEY_FILE; null takes $TRIPLANE_ENVD, else starts one
+    for the run."""
     limits: LimitsConfig = LimitsConfig()
     """What one episode's sandbox may use."""
 

@@ -29,6 +29,7 @@ from typing import Any
 
 from envd.sandbox import linux, rootfs
 from envd.sandbox.cgroups import Cgroups, box_groups
+from envd.sandbox.python_inside import python_directories
 from envd.sandbox.wire import receive_fds
 
 AGENT_DIRECTORY = "/.envd"
@@ -228,7 +229,7 @@ class Stage:
 
 def _shown(run_dir: Path) -> Path:
     """A directory that everybody may search and nothing here needs, to mount on."""
-    needed = [run_dir, Path(__file__), Path(sys.executable), *map(Path, rootfs.python_directories())]
+    needed = [run_dir, Path(__file__), Path(sys.executable), *map(Path, python_directories())]
     for name in _OPEN_TO_ALL:
         place = Path(name)
         if place.is_dir() and place.stat().st_mode & 0o001 and not any(path.is_relative_to(place) for path in needed):

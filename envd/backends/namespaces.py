@@ -192,6 +192,10 @@ class NamespacesBackend:
         finally:
             os.close(archive)
 
+    async def forget_template(self, template: str) -> None:
+        """See `KeepsTemplates`."""
+        await self.pool.forget(template)
+
     async def died(self) -> str:
         """Return when the spawner has ended by itself."""
         return await self.spawner.died()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def enter_copy(request: dict[str, Any], run_dir: Path) -> Place:
     (box / "tmp").mkdir()
     os.setsid()
     linux.adopt_orphans()
-    prepare_process(sandbox_environment(str(box / "tmp")))
+    prepare_process(sandbox_environment(str(box / "tmp"), str(Path(sys.prefix) / "bin")))
     os.chdir(workspace)
     return Place(workspace, template, scratch)
 

@@ -1,7 +1,7 @@
 """What a sandbox sees: a read-only system, its own workspace over a template, a private /tmp, /proc and a small /dev.
 
 /            tmpfs prepared once, read-only, shared by all sandboxes of a server
-/usr ...     the host's, read-only; so are the Python that runs envd and its packages
+/usr ...     the host's, read-only; so are the Python that runs envd and its packages (python_inside.py)
 /.template   the pristine workspace, read-only
 /workspace   overlay: the template below, a size-limited tmpfs above
 /tmp         on that same tmpfs
@@ -13,11 +13,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from envd.sandbox import linux
+from envd.sandbox.python_inside import inside, make_environment, python_directories
 
 DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9)}
 _SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
@@ -26,14 +26,6 @@ _PASSWD = "root:x:0:0:root:/tmp:/bin/bash\nnobody:x:65534:65534:nobody:/:/bin/fa
 _GROUP = "root:x:0:\nnogroup:x:65534:\n"
 _HOSTS = "127.0.0.1 localhost sandbox\n::1 localhost\n"
 INSIDE_TEMPLATE = "/.template"
-
-
-def python_directories() -> list[str]:
-    """Directories the running interpreter and its packages live in, outermost only, outside /usr."""
-    wanted = {sys.base_prefix, sys.base_exec_prefix, sys.prefix}
-    wanted |= {each for each in sys.path if each.endswith(("site-packages", "dist-packages"))}
-    outside = sorted(path for path in wanted if Path(path).is_dir() and not path.startswith("/usr/"))
-    return [path for path in outside if not any(path.startswith(other + "/") for other in outside)]
 
 
 def prepare_base(run_dir: Path) -> list[str]:
@@ -132,16 +124,17 @@ def fill_base(base: Path, mounts: Path) -> list[str]:
     mounts: below this they are bound; base has directories of these names.
     """
     _skeleton(base)
-    system = python_directories()
+    system = {inside(path): path for path in python_directories()}
     for name in _SYSTEM:
         source = Path("/") / name
         if source.is_symlink():
             (base / name).symlink_to(source.readlink())
         elif source.is_dir():
-            system.append(str(source))
-    for path in system:
+            system[str(source)] = str(source)
+    for path, source_path in system.items():
         (base / path.lstrip("/")).mkdir(parents=True, exist_ok=True)
-        _bind_read_only(path, mounts / path.lstrip("/"))
+        _bind_read_only(source_path, mounts / path.lstrip("/"))
+    make_environment(base)
     return sorted(system)
 
 

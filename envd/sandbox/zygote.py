@@ -27,6 +27,7 @@ from envd.sandbox.cgroups import Cgroups, remove_groups
 from envd.sandbox.entering import close_all_but, enter_copy, enter_namespaces
 from envd.sandbox.place import Place
 from envd.sandbox.proctree import descendants, kill_since, reap
+from envd.sandbox.python_inside import adopt
 from envd.sandbox.runner import inside_session
 from envd.sandbox.syscalls import prepare_filter
 from envd.sandbox.verifier import serve_verification
@@ -98,6 +99,7 @@ class Zygote:
             Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
         linux.unshare(linux.CLONE_NEWNS)
         self._system = rootfs.prepare_base(self._run_dir)
+        adopt()
         os.chdir(WORKSPACE)
 
     def _serve_one(self) -> bool:

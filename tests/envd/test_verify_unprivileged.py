@@ -37,13 +37,15 @@ CHANGES = {
     "equals": {"calc.py": "class E(int):\n    def __eq__(self, o): return True\n\ndef add(a, b):\n    return E()\n"},
     "looks around": {"calc.py": f"import os\nprint(os.getuid(), sorted(os.listdir('/')))\n\n\n{RIGHT}"},
 }
-CONFINED = """
+SHOW_PYTHON = """
 set -e
 if [ -n "$3" ]; then  # Python's directory is in a home that nobody else may enter: shown alone, at its place
   mkdir -p "$1/python"; mount --bind "$2" "$1/python"
   mount -t tmpfs -o mode=755 tmpfs "$3"; mkdir -p "$2"; mount --bind "$1/python" "$2"
 fi
 shift 3
+"""
+CONFINED = f"""{SHOW_PYTHON}
 exec setpriv --bounding-set -all --inh-caps -all --no-new-privs --reuid 10001 --regid 10001 --clear-groups "$@"
 """
 
