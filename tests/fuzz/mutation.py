@@ -60,8 +60,10 @@ class Mutator:
         """Bytes with one change."""
         chance, changed = self.chance, bytearray(data)
         at = chance.randrange(len(data) + 1)
-        how = chance.randrange(7)
-        if how == 0 and at < len(data):
+        how = chance.randrange(9)
+        if how > 6 and len(data) >= 8:
+            self._lie(changed)
+        elif how == 0 and at < len(data):
             changed[at] ^= 1 << chance.randrange(8)
         elif how == 1 and at < len(data):
             changed[at] = chance.getrandbits(8)
@@ -80,6 +82,17 @@ class Mutator:
             piece = data[at : at + chance.choice((1, 4, 8, 64))]
             changed[at:at] = piece * chance.choice((1, 2, 50))
         return bytes(changed)
+
+    def _lie(self, fields: bytearray) -> None:
+        """Change lengths and counts to those of what follows them: all of it, as items without content, as one item that takes all, one too many."""
+        chance, size = self.chance, len(fields)
+        lengths = [at for at in range(size - 3) if _U32.unpack_from(fields, at)[0] <= size - at]
+        at = chance.choice(lengths or [0])
+        left = size - at - 4
+        count = chance.choice((left, left // 4, left // 8, 2, 1)) + chance.choice((-1, 0, 0, 1))
+        _U32.pack_into(fields, at, count & 0xFFFFFFFF)
+        if left >= 4 and chance.random() < 0.5:
+            _U32.pack_into(fields, at + 4, left - 4 - chance.choice((0, 0, 0, 1, 4, 8)) & 0xFFFFFFFF)
 
     def _text(self) -> bytes:
         word = self.chance.choice(_WORDS)

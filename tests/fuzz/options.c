@@ -2,5 +2,5 @@
 const char *__asan_default_options(void);
 const char *__ubsan_default_options(void);
 
-const char *__asan_default_options(void) { return "exitcode=99:detect_leaks=0:allocator_may_return_null=1"; }
+const char *__asan_default_options(void) { return "exitcode=99:detect_leaks=0:allocator_may_return_null=1:quarantine_size_mb=8"; }
 const char *__ubsan_default_options(void) { return "exitcode=99:print_stacktrace=1"; }
