@@ -1,7 +1,8 @@
 """Candidate against parent on the gate (which decides) and on held-out (which is only reported). A policy plays a split once, ever.
 
     evaluation_run(candidate, gate) ---\\
-    evaluation_run(parent, gate) -------> evaluation: pass rates, paired difference a split, each with its interval
+    evaluation_run(parent, gate) --------> evaluation: pass rates, paired difference a split, each with its interval
+    evaluation_run(best so far, gate) --/  and, on the gate, the difference from the best policy so far
     evaluation_run(.., held_out) ------/
 """
 
@@ -25,6 +26,7 @@ from inference.engines.base import Engine
 from inference.rollouts.evaluate import run_episodes
 from inference.rollouts.progress import ShardProgress
 from ops import keys
+from ops.floor import compare_with_floor, find_floor
 from ops.grading import ungraded_allowed
 from ops.inputs import load_tasks, split_tasks
 from ops.step import Step
@@ -52,12 +54,20 @@ def evaluate(
     candidate: ArtifactRef,
     parent: ArtifactRef,
     suite: ArtifactRef,
+    base: ArtifactRef,
 ) -> Artifact:
-    """The `evaluation` artifact of a candidate and its parent."""
+    """The `evaluation` artifact of a candidate, its parent and, on the gate, the best policy so far.
+
+    base: the base policy, played too where it has no run with these settings, so that the best so far is never unknown.
+    """
     runs: dict[str, Artifact] = {}
-    for role, policy in (("parent", parent), ("candidate", candidate)):
+    for role, policy in (("base", base), ("parent", parent), ("candidate", candidate)):
         for split, run in play_splits(step, sampler, sandboxes, policy, suite).items():
-            runs[f"{role}_{split.value}"] = run
+            if role != "base":
+                runs[f"{role}_{split.value}"] = run
+    floor = find_floor(step.store, step.experiment, parent, base, suite)
+    if floor is not None:
+        runs["best_gate"] = floor.run
     refs = {role: run.ref for role, run in runs.items()}
     key = keys.evaluation_key(step.experiment, refs)
     found = find_artifact(step.store, "evaluation", key)
@@ -68,6 +78,8 @@ def evaluate(
         split.value: compare(runs[f"candidate_{split.value}"], runs[f"parent_{split.value}"], confidence)
         for split in samples_of(step.experiment)
     }
+    if floor is not None:
+        body[Split.GATE.value]["floor"] = compare_with_floor(runs["candidate_gate"], floor, confidence)
     parents = {**refs, "candidate": candidate, "parent": parent}
     with ArtifactWriter(
         step.store,
@@ -84,11 +96,11 @@ def evaluate(
 
 
 def compare(candidate: Artifact, parent: Artifact, confidence: float) -> dict[str, Any]:
-    """Pass rates of two runs on one split and their difference, paired by task."""
+    """Pass rates of two runs on one split and their difference, paired by task. confidence: of the difference's `bound`."""
     ours, theirs = candidate.table("rewards.parquet"), parent.table("rewards.parquet")
     return {
-        "candidate": asdict(pass_rate(ours, confidence)),
-        "parent": asdict(pass_rate(theirs, confidence)),
+        "candidate": asdict(pass_rate(ours)),
+        "parent": asdict(pass_rate(theirs)),
         "difference": asdict(paired_difference(solved_by_task(ours), solved_by_task(theirs), confidence)),
     }
 
