@@ -1,4 +1,4 @@
-"""The scripted expert: read the module, replace the wrong line, say done. Its tools' answers come from the real tools."""
+"""The scripted expert: follow the calls to the wrong line, replace it, say done. Its tools' answers come from the real tools."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from contracts.episodes import TokenRole
 from contracts.owned import owned_directory, sweep_abandoned
 from curation.errors import TaskError
 from curation.tasks.bugs import VISIBLE_TEST, Bug
-from curation.tasks.families import Family
+from curation.tasks.operations import Operation
 from curation.tasks.suite import visible_test
 from envd.client import ToolCall
 from envd.tools import run_file_tool
@@ -57,19 +57,20 @@ class Workbench:
         self._root = root
         (root / VISIBLE_TEST).parent.mkdir(exist_ok=True)
 
-    def play(self, bug: Bug, answer: Family, *, parallel: bool = False) -> ExpertEpisode:
-        """Solve `bug` with `answer`'s expression (which may be wrong). parallel: read module and visible test in one turn."""
-        (self._root / bug.path).write_text(bug.module(bug.wrong))
-        reads = [bug.path]
+    def play(self, bug: Bug, answer: Operation, *, parallel: bool = False) -> ExpertEpisode:
+        """Solve `bug` with `answer`, which may be wrong: read from the function that the instruction names inwards, edit the wrong line.
+
+        parallel: read the first module and the visible test in one turn.
+        """
+        for path, text in bug.modules(bug.wrong).items():
+            (self._root / path).write_text(text)
+        reads = [[path] for path in bug.paths[: bug.index - 1 if bug.index else None : -1]]
         if parallel:
             (self._root / VISIBLE_TEST).write_text(visible_test(bug))
-            reads.append(VISIBLE_TEST)
-        edit = {"path": bug.path, "line": bug.line, "new": bug.answer(answer)}
-        turns = (
-            self._turn([ToolCallText("read", {"path": path}) for path in reads]),
-            self._turn([ToolCallText("edit", edit)]),
-        )
-        return ExpertEpisode(bug.instruction, turns)
+            reads[0].append(VISIBLE_TEST)
+        edit = {"path": bug.path, "line": bug.line, "new": bug.answer(bug.index, answer)}
+        turns = [self._turn([ToolCallText("read", {"path": path}) for path in paths]) for paths in reads]
+        return ExpertEpisode(bug.instruction, (*turns, self._turn([ToolCallText("edit", edit)])))
 
     def _turn(self, calls: Sequence[ToolCallText]) -> ExpertTurn:
         results = [run_file_tool(self._root, ToolCall(call.name, call.arguments)) for call in calls]

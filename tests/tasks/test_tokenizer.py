@@ -12,8 +12,9 @@ from contracts.artifacts import Artifact
 from contracts.chat import ChatTokenizer, ToolCallText
 from contracts.store import open_store
 from curation.errors import TokenizerError
-from curation.tasks.bugs import PATHS
+from curation.tasks.bugs import MODULES, PATHS
 from curation.tasks.names import NAMES
+from curation.tasks.operations import OPERATIONS
 from curation.tasks.suite import TaskSuiteConfig
 from curation.tokenizer import VOCABULARY, build_tokenizer, train_tokenizer
 
@@ -29,14 +30,24 @@ PLACES = [
     "{}:",
     "-{}",
     "fix {}: it",
+    "from {} import",
 ]
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_name_or_path_is_the_same_single_token_wherever_it_stands(tokenizer: ChatTokenizer, place: str) -> None:
-    for word in [*NAMES, *PATHS]:
+    for word in [*NAMES, *PATHS, *MODULES]:
         (alone,) = tokenizer.encode_text(word)
         assert tokenizer.encode_text(place.format(word)).count(alone) == 1
+
+
+@pytest.mark.parametrize("symbol", [each.symbol for each in OPERATIONS])
+def test_an_operator_is_the_same_single_token_after_a_name_and_after_a_call(
+    tokenizer: ChatTokenizer, symbol: str
+) -> None:
+    (alone,) = tokenizer.encode_text(f" {symbol} ")
+    for text in (f"    return kaki {symbol} badu", f'"new":"    return bala(kaki, badu) {symbol} zila"'):
+        assert tokenizer.encode_text(text).count(alone) == 1
 
 
 def test_the_vocabulary_has_the_size_that_was_asked_for(tokenizer: ChatTokenizer) -> None:
