@@ -1,7 +1,7 @@
-"""The base policy's tokenizer: a byte-level BPE in which every name, path and operator is one token, wherever it stands.
+"""The base policy's tokenizer: a byte-level BPE in which every name, path and operation is one token, wherever it stands.
 
 Copying a name is what the policy learns last; with one token a name it is one attention hop. So the pre-tokenizer isolates the
-given words, digits and operators between blanks, ends a piece after every newline, and lets BPE merge whatever remains, across blanks too.
+given words, digits and operations with their blanks, ends a piece after every newline, and lets BPE merge whatever remains, across blanks too.
 """
 
 from __future__ import annotations
@@ -29,20 +29,22 @@ from curation.tasks.suite import TaskSuiteConfig
 TOKENIZER_VERSION = "2"
 VOCABULARY = 768
 _CORPUS_EPISODES = 210
-_OPERATOR = " [-+*/%&|^<>=!]{1,2} "
+_BLANKED = [f" {text} " for each in OPERATIONS for text in (each.symbol, each.word)]
+"""Operations as they stand between their operands."""
 _WORD_WEIGHT = 4000
 """How often a word is repeated in training, above what any pair of the corpus reaches: words are merged first."""
 
 
 def train_tokenizer(texts: Iterable[str], words: Sequence[str], vocabulary: int) -> Tokenizer:
-    """Train on `texts`. Each of `words` becomes one token, the same one after a blank, a bracket or a newline; each operator with its blanks, too.
+    """Train on `texts`. Each of `words` becomes one token, the same one after a blank, a bracket or a newline; an operation with its blanks, too.
 
     Raises TokenizerError when `vocabulary` leaves no room for the words.
     """
+    operations = "|".join(re.escape(each) for each in _BLANKED)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(f"(?<![A-Za-z0-9_])(?:{_alternatives(words)})(?![A-Za-z0-9_])|[0-9]|{_OPERATOR}"), "isolated"),
+            pre_tokenizers.Split(Regex(f"(?<![A-Za-z0-9_])(?:{_alternatives(words)})(?![A-Za-z0-9_])|[0-9]|{operations}"), "isolated"),
             pre_tokenizers.Split("\n", "merged_with_previous"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
@@ -52,8 +54,7 @@ def train_tokenizer(texts: Iterable[str], words: Sequence[str], vocabulary: int)
         vocab_size=vocabulary, special_tokens=list(SPECIAL_TOKENS), show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )  # fmt: skip
-    pieces = [*words, *(f" {each.symbol} " for each in OPERATIONS)]
-    tokenizer.train_from_iterator(chain(texts, (f"{piece}\n" * _WORD_WEIGHT for piece in pieces)), trainer)
+    tokenizer.train_from_iterator(chain(texts, (f"{piece}\n" * _WORD_WEIGHT for piece in [*words, *_BLANKED])), trainer)
     split = [word for word in words if len(tokenizer.encode(word).ids) != 1]
     if split:
         raise TokenizerError(
@@ -104,7 +105,7 @@ def _pieces(episode: ExpertEpisode) -> list[str]:
     pieces = ["user\n" + episode.instruction, "\n", "assistant\n"]
     for turn in episode.turns:
         calls = re.split("<[^<>]*>", "\n".join(render_call(call) for call in turn.calls))
-        pieces += [piece for piece in calls if piece]
+        pieces += [piece for piece in (turn.note and f"{turn.note}\n", *calls) if piece]
         pieces += ["\n", "user\n", *turn.responses, "\n", "assistant\n"]
     return [*pieces, DONE]
 

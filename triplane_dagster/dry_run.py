@@ -10,7 +10,7 @@ from contracts.store import Store, open_store
 from curation.tasks.build import planned_key
 from inference.engines.config import OpenAIConfig, VllmConfig
 from ops import keys
-from ops.evaluation import samples_of
+from ops.evaluation import readings_of
 from ops.inputs import IterationInputs, find_inputs
 from resources.experiment import Experiment, ImportedBase
 from resources.launcher import local_refusal
@@ -119,21 +119,15 @@ class _Plan:
         experiment = self.experiment
         runs: dict[str, ArtifactRef] = {}
         policies = {"parent": inputs.start.checkpoint if inputs else None, "candidate": candidate}
-        for split, samples in samples_of(experiment).items():
+        readings = readings_of(experiment)
+        for each in readings:
             for role, policy in policies.items():
-                key = (
-                    keys.evaluation_run_key(experiment, policy, inputs.task_suite, split, samples)
-                    if inputs and policy
-                    else None
-                )
+                key = each.key(experiment, policy, inputs.task_suite) if inputs and policy else None
                 run = find_artifact(self.store, "evaluation_run", key) if key else None
                 if run is not None:
-                    runs[f"{role}_{split.value}"] = run.ref
-        complete = len(runs) == 2 * len(samples_of(experiment))
-        slices = {
-            split.value: keys.evaluation_slice(experiment, split, samples)
-            for split, samples in samples_of(experiment).items()
-        }
+                    runs[f"{role}_{each.name}"] = run.ref
+        complete = len(runs) == 2 * len(readings)
+        slices = {each.name: each.slice(experiment) for each in readings}
         return self._step(
             "evaluation", partition, slices, self._engine(), keys.evaluation_key(experiment, runs) if complete else None
         )

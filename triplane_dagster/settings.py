@@ -8,10 +8,9 @@ from typing import Any
 from contracts.artifacts import Artifact, find_artifact, open_artifact
 from contracts.digests import digest_of
 from contracts.store import Store
-from contracts.tasks import Split
 from curation.tasks.suite import TaskSuiteConfig
 from ops import keys
-from ops.evaluation import samples_of
+from ops.evaluation import readings_of
 from resources.experiment import Experiment, SftBase
 from resources.refs import read_artifact
 
@@ -76,10 +75,10 @@ def _iteration(store: Store, experiment: Experiment, iteration: str) -> Iterator
 
 def _evaluation(store: Store, experiment: Experiment, evaluation: Artifact) -> Iterator[Slices]:
     yield "evaluation", evaluation.manifest.config, {"confidence": experiment.promotion.confidence}
-    samples = samples_of(experiment)
+    readings = {each.name: each for each in readings_of(experiment)}
     runs = {role: ref for role, ref in evaluation.manifest.parents.items() if ref.kind == "evaluation_run"}
-    for ref in runs.values():
-        recorded = open_artifact(store, ref).manifest.config
-        split = Split(recorded["split"])
-        yield "evaluation", recorded, keys.evaluation_slice(experiment, split, samples.get(split, 0))
-    yield "evaluation", len(runs), 2 * len(samples)
+    for role, ref in runs.items():
+        reading = readings.get(role.partition("_")[2])
+        wanted = reading.slice(experiment) if reading else {}
+        yield "evaluation", open_artifact(store, ref).manifest.config, wanted
+    yield "evaluation", len(runs), 2 * len(readings)

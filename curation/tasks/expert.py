@@ -1,4 +1,8 @@
-"""The scripted expert: follow the calls to the wrong line, replace it, say done. Its tools' answers come from the real tools."""
+"""The scripted expert: follow the calls to the wrong line, replace it, say done. Its tools' answers come from the real tools.
+
+Before it acts on what it has read it notes the operation that the instruction wants there and the one that the file has. With both side by side,
+whether to edit here or to read on is a comparison of neighbours: a small policy learns it in a third of the steps, and with every seed.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +30,9 @@ DONE = "done"
 
 @dataclass(frozen=True)
 class ExpertTurn:
-    """Tool calls of one turn and what the tools answered."""
+    """One turn: a note, tool calls, and what the tools answered."""
 
+    note: str
     calls: tuple[ToolCallText, ...]
     responses: tuple[str, ...]
 
@@ -64,20 +69,30 @@ class Workbench:
         """
         for path, text in bug.modules(bug.wrong).items():
             (self._root / path).write_text(text)
-        reads = [[path] for path in bug.paths[: bug.index - 1 if bug.index else None : -1]]
+        followed = range(len(bug.chain) - 1, bug.index - 1, -1)
+        reads = [[bug.paths[index]] for index in followed]
         if parallel:
             (self._root / VISIBLE_TEST).write_text(visible_test(bug))
             reads[0].append(VISIBLE_TEST)
         edit = {"path": bug.path, "line": bug.line, "new": bug.answer(bug.index, answer)}
-        turns = [self._turn([ToolCallText("read", {"path": path}) for path in paths]) for paths in reads]
-        return ExpertEpisode(bug.instruction, (*turns, self._turn([ToolCallText("edit", edit)])))
+        acts = [[ToolCallText("read", {"path": path}) for path in paths] for paths in reads]
+        acts.append([ToolCallText("edit", edit)])
+        notes = ["", *(note(bug, index) for index in followed)]
+        turns = tuple(self._turn(said, calls) for said, calls in zip(notes, acts, strict=True))
+        return ExpertEpisode(bug.instruction, turns)
 
-    def _turn(self, calls: Sequence[ToolCallText]) -> ExpertTurn:
+    def _turn(self, said: str, calls: Sequence[ToolCallText]) -> ExpertTurn:
         results = [run_file_tool(self._root, ToolCall(call.name, call.arguments)) for call in calls]
         for call, result in zip(calls, results, strict=True):
             if not result.ok:
                 raise TaskError(f"the scripted expert's {call.name} {dict(call.arguments)} fails: {result.text}")
-        return ExpertTurn(tuple(calls), tuple(result.text for result in results))
+        return ExpertTurn(said, tuple(calls), tuple(result.text for result in results))
+
+
+def note(bug: Bug, index: int) -> str:
+    """What the expert says once it has read a function: the operation wanted there and the one that it has."""
+    has = bug.wrong if index == bug.index else bug.chain[index]
+    return f"want {bug.chain[index].word} have {has.symbol} here"
 
 
 def expert_tokens(episode: ExpertEpisode, tokenizer: ChatTokenizer) -> tuple[list[int], list[int]]:
@@ -85,7 +100,7 @@ def expert_tokens(episode: ExpertEpisode, tokenizer: ChatTokenizer) -> tuple[lis
     ids = tokenizer.prompt([("user", episode.instruction)])
     roles = [int(TokenRole.PROMPT)] * len(ids)
     for turn in episode.turns:
-        _append(ids, roles, tokenizer.policy_turn(turn.calls), TokenRole.POLICY)
+        _append(ids, roles, tokenizer.policy_turn(turn.calls, turn.note), TokenRole.POLICY)
         _append(ids, roles, tokenizer.environment_turn(turn.responses), TokenRole.ENVIRONMENT)
     _append(ids, roles, tokenizer.policy_turn([], DONE), TokenRole.POLICY)
     return ids, roles

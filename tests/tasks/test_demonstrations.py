@@ -35,10 +35,10 @@ def tables(tokenizer: ChatTokenizer) -> tuple[pa.Table, pa.Table]:
     return render_demonstrations(CONFIG, 0, tokenizer)
 
 
-def test_an_episode_costs_at_most_125_tokens_on_average_and_240_at_most(tables: tuple[pa.Table, pa.Table]) -> None:
+def test_an_episode_costs_at_most_135_tokens_on_average_and_256_at_most(tables: tuple[pa.Table, pa.Table]) -> None:
     lengths = [len(ids) for ids in tables[0]["token_ids"].to_pylist()]
-    assert sum(lengths) / len(lengths) < 125
-    assert max(lengths) < 240
+    assert sum(lengths) / len(lengths) < 135
+    assert max(lengths) < 256
 
 
 def test_rows_have_the_schema_and_one_role_a_token(tables: tuple[pa.Table, pa.Table]) -> None:
@@ -107,10 +107,26 @@ def test_a_mistaken_answer_changes_nothing_but_the_operation_of_the_line_it_name
         edit = parse_turn(_policy_turns(row, tokenizer)[-2]).calls[0]
         shown = next(str(view["text"]) for view in reversed(views[:-3]) if view["role"] == TokenRole.ENVIRONMENT)
         (before,) = (
-            line for line in re.split(r"\n|</?tool_response>", shown) if line.startswith(f"{edit.arguments['line']} ")
+            line
+            for line in re.split(r"\n|</?tool_response>", shown)
+            if line.startswith(f"{edit.arguments['line']} ") and "return" in line
         )
         before, after = before.split(" ", 1)[1].split(" "), str(edit.arguments["new"]).split(" ")
         assert [word for word in before if word not in SYMBOLS] == [word for word in after if word not in SYMBOLS]
+
+
+def test_a_note_compares_what_the_instruction_wants_with_what_the_file_has_and_decides_the_next_call() -> None:
+    with open_workbench() as bench:
+        for bug in draw_bugs(60, Split.TRAIN, 0, Random("notes"), set()):
+            first, *turns = bench.play(bug, bug.right).turns
+            assert first.note == ""
+            for number, turn in enumerate(turns):
+                want, have = re.fullmatch(r"want (.+) have (\S+) here", turn.note).groups()  # type: ignore[union-attr]
+                index = len(bug.chain) - 1 - number
+                assert f" {want} {bug.arguments[index + 1]}" in bug.instruction
+                assert f" {have} {bug.arguments[index + 1]}" in (first, *turns)[number].responses[0]
+                agree = next(each for each in OPERATIONS if each.word == want).symbol == have
+                assert [call.name for call in turn.calls] == (["read"] if agree else ["edit"])
 
 
 def test_no_demonstration_shows_a_held_out_composition_or_an_operation_in_an_unseen_place() -> None:

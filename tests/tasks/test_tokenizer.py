@@ -41,6 +41,15 @@ def test_a_name_or_path_is_the_same_single_token_wherever_it_stands(tokenizer: C
         assert tokenizer.encode_text(place.format(word)).count(alone) == 1
 
 
+@pytest.mark.parametrize("word", [each.word for each in OPERATIONS])
+def test_the_word_of_an_operation_is_the_same_single_token_between_names_and_in_a_note(
+    tokenizer: ChatTokenizer, word: str
+) -> None:
+    (alone,) = tokenizer.encode_text(f" {word} ")
+    for text in (f"bala returns kaki {word} badu", f"want {word} have - here"):
+        assert tokenizer.encode_text(text).count(alone) == 1
+
+
 @pytest.mark.parametrize("symbol", [each.symbol for each in OPERATIONS])
 def test_an_operator_is_the_same_single_token_after_a_name_and_after_a_call(
     tokenizer: ChatTokenizer, symbol: str
