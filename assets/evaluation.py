@@ -7,6 +7,7 @@ import dagster as dg
 
 from assets.naming import define
 from contracts.artifacts import ArtifactRef
+from curation.statistics import CONFIDENCE
 from ops.evaluation import evaluate
 from ops.inputs import read_inputs
 from ops.keys import EVALUATION_VERSION
@@ -28,11 +29,31 @@ def pass_rates(body: Mapping[str, Any]) -> dg.MarkdownMetadataValue:
         for who in ("candidate", "parent"):
             rate = found[who]
             value = "not graded" if rate["rate"] is None else f"{rate['rate']:.1%}"
-            rows.append((label(split), who, value, f"{rate['low']:.0%} to {rate['high']:.0%}", f"{rate['n']} episodes"))
-        mean, low, high = (f"{100 * found['difference'][name]:+.1f}" for name in ("mean", "low", "high"))
-        rows.append((label(split), "difference", mean, f"{low} to {high}", f"{found['difference']['n']} tasks"))
-    head = ("split", "policy", "percent solved", "interval", "over")
+            rows.append(
+                (
+                    label(split),
+                    who,
+                    value,
+                    f"{rate['low']:.0%} to {rate['high']:.0%}",
+                    f"{rate['n']} episodes of {rate['tasks']} tasks",
+                )
+            )
+        rows.append(_difference_row(split, "difference", found["difference"]))
+        if "floor" in found:
+            rows.append(
+                _difference_row(
+                    split,
+                    f"difference from the best so far, {found['floor']['policy'][:12]}",
+                    found["floor"]["difference"],
+                )
+            )
+    head = ("split", "policy", "percent solved", f"{CONFIDENCE:.0%} interval", "over")
     return markdown_table([dict(zip(head, row, strict=True)) for row in rows])
+
+
+def _difference_row(split: str, what: str, difference: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
+    mean, low, high = (f"{100 * difference[name]:+.1f}" for name in ("mean", "low", "high"))
+    return label(split), what, mean, f"{low} to {high}", f"{difference['n']} tasks"
 
 
 def build(experiment: Experiment) -> dg.AssetsDefinition:
@@ -52,7 +73,9 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
     ) -> Materialized:  # fmt: skip
         step = begin(context, experiment, NAME, store.open(), progress)
         inputs = read_inputs(step.store, iteration_inputs)
-        evaluated = evaluate(step, sampler, sandboxes, checkpoint, inputs.start.checkpoint, inputs.task_suite)
+        evaluated = evaluate(
+            step, sampler, sandboxes, checkpoint, inputs.start.checkpoint, inputs.task_suite, inputs.base
+        )
         body = evaluated.json("evaluation.json")
         plots = {
             f"{split} {who} pass rate": found[who]["rate"]
@@ -60,6 +83,11 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
             for who in ("candidate", "parent")
         }
         plots |= {f"{split} difference": found["difference"]["mean"] for split, found in body.items()}
+        plots |= {
+            f"{split} difference from the best": found["floor"]["difference"]["mean"]
+            for split, found in body.items()
+            if "floor" in found
+        }
         metadata = {
             "pass rates": pass_rates(body),
             **numbers(plots),

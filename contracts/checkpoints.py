@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +36,22 @@ def quantization_config(config: dict[str, Any]) -> dict[str, Any]:
         "ignored_layers": kept,
         "modules_to_not_convert": kept,
     }
+
+
+def ragged_sides(config: Mapping[str, Any]) -> dict[str, int]:
+    """Sides of quantized matrices that are no multiple of BLOCK, by what gives them in `config.json`, e.g. {"hidden_size": 96}; empty: none.
+
+    A last, partial block is not read alike everywhere: transformers takes rows // (rows of scales) as the block's height, so that 192 rows
+    become two blocks of 96; vLLM and SGLang refuse such experts and such parts of a fused projection.
+    """
+    head = config["head_dim"]
+    sides = {
+        "hidden_size": config["hidden_size"],
+        "moe_intermediate_size": config["moe_intermediate_size"],
+        "num_attention_heads * head_dim": config["num_attention_heads"] * head,
+        "num_key_value_heads * head_dim": config["num_key_value_heads"] * head,
+    }
+    return {name: size for name, size in sides.items() if size % BLOCK}
 
 
 def is_quantized(name: str) -> bool:

@@ -1,8 +1,15 @@
 """How sure a comparison of two policies is: pass rates, paired differences, and the rule that refuses a worse policy. Pure functions.
 
-Sources: E. B. Wilson, "Probable inference, the law of succession, and statistical inference", JASA 22 (1927), for `wilson_interval`;
-E. Miller, "Adding Error Bars to Evals" (arXiv:2411.00640), sections 2.2 (clustered errors) and 4 (paired differences), for
-`paired_difference`; G. Piaggio et al., JAMA 308 (2012), for non-inferiority by the interval's lower end.
+The task is the unit: samples of one task are not independent of each other. Every interval is the one that resampling whole tasks gives
+(the cluster bootstrap) with its standard error in closed form: the mean of n tasks drawn with replacement has the variance
+sum (y_t - mean y)^2 / n^2, exactly, so nothing is drawn at random. Critical values are Student's with n - 1 degrees of freedom.
+`python -m benchmarks intervals` measures the coverage, beside percentile bootstrap and Wilson's interval over episodes.
+
+Sources: B. Efron and R. Tibshirani, "An Introduction to the Bootstrap" (1993), chapters 6 and 12.2; E. Miller, "Adding Error Bars to Evals"
+(arXiv:2411.00640), sections 2.2 (clustered errors) and 4 (paired differences); E. B. Wilson, JASA 22 (1927), for the score form of a rate's
+interval, and E. Korn and B. Graubard, Survey Methodology 24 (1998), for its use with an effective number of observations; D. Bonett and
+R. Price, J. Educ. Behav. Stat. 37 (2012), for pseudo-observations in paired differences; G. Piaggio et al., JAMA 308 (2012), for
+non-inferiority by the interval's lower end.
 """
 
 from __future__ import annotations
@@ -10,12 +17,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean, variance
+from statistics import NormalDist, fmean
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 CONFIDENCE = 0.95
 """Two-sided, of every interval unless told otherwise."""
+PSEUDO_VARIANCE = 0.25
+"""Of one observation at rate 1/2, added to the variance between tasks and to its bound: where no task fails, each task counts as one
+observation, however many samples it has."""
+
+Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -29,17 +43,22 @@ class PassRate:
     """None when nothing was graded."""
     low: float
     high: float
+    tasks: int
+    """Tasks with a graded episode: what the interval resamples."""
 
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """Candidate minus parent, in pass rate, over the tasks that both played."""
+    """Candidate minus another policy, in pass rate, over the tasks that both played."""
 
     mean: float
     low: float
     high: float
+    """low and high: the two-sided interval at CONFIDENCE."""
     n: int
     """Tasks."""
+    bound: float
+    """Lower end of the two-sided interval at the gate's own confidence: what `non_inferior` asks."""
 
 
 @dataclass(frozen=True)
@@ -50,66 +69,96 @@ class Judgement:
     sentence: str
 
 
-def wilson_interval(successes: int, n: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Wilson's score interval of a proportion: (p + z²/2n ± z √(p(1-p)/n + z²/4n²)) / (1 + z²/n). (0, 1) when n is 0.
+def rate_interval(
+    solved: Sequence[float], samples: Sequence[float], confidence: float = CONFIDENCE
+) -> tuple[float, float]:
+    """Interval of sum(solved) / sum(samples), by task: Wilson's score interval with as many observations as the tasks are worth.
 
-    Raises ValueError unless 0 <= successes <= n.
+    solved, samples: one value a task, solved <= samples; tasks without samples are left out. With y_t the task's share, weighted by its
+    samples, n tasks and rate p: a task is worth 1 / c observations, c = (sum (y_t - p)^2 + v) / (p (1 - p) (n - 1) + v) <= 1, v =
+    PSEUDO_VARIANCE. (0, 1) below two tasks.
     """
-    if not 0 <= successes <= n:
-        raise ValueError(f"{successes} successes of {n}: expected 0 <= successes <= n")
-    if n == 0:
+    counts = np.asarray(samples, np.float64)
+    wins = np.asarray(solved, np.float64)[counts > 0]
+    counts = counts[counts > 0]
+    n = len(counts)
+    if bool((wins < 0).any() or (wins > counts).any()):
+        raise ValueError("a task has fewer than 0 or more solved samples than samples: expected 0 <= solved <= samples")
+    if n < 2:
         return 0.0, 1.0
-    z = _z(confidence)
-    share = successes / n
-    scale = 1 + z * z / n
-    centre = (share + z * z / (2 * n)) / scale
-    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / scale
-    low = 0.0 if successes == 0 else max(0.0, centre - half)
-    high = 1.0 if successes == n else min(1.0, centre + half)
+    rate = float(wins.sum() / counts.sum())
+    between = float((((wins - rate * counts) / counts.mean()) ** 2).sum())
+    share = min(1.0, (between + PSEUDO_VARIANCE) / (rate * (1 - rate) * (n - 1) + PSEUDO_VARIANCE))
+    a = student_quantile(0.5 + confidence / 2, n - 1) ** 2 * share / n
+    centre, half = (rate + a / 2) / (1 + a), math.sqrt(a * a / 4 + a * rate * (1 - rate)) / (1 + a)
+    low = 0.0 if rate == 0 else max(0.0, centre - half)
+    high = 1.0 if rate == 1 else min(1.0, centre + half)
     return low, high
 
 
+def difference_errors(differences: Numbers, samples: float) -> Numbers:
+    """Standard error of the mean over the last axis, [..., tasks], by task: sqrt((sum (d_t - mean d)^2 + 1 / samples^2) / (n (n - 1))).
+
+    samples: of a task. The added term is that of one task in which the policies differ by one sample, so that policies which differed on no
+    task are not taken to be equal for certain.
+    """
+    n = differences.shape[-1]
+    squares = ((differences - differences.mean(-1, keepdims=True)) ** 2).sum(-1) + 1 / samples**2
+    errors: Numbers = np.sqrt(squares / (n * (n - 1)))
+    return errors
+
+
+def lower_bounds(differences: Numbers, samples: float, confidence: float) -> Numbers:
+    """Lower end of the two-sided interval of the mean difference, over the last axis of [..., tasks]: what the gate decides by."""
+    critical = student_quantile(0.5 + confidence / 2, differences.shape[-1] - 1)
+    bounds: Numbers = differences.mean(-1) - critical * difference_errors(differences, samples)
+    return bounds
+
+
 def paired_difference(
-    candidate: Mapping[str, Sequence[int]], parent: Mapping[str, Sequence[int]], confidence: float = CONFIDENCE
+    candidate: Mapping[str, Sequence[int]], other: Mapping[str, Sequence[int]], gate_confidence: float = CONFIDENCE
 ) -> PairedDifference:
-    """Difference in pass rate with each task as one cluster: samples of one task are not independent of each other.
+    """Difference in pass rate, each task weighing the same.
 
     Both map task id to the 0/1 of its samples; tasks that only one has (or has no graded sample of) are left out. With
-    d_t = mean(candidate_t) - mean(parent_t) over n tasks: mean(d) ± z √(var(d) / n), the sample variance, cut to [-1, 1].
-    Below two tasks the interval is [-1, 1].
+    d_t = mean(candidate_t) - mean(other_t): mean(d) +- t * `difference_errors`, cut to [-1, 1]. Below two tasks the interval is [-1, 1].
+    gate_confidence: of the two-sided interval whose lower end is `bound`.
     """
-    shared = sorted(task for task in candidate if candidate[task] and parent.get(task))
-    differences = [fmean(candidate[task]) - fmean(parent[task]) for task in shared]
-    n = len(differences)
-    mean = fmean(differences) if differences else 0.0
+    shared = sorted(task for task in candidate if candidate[task] and other.get(task))
+    differences = np.asarray([fmean(candidate[task]) - fmean(other[task]) for task in shared], np.float64)
+    n = len(shared)
     if n < 2:
-        return PairedDifference(mean, -1.0, 1.0, n)
-    half = _z(confidence) * math.sqrt(variance(differences) / n)
-    return PairedDifference(mean, max(-1.0, mean - half), min(1.0, mean + half), n)
+        return PairedDifference(float(differences.mean()) if n else 0.0, -1.0, 1.0, n, -1.0)
+    samples = fmean(min(len(candidate[task]), len(other[task])) for task in shared)
+    mean, bound = float(differences.mean()), float(lower_bounds(differences, samples, gate_confidence))
+    half = student_quantile(0.5 + CONFIDENCE / 2, n - 1) * float(difference_errors(differences, samples))
+    return PairedDifference(mean, max(-1.0, mean - half), min(1.0, mean + half), n, max(-1.0, bound))
 
 
-def non_inferior(difference: PairedDifference, margin: float) -> Judgement:
-    """Whether the candidate is at worst `margin` below its parent: the interval's lower end must lie above -margin.
+def non_inferior(difference: PairedDifference, margin: float, other: str = "its parent") -> Judgement:
+    """Whether the candidate is at worst `margin` below the other policy: the difference's `bound` must lie above -margin.
 
-    margin: in pass rate, e.g. 0.05. Raises ValueError when negative.
+    margin: in pass rate, e.g. 0.05. other: for the sentence. Raises ValueError when margin is negative.
     """
     if margin < 0:
         raise ValueError(f"margin {margin}: expected 0 or more")
-    holds = difference.low > -margin
+    holds = difference.bound > -margin
     span = f"{difference.mean:+.3f} [{difference.low:+.3f}, {difference.high:+.3f}] over {difference.n} tasks"
     relation = "above" if holds else "not above"
-    verdict = "non-inferior" if holds else "not shown to be non-inferior"
-    return Judgement(holds, f"candidate is {verdict}: {span}, its lower end {relation} the margin of {-margin:+.3f}")
+    verdict = "non-inferior to" if holds else "not shown to be non-inferior to"
+    return Judgement(
+        holds,
+        f"candidate is {verdict} {other}: {span}, its lower bound {difference.bound:+.3f} is {relation} the margin of {-margin:+.3f}",
+    )
 
 
 def pass_rate(rewards: pa.Table, confidence: float = CONFIDENCE) -> PassRate:
-    """The share of solved episodes in a table with the column `solved` (REWARDS); ungraded ones don't count.
-
-    The interval takes episodes as independent: it is Wilson's, too narrow where tasks have several samples each.
-    """
-    outcomes = [value for value in rewards["solved"].to_pylist() if value is not None]
-    solved, n = sum(outcomes), len(outcomes)
-    return PassRate(solved, n, solved / n if n else None, *wilson_interval(solved, n, confidence))
+    """The share of solved episodes in a table with the columns `task_id` and `solved` (REWARDS); ungraded ones don't count."""
+    outcomes = solved_by_task(rewards)
+    solved, samples = [sum(values) for values in outcomes.values()], [len(values) for values in outcomes.values()]
+    n = sum(samples)
+    low, high = rate_interval(solved, samples, confidence)
+    return PassRate(sum(solved), n, sum(solved) / n if n else None, low, high, len(outcomes))
 
 
 def solved_by_task(rewards: pa.Table) -> dict[str, list[int]]:
@@ -121,5 +170,22 @@ def solved_by_task(rewards: pa.Table) -> dict[str, list[int]]:
     return found
 
 
-def _z(confidence: float) -> float:
-    return NormalDist().inv_cdf(0.5 + confidence / 2)
+def student_quantile(probability: float, freedom: int) -> float:
+    """Quantile of Student's t distribution. Raises ValueError unless freedom >= 1 and 0 < probability < 1.
+
+    Exact for 1 and 2 degrees of freedom, above by the expansion in 1 / freedom of Abramowitz and Stegun, 26.7.5 (to 0.01 at 3, 1e-4 at 10).
+    """
+    if freedom < 1 or not 0 < probability < 1:
+        raise ValueError(f"quantile {probability} at {freedom} degrees of freedom: expected 0 to 1, and 1 or more")
+    if freedom == 1:
+        return math.tan(math.pi * (probability - 0.5))
+    if freedom == 2:
+        return (2 * probability - 1) / math.sqrt(2 * probability * (1 - probability))
+    z = NormalDist().inv_cdf(probability)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + math.fsum(term / freedom**power for power, term in enumerate(terms, start=1))

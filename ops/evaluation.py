@@ -1,8 +1,9 @@
 """Candidate against parent on the gate (which decides) and on held-out and unseen (which are only reported). A policy plays a split once, ever.
 
     evaluation_run(candidate, gate) ---\\
-    evaluation_run(parent, gate) -------> evaluation: pass rates, paired difference a split, each with its interval
-    evaluation_run(.., held_out) ------/  pass@1 greedy and sampled, maj@k, pass@k of each policy
+    evaluation_run(parent, gate) --------> evaluation: pass rates, paired difference a split, each with its interval
+    evaluation_run(best so far, gate) --/  and, on the gate, the difference from the best policy so far
+    evaluation_run(.., held_out) ------/   and of each policy pass@1 greedy and sampled, maj@k, pass@k
     evaluation_run(.., held_out, greedy)
     the same of unseen
 """
@@ -30,6 +31,7 @@ from inference.engines.base import Engine
 from inference.rollouts.evaluate import run_episodes
 from inference.rollouts.progress import ShardProgress
 from ops import keys
+from ops.floor import compare_with_floor, find_floor
 from ops.grading import ungraded_allowed
 from ops.inputs import load_tasks, split_tasks
 from ops.step import Step
@@ -38,6 +40,10 @@ from resources.experiment import Experiment
 from resources.loops import run_async
 from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
+
+
+WHO = ("candidate", "parent")
+"""The policies that an evaluation compares."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +92,20 @@ def evaluate(
     candidate: ArtifactRef,
     parent: ArtifactRef,
     suite: ArtifactRef,
+    base: ArtifactRef,
 ) -> Artifact:
-    """The `evaluation` artifact of a candidate and its parent."""
+    """The `evaluation` artifact of a candidate, its parent and, on the gate, the best policy so far.
+
+    base: the base policy, played too where it has no run with these settings, so that the best so far is never unknown.
+    """
     runs: dict[str, Artifact] = {}
-    for role, policy in (("parent", parent), ("candidate", candidate)):
+    for role, policy in (("base", base), ("parent", parent), ("candidate", candidate)):
         for name, run in play_splits(step, sampler, sandboxes, policy, suite).items():
-            runs[f"{role}_{name}"] = run
+            if role != "base":
+                runs[f"{role}_{name}"] = run
+    floor = find_floor(step.store, step.experiment, parent, base, suite)
+    if floor is not None:
+        runs["best_gate"] = floor.run
     refs = {role: run.ref for role, run in runs.items()}
     key = keys.evaluation_key(step.experiment, refs)
     found = find_artifact(step.store, "evaluation", key)
@@ -104,7 +118,9 @@ def evaluate(
         if not each.greedy
     }
     for name, found_there in body.items():
-        found_there["measures"] = {who: measure(runs, who, name) for who in ("candidate", "parent")}
+        found_there["measures"] = {who: measure(runs, who, name) for who in WHO}
+    if floor is not None:
+        body[Split.GATE.value]["floor"] = compare_with_floor(runs["candidate_gate"], floor, confidence)
     parents = {**refs, "candidate": candidate, "parent": parent}
     with ArtifactWriter(
         step.store,
@@ -116,16 +132,16 @@ def evaluate(
     ) as out:
         out.add_json("evaluation.json", body)
         return out.commit(
-            meta={f"{split}_{who}": body[split][who]["rate"] for split in body for who in ("candidate", "parent")}
+            meta={f"{split}_{who}": body[split][who]["rate"] for split in body for who in WHO}
         )
 
 
 def compare(candidate: Artifact, parent: Artifact, confidence: float) -> dict[str, Any]:
-    """Pass rates of two runs on one split and their difference, paired by task."""
+    """Pass rates of two runs on one split and their difference, paired by task. confidence: of the difference's `bound`."""
     ours, theirs = candidate.table("rewards.parquet"), parent.table("rewards.parquet")
     return {
-        "candidate": asdict(pass_rate(ours, confidence)),
-        "parent": asdict(pass_rate(theirs, confidence)),
+        "candidate": asdict(pass_rate(ours)),
+        "parent": asdict(pass_rate(theirs)),
         "difference": asdict(paired_difference(solved_by_task(ours), solved_by_task(theirs), confidence)),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, Frozen, find_artifact, open_artifact
@@ -14,6 +15,7 @@ from ops import keys
 from ops.inputs import IterationInputs, trainer_state_of
 from ops.smoke import Smoke
 from ops.step import Step
+from resources.errors import NotMaterialized
 from resources.registry import Registry
 
 Verdict = Literal["live", "refused", "stale"]
@@ -54,10 +56,8 @@ def publish(
     found = find_artifact(step.store, "sampler", key)
     if found is not None:
         return found
-    difference = PairedDifference(
-        **open_artifact(step.store, evaluation).json("evaluation.json")[Split.GATE.value]["difference"]
-    )
-    decision, played = _decide(step, candidate, parent, difference, smoke)
+    judgement = judge(open_artifact(step.store, evaluation), parent, step.experiment.promotion.margin)
+    decision, played = _decide(step, candidate, parent, judgement, smoke)
     parents = {"candidate": candidate, "parent": parent, "evaluation": evaluation}
     config: dict[str, Any] = keys.decision_slice(step.experiment, step.iteration)
     with ArtifactWriter(
@@ -70,8 +70,29 @@ def publish(
         return out.commit(meta={"decision": decision.decision, "iteration": step.iteration, "policy": candidate.digest})
 
 
+def judge(evaluation: Artifact, parent: ArtifactRef, margin: float) -> Judgement:
+    """Whether the gate lets a candidate pass: non-inferior to its parent and to the best policy so far.
+
+    Raises NotMaterialized for an evaluation of an earlier version, which compares with the parent alone.
+    """
+    gate = evaluation.json("evaluation.json")[Split.GATE.value]
+    floor = gate.get("floor")
+    if floor is None:
+        raise NotMaterialized(
+            f"{evaluation.ref.uri} does not say how the candidate compares with the best policy so far (made by version "
+            f"{evaluation.manifest.code_version}): materialize evaluation again, then sampler"
+        )
+    found = [non_inferior(PairedDifference(**gate["difference"]), margin)]
+    if floor["policy"] == parent.digest:
+        return replace(found[0], sentence=f"{found[0].sentence}; its parent is the best policy so far on the gate")
+    found.append(
+        non_inferior(PairedDifference(**floor["difference"]), margin, f"the best policy so far, {floor['policy'][:12]}")
+    )
+    return Judgement(all(each.holds for each in found), "; ".join(each.sentence for each in found))
+
+
 def _decide(
-    step: Step, candidate: ArtifactRef, parent: ArtifactRef, difference: PairedDifference, smoke: Callable[[], Smoke]
+    step: Step, candidate: ArtifactRef, parent: ArtifactRef, judgement: Judgement, smoke: Callable[[], Smoke]
 ) -> tuple[Decision, Smoke | None]:
     """The decision, acted on; and the smoke episode, if there was one."""
 
@@ -80,7 +101,6 @@ def _decide(
 
     if candidate.digest == parent.digest:
         return decided("refused", "candidate equals its parent: nothing was learned"), None
-    judgement = non_inferior(difference, step.experiment.promotion.margin)
     registry = Registry(step.store, step.experiment.name)
     refusal, played = None, None
     if registry.promotion_of(candidate.digest, step.iteration) is None:

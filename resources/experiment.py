@@ -139,7 +139,7 @@ class EvaluationConfig(Section):
     """How the candidate and its parent are compared."""
 
     gate_samples: int = Field(default=2, ge=1, le=1024)
-    """Episodes a gate task. The gate decides."""
+    """Episodes a gate task. The gate decides; with few of them it also refuses many equal candidates, see `iterate --dry-run`."""
     held_out_samples: int = Field(default=8, ge=0, le=1024)
     """Episodes a held-out task: the k of maj@k and pass@k. No decision reads them; 0 plays none."""
     unseen_samples: int = Field(default=8, ge=0, le=1024)
@@ -152,9 +152,10 @@ class PromotionConfig(Section):
     """When a candidate goes live."""
 
     margin: float = Field(default=0.05, ge=0, le=1)
-    """Pass rate on the gate that the candidate may lose, at most."""
+    """Pass rate on the gate that the candidate may lose, at most: to its parent, and to the best policy so far of those the parent builds on."""
     confidence: float = Field(default=0.90, gt=0, lt=1)
-    """Of the two-sided interval whose lower end must stay above -margin."""
+    """Of the two-sided interval, by task, whose lower end must stay above -margin. Printed intervals are always at 95%. `iterate --dry-run`
+    prints how often this rule refuses a known true difference."""
     on_refusal: Literal["stop", "retry_from_live"] = "retry_from_live"
     """What the next iteration of a sequence does: not start, or sample again with the live policy."""
 

@@ -9,12 +9,12 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from contracts.artifacts import ArtifactRef, Frozen
-from contracts.checkpoints import quantization_config
+from contracts.checkpoints import BLOCK, quantization_config, ragged_sides
 from trainer.errors import TrainingConfigError
 
-SFT_VERSION = "1"
+SFT_VERSION = "2"
 """Code version of supervised training: bump when the same job would give another checkpoint."""
-GRPO_VERSION = "1"
+GRPO_VERSION = "2"
 """Code version of policy-gradient training: bump when the same job would give another checkpoint."""
 IMPORT_VERSION = "1"
 """Code version of `trainer.import_hf`."""
@@ -31,7 +31,7 @@ class ModelConfig(_Settings):
     """Shape of a Qwen3-MoE decoder."""
 
     hidden_size: int = Field(default=128, ge=8)
-    """Width of the residual stream. Multiples of 128 fill whole FP8 blocks."""
+    """Width of the residual stream. A multiple of 128, the FP8 block, as are expert_width, heads * head_dim and kv_heads * head_dim."""
     layers: int = Field(default=3, ge=1)
     """Decoder layers."""
     experts: int = Field(default=8, ge=1)
@@ -63,15 +63,29 @@ class ModelConfig(_Settings):
             raise ValueError(f"experts_per_token {self.experts_per_token} exceeds experts {self.experts}: lower it")
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}: choose a divisor")
+        names = {
+            "hidden_size": "hidden_size", "moe_intermediate_size": "expert_width", "num_attention_heads * head_dim": "heads * head_dim",
+            "num_key_value_heads * head_dim": "kv_heads * head_dim",
+        }  # fmt: skip
+        for name, size in ragged_sides(self._sizes()).items():
+            raise ValueError(
+                f"{names[name]} = {size} is no multiple of {BLOCK}, the FP8 block that other loaders of the checkpoint expect: "
+                f"make it {-(-size // BLOCK) * BLOCK}"
+            )
         return self
+
+    def _sizes(self) -> dict[str, int]:
+        return {
+            "hidden_size": self.hidden_size, "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim, "moe_intermediate_size": self.expert_width,
+        }  # fmt: skip
 
     def hf_config(self, vocab_size: int, end_of_turn: int | None = None) -> dict[str, Any]:
         """The `config.json` of a Qwen3MoeForCausalLM checkpoint of this shape, FP8 blocks declared."""
         config: dict[str, Any] = {
             "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": vocab_size,
-            "hidden_size": self.hidden_size, "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim, "num_experts": self.experts,
-            "num_experts_per_tok": self.experts_per_token, "moe_intermediate_size": self.expert_width,
+            **self._sizes(), "num_hidden_layers": self.layers, "num_experts": self.experts,
+            "num_experts_per_tok": self.experts_per_token,
             "intermediate_size": self.expert_width, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
             "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "use_sliding_window": False,
             "sliding_window": None, "max_position_embeddings": self.max_positions, "rope_theta": self.rope_theta,
@@ -99,7 +113,7 @@ class SftConfig(_Settings):
     max_gradient_norm: float = Field(default=1.0, gt=0)
     """Gradients of a greater global norm are scaled down to it."""
     router_balance: float = Field(default=0.0, ge=0)
-    """Weight of the load-balance loss of the routers."""
+    """Weight of the load-balance loss of the routers, over the tokens of one step."""
     max_steps: int = Field(default=4000, ge=1)
     """Bound on the steps. Reaching it without meeting the criterion is reported in the metrics."""
     evaluate_every: int = Field(default=50, ge=1)
@@ -135,6 +149,8 @@ class GrpoConfig(_Settings):
     """The probability ratio is clipped below 1 - clip_low."""
     clip_high: float = Field(default=0.28, ge=0)
     """The probability ratio is clipped above 1 + clip_high."""
+    dual_clip: float = Field(default=3.0, gt=1)
+    """Bound of the probability ratio where the advantage is negative (arXiv:1912.09729): beyond it a token gives no gradient."""
     importance_cap: float = Field(default=2.0, gt=0)
     """Cap of the trainer / sampler probability ratio that corrects for their difference."""
     temperature: float = Field(default=1.0, gt=0)
@@ -142,7 +158,8 @@ class GrpoConfig(_Settings):
     max_gradient_norm: float = Field(default=1.0, gt=0)
     """Gradients of a greater global norm are scaled down to it."""
     router_balance: float = Field(default=0.0, ge=0)
-    """Weight of the load-balance loss of the routers."""
+    """Weight of the load-balance loss of the routers, over the tokens of one optimizer step, whatever microbatches hold them. Above 0 a
+    further forward pass counts the tokens of each expert first."""
     microbatch_tokens: int = Field(default=4096, ge=64)
     """Most tokens, padding included, a forward pass holds. Bounds memory; the gradient is that of the whole minibatch."""
     permute_rewards: bool = False

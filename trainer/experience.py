@@ -24,11 +24,15 @@ from trainer.losses import group_advantages
 class Experience:
     """The rows of train.parquet."""
 
+    episodes: list[str]
+    """Episode id of each row."""
     sequences: list[TokenSequence]
     sampler_logprobs: list[Tensor]
     """float32 [policy tokens] of each row."""
+    group_names: list[str]
+    """Group id of each row."""
     groups: list[int]
-    """Group number of each row."""
+    """Group number of each row, in the order of the ids."""
     advantages: Tensor
     """float32 [rows]."""
     reward_mean: float
@@ -59,6 +63,8 @@ def read_experience(dataset: Artifact, config: Mapping[str, Any], grpo: GrpoConf
     names = train.column("group_id").to_pylist()
     numbers = {name: index for index, name in enumerate(sorted(set(names)))}
     return Experience(
+        episodes=episodes,
+        group_names=names,
         sequences=sequences,
         sampler_logprobs=_sampler_logprobs(train.column("logprobs"), sequences, where),
         groups=[numbers[name] for name in names],

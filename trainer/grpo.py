@@ -2,6 +2,7 @@
 
     members.parquet (every graded episode) -> advantages --+
     train.parquet (kept sequences) -> old logprobs --------+-> minibatches of groups -> clipped loss -> AdamW -> requantize
+                                                                 | each in microbatches: expert counts first, then gradients
 
 One epoch: the iteration's groups, shuffled by the seed, are cut into `optimizer_steps` minibatches. Old logprobs are the trainer's own,
 taken once before the first step; the sampler's correct them by truncated importance sampling.
@@ -20,13 +21,13 @@ from contracts.artifacts import Artifact, open_artifact
 from contracts.failpoints import failpoint
 from contracts.store import Store
 from trainer.config import GRPO_VERSION, GrpoConfig, GrpoJob
-from trainer.data import cut_by_length, make_batch, shuffled
+from trainer.data import TokenSequence, cut_by_length, make_batch, shuffled
 from trainer.errors import TrainingDiverged
 from trainer.experience import Experience, read_experience
 from trainer.export import load_checkpoint, publish_checkpoint
-from trainer.losses import policy_loss
+from trainer.losses import PolicyLoss, balance_loss, first_not_finite, policy_loss
 from trainer.metrics import Metrics, Watcher
-from trainer.model import score
+from trainer.model import Batch, score
 from trainer.optimizers import AdamW
 from trainer.parameters import Parameters
 from trainer.result import TrainResult
@@ -65,26 +66,41 @@ def minibatches(groups: Sequence[int], count: int, seed: int) -> list[list[int]]
 
 @torch.no_grad()
 def trainer_logprobs(parameters: Parameters, experience: Experience, config: GrpoConfig) -> list[Tensor]:
-    """Log probabilities of every row's policy tokens under the starting weights, at the rollouts' temperature."""
+    """Log probabilities of every row's policy tokens under the starting weights, at the rollouts' temperature. Raises TrainingDiverged."""
     found: list[Tensor] = [torch.empty(0)] * len(experience.sequences)
     for part in cut_by_length(experience.sequences, config.microbatch_tokens):
         members = [experience.sequences[index] for index in part]
-        logprobs = score(parameters.leaves, parameters.config, make_batch(members), config.temperature).logprobs
+        batch = make_batch(members)
+        logprobs = score(parameters.leaves, parameters.config, batch, config.temperature).logprobs
+        _require_finite(logprobs, batch, experience, part, "the log probability under the starting weights")
         for index, own in zip(part, torch.split(logprobs, [len(m.scored) for m in members]), strict=True):
             found[index] = own
     return found
 
 
 @dataclass
-class _Totals:
+class Totals:
     """Sums over the tokens of one minibatch."""
 
     tokens: int
     loss: float = 0.0
     clipped: float = 0.0
+    dual_clipped: float = 0.0
+    bounded: float = 0.0
     correction: float = 0.0
     divergence: float = 0.0
     entropy: float = 0.0
+    balance: float = 0.0
+
+    def add(self, loss: PolicyLoss, entropy: Tensor) -> None:
+        """Count one microbatch."""
+        self.loss += float(loss.loss.detach()) / self.tokens
+        self.clipped += float(loss.clipped)
+        self.dual_clipped += float(loss.dual_clipped)
+        self.bounded += float(loss.bounded)
+        self.correction += float(loss.correction)
+        self.divergence += float(loss.divergence)
+        self.entropy += float(entropy.sum())
 
 
 def _train(
@@ -100,7 +116,8 @@ def _train(
     cuts = minibatches(experience.groups, config.optimizer_steps, job.seed)
     for number, rows in enumerate(cuts, start=1):
         parameters.clear_gradients()
-        totals = _accumulate(config, parameters, experience, old, rows)
+        parts = cut_by_length([experience.sequences[row] for row in rows], config.microbatch_tokens)
+        totals = accumulate(config, parameters, experience, old, [[rows[index] for index in part] for part in parts])
         norm = parameters.clip_gradients(config.max_gradient_norm)
         if not torch.isfinite(norm):
             raise TrainingDiverged(
@@ -111,38 +128,67 @@ def _train(
         tokens = totals.tokens
         metrics.add(
             before + number, loss=totals.loss, grad_norm=float(norm), lr=config.learning_rate, tokens=tokens,
-            rows=len(rows), clip_fraction=totals.clipped / tokens, tis_mean=totals.correction / tokens,
+            rows=len(rows), clip_fraction=totals.clipped / tokens, dual_clip_fraction=totals.dual_clipped / tokens,
+            bounded_fraction=totals.bounded / tokens, tis_mean=totals.correction / tokens,
             old_kl=totals.divergence / tokens, entropy=totals.entropy / tokens,
+            **({"balance": totals.balance} if config.router_balance else {}),
         )  # fmt: skip
     return len(cuts)
 
 
-def _accumulate(
-    config: GrpoConfig, parameters: Parameters, experience: Experience, old: Sequence[Tensor], rows: Sequence[int]
-) -> _Totals:
-    """Add the gradient of one minibatch's loss, microbatch by microbatch."""
-    sequences = [experience.sequences[row] for row in rows]
-    totals = _Totals(sum(len(sequence.scored) for sequence in sequences))
-    for part in cut_by_length(sequences, config.microbatch_tokens):
-        batch = make_batch([sequences[index] for index in part])
-        own = [rows[index] for index in part]
-        scores = score(
-            parameters.leaves, parameters.config, batch, config.temperature, balance=config.router_balance > 0
-        )
+def accumulate(
+    config: GrpoConfig, parameters: Parameters, experience: Experience, old: Sequence[Tensor], parts: Sequence[Sequence[int]]
+) -> Totals:  # fmt: skip
+    """Add the gradient of one minibatch's loss, microbatch by microbatch, and return its sums. The cut does not change the gradient.
+
+    old: log probabilities of every row before the first step. parts: rows of each microbatch. Raises TrainingDiverged.
+    """
+    totals = Totals(sum(len(experience.sequences[row].scored) for part in parts for row in part))
+    counts = None
+    if config.router_balance:
+        counts = expert_counts(parameters, ([experience.sequences[row] for row in part] for part in parts))
+    for rows in parts:
+        batch = make_batch([experience.sequences[row] for row in rows])
+        scores = score(parameters.leaves, parameters.config, batch, config.temperature, routing=counts is not None)
         loss = policy_loss(
-            scores.logprobs, torch.cat([old[row] for row in own]),
-            torch.cat([experience.sampler_logprobs[row] for row in own]), experience.advantages[own][batch.owners],
-            clip_low=config.clip_low, clip_high=config.clip_high, cap=config.importance_cap,
+            scores.logprobs, torch.cat([old[row] for row in rows]),
+            torch.cat([experience.sampler_logprobs[row] for row in rows]), experience.advantages[list(rows)][batch.owners],
+            clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip, cap=config.importance_cap,
         )  # fmt: skip
-        share = len(batch.targets) / totals.tokens
-        whole = loss.loss / totals.tokens + config.router_balance * share * scores.balance
+        _require_finite(scores.logprobs, batch, experience, rows, "the log probability")
+        _require_finite(loss.tokens, batch, experience, rows, "the loss")
+        whole = loss.loss / totals.tokens
+        if counts is not None and scores.routing is not None:
+            balance = balance_loss(scores.routing.probabilities, counts, parameters.config["num_experts_per_tok"])
+            totals.balance += float(balance.detach())
+            whole = whole + config.router_balance * balance
         whole.backward()  # type: ignore[no-untyped-call]
-        totals.loss += float(loss.loss.detach()) / totals.tokens
-        totals.clipped += float(loss.clipped)
-        totals.correction += float(loss.correction)
-        totals.divergence += float(loss.divergence)
-        totals.entropy += float(scores.entropy.sum())
+        totals.add(loss, scores.entropy)
     return totals
+
+
+@torch.no_grad()
+def expert_counts(parameters: Parameters, microbatches: Iterable[Sequence[TokenSequence]]) -> Tensor:
+    """Tokens routed to each expert, float32 [layers, experts], over all `microbatches` under the present weights."""
+    found: list[Tensor] = []
+    for members in microbatches:
+        routing = score(parameters.leaves, parameters.config, make_batch(members), routing=True).routing
+        assert routing is not None
+        found.append(routing.counts)
+    return torch.stack(found).sum(0)
+
+
+def _require_finite(values: Tensor, batch: Batch, experience: Experience, rows: Sequence[int], what: str) -> None:
+    """Raise TrainingDiverged naming the first row of which a value, one a scored token of `batch`, is not finite. rows: those of the batch."""
+    token = first_not_finite(values)
+    if token is None:
+        return
+    row = rows[int(batch.owners[token])]
+    raise TrainingDiverged(
+        f"{what} of token {int(batch.targets[token])} of episode {experience.episodes[row]} (row {row} of train.parquet, group "
+        f"{experience.group_names[row]}) is {float(values[token])}; {int((~torch.isfinite(values)).sum())} of {len(values)} tokens of "
+        "its microbatch are not finite: lower trainer.grpo.learning_rate, or start from an earlier policy (`triplane rollback`)"
+    )
 
 
 def _summary(experience: Experience | None, metrics: Metrics, step: int, *, skipped: bool) -> dict[str, object]:

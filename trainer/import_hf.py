@@ -16,7 +16,7 @@ from torch import Tensor
 
 from contracts.artifacts import Artifact, ArtifactWriter, find_artifact
 from contracts.chat import ChatTokenizer
-from contracts.checkpoints import WEIGHTS, quantization_config
+from contracts.checkpoints import BLOCK, WEIGHTS, quantization_config, ragged_sides
 from contracts.digests import action_key, sha256
 from contracts.store import Store
 from trainer.config import IMPORT_VERSION
@@ -84,6 +84,11 @@ def import_config(directory: Path) -> dict[str, Any]:
         **{name: found.get(name, value) for name, value in _DEFAULTS.items()}, "sliding_window": None, "attention_dropout": 0.0,
         "router_aux_loss_coef": 0.0, **_REQUIRED,
     }  # fmt: skip
+    for name, size in ragged_sides(config).items():
+        raise TrainingDataError(
+            f"{path}: {name} = {size} is no multiple of {BLOCK}: other loaders would misread or refuse its FP8 checkpoint; "
+            "pass a model whose projections are multiples of it"
+        )
     if found.get("eos_token_id") is not None:
         config["eos_token_id"] = found["eos_token_id"]
     return {**config, "quantization_config": quantization_config(config)}

@@ -39,8 +39,21 @@ class Scores:
     """float32 [scored], natural logarithm, after temperature."""
     entropy: Tensor
     """float32 [scored], nats; carries no gradient."""
-    balance: Tensor
-    """Load-balance loss of the routers, averaged over layers; 1 when balanced. Zero unless asked for."""
+    routing: Routing | None
+    """Of the batch's real tokens; None unless asked for."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How the routers deal tokens to experts, layer by layer. Sums over tokens: those of several batches add up.
+
+    Padding is left out. A layer counts the tokens that reach its experts: all of them, and in the last layer those that predict a scored one.
+    """
+
+    counts: Tensor
+    """float32 [layers, experts]: tokens routed to each expert; one token counts once for each of its experts. No gradient."""
+    probabilities: Tensor
+    """float32 [layers, experts]: sum of the router's probabilities; carries the gradient."""
 
 
 def score(
@@ -49,20 +62,21 @@ def score(
     batch: Batch,
     temperature: float = 1.0,
     *,
-    balance: bool = False,
+    routing: bool = False,
 ) -> Scores:
-    """Log probabilities of `batch.targets`. balance: also compute the load-balance loss."""
+    """Log probabilities of `batch.targets`. routing: also say how the routers dealt the tokens."""
     embedding = leaves["model.embed_tokens.weight"]
     hidden = F.embedding(batch.token_ids.reshape(-1), embedding)
     cosine, sine = _rotary(batch.token_ids.shape[1], config)
-    balances = []
+    routed = []
     for index in range(config["num_hidden_layers"]):
         rows = batch.rows if index == config["num_hidden_layers"] - 1 else None
         weights = _Layer(leaves, f"model.layers.{index}.")
         hidden = _attention(weights, config, hidden, batch.token_ids.shape, cosine, sine, rows)
         hidden, router = _experts(weights, config, hidden)
-        if balance and rows is None:
-            balances.append(_balance_loss(router, batch, config["num_experts_per_tok"]))
+        if routing:
+            reached = router if rows is not None else router[_real(batch)]
+            routed.append((_expert_counts(reached.detach(), config["num_experts_per_tok"]), reached.sum(0)))
     hidden = F.rms_norm(hidden, hidden.shape[-1:], leaves["model.norm.weight"], config["rms_norm_eps"])
     logits = F.linear(hidden, leaves.get("lm_head.weight", embedding))
     if temperature != 1.0:
@@ -71,7 +85,8 @@ def score(
     logprobs = every.gather(1, batch.targets[:, None]).squeeze(1)
     with torch.no_grad():
         entropy = -(every.exp() * every).sum(-1)
-    return Scores(logprobs, entropy, torch.stack(balances).mean() if balances else torch.zeros(()))
+    counts, probabilities = zip(*routed, strict=True) if routed else ((), ())
+    return Scores(logprobs, entropy, Routing(torch.stack(counts), torch.stack(probabilities)) if routed else None)
 
 
 class _Layer:
@@ -142,10 +157,11 @@ def _experts(weights: _Layer, config: Mapping[str, Any], hidden: Tensor) -> tupl
     return hidden + mixed, router
 
 
-def _balance_loss(router: Tensor, batch: Batch, picks: int) -> Tensor:
-    """experts * sum over experts of (share of tokens routed to it) * (mean probability): Switch Transformer, equations 4 to 6."""
-    length = batch.token_ids.shape[1]
-    real = (torch.arange(length)[None] < batch.lengths[:, None]).reshape(-1)
-    router = router[real]
-    chosen = torch.zeros_like(router).scatter_(1, router.topk(picks, dim=-1).indices, 1.0 / picks)
-    return router.shape[1] * (chosen.mean(0) * router.mean(0)).sum()
+def _real(batch: Batch) -> Tensor:
+    """bool [sequences * length]: the positions that are no padding."""
+    return (torch.arange(batch.token_ids.shape[1])[None] < batch.lengths[:, None]).reshape(-1)
+
+
+def _expert_counts(router: Tensor, picks: int) -> Tensor:
+    """float32 [experts]: tokens of [tokens, experts] whose `picks` likeliest experts include each one."""
+    return torch.bincount(router.topk(picks, dim=-1).indices.reshape(-1), minlength=router.shape[1]).float()

@@ -21,8 +21,9 @@ from trainer.config import SFT_VERSION, SftConfig, SftJob
 from trainer.data import TokenSequence, cut_by_length, make_batch, read_sequences, shuffled
 from trainer.errors import TrainingDataError, TrainingDiverged
 from trainer.export import publish_checkpoint
+from trainer.losses import balance_loss, first_not_finite
 from trainer.metrics import Metrics, Watcher
-from trainer.model import score
+from trainer.model import Batch, Scores, score
 from trainer.optimizers import MuonWithAdamW
 from trainer.parameters import Parameters, draw_masters
 from trainer.result import TrainResult
@@ -107,13 +108,18 @@ class _Run:
     def step(self, train: Sequence[TokenSequence]) -> None:
         """One optimizer step."""
         config = self._config
-        batch = make_batch(
-            [train[index] for index in batch_members(len(train), config.batch_size, self._job.seed, self.taken)]
-        )
+        rows = batch_members(len(train), config.batch_size, self._job.seed, self.taken)
+        batch = make_batch([train[index] for index in rows])
         self._parameters.clear_gradients()
-        scores = score(self._parameters.leaves, self._model, batch, balance=config.router_balance > 0)
+        scores = score(self._parameters.leaves, self._model, batch, routing=config.router_balance > 0)
+        self._require_finite(scores, batch, rows)
         loss = -scores.logprobs.mean()
-        (loss + config.router_balance * scores.balance).backward()  # type: ignore[no-untyped-call]
+        whole = loss
+        if scores.routing is not None:
+            picks = self._parameters.config["num_experts_per_tok"]
+            balance = balance_loss(scores.routing.probabilities, scores.routing.counts, picks)
+            whole = loss + config.router_balance * balance
+        whole.backward()  # type: ignore[no-untyped-call]
         norm = self._parameters.clip_gradients(config.max_gradient_norm)
         if not torch.isfinite(norm):
             raise TrainingDiverged(
@@ -127,6 +133,15 @@ class _Run:
             self.taken, loss=float(loss.detach()), grad_norm=float(norm), lr=rate, tokens=int(batch.lengths.sum()),
             entropy=float(scores.entropy.mean()),
         )  # fmt: skip
+
+    def _require_finite(self, scores: Scores, batch: Batch, rows: Sequence[int]) -> None:
+        token = first_not_finite(scores.logprobs)
+        if token is not None:
+            raise TrainingDiverged(
+                f"row {rows[int(batch.owners[token])]} of the demonstrations' train.parquet has log probability "
+                f"{float(scores.logprobs[token])} at step {self.taken}: lower learning_rate {self._config.learning_rate} or "
+                f"adamw_learning_rate {self._config.adamw_learning_rate}"
+            )
 
     def evaluate(self, validation: Sequence[TokenSequence]) -> None:
         """Look at a few demonstrations while the criterion is far, at all once those come near it."""

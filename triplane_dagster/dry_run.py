@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from contracts.artifacts import Artifact, ArtifactRef, find_artifact
 from contracts.digests import digest_of
@@ -11,6 +11,8 @@ from curation.tasks.build import planned_key
 from inference.engines.config import OpenAIConfig, VllmConfig
 from ops import keys
 from ops.evaluation import readings_of
+from ops.floor import find_floor
+from ops.gate_power import gate_note
 from ops.inputs import IterationInputs, find_inputs
 from resources.experiment import Experiment, ImportedBase
 from resources.launcher import local_refusal
@@ -32,6 +34,8 @@ class PlannedStep:
     """Digest of the step's own slice of the experiment."""
     where: str
     """What would run it."""
+    note: str | None = None
+    """What to know before it runs: of the decision, how often it would be wrong."""
 
 
 def plan_of(experiment: Experiment, store: Store | None = None) -> list[PlannedStep]:
@@ -103,7 +107,7 @@ class _Plan:
             "sampler", partition, keys.decision_slice(experiment, partition), self._deployment(),
             keys.decision_key(experiment, partition, candidate, start.checkpoint, evaluation) if start and candidate and evaluation else None,
         )  # fmt: skip
-
+        self.rows[-1] = replace(self.rows[-1], note=gate_note(self.store, experiment))
         self._add("report", partition, None, {}, "this process")  # its key depends on what the others will make
 
     def _prompts(self, partition: str, inputs: IterationInputs | None) -> ArtifactRef | None:
@@ -127,6 +131,9 @@ class _Plan:
                 if run is not None:
                     runs[f"{role}_{each.name}"] = run.ref
         complete = len(runs) == 2 * len(readings)
+        if inputs and complete:
+            floor = find_floor(self.store, experiment, inputs.start.checkpoint, inputs.base, inputs.task_suite)
+            runs |= {"best_gate": floor.run.ref} if floor else {}
         slices = {each.name: each.slice(experiment) for each in readings}
         return self._step(
             "evaluation", partition, slices, self._engine(), keys.evaluation_key(experiment, runs) if complete else None

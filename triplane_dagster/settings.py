@@ -10,7 +10,7 @@ from contracts.digests import digest_of
 from contracts.store import Store
 from curation.tasks.suite import TaskSuiteConfig
 from ops import keys
-from ops.evaluation import readings_of
+from ops.evaluation import WHO, readings_of
 from resources.experiment import Experiment, SftBase
 from resources.refs import read_artifact
 
@@ -81,4 +81,4 @@ def _evaluation(store: Store, experiment: Experiment, evaluation: Artifact) -> I
         reading = readings.get(role.partition("_")[2])
         wanted = reading.slice(experiment) if reading else {}
         yield "evaluation", open_artifact(store, ref).manifest.config, wanted
-    yield "evaluation", len(runs), 2 * len(readings)
+    yield "evaluation", {role for role in runs if role != "best_gate"}, {f"{who}_{name}" for who in WHO for name in readings}

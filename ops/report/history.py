@@ -71,7 +71,7 @@ def finite(value: Any) -> float | None:
 def _train(rewards: Artifact | None) -> dict[str, Any] | None:
     if rewards is None:
         return None
-    table = rewards.table("rewards.parquet", ["reward", "solved"])
+    table = rewards.table("rewards.parquet", ["task_id", "reward", "solved"])
     graded = [value for value in table["reward"].to_pylist() if value is not None]
     return {"reward": fmean(graded) if graded else None, "graded": len(graded), **vars(pass_rate(table))}
 

@@ -171,8 +171,8 @@ def test_a_disk_that_fills_while_an_artifact_is_staged(tmp_path: Path) -> None:
 
 
 CONFIG = {
-    "model_type": "qwen3_moe", "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "max_position_embeddings": 32, "rope_theta": 1e4,
+    "model_type": "qwen3_moe", "vocab_size": 32, "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 128, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 128, "max_position_embeddings": 32, "rope_theta": 1e4,
     "tie_word_embeddings": True,
 }  # fmt: skip
 QUERY = "model.layers.0.self_attn.q_proj.weight"
@@ -182,8 +182,8 @@ QUERY = "model.layers.0.self_attn.q_proj.weight"
     ("name", "tensor", "said"),
     [
         (QUERY, None, rf"does not give tensor {QUERY}"),
-        (QUERY, torch.ones(3, 3), rf"tensor {QUERY} is \(3, 3\), config.json says \(16, 16\): fetch both again"),
-        (QUERY, torch.full((16, 16), float("nan")), rf"tensor {QUERY} holds numbers that are not finite"),
+        (QUERY, torch.ones(3, 3), rf"tensor {QUERY} is \(3, 3\), config.json says \(256, 128\): fetch both again"),
+        (QUERY, torch.full((256, 128), float("nan")), rf"tensor {QUERY} holds numbers that are not finite"),
     ],
     ids=["absent", "wrong shape", "not finite"],
 )

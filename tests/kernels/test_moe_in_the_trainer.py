@@ -15,6 +15,7 @@ from triplane_kernels.moe_weights import ExpertWeights, Name
 
 from trainer import model
 from trainer.export import checkpoint_tensors
+from trainer.losses import balance_loss
 from trainer.parameters import Parameters, draw_masters
 
 CONFIG: dict[str, Any] = {
@@ -71,8 +72,10 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, parameters: Parameters, recipe:
 def trained(parameters: Parameters, batch: model.Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """Log probabilities, and a copy of the gradient of every leaf."""
     parameters.clear_gradients()
-    scores = model.score(parameters.leaves, parameters.config, batch, balance=True)
-    (0.01 * scores.balance - scores.logprobs.mean()).backward()
+    scores = model.score(parameters.leaves, parameters.config, batch, routing=True)
+    assert scores.routing is not None
+    balance = balance_loss(scores.routing.probabilities, scores.routing.counts, CONFIG["num_experts_per_tok"])
+    (0.01 * balance - scores.logprobs.mean()).backward()
     gradients = {name: leaf.grad.clone() for name, leaf in parameters.leaves.items() if leaf.grad is not None}
     return scores.logprobs.detach(), gradients
 

@@ -63,7 +63,7 @@ def episodes(vocabulary: int) -> list[TokenSequence]:
     ]
 
 
-@pytest.mark.parametrize("change", [{}, {"tie_word_embeddings": False, "hidden_size": 160, "rope_theta": 1e6}])
+@pytest.mark.parametrize("change", [{}, {"tie_word_embeddings": False, "hidden_size": 256, "rope_theta": 1e6}])
 def test_forward_and_gradients_equal_transformers(change: dict[str, Any], tmp_path: Path) -> None:
     config = ModelConfig(**(TINY.model_dump() | {"initializer_range": 0.2} | change)).hf_config(90)
     parameters = Parameters.from_masters(config, draw_masters(config, 0))

@@ -23,7 +23,7 @@ from trainer.model import score
 from trainer.result import TrainResult
 from trainer.run import run_job
 
-CLIP = {"clip_low": 0.2, "clip_high": 0.28, "cap": 2.0}
+CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0, "cap": 2.0}
 
 
 def base(world: World) -> TrainResult:
@@ -185,9 +185,10 @@ def test_clipping_stops_the_gradient_only_where_it_would_go_further(shift: float
     loss = policy_loss(logprob, old, old, torch.tensor([advantage]), **CLIP)
     loss.loss.backward()
     ratio = math.exp(float((logprob.detach() - old)[0]))
-    far = ratio > 1.28 if advantage > 0 else ratio < 0.8
-    assert (float(logprob.grad[0]) == 0.0) == far
-    assert int(loss.clipped) == int(far)
+    clipped = ratio > 1.28 if advantage > 0 else ratio < 0.8
+    dual_clipped = advantage < 0 and ratio > 3
+    assert (float(logprob.grad[0]) == 0.0) == (clipped or dual_clipped)
+    assert (int(loss.clipped), int(loss.dual_clipped)) == (int(clipped), int(dual_clipped))
 
 
 def test_the_samplers_difference_is_corrected_and_capped() -> None:

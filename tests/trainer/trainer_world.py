@@ -18,7 +18,7 @@ from contracts.store import Store, open_store
 from trainer.config import GrpoConfig, GrpoJob, ModelConfig, SftConfig, SftJob
 
 TINY = ModelConfig(
-    hidden_size=64, layers=2, experts=4, expert_width=48, experts_per_token=2, heads=4, kv_heads=2, head_dim=16, max_positions=64
+    hidden_size=128, layers=2, experts=4, expert_width=128, experts_per_token=2, heads=4, kv_heads=2, head_dim=64, max_positions=64
 )  # fmt: skip
 ROWS = pa.schema(
     [

@@ -148,6 +148,6 @@ def _rates(store: Store, evaluation: Artifact | None) -> Rates:
     ]
     for ref in runs:
         run = open_artifact(store, ref)
-        rate = pass_rate(run.table("rewards.parquet", ["solved"]))
+        rate = pass_rate(run.table("rewards.parquet", ["task_id", "solved"]))
         found.setdefault(run.manifest.config["split"], {})[run.manifest.parents["policy"].digest] = rate
     return found

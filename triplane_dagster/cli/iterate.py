@@ -149,8 +149,11 @@ def _print_plan(experiment: Experiment, *, as_json: bool) -> None:
     if as_json:
         print_json(steps)
         return
+    notes = [step.pop("note") for step in steps]
     short = [{**step, "key": (step["key"] or "")[:12] or None, "config": step["config"][:12]} for step in steps]
     print_rows(short, as_json=False, title=f"{experiment.name}: what would run (nothing was run)")
+    for note in filter(None, notes):
+        console().print(note)
 
 
 def _say_what_next(experiment: Experiment) -> None:

@@ -1,0 +1,168 @@
+"""Do printed intervals hold what they promise, and does the gate refuse as often as it says? By simulation, with the functions in use.
+
+pass rates of tasks ~ Beta(mean, correlation within tasks) -> samples -> interval -> does it hold the true value?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from benchmarks.result import Options, Result
+from curation.power import ASSUMED, Gate, TaskRates, moved, refusal_rate, sample, simulate_iterations
+from curation.statistics import (
+    CONFIDENCE,
+    Numbers,
+    difference_errors,
+    non_inferior,
+    paired_difference,
+    rate_interval,
+    student_quantile,
+)
+
+SAMPLES = (1, 2, 4, 8)
+MEANS = (0.2, 0.5, 0.8, 0.95)
+CORRELATIONS = (0.05, 0.3, 0.7)
+"""Share of the variance of one sample that lies between tasks."""
+LOSSES = (0.0, -0.03)
+RESAMPLES = 1000
+"""Of the percentile bootstrap, shown for comparison."""
+GATES = {"128 tasks x 2": Gate(128, 2, 0.05, 0.90), "128 tasks x 8": Gate(128, 8, 0.05, 0.90)}
+
+
+class IntervalOptions(Options):
+    """Options of the `intervals` benchmark."""
+
+    tasks: int = Field(128, ge=8, le=10_000)
+    """Tasks of a split."""
+    trials: int = Field(2000, ge=100, le=100_000)
+    """Simulated evaluations behind each coverage."""
+    iterations: int = Field(20, ge=1, le=1000)
+    """Iterations of the gate's sequences."""
+    seed: int = Field(0, ge=0)
+    """Of the simulation."""
+
+
+OPTIONS = IntervalOptions
+
+
+def run(options: IntervalOptions) -> Result:
+    """Coverage of rates and differences, then the gate's errors."""
+    generator = np.random.default_rng(options.seed)
+    weights = generator.multinomial(options.tasks, [1 / options.tasks] * options.tasks, size=RESAMPLES) / options.tasks
+    rows, metrics = [], dict[str, float]()
+    for samples in SAMPLES:
+        rates = [
+            _rate_row(options, generator, weights, samples, mean, share) for mean in MEANS for share in CORRELATIONS
+        ]
+        differences = [
+            _difference_row(options, generator, weights, samples, mean, share, loss)
+            for mean in MEANS for share in CORRELATIONS for loss in LOSSES
+        ]  # fmt: skip
+        rows += rates + differences
+        for name, found in (("rate", rates), ("difference", differences)):
+            covered = [row["covered %"] for row in found]
+            metrics |= {
+                f"{name}_mean_{samples}": sum(covered) / len(covered), f"{name}_least_{samples}": min(covered),
+                f"{name}_most_{samples}": max(covered),
+            }  # fmt: skip
+    covered = [row["covered %"] for row in rows]
+    metrics |= {
+        "rows_below_93": float(sum(each < 93 for each in covered)), "share_within_93_97": sum(93 <= each <= 97 for each in covered) / len(covered),
+    }  # fmt: skip
+    metrics |= _gate_metrics(options)
+    notes = [f"nominal {CONFIDENCE:.0%}; {options.tasks} tasks, {options.trials} trials a row; gates: margin 5 points"]
+    return Result(metrics, rows, notes)
+
+
+def task_rates(mean: float, share: float) -> TaskRates:
+    """Tasks of this mean rate, with this share of one sample's variance between them."""
+    return TaskRates(mean, (share * mean * (1 - mean)) ** 0.5, "simulated")
+
+
+def _rate_row(
+    options: IntervalOptions, generator: np.random.Generator, weights: Numbers, samples: int, mean: float, share: float
+) -> Mapping[str, Any]:
+    solved = (
+        sample(generator, task_rates(mean, share).draw(generator, (options.trials, options.tasks)), samples) * samples
+    )
+    counts = [samples] * options.tasks
+    ours = np.asarray([rate_interval(row, counts) for row in solved])
+    drawn = solved @ weights.T / samples
+    bootstrap = np.quantile(drawn, [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2], axis=1).T
+    return _row("rate", samples, mean, share, 0.0, {
+        "covered %": _covered(ours, mean), "width": float(np.diff(ours).mean()), "percentile bootstrap %": _covered(bootstrap, mean),
+        "Wilson over episodes %": _covered(_wilson(solved.sum(-1), options.tasks * samples), mean),
+    })  # fmt: skip
+
+
+def _difference_row(
+    options: IntervalOptions, generator: np.random.Generator, weights: Numbers, samples: int, mean: float, share: float, loss: float
+) -> Mapping[str, Any]:  # fmt: skip
+    tasks = task_rates(mean, share).draw(generator, (options.trials, options.tasks))
+    found = sample(generator, moved(tasks, mean, loss), samples) - sample(generator, tasks, samples)
+    half = student_quantile(0.5 + CONFIDENCE / 2, options.tasks - 1) * difference_errors(found, samples)
+    ours = np.stack([found.mean(-1) - half, found.mean(-1) + half], axis=1)
+    bootstrap = np.quantile(found @ weights.T, [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2], axis=1).T
+    return _row("difference", samples, mean, share, loss, {
+        "covered %": _covered(ours, loss), "width": float(np.diff(ours).mean()), "percentile bootstrap %": _covered(bootstrap, loss),
+        "Wilson over episodes %": None,
+    })  # fmt: skip
+
+
+def _row(
+    what: str, samples: int, mean: float, share: float, loss: float, found: Mapping[str, float | None]
+) -> Mapping[str, Any]:
+    place = {"interval of": what, "samples": samples, "mean": mean, "between tasks": share, "true difference": loss}
+    return {**place, **{name: None if value is None else round(value, 3) for name, value in found.items()}}
+
+
+def _covered(intervals: Numbers, true: float) -> float:
+    return 100 * float(((intervals[:, 0] <= true + 1e-9) & (true - 1e-9 <= intervals[:, 1])).mean())
+
+
+def _wilson(solved: Numbers, n: int) -> Numbers:
+    """Wilson's interval with every episode as an observation: what intervals by task are compared with."""
+    a = student_quantile(0.5 + CONFIDENCE / 2, 10**6) ** 2 / n
+    rate = solved / n
+    centre, half = (rate + a / 2) / (1 + a), np.sqrt(a * a / 4 + a * rate * (1 - rate)) / (1 + a)
+    return np.stack([centre - half, centre + half], axis=1)
+
+
+def _refused(gate: Gate, rates: TaskRates, difference: float, options: IntervalOptions) -> float:
+    """Share of refusals among decisions taken one by one from the 0/1 of every episode, as an evaluation takes them."""
+    generator = np.random.default_rng(options.seed + 1)
+    trials, refused = 2 * options.trials, 0
+    for _ in range(trials):
+        tasks = rates.draw(generator, (gate.tasks,))
+        policies = (moved(tasks, rates.mean, difference), tasks)
+        candidate, parent = (
+            {str(task): row for task, row in enumerate(generator.binomial(1, shares[:, None], (gate.tasks, gate.samples)).tolist())}
+            for shares in policies
+        )  # fmt: skip
+        refused += not non_inferior(paired_difference(candidate, parent, gate.confidence), gate.margin).holds
+    return refused / trials
+
+
+def _gate_metrics(options: IntervalOptions) -> dict[str, float]:
+    """Refusals in percent, and what sequences of losses come to with and without the floor, of tasks as `solves 80%, sd 28 points`."""
+    rates = replace(ASSUMED, mean=0.8, deviation=0.28)
+    found: dict[str, float] = {}
+    for name, gate in GATES.items():
+        short = name.replace(" tasks x ", "x")
+        for loss in (0.0, 0.03, gate.margin, 2 * gate.margin):
+            printed = refusal_rate(gate, rates, -loss)
+            again = _refused(gate, rates, -loss, options)
+            found[f"refused_{short}_{100 * loss:.0f}"] = 100 * printed
+            found["refused_off_most"] = max(found.get("refused_off_most", 0.0), 100 * abs(printed - again))
+        for floor, label in ((False, "parent"), (True, "floor")):
+            worse = simulate_iterations(gate, rates, [-0.03] * options.iterations, floor=floor)
+            even = simulate_iterations(gate, rates, [0.0] * options.iterations, floor=floor)
+            found[f"beyond_margin_{short}_{label}"] = 100 * worse.beyond
+            found[f"points_lost_{short}_{label}"] = 100 * worse.loss
+            found[f"equal_refused_{short}_{label}"] = 100 * even.refused
+    return found

@@ -1,0 +1,74 @@
+"""The best policy so far: what a candidate must not fall below, beside its parent, so that small losses don't add up.
+
+    base policy, promotions that the parent builds on -> their gate runs with the present settings -> the highest pass rate
+
+It depends on the parent alone, whose ancestors never change: a later promotion or rollback changes no decision that is made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from contracts.artifacts import Artifact, ArtifactRef, find_artifact
+from contracts.store import Store
+from contracts.tasks import Split
+from curation.statistics import paired_difference, pass_rate, solved_by_task
+from ops import keys
+from resources.experiment import Experiment
+from resources.registry import Registry
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The best policy so far on the gate."""
+
+    policy: ArtifactRef
+    run: Artifact
+    """Its gate run."""
+    considered: int
+    """Policies whose gate runs were compared."""
+    without_run: tuple[str, ...]
+    """Digests of ancestors that have no gate run with the present settings and were left out."""
+
+
+def find_floor(
+    store: Store, experiment: Experiment, parent: ArtifactRef, base: ArtifactRef, suite: ArtifactRef
+) -> Floor | None:
+    """The policy of the highest gate pass rate among the parent and its ancestors, of equals the youngest. None: none has a gate run."""
+    best: tuple[float, Floor] | None = None
+    lost, considered = [], 0
+    for policy in lineage(Registry(store, experiment.name), parent, base):
+        samples = experiment.evaluation.gate_samples
+        key = keys.evaluation_run_key(experiment, policy, suite, Split.GATE, samples)
+        run = find_artifact(store, "evaluation_run", key)
+        rate = pass_rate(run.table("rewards.parquet", ["task_id", "solved"])).rate if run else None
+        if run is None or rate is None:
+            lost.append(policy.digest)
+            continue
+        considered += 1
+        if best is None or rate >= best[0]:
+            best = rate, Floor(policy, run, 0, ())
+    return Floor(best[1].policy, best[1].run, considered, tuple(lost)) if best else None
+
+
+def lineage(registry: Registry, parent: ArtifactRef, base: ArtifactRef) -> list[ArtifactRef]:
+    """The base policy, the promotions that `parent` builds on and `parent`, oldest first, each once. Rolled-back ones are not among them."""
+    history = registry.history()
+    entry = registry.find(parent.digest)
+    numbers: Sequence[int] = registry.standing(entry.origin) if entry else ()
+    policies = [base, *(history[number - 1].policy for number in numbers), parent]
+    return list({policy.digest: policy for policy in policies}.values())
+
+
+def compare_with_floor(candidate: Artifact, floor: Floor, confidence: float) -> dict[str, Any]:
+    """The `floor` entry of an evaluation: which policy, its pass rate, and the candidate's paired difference from it."""
+    ours, best = candidate.table("rewards.parquet"), floor.run.table("rewards.parquet")
+    return {
+        "policy": floor.policy.digest,
+        "considered": floor.considered,
+        "without_run": list(floor.without_run),
+        "rate": asdict(pass_rate(best)),
+        "difference": asdict(paired_difference(solved_by_task(ours), solved_by_task(best), confidence)),
+    }

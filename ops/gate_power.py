@@ -1,0 +1,77 @@
+"""The gate's power in words: how often an experiment's promotion rule refuses a candidate of a known true difference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from contracts.artifacts import Artifact, open_artifact
+from contracts.store import Store
+from contracts.tasks import Split
+from curation.power import ASSUMED, Gate, TaskRates, measured_rates, refusal_rate, simulate_iterations
+from curation.statistics import solved_by_task
+from curation.tasks.suite import TaskSuiteConfig
+from ops.inputs import load_tasks, split_tasks
+from ops.report.sources import iterations_of
+from resources.experiment import Experiment
+from resources.refs import read_artifact
+
+LOSS = 0.03
+"""True loss whose refusal is printed beside those of the margin, in pass rate."""
+ENOUGH = 0.05
+"""Share of equal candidates that a gate of enough samples refuses, at most."""
+SAMPLES = (1, 2, 4, 8, 16, 32, 64)
+"""Samples a task that are tried for it."""
+
+
+def gate_note(store: Store, experiment: Experiment) -> str:
+    """Refusal rates of the experiment's gate by true difference, and what they assume."""
+    tasks = _gate_tasks(store, experiment)
+    if tasks is None or tasks < 2:
+        found = "is not imported yet" if tasks is None else f"has {tasks} gate task(s)"
+        return f"gate: its power can't be told, the task suite {found}"
+    rule = experiment.promotion
+    gate = Gate(tasks, experiment.evaluation.gate_samples, rule.margin, rule.confidence)
+    rates = _rates(store, experiment)
+    losses = sorted({0.0, LOSS, rule.margin, 2 * rule.margin})
+    shares = ", ".join(f"a true {-100 * loss or 0:.3g} in {refusal_rate(gate, rates, -loss):.0%}" for loss in losses)
+    wanted = _samples_wanted(gate, rates)
+    many = simulate_iterations(gate, rates, [-LOSS] * experiment.iterations)
+    even = simulate_iterations(gate, rates, [0.0] * experiment.iterations)
+    return (
+        f"gate: with {gate.tasks} tasks x {gate.samples} samples and a margin of {100 * gate.margin:g} points this gate refuses {shares} of cases, "
+        f"where the parent is the best policy so far; {wanted} would refuse at most {ENOUGH:.0%} of equal candidates. Over {experiment.iterations} iterations that each truly lose {100 * LOSS:g} points it lets "
+        f"more than the margin be lost in {many.beyond:.0%} of cases ({100 * many.loss:.1f} points on average); of candidates that are truly as "
+        f"good as the live policy it then refuses {even.refused:.0%}, since one run of the live policy judges them all. Task rates "
+        f"{rates.origin} (mean {rates.mean:.0%}, standard deviation {rates.deviation:.0%})."
+    )
+
+
+def _samples_wanted(gate: Gate, rates: TaskRates) -> str:
+    """The least number of samples a task, of the powers of two, at which few equal candidates are refused."""
+    for samples in SAMPLES:
+        if refusal_rate(replace(gate, samples=samples), rates, 0.0, trials=2000) <= ENOUGH:
+            return f"{samples} sample(s) a task"
+    return f"no number of samples up to {SAMPLES[-1]} a task"
+
+
+def _gate_tasks(store: Store, experiment: Experiment) -> int | None:
+    if isinstance(experiment.tasks, TaskSuiteConfig):
+        return experiment.tasks.gate
+    suite = read_artifact(store, experiment.name, "task_suite")
+    return len(split_tasks(load_tasks(store, suite.ref), Split.GATE)) if suite else None
+
+
+def _rates(store: Store, experiment: Experiment) -> TaskRates:
+    """As the parent of the last evaluation showed them, where that can be told."""
+    evaluated = iterations_of(store, experiment.name, "evaluation")
+    evaluation = read_artifact(store, experiment.name, "evaluation", evaluated[-1]) if evaluated else None
+    ref = evaluation.manifest.parents.get("parent_gate") if evaluation else None
+    if ref is None or evaluation is None:
+        return ASSUMED
+    run: Artifact = open_artifact(store, ref)
+    policy = run.manifest.parents["policy"].digest[:12]
+    outcomes = solved_by_task(run.table("rewards.parquet", ["task_id", "solved"]))
+    origin = f"as policy {policy} showed them on the gate in iteration {evaluated[-1]}"
+    return measured_rates(outcomes, origin) or TaskRates(
+        ASSUMED.mean, ASSUMED.deviation, "assumed: spread evenly from 0 to 100%, since one sample a task does not tell"
+    )
