@@ -8,6 +8,7 @@ VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 # a file's tests stay in one process; what is long comes early
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+ZIG = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt ziglang
 export DAGSTER_DISABLE_TELEMETRY := 1
 
 .PHONY: help install demo test test-slow test-escape test-browser test-vllm test-gpu lint types format proto ui bench clean
@@ -24,9 +25,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-# without a C compiler sandboxes start by Python alone, and that is said
-$(NATIVE): $(STAMP) $(wildcard envd/native/*.c envd/native/*.h)
-	$(BIN)/python -m envd.native.build --if-possible
+# without a C compiler the one in ziglang's wheel compiles
+$(NATIVE): $(STAMP) $(wildcard envd/native/*.c envd/native/*.h) envd/native/build.py
+	command -v "$${CC:-cc}" >/dev/null || command -v gcc >/dev/null || command -v clang >/dev/null || $(ZIG)
+	$(BIN)/python -m envd.native.build
 	touch $@
 
 demo: $(NATIVE)  ## one small model learns to fix code, on this CPU, in minutes
@@ -35,7 +37,8 @@ demo: $(NATIVE)  ## one small model learns to fix code, on this CPU, in minutes
 test: lint $(NATIVE)  ## lint, types, floors and the whole default suite
 	$(BIN)/pytest $(PARALLEL)
 
-test-slow: $(NATIVE)  ## minutes-long suites: end to end, the web server, kill and resume
+test-slow: $(NATIVE)  ## minutes-long suites: end to end, the web server, kill and resume, a build without a C compiler
+	$(ZIG)
 	$(BIN)/pytest $(PARALLEL) -m slow
 
 test-escape: $(NATIVE)  ## attacks on sandboxes, on every backend that starts here; WITHOUT="gvisor qemu" leaves these out

@@ -47,7 +47,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         policy = open_artifact(step.store, inputs.policy)
         tokenizer = ChatTokenizer.from_directory(policy.directory(), spaced=experiment.base.spaced)
         episodes = open_artifact(step.store, rollouts)
-        share = graded.meta["graded"] / max(1, table.num_rows)
+        share = graded.meta["graded"] / max(1, table.num_rows - graded.meta["stragglers"])
         metadata = {
             "samples": sample_episodes(episodes, tokenizer, load_tasks(step.store, inputs.task_suite), graded),
             **table_facts(table),

@@ -14,6 +14,7 @@ from typing import Literal
 from contracts.failpoints import POINTS
 from envd.sandbox.proctree import descendants
 
+_STARTERS = ("envd.sandbox.zygote", "envd-spawn")
 Victim = Literal["group", "tree", "triplane", "trainer", "envd", "zygote", "sandbox"]
 VICTIMS: dict[Victim, str] = {
     "group": "the process group of `triplane`: itself and its trainer",
@@ -68,11 +69,7 @@ def pick_victims(victim: Victim, triplane: int, chance: random.Random) -> Sequen
     if victim == "group":
         return [triplane, *(pid for pid in below if _group_of(pid) == triplane)]
     commands = {pid: _command(pid) for pid in below}
-    zygotes = [
-        pid
-        for pid, command in commands.items()
-        if "envd.sandbox.zygote" in command and _is_zygote(pid, below, commands)
-    ]
+    zygotes = [pid for pid in commands if _is_zygote(pid, below, commands)]
     found = {
         "trainer": [pid for pid, command in commands.items() if "-m trainer" in command],
         "envd": [pid for pid, command in commands.items() if "-m envd serve" in command],
@@ -94,8 +91,8 @@ def kill_all(pids: Sequence[int]) -> bool:
 
 
 def _is_zygote(pid: int, below: dict[int, int], commands: dict[int, str]) -> bool:
-    """A sandbox's own processes carry the command line of the zygote that forked them."""
-    return "envd.sandbox.zygote" not in commands.get(below[pid], "")
+    """Whether it is the verifier's zygote or the spawner. A sandbox's process 1 carries the command line of the one that forked it."""
+    return any(name in commands[pid] and name not in commands.get(below[pid], "") for name in _STARTERS)
 
 
 def _command(pid: int) -> str:

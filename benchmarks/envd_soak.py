@@ -269,12 +269,12 @@ async def _live(address: str) -> int:
 
 
 def _spawners(server: int) -> list[int]:
-    """What starts its sandboxes: the native spawner, or the Python zygote that forks no verifiers."""
+    """What starts its sandboxes."""
     found = []
     for pid, parent in descendants(server).items():
         with suppress(OSError):
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if parent == server and (b"spawn" in command or b"\0--role\0agent\0" in command):
+            if parent == server and b"spawn" in command:
                 found.append(pid)
     return found
 

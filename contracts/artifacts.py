@@ -31,6 +31,7 @@ from contracts.digests import canonical_json, digest_of, sha256, table_digest
 from contracts.errors import ArtifactCorrupt, ArtifactMissing, SchemaError, StoreError
 from contracts.failpoints import failpoint
 from contracts.store import Store, check_key, scratch_directory, staging_errors
+from contracts.upgrades import absent_columns, meta_of, with_absent
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
@@ -116,8 +117,8 @@ class Artifact:
 
     @property
     def meta(self) -> dict[str, Any]:
-        """The manifest's small facts."""
-        return self.manifest.meta
+        """The manifest's small facts, those that it is too old to have filled in."""
+        return meta_of(self.manifest.kind, self.manifest.meta)
 
     def names(self) -> list[str]:
         """Paths of all files, sorted."""
@@ -150,10 +151,16 @@ class Artifact:
         return paths[0].parents[len(Path(self.names()[0]).parts) - 1]
 
     def table(self, name: str, columns: list[str] | None = None) -> pa.Table:
-        """A Parquet file as a table. Raises ArtifactCorrupt when it was committed as something else."""
+        """A Parquet file as a table; columns that it is too old to have are null. Raises ArtifactCorrupt when it was committed as something else."""
         path = self.path(name)
         try:
-            return pq.read_table(path, columns=columns)
+            absent = absent_columns(self.manifest.kind, name, pq.read_schema(path).names)
+            if columns is None:
+                return with_absent(pq.read_table(path), absent)
+            there = pq.read_table(path, columns=[column for column in columns if column not in absent])
+            return with_absent(there, {column: absent[column] for column in columns if column in absent}).select(
+                columns
+            )
         except (pa.ArrowException, OSError) as error:
             raise self._unreadable(name, "a Parquet file with these columns", error) from None
 

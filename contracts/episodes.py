@@ -5,6 +5,7 @@ Text is a view of tokens: nothing re-tokenizes what a policy sampled.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Any
@@ -28,6 +29,7 @@ class Outcome(StrEnum):
 
     SOLVED = "solved"
     FAILED = "failed"
+    """Ended by what the policy did to its own sandbox; `Episode.failure` says what. Worth 0."""
     COMPLETED = "completed"
     """Ended by the policy, not graded yet: what rollouts write. Grading tells solved from failed."""
     TRUNCATED = "truncated"
@@ -36,7 +38,14 @@ class Outcome(StrEnum):
     FORMAT_ERROR = "format_error"
     """A tool call that can't be parsed ended the episode."""
     ABORTED = "aborted"
+    """Over-sampling: called off while it ran, since enough others of its group had arrived. Not scored; tokens up to then are kept."""
+    DROPPED = "dropped"
+    """Over-sampling: played to its end, not among those kept. Not scored; tokens are kept."""
     INFRA_ERROR = "infra_error"
+
+
+STRAGGLERS = (Outcome.ABORTED, Outcome.DROPPED)
+"""Outcomes of over-sampled episodes that were not kept: a row each, no reward, no training."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,8 @@ class Slot:
     experiment: str
     iteration: str
     """Partition key such as "0003", or the name of an evaluation split."""
+    group: str
+    """group_id of the group it belongs to: a task that is drawn twice has two groups. An evaluation, which has no groups, names the task."""
     task_id: str
     sample: int
     seed: int
@@ -54,7 +65,7 @@ class Slot:
     @property
     def digest(self) -> str:
         """Name of the slot."""
-        return digest_of([self.experiment, self.iteration, self.task_id, self.sample, self.seed])
+        return digest_of([self.experiment, self.iteration, self.group, self.task_id, self.sample, self.seed])
 
     @property
     def token_seed(self) -> int:
@@ -93,6 +104,7 @@ EPISODES = pa.schema(
         ("temperature", pa.float32()),
         ("max_tokens", pa.int32()),
         ("outcome", pa.string()),
+        ("failure", pa.string()),
         ("turns", pa.int32()),
         ("tool_calls", pa.list_(_TOOL_CALL)),
         ("format_errors", pa.int32()),
@@ -101,7 +113,7 @@ EPISODES = pa.schema(
         ("final_diff", pa.binary()),
     ]
 )
-"""One row an episode. `tool_calls.arguments` is canonical JSON; `final_state` digests what `final_diff` (git format) holds."""
+"""One row an episode. `failure` says why an episode failed, null for all other outcomes; `tool_calls.arguments` is canonical JSON; `final_state` digests what `final_diff` (git format) holds."""
 
 SEQUENCES = pa.schema(
     [
@@ -173,6 +185,8 @@ class Episode:
     format_errors: int
     final_diff: bytes
     sequences: list[TokenSequence]
+    failure: str | None = None
+    """What ended an episode of outcome FAILED, for people."""
     telemetry: dict[str, Any] = field(default_factory=dict)
     """Columns of TELEMETRY beside episode_id."""
 
@@ -254,3 +268,11 @@ def read_episodes(episodes: pa.Table, sequences: pa.Table) -> list[Episode]:
             )
         )
     return found
+
+
+def lacks_variance(values: Iterable[Hashable | None]) -> bool:
+    """Whether a group has nothing to compare: its graded members (those not None) all have the same value, or none is graded.
+
+    The one definition of variance: refills and the dataset both ask it, about what the hidden tests said of each member (`solved`).
+    """
+    return len({value for value in values if value is not None}) < 2

@@ -3,6 +3,9 @@
     episodes + rewards -> reason per episode -> members.parquet (every episode)
     sequences of those without a reason      -> train.parquet
 
+Every table is joined on what is unique in it, which is checked first: an episode by its id and by (group, sample), a sequence by
+(episode, index). So members has exactly one row an episode and train one row a kept sequence.
+
 Holds rewards and groups, never advantages: the trainer computes those, from all graded members of a group, so a member that is left out for
 its length still counts in its group's mean. An iteration with nothing to learn from is legitimate: train.parquet is then empty, the report
 says so, and the trainer takes no step.
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Literal
 
 import duckdb
 import pyarrow as pa
@@ -19,17 +23,18 @@ import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict, Field
 
 from contracts.artifacts import Artifact, ArtifactWriter, Frozen
-from contracts.episodes import TokenRole
-from curation.errors import RewardsMismatch
+from contracts.episodes import TokenRole, lacks_variance
+from curation.errors import DuplicateRows, RewardsMismatch
 
-DATASET_VERSION = "1"
+DATASET_VERSION = "2"
 """Code version of the `dataset` step."""
 
-REASONS = ("infra_error", "not_graded", "empty", "zero_variance", "too_long", "truncated")
+REASONS = ("infra_error", "aborted", "dropped", "not_graded", "empty", "zero_variance", "too_long", "truncated")
 """Why an episode is left out; of several, the first in this order is recorded.
 
-infra_error: the sandbox or engine failed. not_graded: no reward (verifier fault, or aborted). empty: no token sampled.
-zero_variance: all graded members of its group have the same reward. too_long: a sequence exceeds max_tokens. truncated: see DatasetConfig.
+infra_error: the sandbox or engine failed. aborted, dropped: over-sampled and not kept. not_graded: no reward (verifier fault). empty: no
+token sampled. zero_variance: `contracts.episodes.lacks_variance` of its group. too_long: a sequence exceeds max_tokens. truncated: see
+DatasetConfig.
 """
 
 TRAIN = pa.schema(
@@ -37,6 +42,8 @@ TRAIN = pa.schema(
         ("episode_id", pa.string()),
         ("group_id", pa.string()),
         ("group_index", pa.int32()),
+        ("sample", pa.int32()),
+        ("sequence", pa.int32()),
         ("token_ids", pa.list_(pa.int32())),
         ("token_role", pa.list_(pa.uint8())),
         ("logprobs", pa.list_(pa.float32())),
@@ -44,12 +51,14 @@ TRAIN = pa.schema(
         ("reward", pa.float32()),
     ]
 )
-"""One row a kept sequence, by group, sample, sequence. group_index: dense over kept groups, in rollouts order. policy_versions: distinct, sorted."""
+"""One row a kept sequence, by group, sample, sequence; (group_id, sample, sequence) is unique. group_index: dense over kept groups, in
+rollouts order. policy_versions: distinct, sorted."""
 
 MEMBERS = pa.schema(
     [
         ("episode_id", pa.string()),
         ("group_id", pa.string()),
+        ("sample", pa.int32()),
         ("reward", pa.float32()),
         ("kept", pa.bool_()),
         ("reason", pa.string()),
@@ -58,7 +67,7 @@ MEMBERS = pa.schema(
         ("length", pa.int32()),
     ]
 )
-"""One row an episode, in rollouts order. Mean and population deviation are over all graded members of the group, kept or not (null: none
+"""One row an episode, in rollouts order; (group_id, sample) is unique. Mean and population deviation are over all graded members of the group, kept or not (null: none
 is graded). length: tokens of the longest sequence."""
 
 
@@ -68,7 +77,11 @@ class DatasetConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     drop_zero_variance: bool = True
-    """Leave out groups whose graded members all have the same reward: their advantages are 0."""
+    """Leave out groups in which nothing varies, by `variance_of`."""
+    variance_of: Literal["solved", "reward"] = "solved"
+    """What must differ within a group for it to train. solved: what the hidden tests said, which is also what `rollouts.refill` compares (dynamic
+    sampling of DAPO, arXiv:2503.14476, which leaves shaping out). reward: the whole reward; for judges and other components that are to be
+    learned where the tests say the same of all members, with `rollouts.refill` off."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Longest sequence that trains, in tokens; null: any length."""
     drop_truncated: bool = False
@@ -97,7 +110,10 @@ class DatasetReport(Frozen):
 
 
 def build_dataset(rollouts: Artifact, rewards: Artifact, config: DatasetConfig, out: ArtifactWriter) -> DatasetReport:
-    """Stage train.parquet and members.parquet in `out`; the caller commits. Raises RewardsMismatch when the two don't belong together."""
+    """Stage train.parquet and members.parquet in `out`; the caller commits.
+
+    Raises RewardsMismatch when the two don't belong together, DuplicateRows for an episode or sequence that is there twice.
+    """
     train, members = select_rows(
         rollouts.path("episodes.parquet"), rollouts.path("sequences.parquet"), rewards.path("rewards.parquet"), config
     )
@@ -107,16 +123,20 @@ def build_dataset(rollouts: Artifact, rewards: Artifact, config: DatasetConfig, 
 
 
 def select_rows(episodes: Path, sequences: Path, rewards: Path, config: DatasetConfig) -> tuple[pa.Table, pa.Table]:
-    """(TRAIN rows, MEMBERS rows) from three Parquet files of EPISODES, SEQUENCES and REWARDS. Deterministic, row order included."""
+    """(TRAIN rows, MEMBERS rows) from three Parquet files of EPISODES, SEQUENCES and REWARDS. Deterministic, row order included.
+
+    Raises as `build_dataset` does.
+    """
     with duckdb.connect() as db:
         db.execute("SET threads = 1")  # floating-point sums must not depend on the machine
         for name, path in (("episodes", episodes), ("sequences", sequences), ("rewards", rewards)):
             db.read_parquet(str(path), file_row_number=True).create_view(name)
+        _check_unique(db)
         _check_belong(db)
+        db.register("lacking", _groups_without_variance(db, config))
         db.execute(
             _MEMBERS,
             {
-                "drop_zero_variance": config.drop_zero_variance,
                 "drop_truncated": config.drop_truncated,
                 "max_tokens": config.max_tokens,
             },
@@ -153,7 +173,6 @@ WITH lengths AS (
 graded_groups AS (
     SELECT
         e.group_id,
-        min(r.reward) = max(r.reward) AS zero_variance,
         avg(r.reward::DOUBLE ORDER BY e.file_row_number) AS group_reward_mean,
         stddev_pop(r.reward::DOUBLE ORDER BY e.file_row_number) AS group_reward_std
     FROM episodes e JOIN rewards r USING (episode_id)
@@ -162,14 +181,14 @@ graded_groups AS (
 ),
 reasons AS (
     SELECT
-        e.episode_id, e.group_id, r.reward, e.file_row_number AS position,
+        e.episode_id, e.group_id, e.sample, r.reward, e.file_row_number AS position,
         g.group_reward_mean, g.group_reward_std,
         coalesce(l.length, 0) AS length,
         CASE
-            WHEN e.outcome = 'infra_error' THEN 'infra_error'
+            WHEN e.outcome IN ('infra_error', 'aborted', 'dropped') THEN e.outcome
             WHEN r.reward IS NULL THEN 'not_graded'
             WHEN coalesce(l.policy_tokens, 0) = 0 THEN 'empty'
-            WHEN g.zero_variance AND $drop_zero_variance THEN 'zero_variance'
+            WHEN e.group_id IN (SELECT group_id FROM lacking) THEN 'zero_variance'
             WHEN l.length > $max_tokens THEN 'too_long'
             WHEN e.outcome = 'truncated' AND $drop_truncated THEN 'truncated'
         END AS reason
@@ -188,7 +207,7 @@ WITH kept AS (
     FROM members WHERE kept
 )
 SELECT
-    k.episode_id, k.group_id, k.group_index, s.token_ids, s.token_role, s.logprobs,
+    k.episode_id, k.group_id, k.group_index, k.sample, s.index AS sequence, s.token_ids, s.token_role, s.logprobs,
     list_sort(list_distinct(list_transform(s.policy_spans, lambda span: span.version))) AS policy_versions,
     k.reward
 FROM kept k JOIN sequences s USING (episode_id)
@@ -197,18 +216,56 @@ ORDER BY k.group_index, k.position, s.index
 
 _STRANGERS = """
 SELECT count(*) FROM (
-    (SELECT episode_id FROM episodes EXCEPT ALL SELECT episode_id FROM rewards)
+    (SELECT episode_id, group_id FROM episodes EXCEPT ALL SELECT episode_id, group_id FROM rewards)
     UNION ALL
-    (SELECT episode_id FROM rewards EXCEPT ALL SELECT episode_id FROM episodes)
+    (SELECT episode_id, group_id FROM rewards EXCEPT ALL SELECT episode_id, group_id FROM episodes)
     UNION ALL
-    (SELECT DISTINCT episode_id FROM sequences EXCEPT SELECT episode_id FROM episodes)
+    (SELECT DISTINCT episode_id, NULL FROM sequences WHERE episode_id NOT IN (SELECT episode_id FROM episodes))
 )
 """
 
+_UNIQUE = (
+    ("episodes", ("episode_id",)),
+    ("episodes", ("group_id", "sample")),
+    ("rewards", ("episode_id",)),
+    ("sequences", ("episode_id", "index")),
+)
+"""Columns that name a row of each table."""
+_SHOWN = 3
+
+
+def _check_unique(db: duckdb.DuckDBPyConnection) -> None:
+    for table, columns in _UNIQUE:
+        key = ", ".join(f'"{column}"' for column in columns)
+        twice = db.sql(
+            f"SELECT {key}, count(*) FROM {table} GROUP BY {key} HAVING count(*) > 1 ORDER BY min(file_row_number)"
+        ).fetchall()
+        if twice:
+            words = "; ".join(
+                ", ".join(f"{column} {value}" for column, value in zip(columns, row, strict=False))
+                + f": {row[-1]} rows"
+                for row in twice[:_SHOWN]
+            )
+            more = f"; and {len(twice) - _SHOWN} more" if len(twice) > _SHOWN else ""
+            raise DuplicateRows(
+                f"{table} repeats ({', '.join(columns)}): {words}{more}: sample the rollouts again; those of versions before 2 repeat ids "
+                "where an iteration drew a task twice"
+            )
+
+
+def _groups_without_variance(db: duckdb.DuckDBPyConnection, config: DatasetConfig) -> pa.Table:
+    """One column, group_id: groups that `lacks_variance`; none where they are to be kept."""
+    found: dict[str, list[bool | float | None]] = {}
+    if config.drop_zero_variance:
+        for group, value in db.sql(f"SELECT group_id, {config.variance_of} FROM rewards").fetchall():
+            found.setdefault(group, []).append(value)
+    lacking = sorted(group for group, values in found.items() if lacks_variance(values))
+    return pa.table({"group_id": pa.array(lacking, pa.string())})
+
 
 def _check_belong(db: duckdb.DuckDBPyConnection) -> None:
-    row = db.execute(_STRANGERS).fetchone()
-    if row and row[0]:
+    ((strangers,),) = db.execute(_STRANGERS).fetchall()
+    if strangers:
         raise RewardsMismatch(
-            f"{row[0]} episodes are in only one of episodes, sequences and rewards: build the dataset from rewards whose parent is these rollouts"
+            f"{strangers} episodes are in only one of episodes, sequences and rewards: build the dataset from rewards whose parent is these rollouts"
         )

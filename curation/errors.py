@@ -19,6 +19,10 @@ class RewardsMismatch(CurationError):
     """Rewards, rollouts and tasks do not belong together."""
 
 
+class DuplicateRows(CurationError):
+    """An episode or a sequence that is in its table twice: joins on it would multiply rows."""
+
+
 class TaskError(CurationError):
     """A task or a task suite that can't be made, or is not what it claims to be."""
 

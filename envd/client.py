@@ -21,7 +21,7 @@ from contracts.pb import envd_pb2_grpc as rpc
 from envd.calling import RPC_GRACE_S, Caller, error_of
 from envd.client_sandbox import MOVE_S, Sandbox
 from envd.connection import Access
-from envd.errors import EnvdError, SandboxGone, ServerBusy
+from envd.errors import EnvdError, SandboxGone, SandboxUnknown, ServerBusy
 from envd.messages import limits_message, status_of, verify_result_of
 from envd.types import (
     BackendInfo,
@@ -48,6 +48,7 @@ __all__ = [
     "SandboxClient",
     "SandboxGone",
     "SandboxStatus",
+    "SandboxUnknown",
     "ServerInfo",
     "TestOutcome",
     "ToolCall",

@@ -20,6 +20,10 @@ class SandboxGone(EnvdError):
     """The sandbox does not exist any more: finished, crashed, or past its lifetime."""
 
 
+class SandboxUnknown(SandboxGone):
+    """This server does not know the sandbox: it was restarted since, ended long ago, or the id is wrong."""
+
+
 class SandboxStartError(EnvdError):
     """A sandbox could not be started."""
 

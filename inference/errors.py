@@ -53,5 +53,9 @@ class InfraFault(RolloutError):
     """The engine or the sandboxes failed, not the policy: worth another attempt, never a score."""
 
 
+class SandboxBroken(InfraFault):
+    """A sandbox failed while an agent used it. Whether the agent broke it, a control tells: see `inference.rollouts.blame`."""
+
+
 class BadRequest(InferenceError):
     """A request to the server contradicts itself or asks for what the policy can't do."""

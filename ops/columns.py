@@ -19,6 +19,8 @@ COLUMNS = {
     "temperature": "Of sampling.",
     "max_tokens": "Bound on the policy's tokens.",
     "outcome": "How it ended; completed: by the policy itself, graded later.",
+    "failure": "What ended an episode that failed by what its agent did to its own sandbox.",
+    "sequence": "Which sequence of its episode, from 0.",
     "turns": "Turns of the policy.",
     "tool_calls": "Turn, tool, arguments (canonical JSON), success and result of each call.",
     "format_errors": "Turns whose tool call could not be parsed.",

@@ -8,6 +8,7 @@ import pyarrow as pa
 
 from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, find_artifact, open_artifact
 from contracts.chat import ChatTokenizer
+from contracts.episodes import STRAGGLERS
 from curation.dataset import DATASET_VERSION, build_dataset
 from curation.rewards import REWARDS_VERSION, RewardConfig, grade_rollouts
 from curation.rewards.grading import Graded
@@ -69,8 +70,9 @@ def ungraded_allowed(experiment: Experiment) -> float:
 def _facts(table: pa.Table, config: RewardConfig) -> dict[str, Any]:
     rewards = [value for value in table["reward"].to_pylist() if value is not None]
     rate = pass_rate(table)
+    stragglers = sum(verdict in STRAGGLERS for verdict in table["verdict"].to_pylist())
     facts = {
-        "graded": len(rewards), "ungraded": table.num_rows - len(rewards), "solved": rate.solved,
+        "graded": len(rewards), "ungraded": table.num_rows - len(rewards) - stragglers, "stragglers": stragglers, "solved": rate.solved,
         "reward_mean": sum(rewards) / len(rewards) if rewards else None, "pass_rate": rate.rate,
     }  # fmt: skip
     return facts | ({"recomputation": recomputation(config)} if config.components else {})

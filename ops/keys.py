@@ -43,6 +43,7 @@ def sft_slice(experiment: Experiment, base: SftBase) -> dict[str, Any]:
         "model": base.model.model_dump(mode="json"),
         "sft": base.sft.model_dump(mode="json"),
         "seed": experiment.seed,
+        "numerics": experiment.trainer.launcher.numerics,
     }
 
 
@@ -111,6 +112,7 @@ def training_slice(experiment: Experiment, iteration: str) -> dict[str, Any]:
     return {
         "grpo": experiment.trainer.grpo.model_dump(mode="json"),
         "seed": derived_seed(experiment, f"training/{iteration}"),
+        "numerics": experiment.trainer.launcher.numerics,
     }
 
 

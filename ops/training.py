@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +13,7 @@ from ops.inputs import IterationInputs
 from ops.results import numbers
 from ops.step import Step
 from resources.errors import LaunchFailed
-from resources.experiment import LauncherConfig, SftBase
+from resources.experiment import SftBase
 from resources.launcher import Launcher
 from trainer.config import SNAPSHOT, SNAPSHOT_JOB, GrpoJob, SftJob
 
@@ -31,7 +30,7 @@ def warm_start(
     experiment = step.experiment
     job = SftJob(
         store=step.store.url, key=keys.sft_key(experiment, base, tokenizer, demonstrations), seed=experiment.seed,
-        threads=threads_of(experiment.trainer.launcher), tokenizer=tokenizer, demonstrations=demonstrations,
+        threads=experiment.trainer.launcher.threads, tokenizer=tokenizer, demonstrations=demonstrations,
         model=base.model, config=base.sft,
     )  # fmt: skip
     return _train(step, launcher, job, base.sft.max_steps, 0)
@@ -44,16 +43,11 @@ def train_iteration(step: Step, launcher: Launcher, inputs: IterationInputs, dat
         store=step.store.url,
         key=keys.checkpoint_key(experiment, step.iteration, dataset, start.checkpoint, start.trainer_state),
         seed=keys.derived_seed(experiment, f"training/{step.iteration}"),
-        threads=threads_of(experiment.trainer.launcher), dataset=dataset, checkpoint=start.checkpoint,
+        threads=experiment.trainer.launcher.threads, dataset=dataset, checkpoint=start.checkpoint,
         trainer_state=start.trainer_state, config=experiment.trainer.grpo,
     )  # fmt: skip
     taken = int(open_artifact(step.store, start.checkpoint).meta.get("step") or 0)
     return _train(step, launcher, job, experiment.trainer.grpo.optimizer_steps, taken)
-
-
-def threads_of(launcher: LauncherConfig) -> int:
-    """CPU threads of a training process."""
-    return launcher.threads or len(os.sched_getaffinity(0))
 
 
 def training_numbers(checkpoint: Artifact) -> dict[str, Any]:

@@ -120,10 +120,17 @@ class LauncherConfig(Section):
     """Machines."""
     gpus: int = Field(default=0, ge=0, le=64)
     """GPUs a machine; 0 trains on the CPU. The local launcher refuses any other number: the trainer computes on the CPU only."""
-    threads: int = Field(default=0, ge=0, le=1024)
-    """CPU threads of a training process; 0: all cores. Another count may give other bits."""
+    threads: int = Field(default=2, ge=1, le=1024)
+    """CPU threads of a training process. Another count gives other bits, so it is part of the keys of base_policy and checkpoint, and is
+    never taken from the machine: the same experiment trains the same bits on 2 cores and on 64."""
     timeout_s: float = Field(default=86_400.0, gt=0)
     """Seconds after which a training process is stopped."""
+
+    @property
+    def numerics(self) -> dict[str, str | int]:
+        """What decides the bits of a training beside its inputs, configuration and torch: part of its action key."""
+        device = "cuda" if self.gpus else "cpu"
+        return {"backend": "torch", "device": device, "threads": self.threads, "ranks": self.nodes * max(1, self.gpus)}
 
 
 class TrainerConfig(Section):
@@ -249,9 +256,24 @@ class Experiment(Section):
                 f"trainer.grpo.temperature {self.trainer.grpo.temperature} differs from rollouts.temperature "
                 f"{self.rollouts.temperature}: set both to the same value"
             )
+        self._require_one_variance()
         if self.rollouts.group_size < 2:
             raise ValueError("rollouts.group_size 1 gives every episode the baseline of itself: use at least 2")
         return self
+
+    def _require_one_variance(self) -> None:
+        """Refills know what the tests said, before any other reward: refuse a dataset that is to compare something else."""
+        of_solved = self.dataset.drop_zero_variance and self.dataset.variance_of == "solved"
+        if self.rollouts.refill and self.dataset.drop_zero_variance and not of_solved:
+            raise ValueError(
+                "dataset.variance_of reward differs from what rollouts.refill compares, which is solved: set rollouts.refill to false, or "
+                "dataset.variance_of to solved"
+            )
+        if self.rewards.solved == 0 and (self.rollouts.refill or of_solved):
+            raise ValueError(
+                "rewards.solved 0 gives the tests no say, but rollouts.refill and dataset.variance_of compare what they say: set "
+                "rollouts.refill to false and dataset.variance_of to reward"
+            )
 
     @property
     def demonstrated(self) -> TaskSuiteConfig:

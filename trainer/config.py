@@ -174,7 +174,12 @@ class _Job(Frozen):
     seed: int
     """Of initialization and order."""
     threads: int = Field(default=1, ge=1)
-    """CPU threads. Another count may give other bits."""
+    """CPU threads. Another count gives other bits."""
+
+    @property
+    def numerics(self) -> dict[str, str | int]:
+        """What decides the bits of this training beside its inputs, configuration and torch; recorded in the manifest's config."""
+        return {"backend": "torch", "device": "cpu", "threads": self.threads, "ranks": 1}
 
 
 class SftJob(_Job):

@@ -209,7 +209,7 @@ def _publish(
 ) -> TrainResult:  # fmt: skip
     """Commit the trainer state, then the checkpoint, whose existence says that both are there."""
     parents = {"dataset": job.dataset, "checkpoint": job.checkpoint, "trainer_state": job.trainer_state}
-    config = {"grpo": job.config.model_dump(), "seed": job.seed}
+    config = {"grpo": job.config.model_dump(), "seed": job.seed, "numerics": job.numerics}
     state: TrainerState = capture_state(parameters, optimizer.state(), "adamw", step, {})
     saved = publish_state(
         store, "trainer_state", job.key, state, parents=parents, config=config, code_version=GRPO_VERSION

@@ -166,7 +166,12 @@ class _Run:
         """Commit the trainer state, then the checkpoint, whose existence says that both are there; then drop the snapshots."""
         job, converged = self._job, self._met >= self._config.consecutive
         parents = {"tokenizer": job.tokenizer, "demonstrations": job.demonstrations}
-        config = {"model": job.model.model_dump(), "sft": job.config.model_dump(), "seed": job.seed}
+        config = {
+            "model": job.model.model_dump(),
+            "sft": job.config.model_dump(),
+            "seed": job.seed,
+            "numerics": job.numerics,
+        }
         state = capture_state(self._parameters, {}, "none", self.taken, {})
         saved = publish_state(
             self._store, "trainer_state", job.key, state, parents=parents, config=config, code_version=SFT_VERSION

@@ -34,8 +34,11 @@ from curation.verify import VERIFIER_VERSION, Verdict, Verifier
 REWARDS_VERSION = f"1+verifier{VERIFIER_VERSION}"
 """Code version of the `rewards` step; a new verifier is a new action key."""
 
-UNSCORED = (Outcome.INFRA_ERROR.value, Outcome.ABORTED.value)
+UNSCORED = (Outcome.INFRA_ERROR.value, Outcome.ABORTED.value, Outcome.DROPPED.value)
 """Outcomes that say nothing about the policy."""
+
+SANDBOX_BROKEN = "sandbox_broken"
+"""Verdict of an episode whose agent broke its own sandbox: it left no final state to grade, and scores 0."""
 
 EDITING_TOOLS = ("edit", "write")
 
@@ -125,7 +128,7 @@ class _Found:
 async def _grade_one(
     row: Mapping[str, Any], task: Task, verifier: Verifier, config: RewardConfig, raters: Raters
 ) -> _Found:
-    if row["outcome"] in UNSCORED:
+    if row["outcome"] in (*UNSCORED, Outcome.FAILED):
         return _Found(None, {}, None)
     # an infrastructure fault is a result here: what else is under way for the episode goes on, and is kept for the next run
     done: list[Any] = await asyncio.gather(
@@ -173,6 +176,10 @@ def reward_row(
 ) -> dict[str, Any]:
     """One row of REWARDS from a row of EPISODES. verdict None: not graded, so no reward. ratings: of the configured components, by name."""
     row: dict[str, Any] = {name: episode[name] for name in ("episode_id", "group_id", "task_id")}
+    if episode["outcome"] == Outcome.FAILED:
+        return row | {
+            "reward": 0.0, "solved": False, "components": [], "verdict": SANDBOX_BROKEN, "tests_passed": 0, "tests_total": 0,
+        }  # fmt: skip
     if verdict is None:
         reason = episode["outcome"] if episode["outcome"] in UNSCORED else "not_graded"
         return row | {"components": [], "verdict": reason, "tests_passed": 0, "tests_total": 0}

@@ -24,7 +24,8 @@ REWARDS = pa.schema(
 the reward alone is null where the tests ran but a component has no value.
 
 `components` holds what each one contributed, weight included: their sum is the reward. `verdict` is how the hidden tests' run ended
-(completed, crashed, timed_out, apply_failed), the outcome of an unscored episode (infra_error, aborted), or not_graded when the verifier's
+(completed, crashed, timed_out, apply_failed), sandbox_broken when the agent left none to run them on, the outcome of an unscored episode
+(infra_error, aborted, dropped), or not_graded when the verifier's
 infrastructure failed.
 """
 

@@ -81,7 +81,7 @@ class Features:
     can: frozenset[str]
     """Of pause, snapshot, fork, migrate, pty, network. Hibernation is a snapshot."""
     helper: str
-    """What starts sandboxes: native, python, or a program and its version."""
+    """What starts sandboxes: `native`, or a program and its version."""
 
     @property
     def offered(self) -> frozenset[str]:

@@ -37,8 +37,6 @@ async def start(run_dir: Path, pool: int = 0, *, runsc: Path | None = None, agen
     """
     program = runsc or find_runsc()
     agent = agent or guest_binary()
-    if agent is None:
-        raise BackendUnavailable("the gvisor backend needs envd's C agent: run `python -m envd.native.build`")
     version = await asyncio.to_thread(_version, program)
     stage = await Stage.start(run_dir)
     try:

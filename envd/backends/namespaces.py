@@ -1,4 +1,4 @@
-"""Sandboxes in namespaces of the host's kernel, started by the native spawner; by the Python zygote where that could not be compiled.
+"""Sandboxes in namespaces of the host's kernel, started by the native spawner.
 
 create: from the warm pool, else envd-spawn --clone--> process 1 = the agent --stream--> GuestLink
 """
@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from envd.backends.base import Backend, BoxSpec, Features, IsolationLevel, Usage
+from envd.backends.base import BoxSpec, Features, IsolationLevel, Usage
 from envd.backends.pool import Pool
 from envd.backends.probing import probe
 from envd.backends.proxied import environment_of, take_listener
@@ -24,8 +24,6 @@ from envd.native import spawner_binary
 from envd.sandbox.cgroups import box_groups, freeze, measure
 from envd.sandbox.disk import disk_of
 
-HELPER = "TRIPLANE_ENVD_HELPER"
-"""Environment variable: `python` takes the Python zygote although the native spawner is there."""
 _FILES = "files.tar"
 _ABOUT = "snapshot.json"
 _DESTROY_S = 30.0
@@ -245,16 +243,12 @@ class NamespacesBackend:
             raise SandboxStartError(f"a sandbox could not start: {reason}") from error
 
 
-async def start(run_dir: Path, pool: int = 0) -> Backend:
+async def start(run_dir: Path, pool: int = 0) -> NamespacesBackend:
     """Start the backend and really start a sandbox in it. Raises BackendUnavailable.
 
     pool: sandboxes kept ready for each template and limits that were asked for.
     """
-    program = None if os.environ.get(HELPER) == "python" else spawner_binary()
-    if program is None:
-        from envd.backends import python_zygote
-
-        return await python_zygote.start(run_dir)
+    program = spawner_binary()
     (run_dir / "templates").mkdir(parents=True, exist_ok=True)
     groups = f"{run_dir.name}-native"
     spawner = await Spawner.start(run_dir, groups, program, _BERTHS * pool)

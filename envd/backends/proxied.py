@@ -8,9 +8,10 @@ from collections.abc import Mapping
 
 from envd.backends.base import BoxSpec
 from envd.errors import SandboxGone
-from envd.sandbox.proxy_port import PORT
 from envd.sandbox.wire import receive_fds
 
+PORT = 3128
+"""Of a sandbox's own loopback; process 1 listens there and sends the server that socket. envd/native/spawn.h has it too."""
 _URL = f"http://127.0.0.1:{PORT}"
 _OWN = "localhost,127.0.0.1"
 _VARIABLES = {

@@ -29,10 +29,6 @@ class Media:
         except ImageError as error:
             raise BackendUnavailable(str(error)) from error
         agent = guest_binary()
-        if agent is None:
-            raise BackendUnavailable(
-                "virtual machines run the native agent: build it with `python -m envd.native.build`"
-            )
         if shutil.which("mksquashfs") is None:
             raise BackendUnavailable(
                 "templates become disks through mksquashfs: install Debian's package squashfs-tools"

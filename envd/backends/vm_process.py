@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from envd.errors import BackendUnavailable
@@ -53,12 +53,13 @@ class VmmProcess:
         *,
         directory: Path | None = None,
         groups: Sequence[Path] = (),
+        environment: Mapping[str, str] | None = None,
         mute: bool = False,
     ) -> None:
         """Start it. Call on the event loop's own thread: it dies when the thread that started it does.
 
-        groups: of `Cgroups.entrance_files`; it enters them first, so that its limits hold from its first instruction on. mute: its standard output, which a
-        guest's console may flood, goes nowhere.
+        groups: of `Cgroups.entrance_files`; it enters them first, so that its limits hold from its first instruction on.
+        environment: None for the server's. mute: its standard output, which a guest's console may flood, goes nowhere.
         """
         self._loop = asyncio.get_running_loop()
         self._said = b""
@@ -73,6 +74,7 @@ class VmmProcess:
                 stderr=writing,
                 pass_fds=tuple(pass_fds),
                 cwd=directory,
+                env=environment,
                 start_new_session=True,
             )
         except BaseException:

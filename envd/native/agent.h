@@ -9,6 +9,7 @@
 #include <sys/types.h>
 
 #include "guest.h"
+#include "libc.h"
 #include "protocol.h"
 
 #define NEVER INT64_MAX

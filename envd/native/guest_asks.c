@@ -44,11 +44,11 @@ static void mix_entropy(struct span seed) {
     if (seed.size == 0) return;
     int fd = open("/dev/urandom", O_WRONLY | O_CLOEXEC | O_NONBLOCK);
     if (fd < 0) return;
-    struct { struct rand_pool_info info; uint8_t data[MAX_SEED]; } pool;
+    union { struct rand_pool_info info; uint8_t space[sizeof(struct rand_pool_info) + MAX_SEED]; } pool;
     uint32_t size = seed.size < MAX_SEED ? seed.size : MAX_SEED;
     pool.info.entropy_count = (int)size * 8;
     pool.info.buf_size = (int)size;
-    memcpy(pool.data, seed.data, size);
+    memcpy(pool.space + sizeof pool.info, seed.data, size);
     bool credited = config.owns_machine && ioctl(fd, RNDADDENTROPY, &pool) == 0 && ioctl(fd, RNDRESEEDCRNG) == 0;
     if (!credited && write(fd, seed.data, size) < 0) { /* not permitted: the kernel's own entropy has to do */
     }

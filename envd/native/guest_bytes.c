@@ -53,11 +53,13 @@ char **take_strings(struct reader *from) {
         from->bad = true;
         count = 0;
     }
-    /* Each item has four bytes of length on the wire and one of zero here: the block always suffices. */
-    char **list = allocate((count + 1) * sizeof *list + left);
+    /* Each item has four bytes of length on the wire and one of zero here: the block suffices for all that are there. */
+    char **list = allocate(((size_t)count + 1) * sizeof *list + left);
     char *text = (char *)(list + count + 1);
+    list[0] = NULL;
     for (uint32_t i = 0; i < count; i++) {
         struct span item = take_bytes(from);
+        if (from->bad) return list; /* fewer than were counted: nobody uses what was taken */
         if (memchr(item.data, 0, item.size) != NULL) from->bad = true;
         list[i] = text;
         memcpy(text, item.data, item.size);

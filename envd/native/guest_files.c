@@ -21,7 +21,7 @@ void put_entry(struct frame *frame, const char *path, const struct stat *about, 
     put_u8(frame, entry_type(about->st_mode));
     put_u32(frame, about->st_mode & 07777);
     put_u64(frame, (uint64_t)about->st_size);
-    put_u64(frame, (uint64_t)(about->st_mtim.tv_sec * 1000000000 + about->st_mtim.tv_nsec));
+    put_u64(frame, (uint64_t)about->st_mtim.tv_sec * 1000000000 + (uint64_t)about->st_mtim.tv_nsec); /* wraps where code chose a time beyond it */
     put_string(frame, target);
 }
 

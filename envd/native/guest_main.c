@@ -62,9 +62,11 @@ static bool prepare(void) {
     prctl(PR_SET_DUMPABLE, 0); /* what runs in the sandbox can't trace it or read its memory */
     prctl(PR_SET_NAME, "envd-guest");
     if (!config.is_init) prctl(PR_SET_CHILD_SUBREAPER, 1);
+#ifdef __GLIBC__
     mallopt(M_TRIM_THRESHOLD, HEAP_KEPT); /* an idle agent holds next to nothing: thousands run on one machine */
     mallopt(M_TOP_PAD, 4096);
     mallopt(M_MMAP_THRESHOLD, 64 * 1024);
+#endif
     return mkdir(config.scratch, 0700) == 0 || errno == EEXIST;
 }
 

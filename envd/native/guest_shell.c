@@ -184,16 +184,21 @@ static bool take_commands(struct shell_ask *ask, struct reader *from) {
 void ask_shell(uint32_t id, struct reader *from) {
     size_t size = (size_t)(from->end - from->at);
     uint32_t limit = take_u32(from), count = take_u32(from);
-    if (count > size / 8) {
+    if (from->bad || count > size / 8) {
         from->bad = true;
+        return;
+    }
+    if (count > MAX_COMMANDS) { /* before memory is taken for them */
+        from->at = from->end;
+        answer_error(id, EINVAL);
         return;
     }
     struct shell_ask *ask = allocate(sizeof *ask + count * sizeof *ask->commands);
     *ask = (struct shell_ask){.id = id, .limit = limit, .count = count, .started = NEVER, .size = size};
     bool good = take_commands(ask, from);
     int code = 0;
-    if (!good || count > MAX_COMMANDS) code = EINVAL;
-    else if ((uint64_t)count * (limit + ANSWER_BYTES) > MAX_FRAME - 64) code = EMSGSIZE;
+    if (!good) code = EINVAL;
+    else if (count * ((uint64_t)limit + ANSWER_BYTES) > MAX_FRAME - 64) code = EMSGSIZE;
     else if (waiting >= MAX_WAITING || waiting_bytes + size > MAX_WAITING_BYTES) code = EAGAIN;
     waiting++;
     waiting_bytes += size;

@@ -31,6 +31,7 @@ static int write_fully(int fd, struct span data, uint64_t offset) {
     if (offset > (uint64_t)INT64_MAX - data.size) return EFBIG;
     for (size_t done = 0; done < data.size;) {
         ssize_t count = pwrite(fd, data.data + done, data.size - done, (off_t)(offset + done));
+        if (count == 0) return EIO;
         if (count < 0 && errno != EINTR) return errno;
         if (count > 0) done += (size_t)count;
     }

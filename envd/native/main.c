@@ -25,7 +25,7 @@ struct options {
     const char *serial;
     int fd;
     long port;
-    bool stdio, init;
+    bool stdio, init, supervised;
     struct container container;
 };
 
@@ -36,10 +36,11 @@ static int fail(const char *what, const char *why) {
 
 static int usage(void) {
     fputs("usage: envd-guest (--fd N | --stdio | --serial PATH | --vsock PORT) --workspace DIR --scratch DIR\n"
-          "                  [--escaped] [--init] [--no-openat2] [--template DIR --disk DIR [--read-only]]\n"
+          "                  [--escaped] [--init] [--supervised] [--no-openat2] [--template DIR --disk DIR [--read-only]]\n"
           "       envd-guest --name-host NAME\n"
           "  --escaped     the stream can be reset (envd/native/protocol.h); --serial implies it\n"
           "  --init        process 1 of a virtual machine: mounts what is missing, owns the clock, powers off at the end\n"
+          "  --supervised  a process over the agent kills what an agent leaves that was killed, where no namespace does\n"
           "  --no-openat2  resolve paths step by step\n"
           "  --template    process 1 of a container: mounts the workspace over that directory and the tmpfs --disk, then gives up its capabilities\n",
           stderr);
@@ -59,7 +60,7 @@ static bool parse(int count, char **words, struct options *options) {
         {"vsock", required_argument, NULL, 'v'},   {"workspace", required_argument, NULL, 'w'}, {"scratch", required_argument, NULL, 't'},
         {"escaped", no_argument, NULL, 'e'},       {"init", no_argument, NULL, 'i'},      {"no-openat2", no_argument, NULL, 'n'},
         {"template", required_argument, NULL, 'p'}, {"disk", required_argument, NULL, 'd'},    {"read-only", no_argument, NULL, 'r'},
-        {NULL, 0, NULL, 0}};
+        {"supervised", no_argument, NULL, 'u'},    {NULL, 0, NULL, 0}};
     long value = 0;
     for (int option; (option = getopt_long(count, words, "", known, NULL)) != -1;) {
         switch (option) {
@@ -74,6 +75,7 @@ static bool parse(int count, char **words, struct options *options) {
         case 'n': options->config.no_openat2 = true; break;
         case 'p': options->container.template = optarg; break;
         case 'd': options->container.disk = optarg; break;
+        case 'u': options->supervised = true; break;
         case 'r': options->container.read_only = true; break;
         default: return false;
         }
@@ -154,6 +156,7 @@ int main(int count, char **words) {
     options.config.owns_machine = options.init;
     if (options.init) mount_system();
     if (options.container.template != NULL && container_enter(&options.container, options.config.workspace) < 0) return 2;
+    if (options.supervised && supervised_fork() < 0) return 2;
     int code = serve(&options);
     if (options.init && getpid() == 1) {
         sync();

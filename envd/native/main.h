@@ -13,4 +13,8 @@ struct container {
 /* Mounts the workspace over the template and /tmp, and gives up every capability. 0, or -1 after its reason was printed. */
 int container_enter(const struct container *container, const char *workspace);
 
+/* Forks and returns in the child, which is to become the agent. The parent stays as its supervisor: when the agent has ended, however that was, it kills
+ * all that the agent left and ends with its code. 0, or -1 after its reason was printed. */
+int supervised_fork(void);
+
 #endif

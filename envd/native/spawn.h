@@ -12,6 +12,8 @@
 #include <stdint.h>
 #include <sys/types.h>
 
+#include "libc.h"
+
 #define HIDDEN "/.scratch"
 #define HIDDEN_PROC HIDDEN "/proc"
 #define HIDDEN_TEMPLATES HIDDEN "/templates"
@@ -19,7 +21,7 @@
 #define HIDDEN_LOWER HIDDEN "/lower" /* where its template is meanwhile */
 #define MAX_NAME 96
 #define CAPACITY 16384
-#define PROXY_PORT 3128 /* envd/backends/proxy_port.py has it too */
+#define PROXY_PORT 3128 /* envd/backends/proxied.py has it too */
 
 enum request_kind {
     REQUEST_CREATE = 1,   /* descriptors: the agent's stream; with FLAG_RESTORE also the archive to read */

@@ -104,7 +104,7 @@ bool berth_leave(const struct settings *settings, struct berth *berth, int netwo
     }
     berth->made = true;
     berth->network = network;
-    if (berths->ready_count == berths->keep) {
+    if (berths->ready_count >= berths->keep) {
         struct berth *oldest = pull_ready(0);
         if (!clear(settings, oldest))
             berths->ready[berths->ready_count++] = (uint32_t)(oldest - berths->all);

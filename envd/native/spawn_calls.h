@@ -6,6 +6,8 @@
 #include <linux/seccomp.h>
 #include <stdint.h>
 
+#include "libc.h"
+
 #if defined(__x86_64__)
 #define ARCHITECTURE AUDIT_ARCH_X86_64
 #elif defined(__aarch64__)

@@ -14,6 +14,7 @@
 
 #include "spawn_table.h"
 
+#define MOST_DISK (1ULL << 50)
 #define PATIENCE_MS 5000 /* for groups whose last process is still being torn down */
 #define NAMESPACES (CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS) /* its network and user are made by itself, meanwhile */
 
@@ -248,6 +249,8 @@ void life_create(const struct request *wanted, int stream, int source)
         words = "a name is no plain file name";
     else if (stream < 0 || (wanted->flags & FLAG_RESTORE && source < 0))
         words = "a descriptor is missing: raise the server's limit of open files (ulimit -n)";
+    else if (wanted->disk_bytes == 0 || wanted->disk_bytes > MOST_DISK)
+        words = "its disk must have 1 byte to 1 PiB: the kernel takes other sizes for no limit";
     else if (table->count == CAPACITY)
         words = "the spawner holds as many sandboxes as it can";
     else

@@ -20,7 +20,7 @@ int drop_capabilities(void)
     return (int)syscall(SYS_capset, &header, none);
 }
 
-static int limit(__rlimit_resource_t resource, rlim_t value)
+static int limit(int resource, rlim_t value)
 {
     struct rlimit now;
     if (getrlimit(resource, &now) < 0)

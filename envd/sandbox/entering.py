@@ -10,41 +10,29 @@ from typing import Any
 
 from envd.sandbox import linux, rootfs
 from envd.sandbox.place import Place, prepare_process, sandbox_environment
-from envd.sandbox.proxy_port import offer_listener
-from envd.sandbox.refusals import Watcher
-from envd.sandbox.syscalls import filter_calls, filter_calls_watched
+from envd.sandbox.syscalls import filter_calls
 from envd.tools.paths import WORKSPACE
 
 
-def enter_namespaces(
-    request: dict[str, Any],
-    *,
-    owner: int,
-    supervised: bool,
-    watcher: Watcher | None,
-    proxy: socket.socket | None = None,
-) -> Place:
+def enter_namespaces(request: dict[str, Any], *, owner: int, supervised: bool) -> Place:
     """As process 1 of new namespaces whose users are mapped: see the template, keep no privilege. Raises OSError.
 
-    owner: the host's user that its root is. supervised: go on as the sandbox's supervisor instead of its root. watcher: is given the listener of
-    refused system calls. proxy: where the listener of its proxy's port is sent.
+    owner: the host's user that its root is. supervised: go on as the sandbox's supervisor instead of its root.
     """
     linux.unshare(linux.CLONE_NEWCGROUP)  # its groups' place on the host is nobody's business
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
     if owner == linux.SANDBOX_USER:
         os.setgroups([])
-    socket.sethostname(request.get("host_name", "sandbox"))
+    socket.sethostname("sandbox")
     rootfs.enter(request["template"], request["disk"])
     linux.raise_loopback()
-    if proxy is not None:
-        offer_listener(proxy)
     if supervised:
         linux.become_supervisor()
     else:
         linux.drop_capabilities()
     linux.no_new_privileges()
-    _filter(request["id"], watcher)
+    filter_calls()
     linux.hide_from_ptrace()
     prepare_process(sandbox_environment("/tmp"))
     scratch = Path("/tmp/.envd")
@@ -74,12 +62,3 @@ def close_all_but(keep: int) -> None:
     """Close every descriptor but the standard ones and this one: the others are the zygote's."""
     os.closerange(3, keep)
     os.closerange(keep + 1, 65536)
-
-
-def _filter(identity: str, watcher: Watcher | None) -> None:
-    if watcher is None:
-        filter_calls()
-        return
-    listener = filter_calls_watched()
-    if listener >= 0:
-        watcher.add(identity, listener)

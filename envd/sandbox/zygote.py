@@ -1,12 +1,10 @@
-"""Forks sandboxes: a small single-threaded process with everything imported, so that a start is one clone.
+"""Forks the sandboxes that verify: a small single-threaded process with pytest imported, so that a start is one clone.
 
-    python -m envd.sandbox.zygote CONTROL_FD RUN_DIR NAME --backend namespaces|plain --role agent|verifier
+    python -m envd.sandbox.zygote CONTROL_FD RUN_DIR NAME --backend namespaces|plain
 
-Control messages (JSON, one a datagram): {"id", "template", "host_name", "memory", "pids", "cpu", "disk"} with the sandbox's end of a
-socketpair attached, and where its proxy's port is to be open the end of another one (envd/sandbox/proxy_port.py); {"kill": id}. In the
-role `agent` the zygote says {"gone": id} of each sandbox of which nothing is left, and its watcher (envd/sandbox/refusals.py) says
-{"id", "refused", "count"} of system calls. When the control connection closes, the server is gone: the zygote kills what it forked,
-removes groups and directories, and ends.
+Control messages (JSON, one a datagram): {"id", "template", "memory", "pids", "cpu", "disk"} with the sandbox's end of a socketpair
+attached; {"kill": id}. When the control connection closes, the server is gone: the zygote kills what it forked, removes groups and
+directories, and ends.
 """
 
 from __future__ import annotations
@@ -24,40 +22,37 @@ import time
 from pathlib import Path
 from typing import Any
 
-from envd.guest.agent import Agent, refuse
 from envd.sandbox import linux, rootfs, wire
-from envd.sandbox.cgroups import Cgroups
+from envd.sandbox.cgroups import Cgroups, remove_groups
 from envd.sandbox.entering import close_all_but, enter_copy, enter_namespaces
 from envd.sandbox.place import Place
 from envd.sandbox.proctree import descendants, kill_since, reap
-from envd.sandbox.refusals import Watcher
+from envd.sandbox.runner import inside_session
 from envd.sandbox.syscalls import prepare_filters
+from envd.sandbox.verifier import serve_verification
 from envd.tools.paths import WORKSPACE
 
 _OPEN_FILES = 1024
 _AGAIN_MS = 5
-_PATIENCE_S = 5.0
-_TOLD = float("inf")
+_ROUNDS = 200
 
 
 class Zygote:
     """The fork loop."""
 
-    def __init__(self, control: socket.socket, run_dir: Path, name: str, backend: str, role: str) -> None:
+    def __init__(self, control: socket.socket, run_dir: Path, name: str, backend: str) -> None:
         self._control = control
         self._run_dir = run_dir
         self._namespaces = backend == "namespaces"
-        self._role = role
         self._made = 0
         self._boxes: dict[int, str] = {}  # pid of process 1 -> sandbox id
         self._groups = Cgroups(name)
-        self._left: dict[str, float] = {}  # ended, its group not removed yet -> when the server is told all the same
+        self._left: set[str] = set()  # ended, its group not removed yet
         self._owner = linux.sandbox_owner()
         # what judges runs as another user than what is judged, where there are two
-        self._supervised = role == "verifier" and self._namespaces and self._owner == linux.SANDBOX_USER
+        self._supervised = self._namespaces and self._owner == linux.SANDBOX_USER
         # Held open because the path is out of sight once this process has a root of its own.
         self._above_run_dir = os.open(run_dir.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._watcher: Watcher | None = None  # a verdict has no use for events: its own say what was tampered with
 
     def run(self) -> None:
         """Prepare, then fork on request until the server goes away."""
@@ -67,11 +62,6 @@ class Zygote:
         if self._namespaces:
             self._own_root()
             prepare_filters()
-            if self._role == "agent":
-                self._watcher = Watcher(self._control)
-        if self._role == "verifier" and self._namespaces:
-            from envd.sandbox.runner import inside_session
-
             inside_session(Path(WORKSPACE), self._loop)
         else:
             self._loop()
@@ -110,7 +100,7 @@ class Zygote:
         os.chdir(WORKSPACE)
 
     def _serve_one(self) -> bool:
-        data, fds = wire.receive_fds(self._control, 65536, 2)
+        data, fds = wire.receive_fds(self._control, 65536, 1)
         if not data:
             return False
         request = json.loads(data)
@@ -118,16 +108,14 @@ class Zygote:
             self._kill(request["kill"])
             return True
         with contextlib.ExitStack() as opened:
-            sock, *rest = [opened.enter_context(socket.socket(fileno=fd)) for fd in fds]
+            (sock,) = [opened.enter_context(socket.socket(fileno=fd)) for fd in fds]
             try:
-                self._fork(request, sock, rest[0] if rest else None)
+                self._fork(request, sock)
             except OSError as error:
-                self._answer_failure(sock, error)
-                if request["id"] not in self._boxes.values():
-                    self._tell_gone(request["id"])
+                _answer_failure(sock, error)
         return True
 
-    def _fork(self, request: dict[str, Any], sock: socket.socket, proxy: socket.socket | None) -> None:
+    def _fork(self, request: dict[str, Any], sock: socket.socket) -> None:
         go_read, go_write = os.pipe2(os.O_CLOEXEC)
         limits = {key: request[key] for key in ("memory", "pids", "cpu")}
         entrances: list[int] = []
@@ -136,7 +124,7 @@ class Zygote:
             pid = self._clone()
             if pid == 0:
                 os.close(go_write)
-                self._child(request, sock, proxy, go_read, entrances)
+                self._child(request, sock, go_read, entrances)
             self._boxes[pid] = request["id"]
             try:
                 self._map_users(pid)
@@ -172,9 +160,7 @@ class Zygote:
         Path(f"/proc/{pid}/uid_map").write_text(users)
         Path(f"/proc/{pid}/gid_map").write_text(users)
 
-    def _child(
-        self, request: dict[str, Any], sock: socket.socket, proxy: socket.socket | None, go: int, entrances: list[int]
-    ) -> None:
+    def _child(self, request: dict[str, Any], sock: socket.socket, go: int, entrances: list[int]) -> None:
         """Everything from here runs in the sandbox's process 1, which never returns into the zygote's loop."""
         try:
             signal.set_wakeup_fd(-1)
@@ -184,11 +170,9 @@ class Zygote:
                 os.write(fd, b"0")
             if os.read(go, 1) != b"g":
                 linux.leave(1)
-            place = self._enter(request, proxy)
+            place = self._enter(request)
             close_all_but(sock.fileno())
-            # Not earlier: a change of user undoes it. An agent that is no process 1 has to end what it started by itself.
-            ends_by_itself = self._role == "agent" and not self._namespaces
-            linux.die_with_parent(signal.SIGTERM if ends_by_itself else signal.SIGKILL)
+            linux.die_with_parent()  # not earlier: a change of user undoes it
             enforced = self._groups.enforced
             linux.limit_process(
                 files=_OPEN_FILES,
@@ -196,18 +180,16 @@ class Zygote:
                 processes=None if "pids" in enforced or not self._namespaces else request["pids"],
                 memory=None if "memory" in enforced else request["memory"],
             )
-            serve(self._role, sock, place)
+            serve(sock, place)
         except BaseException as error:  # noqa: BLE001 - the child reports whatever it was and never returns
-            self._answer_failure(sock, error)
+            _answer_failure(sock, error)
         finally:
             linux.leave(0)
 
-    def _enter(self, request: dict[str, Any], proxy: socket.socket | None) -> Place:
+    def _enter(self, request: dict[str, Any]) -> Place:
         if not self._namespaces:
             return enter_copy(request, self._run_dir)
-        return enter_namespaces(
-            request, owner=self._owner, supervised=self._supervised, watcher=self._watcher, proxy=proxy
-        )
+        return enter_namespaces(request, owner=self._owner, supervised=self._supervised)
 
     def _kill(self, identity: str) -> None:
         """End a sandbox, whatever its agent does."""
@@ -224,41 +206,17 @@ class Zygote:
             identity = self._boxes.pop(pid, None)
             if identity is None:
                 continue
-            self._left[identity] = time.monotonic() + _PATIENCE_S
+            self._left.add(identity)
             if not self._namespaces:
                 shutil.rmtree(self._run_dir / "boxes" / identity, ignore_errors=True)
         self._remove_groups()
 
     def _remove_groups(self) -> None:
         """Remove the groups of what has ended; the last processes of one may still be torn down."""
-        for identity, late in list(self._left.items()):
-            removed = self._groups.remove(identity)
-            if late != _TOLD and (removed or time.monotonic() > late):
-                self._tell_gone(identity)
-                late = _TOLD  # the group is tried on
-            if removed:
-                del self._left[identity]
-            else:
-                self._left[identity] = late
-
-    def _tell_gone(self, identity: str) -> None:
-        if self._role == "agent":
-            try:
-                self._control.send(json.dumps({"gone": identity}).encode())
-            except OSError:
-                pass  # the server has gone; poll says so next
-
-    def _answer_failure(self, sock: socket.socket, error: BaseException) -> None:
-        if self._role == "agent":
-            refuse(sock, error)
-            return
-        try:
-            wire.send(sock, {"failed": f"{type(error).__name__}: {error}"})
-        except OSError:
-            pass  # the server has gone too
+        self._left = {each for each in self._left if not self._groups.remove(each)}
 
     def _kill_strays(self) -> None:
-        """In the plain backend orphans of a dead agent come to us; nothing else below us lacks a living agent."""
+        """Without namespaces the orphans of a dead verifier come to us; nothing else below us lacks a living one."""
         below = descendants(os.getpid())
         for pid, parent in below.items():
             if parent == os.getpid() and pid not in self._boxes:
@@ -275,22 +233,33 @@ class Zygote:
             if not self._boxes:
                 break
             time.sleep(0.005)
-        if self._watcher is not None:
-            self._watcher.stop()
         self._groups.close()
-        shutil.rmtree(self._run_dir.name, ignore_errors=True, dir_fd=self._above_run_dir)
+        if not self._namespaces:
+            remove_groups(self._run_dir.name)  # of plain sandboxes, whose agents end with the server
+        self._remove_run_dir()
+
+    def _remove_run_dir(self) -> None:
+        """Remove it; again where the last process of a plain sandbox wrote to it meanwhile."""
+        for _ in range(_ROUNDS):
+            shutil.rmtree(self._run_dir.name, ignore_errors=True, dir_fd=self._above_run_dir)
+            try:
+                os.stat(self._run_dir.name, dir_fd=self._above_run_dir)
+            except FileNotFoundError:
+                return
+            time.sleep(_AGAIN_MS / 1000)
 
 
-def serve(role: str, sock: socket.socket, place: Place) -> None:
-    """Serve a sandbox in its role until the server closes the connection."""
-    if role == "verifier":
-        from envd.sandbox.verifier import serve_verification
+def serve(sock: socket.socket, place: Place) -> None:
+    """Verify in a sandbox until the server closes the connection."""
+    supervised = os.geteuid() == linux.SUPERVISOR and place.workspace == Path(WORKSPACE)
+    serve_verification(sock, place, supervised=supervised)
 
-        serve_verification(
-            sock, place, supervised=os.geteuid() == linux.SUPERVISOR and place.workspace == Path(WORKSPACE)
-        )
-    else:
-        Agent(sock.fileno(), sock.fileno(), workspace=place.workspace, scratch=place.scratch).serve()
+
+def _answer_failure(sock: socket.socket, error: BaseException) -> None:
+    try:
+        wire.send(sock, {"failed": f"{type(error).__name__}: {error}"})
+    except OSError:
+        pass  # the server has gone too
 
 
 def main() -> None:
@@ -300,12 +269,9 @@ def main() -> None:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("name")
     parser.add_argument("--backend", choices=("namespaces", "plain"), required=True)
-    parser.add_argument("--role", choices=("agent", "verifier"), required=True)
     arguments = parser.parse_args()
-    if arguments.role == "verifier":
-        import envd.sandbox.verifier  # noqa: F401 - imports pytest once, for every verification to come
     control = socket.socket(fileno=arguments.control)
-    Zygote(control, arguments.run_dir, arguments.name, arguments.backend, arguments.role).run()
+    Zygote(control, arguments.run_dir, arguments.name, arguments.backend).run()
 
 
 if __name__ == "__main__":

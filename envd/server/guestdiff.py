@@ -46,9 +46,13 @@ async def guest_diff(
 ) -> bytes:
     """The patch that turns the template into the workspace; empty when they are equal, OVERSIZED beyond the bounds.
 
-    export: what of it may leave; it knows afterwards what was left out. Raises SandboxGone, and EnvdError where it takes longer than deadline_s.
+    export: what of it may leave; it knows afterwards what was left out. Raises SandboxGone, and EnvdError where it takes longer than deadline_s or the
+    sandbox does not let its workspace be listed.
     """
-    listed, cut = await guest.list(".", depth=0, limit=_MAX_ENTRIES, skip_hidden=True, files_only=True)
+    try:
+        listed, cut = await guest.list(".", depth=0, limit=_MAX_ENTRIES, skip_hidden=True, files_only=True)
+    except OSError as error:  # of the sandbox's own doing: locked, moved away, or no descriptor left in it
+        raise EnvdError(f"the workspace can't be listed ({os.strerror(error.errno or 0).lower()})") from error
     if cut:
         return OVERSIZED
     old = await _entries(template_dir)

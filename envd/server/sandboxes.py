@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from envd.backends.base import Backend, Box, BoxSpec, OffersProxy, TellsRefusals
-from envd.errors import EnvdError, SandboxGone
+from envd.errors import EnvdError, SandboxGone, SandboxUnknown
 from envd.server.admission import Wanted, decide
 from envd.server.audit import AuditLog, Kind
 from envd.server.egress import Egress
@@ -75,7 +75,8 @@ class Sandboxes:
             self.audit.record("auth.denied", identity, what="sandbox token")
         elif ended is None:
             self.audit.record("auth.denied", "", what="unknown sandbox", id=identity)
-        raise SandboxGone(f"no sandbox {identity[:40]!r}: {why}")
+        kind = SandboxUnknown if live is None and ended is None else SandboxGone
+        raise kind(f"no sandbox {identity[:40]!r}: {why}")
 
     def knows(self, identity: str, token: str) -> bool:
         """Whether a live sandbox has this id and token. Records nothing."""

@@ -29,7 +29,7 @@ class Verifications:
     async def start(cls, run_dir: Path, templates: Templates, *, isolated: bool) -> Verifications:
         """Start the zygote. isolated: in namespaces, else as ordinary processes. Raises BackendUnavailable."""
         backend = "namespaces" if isolated else "plain"
-        return cls(await Zygote.start(run_dir, f"{run_dir.name}-verifier", backend, "verifier"), templates)
+        return cls(await Zygote.start(run_dir, f"{run_dir.name}-verifier", backend), templates)
 
     async def verify(
         self,

@@ -1,4 +1,4 @@
-"""The server's side of a zygote: starting one, asking it for sandboxes, and talking to what it forked."""
+"""The server's side of the verifier's zygote: starting it, asking it for sandboxes, and talking to what it forked."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from envd.errors import BackendUnavailable, EnvdError, SandboxGone, SandboxStartError
-from envd.guest.link import GuestLink
+from envd.errors import BackendUnavailable, SandboxGone, SandboxStartError
 from envd.sandbox import wire
 from envd.types import Limits
 
 _START_TIMEOUT_S = 60.0
-_END_TIMEOUT_S = 20.0
 _TOO_LOW = "a sandbox could not start ({}): its memory or pid limit may be too low"
 _MIB = 1024 * 1024
 
@@ -75,23 +73,18 @@ class Link:
 
 
 class Zygote:
-    """A running zygote process of one role."""
+    """A running zygote process."""
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], control: socket.socket, role: str, enforced: tuple[str, ...]
-    ) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, enforced: tuple[str, ...]) -> None:
         self.process = process
         self.enforced = enforced
-        self._role = role
         self._control = control
         self._count = 0
-        self._live: dict[str, asyncio.Future[None]] = {}
-        self._on_refused: dict[str, Callable[[str, int], None]] = {}
         self._ended = asyncio.Event()
         asyncio.get_running_loop().add_reader(control.fileno(), self._hear)
 
     @classmethod
-    async def start(cls, run_dir: Path, name: str, backend: str, role: str) -> Zygote:
+    async def start(cls, run_dir: Path, name: str, backend: str) -> Zygote:
         """Start a zygote and wait until it can fork. Raises BackendUnavailable with its own words if it can't."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "envd.sandbox.zygote", str(theirs.fileno()), str(run_dir), name]
@@ -103,7 +96,7 @@ class Zygote:
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         }
         process = subprocess.Popen(
-            [*command, "--backend", backend, "--role", role],
+            [*command, "--backend", backend],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -124,20 +117,20 @@ class Zygote:
             process.kill()
             words = process.communicate()[1].decode(errors="replace").strip().splitlines()
             raise BackendUnavailable(
-                f"the {backend} backend does not start: {words[-1] if words else 'no reason given'}"
+                f"the verifier does not start ({backend}): {words[-1] if words else 'no reason given'}"
             )
-        return cls(process, ours, role, tuple(json.loads(hello)["enforced"]))
+        return cls(process, ours, tuple(json.loads(hello)["enforced"]))
 
     async def spawn(self, template: str, limits: Limits, env: dict[str, str]) -> Link:
-        """Fork a sandbox of the role `verifier`; it is ready when this returns. Raises SandboxStartError."""
+        """Fork a sandbox; it is ready when this returns. Raises SandboxStartError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._count += 1
-        name = f"{self._role}-{self._count}"  # the zygotes of a server share a directory
+        name = f"verifier-{self._count}"
         with theirs:
             ours.setblocking(False)
             reader, writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 20)
             try:
-                await self._request(name, template, limits, [theirs])
+                await self._request(name, template, limits, theirs)
             except BaseException:
                 writer.close()
                 raise
@@ -148,72 +141,12 @@ class Zygote:
             raise SandboxStartError(_TOO_LOW.format(error)) from error
         return link
 
-    async def spawn_guest(
-        self,
-        name: str,
-        template: str,
-        limits: Limits,
-        env: Mapping[str, str],
-        host_name: str,
-        proxy: socket.socket | None = None,
-    ) -> GuestLink:
-        """Fork a sandbox of the role `agent`; its agent has answered INIT when this returns. Raises SandboxStartError.
-
-        proxy: what its process 1 sends the listener of its proxy's port by; it stays the caller's.
-        """
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            link = await GuestLink.over_socket(ours)
-            # Asked before anyone is there to answer: what can't start answers this first ask with its reason.
-            answered = asyncio.ensure_future(link.init(host_name=host_name, env=env))
-            await asyncio.sleep(0)
-            self._live[name] = asyncio.get_running_loop().create_future()
-            try:
-                await self._request(name, template, limits, [theirs, *([proxy] if proxy else [])], host_name=host_name)
-            except BaseException:
-                self._live.pop(name)
-                link.close()
-                await asyncio.gather(answered, return_exceptions=True)
-                raise
-        try:
-            await answered
-        except (OSError, SandboxGone) as error:
-            await self.end_guest(name, link)
-            raise SandboxStartError(_TOO_LOW.format(error)) from error
-        except BaseException:
-            link.close()
-            self._kill(name)
-            raise
-        return link
-
-    def tell_refusals(self, name: str, tell: Callable[[str, int], None]) -> None:
-        """Call `tell` with each system call that a sandbox of the role `agent` is refused, and how many were since the call before."""
-        if name in self._live:
-            self._on_refused[name] = tell
-
-    async def end_guest(self, name: str, link: GuestLink) -> None:
-        """End a sandbox, and wait until nothing of it is left. Idempotent. Raises EnvdError where it does not end."""
-        link.close()
-        gone = self._live.get(name)
-        if gone is None:
-            return
-        self._kill(name)
-        try:
-            await asyncio.wait_for(asyncio.shield(gone), _END_TIMEOUT_S)
-        except TimeoutError as error:
-            raise EnvdError(
-                f"sandbox {name} does not end: a process of it hangs in the kernel; restart envd"
-            ) from error
-        await link.closed()
-
     async def died(self) -> str:
         """Return when the zygote has ended by itself."""
         await self._ended.wait()
-        return f"the zygote of role {self._role} died: restart envd; the kernel's log tells whether memory ran out"
+        return "the verifier's zygote died: restart envd; the kernel's log tells whether memory ran out"
 
-    async def _request(
-        self, name: str, template: str, limits: Limits, theirs: list[socket.socket], **more: str
-    ) -> None:
+    async def _request(self, name: str, template: str, limits: Limits, theirs: socket.socket) -> None:
         request = {
             "id": name,
             "template": template,
@@ -221,7 +154,6 @@ class Zygote:
             "pids": limits.pids,
             "cpu": limits.cpu,
             "disk": limits.disk_mb * _MIB,
-            **more,
         }
         try:
             await self._send(json.dumps(request).encode(), theirs)
@@ -237,37 +169,14 @@ class Zygote:
             pass  # the zygote has gone, and all that it forked with it
 
     def _hear(self) -> None:
-        """The zygote says what has gone, its watcher what was refused; end of file says that it has gone itself."""
-        try:
-            data = self._control.recv(65536)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if data:
-            said = json.loads(data)
-            if "refused" in said:
-                tell = self._on_refused.get(said["id"])
-                if tell is not None:
-                    tell(said["refused"], said["count"])
-                return
-            self._on_refused.pop(said["gone"], None)
-            gone = self._live.pop(said["gone"], None)
-            if gone is not None and not gone.done():
-                gone.set_result(None)
-            return
+        """Nothing is sent here after the first message: what can be read is the end of file, or an error."""
         asyncio.get_running_loop().remove_reader(self._control.fileno())
         self._ended.set()
-        for gone in self._live.values():
-            if not gone.done():
-                gone.set_result(None)
-        self._live.clear()
-        self._on_refused.clear()
 
-    async def _send(self, data: bytes, socks: list[socket.socket]) -> None:
+    async def _send(self, data: bytes, sock: socket.socket) -> None:
         while True:
             try:
-                socket.send_fds(self._control, [data], [sock.fileno() for sock in socks])
+                socket.send_fds(self._control, [data], [sock.fileno()])
                 return
             except BlockingIOError:
                 await asyncio.sleep(0.001)  # its queue is full: forking is the bottleneck now

@@ -8,5 +8,5 @@ artifacts, or a list of episodes for an evaluation.
 May import: contracts, inference.engines.base, envd.client and envd.tools. Imported by resources and the floors above.
 """
 
-ROLLOUTS_VERSION = "1"
+ROLLOUTS_VERSION = "2"
 """Part of the action key of rollouts and evaluation runs: bumped when the same inputs would give other tokens."""

@@ -2,7 +2,8 @@
 
     play_episode -> attempt -> run -> step -> query, execute
 
-Only infrastructure faults are retried: with the same seed, as a new attempt. Whatever a policy does ends in an outcome.
+Only infrastructure faults are retried: with the same seed, as a new attempt. Whatever a policy does ends in an outcome, also what it
+does to its own sandbox (inference.rollouts.blame).
 """
 
 from __future__ import annotations
@@ -12,15 +13,25 @@ import logging
 import random
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from contracts.chat import ChatTokenizer
 from contracts.episodes import Episode, Outcome, Slot, ToolCallRecord, episode_id
 from contracts.tasks import Task
-from envd.client import EnvdError, SandboxGone
+from envd.client import EnvdError
 from inference.engines.base import Completion, Engine, SamplingParams
-from inference.errors import EngineError, EngineStopped, EngineUnreachable, InfraFault, RequestTooLong, StaleVersion
+from inference.errors import (
+    EngineError,
+    EngineStopped,
+    EngineUnreachable,
+    InfraFault,
+    RequestTooLong,
+    SandboxBroken,
+    StaleVersion,
+)
 from inference.rollouts import ledger
+from inference.rollouts.blame import is_agents_fault
 from inference.rollouts.config import RolloutConfig
 from inference.rollouts.prompt import first_messages
 from inference.rollouts.transcript import Transcript
@@ -49,21 +60,33 @@ class Player:
     """Bounds the episodes in flight."""
 
 
-async def play_episode(player: Player, task: Task, slot: Slot, group_id: str) -> Episode:
-    """Play `slot` to an outcome. Faults of the engine or the sandbox are retried with the same seed, then recorded as INFRA_ERROR.
+async def play_episode(
+    player: Player, task: Task, slot: Slot, group_id: str, begun: Callable[[Attempt], None] = lambda attempt: None
+) -> Episode:
+    """Play `slot` to an outcome. begun: told of every attempt as it begins.
+
+    Faults of the engine or the server are retried with the same seed, then recorded as INFRA_ERROR. A sandbox that its agent broke makes
+    the episode FAILED: at once under the throughput profile, where a second attempt would be a second chance; under the deterministic
+    profile when the same tokens break it again, since there a repetition is what tells.
 
     Under the deterministic profile it raises StaleVersion when the engine serves another policy, and InfraFault when engine or envd can't
     be reached at all: how many episodes such an outage meets is chance, and no part of their content.
     """
-    attempts = player.config.max_attempts
+    attempts, broken = player.config.max_attempts, 0
+    deterministic = player.config.profile == "deterministic"
     async with player.gate:
         for attempt in range(attempts):
             play = Attempt(player, task, slot, group_id, attempt)
+            begun(play)
             try:
                 return await play.to_end()
             except InfraFault as fault:
+                if play.broken_by_agent:
+                    broken += 1
+                    if not deterministic or broken == 2 or attempt + 1 == attempts:
+                        return play.episode(Outcome.FAILED, b"", failure=str(fault))
                 _log.warning("episode %s, attempt %d of %d: %s", play.episode_id, attempt + 1, attempts, fault)
-                if attempt + 1 == attempts and player.config.profile == "deterministic" and _is_outage(fault):
+                if attempt + 1 == attempts and deterministic and _is_outage(fault):
                     raise InfraFault(
                         f"{fault}; gave up after {attempts} attempts: check it, then run the same step again, committed groups stay"
                     ) from fault
@@ -73,11 +96,10 @@ async def play_episode(player: Player, task: Task, slot: Slot, group_id: str) ->
 
 
 def _is_outage(fault: InfraFault) -> bool:
-    """Whether a whole server failed, and not one request or sandbox."""
-    cause = fault.__cause__
-    if isinstance(cause, EnvdError):
-        return not isinstance(cause, SandboxGone)
-    return isinstance(cause, (EngineStopped, EngineUnreachable))
+    """Whether a whole server failed, and not one request. A sandbox that broke by no fault of its agent tells of its server."""
+    return isinstance(fault, SandboxBroken) or isinstance(
+        fault.__cause__, (EnvdError, EngineStopped, EngineUnreachable)
+    )
 
 
 class Attempt:
@@ -96,18 +118,32 @@ class Attempt:
         self._turns = self._format_errors = self._sampled = 0
         self._started = time.perf_counter()
         self._sampling_seconds = self._tool_seconds = 0.0
+        self.broken_by_agent = False
+        """Whether the sandbox failed, and a control showed that it was not our fault."""
 
     async def to_end(self) -> Episode:
         """Run until an outcome and take the final diff. Raises InfraFault; the sandbox is gone either way."""
         try:
             outcome = await self._run()
-            if outcome is Outcome.TIMED_OUT and self._player.config.profile == "deterministic":
-                raise InfraFault(
-                    f"attempt took over {self._player.config.episode_timeout_s:g} s: raise episode_timeout_s, the deterministic profile has no outcome by the clock"
-                )
+            if outcome is Outcome.TIMED_OUT:
+                self._require_own_time()
             return self.episode(outcome, await self._workspace.finish())
+        except SandboxBroken:
+            self.broken_by_agent = await is_agents_fault(self._workspace, self._player.workspaces, self._task)
+            raise
         finally:
             await self._workspace.close()
+
+    def _require_own_time(self) -> None:
+        """Raise InfraFault where the clock decided what bits count, unless the agent's own calls took most of the time, at every attempt."""
+        config = self._player.config
+        if config.profile != "deterministic":
+            return
+        own = self._tool_seconds > config.episode_timeout_s / 2
+        if not own or self._attempt + 1 < config.max_attempts:
+            raise InfraFault(
+                f"attempt took over {config.episode_timeout_s:g} s: raise episode_timeout_s, the deterministic profile has no outcome by the clock"
+            )
 
     async def _run(self) -> Outcome:
         while self._turns < self._player.config.max_turns:
@@ -191,8 +227,8 @@ class Attempt:
                 f"engine sampled with policy {other[0][:12]}, the plan asks for {expected[:12]}: load that checkpoint, or use the throughput profile"
             )
 
-    def episode(self, outcome: Outcome, final_diff: bytes) -> Episode:
-        """The record of this attempt, ended by `outcome`."""
+    def episode(self, outcome: Outcome, final_diff: bytes, failure: str | None = None) -> Episode:
+        """The record of this attempt, ended by `outcome`. failure: why, of a FAILED one."""
         config = self._player.config
         return Episode(
             episode_id=self.episode_id, group_id=self._group_id, task_id=self._task.task_id,
@@ -200,7 +236,7 @@ class Attempt:
             attempt=self._numbered, seed=self._slot.token_seed, policy_version=self._player.policy_version,
             temperature=config.temperature, max_tokens=config.max_tokens, outcome=outcome, turns=self._turns,
             tool_calls=self._calls, format_errors=self._format_errors, final_diff=final_diff,
-            sequences=[self._transcript.sequence()],
+            sequences=[self._transcript.sequence()], failure=failure,
             telemetry={
                 "seconds": time.perf_counter() - self._started, "sampling_seconds": self._sampling_seconds,
                 "tool_seconds": self._tool_seconds, "host": _HOST, "engine_tokens": self._sampled, "retries": self._attempt,

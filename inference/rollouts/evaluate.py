@@ -20,7 +20,7 @@ from inference.rollouts.workspace import Workspaces
 
 def evaluation_slot(experiment: str, split: Split, task_id: str, sample: int, seed: int) -> Slot:
     """The place, and so the seed, of an evaluation's episode. It names no policy: candidate and parent meet the same random numbers."""
-    return Slot(experiment, f"eval-{split.value}", task_id, sample, seed)
+    return Slot(experiment, f"eval-{split.value}", task_id, task_id, sample, seed)
 
 
 async def run_episodes(

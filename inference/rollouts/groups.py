@@ -6,7 +6,15 @@ from collections.abc import Sequence
 
 from contracts.artifacts import Artifact, ArtifactWriter, find_artifact
 from contracts.digests import digest_of
-from contracts.episodes import Episode, Outcome, episodes_table, sequences_table, telemetry_table
+from contracts.episodes import (
+    STRAGGLERS,
+    Episode,
+    Outcome,
+    episodes_table,
+    lacks_variance,
+    sequences_table,
+    telemetry_table,
+)
 from contracts.store import Store
 from inference.rollouts import ROLLOUTS_VERSION
 from inference.rollouts.plan import GroupPlan, RolloutPlan
@@ -27,29 +35,30 @@ def find_group(plan: RolloutPlan, group: GroupPlan, store: Store) -> Artifact | 
 def commit_group(
     plan: RolloutPlan, group: GroupPlan, episodes: Sequence[Episode], solved: Sequence[bool | None], store: Store
 ) -> Artifact:
-    """Commit a group's episodes in order of sample. solved: the verdict of each; None where there is none.
+    """Commit a group's episodes in order of sample, stragglers included. solved: the verdict of each; None where there is none.
 
     If another worker was first, its group is returned and this one dropped.
     """
-    kept = list(episodes)
+    rows = list(episodes)
     with ArtifactWriter(
         store, GROUP, group_key(plan, group), parents={"policy": plan.policy, **plan.inputs},
         config={"group_id": group.group_id, "task_id": group.task_id, "rollouts": plan.key}, code_version=ROLLOUTS_VERSION,
     ) as out:  # fmt: skip
-        out.add_table("episodes.parquet", episodes_table(kept))
-        out.add_table("sequences.parquet", sequences_table(kept))
-        out.add_table("telemetry.parquet", telemetry_table(kept), telemetry=True)
+        out.add_table("episodes.parquet", episodes_table(rows))
+        out.add_table("sequences.parquet", sequences_table(rows))
+        out.add_table("telemetry.parquet", telemetry_table(rows), telemetry=True)
         return out.commit(
             meta={
                 "index": group.index,
-                "episodes": len(kept),
+                "episodes": len(rows),
                 "solved": list(solved),
-                "policy_tokens": sum(episode.policy_tokens for episode in kept),
-                "infra_errors": sum(episode.outcome is Outcome.INFRA_ERROR for episode in kept),
+                "stragglers": sum(episode.outcome in STRAGGLERS for episode in rows),
+                "policy_tokens": sum(episode.policy_tokens for episode in rows),
+                "infra_errors": sum(episode.outcome is Outcome.INFRA_ERROR for episode in rows),
             }
         )
 
 
-def lacks_variance(group: Artifact) -> bool:
-    """Whether all graded episodes of a group were solved, or none: it has nothing to compare and is refilled."""
-    return len({solved for solved in group.meta["solved"] if solved is not None}) < 2
+def without_variance(group: Artifact) -> bool:
+    """Whether all graded episodes of a committed group were solved, or none: it is refilled, and the dataset leaves it out."""
+    return lacks_variance(group.meta["solved"])

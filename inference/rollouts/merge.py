@@ -14,8 +14,9 @@ from contracts.store import Store
 from inference.errors import GroupsMissing
 from inference.rollouts import ROLLOUTS_VERSION
 from inference.rollouts.claims import clear_claims
-from inference.rollouts.groups import find_group, lacks_variance
+from inference.rollouts.groups import find_group, without_variance
 from inference.rollouts.plan import GroupPlan, RolloutPlan
+from inference.rollouts.stragglers import played_in, solve_rates
 
 ROLLOUTS = "rollouts"
 READERS = 16
@@ -58,7 +59,7 @@ def gather_groups(plan: RolloutPlan, store: Store) -> Gathered:
             committed |= arrived
             wave = []
             for groups, reserve in shards if plan.config.refill else ():
-                lacking = sum(lacks_variance(arrived[each.group_id]) for each in groups if each.group_id in arrived)
+                lacking = sum(without_variance(arrived[each.group_id]) for each in groups if each.group_id in arrived)
                 groups[:], reserve[:] = reserve[:lacking], reserve[lacking:]
                 wave += groups
     return Gathered(sorted(expected, key=lambda group: group.index), committed)
@@ -101,14 +102,17 @@ def _merge(groups: list[Artifact], plan: RolloutPlan, store: Store) -> Artifact:
         # how the work was divided is no part of what came out of it
         (out.directory / "plan.json").write_bytes(canonical_json(plan.model_dump(mode="json")))
         out.add_file("plan.json", telemetry=True)
+        rates = solve_rates(played_in(groups)) if plan.config.oversample else None
         return out.commit(
             meta={
                 "groups": len(groups),
                 "refilled": len(groups) - len(plan.groups),
-                "without_variance": sum(map(lacks_variance, groups)),
+                "without_variance": sum(map(without_variance, groups)),
                 "episodes": sum(group.meta["episodes"] for group in groups),
                 "policy_tokens": sum(group.meta["policy_tokens"] for group in groups),
+                "stragglers": sum(group.meta["stragglers"] for group in groups),
                 "infra_errors": sum(group.meta["infra_errors"] for group in groups),
                 "solved": sum(solved is True for group in groups for solved in group.meta["solved"]),
+                **(rates.facts() if rates else {}),
             }
         )

@@ -64,7 +64,7 @@ class RolloutPlan(Frozen):
 
     def slot(self, group: GroupPlan, sample: int) -> Slot:
         """The place, and so the seed, of one sample of `group`."""
-        return Slot(self.experiment, self.iteration, group.task_id, sample, self.seed)
+        return Slot(self.experiment, self.iteration, group.group_id, group.task_id, sample, self.seed)
 
 
 def draw_prompts(

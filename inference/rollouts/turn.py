@@ -16,7 +16,7 @@ def read_turn(text: str) -> ParsedTurn:
         turn = parse_turn(text)
         for call in turn.calls:
             arguments_text(call)
-    except (ValueError, SchemaError):
+    except (ValueError, SchemaError, RecursionError):
         return ParsedTurn((), "tool call is not JSON")
     return turn
 

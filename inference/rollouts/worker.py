@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from contracts.artifacts import Artifact
 from contracts.chat import ChatTokenizer
-from contracts.episodes import Episode, Outcome
+from contracts.episodes import STRAGGLERS, Episode, Outcome
 from contracts.failpoints import failpoint
 from contracts.store import Store
 from contracts.tasks import Task
@@ -26,7 +26,7 @@ from inference.engines.base import Engine
 from inference.errors import InfraFault, PlanError, StaleVersion
 from inference.rollouts.claims import ClaimOwner
 from inference.rollouts.episode import Player
-from inference.rollouts.groups import commit_group, find_group, lacks_variance
+from inference.rollouts.groups import commit_group, find_group, without_variance
 from inference.rollouts.plan import GroupPlan, RolloutPlan
 from inference.rollouts.progress import Meter, Progress, no_progress
 from inference.rollouts.sampling import sample_group
@@ -137,7 +137,7 @@ class _Shard:
             self._found += 1
             self._meter.group(found_episodes=self._plan.config.episodes_started)
         self._infra_errors += artifact.meta["infra_errors"]
-        if self._plan.config.refill and self._reserve and lacks_variance(artifact):
+        if self._plan.config.refill and self._reserve and without_variance(artifact):
             self._refills += 1
             self._start(self._reserve.pop(0), running)
 
@@ -166,11 +166,14 @@ class _Shard:
         return committed
 
     async def _verdict(self, task: Task, episode: Episode) -> bool | None:
-        """Early verdict where a refill may depend on it."""
-        if not self._plan.config.refill or episode.outcome is Outcome.INFRA_ERROR:
+        """Early verdict where a refill, or the bias of over-sampling, is reckoned from it. Rewards find it again."""
+        config = self._plan.config
+        if not (config.refill or config.oversample) or episode.outcome in (Outcome.INFRA_ERROR, *STRAGGLERS):
             return None
+        if episode.outcome is Outcome.FAILED:
+            return False
         solved = (await self._grade(task, episode.final_diff)).solved
-        if solved is None and self._plan.config.profile == "deterministic":
+        if solved is None and config.refill and config.profile == "deterministic":
             raise InfraFault(
                 f"an episode of task {task.task_id} could not be graded, and which prompts are drawn again depends on it: "
                 "check envd, then run the same step again, committed groups stay"

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from contracts.errors import TriplaneError
 from contracts.tasks import Task
-from envd.client import Export, Limits, Sandbox, SandboxClient, ToolCall, ToolResult
-from inference.errors import InfraFault
+from envd.client import EnvdError, Export, Limits, Sandbox, SandboxClient, SandboxUnknown, ToolCall, ToolResult
+from inference.errors import InfraFault, SandboxBroken
 
 LIFETIME_MARGIN_S = 60.0
 CLOSE_TIMEOUT_S = 10.0
@@ -51,28 +51,43 @@ class Workspace:
         self._starting: asyncio.Task[Sandbox] | None = None
 
     async def run(self, calls: Sequence[ToolCall], timeout_s: float) -> list[ToolResult]:
-        """Run one turn's calls, answers in call order. timeout_s: of one call. Raises InfraFault when the sandbox itself fails."""
+        """Run one turn's calls, answers in call order. timeout_s: of one call.
+
+        Raises InfraFault when no sandbox starts, SandboxBroken when the one that started fails.
+        """
         if self._starting is None:
             self._starting = asyncio.create_task(self._workspaces.start(self._task))
         # shielded: a sandbox whose start is cut off by a deadline would have no owner to close it
         sandbox = await asyncio.shield(self._starting)
         try:
             return await sandbox.batch(calls, timeout_s=timeout_s)
-        except TriplaneError as error:
-            raise InfraFault(f"sandbox of task {self._task.task_id} failed: {error}") from error
+        except EnvdError as error:
+            raise SandboxBroken(f"a tool call failed: {_words(error, sandbox)}") from error
 
     async def finish(self) -> bytes:
-        """The final diff, of the task's artifacts where it declares any; the sandbox is gone afterwards. Raises InfraFault."""
+        """The final diff, of the task's artifacts where it declares any; the sandbox is gone afterwards. Raises SandboxBroken."""
         if self._starting is None:
             return b""
         artifacts = self._task.artifacts
+        sandbox = await asyncio.shield(self._starting)
         try:
-            sandbox = await asyncio.shield(self._starting)
             diff = await sandbox.finish(export=Export(artifacts) if artifacts else None)
-        except TriplaneError as error:
-            raise InfraFault(f"sandbox of task {self._task.task_id} gave no diff: {error}") from error
+        except EnvdError as error:
+            raise SandboxBroken(f"the final state could not be read: {_words(error, sandbox)}") from error
         self._starting = None
         return diff
+
+    async def is_known(self) -> bool:
+        """Whether the server still knows this sandbox, alive or ended: False after a restart of the server."""
+        if self._starting is None:
+            return True
+        try:
+            await (await asyncio.shield(self._starting)).status()
+        except SandboxUnknown:
+            return False
+        except TriplaneError:
+            return True
+        return True
 
     async def close(self) -> None:
         """Destroy the sandbox if it still lives. Never raises for one that can't be reached: its lifetime ends it."""
@@ -84,3 +99,8 @@ class Workspace:
                 await (await starting).close()
         except (TriplaneError, TimeoutError) as error:
             _log.warning("a sandbox of task %s was not closed (%s): its lifetime ends it", self._task.task_id, error)
+
+
+def _words(error: EnvdError, sandbox: Sandbox) -> str:
+    """An error without the sandbox's id, which no record of an episode may depend on."""
+    return str(error).replace(sandbox.id, "of the episode")

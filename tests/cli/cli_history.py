@@ -119,7 +119,7 @@ def byte_tokenizer() -> Tokenizer:
 def play(task: Task, tokenizer: Tokenizer, policy: ArtifactRef, *, group: int, sample: int) -> Episode:
     """An episode of one edit; group 0 sample 0 edits rightly, the others write nothing that helps."""
     chat, right = ChatTokenizer(tokenizer), (group, sample) == (0, 0)
-    slot = Slot(EXPERIMENT, "0000", f"{task.task_id}-{group}", sample, 0)
+    slot = Slot(EXPERIMENT, "0000", str(group), f"{task.task_id}-{group}", sample, 0)
     call = ToolCallText("edit", {"path": "app.py", "line": 2, "new": "    return a + b" if right else "    return b"})
     ids, roles = [], []
     for tokens, role in (

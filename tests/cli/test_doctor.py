@@ -45,7 +45,11 @@ def no_tools(tmp_path: Path) -> str:
     absent = {"docker", "kubectl", "runsc", "nvidia-smi", "firecracker", "unshare"}
     for place in ("/usr/bin", "/bin"):
         for tool in Path(place).iterdir():
-            if tool.name not in absent and not tool.name.startswith("qemu-") and not (folder / tool.name).exists():
+            if (
+                tool.name not in absent
+                and not tool.name.startswith("qemu-")
+                and not os.path.lexists(folder / tool.name)
+            ):
                 (folder / tool.name).symlink_to(tool)
     return str(folder)
 

@@ -42,7 +42,7 @@ def sequences(draw: st.DrawFn) -> TokenSequence:
 
 @st.composite
 def episodes(draw: st.DrawFn) -> Episode:
-    slot = Slot("e", "0001", draw(TEXT), draw(st.integers(0, 9)), 7)
+    slot = Slot("e", "0001", "g", draw(TEXT), draw(st.integers(0, 9)), 7)
     calls = draw(st.lists(st.builds(ToolCallRecord, st.integers(0, 9), TEXT, TEXT, st.booleans(), TEXT), max_size=3))
     return Episode(
         episode_id=episode_id(slot, "k"), group_id="g", task_id=slot.task_id, task_digest="t", image_digest="i", sample=slot.sample, attempt=0,

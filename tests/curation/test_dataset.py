@@ -13,10 +13,11 @@ from contracts.digests import table_digest
 from contracts.episodes import EPISODES, SEQUENCES
 from contracts.store import LocalStore
 from curation.dataset import MEMBERS, REASONS, TRAIN, DatasetConfig, build_dataset, report, select_rows
-from curation.errors import RewardsMismatch
+from curation.errors import DuplicateRows, RewardsMismatch
 from curation.rewards import REWARDS
 
-OUTCOMES = ["completed", "truncated", "format_error", "infra_error"]
+OUTCOMES = ["completed", "truncated", "format_error", "failed", "infra_error", "aborted", "dropped"]
+UNSCORED = ("infra_error", "aborted", "dropped")
 
 
 @st.composite
@@ -26,9 +27,18 @@ def rollouts(draw: st.DrawFn) -> dict[str, list[dict[str, Any]]]:
         for sample in range(draw(st.integers(1, 4))):
             name = f"e{group}-{sample}"
             outcome = draw(st.sampled_from(OUTCOMES))
-            reward = None if outcome == "infra_error" else draw(st.sampled_from([None, 0.0, 0.1, 1.1]))
+            reward = None if outcome in UNSCORED else draw(st.sampled_from([None, 0.0, 0.1, 1.1]))
+            solved = None if reward is None else reward > 1
             episodes.append({"episode_id": name, "group_id": f"g{group}", "sample": sample, "outcome": outcome})
-            rewards.append({"episode_id": name, "group_id": f"g{group}", "task_id": f"t{group}", "reward": reward})
+            rewards.append(
+                {
+                    "episode_id": name,
+                    "group_id": f"g{group}",
+                    "task_id": f"t{group}",
+                    "reward": reward,
+                    "solved": solved,
+                }
+            )
             for index in range(draw(st.integers(0, 2))):
                 roles = draw(st.lists(st.sampled_from([0, 1, 2]), min_size=1, max_size=6))
                 versions = draw(st.lists(st.sampled_from(["v2", "v1"]), max_size=3))
@@ -52,6 +62,7 @@ def rollouts(draw: st.DrawFn) -> dict[str, list[dict[str, Any]]]:
 configs = st.builds(
     DatasetConfig,
     drop_zero_variance=st.booleans(),
+    variance_of=st.sampled_from(["solved", "reward"]),
     max_tokens=st.none() | st.integers(1, 6),
     drop_truncated=st.booleans(),
 )
@@ -69,10 +80,10 @@ def tables(rows: dict[str, list[dict[str, Any]]], folder: Path) -> tuple[Path, P
 def reason_of(episode: dict[str, Any], rows: dict[str, list[dict[str, Any]]], config: DatasetConfig) -> str | None:
     reward = {row["episode_id"]: row["reward"] for row in rows["rewards"]}
     group = [reward[other["episode_id"]] for other in rows["episodes"] if other["group_id"] == episode["group_id"]]
-    graded = [value for value in group if value is not None]
+    graded = [value if config.variance_of == "reward" else value > 1 for value in group if value is not None]
     mine = [row for row in rows["sequences"] if row["episode_id"] == episode["episode_id"]]
     holds = {
-        "infra_error": episode["outcome"] == "infra_error",
+        **{outcome: episode["outcome"] == outcome for outcome in UNSCORED},
         "not_graded": reward[episode["episode_id"]] is None,
         "empty": not any(role == 1 for row in mine for role in row["token_role"]),
         "zero_variance": config.drop_zero_variance and len(set(graded)) == 1,
@@ -135,7 +146,7 @@ def test_the_same_files_give_the_same_rows_whatever_their_layout(tmp_path: Path)
 def test_tokens_roles_logprobs_and_versions_come_through_unchanged(tmp_path: Path) -> None:
     train, members = select_rows(*tables(two_groups(), tmp_path), DatasetConfig())
     assert train.to_pylist()[0] == {
-        "episode_id": "a0", "group_id": "a", "group_index": 0, "token_ids": [5, 6, 7], "token_role": [0, 1, 2],
+        "episode_id": "a0", "group_id": "a", "group_index": 0, "sample": 0, "sequence": 0, "token_ids": [5, 6, 7], "token_role": [0, 1, 2],
         "logprobs": [None, -0.25, None], "policy_versions": ["v1", "v2"], "reward": 1.0,
     }  # fmt: skip
     assert members["length"].to_pylist() == [3, 3, 3, 3]
@@ -156,7 +167,7 @@ def test_nothing_to_learn_from_gives_an_empty_train_table_and_a_report_that_says
     store = LocalStore(tmp_path / "store")
     rows = two_groups()
     for row in rows["rewards"]:
-        row["reward"] = 0.0
+        row |= {"reward": 0.0, "solved": False}
     parts = {name: pa.Table.from_pylist(rows[name], schema=schema) for name, schema in SCHEMAS.items()}
     rollout = commit(
         store, "rollouts", {"episodes.parquet": parts["episodes"], "sequences.parquet": parts["sequences"]}
@@ -177,6 +188,31 @@ def test_rewards_of_other_rollouts_are_refused(tmp_path: Path) -> None:
         select_rows(*tables(rows, tmp_path), DatasetConfig())
 
 
+@pytest.mark.parametrize(
+    ("table", "change", "words"),
+    [
+        ("episodes", {"episode_id": "a0"}, r"episodes repeats \(episode_id\): episode_id a0: 2 rows: sample"),
+        ("episodes", {"sample": 0}, r"episodes repeats \(group_id, sample\): group_id a, sample 0: 2 rows"),
+        ("rewards", {"episode_id": "a0"}, r"rewards repeats \(episode_id\): episode_id a0: 2 rows"),
+        ("sequences", {"episode_id": "a0"}, r"sequences repeats \(episode_id, index\): episode_id a0, index 0: 2 rows"),
+    ],
+)
+def test_repeated_rows_are_named_and_never_joined(
+    table: str, change: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    rows = two_groups()
+    rows[table][1] |= change
+    with pytest.raises(DuplicateRows, match=words):
+        select_rows(*tables(rows, tmp_path), DatasetConfig())
+
+
+def test_an_episode_in_another_group_than_its_reward_is_refused(tmp_path: Path) -> None:
+    rows = two_groups()
+    rows["rewards"][1]["group_id"] = "b"
+    with pytest.raises(RewardsMismatch, match="2 episodes"):
+        select_rows(*tables(rows, tmp_path), DatasetConfig())
+
+
 SCHEMAS = {"episodes": EPISODES, "sequences": SEQUENCES, "rewards": REWARDS}
 
 
@@ -185,8 +221,12 @@ def two_groups() -> dict[str, list[dict[str, Any]]]:
     names = [("a0", "a", 1.0), ("a1", "a", 0.0), ("b0", "b", 1.0), ("b1", "b", 1.0)]
     spans = [{"version": "v2", "start": 1, "end": 2}, {"version": "v1", "start": 1, "end": 2}]
     return {
-        "episodes": [{"episode_id": name, "group_id": group, "outcome": "completed"} for name, group, _ in names],
-        "rewards": [{"episode_id": name, "group_id": group, "reward": reward} for name, group, reward in names],
+        "episodes": [
+            {"episode_id": name, "group_id": group, "sample": int(name[1]), "outcome": "completed"} for name, group, _ in names
+        ],
+        "rewards": [
+            {"episode_id": name, "group_id": group, "reward": reward, "solved": reward == 1.0} for name, group, reward in names
+        ],
         "sequences": [
             {
                 "episode_id": name, "index": 0, "token_ids": [5, 6, 7], "token_role": [0, 1, 2],

@@ -36,7 +36,11 @@ def all_keys(experiment: Experiment) -> dict[str, str]:
     ("change", "moved"),
     [
         ({"trainer": {"grpo": {"learning_rate": 1e-3}}}, {"checkpoint"}),
-        ({"trainer": {"launcher": {"threads": 3}}}, set()),
+        # threads, device and ranks decide the bits of a training; when it is stopped does not
+        ({"trainer": {"launcher": {"threads": 3}}}, {"base_policy", "checkpoint"}),
+        ({"trainer": {"launcher": {"gpus": 1}}}, {"base_policy", "checkpoint"}),
+        ({"trainer": {"launcher": {"nodes": 2}}}, {"base_policy", "checkpoint"}),
+        ({"trainer": {"launcher": {"timeout_s": 60}}}, set()),
         ({"rewards": {"valid": 0.2}}, {"rewards"}),
         ({"dataset": {"drop_truncated": True}}, {"dataset"}),
         ({"rollouts": {"group_size": 4}}, {"rollouts"}),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,27 +11,18 @@ from pathlib import Path
 from typing import TypeVar
 
 from envd.guest.link import GuestLink
-from envd.native import guest_binary
-from tests.envd.guests import KINDS, command
-
-__all__ = ["KINDS", "agent", "missing", "with_agent"]
+from tests.envd.guests import command
 
 T = TypeVar("T")
 
 
-def missing(kind: str) -> bool:
-    """Whether this machine has no such agent."""
-    return kind == "native" and guest_binary() is None
-
-
 @asynccontextmanager
-async def agent(kind: str, workspace: Path) -> AsyncIterator[GuestLink]:
+async def agent(workspace: Path) -> AsyncIterator[GuestLink]:
     """A link to an agent that serves `workspace`; it ends with the block."""
     ours, theirs = socket.socketpair()
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     with theirs:
-        program = command(kind, theirs.fileno(), workspace.parent)
-        process = subprocess.Popen(program, pass_fds=[theirs.fileno()], env=environment, start_new_session=True)
+        program = command(theirs.fileno(), workspace.parent)
+        process = subprocess.Popen(program, pass_fds=[theirs.fileno()], start_new_session=True)
     link = await GuestLink.over_socket(ours)
     try:
         await link.init(host_name="test", env={})
@@ -43,11 +33,11 @@ async def agent(kind: str, workspace: Path) -> AsyncIterator[GuestLink]:
         await asyncio.to_thread(process.wait, 20)
 
 
-def with_agent(kind: str, workspace: Path, job: Callable[[GuestLink], Awaitable[T]]) -> T:
+def with_agent(workspace: Path, job: Callable[[GuestLink], Awaitable[T]]) -> T:
     """Run a coroutine with an agent."""
 
     async def run() -> T:
-        async with agent(kind, workspace) as link:
+        async with agent(workspace) as link:
             return await job(link)
 
     return asyncio.run(run())

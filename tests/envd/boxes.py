@@ -9,15 +9,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
-from envd.backends import namespaces, python_zygote
-from envd.backends.base import Backend, Box, BoxSpec
+from envd.backends import namespaces
+from envd.backends.base import Box, BoxSpec
 from envd.backends.namespaces import NamespacesBackend
-from envd.backends.zygote_box import ZygoteBackend
 from envd.sandbox.linux import sandbox_owner
 from envd.types import Limits
 
 T = TypeVar("T")
-B = TypeVar("B", bound=Backend)
 FILES = {"calc.py": b"x = 1\n", "package/one.py": b"1\n", "package/two.py": b"2\n"}
 
 
@@ -41,25 +39,11 @@ def spec(run_dir: Path, limits: Limits | None = None, name: str = "test", **fiel
     return BoxSpec(name, "template", where, limits or Limits(), **fields)  # type: ignore[arg-type]
 
 
-def with_native(run_dir: Path, job: Callable[[NamespacesBackend], Awaitable[T]], pool: int = 0) -> T:
-    """Run a coroutine with the backend on its native spawner."""
+def with_namespaces(run_dir: Path, job: Callable[[NamespacesBackend], Awaitable[T]], pool: int = 0) -> T:
+    """Run a coroutine with the backend."""
 
-    async def started() -> NamespacesBackend:
-        backend = await namespaces.start(run_dir, pool=pool)
-        assert isinstance(backend, NamespacesBackend)
-        return backend
-
-    return _with(started, job)
-
-
-def with_python(run_dir: Path, job: Callable[[ZygoteBackend], Awaitable[T]]) -> T:
-    """Run a coroutine with the backend on its Python zygote."""
-    return _with(lambda: python_zygote.start(run_dir), job)
-
-
-def _with(start: Callable[[], Awaitable[B]], job: Callable[[B], Awaitable[T]]) -> T:
     async def run() -> T:
-        backend = await start()
+        backend = await namespaces.start(run_dir, pool=pool)
         try:
             async with asyncio.timeout(60):
                 return await job(backend)
@@ -76,7 +60,7 @@ async def sh(box: Box, command: str, deadline_s: float = 20) -> str:
 
 
 def in_sandbox(run_dir: Path, *commands: str, read_only: bool = False) -> list[str]:
-    """What commands say in one box of the native spawner."""
+    """What commands say in one box."""
 
     async def job(backend: NamespacesBackend) -> list[str]:
         box = await backend.create(spec(run_dir, read_only=read_only))
@@ -85,7 +69,7 @@ def in_sandbox(run_dir: Path, *commands: str, read_only: bool = False) -> list[s
         finally:
             await box.destroy()
 
-    return with_native(run_dir, job)
+    return with_namespaces(run_dir, job)
 
 
 def of_this_run(run_dir: Path) -> list[str]:

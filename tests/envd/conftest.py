@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -11,13 +10,9 @@ from pathlib import Path
 import pytest
 
 from contracts.owned import owned_name
-from envd.backends.namespaces import HELPER
 from envd.local import LocalEnvd
-from envd.native import spawner_binary
-from envd.native.build import build
 from envd.sandbox.cgroups import OWNED, remove_groups
-from tests.envd import agents
-from tests.envd.guests import KINDS, Guest, alive
+from tests.envd.guests import Guest, alive
 from tests.envd.harness import Harness
 
 
@@ -50,26 +45,8 @@ def run_dir() -> Iterator[Path]:
 
 
 @pytest.fixture
-def native_helper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiled helpers, of these sources, whatever the other tests are run with."""
-    monkeypatch.delenv(HELPER, raising=False)
-    if shutil.which(os.environ.get("CC") or "cc") is None:
-        pytest.skip("no C compiler: the native spawner can't be built")
-    build()
-    assert spawner_binary() is not None
-
-
-@pytest.fixture(params=agents.KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    """Of agent: the native one or Python's."""
-    if agents.missing(request.param):
-        pytest.skip("there is no native agent: no C compiler here, or it was not built")
-    return str(request.param)
-
-
-@pytest.fixture(params=KINDS)
-def guest(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Guest]:
-    started = Guest(request.param, tmp_path)
+def guest(tmp_path: Path) -> Iterator[Guest]:
+    started = Guest(tmp_path)
     yield started
     started.stop()
 

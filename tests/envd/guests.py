@@ -4,48 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
-
-import pytest
 
 from envd.guest.link import GuestLink
 from envd.native import guest_binary
 
 T = TypeVar("T")
-KINDS = ("python", "native")
 
 
-def command(kind: str, fd: int, directory: Path) -> list[str]:
-    if kind == "python":
-        program = [sys.executable, "-m", "envd.guest"]
-    else:
-        native = guest_binary()
-        if native is None and shutil.which("cc") is None:
-            pytest.skip("no C compiler here, so no native agent")
-        assert native is not None, "the native agent is not built: python -m envd.native.build"
-        program = [str(native)]
+def command(fd: int, directory: Path, program: Path | None = None) -> list[str]:
+    """program: the built agent when None."""
     where = ["--workspace", str(directory / "workspace"), "--scratch", str(directory / "scratch")]
-    return [*program, "--fd", str(fd), *where]
+    return [str(program or guest_binary()), "--fd", str(fd), *where]
 
 
 class Guest:
-    """One running agent. `link` works once `run` has made it."""
+    """One running agent."""
 
-    def __init__(self, kind: str, directory: Path) -> None:
+    def __init__(self, directory: Path, program: Path | None = None, **environment: str) -> None:
         self.workspace = directory / "workspace"
         self.workspace.mkdir(parents=True)
         self.socket, theirs = socket.socketpair()
-        environment = {"PATH": os.environ["PATH"], "HOME": str(directory), "LANG": "C.UTF-8"}
-        environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
+        environment |= {"PATH": os.environ["PATH"], "HOME": str(directory), "LANG": "C.UTF-8"}
         with theirs:
             self.process = subprocess.Popen(
-                command(kind, theirs.fileno(), directory), pass_fds=[theirs.fileno()], env=environment
+                command(theirs.fileno(), directory, program), pass_fds=[theirs.fileno()], env=environment
             )
 
     def run(self, job: Callable[[GuestLink], Awaitable[T]], *, patience_s: float = 30.0, init: bool = True) -> T:

@@ -1,11 +1,10 @@
-"""Sandboxes whose policy allows destinations reach these by their proxy and nothing else, on both helpers of the namespaces backend."""
+"""Sandboxes whose policy allows destinations reach these by their proxy and nothing else."""
 
 from __future__ import annotations
 
 import asyncio
 import http.server
 import json
-import os
 import re
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -15,11 +14,11 @@ from typing import Any, TypeVar
 import pytest
 
 from envd.backends.base import NetworkRule
-from envd.backends.namespaces import HELPER, NamespacesBackend
+from envd.backends.namespaces import NamespacesBackend
 from envd.client import Sandbox, SandboxClient, ToolCall
 from envd.errors import PolicyDenied
 from envd.local import LocalEnvd
-from tests.envd.boxes import spec, with_native
+from tests.envd.boxes import spec, with_namespaces
 
 T = TypeVar("T")
 FETCH = """
@@ -75,20 +74,17 @@ class Served:
         return [line for line in lines if line["kind"] == kind]
 
 
-@pytest.fixture(scope="module", params=["native", "python"])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("egress")
     (folder / "policy").write_text("network: {allow: [{host: 127.0.0.0/8}]}")
     web = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Page)
     threading.Thread(target=web.serve_forever, daemon=True).start()
-    before = os.environ.get(HELPER)
-    os.environ[HELPER] = request.param
     try:
         options = ["--policy", str(folder / "policy"), "--audit-log", str(folder / "audit"), "--audit-calls"]
         with LocalEnvd("namespaces", options=options) as server:
             yield Served(server.address, folder / "audit", web.server_port)
     finally:
-        os.environ.pop(HELPER) if before is None else os.environ.update({HELPER: before})
         web.shutdown()
         web.server_close()
 
@@ -156,7 +152,7 @@ def test_copies_and_what_was_hibernated_have_the_same_way_out(served: Served) ->
     assert ["page /again" in said for said in served.run(job)] == [True, True]
 
 
-def test_the_networks_of_such_sandboxes_are_not_used_again(run_dir: Path, native_helper: None) -> None:
+def test_the_networks_of_such_sandboxes_are_not_used_again(run_dir: Path) -> None:
     async def networks(backend: NamespacesBackend, rules: tuple[NetworkRule, ...] = ()) -> str:
         box = await backend._start(spec(run_dir, network=rules))
         await box.guest.shell([("true", 10)])
@@ -173,6 +169,6 @@ def test_the_networks_of_such_sandboxes_are_not_used_again(run_dir: Path, native
             await networks(backend),
         ]
 
-    first, second, proxied, after = with_native(run_dir, job, pool=1)
+    first, second, proxied, after = with_namespaces(run_dir, job, pool=1)
     assert first == second  # else nothing is used again here at all
     assert after != proxied

@@ -70,14 +70,14 @@ def test_patterns_made_to_be_slow_are_not() -> None:
     assert not patterns.names("a" * 250 + "/" + "d/" * 1500 + "a" * 250)
 
 
-def exported(kind: str, directory: Path, **bounds: Any) -> tuple[bytes, LeftOut]:
+def exported(directory: Path, **bounds: Any) -> tuple[bytes, LeftOut]:
     """What leaves `workspace` against `template` there."""
     export = Exporting(pb.Export(**bounds))
 
     async def job(guest: GuestLink) -> bytes:
         return await guest_diff(guest, directory / "template", export=export)
 
-    return with_agent(kind, directory / "workspace", job), export.left_out
+    return with_agent(directory / "workspace", job), export.left_out
 
 
 def prepared(directory: Path, files: dict[str, bytes]) -> Path:
@@ -93,7 +93,7 @@ def touched(diff: bytes) -> list[str]:
     return [line.split()[-1].decode()[2:] for line in diff.splitlines() if line.startswith(b"diff --git")]
 
 
-def test_declared_files_leave_and_links_pipes_and_others_do_not(kind: str, tmp_path: Path) -> None:
+def test_declared_files_leave_and_links_pipes_and_others_do_not(tmp_path: Path) -> None:
     workspace = prepared(tmp_path, {"src/a.py": b"1\n", "src/gone.py": b"1\n", "src/pipe.py": b"1\n", "b.py": b"1\n"})
     (workspace / "src/a.py").write_text("2\n")
     (workspace / "src/gone.py").unlink()
@@ -104,26 +104,26 @@ def test_declared_files_leave_and_links_pipes_and_others_do_not(kind: str, tmp_p
     (workspace / "b.py").symlink_to("/proc/self/environ")
     (workspace / "note.txt").write_text("x")
     (workspace / os.fsdecode(b"\xff")).write_text("x")
-    diff, left_out = exported(kind, tmp_path, artifacts=["*.py"])
+    diff, left_out = exported(tmp_path, artifacts=["*.py"])
     assert touched(diff) == ["src/a.py", "src/gone.py", "src/pipe.py"] and b"120000" not in diff
     assert left_out == LeftOut(
         {"undeclared": 2, "link": 2},
         (("b.py", "link"), ("src/secret.py", "link"), ("note.txt", "undeclared"), ("\\xff", "undeclared")),
     )
-    everything, none = exported(kind, tmp_path)
+    everything, none = exported(tmp_path)
     assert everything == workspace_diff(tmp_path / "template", workspace) and none == LeftOut()
     assert everything.count(b"120000") == 2
 
 
-def test_count_and_size_bound_what_leaves_by_what_changed(kind: str, tmp_path: Path) -> None:
+def test_count_and_size_bound_what_leaves_by_what_changed(tmp_path: Path) -> None:
     workspace = prepared(tmp_path, {f"f{n}": b"x" * 100 for n in range(6)})
     for n in range(6):
         (workspace / f"f{n}").write_bytes(b"x" * 100 if n == 0 else b"y" * (5000 if n == 2 else 100))
-    diff, left_out = exported(kind, tmp_path, max_files=3, max_bytes=1000)
+    diff, left_out = exported(tmp_path, max_files=3, max_bytes=1000)
     assert touched(diff) == ["f1", "f3", "f4"], "f0 was only touched, f2 is too large"
     assert left_out == LeftOut({"size": 1, "count": 1}, (("f2", "size"), ("f5", "count")))
     (workspace / "large").write_bytes(os.urandom(3_000_000))
-    diff, left_out = exported(kind, tmp_path, artifacts=["large", "f1"], max_bytes=3_000_000)
+    diff, left_out = exported(tmp_path, artifacts=["large", "f1"], max_bytes=3_000_000)
     assert touched(diff) == ["f1"] and left_out.counts == {"size": 1, "undeclared": 5}
 
 
@@ -139,7 +139,7 @@ def test_a_file_that_grows_while_it_leaves_is_left_out(tmp_path: Path, monkeypat
         return await real(self, path, max_bytes)
 
     monkeypatch.setattr(GuestLink, "read_all", grows)
-    diff, left_out = exported("python", tmp_path, max_bytes=1000)
+    diff, left_out = exported(tmp_path, max_bytes=1000)
     assert touched(diff) == ["b"] and left_out == LeftOut({"size": 1}, (("a", "size"),))
 
 
@@ -147,7 +147,7 @@ def test_what_is_told_is_bounded(tmp_path: Path) -> None:
     workspace = prepared(tmp_path, {"f": b""})
     for n in range(200):
         (workspace / f"{n:03}").symlink_to("f") if n % 2 else (workspace / f"{n:03}").write_text("x")
-    diff, left_out = exported("python", tmp_path, artifacts=["??[13579]"])
+    diff, left_out = exported(tmp_path, artifacts=["??[13579]"])
     assert diff == b"" and left_out.counts == {"link": 100, "undeclared": 100}
     assert len(left_out.paths) == TOLD and {reason for _, reason in left_out.paths} == {"link"}
 

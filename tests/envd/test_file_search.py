@@ -77,7 +77,7 @@ def searched(root: Path, *queries: dict[str, Any]) -> list[pb.FileSearchReply]:
     async def job(guest: GuestLink) -> list[pb.FileSearchReply]:
         return [await search_files(guest, pb.FileSearchRequest(**query)) for query in queries]
 
-    return with_agent("python", root, job)
+    return with_agent(root, job)
 
 
 def test_plain_python_finds_what_ripgrep_finds(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ from envd.backends import firecracker, firecracker_launch
 from envd.errors import BackendUnavailable, SandboxGone, SandboxStartError
 from envd.images import initramfs
 from envd.images.build import VERSION as IMAGE_VERSION
-from envd.native import guest_binary
 from envd.sandbox.cgroups import OWNED
 
 pytest.register_assert_rewrite("tests.envd.vm_contract")
@@ -33,7 +32,6 @@ from tests.envd.vm_contract import Machines, says  # noqa: E402
 SERVER = Path(firecracker_server.__file__)
 _NEEDED = [name for name in ("mksquashfs", "unsquashfs", "setpriv", "unshare") if shutil.which(name) is None]
 pytestmark = [
-    pytest.mark.skipif(guest_binary() is None, reason="needs the native agent: python -m envd.native.build"),
     pytest.mark.skipif(bool(_NEEDED), reason=f"needs {_NEEDED}"),
 ]
 

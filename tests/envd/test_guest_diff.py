@@ -41,10 +41,10 @@ def test_any_two_trees(old: dict[str, tuple[bytes, bool]], new: dict[str, tuple[
         template, workspace = build(Path(directory) / "template", old), build(Path(directory) / "workspace", new)
         (workspace / "link").symlink_to("elsewhere")
         expected = workspace_diff(template, workspace)
-        assert with_agent("python", workspace, lambda guest: guest_diff(guest, template)) == expected
+        assert with_agent(workspace, lambda guest: guest_diff(guest, template)) == expected
 
 
-def test_odd_things_and_large_ones(kind: str, tmp_path: Path) -> None:
+def test_odd_things_and_large_ones(tmp_path: Path) -> None:
     names = ["a", "b c", "d/e", "d/\u00e9", 'q"t\n', "same", "gone", "mode"]
     template, workspace = prepared(tmp_path, dict.fromkeys(names, b"one\ntwo\n" * 20))
     (workspace / "a").write_bytes(b"one\nthree\n" * 20)
@@ -62,10 +62,10 @@ def test_odd_things_and_large_ones(kind: str, tmp_path: Path) -> None:
     (workspace / os.fsdecode(b"bytes\xff")).write_text("x")
     expected = workspace_diff(template, workspace)
     assert expected not in (b"", OVERSIZED)
-    assert with_agent(kind, workspace, lambda guest: guest_diff(guest, template)) == expected
+    assert with_agent(workspace, lambda guest: guest_diff(guest, template)) == expected
 
 
-def test_only_what_changed_is_read(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_changed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     template, workspace = prepared(tmp_path, {f"f{n}": b"x\n" for n in range(50)})
     (workspace / "f7").write_text("y\n")
     read: list[str] = []
@@ -76,7 +76,7 @@ def test_only_what_changed_is_read(kind: str, tmp_path: Path, monkeypatch: pytes
         return await real(self, path, max_bytes)
 
     monkeypatch.setattr(GuestLink, "read_all", counted)
-    diff = with_agent(kind, workspace, lambda guest: guest_diff(guest, template))
+    diff = with_agent(workspace, lambda guest: guest_diff(guest, template))
     assert diff == workspace_diff(template, workspace) and read == ["f7"]
 
 
@@ -86,7 +86,7 @@ def test_beyond_the_bounds_it_is_oversized(tmp_path: Path, size: int) -> None:
     with (workspace / "f").open("wb") as file:
         for _ in range(0, size, 1024 * 1024):
             file.write(b"y" * 1024 * 1024)
-    assert with_agent("python", workspace, lambda guest: guest_diff(guest, template)) == OVERSIZED
+    assert with_agent(workspace, lambda guest: guest_diff(guest, template)) == OVERSIZED
 
 
 def test_lines_made_to_be_slow_to_compare_cost_seconds_and_hold_nobody_up(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_lines_made_to_be_slow_to_compare_cost_seconds_and_hold_nobody_up(tmp_pa
         finally:
             heart.cancel()
 
-    diff = with_agent("python", workspace, job)
+    diff = with_agent(workspace, job)
     assert diff.count(b"diff --git") == 8 and slowest < 0.3
     assert diff == workspace_diff(template, workspace)
 
@@ -140,7 +140,7 @@ def test_a_sandbox_that_ends_half_way_has_no_diff(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(GuestLink, "read_all", ends)
 
     async def job() -> None:
-        async with agent("python", workspace) as guest:
+        async with agent(workspace) as guest:
             with pytest.raises(SandboxGone):
                 await guest_diff(guest, template)
 

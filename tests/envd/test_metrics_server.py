@@ -122,9 +122,8 @@ def test_metrics_and_spans_tell_what_a_server_did(receiver: HTTPServer, monkeypa
     assert live == ([2, 1] if pauses else [3, 0])
     assert value(alive, "envd_sandboxes_memory_bytes", backend="namespaces") > 0
     assert value(alive, "envd_audit_events_total", kind="policy.denied") == 1
-    native = any(name == "envd_pool_takes_total" for name, _ in alive)  # the Python fallback has no pool
     takes = [value(alive, "envd_pool_takes_total", backend="namespaces", result=result) for result in ("hit", "miss")]
-    assert not native or (sum(takes) == 3 and takes[1] >= 1)
+    assert sum(takes) == 3 and takes[1] >= 1
     assert sum(each for (name, _), each in after.items() if name == "envd_sandboxes") == 0
     assert not any("Nothing" in label for _, labels in alive for _, label in labels)
     spans = {span.name.rpartition(".")[2]: span for span in Receiver.spans}

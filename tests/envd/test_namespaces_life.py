@@ -17,9 +17,7 @@ from envd.backends.base import BoxSpec
 from envd.backends.namespaces import NamespacesBackend
 from envd.errors import SandboxGone, SandboxStartError
 from envd.types import Limits
-from tests.envd.boxes import of_this_run, sh, spec, template, with_native
-
-pytestmark = pytest.mark.usefixtures("native_helper")
+from tests.envd.boxes import of_this_run, sh, spec, template, with_namespaces
 
 
 def test_what_a_quiet_sandbox_leaves_is_used_again_and_what_a_busy_one_leaves_is_not(run_dir: Path) -> None:
@@ -51,7 +49,7 @@ def test_what_a_quiet_sandbox_leaves_is_used_again_and_what_a_busy_one_leaves_is
             await used(backend, f"python3 -S -c '{crowd}'")
         assert await used(backend, "test $(ls | wc -l) = 2; ! pgrep sleep")
 
-    with_native(run_dir, job, pool=2)
+    with_namespaces(run_dir, job, pool=2)
     assert of_this_run(run_dir) == []
 
 
@@ -75,7 +73,7 @@ def test_a_paused_sandbox_stands_still_and_goes_on(run_dir: Path) -> None:
         await box.pause()
         await box.destroy()  # a frozen one too
 
-    with_native(run_dir, job)
+    with_namespaces(run_dir, job)
 
 
 def test_a_snapshot_holds_what_was_changed_and_can_be_restored_twice(run_dir: Path, tmp_path: Path) -> None:
@@ -102,7 +100,7 @@ def test_a_snapshot_holds_what_was_changed_and_can_be_restored_twice(run_dir: Pa
         with pytest.raises(SandboxStartError, match="can't unpack"):
             await backend.restore(tmp_path, spec(run_dir))
 
-    with_native(run_dir, job)
+    with_namespaces(run_dir, job)
     assert of_this_run(run_dir) == []
 
 
@@ -129,7 +127,7 @@ def test_the_pool_hands_out_fresh_sandboxes_with_their_own_environment(run_dir: 
         assert len({box._started.number for box in (first, *others)}) == 7
         assert waits not in others and backend.pool.hits > 0
 
-    with_native(run_dir, job, pool=2)
+    with_namespaces(run_dir, job, pool=2)
     assert of_this_run(run_dir) == []
 
 
@@ -147,7 +145,7 @@ def test_sandboxes_end_with_the_spawner_and_the_next_start_sweeps(run_dir: Path)
         await box.destroy()
         return reason, pid
 
-    reason, pid = with_native(run_dir, job)
+    reason, pid = with_namespaces(run_dir, job)
     assert "spawner" in reason
     for _ in range(500):
         if not Path(f"/proc/{pid}").exists():
@@ -215,5 +213,5 @@ def test_many_come_and_go_without_a_trace(run_dir: Path) -> None:
         assert descriptors() == before
 
     template(run_dir)
-    with_native(run_dir, job)
+    with_namespaces(run_dir, job)
     assert of_this_run(run_dir) == []

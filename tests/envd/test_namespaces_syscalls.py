@@ -1,4 +1,4 @@
-"""System calls in the namespaces backend, with either helper: which are refused and how, which of them are told, and that honest programs never notice."""
+"""System calls in the namespaces backend: which are refused and how, which of them are told, and that honest programs never notice."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from pathlib import Path
 import pytest
 
 from envd.backends.namespaces import NamespacesBackend, NamespacesBox
-from envd.backends.zygote_box import ZygoteBackend, ZygoteBox
 from envd.sandbox import syscalls
-from tests.envd.boxes import sh, spec, with_native, with_python
+from tests.envd.boxes import sh, spec, with_namespaces
 
 Told = list[tuple[str, int]]
-AnyBox = NamespacesBox | ZygoteBox
 X86 = pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers are those of x86_64")
 PREPARE = """
 import ctypes, os, socket, stat, subprocess, threading
@@ -85,48 +83,38 @@ QUIET = (
 """Calls of honest programs."""
 
 
-@pytest.fixture(params=["native", "python"])
-def helper(request: pytest.FixtureRequest) -> str:
-    if request.param == "native":
-        request.getfixturevalue("native_helper")
-    return str(request.param)
-
-
-def in_box(helper: str, run_dir: Path, job: Callable[[AnyBox], Awaitable[None]]) -> None:
-    async def whole(backend: NamespacesBackend | ZygoteBackend) -> None:
+def in_box(run_dir: Path, job: Callable[[NamespacesBox], Awaitable[None]]) -> None:
+    async def whole(backend: NamespacesBackend) -> None:
         box = await backend.create(spec(run_dir))
         await job(box)
         await box.destroy()
 
-    if helper == "native":
-        with_native(run_dir, whole)
-    else:
-        with_python(run_dir, whole)
+    with_namespaces(run_dir, whole)
 
 
-def told_of(box: AnyBox) -> Told:
+def told_of(box: NamespacesBox) -> Told:
     told: Told = []
     box.tell_refusals(lambda call, count: told.append((call, count)))
     return told
 
 
-async def python(box: AnyBox, code: str) -> list[str]:
+async def python(box: NamespacesBox, code: str) -> list[str]:
     return (await sh(box, f"python3 -S -u - <<'END'\n{PREPARE}{IDS}{NUMBERS}{code}\nEND")).splitlines()
 
 
 @X86
-def test_calls_that_no_program_needs_fail_as_the_kernel_says_it(helper: str, run_dir: Path) -> None:
-    async def job(box: AnyBox) -> None:
+def test_calls_that_no_program_needs_fail_as_the_kernel_says_it(run_dir: Path) -> None:
+    async def job(box: NamespacesBox) -> None:
         said = await python(box, "\n".join(f"print({code})" for code, _ in ERRORS))
         assert said == [*(str(wanted) for _, wanted in ERRORS), "exit 0"]
 
-    in_box(helper, run_dir, job)
+    in_box(run_dir, job)
 
 
 @X86
 @pytest.mark.parametrize("wanted", TOLD, ids=lambda wanted: next(iter(wanted)))
-def test_what_is_refused_is_told_by_name(helper: str, run_dir: Path, wanted: dict[str, str]) -> None:
-    async def job(box: AnyBox) -> None:
+def test_what_is_refused_is_told_by_name(run_dir: Path, wanted: dict[str, str]) -> None:
+    async def job(box: NamespacesBox) -> None:
         told = told_of(box)
         for name, code in wanted.items():
             said = await python(box, code or INT_80)
@@ -134,23 +122,23 @@ def test_what_is_refused_is_told_by_name(helper: str, run_dir: Path, wanted: dic
             assert told[-1:] == [(name, 1)], name
         assert len(told) == len(wanted)
 
-    in_box(helper, run_dir, job)
+    in_box(run_dir, job)
 
 
 @X86
-def test_what_honest_programs_ask_is_not_told(helper: str, run_dir: Path) -> None:
-    async def job(box: AnyBox) -> None:
+def test_what_honest_programs_ask_is_not_told(run_dir: Path) -> None:
+    async def job(box: NamespacesBox) -> None:
         told = told_of(box)
         assert await python(box, "\n".join(QUIET)) == ["exit 0"]
         assert told == []
 
-    in_box(helper, run_dir, job)
+    in_box(run_dir, job)
 
 
-def test_a_flood_of_refused_calls_is_told_a_few_times_a_second(helper: str, run_dir: Path) -> None:
+def test_a_flood_of_refused_calls_is_told_a_few_times_a_second(run_dir: Path) -> None:
     many = "import os, ctypes; libc = ctypes.CDLL(None); [libc.chroot(b'/') for _ in range(3000)]; libc.unshare(0x10000000)"
 
-    async def job(box: AnyBox) -> None:
+    async def job(box: NamespacesBox) -> None:
         told = told_of(box)
         assert (await sh(box, "chroot / true")).endswith("exit 125")
         assert told == [("chroot", 1)]
@@ -160,7 +148,7 @@ def test_a_flood_of_refused_calls_is_told_a_few_times_a_second(helper: str, run_
         assert 2 <= len(told) < 4 * seconds_at_most and {call for call, _ in told} <= {"chroot", "unshare"}
         assert sum(count for _, count in told) <= 3002
 
-    in_box(helper, run_dir, job)
+    in_box(run_dir, job)
 
 
 TOOLS = (
@@ -182,14 +170,14 @@ with zipfile.ZipFile("/tmp/one-1-py3-none-any.whl", "w") as wheel:
 """
 
 
-def test_the_tools_of_the_trade_work_and_nothing_is_told_of_them(helper: str, run_dir: Path) -> None:
-    async def job(box: AnyBox) -> None:
+def test_the_tools_of_the_trade_work_and_nothing_is_told_of_them(run_dir: Path) -> None:
+    async def job(box: NamespacesBox) -> None:
         told = told_of(box)
         assert await python(box, WHEEL) == ["exit 0"]
         for command, wanted in TOOLS:
             assert (await sh(box, command), told) == (f"{wanted}exit 0", []), command
 
-    in_box(helper, run_dir, job)
+    in_box(run_dir, job)
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])

@@ -14,9 +14,7 @@ from envd.backends.namespaces import NamespacesBackend
 from envd.errors import EnvdError, SandboxGone, SandboxStartError
 from envd.sandbox.linux import sandbox_owner
 from envd.types import Limits
-from tests.envd.boxes import FILES, in_sandbox, of_this_run, sh, spec, template, with_native
-
-pytestmark = pytest.mark.usefixtures("native_helper")
+from tests.envd.boxes import FILES, in_sandbox, of_this_run, sh, spec, template, with_namespaces
 
 
 def test_a_sandbox_runs_commands_and_leaves_nothing(run_dir: Path) -> None:
@@ -60,7 +58,7 @@ def test_sandboxes_of_root_are_users_of_their_own(run_dir: Path) -> None:
             look = "stat -c '%u %g' . calc.py package /tmp /.template/calc.py | sort -u; echo 2 >> calc.py; stat -c %u calc.py; cat calc.py"
             assert await sh(box, look) == "0 0\n0\nx = 1\n2\nexit 0"
 
-    with_native(run_dir, job)
+    with_namespaces(run_dir, job)
 
 
 def test_files_outside_workspace_and_tmp_can_not_be_written(run_dir: Path) -> None:
@@ -107,7 +105,7 @@ def test_limits_hold_and_their_hits_are_counted(run_dir: Path) -> None:
         with pytest.raises(SandboxGone):
             await box.usage()
 
-    with_native(run_dir, job)
+    with_namespaces(run_dir, job)
 
 
 def test_a_start_that_its_limits_forbid_says_so(run_dir: Path) -> None:
@@ -119,7 +117,7 @@ def test_a_start_that_its_limits_forbid_says_so(run_dir: Path) -> None:
         with pytest.raises(SandboxStartError, match="is not below"):
             await backend.create(BoxSpec("a", "b", run_dir, Limits()))
 
-    with_native(run_dir, job)
+    with_namespaces(run_dir, job)
     assert of_this_run(run_dir) == []
 
 

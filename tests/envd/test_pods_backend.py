@@ -21,7 +21,6 @@ from tests.envd import vm_contract  # noqa: E402
 from tests.envd.kubernetes_server import Cluster, serving  # noqa: E402
 from tests.envd.vm_contract import Machines, says  # noqa: E402
 
-pytestmark = pytest.mark.skipif(guest_binary() is None, reason="needs the native agent: python -m envd.native.build")
 DEAD = "000000.1.1.dead"
 
 

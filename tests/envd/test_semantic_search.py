@@ -198,7 +198,7 @@ def test_the_tool_sees_what_calls_before_it_changed(root: Path) -> None:
     async def job(guest: GuestLink) -> list[ToolResult]:
         return await run_batch(guest, calls, 30)
 
-    texts = [result.text for result in with_agent("python", root, job)]
+    texts = [result.text for result in with_agent(root, job)]
     assert texts[0] == (
         "bank.py:18-20 transfer_money\n  18 def transfer_money(source, target, amount):\n"
         "  19     source.withdraw(amount)\n  20     target.deposit(amount)"
@@ -216,5 +216,5 @@ def test_without_the_extra_the_tool_says_how_to_get_it(root: Path, monkeypatch: 
     async def job(guest: GuestLink) -> list[ToolResult]:
         return await run_batch(guest, [ask("x")], 5)
 
-    (result,) = with_agent("python", root, job)
+    (result,) = with_agent(root, job)
     assert not result.ok and result.text.endswith("pip install 'triplane[search]'")

@@ -168,7 +168,7 @@ def tree(root: Path) -> dict[str, bytes | str]:
     return found
 
 
-def test_every_call_is_answered_as_on_a_directory(kind: str, root: Path, tmp_path: Path) -> None:
+def test_every_call_is_answered_as_on_a_directory(root: Path, tmp_path: Path) -> None:
     odd(root)
     shutil.copytree(root, tmp_path / "copy/workspace", symlinks=True, ignore=shutil.ignore_patterns("fifo"))
     copy = tmp_path / "copy/workspace"
@@ -178,7 +178,7 @@ def test_every_call_is_answered_as_on_a_directory(kind: str, root: Path, tmp_pat
     async def job(guest: GuestLink) -> list[ToolResult]:
         return [(await run_batch(guest, [each], 20))[0] for each in calls]
 
-    for each, result in zip(calls, with_agent(kind, root, job), strict=True):
+    for each, result in zip(calls, with_agent(root, job), strict=True):
         assert result == run_file_tool(copy, each), each
     assert tree(root) == tree(copy)
 
@@ -190,12 +190,12 @@ def test_without_ripgrep_search_says_the_same(root: Path, monkeypatch: pytest.Mo
     async def job(guest: GuestLink) -> list[ToolResult]:
         return await run_batch(guest, searches, 30)
 
-    with_ripgrep = with_agent("python", root, job)
+    with_ripgrep = with_agent(root, job)
     monkeypatch.setattr(textsearch, "PORTABLE", textsearch.re.compile("(?!)"))
-    assert with_agent("python", root, job) == with_ripgrep
+    assert with_agent(root, job) == with_ripgrep
 
 
-def test_a_turn_is_answered_in_order_and_each_call_sees_what_came_before(kind: str, root: Path) -> None:
+def test_a_turn_is_answered_in_order_and_each_call_sees_what_came_before(root: Path) -> None:
     turn = [
         call("read", path="calc.py", start=1, end=1),
         call("list"),
@@ -213,7 +213,7 @@ def test_a_turn_is_answered_in_order_and_each_call_sees_what_came_before(kind: s
     async def job(guest: GuestLink) -> list[ToolResult]:
         return await run_batch(guest, turn, 10)
 
-    texts = [result.text for result in with_agent(kind, root, job)]
+    texts = [result.text for result in with_agent(root, job)]
     assert texts == [
         "1 def add(a, b):",
         "calc.py\ntests/\ntests/test_calc.py",
@@ -229,7 +229,7 @@ def test_a_turn_is_answered_in_order_and_each_call_sees_what_came_before(kind: s
     ]
 
 
-def test_a_regular_expression_without_end_is_killed_at_its_deadline(kind: str, root: Path) -> None:
+def test_a_regular_expression_without_end_is_killed_at_its_deadline(root: Path) -> None:
     (root / "a").write_text("a" * 40 + "b\n")
 
     async def job(guest: GuestLink) -> tuple[ToolResult, ToolResult, list[bool]]:
@@ -239,12 +239,12 @@ def test_a_regular_expression_without_end_is_killed_at_its_deadline(kind: str, r
         return late, next_one, [each.running for each in await guest.processes()]
 
     started = time.monotonic()
-    late, after, running = with_agent(kind, root, job)
+    late, after, running = with_agent(root, job)
     assert late.timed_out and late.text == "timed out after 0.5 s" and not late.ok
     assert after.ok and not any(running) and time.monotonic() - started < 5
 
 
-def test_a_call_that_nobody_waits_for_leaves_nothing_running(kind: str, root: Path) -> None:
+def test_a_call_that_nobody_waits_for_leaves_nothing_running(root: Path) -> None:
     (root / "a").write_text("a" * 40 + "b\n")
 
     async def job(guest: GuestLink) -> list[bool]:
@@ -258,10 +258,10 @@ def test_a_call_that_nobody_waits_for_leaves_nothing_running(kind: str, root: Pa
         assert found.text == "done\nexit 0"
         return [each.running for each in await guest.processes()]
 
-    assert not any(with_agent(kind, root, job))
+    assert not any(with_agent(root, job))
 
 
-def test_huge_files_hold_nobody_up(kind: str, root: Path) -> None:
+def test_huge_files_hold_nobody_up(root: Path) -> None:
     (root / "newlines").write_bytes(b"\n" * (32 * 1024 * 1024))
     (root / "larger").write_bytes(b"x" * (32 * 1024 * 1024 + 1))
 
@@ -281,7 +281,7 @@ def test_huge_files_hold_nobody_up(kind: str, root: Path) -> None:
         heart.cancel()
         return results, slowest
 
-    results, slowest = with_agent(kind, root, job)
+    results, slowest = with_agent(root, job)
     assert results[0].text.startswith("1 \n2 \n") and results[0].text.endswith("33554432 ")
     assert (
         results[0].true_bytes

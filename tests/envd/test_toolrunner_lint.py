@@ -36,7 +36,7 @@ def linted(root: Path, **arguments: object) -> ToolResult:
     async def job(guest: GuestLink) -> list[ToolResult]:
         return await run_batch(guest, [ToolCall("lint", arguments)], 30)
 
-    return with_agent("python", root, job)[0]
+    return with_agent(root, job)[0]
 
 
 def test_findings_are_told_by_place(root: Path) -> None:

@@ -32,7 +32,7 @@ class Verifying:
         for name in ("templates", "boxes"):
             (self._run_dir / name).mkdir()
         self._templates = Templates(self._run_dir / "templates", sandbox_owner())
-        start = Zygote.start(self._run_dir, self._run_dir.name, self._backend, "verifier")
+        start = Zygote.start(self._run_dir, self._run_dir.name, self._backend)
         self._zygote = self._loop.run_until_complete(start)
         return self
 

@@ -14,13 +14,12 @@ from typing import Any
 
 import grpc
 
-from envd.backends.namespaces import HELPER
 from envd.client import EnvdError, Limits, Sandbox, SandboxClient, SandboxGone, ToolCall
 from envd.errors import ServerUnavailable
 from envd.local import LocalEnvd
 from envd.server.audit import TRAIL
 from tests.envd.harness import FILES, HIDDEN, TESTS
-from tests.escape.attack import HOST_KERNEL, SMALL, Attack
+from tests.escape.attack import SMALL, Attack
 from tests.escape.host import Host
 from tests.escape.neighbour import Neighbour
 from tests.escape.payload import SOURCE
@@ -53,7 +52,7 @@ class Arena:
         self.patience_s = 60.0 if backend == "qemu" else 30.0
         self.slow = 3.0 if backend == "qemu" else 1.0
         """By how much longer attempts may take."""
-        self.short_s = 1.0 if backend in (*HOST_KERNEL, "plain") else 3.0
+        self.short_s = 1.0 if backend in ("namespaces", "plain") else 3.0
         """A timeout that is too short for what is to be stopped, and long enough to start it."""
         self.files = {**FILES, "attempts.py": SOURCE.encode()}
         self._mine: list[Sandbox] = []
@@ -67,18 +66,14 @@ class Arena:
         self.host = Host()
         self.host.warm = 40 if self.backend == "gvisor" else 0
         os.environ["ESCAPE_SECRET"] = self.host.secret
-        python = self.backend == "namespaces-python"
-        if python:
-            os.environ[HELPER] = "python"
         try:
             with tempfile.NamedTemporaryFile("w", prefix="policy-") as policy:
                 policy.write(_POLICY)
                 policy.flush()
                 options = ["--audit-calls", "--policy", policy.name]
-                self._server = LocalEnvd(self.backend.removesuffix("-python"), log_level="error", options=options)
+                self._server = LocalEnvd(self.backend, log_level="error", options=options)
                 self._server.__enter__()
         finally:
-            os.environ.pop(HELPER, None)
             os.environ.pop("ESCAPE_SECRET")
         self.address = self._server.address
         self.runner.run(self._open())

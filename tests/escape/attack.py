@@ -11,10 +11,8 @@ from envd.types import Limits
 if TYPE_CHECKING:
     from tests.escape.arena import Arena
 
-BACKENDS = ("namespaces", "namespaces-python", "gvisor", "qemu")
-"""What the attacks run against; plain isolates nothing and says so. `namespaces-python`: without the compiled helpers."""
-HOST_KERNEL = ("namespaces", "namespaces-python")
-"""Backends whose sandboxes ask the host's kernel directly."""
+BACKENDS = ("namespaces", "gvisor", "qemu")
+"""What the attacks run against; plain isolates nothing and says so."""
 SMALL = Limits(memory_mb=128, pids=32, cpu=1, disk_mb=16, lifetime_s=120)
 """What bombs get, so that two cores and the tests beside them survive."""
 KERNEL = "the sandbox's kernel refuses it, and the server does not see system calls"

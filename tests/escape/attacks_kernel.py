@@ -399,7 +399,7 @@ ATTACKS = (
     Attack("io-uring", "calls", "io_uring_setup and io_uring_register", r"refused io_uring_setup", script=IO_URING, audit=("syscall.refused",), unseen_on=UNTOLD, harmless_on=_OWN),
     Attack("rare-calls", "calls", "bpf, perf, userfaultfd, modules, kexec, swap, accounting, quotas, fanotify, syslog", r"refused bpf[\s\S]*refused finit_module[\s\S]*refused syslog", script=RARE_CALLS, audit=("syscall.refused",), unseen_on=UNTOLD, harmless_on=_GVISOR_OWN),
     Attack("clock-and-reboot", "calls", "the clock set, the host renamed, the machine restarted", r"refused settimeofday[\s\S]*refused sethostname[\s\S]*refused reboot", script=CLOCK, audit=("syscall.refused",), unseen_on=UNTOLD, not_on={"qemu": "root of a virtual machine of its own may set its clock, and may end it"}),
-    Attack("terminal-injection", "calls", "TIOCSTI, TIOCLINUX, line disciplines and consoles", r"refused TIOCSTI[\s\S]*refused TIOCLINUX", script=TERMINAL, audit=("syscall.refused",), unseen_on={**UNTOLD, "namespaces-python": "there are no terminals without the native helper"}, harmless_on=_OWN),
+    Attack("terminal-injection", "calls", "TIOCSTI, TIOCLINUX, line disciplines and consoles", r"refused TIOCSTI[\s\S]*refused TIOCLINUX", script=TERMINAL, audit=("syscall.refused",), unseen_on=UNTOLD, harmless_on=_OWN),
     Attack("other-abi", "calls", "forbidden calls by their 32-bit and x32 numbers", r"refused.*32", script=OTHER_ABI, audit=("syscall.refused",), unseen_on=UNTOLD, harmless_on=_OWN),
     Attack("socket-families", "calls", "vsock, AF_ALG, packet, raw, netlink and other families", r"refused socket vsock[\s\S]*refused socket packet", script=SOCKETS, audit=("syscall.refused",), unseen_on=UNTOLD, harmless_on=_GVISOR_OWN),
 )  # fmt: skip

@@ -11,8 +11,7 @@ PATH = Path(__file__).resolve().parents[2] / "docs" / "attacks.md"
 _HEAD = """\
 # Attacks that are tried
 
-`make test-escape` tries each of these {count} attacks on every backend that starts on the machine: namespaces with the compiled helpers, namespaces
-with the Python ones, gVisor and QEMU. It asserts that the attempt was stopped; that a neighbour sandbox still answers, with its secret,
+`make test-escape` tries each of these {count} attacks on every backend that starts on the machine: namespaces, gVisor and QEMU. It asserts that the attempt was stopped; that a neighbour sandbox still answers, with its secret,
 its process and its services untouched; that the host's canaries, mounts, control groups, processes, settings and clock are as they were; that
 the server's memory stays bounded; and that there is an audit event (docs/policies.md lists their kinds). The plain
 backend isolates nothing and is left out; a few attempts are shown to succeed there, so that they are known to be real ones.

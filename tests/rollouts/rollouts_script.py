@@ -37,7 +37,8 @@ def byte_tokenizer() -> ChatTokenizer:
 def one_file_task(index: int) -> Task:
     return Task(
         task_id=f"task-{index:03d}", family="constant", split=Split.TRAIN, instruction=f"Make f of m{index} return 2.",
-        files={"m.py": f"def f(): return 1\n# {index}\n".encode()}, hidden_files={}, tests=("test_m.py::test_f",),
+        files={"m.py": f"def f(): return 1\n# {index}\n".encode()},
+        hidden_files={"test_m.py": b"from m import f\n\n\ndef test_f():\n    assert f() == 2\n"}, tests=("test_m.py::test_f",),
         reference_diff=b"", meta={},
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ from inference.rollouts.config import RolloutConfig
 from inference.rollouts.episode import Player, play_episode
 from inference.rollouts.workspace import Workspaces
 
-SLOT = Slot("test", "0001", "task-000", 0, 5)
+SLOT = Slot("test", "0001", "g", "task-000", 0, 5)
 
 
 def play(envd: LocalEnvd, engine: ScriptedEngine, tokenizer: ChatTokenizer, **config: Any) -> Episode:
@@ -157,14 +157,29 @@ def test_a_dead_sandbox_server_is_an_infra_error_and_a_fault_of_the_whole_step_w
         asyncio.run(run())
 
 
-def test_the_clock_ends_an_episode_only_outside_the_deterministic_profile(
-    envd: LocalEnvd, tokenizer: ChatTokenizer
+@pytest.mark.parametrize(("profile", "retries"), [("throughput", 0), ("deterministic", 1)])
+def test_time_that_the_agents_own_calls_take_ends_its_episode(
+    profile: str, retries: int, envd: LocalEnvd, tokenizer: ChatTokenizer
 ) -> None:
     script = turns([call("exec", command="sleep 5")], "done")
-    limits = {"episode_timeout_s": 0.4, "max_attempts": 1}
-    timed_out = play(envd, ScriptedEngine(tokenizer, script), tokenizer, profile="throughput", **limits)
+    engine = ScriptedEngine(tokenizer, script)
+    timed_out = play(envd, engine, tokenizer, profile=profile, episode_timeout_s=0.4, max_attempts=2)
     assert (timed_out.outcome, timed_out.turns) == (Outcome.TIMED_OUT, 1)
-    assert play(envd, ScriptedEngine(tokenizer, script), tokenizer, **limits).outcome is Outcome.INFRA_ERROR
+    assert timed_out.telemetry["retries"] == retries
+
+
+def test_time_that_the_engine_takes_is_no_outcome_under_the_deterministic_profile(
+    envd: LocalEnvd, tokenizer: ChatTokenizer
+) -> None:
+    class Slow(ScriptedEngine):
+        async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+            await asyncio.sleep(1)
+            return await super().generate(prompt_ids, params)
+
+    limits = {"episode_timeout_s": 0.4, "max_attempts": 1}
+    slow = Slow(tokenizer, read_then_maybe_fix)
+    assert play(envd, slow, tokenizer, **limits).outcome is Outcome.INFRA_ERROR
+    assert play(envd, slow, tokenizer, profile="throughput", **limits).outcome is Outcome.TIMED_OUT
 
 
 def test_another_policy_version_is_refused_or_recorded_by_profile(envd: LocalEnvd, tokenizer: ChatTokenizer) -> None:

@@ -28,7 +28,7 @@ def test_every_turn_is_a_line(tmp_path: Path, tokenizer: ChatTokenizer, monkeypa
         workspaces = Workspaces(SandboxClient("unix:/nowhere"), Limits(), 1.0)
         config = RolloutConfig(max_tokens=1200, max_turn_tokens=200)
         player = Player(engine, workspaces, tokenizer, config, POLICY.digest, "work", asyncio.Semaphore(1))
-        episode = await play_episode(player, one_file_task(0), Slot("test", "0001", "task-000", 0, 5), "g")
+        episode = await play_episode(player, one_file_task(0), Slot("test", "0001", "g", "task-000", 0, 5), "g")
         return int(episode.telemetry["engine_tokens"])
 
     tokens = asyncio.run(play())

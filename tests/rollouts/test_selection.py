@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rollouts_script import ScriptedEngine, grade_by_diff, make_plan, make_tasks, read_then_maybe_fix
@@ -13,6 +14,7 @@ from contracts.store import LocalStore
 from envd.client import SandboxClient
 from envd.local import LocalEnvd
 from inference.rollouts.groups import find_group
+from inference.rollouts.merge import merge_groups
 from inference.rollouts.sampling import select
 from inference.rollouts.worker import run_shard
 
@@ -48,7 +50,7 @@ def test_selection_by_arrival_keeps_the_first_usable(arrivals: tuple[list[int], 
     assert {place for place in order if not lost[place]} & kept == set([p for p in order if not lost[p]][:size])
 
 
-def test_throughput_aborts_the_samples_that_come_late_and_leaves_no_sandbox(
+def test_throughput_aborts_the_samples_that_come_late_and_leaves_a_row_of_each_but_no_sandbox(
     tmp_path: Path, envd: LocalEnvd, tokenizer: ChatTokenizer
 ) -> None:
     tasks, store = make_tasks(1), LocalStore(tmp_path)
@@ -66,5 +68,17 @@ def test_throughput_aborts_the_samples_that_come_late_and_leaves_no_sandbox(
     assert asyncio.run(run()) == 0
     group = find_group(plan, plan.groups[0], store)
     assert group is not None
-    assert group.meta["episodes"] == 2
-    assert group.table("episodes.parquet").column("outcome").to_pylist() == ["completed", "completed"]
+    rows = group.table("episodes.parquet").to_pylist()
+    assert [row["sample"] for row in rows] == list(range(6))
+    outcomes = [row["outcome"] for row in rows]
+    assert outcomes.count("completed") == 2 and outcomes.count("aborted") + outcomes.count("dropped") == 4
+    assert (group.meta["episodes"], group.meta["stragglers"]) == (6, 4)
+    sequences = {row["episode_id"]: row["token_role"] for row in group.table("sequences.parquet").to_pylist()}
+    assert {row["episode_id"]: row["policy_tokens"] for row in rows} == {
+        episode: roles.count(1) for episode, roles in sequences.items()
+    }
+    rollouts = merge_groups(plan, store)
+    facts = rollouts.meta
+    assert facts["stragglers"] == 4 and facts["solve_rate_highest"] - facts["solve_rate_lowest"] == pytest.approx(4 / 6)
+    assert facts["solve_rate_lowest"] <= facts["solve_rate_estimated"] <= facts["solve_rate_highest"]
+    assert [solved is None for solved in group.meta["solved"]] == [outcome != "completed" for outcome in outcomes]

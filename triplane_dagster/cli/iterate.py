@@ -37,6 +37,7 @@ def demo(experiment: ExperimentName = "quickstart", overrides: Overrides = None,
     wanted, store = find_experiment(experiment, overrides), open_store()
     made = [each for each in summaries(store, wanted.name) if each.decision]
     interrupted = decided_target(store, wanted)
+    _warn_of_other_versions(wanted)
     _run(wanted, max(0, wanted.iterations - len(made)) or (interrupted.count if interrupted else 0))
     _warn_of_other_settings(wanted)
     _report(wanted, None, as_json=as_json)
@@ -72,6 +73,7 @@ def iterate(
     if dry_run:
         _print_plan(wanted, as_json=as_json)
         return
+    _warn_of_other_versions(wanted)
     made = _run(wanted, count or wanted.iterations)
     _report(wanted, made, as_json=as_json)
 
@@ -106,6 +108,14 @@ def _report(experiment: Experiment, only: list[str] | None, *, as_json: bool) ->
     table = [_base_row(found, seconds.get(None, {}))] if found else []
     table += [row_of(each) | {"seconds per asset": _seconds_text(seconds.get(each.iteration, {}))} for each in shown]
     print_rows(table, as_json=False, title=experiment.name, empty="no iteration yet")
+
+
+def _warn_of_other_versions(experiment: Experiment) -> None:
+    """On stderr, before anything runs: what of the store was made by other versions of its steps."""
+    from triplane_dagster.cli.stale import stale_lines
+
+    for line in stale_lines(open_store(), experiment.name):
+        typer.echo(line, err=True)
 
 
 def _warn_of_other_settings(experiment: Experiment) -> None:

@@ -11,6 +11,7 @@ import typer
 from contracts.errors import ArtifactMissing, ConfigError
 from contracts.store import Store, open_store
 from triplane_dagster.cli.options import ExperimentName
+from triplane_dagster.cli.stale import stale_lines
 
 
 def report(
@@ -35,6 +36,8 @@ def report(
     """
     store = open_store()
     wanted = iteration or _last(store, experiment)
+    for line in stale_lines(store, experiment):
+        typer.echo(line, err=True)
     page = _materialized(store, experiment, wanted)
     if page is None:
         page = _write(output or Path(f"{experiment}-{wanted}.html"), _drawn(store, experiment, wanted))

@@ -11,6 +11,7 @@ from contracts.store import Store, open_store
 from contracts.tasks import Split
 from triplane_dagster.cli.options import AsJson
 from triplane_dagster.cli.output import console, print_json, print_rows
+from triplane_dagster.cli.stale import print_stale
 
 
 def status(
@@ -45,6 +46,7 @@ def _status(store: Store, experiment: str) -> dict[str, Any]:
     from resources.refs import read_ref
     from resources.registry import Registry
     from triplane_dagster.cli.history import base_rate, json_of, rate_json, summaries
+    from triplane_dagster.staleness import stale_steps
 
     live, history = Registry(store, experiment).live(), summaries(store, experiment)
     base = read_ref(store, experiment, "base_policy")
@@ -57,6 +59,7 @@ def _status(store: Store, experiment: str) -> dict[str, Any]:
             split.value: rate_json(base_rate(history, split)) for split in (Split.GATE, Split.HELD_OUT)
         },
         "iterations": [json_of(each) for each in history],
+        "stale": [{**vars(each), "iterations": list(each.iterations)} for each in stale_steps(store, experiment)],
     }
 
 
@@ -73,3 +76,4 @@ def _print(store: Store, found: dict[str, Any]) -> None:
         out.print(f"no policy yet: run `triplane iterate -e {name}`")
     rows = [row_of(each) for each in summaries(store, name)]
     print_rows(rows, as_json=False, empty="no iteration yet")
+    print_stale(store, name)

@@ -1,4 +1,4 @@
-"""The backends whose sandboxes the Python zygote forks, through the protocol that services use."""
+"""The backends whose sandboxes are processes of this host's kernel, through the protocol that services use."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from typing import TypeVar
 
 import pytest
 
-from envd.backends import plain, python_zygote
+from envd import native
+from envd.backends import namespaces, plain
 from envd.backends.base import Backend, Box, BoxSpec, NetworkRule
-from envd.errors import EnvdError, SandboxGone, SandboxStartError
+from envd.errors import BackendUnavailable, EnvdError, SandboxGone, SandboxStartError
+from envd.native import build
 from envd.sandbox.cgroups import box_groups
 from envd.sandbox.linux import sandbox_owner
 from envd.types import Limits
 
 T = TypeVar("T")
-STARTS = {"plain": plain.start, "namespaces": python_zygote.start}
+STARTS: dict[str, Callable[[Path], Awaitable[Backend]]] = {"plain": plain.start, "namespaces": namespaces.start}
+GROUPS = {"plain": "plain", "namespaces": "native"}
 STAMP = 1_000_000_000
 
 
@@ -44,7 +47,7 @@ def spec_of(run_dir: Path, name: str) -> BoxSpec:
 
 def on(kind: str, run_dir: Path, job: Callable[[Backend], Awaitable[T]]) -> T:
     async def whole() -> T:
-        backend: Backend = await STARTS[kind](run_dir)
+        backend = await STARTS[kind](run_dir)
         try:
             async with asyncio.timeout(60):
                 return await job(backend)
@@ -97,7 +100,8 @@ def test_destroying_leaves_no_process_group_or_directory(kind: str, run_dir: Pat
         await box.guest.start(["sleep", mark])
         while len(below_this_process(f"sleep {mark}")) < 3:  # what was forked has yet to exec
             await asyncio.sleep(0.01)
-        groups = [path for path in box_groups(f"{run_dir.name}-{kind}", "mine").values() if path.exists()]
+        groups = [path for path in box_groups(f"{run_dir.name}-{GROUPS[kind]}", "mine").values() if path.exists()]
+        assert groups or kind != "plain" or not backend.features.limits_enforced
         await box.destroy()
         assert below_this_process(f"sleep {mark}") == []
         assert not (run_dir / "boxes/mine").exists()
@@ -131,7 +135,7 @@ def test_a_snapshot_keeps_files_and_says_what_it_loses(kind: str, run_dir: Path,
             "rm sub/removed; ln -s kept link; chmod 755 kept; mkfifo pipe; head -c 3000000 /dev/urandom > big; X=1",
         )
         assert await first.snapshot(tmp_path) == ("processes",)
-        assert [path.name for path in tmp_path.iterdir()] == ["workspace.tar"]
+        assert list(tmp_path.iterdir())
         wanted = await shell(first, "sha256sum big; ls -1AF")
         copies = await asyncio.gather(
             *(backend.restore(tmp_path, replace(spec, name=f"copy-{n}", host_name=f"copy{n}")) for n in range(2))
@@ -153,10 +157,12 @@ def test_a_snapshot_keeps_files_and_says_what_it_loses(kind: str, run_dir: Path,
 
 def test_what_is_no_snapshot_restores_nothing(kind: str, run_dir: Path, tmp_path: Path) -> None:
     async def job(backend: Backend) -> None:
-        with pytest.raises(EnvdError, match=r"workspace\.tar"):
+        with pytest.raises(EnvdError, match=r"workspace\.tar|no snapshot"):
             await backend.restore(tmp_path, spec_of(run_dir, "none"))
-        (tmp_path / "workspace.tar").write_bytes(os.urandom(300_000))
-        with pytest.raises(EnvdError, match="can't be restored"):
+        for name in ("workspace.tar", "files.tar"):
+            (tmp_path / name).write_bytes(os.urandom(300_000))
+        (tmp_path / "snapshot.json").write_text('{"template": "t1"}')
+        with pytest.raises(EnvdError, match=r"can't be restored|could not start"):
             await backend.restore(tmp_path, spec_of(run_dir, "torn"))
 
     on(kind, run_dir, job)
@@ -167,21 +173,22 @@ def test_what_a_backend_can_not_do_is_refused_in_words(kind: str, run_dir: Path)
         spec = spec_of(run_dir, "refused")
         for wrong in (
             *([replace(spec, network=(NetworkRule("example.org"),))] if kind == "plain" else []),
-            replace(spec, read_only=True),
+            *([replace(spec, read_only=True)] if kind == "plain" else []),
             replace(spec, template_dir=run_dir / "templates" / "missing"),
             replace(spec, template_dir=Path("/etc")),
         ):
             with pytest.raises(SandboxStartError):
                 await backend.create(wrong)
         box = await backend.create(spec)
-        with pytest.raises(EnvdError, match="paused"):
-            await box.pause()
+        if "pause" not in backend.features.can:
+            with pytest.raises(EnvdError, match="paused"):
+                await box.pause()
         await box.destroy()
 
     on(kind, run_dir, job)
 
 
-def test_usage_is_what_the_kernel_counts(run_dir: Path) -> None:
+def test_usage_is_what_the_kernel_counts(kind: str, run_dir: Path) -> None:
     async def job(backend: Backend) -> None:
         if "memory" not in backend.features.limits_enforced:
             pytest.skip("no control groups can be written here")
@@ -192,28 +199,66 @@ def test_usage_is_what_the_kernel_counts(run_dir: Path) -> None:
         assert usage.pids >= 3 and usage.memory_bytes > 100_000 and usage.events.get("memory", 0) >= 1
         await box.destroy()
 
-    on("namespaces", run_dir, job)
+    on(kind, run_dir, job)
 
 
-def test_the_death_of_the_zygote_is_told_and_ends_all(kind: str, run_dir: Path) -> None:
+async def until_nothing_runs(text: str) -> list[str]:
+    """What still runs after a while of the commands that hold a text."""
+    for _ in range(500):
+        if not below_this_process(text):
+            break
+        await asyncio.sleep(0.01)
+    return below_this_process(text)
+
+
+@pytest.mark.parametrize("victim", ["agent", "supervisor"])
+def test_a_plain_sandbox_whose_agent_or_supervisor_was_killed_leaves_nothing(victim: str, run_dir: Path) -> None:
     mark = f"79{time.time_ns() % 10**8}"
 
     async def job(backend: Backend) -> None:
+        box = await backend.create(spec_of(run_dir, "orphan"))
+        agent = int(await shell(box, f"sleep {mark} & (setsid nohup sleep {mark} &) ; echo $PPID"))
+        status = (Path("/proc") / str(agent) / "status").read_text()
+        supervisor = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("PPid"))
+        os.kill(agent if victim == "agent" else supervisor, signal.SIGKILL)
+        if victim == "agent":
+            await asyncio.wait_for(box.guest.closed(), 10)
+            assert await until_nothing_runs(f"sleep {mark}") == [], "the supervisor ends them by itself"
+        await box.destroy()
+        assert await until_nothing_runs(f"sleep {mark}") == []
+        assert not (run_dir / "boxes/orphan").exists()
+
+    on("plain", run_dir, job)
+
+
+def test_the_death_of_the_spawner_is_told_and_ends_all(run_dir: Path) -> None:
+    mark = f"76{time.time_ns() % 10**8}"
+
+    async def job(backend: Backend) -> None:
+        assert isinstance(backend, namespaces.NamespacesBackend)
         box = await backend.create(spec_of(run_dir, "orphan"))
         await shell(box, f"sleep {mark} & (setsid sleep {mark} &)")
         died = asyncio.create_task(backend.died())
         await asyncio.sleep(0.1)
         assert not died.done()
-        os.kill(backend._zygote.process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
-        assert "died" in await asyncio.wait_for(died, 10)
+        os.kill(backend.spawner.process.pid, signal.SIGKILL)
+        assert "ended" in await asyncio.wait_for(died, 10)
         await asyncio.wait_for(box.guest.closed(), 10)
         await box.destroy()
         with pytest.raises(SandboxStartError):
             await backend.create(spec_of(run_dir, "late"))
-        for _ in range(500):  # nobody waits for them but the kernel
-            if not below_this_process(f"sleep {mark}") + below_this_process(run_dir.name):
-                break
-            await asyncio.sleep(0.01)
-        assert below_this_process(f"sleep {mark}") + below_this_process(run_dir.name) == []
+        assert await until_nothing_runs(f"sleep {mark}") + await until_nothing_runs(run_dir.name) == []
 
-    on(kind, run_dir, job)
+    on("namespaces", run_dir, job)
+
+
+def test_a_backend_whose_program_is_not_built_does_not_start(
+    kind: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "BINARIES", run_dir / "nowhere")
+    native._built.cache_clear()
+    try:
+        with pytest.raises(BackendUnavailable, match=r"not built: run `python -m envd\.native\.build`"):
+            asyncio.run(STARTS[kind](run_dir))
+    finally:
+        native._built.cache_clear()

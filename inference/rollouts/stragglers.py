@@ -1,0 +1,80 @@
+"""What over-sampling hides: episodes that came too late to be kept are rarely like the others.
+
+Keeping the first 16 of 18 leaves out the two slowest. Where failing takes longer than solving, the solve rate of those kept is too high.
+The rows of stragglers (ABORTED, DROPPED) say how long each had become, which gives a bound and an estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from contracts.artifacts import Artifact
+from contracts.episodes import STRAGGLERS, Outcome
+
+
+@dataclass(frozen=True)
+class Played:
+    """One episode as the estimate sees it."""
+
+    outcome: str
+    length: int
+    """Tokens the policy had sampled when it ended or was called off."""
+    solved: bool | None
+    """None: no verdict."""
+
+
+@dataclass(frozen=True)
+class SolveRates:
+    """Solve rate of the episodes kept, and what it would be with the stragglers."""
+
+    kept: float
+    lowest: float
+    """Of all episodes, if every straggler had failed."""
+    highest: float
+    """Of all episodes, if every straggler had been solved."""
+    estimated: float
+    """Of all episodes, with a guess for each straggler: see `solve_rates`."""
+
+    @property
+    def bias(self) -> float:
+        """How much too high the rate of those kept is, by the estimate."""
+        return self.kept - self.estimated
+
+    def facts(self) -> dict[str, float]:
+        """For a manifest's meta."""
+        return {
+            "solve_rate_kept": self.kept, "solve_rate_lowest": self.lowest, "solve_rate_highest": self.highest,
+            "solve_rate_estimated": self.estimated, "solve_rate_bias": self.bias,
+        }  # fmt: skip
+
+
+def solve_rates(played: Sequence[Played]) -> SolveRates | None:
+    """The rates of an iteration's episodes; None without a straggler or without a verdict. Infra errors and ungraded ones do not count.
+
+    A straggler of some length is guessed to be solved as often as the kept episodes that became at least that long; where none did, as
+    often as the longest. The deterministic profile drops by index and not by speed: there the true bias is 0, and the estimate noise.
+    """
+    kept = [(each.length, float(each.solved)) for each in played if each.solved is not None]
+    lengths = [each.length for each in played if each.outcome in STRAGGLERS]
+    if not kept or not lengths:
+        return None
+    solved, total = sum(value for _, value in kept), len(kept) + len(lengths)
+    longest = max(length for length, _ in kept)
+    guesses = [fmean(value for reached, value in kept if reached >= min(length, longest)) for length in lengths]
+    return SolveRates(
+        kept=solved / len(kept), lowest=solved / total, highest=(solved + len(lengths)) / total,
+        estimated=(solved + sum(guesses)) / total,
+    )  # fmt: skip
+
+
+def played_in(groups: Sequence[Artifact]) -> list[Played]:
+    """The episodes of committed groups, in order of group and sample."""
+    found = []
+    for group in groups:
+        rows = group.table("episodes.parquet", columns=["outcome", "policy_tokens"]).to_pylist()
+        for row, solved in zip(rows, group.meta["solved"], strict=True):
+            graded = None if Outcome(row["outcome"]) in STRAGGLERS else solved
+            found.append(Played(row["outcome"], row["policy_tokens"], graded))
+    return found

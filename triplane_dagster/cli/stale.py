@@ -1,0 +1,26 @@
+"""What is stale in a store, and why, as people are told of it."""
+
+from __future__ import annotations
+
+from contracts.store import Store
+from triplane_dagster.cli.output import console
+
+
+def stale_lines(store: Store, experiment: str) -> list[str]:
+    """Lines that name every stale step and what that means; none where nothing is stale."""
+    from triplane_dagster.staleness import stale_steps
+
+    stale = stale_steps(store, experiment)
+    if not stale:
+        return []
+    return [
+        f"stale in {experiment}: made by another version of Triplane. It stays readable and in use; a step that is materialized again is made",
+        "anew, and so is what depends on it. Further iterations go on from the live policy; --set name=NAME begins anew beside it.",
+        *(f"  {step}" for step in stale),
+    ]
+
+
+def print_stale(store: Store, experiment: str) -> None:
+    """Print the lines on stdout."""
+    for line in stale_lines(store, experiment):
+        console().print(line)
