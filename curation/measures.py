@@ -24,6 +24,11 @@ MEASURES = ("greedy", "sampled", "majority", "any")
 """Keys of what `measures` returns, in the order of tables."""
 
 
+def measure_names(k: int, temperature: float) -> tuple[str, ...]:
+    """What people call MEASURES."""
+    return "greedy", f"T={temperature:g}", f"maj@{k}", f"pass@{k}"
+
+
 @dataclass(frozen=True)
 class Sample:
     """One graded episode."""
@@ -57,13 +62,16 @@ def any_solved(samples: Sequence[Sample]) -> float:
     return float(any(sample.solved for sample in samples))
 
 
-def measures(sampled: Mapping[str, Sequence[Sample]], greedy: Mapping[str, Sequence[Sample]]) -> dict[str, Any]:
-    """The four measures, JSON-like, with `k`: the most samples that a task has. greedy: empty where nothing was played greedily.
+def measures(
+    sampled: Mapping[str, Sequence[Sample]], greedy: Mapping[str, Sequence[Sample]], temperature: float
+) -> dict[str, Any]:
+    """The four measures, JSON-like, with `k`, the most samples that a task has, and the samples' `temperature`.
 
-    Both map task id to its graded samples; tasks without any are left out.
+    Both map task id to its graded samples; tasks without any are left out. greedy: empty where nothing was played greedily.
     """
     means = {task: fmean(sample.solved for sample in own) for task, own in sampled.items() if own}
     return {
+        "temperature": temperature,
         "k": max((len(own) for own in sampled.values()), default=0),
         "greedy": asdict(_mean([fmean(sample.solved for sample in own) for own in greedy.values() if own])),
         "sampled": asdict(_mean(list(means.values()))),

@@ -37,7 +37,7 @@ COLUMNS = {
     "tests_passed": "Hidden tests that passed.",
     "tests_total": "Hidden tests in all.",
     "family": "Kind of bug or source of the task.",
-    "split": "train, gate (decides on promotion) or held_out (read by no decision).",
+    "split": "train, gate (decides on promotion), held_out or unseen (read by no decision).",
     "instruction": "What the agent is told.",
     "files": "The repository the agent gets.",
     "hidden_files": "Test files that only the verifier's sandbox has.",

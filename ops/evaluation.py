@@ -41,7 +41,6 @@ from resources.loops import run_async
 from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
 
-
 WHO = ("candidate", "parent")
 """The policies that an evaluation compares."""
 
@@ -118,7 +117,8 @@ def evaluate(
         if not each.greedy
     }
     for name, found_there in body.items():
-        found_there["measures"] = {who: measure(runs, who, name) for who in WHO}
+        temperature = step.experiment.rollouts.temperature
+        found_there["measures"] = {who: measure(runs, who, name, temperature) for who in WHO}
     if floor is not None:
         body[Split.GATE.value]["floor"] = compare_with_floor(runs["candidate_gate"], floor, confidence)
     parents = {**refs, "candidate": candidate, "parent": parent}
@@ -131,9 +131,7 @@ def evaluate(
         code_version=keys.EVALUATION_VERSION,
     ) as out:
         out.add_json("evaluation.json", body)
-        return out.commit(
-            meta={f"{split}_{who}": body[split][who]["rate"] for split in body for who in WHO}
-        )
+        return out.commit(meta={f"{split}_{who}": body[split][who]["rate"] for split in body for who in WHO})
 
 
 def compare(candidate: Artifact, parent: Artifact, confidence: float) -> dict[str, Any]:
@@ -146,9 +144,9 @@ def compare(candidate: Artifact, parent: Artifact, confidence: float) -> dict[st
     }
 
 
-def measure(runs: Mapping[str, Artifact], who: str, split: str) -> dict[str, Any]:
-    """pass@1 greedy and sampled, maj@k and pass@k of a policy on a split."""
-    return measures(*(_samples(runs.get(f"{who}_{name}")) for name in (split, f"{split}_greedy")))
+def measure(runs: Mapping[str, Artifact], who: str, split: str, temperature: float) -> dict[str, Any]:
+    """pass@1 greedy and sampled at `temperature`, maj@k and pass@k of a policy on a split."""
+    return measures(_samples(runs[f"{who}_{split}"]), _samples(runs.get(f"{who}_{split}_greedy")), temperature)
 
 
 def _samples(run: Artifact | None) -> dict[str, list[Sample]]:
