@@ -46,9 +46,9 @@ class DemonstrationConfig(BaseModel):
     """Rows of train.parquet, each of a different task."""
     validation_count: int = Field(default=1024, ge=1, le=100_000)
     """Rows of validation.parquet: all clean, of tasks that train.parquet does not hold."""
-    right_share: float = Field(default=0.33, ge=0, le=1)
+    right_share: float = Field(default=0.25, ge=0, le=1)
     """Probability that a training answer is right."""
-    mistaken_share: float = Field(default=0.45, ge=0, le=1)
+    mistaken_share: float = Field(default=0.5, ge=0, le=1)
     """Probability that it is the teacher's usual mistake; the rest is spread over the other operations."""
     parallel_share: float = Field(default=0.03, ge=0, le=1)
     """Probability that the first turn makes two calls at once."""
