@@ -159,7 +159,7 @@ def test_the_suites_other_settings_do_not_render_demonstrations_anew(
 
 
 def test_real_sandboxes_answer_the_expert_word_for_word_and_its_diff_is_the_reference(envd_address: str) -> None:
-    bugs = draw_bugs(21, Split.TRAIN, 0, Random("replay"), set())
+    bugs = draw_bugs(22, Split.TRAIN, 0, Random("replay"), set())
 
     async def replay() -> None:
         async with SandboxClient(envd_address) as client:
