@@ -81,8 +81,5 @@ def _evaluation(store: Store, experiment: Experiment, evaluation: Artifact) -> I
         reading = readings.get(role.partition("_")[2])
         wanted = reading.slice(experiment) if reading else {}
         yield "evaluation", open_artifact(store, ref).manifest.config, wanted
-    yield (
-        "evaluation",
-        {role for role in runs if role != "best_gate"},
-        {f"{who}_{name}" for who in WHO for name in readings},
-    )
+    compared = sorted(f"{who}_{name}" for who in WHO for name in readings)
+    yield "evaluation", sorted(role for role in runs if role != "best_gate"), compared
