@@ -112,8 +112,8 @@ def source_of(source: Source, node: ast.expr) -> str:
     for call in _operands(node):
         first, last = source.span(call)
         marks += [(first - start, 1, b"__plain__("), (last - start, 0, b")")]
-    for place, _, text in sorted(marks, key=lambda each: (each[0], each[1]), reverse=True):
-        data = data[:place] + text + data[place:]
+    for place, _, mark in sorted(marks, key=lambda each: (each[0], each[1]), reverse=True):
+        data = data[:place] + mark + data[place:]
     text = data.decode()
     return (
         f"({text})"
