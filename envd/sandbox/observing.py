@@ -3,6 +3,7 @@
     __see__("3", add(1, 2))            for   assert add(1, 2) == 3
     with __raised__("4"): parse("")    for   with pytest.raises(ValueError): parse("")
     __hidden__(7)                      in place of an expected value in a table of parameters
+    __plain__(celsius(212)) - 100      where a test computes with a result
 
 No method of an observed value runs: a subclass of a builtin is read through the builtin's own methods, so a value that lies about equality
 is seen as what it holds. What is no builtin is named (`["o", type]`) and decides nothing. The judge, elsewhere, knows what was expected.
@@ -132,8 +133,24 @@ def install(report: Report) -> None:
             self.value, self.type = error, kind
             return kind is None or issubclass(kind, Exception)
 
-    for name, value in (("__see__", see), ("__raised__", Raised), ("__hidden__", Hidden)):
+    for name, value in (("__plain__", plain), ("__see__", see), ("__raised__", Raised), ("__hidden__", Hidden)):
         setattr(builtins, name, value)
+
+
+def plain(value: Any) -> Any:
+    """A number or text of a subclass as what it holds, so that its own operators have no say in what a test computes with it."""
+    kind = type(value)
+    if kind is bool or kind in _PLAIN:
+        return value
+    for base in _MRO(kind):
+        if base in _PLAIN:
+            return _PLAIN[base](value)
+    return value
+
+
+_PLAIN: dict[type, Callable[[Any], Any]] = {
+    int: int.__int__, float: float.__float__, str: str.__str__, bytes: lambda value: b"".join([bytes.__getitem__(value, slice(None))]),
+}  # fmt: skip
 
 
 def encode_or_name(value: Any) -> list[Any]:

@@ -35,7 +35,8 @@ def agrees(observed: Observed, key: str, value: str) -> bool | None:
         sides = json.loads(value)
         if rule.form == "raises":
             return _raised(rule, sides)
-        values = [decode(each, observed.hidden) for each in sides]
+        # what stands for an expected value is no answer
+        values = [decode(sides[0], {}), *(decode(each, observed.hidden) for each in sides[1:])]
         return _holds(rule, values)
     except Opaque:
         return None

@@ -68,7 +68,7 @@ class _File:
                     "raises", "", "", names=tuple(names), pattern=each.pattern, exact=not each.looped
                 )
         elif each.form == "truth" and each.left is not None:
-            self._edits[source.span(each.node)] = f"__see__({key!r}, bool({source.text(each.left)}))"
+            self._edits[source.span(each.node)] = f"__see__({key!r}, bool({source_of(source, each.left)}))"
             self._made.rules[key] = Rule("truth", "", repr(not each.negated), exact=not each.looped)
         elif each.form == "compare" and each.operator in _KNOWN and each.left is not None and each.right is not None:
             self._compare(key, each, each.left, each.right)
@@ -99,11 +99,39 @@ class _File:
             self._edits[span] = f"__hidden__({number})"
 
 
+_COMPUTING = frozenset(
+    {"abs", "round", "sum", "min", "max", "len", "float", "int", "str", "bool", "sorted", "divmod", "pow"}
+)
+
+
 def source_of(source: Source, node: ast.expr) -> str:
-    """An expression's text, fit to stand among arguments."""
-    text = source.text(node)
+    """An expression's text, fit to stand among arguments; results that it computes with count as the numbers or texts that they hold."""
+    start = source.span(node)[0]
+    data = source.text(node).encode()
+    marks: list[tuple[int, int, bytes]] = []
+    for call in _operands(node):
+        first, last = source.span(call)
+        marks += [(first - start, 1, b"__plain__("), (last - start, 0, b")")]
+    for place, _, mark in sorted(marks, key=lambda each: (each[0], each[1]), reverse=True):
+        data = data[:place] + mark + data[place:]
+    text = data.decode()
     return (
         f"({text})"
         if isinstance(node, (ast.Tuple, ast.NamedExpr, ast.GeneratorExp, ast.Yield, ast.Starred)) or "\n" in text
         else text
     )
+
+
+def _operands(node: ast.expr) -> list[ast.Call]:
+    """Calls whose results an operator, a comparison or a function of arithmetic takes."""
+    found: list[ast.expr] = []
+    for each in ast.walk(node):
+        if isinstance(each, ast.BinOp):
+            found += [each.left, each.right]
+        elif isinstance(each, ast.UnaryOp):
+            found.append(each.operand)
+        elif isinstance(each, ast.Compare):
+            found += [each.left, *each.comparators]
+        elif isinstance(each, ast.Call) and isinstance(each.func, ast.Name) and each.func.id in _COMPUTING:
+            found += each.args
+    return [each for each in found if isinstance(each, ast.Call)]
