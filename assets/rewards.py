@@ -8,6 +8,7 @@ from contracts.chat import ChatTokenizer
 from curation.rewards import REWARDS_VERSION
 from ops.grading import grade
 from ops.inputs import load_tasks, read_inputs
+from ops.regrading import flip_metadata
 from ops.results import Materialized, link, numbers, result, table_facts
 from ops.reward_components import component_metadata
 from ops.samples import sample_episodes
@@ -53,6 +54,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
             **table_facts(table),
             **numbers(graded.meta),
             **component_metadata(graded, experiment.rewards),
+            **flip_metadata(step.store, graded, rollouts),
             "rollouts": link(experiment.name, "rollouts"),
         }
         return result(

@@ -19,6 +19,7 @@ CATALOG: Mapping[str, str] = {
     "envd": "sandboxes through gRPC beside bubblewrap, runc, runsc and SWE-ReX: latency, rate, memory of idle ones",
     "envd-soak": "sandboxes come and go while clients, spawner and server are killed: nothing is left",
     "envd-fuzz": "malformed and hostile requests on every method: the server stays up and right",
+    "verdicts": "forged final states caught, honest ones left alone, and milliseconds of one verification",
     "kernels": "TFLOP/s and TB/s of the FP8 kernels on a GPU, beside the card's ceilings and torch's own products",
     "s3": "an experiment on a local S3 server beside a directory: equal digests, and what S3 costs an iteration",
 }

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 import pyarrow as pa
 
@@ -33,12 +33,114 @@ TASKS = pa.schema(
         ("tests", pa.list_(pa.string())),
         ("reference_diff", pa.binary()),
         ("meta", pa.string()),
+        ("checks", pa.string()),
     ]
 )
-"""One row a task; `files` and `hidden_files` are sorted by path, `meta` is canonical JSON, with the task's artifacts if it declares any."""
+"""One row a task; `files` and `hidden_files` are sorted by path, `meta` is canonical JSON, with the task's artifacts if it declares any. `checks` is
+canonical JSON too, null where none are proven; suites of earlier versions lack the column."""
 
 
 _ARTIFACTS = "artifacts"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What one assertion expects."""
+
+    form: str
+    """compare, truth or raises."""
+    operator: str
+    """Of a comparison, as Python writes it."""
+    want: str
+    """The expected value as a Python literal; empty where it is the second observed value."""
+    tolerance: tuple[float | None, float | None] | None = None
+    """Relative and absolute, as of pytest.approx; None there: its default."""
+    names: tuple[str, ...] = ()
+    """Builtin exceptions, one of which must be raised."""
+    pattern: str | None = None
+    """A regular expression that the exception's text must match."""
+    exact: bool = True
+    """It runs as often as under the reference solution."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Hidden tests without expectations, and the expectations."""
+
+    files: dict[str, bytes]
+    """Test files that report what they would compare."""
+    rules: dict[str, Rule]
+    """What each assertion expects, by its key in the files."""
+    hidden: dict[str, str]
+    """Expected values taken out of tables, as Python literals, by number."""
+    seen: dict[str, dict[str, list[str]]]
+    """By test and key, one entry for each time that the assertion ran under the reference solution: the hidden value's number, or nothing."""
+
+
+@dataclass(frozen=True)
+class Decoy:
+    """Hidden test files with other expectations."""
+
+    files: dict[str, bytes]
+    tests: tuple[str, ...]
+    """Tests that the reference solution fails in them, by name without parameters: who passes one of these and the test as written, cheats."""
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What a verdict rests on beside the hidden tests as written. Proven on the reference solution (curation/tasks/checks)."""
+
+    observed: Observed | None
+    decoys: tuple[Decoy, ...]
+    undecided: tuple[str, ...] = ()
+    """Tests that admit neither a decoy nor an observation."""
+    known: tuple[str, ...] = ()
+    """Findings that the repository or its reference solution gives by itself."""
+
+    @property
+    def fully_observed(self) -> frozenset[str]:
+        """Tests that have observations."""
+        return frozenset(self.observed.seen) if self.observed else frozenset()
+
+    def to_json(self) -> str:
+        """Canonical JSON."""
+        return json.dumps(
+            {
+                "observed": None if self.observed is None else {
+                    "files": _texts(self.observed.files), "rules": {key: asdict(rule) for key, rule in self.observed.rules.items()},
+                    "hidden": self.observed.hidden, "seen": self.observed.seen,
+                },
+                "decoys": [{"files": _texts(each.files), "tests": each.tests} for each in self.decoys],
+                "undecided": self.undecided, "known": self.known,
+            },
+            sort_keys=True, separators=(",", ":"),
+        )  # fmt: skip
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The inverse of `to_json`. Raises ValueError, KeyError or TypeError for other text."""
+        found = json.loads(text)
+        seen = found["observed"]
+        observed = None if seen is None else Observed(
+            _contents(seen["files"]), {key: _rule(rule) for key, rule in seen["rules"].items()}, seen["hidden"], seen["seen"]
+        )  # fmt: skip
+        decoys = tuple(Decoy(_contents(each["files"]), tuple(each["tests"])) for each in found["decoys"])
+        return cls(observed, decoys, tuple(found["undecided"]), tuple(found["known"]))
+
+
+def _rule(found: dict[str, Any]) -> Rule:
+    tolerance = found.pop("tolerance")
+    return Rule(
+        **found | {"names": tuple(found["names"]), "tolerance": None if tolerance is None else tuple(tolerance)}
+    )
+
+
+def _texts(files: dict[str, bytes]) -> dict[str, str]:
+    return {path: data.decode("utf-8") for path, data in files.items()}
+
+
+def _contents(files: dict[str, str]) -> dict[str, bytes]:
+    return {path: text.encode() for path, text in files.items()}
 
 
 @dataclass(frozen=True)
@@ -62,6 +164,8 @@ class Task:
     """Facts of the task's maker, e.g. function name and arguments."""
     artifacts: tuple[str, ...] = ()
     """Patterns (contracts/patterns.py) of the files that count as the agent's work; none: all that it changes."""
+    checks: Checks | None = None
+    """Decoys and observations of the hidden tests, as proven when the suite was built; None: the verifier makes and proves them."""
 
     @property
     def image_digest(self) -> str:
@@ -80,6 +184,7 @@ class Task:
                 list(self.tests),
                 sha256(self.reference_diff),
                 *([list(self.artifacts)] if self.artifacts else []),
+                *([self.checks.to_json()] if self.checks else []),
             ]
         )
 
@@ -97,6 +202,7 @@ def tasks_table(tasks: list[Task]) -> pa.Table:
                 "task_id": task.task_id, "family": task.family, "split": task.split.value, "instruction": task.instruction,
                 "files": _file_rows(task.files), "hidden_files": _file_rows(task.hidden_files), "tests": list(task.tests),
                 "reference_diff": task.reference_diff, "meta": _meta_row(task),
+                "checks": task.checks.to_json() if task.checks else None,
             }
             for task in tasks
         ],
@@ -112,6 +218,7 @@ def read_tasks(table: pa.Table) -> list[Task]:
             files={file["path"]: file["data"] for file in row["files"]},
             hidden_files={file["path"]: file["data"] for file in row["hidden_files"]},
             tests=tuple(row["tests"]), reference_diff=row["reference_diff"], artifacts=tuple(meta.pop(_ARTIFACTS, ())), meta=meta,
+            checks=Checks.from_json(row["checks"]) if row.get("checks") else None,
         )
         for row in table.to_pylist()
         for meta in [json.loads(row["meta"])]

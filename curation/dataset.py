@@ -29,11 +29,21 @@ from curation.errors import DuplicateRows, RewardsMismatch
 DATASET_VERSION = "2"
 """Code version of the `dataset` step."""
 
-REASONS = ("infra_error", "aborted", "dropped", "not_graded", "empty", "zero_variance", "too_long", "truncated")
+REASONS = (
+    "infra_error",
+    "aborted",
+    "dropped",
+    "not_graded",
+    "tampered",
+    "empty",
+    "zero_variance",
+    "too_long",
+    "truncated",
+)
 """Why an episode is left out; of several, the first in this order is recorded.
 
-infra_error: the sandbox or engine failed. aborted, dropped: over-sampled and not kept. not_graded: no reward (verifier fault). empty: no
-token sampled. zero_variance: `contracts.episodes.lacks_variance` of its group. too_long: a sequence exceeds max_tokens. truncated: see
+infra_error: the sandbox or engine failed. aborted, dropped: over-sampled and not kept. not_graded: no reward (verifier fault).
+tampered: it tampered with its verdict. empty: no token sampled. zero_variance: `contracts.episodes.lacks_variance` of its group. too_long: a sequence exceeds max_tokens. truncated: see
 DatasetConfig.
 """
 
@@ -187,6 +197,7 @@ reasons AS (
         CASE
             WHEN e.outcome IN ('infra_error', 'aborted', 'dropped') THEN e.outcome
             WHEN r.reward IS NULL THEN 'not_graded'
+            WHEN r.verdict = 'tampered' THEN 'tampered'
             WHEN coalesce(l.policy_tokens, 0) = 0 THEN 'empty'
             WHEN e.group_id IN (SELECT group_id FROM lacking) THEN 'zero_variance'
             WHEN l.length > $max_tokens THEN 'too_long'

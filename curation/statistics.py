@@ -2,7 +2,8 @@
 
 The task is the unit: samples of one task are not independent of each other. Every interval is the one that resampling whole tasks gives
 (the cluster bootstrap) with its standard error in closed form: the mean of n tasks drawn with replacement has the variance
-sum (y_t - mean y)^2 / n^2, exactly, so nothing is drawn at random. Critical values are Student's with n - 1 degrees of freedom.
+sum (y_t - mean y)^2 / n^2, exactly, so nothing is drawn at random. Critical values are normal for rates, whose variance is bounded by the rate
+itself, and Student's with n - 1 degrees of freedom for differences.
 `python -m benchmarks intervals` measures the coverage, beside percentile bootstrap and Wilson's interval over episodes.
 
 Sources: B. Efron and R. Tibshirani, "An Introduction to the Bootstrap" (1993), chapters 6 and 12.2; E. Miller, "Adding Error Bars to Evals"
@@ -25,8 +26,8 @@ from numpy.typing import NDArray
 
 CONFIDENCE = 0.95
 """Two-sided, of every interval unless told otherwise."""
-PSEUDO_VARIANCE = 0.25
-"""Of one observation at rate 1/2, added to the variance between tasks and to its bound: where no task fails, each task counts as one
+PSEUDO_VARIANCE = 0.125
+"""Of half an observation at rate 1/2, added to the variance between tasks and to its bound: where no task fails, each task counts as one
 observation, however many samples it has."""
 
 Numbers = NDArray[np.float64]
@@ -76,7 +77,7 @@ def rate_interval(
 
     solved, samples: one value a task, solved <= samples; tasks without samples are left out. With y_t the task's share, weighted by its
     samples, n tasks and rate p: a task is worth 1 / c observations, c = (sum (y_t - p)^2 + v) / (p (1 - p) (n - 1) + v) <= 1, v =
-    PSEUDO_VARIANCE. (0, 1) below two tasks.
+    PSEUDO_VARIANCE. With one sample a task this is Wilson's interval itself. (0, 1) below two tasks.
     """
     counts = np.asarray(samples, np.float64)
     wins = np.asarray(solved, np.float64)[counts > 0]
@@ -89,7 +90,7 @@ def rate_interval(
     rate = float(wins.sum() / counts.sum())
     between = float((((wins - rate * counts) / counts.mean()) ** 2).sum())
     share = min(1.0, (between + PSEUDO_VARIANCE) / (rate * (1 - rate) * (n - 1) + PSEUDO_VARIANCE))
-    a = student_quantile(0.5 + confidence / 2, n - 1) ** 2 * share / n
+    a = NormalDist().inv_cdf(0.5 + confidence / 2) ** 2 * share / n
     centre, half = (rate + a / 2) / (1 + a), math.sqrt(a * a / 4 + a * rate * (1 - rate)) / (1 + a)
     low = 0.0 if rate == 0 else max(0.0, centre - half)
     high = 1.0 if rate == 1 else min(1.0, centre + half)

@@ -1,15 +1,18 @@
-"""Verdicts: hidden tests on an episode's final state, in a sandbox that no agent ever touched.
+"""Verdicts: hidden tests on an episode's final state, in sandboxes that no agent ever touched.
 
-    grade(task, diff) -> memory -> store (verdicts/) -> envd.verify, once for identical requests in flight
-                                        ^------------------' created exclusively: the first verdict counts for everyone
+    grade(task, diff) -> memory -> store (verdicts/) -> runs, once for identical requests in flight -> judgement
+                                        ^------------------------------------------------------------' created exclusively: the first
+                                                                                                       verdict counts for everyone
 
-A verdict depends on (task, final state, verifier version) only, so rollouts may ask early and rewards find it again.
+Each run has a sandbox of its own: the tests as written; where they pass, without expectations, as decoys, and repeated, in random order (begun together
+with the first where nothing else is being graded). What they
+report is compared here. A verdict depends on (task, final state, verifier version) only, so rollouts may ask early and rewards find it again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import dataclasses
 import random
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -19,29 +22,24 @@ from pydantic import ValidationError
 
 from contracts.artifacts import Frozen
 from contracts.digests import canonical_json, digest_of, sha256
-from contracts.errors import ArtifactCorrupt, ArtifactMissing, TriplaneError
+from contracts.errors import ArtifactCorrupt, ArtifactMissing
 from contracts.store import Store
-from contracts.tasks import Task
-from curation.errors import CurationError, InfraFault
-from envd.client import Limits, SandboxClient, VerifyResult
+from contracts.tasks import Checks, Task
+from curation.errors import CurationError
+from curation.findings import SUSPICIONS, Finding, finding, merged
+from curation.judgement import Evidence, base_name, base_names, passed, passing, weigh
+from curation.runs import Runs, Ungradable
+from curation.tasks.checks.proving import CHECKS_VERSION, prove
+from envd.client import SandboxClient, VerifyResult
 
-VERIFIER_VERSION = "2"
-"""Bump when the same final state may get another verdict: this file, LIMITS, or what envd runs and reports."""
-
-LIMITS = Limits()
-"""Of every verifying sandbox. Fixed, since memory and processes decide outcomes; covered by VERIFIER_VERSION."""
-
-ATTEMPTS = 4
-BACKOFF_S = 0.25
-"""First pause after an infrastructure fault; doubles with each, jittered by half."""
+VERIFIER_VERSION = "3"
+"""Bump when the same final state may get another verdict: this file, LIMITS, judgement, checks, or what envd runs and reports."""
 
 MAX_DIFF_BYTES = 32 * 1024 * 1024
 """A larger final state fails without a run: it would not fit envd's messages, and a policy must not escape its grade by size."""
 
 REMEMBERED = 65_536
 """Verdicts kept in memory."""
-
-log = logging.getLogger(__name__)
 
 
 class TestVerdict(Frozen):
@@ -60,13 +58,20 @@ class Verdict(Frozen):
     solved: bool
     """The run completed and every named test reported passed."""
     exit: str
-    """completed, crashed, timed_out or apply_failed."""
+    """completed, crashed, timed_out, apply_failed, or ungradable: its verification faults in fresh sandboxes, while a control state's does not."""
     tests: list[TestVerdict]
+    findings: tuple[Finding, ...] = ()
+    """What was tried on the verdict, by name; one that is tampering makes the state unsolved."""
+
+    @property
+    def tampered(self) -> bool:
+        """Whether anything found is tampering."""
+        return any(each.tampering for each in self.findings)
 
     @property
     def tests_passed(self) -> int:
-        """How many named tests passed."""
-        return sum(test.status == "passed" for test in self.tests)
+        """How many named tests passed; none of a state that tampered."""
+        return 0 if self.tampered else sum(test.status == "passed" for test in self.tests)
 
     @property
     def tests_total(self) -> int:
@@ -78,6 +83,23 @@ def verdict_key(task: Task, diff: bytes) -> str:
     """Where in the store the verdict of this final state lives."""
     key = digest_of({"task": task.digest, "final_state": sha256(diff), "verifier": VERIFIER_VERSION})
     return f"verdicts/{key[:2]}/{key}.json"
+
+
+def checks_key(task: Task) -> str:
+    """Where in the store the checks of a task live that its suite does not hold."""
+    key = digest_of({"task": task.digest, "checks": CHECKS_VERSION, "verifier": VERIFIER_VERSION})
+    return f"checks/{key[:2]}/{key}.json"
+
+
+def read_checks(store: Store, key: str) -> Checks | None:
+    """The checks recorded under `key`, or None: also for a record that is not readable, since they can be made again."""
+    try:
+        return Checks.from_json(store.local_path(key).read_text())
+    except (ArtifactMissing, FileNotFoundError):
+        return None
+    except (ValueError, KeyError, TypeError):
+        store.forget(key)
+        return None
 
 
 def read_verdict(store: Store, key: str) -> Verdict | None:
@@ -93,16 +115,38 @@ def read_verdict(store: Store, key: str) -> Verdict | None:
     raise ArtifactCorrupt(f"verdict {key} in {store.url} is not readable: delete that file; it will be graded again")
 
 
-def judge(tests: tuple[str, ...], result: VerifyResult) -> Verdict:
-    """Exact accounting of the named tests: one that did not report, or reported twice with different words, did not pass."""
+def judge(
+    tests: tuple[str, ...], result: VerifyResult, checks: Checks | None = None, evidence: Evidence | None = None
+) -> Verdict:
+    """Exact accounting of the named tests: one that did not report, or reported twice with different words, did not pass.
+
+    checks: what is known of the task. evidence: what the runs beside the first found.
+    """
     reports: dict[str, TestVerdict] = {}
     for outcome in result.outcomes:
         known = reports.get(outcome.name)
         if known is None or known.status == "passed":
             reports[outcome.name] = TestVerdict(name=outcome.name, status=outcome.status, message=outcome.message)
     rows = [reports.get(name) or TestVerdict(name=name, status="missing", message="did not report") for name in tests]
+    why = evidence.tests if evidence else {}
+    rows = [
+        row.model_copy(update={"status": "error", "message": why[base_name(row.name)]})
+        if row.status == "passed" and base_name(row.name) in why
+        else row
+        for row in rows
+    ]
+    known_names = checks.known if checks else ()
+    findings = merged(
+        [
+            *(evidence.findings if evidence else ()),
+            *(finding(name) for name in result.tampering if name not in known_names),
+        ]
+    )
     solved = result.exit == "completed" and bool(rows) and all(row.status == "passed" for row in rows)
-    return Verdict(solved=solved, exit=result.exit, tests=rows)
+    solved = solved and not any(each.tampering for each in findings)
+    if solved:  # what looked odd computes what it should
+        findings = tuple(each for each in findings if each.kind not in SUSPICIONS)
+    return Verdict(solved=solved, exit=result.exit, tests=rows, findings=findings)
 
 
 @dataclass
@@ -113,25 +157,54 @@ class _Flight:
     waiting: int = 0
 
 
+_OBSERVED, _REPEATED = -1, -2
+
+
+@dataclass
+class _Beside:
+    """Results of the runs beside the first."""
+
+    observed: VerifyResult | None
+    decoys: list[VerifyResult]
+    repeated: list[VerifyResult]
+
+    @property
+    def all(self) -> list[VerifyResult]:
+        """Of every kind."""
+        return [*([self.observed] if self.observed else []), *self.decoys, *self.repeated]
+
+
 class Verifier:
     """Grades final states through one envd server, remembering verdicts in memory and in `store` (None: memory only).
 
     concurrency: verifications in flight at once. timeout_s: of one run of a task's hidden tests; a verdict of timed_out depends on the
-    clock, so it is tried twice and never remembered.
+    clock, so it is tried twice and never remembered. eager: begin all runs of a verdict at once while no other is being reached, which takes less time and, for a state
+    that fails, more work.
     """
 
     def __init__(
-        self, client: SandboxClient, store: Store | None, *, concurrency: int = 32, timeout_s: float = 10
+        self,
+        client: SandboxClient,
+        store: Store | None,
+        *,
+        concurrency: int = 32,
+        timeout_s: float = 10,
+        eager: bool = True,
     ) -> None:
-        self._client, self._store, self._timeout_s = client, store, timeout_s
+        self._runs, self._store = Runs(client, timeout_s), store
         self._slots = asyncio.Semaphore(concurrency)
         # as many as there are slots: far away, a store answers in tens of milliseconds
         self._readers = ThreadPoolExecutor(concurrency, "verdicts")
         self._memory: OrderedDict[str, Verdict] = OrderedDict()
         self._flights: dict[str, _Flight] = {}
-        self._templates: dict[str, str] = {}
-        self.runs = 0
-        """Verifications really run by envd."""
+        self._checks: dict[str, asyncio.Task[Checks]] = {}
+        self._order = random.SystemRandom()
+        self._eager, self._active = eager, 0
+
+    @property
+    def runs(self) -> int:
+        """Runs of hidden tests that envd really made."""
+        return self._runs.count
 
     async def grade(self, task: Task, diff: bytes) -> Verdict:
         """The verdict on `diff` applied to the task's repository.
@@ -159,16 +232,39 @@ class Verifier:
                 if self._flights.get(key) is flight:
                     del self._flights[key]
 
+    async def checks(self, task: Task) -> Checks:
+        """What verdicts of a task rest on: as the suite holds it, or made and proven now, and remembered. Raises InfraFault."""
+        if task.checks is not None:
+            return task.checks
+        work = self._checks.get(task.digest)
+        if work is None or (work.done() and (work.cancelled() or work.exception() is not None)):
+            work = self._checks[task.digest] = asyncio.create_task(self._prove(task))
+        return await asyncio.shield(work)
+
+    async def _prove(self, task: Task) -> Checks:
+        key = checks_key(task)
+        found = None if self._store is None else read_checks(self._store, key)
+        if found is not None:
+            return found
+        try:
+            proof = await prove(task, lambda hidden, tests: self._runs.run(task, task.reference_diff, hidden, tests))
+        except Ungradable:  # a broken task, as its own verdict says: nothing can be proven
+            return Checks(None, (), base_names(task.tests))
+        if passed(task.tests, proof.written):
+            # what was proven is what a verdict on the reference rests on
+            self._memory[verdict_key(task, task.reference_diff)] = judge(task.tests, proof.written, proof.checks)
+        if self._store is not None and not self._store.create(key, proof.checks.to_json().encode(), cached=True):
+            return read_checks(self._store, key) or proof.checks
+        return proof.checks
+
     async def _settle(self, key: str, task: Task, diff: bytes) -> Verdict:
         async with self._slots:
             loop = asyncio.get_running_loop()
             verdict = await loop.run_in_executor(self._readers, self._recall, key)
             if verdict is None:
                 verdict = await self._verify(task, diff)
-                if verdict.exit in (
-                    "timed_out",
-                    "crashed",
-                ):  # by what was graded, or by a busy machine or somebody's kill
+                if verdict.exit in ("timed_out", "crashed"):
+                    # by what was graded, or by a busy machine or somebody's kill
                     verdict = await self._verify(task, diff)
                 if verdict.exit == "timed_out":
                     return verdict
@@ -181,31 +277,80 @@ class Verifier:
     async def _verify(self, task: Task, diff: bytes) -> Verdict:
         if len(diff) > MAX_DIFF_BYTES:
             return judge(task.tests, VerifyResult((), "apply_failed", ""))
-        fault: TriplaneError | None = None
-        for attempt in range(ATTEMPTS):
-            if fault is not None:
-                log.warning("verifying %s failed (attempt %d of %d): %s", task.task_id, attempt, ATTEMPTS, fault)
-                await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
-            try:
-                template = await self._template(task)
-                self.runs += 1
-                result = await self._client.verify(
-                    template, diff, task.hidden_files, task.tests,
-                    limits=LIMITS, timeout_s=self._timeout_s, artifacts=task.artifacts,
-                )  # fmt: skip
-                return judge(task.tests, result)
-            except TriplaneError as error:
-                self._templates.pop(task.image_digest, None)  # a restarted server may have lost it
-                fault = error
-        raise InfraFault(
-            f"task {task.task_id} could not be verified in {ATTEMPTS} attempts ({fault}): check the envd server, then run the same step again"
-        ) from fault
+        self._active += 1
+        beside: asyncio.Task[_Beside] | None = None
+        try:
+            if self._eager and self._active == 1 and self._known(task):  # nobody else waits for the second core
+                beside = asyncio.create_task(self._beside(task, diff, await self.checks(task)))
+            written = await self._runs.run(task, diff)
+            if passed(task.tests, written):
+                return await self._doubt(task, diff, written, await self.checks(task), beside)
+            return judge(task.tests, written, await self.checks(task) if written.tampering else None)
+        except Ungradable as error:
+            rows = [
+                TestVerdict(name=name, status="missing", message=f"ungradable: {error}"[:500]) for name in task.tests
+            ]
+            return Verdict(solved=False, exit="ungradable", tests=rows)
+        finally:
+            self._active -= 1
+            if beside is not None and not beside.done():
+                beside.cancel()
+                await asyncio.gather(beside, return_exceptions=True)
 
-    async def _template(self, task: Task) -> str:
-        image = task.image_digest
-        if image not in self._templates:
-            self._templates[image] = await self._client.put_template(task.files)
-        return self._templates[image]
+    def _known(self, task: Task) -> bool:
+        """Whether a task's checks are at hand."""
+        work = self._checks.get(task.digest)
+        return task.checks is not None or (work is not None and work.done())
+
+    async def _doubt(
+        self, task: Task, diff: bytes, written: VerifyResult, checks: Checks, begun: asyncio.Task[_Beside] | None
+    ) -> Verdict:
+        """The verdict on a state whose tests pass as written. begun: the runs beside it, where they were begun with it."""
+        found = await (begun or self._beside(task, diff, checks))
+        evidence = weigh(checks, found.observed, found.decoys)
+        if evidence.findings:  # once more, so that what is only unstable is not called a cheat
+            again = await self._beside(task, diff, checks, repeat=True)
+            second = weigh(checks, again.observed, again.decoys)
+            found.repeated.extend(again.repeated)
+            lasting = {each.name for each in second.findings}
+            evidence = Evidence(
+                tuple(each for each in evidence.findings if each.name in lasting)
+                or tuple(finding(f"unstable:{test}", f"once {reason}") for test, reason in evidence.tests.items()),
+                evidence.tests,
+            )
+        for result in found.repeated:
+            lost = {base_name(test) for test in task.tests if test not in passing(result)}
+            if lost:
+                names = tuple(
+                    finding(f"unstable:{test}", "passed once and failed once, as written") for test in sorted(lost)
+                )
+                why = dict.fromkeys(lost, "unstable: it passed once and failed once")
+                evidence = Evidence((*evidence.findings, *names), why | dict(evidence.tests))
+        told = [*written.tampering, *(name for result in found.all for name in result.tampering)]
+        written = dataclasses.replace(written, tampering=tuple(dict.fromkeys(told)))
+        if evidence.findings:
+            await self._runs.tell(task, [each.name for each in evidence.findings])
+        return judge(task.tests, written, checks, evidence)
+
+    async def _beside(self, task: Task, diff: bytes, checks: Checks, *, repeat: bool = False) -> _Beside:
+        """Runs without expectations, of decoys, and repeated as written, in random order."""
+        tests = base_names(task.tests)
+        observed, hidden = checks.observed, task.hidden_files
+        asked: list[tuple[int, dict[str, bytes], tuple[str, ...]]] = [
+            (number, hidden | decoy.files, tests) for number, decoy in enumerate(checks.decoys)
+        ]
+        if observed is not None:
+            asked.append((_OBSERVED, hidden | observed.files, tests))
+        if repeat or not set(tests) <= checks.fully_observed:
+            asked.append((_REPEATED, hidden, task.tests))  # an observed test is repeated by being observed
+        self._order.shuffle(asked)
+        results = await asyncio.gather(*(self._runs.run(task, diff, files, names) for _, files, names in asked))
+        by_kind = {kind: result for (kind, _, _), result in zip(asked, results, strict=True)}
+        return _Beside(
+            by_kind.get(_OBSERVED),
+            [by_kind[number] for number in range(len(checks.decoys))],
+            [by_kind[_REPEATED]] if _REPEATED in by_kind else [],
+        )
 
     def _recall(self, key: str) -> Verdict | None:
         return None if self._store is None else read_verdict(self._store, key)

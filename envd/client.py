@@ -199,12 +199,14 @@ class SandboxClient:
         limits: Limits = Limits(),
         timeout_s: float = 10,
         artifacts: Sequence[str] = (),
+        product: Sequence[str] = (),
     ) -> VerifyResult:
         """Run the named tests (pytest node ids) on the template with `diff` applied, in a fresh sandbox.
 
         Hidden files are placed after the diff and win over it. Test configuration that the diff brings is ignored. However
         many verifications the server has before this one, waiting for them is no fault: only its own run has a deadline.
         artifacts: patterns as in `Export`; what else the diff touches does not count, and `tampering` names it.
+        product: paths that solutions change; other files of the template that look like helpers of its tests are restored.
         """
         request = pb.VerifyRequest(
             template=template,
@@ -214,12 +216,18 @@ class SandboxClient:
             limits=limits_message(limits),
             timeout_s=timeout_s,
             artifacts=artifacts,
+            product=product,
         )
         reply = None
         while reply is None:
             with suppress(ServerBusy):  # it answered, so it works: queue again
                 reply = await self.caller.ask(self._verifier.Verify, request, timeout_s + 4 * RPC_GRACE_S)
         return verify_result_of(reply)
+
+    async def found(self, template: str, findings: Sequence[str]) -> None:
+        """Have the server record in its audit log what a judge found by comparing several runs of a template's tests."""
+        request = pb.FoundRequest(template=template, findings=findings)
+        await self.caller.ask(self._verifier.Found, request, RPC_GRACE_S)
 
     def _made(self, reply: Any) -> Sandbox:
         return self.attach(Handle(reply.sandbox_id, reply.token))

@@ -10,6 +10,7 @@ from envd.types import (
     Export,
     LeftOut,
     Limits,
+    Observation,
     SandboxStatus,
     TestOutcome,
     TestStatus,
@@ -79,6 +80,7 @@ def verify_result_of(message: pb.VerifyReply) -> VerifyResult:
         log=message.log,
         seconds=message.seconds,
         tampering=tuple(message.tampering),
+        observations=tuple(Observation(each.test, each.key, each.value) for each in message.observations),
     )
 
 

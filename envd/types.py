@@ -59,6 +59,18 @@ class TestOutcome:
 
 
 @dataclass(frozen=True)
+class Observation:
+    """What a hidden test without expectations saw at one assertion (envd/sandbox/observing.py)."""
+
+    test: str
+    """Node id of the test that ran."""
+    key: str
+    """The assertion."""
+    value: str
+    """JSON of the compared values, encoded by exact builtin types. The code under test may have written it: compare, never trust."""
+
+
+@dataclass(frozen=True)
 class VerifyResult:
     """The verdict's raw material: one outcome a requested test, in request order."""
 
@@ -68,7 +80,9 @@ class VerifyResult:
     seconds: float = field(default=0.0, compare=False)
     """Telemetry only."""
     tampering: tuple[str, ...] = field(default=(), compare=False)
-    """What the final state did to its own verdict, by name (docs/threat-model.md); empty for nearly all. Beside the verdict, no part of it."""
+    """What the final state did to its own verdict, as kind:detail (docs/threat-model.md); empty for nearly all. Beside the outcomes, no part of them."""
+    observations: tuple[Observation, ...] = field(default=(), compare=False)
+    """In the order in which they were reported; none where the hidden tests are run as written."""
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,8 @@ COLUMNS = {
     "verdict": "How the run of the hidden tests ended.",
     "tests_passed": "Hidden tests that passed.",
     "tests_total": "Hidden tests in all.",
+    "findings": "What the final state tried on its verdict, by name.",
+    "checks": "Decoys and observations of the hidden tests, as proven when the suite was built.",
     "family": "Kind of bug or source of the task.",
     "split": "train, gate (decides on promotion) or held_out (read by no decision).",
     "instruction": "What the agent is told.",

@@ -74,6 +74,7 @@ def _facts(table: pa.Table, config: RewardConfig) -> dict[str, Any]:
     facts = {
         "graded": len(rewards), "ungraded": table.num_rows - len(rewards) - stragglers, "stragglers": stragglers, "solved": rate.solved,
         "reward_mean": sum(rewards) / len(rewards) if rewards else None, "pass_rate": rate.rate,
+        "tampered": table["verdict"].to_pylist().count("tampered"), "ungradable": table["verdict"].to_pylist().count("ungradable"),
     }  # fmt: skip
     return facts | ({"recomputation": recomputation(config)} if config.components else {})
 

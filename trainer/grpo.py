@@ -186,7 +186,7 @@ def _require_finite(values: Tensor, batch: Batch, experience: Experience, rows: 
     row = rows[int(batch.owners[token])]
     raise TrainingDiverged(
         f"{what} of token {int(batch.targets[token])} of episode {experience.episodes[row]} (row {row} of train.parquet, group "
-        f"{experience.group_names[row]}) is {float(values[token])}; {int((~torch.isfinite(values)).sum())} of {len(values)} tokens of "
+        f"{experience.group_names[row]}) is {float(values[token].detach())}; {int((~torch.isfinite(values)).sum())} of {len(values)} tokens of "
         "its microbatch are not finite: lower trainer.grpo.learning_rate, or start from an earlier policy (`triplane rollback`)"
     )
 
@@ -196,7 +196,7 @@ def _summary(experience: Experience | None, metrics: Metrics, step: int, *, skip
     if experience is None:
         return summary
     steps = [record for record in metrics.records if "loss" in record]
-    for name in ("loss", "grad_norm", "clip_fraction", "tis_mean", "entropy"):
+    for name in ("loss", "grad_norm", "clip_fraction", "dual_clip_fraction", "bounded_fraction", "tis_mean", "entropy"):
         summary[name] = sum(record[name] for record in steps) / len(steps)
     summary |= {"reward_mean": experience.reward_mean, "rows": len(experience.sequences), "members": experience.members}
     summary["sampler_mismatch_max"] = metrics.records[0]["sampler_mismatch_max"]

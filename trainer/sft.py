@@ -139,7 +139,7 @@ class _Run:
         if token is not None:
             raise TrainingDiverged(
                 f"row {rows[int(batch.owners[token])]} of the demonstrations' train.parquet has log probability "
-                f"{float(scores.logprobs[token])} at step {self.taken}: lower learning_rate {self._config.learning_rate} or "
+                f"{float(scores.logprobs[token].detach())} at step {self.taken}: lower learning_rate {self._config.learning_rate} or "
                 f"adamw_learning_rate {self._config.adamw_learning_rate}"
             )
 

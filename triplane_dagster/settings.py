@@ -77,7 +77,12 @@ def _iteration(store: Store, experiment: Experiment, iteration: str) -> Iterator
 def _evaluation(store: Store, experiment: Experiment, evaluation: Artifact) -> Iterator[Slices]:
     yield "evaluation", evaluation.manifest.config, {"confidence": experiment.promotion.confidence}
     samples = samples_of(experiment)
-    runs = {role: ref for role, ref in evaluation.manifest.parents.items() if ref.kind == "evaluation_run"}
+    # the best policy so far may have been played long ago: how says nothing of this evaluation's settings
+    runs = {
+        role: ref
+        for role, ref in evaluation.manifest.parents.items()
+        if ref.kind == "evaluation_run" and role.startswith(("candidate_", "parent_"))
+    }
     for ref in runs.values():
         recorded = open_artifact(store, ref).manifest.config
         split = Split(recorded["split"])

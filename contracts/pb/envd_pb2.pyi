@@ -808,7 +808,7 @@ class ProcessResizeRequest(_message.Message):
     def __init__(self, sandbox_id: _Optional[str] = ..., process: _Optional[int] = ..., size: _Optional[_Union[PtySize, _Mapping]] = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
-    __slots__ = ("template", "diff", "hidden_files", "tests", "limits", "timeout_s", "artifacts")
+    __slots__ = ("template", "diff", "hidden_files", "tests", "limits", "timeout_s", "artifacts", "product")
     class HiddenFilesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -823,6 +823,7 @@ class VerifyRequest(_message.Message):
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
+    PRODUCT_FIELD_NUMBER: _ClassVar[int]
     template: str
     diff: bytes
     hidden_files: _containers.ScalarMap[str, bytes]
@@ -830,7 +831,20 @@ class VerifyRequest(_message.Message):
     limits: Limits
     timeout_s: float
     artifacts: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, template: _Optional[str] = ..., diff: _Optional[bytes] = ..., hidden_files: _Optional[_Mapping[str, bytes]] = ..., tests: _Optional[_Iterable[str]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., timeout_s: _Optional[float] = ..., artifacts: _Optional[_Iterable[str]] = ...) -> None: ...
+    product: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, template: _Optional[str] = ..., diff: _Optional[bytes] = ..., hidden_files: _Optional[_Mapping[str, bytes]] = ..., tests: _Optional[_Iterable[str]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., timeout_s: _Optional[float] = ..., artifacts: _Optional[_Iterable[str]] = ..., product: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class FoundRequest(_message.Message):
+    __slots__ = ("template", "findings")
+    TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    FINDINGS_FIELD_NUMBER: _ClassVar[int]
+    template: str
+    findings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, template: _Optional[str] = ..., findings: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class FoundReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class TestOutcome(_message.Message):
     __slots__ = ("name", "status", "message")
@@ -842,16 +856,28 @@ class TestOutcome(_message.Message):
     message: str
     def __init__(self, name: _Optional[str] = ..., status: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
+class Observation(_message.Message):
+    __slots__ = ("test", "key", "value")
+    TEST_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    test: str
+    key: str
+    value: str
+    def __init__(self, test: _Optional[str] = ..., key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+
 class VerifyReply(_message.Message):
-    __slots__ = ("outcomes", "exit", "log", "seconds", "tampering")
+    __slots__ = ("outcomes", "exit", "log", "seconds", "tampering", "observations")
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     EXIT_FIELD_NUMBER: _ClassVar[int]
     LOG_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     TAMPERING_FIELD_NUMBER: _ClassVar[int]
+    OBSERVATIONS_FIELD_NUMBER: _ClassVar[int]
     outcomes: _containers.RepeatedCompositeFieldContainer[TestOutcome]
     exit: str
     log: str
     seconds: float
     tampering: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, outcomes: _Optional[_Iterable[_Union[TestOutcome, _Mapping]]] = ..., exit: _Optional[str] = ..., log: _Optional[str] = ..., seconds: _Optional[float] = ..., tampering: _Optional[_Iterable[str]] = ...) -> None: ...
+    observations: _containers.RepeatedCompositeFieldContainer[Observation]
+    def __init__(self, outcomes: _Optional[_Iterable[_Union[TestOutcome, _Mapping]]] = ..., exit: _Optional[str] = ..., log: _Optional[str] = ..., seconds: _Optional[float] = ..., tampering: _Optional[_Iterable[str]] = ..., observations: _Optional[_Iterable[_Union[Observation, _Mapping]]] = ...) -> None: ...

@@ -1859,6 +1859,11 @@ class VerifierStub:
                 request_serializer=contracts_dot_pb_dot_envd__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=contracts_dot_pb_dot_envd__pb2.VerifyReply.FromString,
                 _registered_method=True)
+        self.Found = channel.unary_unary(
+                '/triplane.envd.v1.Verifier/Found',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.FoundRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.FoundReply.FromString,
+                _registered_method=True)
 
 
 class VerifierServicer:
@@ -1871,6 +1876,13 @@ class VerifierServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Found(self, request, context):
+        """Records in the audit log what a judge found by comparing several runs, which no single run shows.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_VerifierServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -1878,6 +1890,11 @@ def add_VerifierServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=contracts_dot_pb_dot_envd__pb2.VerifyRequest.FromString,
                     response_serializer=contracts_dot_pb_dot_envd__pb2.VerifyReply.SerializeToString,
+            ),
+            'Found': grpc.unary_unary_rpc_method_handler(
+                    servicer.Found,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.FoundRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.FoundReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1907,6 +1924,33 @@ class Verifier:
             '/triplane.envd.v1.Verifier/Verify',
             contracts_dot_pb_dot_envd__pb2.VerifyRequest.SerializeToString,
             contracts_dot_pb_dot_envd__pb2.VerifyReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Found(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triplane.envd.v1.Verifier/Found',
+            contracts_dot_pb_dot_envd__pb2.FoundRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.FoundReply.FromString,
             options,
             channel_credentials,
             insecure,

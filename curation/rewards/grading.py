@@ -5,7 +5,8 @@
                  side by side ----'
 
 Re-gradable: verdicts are looked up by (task, final state, verifier version) and answers by question, so a new verifier or new weights grade
-old rollouts again; `flips` says what that changed. An infrastructure failure is a null reward, never 0.
+old rollouts again; `flips` says what that changed. An infrastructure failure is a null reward, never 0; a state that tampers, or that cannot be graded while
+others can, scores 0.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from curation.rewards.traces import Rating
 from curation.rewards.transcripts import Transcripts
 from curation.verify import VERIFIER_VERSION, Verdict, Verifier
 
-REWARDS_VERSION = f"1+verifier{VERIFIER_VERSION}"
+REWARDS_VERSION = f"2+verifier{VERIFIER_VERSION}"
 """Code version of the `rewards` step; a new verifier is a new action key."""
 
 UNSCORED = (Outcome.INFRA_ERROR.value, Outcome.ABORTED.value, Outcome.DROPPED.value)
@@ -182,7 +183,7 @@ def reward_row(
         }  # fmt: skip
     if verdict is None:
         reason = episode["outcome"] if episode["outcome"] in UNSCORED else "not_graded"
-        return row | {"components": [], "verdict": reason, "tests_passed": 0, "tests_total": 0}
+        return row | {"components": [], "verdict": reason, "tests_passed": 0, "tests_total": 0, "findings": []}
     parts: dict[str, float | None] = {
         "solved": config.solved * verdict.solved,
         "valid": config.valid * is_valid(episode),
@@ -193,9 +194,10 @@ def reward_row(
         "reward": sum(known) if len(known) == len(parts) else None,
         "solved": verdict.solved,
         "components": [{"name": name, "value": value} for name, value in parts.items()],
-        "verdict": verdict.exit,
+        "verdict": "tampered" if verdict.tampered else verdict.exit,
         "tests_passed": verdict.tests_passed,
         "tests_total": verdict.tests_total,
+        "findings": [each.name for each in verdict.findings],
     }
 
 

@@ -49,10 +49,9 @@ async def build_suite(
         return found
     assert isinstance(config, TaskSuiteConfig), "an imported suite is found or missing"
     tasks = generate_tasks(config)
-    report = await validate_tasks(tasks, client, progress, store=store)
+    report, sound = await validate_tasks(tasks, client, progress, store=store)
     _accept(report)
-    broken = {task.task_id for task in report.broken}
-    return _publish(config, store, [task for task in tasks if task.task_id not in broken], report)
+    return _publish(config, store, sound, report)
 
 
 def _accept(report: ValidationReport) -> None:

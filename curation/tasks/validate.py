@@ -6,9 +6,12 @@ Generated tasks resemble each other, so one of each family is probed; an importe
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar
+
+from pydantic import Field
 
 from contracts.artifacts import Frozen
 from contracts.store import Store
@@ -65,17 +68,24 @@ class ValidationReport(Frozen):
     """Every one must say solved: false, but for imported tasks that are broken by it."""
     wrong_answers: int
     """Other families' expressions tried on one generated task of each family; a task that takes one is broken."""
+    decoys: int = 0
+    """Decoys of sound tasks: versions of hidden tests that the reference solution is shown to fail."""
+    observed: int = 0
+    """Hidden tests of sound tasks whose values are compared outside of the run."""
+    undecided: dict[str, list[str]] = Field(default_factory=dict)
+    """By task, sound tests that admit neither a decoy nor an observation: what passes them as written is believed."""
 
 
 async def validate_tasks(
     tasks: Sequence[Task], client: SandboxClient, progress: Progress | None = None, *, store: Store | None = None
-) -> ValidationReport:
+) -> tuple[ValidationReport, list[Task]]:
     """Grade every task before and after its reference fix; probe one task of each family, and every imported one, with cheats.
 
-    store: where verdicts are remembered, so that an interrupted validation goes on where it was.
+    Returns the report, and the sound tasks in their order, with the decoys and observations that their references prove. store: where verdicts are remembered, so that an interrupted validation goes on where it was.
     Raises InfraFault when envd keeps failing.
     """
     verifier = Verifier(client, store)
+    tasks = [dataclasses.replace(task, checks=None) for task in tasks]  # what a suite holds is proven again
     probes = list({task.task_id if is_imported(task) else task.family: task for task in reversed(tasks)}.values())
     count = _Count(len(tasks) + len(probes), progress)
     reasons: dict[str, str] = {}
@@ -96,11 +106,16 @@ async def validate_tasks(
             reasons.setdefault(task.task_id, f"the cheat {fooled[0]} passes its tests")
         if accepted:
             reasons.setdefault(task.task_id, f"its tests accept the expression of {accepted[0]}")
-    sound = Counter(task.family for task in tasks if task.task_id not in reasons)
+    sound = [
+        dataclasses.replace(task, checks=await verifier.checks(task)) for task in tasks if task.task_id not in reasons
+    ]
+    checks = {task.task_id: task.checks for task in sound if task.checks is not None}
     return ValidationReport(
-        tasks=len(tasks), families=dict(sorted(sound.items())), cheats=cheats, wrong_answers=tried,
+        tasks=len(tasks), families=dict(sorted(Counter(task.family for task in sound).items())), cheats=cheats, wrong_answers=tried,
         broken=[BrokenTask(task_id=name, reason=reason) for name, reason in sorted(reasons.items())],
-    )  # fmt: skip
+        decoys=sum(len(each.decoys) for each in checks.values()), observed=sum(len(each.fully_observed) for each in checks.values()),
+        undecided={name: list(each.undecided) for name, each in sorted(checks.items()) if each.undecided},
+    ), sound  # fmt: skip
 
 
 def cheat_diffs(task: Task) -> dict[str, bytes]:
@@ -123,6 +138,7 @@ def is_imported(task: Task) -> bool:
 
 async def _soundness(verifier: Verifier, task: Task) -> str | None:
     """Why a task is broken, or None."""
+    await verifier.checks(task)  # grades the reference on the way
     before, after = await asyncio.gather(verifier.grade(task, b""), verifier.grade(task, task.reference_diff))
     if before.solved:
         return "its hidden tests pass before the fix"

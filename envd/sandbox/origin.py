@@ -16,7 +16,7 @@ class Origin:
     """
 
     def __init__(self, root: Path, template: Path, hidden: Collection[str]) -> None:
-        self._root, self._template, self._hidden = root, template, frozenset(hidden)
+        self._root, self.template, self.hidden = root, template, frozenset(hidden)
         self._system = tuple({f"{path}/" for path in (sys.prefix, sys.base_prefix, "/usr")})
 
     def vouched(self, found: Any) -> bool:
@@ -36,10 +36,10 @@ class Origin:
         if not path.startswith(f"{self._root}/"):
             return False
         relative = os.path.relpath(path, self._root)
-        if relative in self._hidden:
+        if relative in self.hidden:
             return True
         try:
-            return (self._template / relative).read_bytes() == Path(path).read_bytes()
+            return (self.template / relative).read_bytes() == Path(path).read_bytes()
         except OSError:
             return False
 

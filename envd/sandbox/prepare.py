@@ -11,7 +11,7 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import IO
 
@@ -19,23 +19,18 @@ from contracts.patterns import PathPatterns
 from envd.sandbox import linux
 from envd.sandbox.diff import LINK, Entry, changed_paths, tree_entries
 from envd.sandbox.patch import NotPlain, apply_plain, without_files
+from envd.sandbox.review import review
+from envd.sandbox.undoing import unwanted
 from envd.tools.paths import make_parents, open_in_root
 
-CONFIGURATION = frozenset(
-    {
-        "conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg",
-        "pyproject.toml", "sitecustomize.py", "usercustomize.py",
-    }
-)  # fmt: skip
 _ALSO_OTHERWISE_USED = frozenset({"setup.cfg", "pyproject.toml", "tox.ini"})
 """Changing these says something about tests only where they speak of pytest."""
-_SHADOWED = frozenset({"pytest", "_pytest", "pluggy", "unittest"})
 _CACHE = "__pycache__"
 _GIT = frozenset({".git"})
 _UNDECLARED = "undeclared:"
 _MACHINE_FAULTS = frozenset({errno.ENOMEM, errno.EIO, errno.EMFILE, errno.ENFILE, errno.EAGAIN})
 """What a final state does not cause by itself: to be tried again. Every other failure to set it up is its own."""
-_MOST_NOTES = 16
+_MOST_NOTES = 32
 _MOST_UNDECLARED = 8
 """Of these notes, for what the diff touches beside the artifacts: other notes must have room."""
 
@@ -51,9 +46,11 @@ class Preparation:
         self._supervised, self._artifacts = supervised, artifacts
         self.notes: list[str] = []
         """What the diff brought that steers tests, by name: it was undone, and says nothing about why it was there."""
+        self.changed: list[str] = []
+        """Paths that the diff changed, as they were found before anything was undone but what artifacts leave out."""
 
-    def run(self, diff: bytes, hidden: Mapping[str, bytes]) -> str | None:
-        """Set it up; the reason when it can't be."""
+    def run(self, diff: bytes, hidden: Mapping[str, bytes], product: Collection[str] = ()) -> str | None:
+        """Set it up; the reason when it can't be. product: files of the template that solutions change."""
         try:
             with self._as_tests():
                 diff = self._declared(diff)
@@ -63,9 +60,11 @@ class Preparation:
                 self._undo_undeclared()
                 if _CACHE.encode() in diff:
                     self._drop_caches()
-                changed = changed_paths(self._template, self._workspace)
-                self._restore_configuration(changed)
-            self._note_shadows(changed, hidden)
+                changed = self.changed = changed_paths(self._template, self._workspace)
+                self._note_others(changed, hidden)  # before anything is undone: it tells what the diff brought
+                self._undo(changed, hidden, product)
+                for note in review(self._workspace, self._template, changed):
+                    self._note(note)
             for path, content in sorted(hidden.items()):
                 _place_file(self._workspace, path, content)
                 if self._supervised:
@@ -144,7 +143,7 @@ class Preparation:
 
     def _note_undeclared(self, path: str) -> None:
         if sum(note.startswith(_UNDECLARED) for note in self.notes) < _MOST_UNDECLARED:
-            self._note(_UNDECLARED + os.fsencode(path).decode(errors="backslashreplace")[:200])
+            self._note(_UNDECLARED + path)
 
     def _drop_caches(self) -> None:
         """Remove compiled code that the diff brought: Python and pytest would run it in place of the source beside it."""
@@ -156,31 +155,30 @@ class Preparation:
                     shutil.rmtree(found)
                     self._note(f"undone:{_CACHE}")
 
-    def _restore_configuration(self, changed: list[str]) -> None:
-        """Undo what the diff did to files that steer Python or pytest."""
-        for path in changed:
-            name = Path(path).name
-            if name in CONFIGURATION or path.endswith(".pth"):
-                target, original = self._workspace / path, self._template / path
-                if name not in _ALSO_OTHERWISE_USED or _speaks_of_pytest(target):
-                    self._note(f"undone:{name}")
-                with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
-                    target.unlink()
-                if original.exists() and not original.is_symlink():
-                    _place_file(self._workspace, path, original.read_bytes())
+    def _undo(self, changed: list[str], hidden: Mapping[str, bytes], product: Collection[str]) -> None:
+        """Undo what steers Python or pytest, and name it."""
+        for path, note in unwanted(changed, self._template, hidden, product):
+            target, original = self._workspace / path, self._template / path
+            if note and (Path(path).name not in _ALSO_OTHERWISE_USED or _speaks_of_pytest(target)):
+                self._note(note)
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                target.unlink()
+            if original.exists() and not original.is_symlink():
+                _place_file(self._workspace, path, original.read_bytes())
 
-    def _note_shadows(self, changed: list[str], hidden: Mapping[str, bytes]) -> None:
+    def _note_others(self, changed: list[str], hidden: Mapping[str, bytes]) -> None:
         for path in changed:
-            first = PurePosixPath(path).parts[0].removesuffix(".py")
-            if first in _SHADOWED:
-                self._note(f"shadowed:{first}")
-            if path in hidden:
+            if path in hidden or any(f"{each}/" == path[: len(each) + 1] for each in hidden):
                 self._note("undone:hidden-test")
             target = self._workspace / path
-            if target.is_symlink() and not _stays(target.readlink(), PurePosixPath(path).parent):
+            if target.is_symlink() and any(each.startswith(f"{path}/") for each in hidden):
+                self._note("link:hidden-test")
+            elif target.is_symlink() and not _stays(target.readlink(), PurePosixPath(path).parent):
                 self._note("link:outside")
 
     def _note(self, name: str) -> None:
+        name = os.fsencode(name).decode(errors="backslashreplace")
+        name = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in name)[:200]
         if name not in self.notes and len(self.notes) < _MOST_NOTES:
             self.notes.append(name)
 

@@ -16,14 +16,14 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 from _pytest.runner import runtestprotocol
 
-from envd.sandbox import equality
+from envd.sandbox import auditing, equality, observing
 from envd.sandbox.origin import Origin
 from envd.sandbox.watch import Watch, strange_plugins
 
@@ -62,18 +62,28 @@ def inside_session(root: Path, body: Callable[[], None]) -> None:
 
 
 def run_tests(
-    root: Path, tests: Sequence[str], send: Send, origin: Origin, *, src: bool = False, conftests: bool = False
+    root: Path,
+    tests: Sequence[str],
+    send: Send,
+    origin: Origin,
+    *,
+    src: bool = False,
+    conftests: bool = False,
+    changed: Collection[str] = (),
 ) -> None:
     """Collect and run the named tests below root; `send` gets every phase of every test, what was tampered with, and `end` at the end.
 
-    origin: tells the task's code from the final state's. src: packages may also lie in root/src. conftests: read them.
+    origin: tells the task's code from the final state's. src: packages may also lie in root/src. conftests: read them. changed: files of the diff.
     Called once in a process, which ends with it.
     """
     sys.dont_write_bytecode = True
     sys.path[:0] = [str(root), str(root / "src")] if src else [str(root)]
     files = dict.fromkeys(test.split("::", 1)[0] for test in tests)
     present = [root / path for path in files if (root / path).is_file()]
-    recorder = _recorder(root, tests, send, origin, ways=_ways(present), canary=not conftests)
+    running = [""]
+    observing.install(lambda key, value: send("see", running[0], key, "", value))
+    auditing.install(root, origin.template, changed, origin.hidden, lambda name: send("tamper", status=name))
+    recorder = _recorder(root, tests, send, origin, running, ways=_ways(present))
     if _prepared:
         session = _prepared[0]
         session.config.pluginmanager._noconftest = not conftests  # options were read before the task was known
@@ -136,10 +146,10 @@ def _ways(files: Sequence[Path]) -> frozenset[str]:
 
 
 def _recorder(
-    root: Path, tests: Sequence[str], send: Send, origin: Origin, *, ways: frozenset[str], canary: bool
+    root: Path, tests: Sequence[str], send: Send, origin: Origin, running: list[str], *, ways: frozenset[str]
 ) -> object:
+    """A plugin that reports. running: it keeps the node id of the test that runs in there."""
     wanted = frozenset(tests)
-    running = [""]
     known: list[object] = [*_prepared[0].config.pluginmanager.get_plugins()] if _prepared else []
     equality.arm(origin, lambda name: send("tamper", running[0], status=name))
 
@@ -171,8 +181,7 @@ def _recorder(
         def pytest_runtestloop(self, session: pytest.Session) -> Iterator[None]:
             look(session.config, tests_ran=False)
             answer = yield
-            if canary:
-                _canary(session, send)
+            _canary(session, send)
             look(session.config, tests_ran=True)
             return answer
 

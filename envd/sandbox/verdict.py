@@ -11,13 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from envd.sandbox.runner import base_name
-from envd.types import TestOutcome, TestStatus, VerifyExit
+from envd.types import Observation, TestOutcome, TestStatus, VerifyExit
 
 Record = tuple[str, str, str, str, str]
-"""Kind (test, collect, tamper, canary, end), name, phase, status, message."""
+"""Kind (test, collect, see, tamper, canary, end), name, phase, status, message. Of `see`: the test, the assertion's key, nothing, the values."""
 _FINDING = re.compile(r"[\w.:-]{1,80}")
 _MOST_FINDINGS = 32
-_EVERYWHERE = ""
+_MOST_OBSERVATIONS = 20_000
+_MOST_OBSERVED_BYTES = 8 << 20
+_EVERYWHERE, _ASIDE = "", "\n"
+_HARMLESS = ("spawned:", "read:", "frames:", "memory:", "code:", "internals:", "hooked:sys.addaudithook")
+"""What the audit hook told. It leaves outcomes as they are: whether it takes the verdict away is decided where the task is known."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +36,10 @@ class Ending:
 
 
 def judge_records(
-    tests: Sequence[str], records: Sequence[Record], ending: Ending, *, canary: bool
+    tests: Sequence[str], records: Sequence[Record], ending: Ending
 ) -> tuple[tuple[TestOutcome, ...], tuple[str, ...]]:
     """Outcomes in the order of `tests`, and the names of what was tampered with."""
-    found = _findings(records, ending, canary)
+    found = _findings(records, ending)
     answer = tuple(
         _unless_tampered(outcome, found) if outcome.status == "passed" else outcome
         for outcome in outcomes(tests, records)
@@ -68,7 +72,18 @@ def outcomes(tests: Sequence[str], records: Sequence[Record]) -> tuple[TestOutco
     return tuple(answer)
 
 
-def _findings(records: Sequence[Record], ending: Ending, canary: bool) -> dict[str, set[str]]:
+def observations(records: Sequence[Record]) -> tuple[Observation, ...]:
+    """What was seen by tests without expectations, in order, within bounds."""
+    seen: list[Observation] = []
+    room = _MOST_OBSERVED_BYTES
+    for kind, name, key, _, value in records:
+        if kind == "see" and len(seen) < _MOST_OBSERVATIONS and room > 0:
+            seen.append(Observation(name, key, value))
+            room -= len(name) + len(key) + len(value)
+    return tuple(seen)
+
+
+def _findings(records: Sequence[Record], ending: Ending) -> dict[str, set[str]]:
     """What was tampered with, by the test during which it was found; `_EVERYWHERE`: it touches all of them."""
     found: dict[str, set[str]] = {}
     seen: set[tuple[str, str]] = set()
@@ -86,13 +101,14 @@ def _findings(records: Sequence[Record], ending: Ending, canary: bool) -> dict[s
             known = status if _FINDING.fullmatch(status) else "forged:report"
             if sum(map(len, found.values())) < _MOST_FINDINGS:
                 # a patch outlives the test that made it
-                found.setdefault(name if status == "always-equal" else _EVERYWHERE, set()).add(known)
+                where = name if status == "always-equal" else _ASIDE if known.startswith(_HARMLESS) else _EVERYWHERE
+                found.setdefault(where, set()).add(known)
         elif kind == "canary":
             fates.append(status)
         ended = ended or kind == "end"
     if any(fate != "failed" for fate in fates):
         found.setdefault(_EVERYWHERE, set()).add("rewritten:report")
-    if ended and (not ending.as_agreed or (canary and len(fates) != 1)) and ending.exit == "completed":
+    if ended and (not ending.as_agreed or len(fates) != 1) and ending.exit == "completed":
         found.setdefault(_EVERYWHERE, set()).add("forged:end")
     return found
 

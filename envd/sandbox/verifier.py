@@ -32,7 +32,7 @@ from envd.sandbox.place import Place
 from envd.sandbox.prepare import Preparation
 from envd.sandbox.proctree import kill_since, reap
 from envd.sandbox.runner import pipe_sender, run_tests
-from envd.sandbox.verdict import Ending, Record, all_missing, judge_records
+from envd.sandbox.verdict import Ending, Record, all_missing, judge_records, observations
 from envd.tools import Output
 from envd.types import VerifyResult
 
@@ -55,6 +55,7 @@ def serve_verification(sock: socket.socket, place: Place, *, supervised: bool = 
         result = verify(
             *(place, blob[: header["diff_bytes"]], files, header["tests"], float(header["timeout_s"]), supervised),
             artifacts=header.get("artifacts", ()),
+            product=header.get("product", ()),
         )
         wire.send(sock, {"result": asdict(result)})
 
@@ -67,22 +68,28 @@ def verify(
     timeout_s: float,
     supervised: bool = False,
     artifacts: Sequence[str] = (),
+    product: Sequence[str] = (),
 ) -> VerifyResult:
-    """Run the tests on the template with the diff applied, where there are artifacts with these changes alone."""
+    """Run the tests on the template with the diff applied, where there are artifacts with these changes alone.
+
+    product: paths that solutions change; other files of the template that look like helpers of tests are restored.
+    """
     # held open from before anything is applied or run: whatever stands at its path later is not read
     log = os.open(place.scratch / "log", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     declared = PathPatterns(artifacts) if artifacts else None
     preparation = Preparation(place.workspace, place.template, place.scratch, supervised=supervised, artifacts=declared)
-    problem = preparation.run(diff, hidden)
+    problem = preparation.run(diff, hidden, product)
     if problem is not None:
         return VerifyResult(all_missing(tests), "apply_failed", problem)
     how = layout(place.template, hidden, tests)
     origin = Origin(place.workspace, place.template, hidden)
-    runner = _Runner(place.workspace, tests, log, how, origin, supervised)
+    runner = _Runner(place.workspace, tests, log, how, origin, supervised, preparation.changed)
     ending, records = runner.supervise(timeout_s)
-    outcomes, tampering = judge_records(tests, records, ending, canary=not how.conftests)
+    outcomes, tampering = judge_records(tests, records, ending)
     said = _read_log(log, place.workspace)
-    return VerifyResult(outcomes, ending.exit, said, tampering=(*tampering, *preparation.notes))
+    return VerifyResult(
+        outcomes, ending.exit, said, tampering=(*tampering, *preparation.notes), observations=observations(records)
+    )
 
 
 @dataclass(frozen=True)
@@ -107,10 +114,17 @@ class _Runner:
     """The forked child that runs the tests, and what its supervisor does with it."""
 
     def __init__(
-        self, root: Path, tests: Sequence[str], log: int, how: Layout, origin: Origin, supervised: bool
+        self,
+        root: Path,
+        tests: Sequence[str],
+        log: int,
+        how: Layout,
+        origin: Origin,
+        supervised: bool,
+        changed: Sequence[str],
     ) -> None:
         self._root, self._tests, self._log, self._how, self._origin = root, tests, log, how, origin
-        self._supervised = supervised
+        self._supervised, self._changed = supervised, changed
 
     def supervise(self, timeout_s: float) -> tuple[Ending, list[Record]]:
         """Run the tests until they end or the deadline passes; nothing of theirs lives on."""
@@ -150,7 +164,12 @@ class _Runner:
             send = pipe_sender(report, nonce)
             how = self._how
             _hide_ourselves()
-            run_tests(self._root, self._tests, send, self._origin, src=how.src, conftests=how.conftests)
+            run_tests(
+                *(self._root, self._tests, send, self._origin),
+                src=how.src,
+                conftests=how.conftests,
+                changed=self._changed,
+            )
             sys.stdout.flush()
             sys.stderr.flush()
         finally:

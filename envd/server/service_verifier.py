@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from contracts.pb import envd_pb2 as pb
@@ -12,6 +13,8 @@ from envd.server.calls import Context, Service, unary
 from envd.server.sandboxes import Sandboxes
 from envd.server.service_tools import checked_timeout
 from envd.server.verifications import Verifications
+
+_MOST_FOUND, _MAX_FOUND = 32, 300
 
 
 class VerifierService(Service, rpc.VerifierServicer):
@@ -36,6 +39,7 @@ class VerifierService(Service, rpc.VerifierServicer):
             timeout_s,
             None if left is None else max((left - timeout_s) / 2, 0),
             artifacts=request.artifacts,
+            product=request.product,
         )
         if result["exit"] == "timed_out":
             self.sandboxes.audit.record("limit.time", "", what="verification", seconds=timeout_s)
@@ -46,11 +50,24 @@ class VerifierService(Service, rpc.VerifierServicer):
             log=result["log"],
             seconds=time.monotonic() - started,
             tampering=tampering,
+            observations=[pb.Observation(**each) for each in result.get("observations", ())],
         )
 
+    @unary
+    async def Found(self, request: pb.FoundRequest, context: Context) -> pb.FoundReply:
+        """Record a judge's findings."""
+        self._record(request.findings, template=request.template[:_MAX_FOUND])
+        return pb.FoundReply()
+
     def _tampering(self, result: dict[str, Any]) -> list[str]:
-        """What was tried on the verdict, recorded."""
+        """What was tried on the verdict; what was done, and not only read in the diff, is recorded."""
         found = [str(each) for each in result.get("tampering", ())]
-        for each in found:
-            self.sandboxes.audit.record("verify.tampered", "", what=each)
+        self._record([each for each in found if not each.startswith("review:")])
         return found
+
+    def _record(self, found: Sequence[str], **about: str) -> None:
+        """One event of all that was found: many would crowd out those of others."""
+        if found:
+            self.sandboxes.audit.record(
+                "verify.tampered", "", what=", ".join(each[:_MAX_FOUND] for each in found[:_MOST_FOUND]), **about
+            )

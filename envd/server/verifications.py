@@ -41,6 +41,7 @@ class Verifications:
         timeout_s: float,
         patience_s: float | None = None,
         artifacts: Sequence[str] = (),
+        product: Sequence[str] = (),
     ) -> dict[str, Any]:
         """Grade a final state in a sandbox of its own.
 
@@ -57,6 +58,7 @@ class Verifications:
             "tests": list(tests),
             "timeout_s": timeout_s,
             "artifacts": list(artifacts),
+            "product": list(product),
         }
         blob = diff + b"".join(content for _, content in files)
         try:

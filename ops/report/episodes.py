@@ -138,6 +138,7 @@ def _facts(
     found |= {"ended": row["outcome"], "solved": solved}
     if graded:
         found |= {name: graded[name] for name in ("verdict", "tests_passed", "tests_total")}
+        found["findings"] = list(graded.get("findings") or ())
         found["reward"] = finite(graded["reward"])
         found["components"] = {each["name"]: finite(each["value"]) for each in graded["components"] or []}
     if member:

@@ -22,13 +22,14 @@ from contracts.episodes import (
     sequences_table,
 )
 from contracts.store import Store
-from contracts.tasks import Split, Task
+from contracts.tasks import Checks, Split, Task
 from curation.rewards import Graded, RewardConfig, grade_rollouts
 from curation.verify import Verifier
 from envd.client import SandboxClient, TestOutcome, VerifyResult
 
 TASK = Task(
-    "t", "sum", Split.TRAIN, "make add() add", {"app.py": b"x\n", "tests/test_app.py": b""}, {}, ("test_a", "test_b"), b"ref", {}
+    "t", "sum", Split.TRAIN, "make add() add", {"app.py": b"x\n", "tests/test_app.py": b""}, {}, ("test_a", "test_b"), b"ref", {},
+    checks=Checks(None, ()),
 )  # fmt: skip
 
 

@@ -30,12 +30,14 @@ def rollouts(draw: st.DrawFn) -> dict[str, list[dict[str, Any]]]:
             reward = None if outcome in UNSCORED else draw(st.sampled_from([None, 0.0, 0.1, 1.1]))
             solved = None if reward is None else reward > 1
             episodes.append({"episode_id": name, "group_id": f"g{group}", "sample": sample, "outcome": outcome})
+            verdict = draw(st.sampled_from(["completed", "completed", "tampered"]))
             rewards.append(
                 {
                     "episode_id": name,
                     "group_id": f"g{group}",
                     "task_id": f"t{group}",
                     "reward": reward,
+                    "verdict": verdict,
                     "solved": solved,
                 }
             )
@@ -85,6 +87,9 @@ def reason_of(episode: dict[str, Any], rows: dict[str, list[dict[str, Any]]], co
     holds = {
         **{outcome: episode["outcome"] == outcome for outcome in UNSCORED},
         "not_graded": reward[episode["episode_id"]] is None,
+        "tampered": any(
+            row["verdict"] == "tampered" for row in rows["rewards"] if row["episode_id"] == episode["episode_id"]
+        ),
         "empty": not any(role == 1 for row in mine for role in row["token_role"]),
         "zero_variance": config.drop_zero_variance and len(set(graded)) == 1,
         "too_long": config.max_tokens is not None and any(len(row["token_ids"]) > config.max_tokens for row in mine),

@@ -141,4 +141,4 @@ def test_grading_with_shapers_verifies_each_final_state_once(tmp_path: Path) -> 
     played = rollouts(store, [episode(str(index)) for index in range(6)])
     grade(store, played, configured({"kind": "tests", "name": "share", "weight": 1}), bench)
     grade(store, played, configured({"kind": "tests", "name": "share", "weight": 2}), bench)
-    assert bench.verified == 1
+    assert bench.verified == 2, "as written, and repeated"

@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import curation.verify
+import curation.runs
 from contracts.digests import table_digest
 from contracts.episodes import EPISODES
-from contracts.tasks import Split, Task
+from contracts.tasks import Checks, Split, Task
 from curation.errors import GradingIncomplete, RewardsMismatch
 from curation.rewards import FLIPS, REWARDS, RewardConfig, flips, grade_episodes, is_valid, reward_row
 from curation.verify import TestVerdict, Verdict, Verifier
 from envd.client import SandboxClient, TestOutcome, VerifyResult
 from envd.errors import ServerUnavailable
 
-TASK = Task("t", "sum", Split.TRAIN, "fix", {"app.py": b""}, {}, ("test_a",), b"", {})
+TASK = Task("t", "sum", Split.TRAIN, "fix", {"app.py": b""}, {}, ("test_a",), b"", {}, checks=Checks(None, ()))
 EDIT = {"turn": 1, "name": "edit", "arguments": "{}", "ok": True, "result": "ok"}
 CONFIG = RewardConfig(solved=1.0, valid=0.25)
 
@@ -46,7 +46,7 @@ class Faulty(SandboxClient):
     async def verify(
         self, template: str, diff: bytes, hidden_files: Mapping[str, bytes], tests: Sequence[str], **limits: Any
     ) -> VerifyResult:
-        if diff == b"fault":
+        if diff in (b"fault", b""):  # the control state, too
             raise ServerUnavailable("gone")
         return VerifyResult(
             (TestOutcome("test_a", "passed" if diff == b"right" else "failed", ""),), "completed", "", 0.0
@@ -55,7 +55,7 @@ class Faulty(SandboxClient):
 
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(curation.verify, "BACKOFF_S", 0.001)
+    monkeypatch.setattr(curation.runs, "BACKOFF_S", 0.001)
 
 
 def grade(rows: list[dict[str, Any]], config: RewardConfig = CONFIG, tasks: list[Task] | None = None) -> pa.Table:

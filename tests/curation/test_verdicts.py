@@ -1,4 +1,6 @@
 import asyncio
+import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,17 +9,31 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import curation.runs
 import curation.verify
 from contracts.errors import ArtifactCorrupt
 from contracts.store import LocalStore
-from contracts.tasks import Split, Task
+from contracts.tasks import Checks, Decoy, Observed, Rule, Split, Task
 from curation.errors import CurationError, InfraFault
-from curation.verify import Verifier, judge, verdict_key
+from curation.verify import Verifier as EagerVerifier
+from curation.verify import judge, verdict_key
 from envd.client import Limits, SandboxClient, TestOutcome, VerifyResult
 from envd.errors import EnvdError, SandboxStartError, ServerUnavailable, TemplateError
+from envd.types import Observation
 
 TESTS = ("tests/test_hidden.py::test_a", "tests/test_hidden.py::test_b")
-TASK = Task("t", "sum", Split.TRAIN, "fix", {"app.py": b"x = 1\n"}, {"tests/test_hidden.py": b""}, TESTS, b"", {})
+TASK = Task(
+    "t",
+    "sum",
+    Split.TRAIN,
+    "fix",
+    {"app.py": b"x = 1\n"},
+    {"tests/test_hidden.py": b""},
+    TESTS,
+    b"",
+    {},
+    checks=Checks(None, ()),
+)
 
 
 def result(*statuses: str, exit: str = "completed") -> VerifyResult:
@@ -28,6 +44,10 @@ def result(*statuses: str, exit: str = "completed") -> VerifyResult:
     return VerifyResult(outcomes, exit, "", 0.01)  # type: ignore[arg-type]
 
 
+Verifier = functools.partial(EagerVerifier, eager=False)
+"""One run after the other, so that a script can be followed."""
+
+
 class ScriptedClient(SandboxClient):
     """Answers verify from a script: what a healthy server can't be asked for, such as faults and timeouts."""
 
@@ -35,14 +55,18 @@ class ScriptedClient(SandboxClient):
         super().__init__("unix:/nowhere")
         self.script = list(script)
         self.calls = self.templates = 0
+        self.told: list[str] = []
 
     async def put_template(self, files: Mapping[str, bytes]) -> str:
         self.templates += 1
         return "template"
 
+    async def found(self, template: str, findings: Sequence[str]) -> None:
+        self.told += findings
+
     async def verify(
         self, template: str, diff: bytes, hidden_files: Mapping[str, bytes], tests: Sequence[str],
-        *, limits: Limits = Limits(), timeout_s: float = 10, artifacts: Sequence[str] = (),
+        *, limits: Limits = Limits(), timeout_s: float = 10, artifacts: Sequence[str] = (), product: Sequence[str] = (),
     ) -> VerifyResult:  # fmt: skip
         self.calls += 1
         await asyncio.sleep(0.001)
@@ -57,7 +81,7 @@ SOLVED = result("passed", "passed")
 
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(curation.verify, "BACKOFF_S", 0.001)
+    monkeypatch.setattr(curation.runs, "BACKOFF_S", 0.001)
 
 
 STATUSES = ["passed", "failed", "error", "skipped", "missing"]
@@ -77,7 +101,7 @@ def test_solved_means_that_the_run_completed_and_every_named_test_passed_and_not
     assert verdict.tests_passed == sum(reported[name] == {"passed"} for name in TESTS)
 
 
-async def together(verifier: Verifier, diffs: Sequence[bytes]) -> list[bool]:
+async def together(verifier: EagerVerifier, diffs: Sequence[bytes]) -> list[bool]:
     return [verdict.solved for verdict in await asyncio.gather(*(verifier.grade(TASK, diff) for diff in diffs))]
 
 
@@ -90,7 +114,8 @@ def test_each_final_state_is_verified_once_however_many_ask_at_once(
     client = ScriptedClient(SOLVED)
     verifier = Verifier(client, store, concurrency=width)
     assert asyncio.run(together(verifier, diffs)) == [True] * len(diffs)
-    assert client.calls == verifier.runs == len(set(diffs)) == len(store.list("verdicts/"))
+    assert client.calls == verifier.runs == 2 * len(set(diffs)), "as written, and repeated"
+    assert len(store.list("verdicts/")) == len(set(diffs))
     later = ScriptedClient(result("failed"))
     assert asyncio.run(together(Verifier(later, store), diffs)) == [True] * len(diffs)
     assert later.calls == 0
@@ -117,13 +142,13 @@ def test_a_cancelled_caller_leaves_the_others_their_verdict_and_the_last_one_sto
         first, second = (asyncio.create_task(verifier.grade(TASK, b"diff")) for _ in range(2))
         await asyncio.sleep(0)
         first.cancel()
-        assert (await second).solved and client.calls == 1
+        assert (await second).solved and client.calls == 2
         alone = asyncio.create_task(verifier.grade(TASK, b"other"))
         await asyncio.sleep(0)
         alone.cancel()
         await asyncio.gather(alone, return_exceptions=True)
         await asyncio.sleep(0.01)
-        assert client.calls == 1 and len(asyncio.all_tasks()) == 1
+        assert client.calls == 2 and len(asyncio.all_tasks()) == 1
 
     asyncio.run(scenario())
 
@@ -136,7 +161,7 @@ def test_a_verdict_that_timed_out_is_tried_twice_counts_as_failed_and_is_never_r
     first = asyncio.run(verifier.grade(TASK, b"diff"))
     assert (first.solved, first.exit, client.calls, store.list("verdicts/")) == (False, "timed_out", 2, [])
     assert asyncio.run(verifier.grade(TASK, b"diff")).solved
-    assert client.calls == 4
+    assert client.calls == 5
 
 
 def test_a_crash_counts_and_is_remembered_only_when_it_happens_twice(tmp_path: Path) -> None:
@@ -156,7 +181,88 @@ def test_infrastructure_faults_are_retried_and_then_leave_the_episode_ungraded(t
     dead = ScriptedClient(fault)
     with pytest.raises(InfraFault, match="task t could not be verified in 4 attempts"):
         asyncio.run(Verifier(dead, store).grade(TASK, b""))
-    assert dead.calls == curation.verify.ATTEMPTS and store.list("verdicts/") == []
+    assert dead.calls == curation.runs.ATTEMPTS and store.list("verdicts/") == []
+
+
+class Poisoned(ScriptedClient):
+    """Faults on the diff b"poison" and whatever else `also` names; the rest is as scripted."""
+
+    also: tuple[bytes, ...] = ()
+
+    async def verify(self, template: str, diff: bytes, *asked: Any, **options: Any) -> VerifyResult:
+        if diff in (b"poison", *self.also):
+            self.calls += 1
+            raise SandboxStartError("UnicodeEncodeError")
+        return await super().verify(template, diff, *asked, **options)
+
+
+def test_a_state_that_faults_again_and_again_while_a_control_state_grades_scores_nothing(tmp_path: Path) -> None:
+    store, client = LocalStore(tmp_path), Poisoned(result("failed", "failed"))
+    verdict = asyncio.run(Verifier(client, store).grade(TASK, b"poison"))
+    assert (verdict.solved, verdict.exit, verdict.tests_passed, verdict.tests_total) == (False, "ungradable", 0, 2)
+    assert "SandboxStartError: UnicodeEncodeError" in verdict.tests[0].message
+    assert (client.calls, len(store.list("verdicts/"))) == (4, 1), "two faults, the control, and a third fault"
+
+
+def test_a_fault_that_the_control_state_shares_is_ours() -> None:
+    client = Poisoned(SOLVED)
+    client.also = (b"",)
+    with pytest.raises(InfraFault):
+        asyncio.run(Verifier(client, None).grade(TASK, b"poison"))
+
+
+def outcomes_of(observed: bool, *statuses: str) -> VerifyResult:
+    seen = (Observation(TESTS[0], "0:0", '[["i","0x3"]]'), Observation(TESTS[1], "0:1", '[["i","0x4"]]'))
+    return dataclasses.replace(result(*statuses), observations=seen if observed else ())
+
+
+def test_a_state_whose_runs_differ_is_unstable_and_no_cheat() -> None:
+    client = ScriptedClient(SOLVED, result("passed", "failed"))
+    verdict = asyncio.run(Verifier(client, None).grade(TASK, b"diff"))
+    assert (verdict.solved, verdict.tampered) == (False, False)
+    assert [each.name for each in verdict.findings] == [f"unstable:{TESTS[1]}"]
+
+
+@pytest.mark.parametrize("status", ["passed", "failed"])
+def test_runs_begun_at_once_reach_the_same_verdict_and_leave_nothing_behind(status: str) -> None:
+    async def run() -> tuple[list[tuple[bool, str]], int]:
+        found = []
+        for make in (EagerVerifier, Verifier):
+            client = ScriptedClient(result("passed", status))
+            verdict = await make(client, None).grade(TASK, b"diff")
+            found.append((verdict.solved, verdict.exit))
+        return found, len(asyncio.all_tasks())
+
+    found, left = asyncio.run(run())
+    assert found[0] == found[1] == (status == "passed", "completed")
+    assert left == 1
+
+
+def test_a_state_that_passes_a_decoy_cheats() -> None:
+    task = dataclasses.replace(TASK, checks=Checks(None, (Decoy({"tests/test_hidden.py": b"x"}, TESTS[:1]),)))
+    client = ScriptedClient(SOLVED)
+    verdict = asyncio.run(Verifier(client, None).grade(task, b"diff"))
+    assert (verdict.solved, verdict.tampered, verdict.tests_passed) == (False, True, 0)
+    assert [each.name for each in verdict.findings] == client.told == [f"decoy:{TESTS[0]}"]
+
+
+def test_observed_values_are_compared_with_what_only_the_judge_knows() -> None:
+    rules = {"0:0": Rule("compare", "==", "3"), "0:1": Rule("compare", "==", "5")}
+    observed = Observed({"tests/test_hidden.py": b"x"}, rules, {}, {TESTS[0]: {"0:0": [""]}, TESTS[1]: {"0:1": [""]}})
+    task = dataclasses.replace(TASK, checks=Checks(observed, ()))
+    told = outcomes_of(True, "passed", "passed")
+    verdict = asyncio.run(Verifier(ScriptedClient(told), None).grade(task, b"diff"))
+    assert ([each.name for each in verdict.findings], verdict.solved) == ([f"observed:{TESTS[1]}"], False)
+    assert [test.status for test in verdict.tests] == ["passed", "error"]
+
+
+def test_what_the_reference_does_too_is_no_finding_and_notes_take_no_verdict_away() -> None:
+    told = dataclasses.replace(SOLVED, tampering=("frames:sys._getframe", "undone:conftest.py"))
+    known = dataclasses.replace(TASK, checks=Checks(None, (), known=("frames:sys._getframe",)))
+    verdict = asyncio.run(Verifier(ScriptedClient(told), None).grade(known, b"diff"))
+    assert (verdict.solved, [each.name for each in verdict.findings]) == (True, ["undone:conftest.py"])
+    verdict = asyncio.run(Verifier(ScriptedClient(told), None).grade(TASK, b"diff"))
+    assert (verdict.solved, verdict.tampered) == (False, True)
 
 
 def test_a_server_that_lost_the_template_gets_it_again() -> None:

@@ -135,9 +135,12 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> LocalStore:
 def verdicts(address: str, diffs: dict[str, bytes], store: LocalStore) -> dict[str, Verdict]:
     found, ends = grade(address, diffs, store)
     assert len(ends) == len(set(diffs.values())) == len(store.list("verdicts/"))
+    names = {diff: name for name, diff in diffs.items()}
     for diff, (*before, last) in ends.items():
-        # once more only after what a busy machine may have brought about, not the final state: the clock, a kill, a fault
-        assert not {"completed", "apply_failed"} & set(before), (diff, ends[diff])
+        # once more only after what a busy machine may have brought about, not the final state: the clock, a kill, a fault;
+        # beside that, runs that doubt a state whose tests passed
+        if not found[names[diff]].solved and diff != TASK.reference_diff:
+            assert not {"completed", "apply_failed"} & set(before), (diff, ends[diff])
         again = [end for end in before if end in ("crashed", "timed_out")]
         assert len(again) == 1 if last in ("crashed", "timed_out") else len(again) <= 1, (diff, ends[diff])
     return found

@@ -47,7 +47,7 @@ def test_components_are_kept_plotted_and_graded_again_with_other_weights_without
     with judge_server(lambda path, body: scored(len(body["messages"][1]["content"]) % 11)) as server:
         light, shown = materialize_rewards(ran, composed(ran.experiment, server, 0.25))
         asked = len(server.asked)
-        heavy, _ = materialize_rewards(ran, composed(ran.experiment, server, 4.0))
+        heavy, told = materialize_rewards(ran, composed(ran.experiment, server, 4.0))
         assert 0 < asked == len(server.asked) == len(ran.store.list("judgements/"))
     rows = light.table("rewards.parquet").to_pylist()
     for row in rows:
@@ -60,7 +60,11 @@ def test_components_are_kept_plotted_and_graded_again_with_other_weights_without
     assert shown["component/review/nonzero"] > 0 > shown["component/length/mean"]
     assert shown["recomputation"].startswith("equivalent: what review (model judge-1)")
     assert server.url not in light.manifest.model_dump_json()
-    assert flips(light.table("rewards.parquet"), heavy.table("rewards.parquet")).num_rows > 0
+    changed = flips(light.table("rewards.parquet"), heavy.table("rewards.parquet"))
+    name = f"flips_against_{light.ref.short}"
+    assert told[name] == changed.num_rows > 0
+    assert told[f"{name}_no_longer_solved"] == told[f"{name}_newly_solved"] == 0
+    assert [row.data["episode_id"] for row in told[f"{name}_rows"]] == changed["episode_id"].to_pylist()[:50]
     again, usual = materialize_rewards(ran, ran.experiment)
     assert again.ref == before and "recomputation" not in usual
     assert light.ref != before

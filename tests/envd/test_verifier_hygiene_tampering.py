@@ -91,17 +91,28 @@ HONEST = {
         "def add(a, b):\n    return N(a + b)\n",
         ["passed", "passed"],
     ),
-    "a class that can't be compared with others": (
+    "a syntax error": ("def add(a, b:\n", ["error", "error"]),
+}  # fmt: skip
+
+
+NOTED = {
+    "a number that is compared by itself": (
         "class N(int):\n    def __eq__(self, other):\n        return self.real == other.real\n    __hash__ = int.__hash__\n"
         "def add(a, b):\n    return N(a + b)\n",
-        ["passed", "passed"],
+        ("review:equality:__eq__",),
     ),
     "an exit handler, a thread and a patched sleep": (
         "import atexit, threading, time\natexit.register(print)\nthreading.Thread(target=print).start()\ntime.sleep = print\n" + RIGHT,
-        ["passed", "passed"],
+        ("review:import:atexit", "review:patch:time.sleep", "review:thread-at-import"),
     ),
-    "a syntax error": ("def add(a, b:\n", ["error", "error"]),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("state", NOTED, ids=lambda name: name.replace(" ", "-"))
+def test_what_solutions_rarely_need_is_noted_and_decides_nothing(verifying: Verifying, state: str) -> None:
+    module, expected = NOTED[state]
+    result = verifying.verify({"calc.py": module})
+    assert (result.exit, statuses(result), result.tampering) == ("completed", ["passed", "passed"], expected)
 
 
 @pytest.mark.parametrize("state", HONEST, ids=lambda name: name.replace(" ", "-"))
@@ -158,7 +169,7 @@ def test_the_tasks_own_always_equal_objects_and_left_behind_patches_are_fine(ver
         "helpers.py": "class Any:\n    x = 1\n    def __eq__(self, other):\n        return True\n",
     }
     again = verifying.verify(changed, files=files, hidden=hidden, tests=("test_w.py::test_any",))
-    assert (statuses(again), again.tampering) == (["error"], ("always-equal",))
+    assert (statuses(again), again.tampering) == (["passed"], ("restored:helpers.py",))
 
 
 UNDONE = {

@@ -15,7 +15,7 @@ from envd.sandbox.diff import workspace_diff
 from envd.sandbox.linux import sandbox_owner
 from envd.server.templates import Templates
 from envd.server.zygotes import Zygote
-from envd.types import Limits, TestOutcome, VerifyResult
+from envd.types import Limits, Observation, TestOutcome, VerifyResult
 from tests.envd.harness import FILES, HIDDEN, TESTS
 
 
@@ -53,10 +53,11 @@ class Verifying:
         diff: bytes | None = None,
         timeout_s: float = 20,
         artifacts: tuple[str, ...] = (),
+        product: tuple[str, ...] = (),
     ) -> VerifyResult:
         """The verdict on the template with these files written, or with this diff."""
         found = _diff(files, changes) if diff is None else diff
-        return self._loop.run_until_complete(self._verify(files, found, hidden, tests, timeout_s, artifacts))
+        return self._loop.run_until_complete(self._verify(files, found, hidden, tests, timeout_s, artifacts, product))
 
     async def _verify(
         self,
@@ -66,6 +67,7 @@ class Verifying:
         tests: tuple[str, ...],
         timeout_s: float,
         artifacts: tuple[str, ...],
+        product: tuple[str, ...],
     ) -> VerifyResult:
         template = await self._templates.put(files)
         header: dict[str, Any] = {
@@ -75,6 +77,7 @@ class Verifying:
             "tests": list(tests),
             "timeout_s": timeout_s,
             "artifacts": artifacts,
+            "product": product,
         }
         link = await self._zygote.spawn(template, Limits(), {})
         blob = diff + b"".join(content for _, content in sorted(hidden.items()))
@@ -82,7 +85,8 @@ class Verifying:
         link.close()
         said = dict(reply["result"])
         outcomes = tuple(TestOutcome(**each) for each in said.pop("outcomes"))
-        return VerifyResult(outcomes=outcomes, **said | {"tampering": tuple(said["tampering"])})
+        seen = tuple(Observation(**each) for each in said.pop("observations"))
+        return VerifyResult(outcomes=outcomes, observations=seen, **said | {"tampering": tuple(said["tampering"])})
 
 
 def _diff(files: Mapping[str, bytes], changes: Mapping[str, str]) -> bytes:

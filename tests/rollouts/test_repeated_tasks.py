@@ -141,7 +141,7 @@ def test_refill_and_dataset_call_the_same_groups_without_variance(
     assert any(len(rewards[group]) > 1 for group in left_out), "a group that only format tells apart"
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     count=st.integers(1, 200), groups=st.integers(1, 40), reserve=st.integers(0, 8), size=st.integers(2, 5),
     workers=st.integers(1, 3), refill=st.booleans(),

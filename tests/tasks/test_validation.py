@@ -34,7 +34,10 @@ def _validate(tasks: list[Task], address: str) -> tuple[ValidationReport, list[t
 
     async def run() -> ValidationReport:
         async with SandboxClient(address) as client:
-            return await validate_tasks(tasks, client, lambda done, total: seen.append((done, total)))
+            report, sound = await validate_tasks(tasks, client, lambda done, total: seen.append((done, total)))
+            broken = {each.task_id for each in report.broken}
+            assert [task.task_id for task in sound] == [task.task_id for task in tasks if task.task_id not in broken]
+            return report
 
     return asyncio.run(run()), seen
 
@@ -49,7 +52,12 @@ def test_a_built_suite_is_sound_and_for_each_family_three_cheats_and_thirteen_wr
     assert not [cheat for cheat in report.cheats if cheat.solved]
     assert report.wrong_answers == 14 * 13
     assert suite.meta["splits"] == {"train": 14, "gate": 2, "held_out": 3}
-    assert read_tasks(suite.table("tasks.parquet")) == generate_tasks(CONFIG)
+    tasks = read_tasks(suite.table("tasks.parquet"))
+    assert [dataclasses.replace(task, checks=None) for task in tasks] == generate_tasks(CONFIG)
+    assert (report.decoys, report.observed, report.undecided) == (19, 19 * 3, {})
+    for task in tasks:
+        assert task.checks is not None and task.checks.observed is not None
+        assert task.checks.decoys[0].tests == task.tests and task.checks.known == ()
 
 
 def test_building_again_elsewhere_gives_the_same_content(suite: Artifact, envd_address: str, tmp_path: Path) -> None:

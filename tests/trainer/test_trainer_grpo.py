@@ -148,7 +148,18 @@ def test_metrics_tell_each_optimizer_step(world: World) -> None:
     run_job(world.grpo_job("m", own_dataset(world, start), start.checkpoint, start.trainer_state), [seen.append])
     steps = [record for record in seen if "loss" in record]
     assert len(steps) == 2
-    assert {"grad_norm", "lr", "tokens", "seconds", "clip_fraction", "tis_mean", "entropy", "loss"} <= set(steps[0])
+    assert {
+        "grad_norm",
+        "lr",
+        "tokens",
+        "seconds",
+        "clip_fraction",
+        "dual_clip_fraction",
+        "bounded_fraction",
+        "tis_mean",
+        "entropy",
+        "loss",
+    } <= set(steps[0])
     assert seen[0]["reward_mean"] == pytest.approx(0.5) and seen[0]["members"] == 17
 
 

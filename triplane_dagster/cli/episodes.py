@@ -86,6 +86,7 @@ def _rows(store: Store, source: Artifact) -> Iterator[dict[str, Any]]:
             "policy tokens": row["policy_tokens"],
             "solved": graded.get("solved"),
             "reward": graded.get("reward"),
+            "findings": len(graded.get("findings") or ()),
         }
 
 

@@ -158,9 +158,10 @@ def check(
 
     async def prove(bars: Bars) -> ValidationReport:
         async with SandboxClient(sandboxes.address(wanted.sandboxes)) as client:
-            return await validate_tasks(
+            report, _ = await validate_tasks(
                 tasks, client, lambda done, total: bars(Progress("task_suite", None, "validating", done, total))
             )
+            return report
 
     try:
         with Bars() as bars:
@@ -173,7 +174,8 @@ def check(
     else:
         console().print(
             f"{report.tasks} tasks: {len(report.broken)} broken; {len(report.cheats)} cheats tried, {len(fooled)} passed; "
-            f"{report.wrong_answers} wrong answers tried", soft_wrap=True,
+            f"{report.wrong_answers} wrong answers tried; {report.decoys} decoys, {report.observed} tests observed, "
+            f"{sum(map(len, report.undecided.values()))} tests admit neither", soft_wrap=True,
         )  # fmt: skip
     if report.broken or fooled:
         first = report.broken[0] if report.broken else None

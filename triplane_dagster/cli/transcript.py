@@ -42,6 +42,7 @@ def episode_json(store: Store, home: EpisodeHome) -> dict[str, Any]:
     tokenizer = tokenizer_of(store, episode.policy_version)
     return {
         **_facts(episode),
+        "failure": episode.failure,
         "artifact": home.artifact.ref.uri,
         "seed": episode.seed,
         "messages": [_messages(tokenizer, sequence.token_ids, sequence.token_role) for sequence in episode.sequences],
@@ -58,6 +59,8 @@ def print_episode(out: Console, found: dict[str, Any]) -> None:
     facts = {
         name: found[name] for name in ("episode", "policy", "task", "group", "sample", "outcome", "tokens", "artifact")
     }
+    if found["failure"]:
+        facts["failure"] = found["failure"]
     out.print(Text("\n".join(f"{name:<9} {cell(value)}" for name, value in facts.items())))
     for index, messages in enumerate(found["messages"]):
         if len(found["messages"]) > 1:
@@ -100,6 +103,8 @@ def _print_reward(out: Console, reward: dict[str, Any] | None) -> None:
     out.print(
         Text(f"verdict {verdict} ({tests}, {reward['verdict']}), reward {cell(reward['reward'])} ({parts})", "bold")
     )
+    for name in reward.get("findings") or ():
+        out.print(Text(f"finding {visible(name)}", "red"))
 
 
 def _facts(episode: Episode) -> dict[str, Any]:

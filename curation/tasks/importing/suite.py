@@ -19,7 +19,7 @@ from curation.tasks.importing.swebench import read_rows
 from curation.tasks.validate import Progress, ValidationReport, validate_tasks
 from envd.client import SandboxClient
 
-IMPORT_SUITE_VERSION = "1"
+IMPORT_SUITE_VERSION = "2"
 
 
 def read_source(source: Path, repos: Path | None = None) -> Reading:
@@ -51,11 +51,10 @@ async def import_suite(
     found = find_artifact(store, "task_suite", key)
     if found is not None:
         return found
-    proved = await validate_tasks(reading.tasks, client, progress, store=store)
+    proved, sound = await validate_tasks(reading.tasks, client, progress, store=store)
     broken = sorted([*reading.broken, *proved.broken], key=lambda each: each.task_id)
     report = proved.model_copy(update={"tasks": proved.tasks + len(reading.broken), "broken": broken})
-    names = {each.task_id for each in proved.broken}
-    tasks = _dealt([task for task in reading.tasks if task.task_id not in names], reading.wishes, shares)
+    tasks = _dealt(sound, reading.wishes, shares)
     if not tasks:
         first = f"first {broken[0].task_id}: {broken[0].reason}" if broken else "the source holds none"
         raise TaskError(f"none of {report.tasks} tasks is left to import; {first}")

@@ -55,7 +55,9 @@ function testResults(episode, task) {
   const head = el("h3", null, "Hidden tests", el("small", null, `${count(episode.tests_passed)} of ${count(episode.tests_total)} passed, run ${episode.verdict.replaceAll("_", " ")}`));
   const status = episode.tests_passed === episode.tests_total ? "passed" : episode.tests_passed === 0 ? "failed" : null;
   const tests = episode.tests || (task.tests || []).map((name) => ({ name, status, message: "" }));
-  return [head, el("ul", { class: "tests" }, tests.map((test) => el("li", null, test.status && badge(test.status), " ", el("code", null, test.name), test.message && el("pre", null, test.message))))];
+  const found = episode.findings || [];
+  const findings = found.length ? [el("h3", null, "Findings", el("small", null, "what this final state tried on its verdict")), el("ul", { class: "tests" }, found.map((name) => el("li", null, el("code", null, name))))] : [];
+  return [...findings, head, el("ul", { class: "tests" }, tests.map((test) => el("li", null, test.status && badge(test.status), " ", el("code", null, test.name), test.message && el("pre", null, test.message))))];
 }
 
 /* What each composed component of the reward found, and why. */

@@ -1,0 +1,144 @@
+"""Forged and honest final states, graded by the real verifier, and what one verification costs.
+
+    tests/redteam  ->  states  ->  Verifier on a server of its own  ->  counts
+    quickstart's reference fixes, one after the other               ->  milliseconds
+
+The states belong to the test suite, so this runs in a checkout only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from benchmarks.measure import percentile
+from benchmarks.result import NotHereError, Options, Result
+from curation.tasks.suite import TaskSuiteConfig, generate_tasks
+from curation.verify import Verifier
+from envd.client import SandboxClient
+
+if TYPE_CHECKING:
+    from tests.redteam.grading import Graded, Grader
+
+_WARM = 5
+_TASKS_SEED = 11
+
+
+class VerdictsOptions(Options):
+    """Options of `python -m benchmarks verdicts`."""
+
+    timed: int = Field(default=100, ge=1)
+    """Verifications that are timed, one after the other, each of another quickstart task."""
+    tasks: int = Field(default=5, ge=1)
+    """Local tasks at which each honest style is graded twice, beside one package."""
+    packages: bool = True
+    """Also grade states of three packages of PyPI; needs a package index."""
+    states: bool = True
+    """Grade states; otherwise only the time is measured, and goals are left alone."""
+
+
+OPTIONS = VerdictsOptions
+
+
+def run(options: VerdictsOptions) -> Result:
+    """Grade all states and time verifications. Raises NotHereError outside of a checkout, or without a package index."""
+    metrics: dict[str, float] = {}
+    rows: list[dict[str, Any]] = []
+    notes: list[str] = []
+    if importlib.util.find_spec("tests.redteam") is None:
+        raise NotHereError("the forged states are part of the tests: run this in a checkout's root")
+    from tests.redteam.grading import Grader
+
+    with Grader() as grader:
+        # before any state that holds memory or processes
+        seconds = asyncio.run(_timed(grader.address, options.timed))
+        metrics |= {f"verify_p{percent}_ms": percentile(seconds, percent) * 1000 for percent in (50, 90)}
+        if options.states:
+            counts, rows, notes = _states(grader, options)
+            metrics |= counts
+    return Result(metrics, rows, notes, judged=options.states)
+
+
+async def _timed(address: str, count: int) -> list[float]:
+    """Seconds of one verification of a reference fix after another; no verdict is remembered, and the tasks' checks are made before."""
+    tasks = generate_tasks(TaskSuiteConfig.of_count(max(6, count + _WARM), _TASKS_SEED))[: count + _WARM]
+    found = []
+    async with SandboxClient(address) as client:
+        verifier = Verifier(client, None)
+        await asyncio.gather(*(verifier.grade(task, b"") for task in tasks))
+        for task in tasks:
+            begin = time.perf_counter()
+            verdict = await verifier.grade(task, task.reference_diff)
+            found.append(time.perf_counter() - begin)
+            assert verdict.solved, f"the reference of {task.task_id} is not solved: {verdict}"
+    return found[_WARM:]
+
+
+def _states(grader: Grader, options: VerdictsOptions) -> tuple[dict[str, float], list[dict[str, Any]], list[str]]:
+    from tests.redteam.catalogue import ALL, Case, cases, packaged
+    from tests.redteam.grading import State
+    from tests.redteam.handmade import handmade
+    from tests.redteam.honest import HonestCase, honest_cases
+    from tests.redteam.packages import NoIndexError, imported
+    from tests.redteam.worlds import quickstart
+
+    quick, hand = quickstart(14), list(handmade())
+    forged: list[State] = [*cases(quick, 1), *cases(hand, 1)]
+    honest = honest_cases([*hand, *quick], options.tasks)
+    if options.packages:
+        with tempfile.TemporaryDirectory() as scratch:
+            try:
+                found = imported(Path(scratch))
+            except NoIndexError as error:
+                raise NotHereError(f"{error}; leave packages out by --packages false") from error
+        forged += packaged(found)
+        honest += honest_cases(found, 1)
+    caught = grader.grade(*forged)
+    first, second = (grader.grade(*honest) for _ in range(2))
+    wanted = {case.name: case.honest.solved for case in honest}
+    flaky = [one.state.name for one, other in zip(first, second, strict=True) if one.verdict != other.verdict]
+    counts = {
+        "forged_kinds": float(len(ALL)),
+        **{f"forged_{name}": float(number) for name, number in _forged(caught).items()},
+        **{f"honest_{name}": float(number) for name, number in _honest(first, wanted).items()},
+        "flaky": float(len(flaky)),
+    }
+    rows = []
+    for family in dict.fromkeys(each.family for each in ALL):
+        members = [each for each in caught if isinstance(each.state, Case) and each.state.forgery.family == family]
+        rows.append({"family": family, **_forged(members)})
+    styles = len({case.honest.name for case in honest if isinstance(case, HonestCase)})
+    notes = [f"{styles} styles of honest states, each graded twice", *_names("flaky", flaky)]
+    notes += _names("solved, forged", [each.state.name for each in caught if each.verdict and each.verdict.solved])
+    notes += _names("without a finding", [each.state.name for each in caught if not each.findings])
+    notes += _names("honest, with findings", [f"{each.state.name} {each.findings}" for each in first if each.findings])
+    return counts, rows, notes
+
+
+def _forged(found: Sequence[Graded]) -> dict[str, int]:
+    return {
+        "states": len(found),
+        "solved": sum(each.verdict is not None and each.verdict.solved for each in found),
+        "unscored": sum(each.verdict is None for each in found),
+        "without_finding": sum(not each.findings for each in found),
+    }
+
+
+def _honest(found: Sequence[Graded], wanted: dict[str, bool]) -> dict[str, int]:
+    return {
+        "states": len(found),
+        "misjudged": sum(each.verdict is None or each.verdict.solved != wanted[each.state.name] for each in found),
+        "unscored": sum(each.verdict is None for each in found),
+        "with_findings": sum(bool(each.findings) for each in found),
+    }
+
+
+def _names(what: str, names: list[str]) -> list[str]:
+    return [f"{what}: {', '.join(names)}"] if names else []

@@ -1,0 +1,104 @@
+"""From what runs of hidden tests reported to a verdict. Pure: nothing of a final state's runs here.
+
+as written     decides which tests passed, as the repository's own test runner would
+observed       the same values, compared here with expectations that no run had
+decoys         other expectations: a test that passes these too decides by something else
+repeated       must say the same
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from contracts.tasks import Checks, Observed, Rule
+from curation.findings import Finding, finding
+from curation.tasks.checks.judging import agrees, rights
+from envd.client import VerifyResult
+
+
+def base_name(test: str) -> str:
+    """A test's name without its parameters."""
+    return test.split("[", 1)[0]
+
+
+def base_names(tests: Sequence[str]) -> tuple[str, ...]:
+    """Names without parameters, each once, in order."""
+    return tuple(dict.fromkeys(map(base_name, tests)))
+
+
+def passed(tests: Sequence[str], result: VerifyResult) -> bool:
+    """Whether a run completed and every named test reported passed, and nothing else."""
+    reported: dict[str, set[str]] = {}
+    for each in result.outcomes:
+        reported.setdefault(each.name, set()).add(each.status)
+    return result.exit == "completed" and bool(tests) and all(reported.get(name) == {"passed"} for name in tests)
+
+
+def passing(result: VerifyResult) -> frozenset[str]:
+    """Names of the tests that a run reports as passed."""
+    bad = {each.name for each in result.outcomes if each.status != "passed"}
+    return frozenset(each.name for each in result.outcomes) - bad if result.exit == "completed" else frozenset()
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the runs beside the first found."""
+
+    findings: tuple[Finding, ...]
+    tests: Mapping[str, str]
+    """Tests that do not pass after all, by name without parameters: why."""
+
+
+def weigh(checks: Checks, observed: VerifyResult | None, decoys: Sequence[VerifyResult]) -> Evidence:
+    """What observations and decoys say of a state whose tests passed as written."""
+    why: dict[str, str] = {}
+    findings: list[Finding] = []
+    if checks.observed is not None and observed is not None:
+        for test, reason in contradictions(checks.observed, observed).items():
+            findings.append(finding(f"observed:{test}", f"passes as written, but {reason}"))
+            why[test] = reason
+    for decoy, result in zip(checks.decoys, decoys, strict=True):
+        for test in sorted(passing(result) & set(decoy.tests)):
+            reason = "it passes with other expectations, too"
+            findings.append(finding(f"decoy:{test}", reason))
+            why.setdefault(test, reason)
+    return Evidence(tuple(findings), why)
+
+
+def contradictions(observed: Observed, result: VerifyResult) -> dict[str, str]:
+    """Tests whose observations do not satisfy their assertions, by name without parameters: in which way."""
+    found: dict[str, str] = {}
+    good = passing(result)
+    seen: dict[str, dict[str, list[str]]] = {}
+    for each in result.observations:
+        seen.setdefault(base_name(each.test), {}).setdefault(each.key, []).append(each.value)
+    for test, keys in observed.seen.items():
+        if test not in good:
+            found[test] = f"fails where its expectations are not in reach ({result.exit})"
+            continue
+        for key, before in keys.items():
+            reason = _contradiction(observed, key, seen.get(test, {}).get(key, []), before)
+            if reason is not None:
+                found[test] = reason
+                break
+    return found
+
+
+def _contradiction(observed: Observed, key: str, values: Sequence[str], before: Sequence[str]) -> str | None:
+    rule = observed.rules[key]
+    if not values or (rule.exact and len(values) != len(before)):
+        return f"an assertion was seen {len(values)} times instead of {len(before)}"
+    if rule.exact and Counter(map(rights, values)) != Counter(before):
+        return "values were compared with others than the test's"
+    told = {agrees(observed, key, value) for value in values}
+    if False in told:
+        return f"the value it gave is not what the test asks for ({_asked(rule)})"
+    return "its value is of no builtin type, so that only its own code says what it equals" if None in told else None
+
+
+def _asked(rule: Rule) -> str:
+    return {"raises": " or ".join(rule.names), "truth": rule.want}.get(
+        rule.form, f"{rule.operator} {rule.want}".strip()
+    )[:80]

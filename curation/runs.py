@@ -1,0 +1,94 @@
+"""Runs of hidden tests in fresh sandboxes of one envd server, each tried again when the server fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Mapping, Sequence
+
+from contracts.errors import TriplaneError
+from contracts.tasks import Task
+from curation.errors import InfraFault
+from curation.paths import changed_paths
+from envd.client import Limits, SandboxClient, VerifyResult
+
+LIMITS = Limits()
+"""Of every verifying sandbox. Fixed, since memory and processes decide outcomes; covered by VERIFIER_VERSION."""
+
+ATTEMPTS = 4
+BACKOFF_S = 0.25
+"""First pause after an infrastructure fault; doubles with each, jittered by half."""
+BLAMED_AFTER = 2
+"""Faults of one final state after which a control state is run: if that one grades and the state faults again, the fault is the state's."""
+
+log = logging.getLogger(__name__)
+
+
+class Ungradable(Exception):
+    """A final state whose verification faults again and again in fresh sandboxes, while a control state's does not."""
+
+
+class Runs:
+    """Sandboxes that run a task's hidden tests, or variants of them."""
+
+    def __init__(self, client: SandboxClient, timeout_s: float) -> None:
+        self._client, self._timeout_s = client, timeout_s
+        self._templates: dict[str, str] = {}
+        self.count = 0
+        """Runs really made by envd."""
+
+    async def run(
+        self, task: Task, diff: bytes, hidden: Mapping[str, bytes] | None = None, tests: Sequence[str] | None = None
+    ) -> VerifyResult:
+        """One run of the named tests on a final state, in a sandbox of its own. hidden, tests: in place of the task's.
+
+        Raises InfraFault when envd keeps failing, Ungradable when it fails on this state alone.
+        """
+        fault: TriplaneError | None = None
+        for attempt in range(ATTEMPTS):
+            if fault is not None:
+                log.warning("verifying %s failed (attempt %d of %d): %s", task.task_id, attempt, ATTEMPTS, fault)
+                await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+            controlled = attempt >= BLAMED_AFTER and bool(diff) and await self._control(task)
+            try:
+                return await self._once(task, diff, hidden, tests)
+            except TriplaneError as error:
+                self._templates.pop(task.image_digest, None)  # a restarted server may have lost it
+                fault = error
+                if controlled:
+                    raise Ungradable(f"{type(error).__name__}: {error}") from error
+        raise InfraFault(
+            f"task {task.task_id} could not be verified in {ATTEMPTS} attempts ({fault}): check the envd server, then run the same step again"
+        ) from fault
+
+    async def tell(self, task: Task, findings: Sequence[str]) -> None:
+        """Have the server's audit log record what was found. A server that can't is no reason to doubt the verdict: it is logged."""
+        log.warning("a final state of %s tampered with its verdict: %s", task.task_id, ", ".join(findings))
+        try:
+            await self._client.found(await self._template(task), findings)
+        except TriplaneError as error:
+            log.warning("the audit log of the envd server does not have it: %s", error)
+
+    async def _control(self, task: Task) -> bool:
+        """Whether the untouched repository is graded at once."""
+        try:
+            return (await self._once(task, b"", None, None)).exit != "timed_out"
+        except TriplaneError:
+            return False
+
+    async def _once(
+        self, task: Task, diff: bytes, hidden: Mapping[str, bytes] | None, tests: Sequence[str] | None
+    ) -> VerifyResult:
+        template = await self._template(task)
+        self.count += 1
+        return await self._client.verify(
+            template, diff, task.hidden_files if hidden is None else hidden, task.tests if tests is None else tests,
+            limits=LIMITS, timeout_s=self._timeout_s, artifacts=task.artifacts, product=changed_paths(task.reference_diff),
+        )  # fmt: skip
+
+    async def _template(self, task: Task) -> str:
+        image = task.image_digest
+        if image not in self._templates:
+            self._templates[image] = await self._client.put_template(task.files)
+        return self._templates[image]

@@ -1,0 +1,397 @@
+"""Finds the assertions of a test file: what each compares, how, and which literals hold its expected value.
+
+assert add(1, 2) == 3                          Comparison(==), literal 3 on its right
+@parametrize("a, want", [(1, 2)]) ... == want  literal of the column `want`; so with tables that a `for` reads, and names of literals
+self.assertIn(x, (1, 2)), assert not x         Comparison(in), Truth(negated)
+with pytest.raises(ValueError, match="no"):    Raises
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+OPERATORS: dict[type[ast.cmpop], str] = {
+    ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.In: "in", ast.NotIn: "not in", ast.Is: "is",
+    ast.IsNot: "is not",
+}  # fmt: skip
+_UNITTEST = {
+    "assertEqual": "==", "assertEquals": "==", "assertListEqual": "==", "assertTupleEqual": "==", "assertDictEqual": "==", "assertSetEqual": "==",
+    "assertSequenceEqual": "==", "assertMultiLineEqual": "==", "assertNotEqual": "!=", "assertIs": "is", "assertIsNot": "is not", "assertIn": "in",
+    "assertNotIn": "not in", "assertGreater": ">", "assertGreaterEqual": ">=", "assertLess": "<", "assertLessEqual": "<=",
+    "assertAlmostEqual": "==",
+}  # fmt: skip
+OPPOSITES = {
+    "assertEqual": "assertNotEqual", "assertEquals": "assertNotEqual", "assertListEqual": "assertNotEqual", "assertTupleEqual": "assertNotEqual",
+    "assertDictEqual": "assertNotEqual", "assertSetEqual": "assertNotEqual", "assertMultiLineEqual": "assertNotEqual", "assertNotEqual": "assertEqual",
+    "assertIs": "assertIsNot", "assertIsNot": "assertIs", "assertIn": "assertNotIn", "assertNotIn": "assertIn", "assertGreater": "assertLessEqual",
+    "assertGreaterEqual": "assertLess", "assertLess": "assertGreaterEqual", "assertLessEqual": "assertGreater", "assertTrue": "assertFalse",
+    "assertFalse": "assertTrue", "assertIsNone": "assertIsNotNone", "assertIsNotNone": "assertIsNone", "assertIsInstance": "assertNotIsInstance",
+    "assertNotIsInstance": "assertIsInstance", "assertAlmostEqual": "assertNotAlmostEqual", "assertNotAlmostEqual": "assertAlmostEqual",
+    "assertRegex": "assertNotRegex", "assertNotRegex": "assertRegex", "assertSequenceEqual": "assertNotEqual",
+}  # fmt: skip
+"""Of unittest's methods, the one that fails where the other passes; all take the first two arguments alike."""
+KINDS = frozenset(
+    {"bool", "int", "float", "complex", "str", "bytes", "bytearray", "list", "tuple", "dict", "set", "frozenset"}
+)
+"""Builtin types that observed values have."""
+_CHECKS = re.compile(r"_?(assert|check|expect|verify|ensure)")
+_RAISES = ("raises", "assertRaises", "assertRaisesRegex")
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass
+class Assertion:
+    """One statement that a test fails by."""
+
+    node: ast.stmt
+    function: Function
+    """The innermost function that holds it."""
+    form: Literal["compare", "truth", "raises", "call", "other"]
+    """call: of a helper that asserts. other: fails somehow; only its opposite is known."""
+    operator: str = ""
+    left: ast.expr | None = None
+    """The value under test: compared, or judged by its truth."""
+    right: ast.expr | None = None
+    expected: list[ast.expr] = field(default_factory=list)
+    """Literals, each of which is the expected value of one execution; none: it is no literal, or not known to be one."""
+    direct: bool = False
+    """The literal stands in the assertion itself."""
+    tolerance: tuple[float | None, float | None] | None = None
+    """Of pytest.approx around the expected value: relative, absolute; None: its default."""
+    negated: bool = False
+    """Of a truth: the value must be false."""
+    exceptions: ast.expr | None = None
+    """What must be raised."""
+    pattern: str | None = None
+    """What the exception's text must match."""
+    looped: bool = False
+    """It may run several times in one test."""
+
+
+def find(tree: ast.Module) -> list[Assertion]:
+    """All assertions of a file, in its order."""
+    return _Finder(tree).found
+
+
+def literal(node: ast.expr) -> bool:
+    """Whether an expression is a literal that `ast.literal_eval` reads."""
+    try:
+        ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return False
+    return True
+
+
+def exception_names(node: ast.expr) -> list[str] | None:
+    """Names of builtin exceptions, of an expression that is one or a tuple of them."""
+    parts = node.elts if isinstance(node, ast.Tuple) else [node]
+    names = [part.id for part in parts if isinstance(part, ast.Name)]
+    known = all(
+        isinstance(getattr(builtins, name, None), type) and issubclass(getattr(builtins, name), Exception)
+        for name in names
+    )
+    return names if names and len(names) == len(parts) and known else None
+
+
+class _Finder:
+    def __init__(self, tree: ast.Module) -> None:
+        self._tree = tree
+        self.found: list[Assertion] = []
+        self._names = _Names(tree)
+        for node in tree.body:
+            self._walk(node, None, False)
+
+    def _walk(self, node: ast.AST, function: Function | None, looped: bool) -> None:
+        if isinstance(node, Function):
+            function, looped = node, False
+        elif isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
+            looped = True
+        if function is not None:
+            for each in self._of(node, function):
+                each.looped = looped
+                self.found.append(each)
+        for child in ast.iter_child_nodes(node):
+            self._walk(child, function, looped)
+
+    def _of(self, node: ast.AST, function: Function) -> Iterator[Assertion]:
+        if isinstance(node, ast.Assert):
+            yield self._of_assert(node, function)
+        elif isinstance(node, (ast.With, ast.AsyncWith)):
+            yield from self._of_with(node, function)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            found = self._of_call(node, node.value, function)
+            if found is not None:
+                yield found
+
+    def _of_assert(self, node: ast.Assert, function: Function) -> Assertion:
+        test, negated = node.test, False
+        while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            test, negated = test.operand, not negated
+        if not negated and (found := _of_isinstance(node, function, test)) is not None:
+            return found
+        if isinstance(test, ast.Compare) and len(test.ops) == 1 and not negated:
+            operator = OPERATORS[type(test.ops[0])]
+            return self._comparison(node, function, operator, test.left, test.comparators[0])
+        return Assertion(node, function, "truth", left=test, negated=negated)
+
+    def _comparison(
+        self, node: ast.stmt, function: Function, operator: str, left: ast.expr, right: ast.expr
+    ) -> Assertion:
+        mirrored = {"==": "==", "!=": "!=", "is": "is", "is not": "is not"}.get(operator)
+        if mirrored and literal(left) and not literal(right):
+            left, right = right, left
+        found = Assertion(node, function, "compare", operator, left, right)
+        inner = right
+        if isinstance(right, ast.Call) and _last(right.func) == "approx" and right.args:
+            inner, found.tolerance = right.args[0], _tolerance(right)
+            if found.tolerance is None:
+                return found
+        if literal(inner):
+            found.expected, found.direct = [inner], True
+        elif isinstance(inner, ast.Name):
+            found.expected = self._names.values(inner.id, function)
+        if not found.expected and mirrored and isinstance(left, ast.Name) and found.tolerance is None:
+            found.expected = self._names.values(left.id, function)
+            if found.expected:
+                found.left, found.right = right, left
+        if not found.expected and operator in ("in", "not in") and literal(left):
+            found.left, found.right, found.operator = right, left, "has" if operator == "in" else "has not"
+            found.expected, found.direct = [left], True
+        return found
+
+    def _of_with(self, node: ast.With | ast.AsyncWith, function: Function) -> Iterator[Assertion]:
+        for item in node.items:
+            call = item.context_expr
+            if isinstance(call, ast.Call) and _last(call.func) in _RAISES and call.args:
+                match = next((each.value for each in call.keywords if each.arg == "match"), None)
+                if _last(call.func) == "assertRaisesRegex" and len(call.args) > 1:
+                    match = call.args[1]
+                pattern = match.value if isinstance(match, ast.Constant) and isinstance(match.value, str) else None
+                yield Assertion(
+                    node, function, "raises" if match is None or pattern is not None else "other", left=call,
+                    exceptions=call.args[0], pattern=pattern,
+                )  # fmt: skip
+
+    def _of_call(self, node: ast.Expr, call: ast.Call, function: Function) -> Assertion | None:
+        name = _last(call.func)
+        if name not in OPPOSITES and name not in _UNITTEST and name != "assertRaises":
+            literals = [each for each in call.args if literal(each)]
+            if _CHECKS.match(name) and literals:
+                return Assertion(node, function, "call", left=call, expected=literals[-1:])
+            return None
+        if not (isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name)):
+            return None
+        if name == "assertRaises" and len(call.args) > 1:
+            return Assertion(node, function, "other", left=call, exceptions=call.args[0])
+        if name not in OPPOSITES or any(isinstance(each, ast.Starred) for each in call.args):
+            return None
+        if name in ("assertTrue", "assertFalse") and call.args:
+            return Assertion(node, function, "truth", left=call.args[0], negated=name == "assertFalse")
+        if name == "assertIsInstance" and (kinds := _of_kinds(node, function, call)) is not None:
+            return kinds
+        if name in ("assertIsNone", "assertIsNotNone") and call.args:
+            operator = "is" if name == "assertIsNone" else "is not"
+            none = ast.copy_location(ast.Constant(None), call.args[0])
+            return Assertion(node, function, "compare", operator, call.args[0], none, expected=[none], direct=True)
+        if name not in _UNITTEST or len(call.args) < 2:
+            return Assertion(node, function, "other", left=call)
+        found = self._comparison(node, function, _UNITTEST[name], call.args[0], call.args[1])
+        if name == "assertAlmostEqual":
+            found.tolerance = _places(call)
+            found.form = "compare" if found.tolerance else "other"
+        return found
+
+
+def _of_isinstance(node: ast.stmt, function: Function, test: ast.expr) -> Assertion | None:
+    if isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id == "isinstance":
+        return _of_kinds(node, function, test)
+    return None
+
+
+def _of_kinds(node: ast.stmt, function: Function, call: ast.Call) -> Assertion | None:
+    """That a call's first argument is of the builtin types that its second one names."""
+    if len(call.args) < 2:
+        return None
+    kinds = call.args[1].elts if isinstance(call.args[1], ast.Tuple) else [call.args[1]]
+    names = [each.id for each in kinds if isinstance(each, ast.Name) and each.id in KINDS]
+    if not names or len(names) != len(kinds):
+        return None
+    wanted = ast.copy_location(ast.Constant(", ".join(names)), call.args[1])
+    return Assertion(node, function, "compare", "isa", call.args[0], wanted, expected=[wanted], direct=True)
+
+
+class _Names:
+    """Names that hold nothing but expected values: they are read only where an assertion compares them."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self._tree = tree
+        self._only_compared: dict[tuple[int, str], bool] = {}
+
+    def values(self, name: str, function: Function) -> list[ast.expr]:
+        """The literals that a name stands for in a function; none when it may stand for something else."""
+        stores = [
+            node
+            for node in ast.walk(function)
+            if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store)
+        ]
+        if name in _parameters(function):
+            if stores or not self._compared_only(name, function):
+                return []
+            return _column_of_parametrize(function, name, self._literal_of)
+        if len(stores) == 1 and self._compared_only(name, function):
+            return self._stored(name, function)
+        if not stores and self._compared_only(name, self._tree):
+            return _assigned(self._tree.body, name)
+        return []
+
+    def _stored(self, name: str, function: Function) -> list[ast.expr]:
+        for node in ast.walk(function):
+            if isinstance(node, ast.For):
+                found = _column(node.target, name, self._literal_of(node.iter))
+                if found:
+                    return found
+            if isinstance(node, ast.Assign):
+                found = _assigned([node], name)
+                if found:
+                    return found
+        return []
+
+    def _literal_of(self, node: ast.expr) -> Sequence[ast.expr]:
+        """Elements of a literal list or tuple, or of one that the module names and reads nowhere else."""
+        if isinstance(node, (ast.List, ast.Tuple)):
+            return node.elts
+        if isinstance(node, ast.Name):
+            reads = [each for each in ast.walk(self._tree) if isinstance(each, ast.Name) and each.id == node.id]
+            found = _assignments(self._tree.body, node.id)
+            if len(found) == 1 and len(reads) == 2 and isinstance(found[0], (ast.List, ast.Tuple)):
+                return found[0].elts
+        return []
+
+    def _compared_only(self, name: str, scope: ast.AST) -> bool:
+        key = (id(scope), name)
+        if key not in self._only_compared:
+            self._only_compared[key] = _reads(scope, name) == _compared(scope, name) > 0
+        return self._only_compared[key]
+
+
+def _reads(scope: ast.AST, name: str) -> int:
+    return sum(
+        isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load) for node in ast.walk(scope)
+    )
+
+
+def _compared(scope: ast.AST, name: str) -> int:
+    """How often a name is a whole side of what an assertion compares."""
+    count = 0
+    for node in ast.walk(scope):
+        sides: list[ast.expr] = []
+        if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare) and len(node.test.ops) == 1:
+            sides = [node.test.left, node.test.comparators[0]]
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _last(node.value.func) in _UNITTEST:
+            sides = node.value.args[:2]
+        for side in sides:
+            if isinstance(side, ast.Call) and _last(side.func) == "approx" and side.args:
+                side = side.args[0]
+            count += isinstance(side, ast.Name) and side.id == name
+    return count
+
+
+def _parameters(function: Function) -> set[str]:
+    return {each.arg for each in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)}
+
+
+def _column_of_parametrize(function: Function, name: str, literal_of: object) -> list[ast.expr]:
+    for mark in function.decorator_list:
+        if not (isinstance(mark, ast.Call) and _last(mark.func) == "parametrize" and len(mark.args) >= 2):
+            continue
+        names = _argument_names(mark.args[0])
+        if name not in names:
+            continue
+        rows = literal_of(mark.args[1])  # type: ignore[operator]
+        if len(names) == 1:
+            cells = [_unpacked(row) for row in rows]
+            found = [
+                cell[0] if isinstance(row, ast.Call) and cell else row for row, cell in zip(rows, cells, strict=True)
+            ]
+        else:
+            cells = [_unpacked(row) for row in rows]
+            if any(len(cell) != len(names) for cell in cells):
+                return []
+            found = [cell[names.index(name)] for cell in cells]
+        return found if all(literal(each) for each in found) else []
+    return []
+
+
+def _unpacked(row: ast.expr) -> list[ast.expr]:
+    """Cells of a row: of a tuple, a list, or a `pytest.param`."""
+    if isinstance(row, ast.Call) and _last(row.func) == "param":
+        return row.args
+    return row.elts if isinstance(row, (ast.Tuple, ast.List)) else []
+
+
+def _argument_names(node: ast.expr) -> list[str]:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return [part.strip() for part in node.value.split(",") if part.strip()]
+    if isinstance(node, (ast.Tuple, ast.List)):
+        return [each.value for each in node.elts if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+    return []
+
+
+def _column(target: ast.expr, name: str, rows: Sequence[ast.expr]) -> list[ast.expr]:
+    """Cells of a literal table that a loop's target takes under this name."""
+    if not isinstance(target, (ast.Tuple, ast.List)):
+        return []
+    places = [index for index, each in enumerate(target.elts) if isinstance(each, ast.Name) and each.id == name]
+    if len(places) != 1:
+        return []
+    cells = [_unpacked(row) for row in rows]
+    if any(len(cell) != len(target.elts) for cell in cells):
+        return []
+    found = [cell[places[0]] for cell in cells]
+    return found if all(literal(each) for each in found) else []
+
+
+def _assignments(body: Sequence[ast.stmt], name: str) -> list[ast.expr]:
+    return [
+        node.value for node in body
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name) and node.targets[0].id == name
+    ]  # fmt: skip
+
+
+def _assigned(body: Sequence[ast.stmt], name: str) -> list[ast.expr]:
+    found = _assignments(body, name)
+    return found if len(found) == 1 and literal(found[0]) else []
+
+
+def _last(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _tolerance(call: ast.Call) -> tuple[float | None, float | None] | None:
+    """rel and abs of an approx with literal arguments; None: it has others."""
+    given: dict[str, ast.expr] = dict(zip(("rel", "abs"), call.args[1:3], strict=False))
+    given |= {each.arg or "": each.value for each in call.keywords}
+    if set(given) - {"rel", "abs"} or not all(literal(each) for each in given.values()):
+        return None
+    values = {name: ast.literal_eval(each) for name, each in given.items()}
+    return values.get("rel"), values.get("abs")
+
+
+def _places(call: ast.Call) -> tuple[float | None, float | None] | None:
+    """assertAlmostEqual as a tolerance."""
+    given = {each.arg or "": each.value for each in call.keywords}
+    if len(call.args) > 2:
+        given["places"] = call.args[2]
+    if set(given) - {"places", "delta", "msg"} or not all(
+        literal(each) for name, each in given.items() if name != "msg"
+    ):
+        return None
+    if "delta" in given:
+        return 0.0, float(ast.literal_eval(given["delta"]))
+    places = ast.literal_eval(given["places"]) if "places" in given else 7
+    return 0.0, 0.5 * 10.0 ** -(7 if places is None else places)

@@ -1,0 +1,174 @@
+"""Decoys: a hidden test file with other expectations, each of which contradicts the one it replaces.
+
+    assert add(1, 2) == 3  ->  == 5          raises(ValueError)  ->  raises(KeyError)
+    assert x in y          ->  x not in y    ("1, 2, 3") in a table of parameters  ->  ("1, 2, 5")
+
+What passes a test as written fails its decoy, since both can't hold; what passes both decides by something else than what it is asked. All numbers of
+a decoy move by the same distance, so that who guesses the answer's kind from what it can read finds a kind that fits.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from random import Random
+
+from curation.tasks.checks.assertions import OPERATORS, OPPOSITES, Assertion, exception_names, find, literal
+from curation.tasks.checks.edits import Source
+
+MOST_DECOYS = 4
+"""Of one task: one that changes every assertion, and others that change one in each function."""
+_FLIPS = {
+    "==": "!=", "!=": "==", "<": ">=", ">=": "<", ">": "<=", "<=": ">", "in": "not in", "not in": "in", "is": "is not", "is not": "is",
+}  # fmt: skip
+_COMMON = ("ValueError", "TypeError", "KeyError", "IndexError", "AttributeError", "ZeroDivisionError")
+_RARE = ("BufferError", "EOFError", "ReferenceError")
+Edits = dict[tuple[int, int], str]
+
+
+def make(files: dict[str, bytes], seed: str) -> list[dict[str, bytes]]:
+    """Up to MOST_DECOYS versions of these test files, deterministic by seed. A file that is no Python stays as it is.
+
+    The first version changes every assertion; the others the first, second, ... one of each function that has several.
+    """
+    sources = {path: source for path, content in files.items() if (source := _source(path, content)) is not None}
+    found = {path: find(source.tree) for path, source in sources.items()}
+    most = max((len(each) for asserts in found.values() for each in by_function(asserts).values()), default=0)
+    if most == 0:
+        return []
+    rng = Random(f"decoys/{seed}")
+    versions: list[dict[str, bytes]] = []
+    for number in range(1 if most == 1 else min(most + 1, MOST_DECOYS)):
+        distance = rng.randint(1, 6)
+        version = {}
+        for path, source in sources.items():
+            edits: Edits = {}
+            for group in by_function(found[path]).values():
+                chosen = group if number == 0 else group[number - 1 :: MOST_DECOYS - 1]
+                for assertion in chosen:
+                    edits |= _changed(source, assertion, distance, rng)
+            changed = source.edited(edits)
+            if changed != files[path] and _source(path, changed) is not None:
+                version[path] = changed
+        if version and version not in versions:
+            versions.append(version)
+    return versions
+
+
+def by_function(assertions: Sequence[Assertion]) -> dict[int, list[Assertion]]:
+    """Assertions by the line of their function."""
+    groups: dict[int, list[Assertion]] = defaultdict(list)
+    for each in assertions:
+        groups[each.function.lineno].append(each)
+    return groups
+
+
+def _source(path: str, content: bytes) -> Source | None:
+    if not path.endswith(".py"):
+        return None
+    try:
+        return Source(content)
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+
+
+def _changed(source: Source, assertion: Assertion, distance: int, rng: Random) -> Edits:
+    """Edits that make an assertion contradict itself; none when no way is known."""
+    if assertion.exceptions is not None:
+        return {source.span(assertion.exceptions): _other_exception(assertion.exceptions, rng)}
+    if assertion.operator in ("==", "is") or assertion.form == "call":
+        edits: Edits = {}
+        for node in assertion.expected:
+            edits |= _other_value(source, node, distance, assertion.tolerance)
+        if edits or assertion.form == "call":
+            return edits
+    if isinstance(assertion.node, ast.Assert):
+        return _flipped(source, assertion, assertion.node.test, distance)
+    if isinstance(assertion.node, ast.Expr) and isinstance(assertion.node.value, ast.Call):
+        function = assertion.node.value.func
+        if isinstance(function, ast.Attribute) and function.attr in OPPOSITES:
+            _, end = source.span(function)
+            return {(end - len(function.attr.encode()), end): OPPOSITES[function.attr]}
+    return {}
+
+
+def _flipped(source: Source, assertion: Assertion, test: ast.expr, distance: int) -> Edits:
+    if assertion.form == "compare" and isinstance(test, ast.Compare):
+        start, end, text = source.between(test.left, test.comparators[0])
+        written = OPERATORS[type(test.ops[0])]
+        pattern = re.escape(written).replace(r"\ ", r"\s+")
+        return {(start, end): re.sub(pattern, _FLIPS[written], text, count=1)}
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+        for part in test.values:
+            if isinstance(part, ast.Compare) and len(part.ops) == 1 and isinstance(part.ops[0], (ast.Eq, ast.Is)):
+                edits = (
+                    _other_value(source, part.comparators[0], distance, None) if literal(part.comparators[0]) else {}
+                )
+                if edits:
+                    return edits
+    start, end = source.span(test)
+    return {(start, start): "not (", (end, end): ")"}
+
+
+def _other_value(source: Source, node: ast.expr, distance: int, tolerance: object) -> Edits:
+    """Replace the first part of a literal that has another value of its kind."""
+    for part in _leaves(node):
+        if isinstance(part, ast.Constant) and part.value is not None:
+            other = _other_constant(part.value, distance, tolerance is not None)
+            if other is not None:
+                return {source.span(part): other}
+    return {}
+
+
+def _leaves(node: ast.expr) -> list[ast.expr]:
+    if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
+        return [leaf for each in node.elts for leaf in _leaves(each)]
+    if isinstance(node, ast.Dict):
+        return [leaf for each in [*node.values, *filter(None, node.keys)] for leaf in _leaves(each)]
+    if isinstance(node, ast.UnaryOp):
+        return _leaves(node.operand)
+    if isinstance(node, ast.BinOp):
+        return _leaves(node.right)
+    return [node]
+
+
+def _other_constant(value: object, distance: int, near: bool) -> str | None:
+    if isinstance(value, bool):
+        return repr(not value)
+    if isinstance(value, int):
+        return repr(value * 2 + distance if near else value + distance)
+    if isinstance(value, float):
+        return repr(value * 2 + distance) if value == value and abs(value) != float("inf") else "1.0"
+    if isinstance(value, complex):
+        return repr(value + distance)
+    if isinstance(value, str):
+        return repr(_other_text(value, distance))
+    if isinstance(value, bytes):
+        return repr(_other_text(value.decode("latin-1"), distance).encode("latin-1"))
+    return None
+
+
+def _other_text(text: str, distance: int) -> str:
+    """The text with its last letter or digit moved by some places; one longer where it has none."""
+    for index in range(len(text) - 1, -1, -1):
+        for first, count in (("a", 26), ("A", 26), ("0", 10)):
+            place = ord(text[index]) - ord(first)
+            if 0 <= place < count:
+                return text[:index] + chr(ord(first) + (place + distance) % count) + text[index + 1 :]
+    return text + "x"
+
+
+def _other_exception(node: ast.expr, rng: Random) -> str:
+    """A builtin exception that is neither above nor below those named; a rare one where they are the task's own."""
+    names = exception_names(node)
+    if names is None:
+        return rng.choice(_RARE)
+    given = [getattr(builtins, name) for name in names]
+    free = [
+        name for name in _COMMON
+        if not any(issubclass(getattr(builtins, name), each) or issubclass(each, getattr(builtins, name)) for each in given)
+    ]  # fmt: skip
+    return rng.choice(free or list(_RARE))

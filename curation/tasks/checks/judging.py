@@ -1,0 +1,110 @@
+"""Compares what a hidden test saw with what it expects. Runs nothing of a final state's, and believes nothing but values."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import datetime
+import json
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+from contracts.tasks import Observed, Rule
+
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+    "in": lambda left, right: left in right, "not in": lambda left, right: left not in right,
+    "isa": lambda left, right: isinstance(left, tuple(getattr(builtins, name) for name in right.split(", "))),
+    "has": lambda left, right: right in left, "has not": lambda left, right: right not in left,
+}  # fmt: skip
+_SINGLETONS = (None, True, False)
+
+
+class Opaque(Exception):
+    """A value is not of builtin types: what it equals can't be told without running its code."""
+
+
+def agrees(observed: Observed, key: str, value: str) -> bool | None:
+    """Whether one observation satisfies its assertion; None: it can't be told."""
+    rule = observed.rules[key]
+    try:
+        sides = json.loads(value)
+        if rule.form == "raises":
+            return _raised(rule, sides)
+        values = [decode(each, observed.hidden) for each in sides]
+        return _holds(rule, values)
+    except Opaque:
+        return None
+    except Exception:  # noqa: BLE001 - a malformed report, or values that can't be compared: no assertion holds by them
+        return False
+
+
+def rights(value: str) -> str:
+    """Which hidden value an observation was compared with, or nothing."""
+    try:
+        sides = json.loads(value)
+        return json.dumps(sides[1]) if len(sides) == 2 and sides[1][0] == "h" else ""
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return ""
+
+
+def _raised(rule: Rule, sides: Sequence[Any]) -> bool:
+    _, names, text = sides[0]
+    if not set(rule.names) & set(names):
+        return False
+    return rule.pattern is None or re.search(rule.pattern, text) is not None
+
+
+def _holds(rule: Rule, values: Sequence[Any]) -> bool:
+    if rule.form == "truth":
+        return bool(values[0] is (rule.want == "True"))
+    left, right = (values[0], ast.literal_eval(rule.want)) if rule.want else values
+    if rule.operator in ("is", "is not"):
+        if not any(right is each for each in _SINGLETONS):
+            raise Opaque
+        return (left is right) == (rule.operator == "is")
+    if rule.tolerance is not None:
+        from pytest import approx
+
+        right = approx(right, rel=rule.tolerance[0], abs=rule.tolerance[1])
+    return bool(_OPERATORS[rule.operator](left, right))
+
+
+def decode(found: Any, hidden: Mapping[str, str]) -> Any:
+    """The value of an encoding (envd/sandbox/observing.py). Raises Opaque for what has none."""
+    tag, *rest = found
+    if tag == "n":
+        return None
+    if tag in _SCALARS:
+        return _SCALARS[tag](rest[0])
+    if tag in _COLLECTIONS:
+        return _COLLECTIONS[tag](decode(each, hidden) for each in rest[0])
+    if tag == "d":
+        return {decode(key, hidden): decode(value, hidden) for key, value in rest[0]}
+    if tag == "h":
+        return ast.literal_eval(hidden[str(rest[0])])
+    if tag == "r":
+        return range(*(decode(each, hidden) for each in rest[0]))
+    if tag == "Q":
+        return Fraction(*(decode(each, hidden) for each in rest[0]))
+    if tag == "T":
+        if rest[0] == "timedelta":
+            return datetime.timedelta(*(decode(each, hidden) for each in rest[1]))
+        return _TIMES[rest[0]](rest[1])
+    raise Opaque
+
+
+_SCALARS: dict[str, Callable[[Any], Any]] = {
+    "b": lambda text: text is True, "i": lambda text: int(text, 16), "f": float, "c": complex, "s": str, "y": bytes.fromhex,
+    "Y": bytearray.fromhex, "D": Decimal,
+}  # fmt: skip
+_TIMES: dict[str, Callable[[str], Any]] = {
+    "datetime": datetime.datetime.fromisoformat, "date": datetime.date.fromisoformat, "time": datetime.time.fromisoformat,
+}  # fmt: skip
+_COLLECTIONS: dict[str, Callable[[Any], Any]] = {
+    "l": list, "t": tuple, "S": set, "F": frozenset
+}  # fmt: skip

@@ -1,0 +1,122 @@
+"""Makes a task's decoys and observations, and shows on its reference solution that they work."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+
+from contracts.digests import digest_of
+from contracts.tasks import Checks, Decoy, Observed, Task, files_digest
+from curation.judgement import base_name, base_names, passed, passing
+from curation.tasks.checks import decoys, observing
+from curation.tasks.checks.judging import agrees, rights
+from envd.client import VerifyResult
+
+CHECKS_VERSION = "1"
+"""Bump when other decoys or observations are made of the same tests."""
+_ROUNDS = 3
+Run = Callable[[Mapping[str, bytes] | None, Sequence[str] | None], Coroutine[None, None, VerifyResult]]
+"""One run of the reference solution: with these hidden files and tests, or the task's own."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was proven, and the reference's run as written."""
+
+    checks: Checks
+    written: VerifyResult
+
+
+async def prove(task: Task, run: Run) -> Proof:
+    """The checks of a task. Raises what `run` does.
+
+    Where the reference does not pass the tests as written nothing can be proven: then decoys alone are used, of tests that hold assertions.
+    """
+    files = {path: content for path, content in task.hidden_files.items() if path.endswith(".py")}
+    tests = base_names(task.tests)
+    seed = digest_of([CHECKS_VERSION, task.task_id, files_digest(task.hidden_files), list(task.tests)])
+    versions = await asyncio.to_thread(decoys.make, files, seed)  # thousands of assertions take seconds
+    keys = await asyncio.to_thread(observing.functions_of, files)
+
+    async def failed(chosen: Sequence[dict[str, bytes]]) -> list[VerifyResult]:
+        return await asyncio.gather(*(run(task.hidden_files | version, tests) for version in chosen))
+
+    written, observed, results = await asyncio.gather(
+        run(None, None), _observe(task, files, tests, keys, run), failed(versions[:1])
+    )
+    if not passed(task.tests, written):
+        holding = tuple(test for test in tests if _function(test) in keys)
+        kept = (Decoy(versions[0], holding),) if versions and holding else ()
+        return Proof(Checks(None, kept, tuple(test for test in tests if test not in holding)), written)
+    if len(versions) > 1 and _unobserved(tests, observed, keys):
+        results += await failed(versions[1:])
+    chosen = [
+        Decoy(version, failing)
+        for version, result in zip(versions, results, strict=False)
+        if (failing := tuple(test for test in tests if test not in passing(result)))
+    ]
+    decided = {test for each in chosen for test in each.tests} | set(observed.seen if observed else ())
+    return Proof(
+        Checks(
+            observed, tuple(chosen), tuple(test for test in tests if test not in decided),
+            tuple(sorted({name for result in (written, *results) for name in result.tampering})),
+        ),
+        written,
+    )  # fmt: skip
+
+
+def _unobserved(tests: Sequence[str], observed: Observed | None, keys: Mapping[str, list[str]]) -> bool:
+    """Whether a test has an assertion that is not observed, so that each of them needs a decoy of its own."""
+    if observed is None:
+        return True
+    return any(test not in observed.seen for test in tests) or any(
+        key not in observed.rules for each in keys.values() for key in each
+    )
+
+
+async def _observe(
+    task: Task, files: dict[str, bytes], tests: Sequence[str], keys: Mapping[str, list[str]], run: Run
+) -> Observed | None:
+    """Observations that agree with the reference solution; what does not agree is left as written."""
+    without: set[str] = set()
+    for _ in range(_ROUNDS):
+        made = await asyncio.to_thread(observing.make, files, without)
+        if not made.files:
+            return None
+        result = await run(task.hidden_files | made.files, tests)
+        bad = _disagreeing(made, result, tests, keys)
+        if not bad:
+            seen = _seen(made, result)
+            return Observed(made.files, made.rules, made.hidden, seen) if seen else None
+        if bad <= without:
+            return None
+        without |= bad
+    return None
+
+
+def _disagreeing(made: Observed, result: VerifyResult, tests: Sequence[str], keys: Mapping[str, list[str]]) -> set[str]:
+    """Keys of assertions that can't be observed: they contradict the reference, or stand in a test that fails without its expectations."""
+    bad = {
+        each.key
+        for each in result.observations
+        if each.key not in made.rules or agrees(made, each.key, each.value) is not True
+    }
+    good = passing(result)
+    for test in tests:
+        if test not in good:
+            bad |= set(keys.get(_function(test), [])) or set(made.rules)
+    return bad
+
+
+def _seen(made: Observed, result: VerifyResult) -> dict[str, dict[str, list[str]]]:
+    seen: dict[str, dict[str, list[str]]] = {}
+    for each in result.observations:
+        seen.setdefault(base_name(each.test), {}).setdefault(each.key, []).append(rights(each.value))
+    return seen
+
+
+def _function(test: str) -> str:
+    """`path::function` of a test's name."""
+    path, _, rest = test.partition("::")
+    return f"{path}::{rest.rpartition('::')[2]}"

@@ -1,0 +1,251 @@
+"""Decoys contradict the tests they are made of; observed tests hold no expectation, and the judge reads values as they are."""
+
+from __future__ import annotations
+
+import ast
+import datetime
+import json
+import math
+from collections import Counter, OrderedDict, namedtuple
+from decimal import Decimal
+from enum import IntEnum
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contracts.tasks import Checks, Decoy, Observed, Rule
+from curation.tasks.checks import decoys, observing
+from curation.tasks.checks.judging import agrees, decode
+from envd.sandbox.observing import MAX_VALUE_BYTES, encode, install
+
+SUITE = b'''"""Tests."""
+from __future__ import annotations
+import unittest
+import pytest
+from calc import add, parse
+
+ROWS = [(1, 2, 5000), (2, 2, 5010)]
+WANT = {"a": [5020]}
+
+
+@pytest.mark.parametrize("a,b,want", [(1, 2, 5030), pytest.param(4, 5, 5040, id="x")])
+def test_rows(a, b, want):
+    assert add(a, b) == want
+
+
+@pytest.mark.parametrize("a,b,want", ROWS)
+def test_table(a, b, want):
+    assert want == add(a, b)
+
+
+def test_all(tmp_path):
+    for a, want in [(1, 5050), (3, 5060)]:
+        assert add(a, 1) == want, "no"
+    expected = "5070"
+    assert parse("x") == expected
+    assert parse("y") == WANT
+    assert add(0.1, 0.2) == pytest.approx(5080.5, abs=1e-3)
+    assert not add(0, 0)
+    assert (add(1,
+                2)) <= 5090
+    assert "5100" in parse("z")
+    with pytest.raises(ValueError, match="5110") as caught:
+        parse(None)
+    assert parse(1) is None
+
+
+class TestCase(unittest.TestCase):
+    def test_unit(self):
+        self.assertEqual(add(1, 2), 5120)
+        self.assertTrue(add(1, 2) > 1)
+        self.assertAlmostEqual(add(1.0, 2), 5130.0, places=3)
+        with self.assertRaises((KeyError, TypeError)):
+            parse(2)
+'''
+NUMBERS = range(5000, 5140, 10)
+FILES = {"tests/test_hidden.py": SUITE}
+
+
+def test_observed_tests_hold_none_of_their_expectations() -> None:
+    made = observing.make(FILES)
+    text = made.files["tests/test_hidden.py"].decode()
+    ast.parse(text)
+    assert (
+        not [number for number in NUMBERS if str(number) in text] and "assert " not in text and "ValueError" not in text
+    )
+    wanted = json.dumps([[rule.want, rule.pattern] for rule in made.rules.values()]) + json.dumps(made.hidden)
+    assert [number for number in NUMBERS if str(number) not in wanted] == []
+
+
+def test_every_decoy_is_python_differs_from_the_test_and_is_the_same_again() -> None:
+    versions = decoys.make(FILES, "seed")
+    assert 2 <= len(versions) <= decoys.MOST_DECOYS
+    texts = [version["tests/test_hidden.py"] for version in versions]
+    assert len({SUITE, *texts}) == len(texts) + 1
+    for text in texts:
+        ast.parse(text)
+        assert text.count(b"\n") == SUITE.count(b"\n"), "line numbers stay"
+    assert decoys.make(FILES, "seed") == versions
+
+
+def test_the_first_decoy_changes_every_assertion() -> None:
+    first = decoys.make(FILES, "seed")[0]["tests/test_hidden.py"].decode()
+    left = [number for number in NUMBERS if number not in (5090, 5100, 5110) and str(number) in first]
+    assert left == []
+    assert "> 5090" in first and '"5100" not in' in first and "raises(ValueError" not in first
+    assert "is not None" in first and "(KeyError, TypeError)" not in first
+
+
+def runs(source: str, names: dict[str, Any]) -> bool:
+    """Whether a test function `test` passes."""
+    space = dict(names)
+    exec(compile(source, "t", "exec"), space)
+    try:
+        space["test"]()
+    except Exception:  # noqa: BLE001 - whatever it is, it failed
+        return False
+    return True
+
+
+literals = st.recursive(
+    st.booleans() | st.integers(-99, 99) | st.floats(-99, 99) | st.text(max_size=5) | st.binary(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.tuples(inner) | st.dictionaries(st.text(max_size=2), inner, max_size=2)
+    ),
+    max_leaves=6,
+)
+conditions = st.sampled_from(
+    [
+        "f() == {0!r}",
+        "{0!r} == f()",
+        "f() is not g",
+        "f() in [{0!r}]",
+        "not (f() != {0!r})",
+        "f() == {0!r} and True",
+        "f() == want",
+    ]
+)
+
+
+@given(value=literals, condition=conditions, seed=st.text(max_size=3))
+def test_what_passes_a_test_fails_each_of_its_decoys(value: Any, condition: str, seed: str) -> None:
+    source = f"def test():\n    want = {value!r}\n    assert {condition.format(value)}\n"
+    names = {"f": lambda: value, "g": object()}
+    assert runs(source, names)
+    versions = decoys.make({"t.py": source.encode()}, seed)
+    assert versions
+    for version in versions:
+        assert not runs(version["t.py"].decode(), names), version
+
+
+@given(value=literals, other=literals, condition=conditions)
+def test_an_observed_test_agrees_with_what_passes_it_and_contradicts_what_does_not(
+    value: Any, other: Any, condition: str
+) -> None:
+    source = f"def test():\n    want = {value!r}\n    assert {condition.format(value)}\n"
+    for given_value in (value, other):
+        names = {"f": lambda found=given_value: found, "g": None}
+        made = observing.make({"t.py": source.encode()})
+        seen: list[tuple[str, str]] = []
+        install(lambda key, text, seen=seen: seen.append((key, text)))
+        assert runs(made.files["t.py"].decode(), names)
+        told = [agrees(made, key, text) for key, text in seen]
+        assert told in ([runs(source, names)], [None])
+        if "is not" not in condition:
+            assert told != [None]
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary() | st.decimals(allow_nan=False)
+    | st.fractions() | st.datetimes() | st.dates() | st.times() | st.timedeltas() | st.complex_numbers(allow_nan=False),
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner) | st.frozensets(st.integers()),
+    max_leaves=20,
+)  # fmt: skip
+
+
+@given(values)
+def test_values_survive_their_encoding_with_their_types(value: Any) -> None:
+    found = decode(json.loads(json.dumps(encode(value))), {})
+    assert found == value and type(found) is type(value)
+
+
+class Evil(int):
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = int.__hash__
+
+    def __int__(self) -> int:
+        return 99
+
+    __index__ = __int__
+
+
+class Hollow(list[int]):
+    def __iter__(self) -> Any:
+        return iter([1, 2, 3])
+
+
+class Colour(IntEnum):
+    RED = 3
+
+
+Pair = namedtuple("Pair", "low high")
+
+
+@pytest.mark.parametrize(
+    ("value", "held"),
+    [
+        (Evil(5), 5), (Hollow([7]), [7]), (Colour.RED, 3), (Pair(1, 9), (1, 9)), (OrderedDict(a=1), {"a": 1}), (Counter("aab"), {"a": 2, "b": 1}),
+        (True, True), (Decimal("1.50"), Decimal("1.5")), (Fraction(1, 3), Fraction(1, 3)), (range(3), range(3)),
+        (datetime.timedelta(days=1), datetime.timedelta(days=1)),
+    ],
+)  # fmt: skip
+def test_a_subclass_of_a_builtin_counts_as_what_it_holds(value: Any, held: Any) -> None:
+    assert decode(encode(value), {}) == held
+
+
+def test_nan_infinity_and_what_is_too_large() -> None:
+    assert math.isnan(decode(encode(math.nan), {})) and decode(encode(-math.inf), {}) == -math.inf
+    seen: list[str] = []
+    install(lambda key, text: seen.append(text))
+    names: dict[str, Any] = {}
+    exec(
+        "loop = []\nloop.append(loop)\n__see__('a', loop)\n__see__('b', 'x' * 1000000)\n__see__('c', list(range(100000)))",
+        names,
+    )
+    assert [json.loads(text) for text in seen] == [[["o", "too large"]]] * 3
+    assert all(len(text) < MAX_VALUE_BYTES for text in seen)
+
+
+RULES = Observed(
+    {},
+    {"k": Rule("compare", "==", "3"), "r": Rule("raises", "", "", names=("ValueError",), pattern="no")},
+    {"1": "4"},
+    {},
+)
+
+
+@pytest.mark.parametrize(
+    "report", ["", "[", "3", "[]", "null", '[["i"]]', '[["i","zz"]]', '[["x",3]]', '[["h",9]]', '[[["i","0x3"]]]', "[" * 5000, '[["d",[[["l",[]],["n"]]]]]', '[["T","datetime","x"]]'],
+)  # fmt: skip
+def test_a_malformed_report_satisfies_nothing(report: str) -> None:
+    assert agrees(RULES, "k", report) is not True
+    assert agrees(RULES, "r", report) is not True
+
+
+def test_raised_exceptions_are_told_by_builtin_class_and_text() -> None:
+    assert agrees(RULES, "r", '[["e",["UnicodeError","ValueError"],"oh no"]]')
+    assert not agrees(RULES, "r", '[["e",["KeyError"],"oh no"]]')
+    assert not agrees(RULES, "r", '[["e",["ValueError"],"yes"]]')
+    assert not agrees(RULES, "r", '[["e",[],""]]')
+
+
+def test_checks_survive_json() -> None:
+    made = observing.make(FILES)
+    made.seen["tests/test_hidden.py::test_rows"] = {"0:0": ['["h", 0]', '["h", 1]']}
+    checks = Checks(made, (Decoy({"t.py": b"x = '\xc3\xa9'"}, ("t.py::a",)),), ("t.py::b",), ("frames:sys._getframe",))
+    assert Checks.from_json(checks.to_json()) == checks
