@@ -148,8 +148,12 @@ class EvaluationConfig(Section):
 
     gate_samples: int = Field(default=2, ge=1, le=1024)
     """Episodes a gate task. The gate decides; with few of them it also refuses many equal candidates, see `iterate --dry-run`."""
-    held_out_samples: int = Field(default=2, ge=0, le=1024)
-    """Episodes a held-out task. No decision reads them; 0 plays none."""
+    held_out_samples: int = Field(default=8, ge=0, le=1024)
+    """Episodes a held-out task: the k of maj@k and pass@k. No decision reads them; 0 plays none."""
+    unseen_samples: int = Field(default=8, ge=0, le=1024)
+    """Episodes an unseen task, where the suite has any. No decision reads them; 0 plays none."""
+    greedy: bool = True
+    """Whether held-out and unseen tasks are played once more at temperature 0."""
 
 
 class PromotionConfig(Section):

@@ -96,7 +96,8 @@ class Stage:
         linux.mount("tmpfs", str(self._show), "tmpfs", linux.MS_NOSUID, "mode=755,size=16m")
         base = self._show / "base"
         base.mkdir()
-        rootfs.fill_base(base)
+        rootfs.fill_base(base, base)
+        rootfs.fill_devices(base / "dev")
         (base / AGENT_DIRECTORY.lstrip("/")).mkdir()
         linux.mount(str(base), str(base), flags=linux.MS_BIND | linux.MS_REC)
         linux.mount("", str(base), flags=linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tests.escape.attack import BACKENDS, Attack
 from tests.escape.catalogue import ALL
+from tests.redteam.table import section
 
 PATH = Path(__file__).resolve().parents[2] / "docs" / "attacks.md"
 _HEAD = """\
@@ -60,6 +61,7 @@ def table() -> str:
         _notes("Where it may succeed without harm", "harmless_on", "Host and neighbour are looked at all the same.")
     )
     parts.append(_notes("Where one is not tried", "not_on", ""))
+    parts.append(section())
     return "".join(parts)
 
 
