@@ -238,4 +238,4 @@ def test_tampering_with_a_verdict_is_an_event_and_in_the_reply(served: Served) -
 
     *found, status = served.run(cheat)
     assert "patched:time.perf_counter" in found and status == "error"
-    assert {each["detail"]["what"] for each in served.events("verify.tampered")} >= set(found)
+    assert "patched:time.perf_counter" in {each["detail"]["what"] for each in served.events("verify.tampered")}
