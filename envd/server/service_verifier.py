@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from contracts.pb import envd_pb2 as pb
@@ -55,15 +56,18 @@ class VerifierService(Service, rpc.VerifierServicer):
     @unary
     async def Found(self, request: pb.FoundRequest, context: Context) -> pb.FoundReply:
         """Record a judge's findings."""
-        for each in request.findings[:_MOST_FOUND]:
-            self.sandboxes.audit.record(
-                "verify.tampered", "", what=each[:_MAX_FOUND], template=request.template[:_MAX_FOUND]
-            )
+        self._record(request.findings, template=request.template[:_MAX_FOUND])
         return pb.FoundReply()
 
     def _tampering(self, result: dict[str, Any]) -> list[str]:
-        """What was tried on the verdict, recorded."""
+        """What was tried on the verdict; what was done, and not only read in the diff, is recorded."""
         found = [str(each) for each in result.get("tampering", ())]
-        for each in found:
-            self.sandboxes.audit.record("verify.tampered", "", what=each)
+        self._record([each for each in found if not each.startswith("review:")])
         return found
+
+    def _record(self, found: Sequence[str], **about: str) -> None:
+        """One event of all that was found: many would crowd out those of others."""
+        if found:
+            self.sandboxes.audit.record(
+                "verify.tampered", "", what=", ".join(each[:_MAX_FOUND] for each in found[:_MOST_FOUND]), **about
+            )

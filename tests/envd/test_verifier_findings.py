@@ -172,9 +172,9 @@ def test_a_judges_findings_reach_the_audit_log(namespaces: Harness) -> None:
     async def run() -> list[str]:
         async with SandboxClient(namespaces.address) as client:
             template = await client.put_template(FILES)
-            await client.found(template, ["decoy:tests/test_hidden.py::test_small"] * 40)
+            await client.found(template, ["decoy:t.py::test_a", "observed:t.py::test_b"])
             told = [json.loads(each.detail_json) async for each in client.audit() if each.kind == "verify.tampered"]
             return [each["what"] for each in told if each.get("template") == template]
 
     found = asyncio.run(run())
-    assert set(found) == {"decoy:tests/test_hidden.py::test_small"} and len(found) <= 32
+    assert found == ["decoy:t.py::test_a, observed:t.py::test_b"]

@@ -36,8 +36,8 @@ async def prove(task: Task, run: Run) -> Proof:
     files = {path: content for path, content in task.hidden_files.items() if path.endswith(".py")}
     tests = base_names(task.tests)
     seed = digest_of([CHECKS_VERSION, task.task_id, files_digest(task.hidden_files), list(task.tests)])
-    versions = decoys.make(files, seed)
-    keys = observing.functions_of(files)
+    versions = await asyncio.to_thread(decoys.make, files, seed)  # thousands of assertions take seconds
+    keys = await asyncio.to_thread(observing.functions_of, files)
 
     async def failed(chosen: Sequence[dict[str, bytes]]) -> list[VerifyResult]:
         return await asyncio.gather(*(run(task.hidden_files | version, tests) for version in chosen))
@@ -81,7 +81,7 @@ async def _observe(
     """Observations that agree with the reference solution; what does not agree is left as written."""
     without: set[str] = set()
     for _ in range(_ROUNDS):
-        made = observing.make(files, without)
+        made = await asyncio.to_thread(observing.make, files, without)
         if not made.files:
             return None
         result = await run(task.hidden_files | made.files, tests)
