@@ -11,7 +11,7 @@ PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 ZIG = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt ziglang
 export DAGSTER_DISABLE_TELEMETRY := 1
 
-.PHONY: help install demo test test-slow test-escape test-redteam test-browser test-vllm test-gpu lint types format proto ui bench clean
+.PHONY: help install demo test test-slow test-escape test-redteam test-browser test-vllm test-gpu fuzz-frames lint types format proto ui bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -46,6 +46,10 @@ test-escape: $(NATIVE)  ## attacks on sandboxes, on every backend that starts he
 
 test-redteam: $(NATIVE)  ## every forged final state is caught, every honest one is clean
 	$(BIN)/pytest -n auto --maxprocesses 4 -m redteam tests/redteam
+
+SECONDS = 120
+fuzz-frames: $(NATIVE)  ## mutated frames and requests against the agent and the spawner under ASan and UBSan; SECONDS=600
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)
 
 test-browser: $(NATIVE)  ## needs Chromium (Debian's package chromium)
 	$(BIN)/pytest -m browser

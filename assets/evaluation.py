@@ -7,6 +7,8 @@ import dagster as dg
 
 from assets.naming import define
 from contracts.artifacts import ArtifactRef
+from contracts.tasks import Split
+from curation.measures import MEASURES, measure_names
 from curation.statistics import CONFIDENCE
 from ops.evaluation import evaluate
 from ops.inputs import read_inputs
@@ -51,6 +53,26 @@ def pass_rates(body: Mapping[str, Any]) -> dg.MarkdownMetadataValue:
     return markdown_table([dict(zip(head, row, strict=True)) for row in rows])
 
 
+def measured(own: Mapping[str, Any]) -> dict[str, float | None]:
+    """Name -> rate of one policy's measures."""
+    names = measure_names(own["k"], own["temperature"])
+    return {name: own[key]["rate"] for key, name in zip(MEASURES, names, strict=True)}
+
+
+def measures_table(body: Mapping[str, Any]) -> dg.MarkdownMetadataValue:
+    """pass@1 greedy and sampled, maj@k and pass@k of both policies, with their intervals."""
+    rows = []
+    for split, found in body.items():
+        for who, own in found["measures"].items():
+            for key, name in zip(MEASURES, measure_names(own["k"], own["temperature"]), strict=True):
+                each = own[key]
+                if each["rate"] is not None:
+                    interval = f"{each['low']:.0%} to {each['high']:.0%}"
+                    rows.append((label(split), who, name, f"{each['rate']:.1%}", interval, f"{each['tasks']} tasks"))
+    head = ("split", "policy", "measure", "percent solved", f"{CONFIDENCE:.0%} interval", "over")
+    return markdown_table([dict(zip(head, row, strict=True)) for row in rows])
+
+
 def _difference_row(split: str, what: str, difference: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
     mean, low, high = (f"{100 * difference[name]:+.1f}" for name in ("mean", "low", "high"))
     return label(split), what, mean, f"{low} to {high}", f"{difference['n']} tasks"
@@ -88,8 +110,15 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
             for split, found in body.items()
             if "floor" in found
         }
+        plots |= {
+            f"{split} candidate {name}": rate
+            for split, found in body.items()
+            if split != Split.GATE.value
+            for name, rate in measured(found["measures"]["candidate"]).items()
+        }
         metadata = {
             "pass rates": pass_rates(body),
+            "greedy, sampled, majority, any": measures_table(body),
             **numbers(plots),
             "checkpoint": link(experiment.name, "checkpoint"),
         }

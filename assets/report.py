@@ -31,6 +31,10 @@ def iterations_table(rows: Sequence[Row]) -> dg.MarkdownMetadataValue:
         found = row[split.value]
         return f"{found['candidate']['rate']:.1%}" if found and found["candidate"]["rate"] is not None else "-"
 
+    def greedy(row: Row, split: Split) -> str:
+        own = ((row.get(split.value) or {}).get("measures") or {}).get("candidate")
+        return f"{own['greedy']['rate']:.1%}" if own and own["greedy"]["rate"] is not None else "-"
+
     def reward(row: Row) -> str:
         found = row["train"]
         return f"{found['reward']:.3f}" if found and found["reward"] is not None else "-"
@@ -42,6 +46,8 @@ def iterations_table(rows: Sequence[Row]) -> dg.MarkdownMetadataValue:
                 "train reward": reward(row),
                 "gate": rate(row, Split.GATE),
                 "held-out": rate(row, Split.HELD_OUT),
+                "held-out greedy": greedy(row, Split.HELD_OUT),
+                "unseen greedy": greedy(row, Split.UNSEEN),
                 "decision": row["decision"] or "-",
             }
             for row in rows[-SHOWN:]

@@ -24,7 +24,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         experiment,
         NAME,
         kinds={"parquet", "pytest"},
-        description="Small repositories to repair, in the splits train, gate and held_out, validated in sandboxes.",
+        description="Small repositories to repair, in the splits train, gate, held_out and unseen, validated in sandboxes.",
         code_version=SUITE_VERSION,
         checks=[check(experiment, NAME, CHECK, "No split came out empty.", blocking=True)],
     )

@@ -11,7 +11,7 @@ from benchmarks.result import Options, Result
 from contracts.errors import ConfigError
 
 CATALOG: Mapping[str, str] = {
-    "learning": "held-out pass rate gained over the base policy, by seed, with controls that must not learn",
+    "learning": "held-out compositions before and after learning, by seed, with a control that must not learn",
     "intervals": "coverage of the printed intervals and errors of the promotion gate, by simulation",
     "overhead": "the share of an iteration that is not sampling, tools, grading or optimizing",
     "engine": "tokens a second of the built-in engine beside HF generate of the same checkpoint",

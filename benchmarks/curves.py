@@ -2,83 +2,109 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from contracts.errors import ArtifactMissing
 from contracts.store import Store
 from contracts.tasks import Split
-from triplane_dagster.cli.history import base_rate, summaries
+from curation.measures import MEASURES
+from triplane_dagster.cli.history import IterationSummary, base_measures, summaries
 from triplane_dagster.cli.timings import experiment_seconds
+
+Scores = Mapping[str, float]
+"""Name in MEASURES -> rate, 0 to 1."""
+
+
+@dataclass(frozen=True)
+class SplitCurve:
+    """Scores on one split: of the base policy, and of the live policy after each iteration's decision."""
+
+    base: Scores
+    live: tuple[Scores, ...]
+
+    def gains(self, measure: str = "greedy") -> list[float]:
+        """Points over the base policy after each iteration."""
+        return [100 * (scores[measure] - self.base[measure]) for scores in self.live]
+
+    def final_gain(self, measure: str = "greedy") -> float:
+        """The gain after the last iteration: one comparison, not the largest of many."""
+        return self.gains(measure)[-1]
+
+    def over_majority(self) -> list[float]:
+        """Points that the live policy's greedy answers lie above the base policy's maj@k, after each iteration."""
+        return [100 * (scores["greedy"] - self.base["majority"]) for scores in self.live]
+
+    def reached(self, gain: float, over_majority: float) -> int | None:
+        """Iterations after which greedy had gained `gain` points and lay `over_majority` above the base's maj@k, or None."""
+        both = zip(self.gains(), self.over_majority(), strict=True)
+        return next(
+            (index + 1 for index, (own, over) in enumerate(both) if own >= gain and over >= over_majority), None
+        )
+
+    def ends_above(self, gain: float, over_majority: float) -> bool:
+        """Whether both hold after the last iteration."""
+        return self.final_gain() >= gain and self.over_majority()[-1] >= over_majority
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Held-out pass rate of the live policy of one experiment."""
+    """One experiment."""
 
     experiment: str
-    base: float
-    """Of the base policy, 0 to 1."""
-    live: tuple[float, ...]
-    """After each iteration's decision, 0 to 1."""
+    held_out: SplitCurve
+    unseen: SplitCurve
     base_seconds: float
     """That task suite and base policy took."""
     seconds: tuple[float, ...]
     """That each iteration took."""
 
-    @property
-    def gains(self) -> list[float]:
-        """Points over the base policy after each iteration."""
-        return [100 * (rate - self.base) for rate in self.live]
-
-    @property
-    def best_gain(self) -> float:
-        """The largest gain."""
-        return max(self.gains)
-
-    @property
-    def final_gain(self) -> float:
-        """The gain after the last iteration: one comparison, not the largest of many."""
-        return self.gains[-1]
-
-    def reached(self, points: float) -> int | None:
-        """Iterations it took to gain `points`, or None."""
-        return next((index + 1 for index, gain in enumerate(self.gains) if gain >= points), None)
-
-    def row(self, points: float) -> dict[str, Any]:
-        """A row of the benchmark's table."""
-        iterations = self.reached(points)
+    def row(self, gain: float, over_majority: float) -> dict[str, Any]:
+        """A row of the benchmark's table, in percent and points."""
+        reached = self.held_out.reached(gain, over_majority)
         return {
             "experiment": self.experiment,
-            "base %": round(100 * self.base, 1),
-            "live % after each iteration": " ".join(f"{100 * rate:.1f}" for rate in self.live),
-            "best gain": round(self.best_gain, 1),
-            "final gain": round(self.final_gain, 1),
-            f"iterations to +{points:g}": iterations if iterations is not None else "-",
-            f"seconds to +{points:g}": round(sum(self.seconds[:iterations])) if iterations is not None else "-",
+            "base greedy, T=1, maj, pass": _four(self.held_out.base),
+            "last greedy, T=1, maj, pass": _four(self.held_out.live[-1]),
+            "greedy after each iteration": " ".join(f"{100 * scores['greedy']:.1f}" for scores in self.held_out.live),
+            "greedy gain": round(self.held_out.final_gain(), 1),
+            "T=1 gain": round(self.held_out.final_gain("sampled"), 1),
+            "over base maj": round(self.held_out.over_majority()[-1], 1),
+            "unseen base": _four(self.unseen.base),
+            "unseen last": _four(self.unseen.live[-1]),
+            "iterations to target": reached if reached is not None else "-",
+            "seconds to target": round(sum(self.seconds[:reached])) if reached is not None else "-",
             "base seconds": round(self.base_seconds),
         }
 
 
 def read_curve(store: Store, experiment: str, iterations: int) -> Curve:
-    """The first `iterations` of an experiment. Raises ArtifactMissing when it has no pass rate on held-out tasks."""
+    """The first `iterations` of an experiment. Raises ArtifactMissing when they were not measured on held-out and unseen tasks."""
     history = [each for each in summaries(store, experiment) if each.decision][:iterations]
-    base = base_rate(history, Split.HELD_OUT)
-    if base is None or base.rate is None:
-        raise ArtifactMissing(
-            f"{experiment} has no held-out pass rate in {store.url}: set evaluation.held_out_samples to 1 or more"
-        )
-    live = []
-    for each in history:
-        rate = each.rate(Split.HELD_OUT, each.live_after)
-        if rate is None or rate.rate is None:
-            raise ArtifactMissing(
-                f"{experiment} has no held-out pass rate of what was live after iteration {each.iteration}"
-            )
-        live.append(rate.rate)
     spent = experiment_seconds(experiment)
     return Curve(
-        experiment=experiment, base=base.rate, live=tuple(live),
+        experiment=experiment,
+        held_out=_split_curve(history, Split.HELD_OUT, experiment),
+        unseen=_split_curve(history, Split.UNSEEN, experiment),
         base_seconds=sum(spent.get(None, {}).values()),
         seconds=tuple(sum(spent.get(each.iteration, {}).values()) for each in history),
-    )  # fmt: skip
+    )
+
+
+def _split_curve(history: list[IterationSummary], split: Split, experiment: str) -> SplitCurve:
+    base = _scores(base_measures(history, split), split, experiment)
+    live = [_scores(each.measured(split, each.live_after), split, experiment) for each in history]
+    return SplitCurve(base, tuple(live))
+
+
+def _scores(found: Mapping[str, Any] | None, split: Split, experiment: str) -> Scores:
+    if found is None or any(found[name]["rate"] is None for name in MEASURES):
+        raise ArtifactMissing(
+            f"{experiment} lacks a measure on {split.value} tasks: set evaluation.{split.value}_samples to 1 or more and evaluation.greedy to true"
+        )
+    return {name: found[name]["rate"] for name in MEASURES}
+
+
+def _four(scores: Scores) -> str:
+    return " ".join(f"{100 * scores[name]:.1f}" for name in MEASURES)

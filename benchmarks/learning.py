@@ -1,9 +1,9 @@
-"""Does it learn? Held-out pass rate of the live policy over iterations, for several seeds, and for controls that must not learn.
+"""Does it learn? Held-out compositions before and after, for several seeds, and for a control that must not learn.
 
-    base policy of seed s -> iterations -> held-out pass rate of the live policy after each      one child process an experiment
-    the first seed's base policy with rewards permuted within each group, and with learning rate 0: the controls
+    base policy of seed s -> iterations -> the live policy after each, on held-out and unseen tasks     one child process an experiment
+    the first seeds' base policies with rewards permuted within each group: the control
 
-Held-out is read by no gate and no stopping rule. Everything is kept in the work folder: killed, the same command goes on where it was.
+Both splits are read by no gate and no stopping rule. Everything is kept in the work folder: killed, the same command goes on where it was.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import os
 import sys
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 from pydantic import Field
 
@@ -22,16 +24,17 @@ from benchmarks.workbench import DEFAULT_FOLDER, Workbench
 from contracts.errors import TriplaneError
 from resources.experiment import Experiment
 from resources.progress import Progress
+from resources.refs import read_ref
 from triplane_dagster.assembly import experiments_folder
 from triplane_dagster.cli.bars import Bars
 from triplane_dagster.cli.history import partitions
 
-TARGET_POINTS = 25.0
+TARGET_GAIN = 15.0
+"""Points of greedy answers over the base policy's."""
+TARGET_OVER_MAJORITY = 5.0
+"""Points of greedy answers over the base policy's maj@k: what no sharpening of the base policy gives."""
 POLL_S = 5.0
-CONTROLS = {
-    "permuted_rewards": "trainer.grpo.permute_rewards=true",
-    "learning_rate_0": "trainer.grpo.learning_rate=0",
-}
+CONTROL = "trainer.grpo.permute_rewards=true"
 
 
 class LearningOptions(Options):
@@ -40,15 +43,15 @@ class LearningOptions(Options):
     seeds: int = Field(5, ge=1, le=100)
     """Seeds 0 to N-1, each with a base policy of its own."""
     iterations: int = Field(10, ge=1, le=1000)
-    """Iterations of each seed and control."""
-    jobs: int = Field(1, ge=1, le=64)
-    """Experiments at once. More than one take one thread each."""
+    """Iterations of each seed and of each control."""
+    jobs: int = Field(2, ge=1, le=64)
+    """Experiments at once, of one thread each."""
     experiment: str = "quickstart"
     """The experiment to repeat."""
     work: str = DEFAULT_FOLDER
     """Folder that is kept and resumed."""
-    controls: bool = True
-    """Whether the controls run; without them their goals are missed."""
+    controls: int = Field(3, ge=0, le=100)
+    """Seeds that also run with permuted rewards, from 0; without any their goals are missed."""
     set: str = ""
     """Further overrides, separated by blanks, e.g. "prompts.groups=16 tasks.train=64"."""
 
@@ -65,50 +68,64 @@ def run(options: LearningOptions) -> Result:
     for each in runs:
         bench.enter(each.name)
         curves[each.name] = read_curve(bench.store, each.name, options.iterations)
+    return Result(_metrics(curves), [_row(curve) for curve in curves.values()], [f"kept in {bench.root}"])
+
+
+def _row(curve: Curve) -> dict[str, Any]:
+    return curve.row(TARGET_GAIN, TARGET_OVER_MAJORITY)
+
+
+def _metrics(curves: dict[str, Curve]) -> dict[str, float]:
+    """Of the seeds: shares, medians and worst. Of the controls: the largest gain of any, after the last iteration and after any."""
     seeds = [curve for name, curve in curves.items() if name.startswith("learning_seed_")]
-    reached = [curve for curve in seeds if curve.reached(TARGET_POINTS) is not None]
-    metrics = {
-        "share_of_seeds_at_target": len(reached) / len(seeds),
-        "median_gain": sorted(curve.best_gain for curve in seeds)[len(seeds) // 2],
-        "worst_gain": min(curve.best_gain for curve in seeds),
-    }
-    for control in CONTROLS if options.controls else ():
-        metrics[f"final_gain_{control}"] = curves[f"learning_{control}"].final_gain
-        metrics[f"best_gain_{control}"] = curves[f"learning_{control}"].best_gain
-    return Result(metrics, [curve.row(TARGET_POINTS) for curve in curves.values()], [f"kept in {bench.root}"])
+    controls = [curve for name, curve in curves.items() if name.startswith("learning_permuted_")]
+    ended = [curve.held_out.ends_above(TARGET_GAIN, TARGET_OVER_MAJORITY) for curve in seeds]
+    found = {"share_of_seeds_at_target": sum(ended) / len(seeds)}
+    for measure in ("greedy", "sampled"):
+        gains = sorted(curve.held_out.final_gain(measure) for curve in seeds)
+        found |= {f"median_gain_{measure}": median(gains), f"worst_gain_{measure}": gains[0]}
+        found[f"median_gain_unseen_{measure}"] = median(curve.unseen.final_gain(measure) for curve in seeds)
+        if controls:
+            found[f"gain_permuted_{measure}"] = max(curve.held_out.final_gain(measure) for curve in controls)
+            found[f"best_gain_permuted_{measure}"] = max(max(curve.held_out.gains(measure)) for curve in controls)
+    found["worst_over_base_majority"] = min(curve.held_out.over_majority()[-1] for curve in seeds)
+    return found
 
 
 def _experiments(bench: Workbench, options: LearningOptions) -> list[Experiment]:
     source = experiments_folder() / f"{options.experiment}.yaml"
-    threads = 1 if options.jobs > 1 else 0
-    shared = [*options.set.split(), f"trainer.launcher.threads={threads}", "promotion.on_refusal=retry_from_live"]
-    found = [
-        bench.add_experiment(source, f"learning_seed_{seed}", [*shared, f"seed={seed}"])
-        for seed in range(options.seeds)
+    shared = [
+        *options.set.split(),
+        "trainer.launcher.threads=1",
+        "engine.threads=1",
+        "promotion.on_refusal=retry_from_live",
     ]
-    if options.controls:
-        found += [
-            bench.add_experiment(source, f"learning_{name}", [*shared, "seed=0", override])
-            for name, override in CONTROLS.items()
-        ]
-    return found
+
+    def add(name: str, seed: int, *overrides: str) -> Experiment:
+        return bench.add_experiment(source, f"learning_{name}_{seed}", [*shared, f"seed={seed}", *overrides])
+
+    seeds = [add("seed", seed) for seed in range(options.seeds)]
+    return seeds + [add("permuted", seed, CONTROL) for seed in range(min(options.controls, options.seeds))]
 
 
 def _run_all(bench: Workbench, runs: list[Experiment], options: LearningOptions) -> None:
-    """Bring every experiment to its iterations, showing how far each is."""
+    """Bring every experiment to its iterations, showing how far each is. A control comes after the seed whose base policy it shares."""
     children = Children()
     with Bars() as bars, ThreadPoolExecutor(options.jobs) as pool:
         try:
-            # the first alone: what all share (task suite, the first base policy) is made once
-            for group in (runs[:1], runs[1:]):
-                waiting = {pool.submit(_iterate, children, bench, each, options) for each in group}
-                while waiting:
-                    ended, waiting = wait(waiting, POLL_S, FIRST_COMPLETED)
-                    for each in group:
-                        done = len(partitions(bench.store, each.name, "sampler"))
-                        bars(Progress(each.name, None, "iterations", min(done, options.iterations), options.iterations))
-                    for future in ended:
-                        future.result()
+            waiting = {pool.submit(_iterate, children, bench, runs[0], options)}
+            rest = runs[1:]
+            while waiting:
+                ended, waiting = wait(waiting, POLL_S, FIRST_COMPLETED)
+                for future in ended:
+                    future.result()
+                # all share one task suite: the first makes it alone
+                if rest and (not waiting or read_ref(bench.store, runs[0].name, "task_suite")):
+                    waiting |= {pool.submit(_iterate, children, bench, each, options) for each in rest}
+                    rest = []
+                for each in runs:
+                    done = min(len(partitions(bench.store, each.name, "sampler")), options.iterations)
+                    bars(Progress(each.name, None, "iterations", done, options.iterations))
         except BaseException:
             children.stop()
             raise
@@ -120,8 +137,7 @@ def _iterate(children: Children, bench: Workbench, experiment: Experiment, optio
     command = [sys.executable, "-m", "triplane_dagster.cli", "demo", "-e", experiment.name, "--json"]
     command += ["--set", f"iterations={options.iterations}"]
     environment = bench.environment(experiment.name)
-    if options.jobs > 1:
-        environment["OMP_NUM_THREADS"] = "1"
+    environment["OMP_NUM_THREADS"] = "1"
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path[1:]])
     code = children.run(command, environment, log)
     if code:

@@ -13,11 +13,12 @@ from contracts.digests import digest_of, sha256
 
 
 class Split(StrEnum):
-    """What may read a task: training, the promotion gate and stopping rules, or nothing but the report."""
+    """What may read a task: training, the promotion gate and stopping rules, or nothing but the report (held_out and unseen)."""
 
     TRAIN = "train"
     GATE = "gate"
     HELD_OUT = "held_out"
+    UNSEEN = "unseen"
 
 
 _FILE = pa.struct([("path", pa.string()), ("data", pa.binary())])

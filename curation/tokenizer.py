@@ -1,7 +1,7 @@
-"""The base policy's tokenizer: a byte-level BPE in which every name and path is one token, wherever it stands.
+"""The base policy's tokenizer: a byte-level BPE in which every name, path and operation is one token, wherever it stands.
 
 Copying a name is what the policy learns last; with one token a name it is one attention hop. So the pre-tokenizer isolates the
-given words and digits, ends a piece after every newline, and lets BPE merge whatever remains, across blanks too.
+given words, digits and operations with their blanks, ends a piece after every newline, and lets BPE merge whatever remains, across blanks too.
 """
 
 from __future__ import annotations
@@ -20,27 +20,31 @@ from contracts.digests import action_key
 from contracts.store import Store
 from contracts.tasks import Split
 from curation.errors import TokenizerError
-from curation.tasks.bugs import PATHS, draw_bugs
+from curation.tasks.bugs import MODULES, PATHS, draw_bugs
 from curation.tasks.expert import DONE, ExpertEpisode, open_workbench
-from curation.tasks.names import NAMES, name_pools
+from curation.tasks.names import NAMES
+from curation.tasks.operations import OPERATIONS
 from curation.tasks.suite import TaskSuiteConfig
 
-TOKENIZER_VERSION = "1"
-VOCABULARY = 832
-_CORPUS_EPISODES = 196
+TOKENIZER_VERSION = "2"
+VOCABULARY = 768
+_CORPUS_EPISODES = 210
+_BLANKED = [f" {text} " for each in OPERATIONS for text in (each.symbol, each.word)]
+"""Operations as they stand between their operands."""
 _WORD_WEIGHT = 4000
 """How often a word is repeated in training, above what any pair of the corpus reaches: words are merged first."""
 
 
 def train_tokenizer(texts: Iterable[str], words: Sequence[str], vocabulary: int) -> Tokenizer:
-    """Train on `texts`. Each of `words` becomes one token, the same one after a blank, a bracket or a newline.
+    """Train on `texts`. Each of `words` becomes one token, the same one after a blank, a bracket or a newline; an operation with its blanks, too.
 
     Raises TokenizerError when `vocabulary` leaves no room for the words.
     """
+    operations = "|".join(re.escape(each) for each in _BLANKED)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(f"(?<![A-Za-z0-9_])(?:{_alternatives(words)})(?![A-Za-z0-9_])|[0-9]"), "isolated"),
+            pre_tokenizers.Split(Regex(f"(?<![A-Za-z0-9_])(?:{_alternatives(words)})(?![A-Za-z0-9_])|[0-9]|{operations}"), "isolated"),
             pre_tokenizers.Split("\n", "merged_with_previous"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
@@ -50,7 +54,7 @@ def train_tokenizer(texts: Iterable[str], words: Sequence[str], vocabulary: int)
         vocab_size=vocabulary, special_tokens=list(SPECIAL_TOKENS), show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )  # fmt: skip
-    tokenizer.train_from_iterator(chain(texts, (f"{word}\n" * _WORD_WEIGHT for word in words)), trainer)
+    tokenizer.train_from_iterator(chain(texts, (f"{piece}\n" * _WORD_WEIGHT for piece in [*words, *_BLANKED])), trainer)
     split = [word for word in words if len(tokenizer.encode(word).ids) != 1]
     if split:
         raise TokenizerError(
@@ -71,7 +75,7 @@ def build_tokenizer(suite_config: TaskSuiteConfig, store: Store, vocabulary: int
     found = find_artifact(store, "tokenizer", key)
     if found is not None:
         return found
-    tokenizer = train_tokenizer(_corpus(suite_config.seed), [*NAMES, *PATHS], vocabulary)
+    tokenizer = train_tokenizer(_corpus(suite_config.seed), [*NAMES, *PATHS, *MODULES], vocabulary)
     with ArtifactWriter(store, "tokenizer", key, parents={}, config=config, code_version=TOKENIZER_VERSION) as out:
         out.add_bytes("tokenizer.json", tokenizer.to_str(pretty=True).encode())
         out.add_bytes("tokenizer_config.json", json.dumps(_TRANSFORMERS_CONFIG, indent=1).encode())
@@ -91,9 +95,9 @@ _TRANSFORMERS_CONFIG = {
 def _corpus(seed: int) -> list[str]:
     """Rendered expert episodes, cut where the chat markup stands."""
     rng = Random(f"tokenizer/{seed}")
-    bugs = draw_bugs(_CORPUS_EPISODES, name_pools(seed)[Split.TRAIN], rng, set())
+    bugs = draw_bugs(_CORPUS_EPISODES, Split.TRAIN, seed, rng, set())
     with open_workbench() as bench:
-        episodes = [bench.play(bug, bug.family, parallel=rng.random() < 0.03) for bug in bugs]
+        episodes = [bench.play(bug, bug.right, parallel=rng.random() < 0.03) for bug in bugs]
     return [piece for episode in episodes for piece in _pieces(episode)]
 
 
@@ -101,7 +105,7 @@ def _pieces(episode: ExpertEpisode) -> list[str]:
     pieces = ["user\n" + episode.instruction, "\n", "assistant\n"]
     for turn in episode.turns:
         calls = re.split("<[^<>]*>", "\n".join(render_call(call) for call in turn.calls))
-        pieces += [piece for piece in calls if piece]
+        pieces += [piece for piece in (turn.note and f"{turn.note}\n", *calls) if piece]
         pieces += ["\n", "user\n", *turn.responses, "\n", "assistant\n"]
     return [*pieces, DONE]
 

@@ -20,20 +20,21 @@ from envd.errors import EnvdError
 _HELP = """\
 Serve sandboxes over gRPC.
 
-  python -m envd serve --listen unix:/run/envd.sock
-  python -m envd serve --listen 127.0.0.1:7070 --backend namespaces,gvisor --pool 8
+  python -m envd serve                                             # a socket that only you can connect to
+  python -m envd serve --listen unix:/run/envd.sock --backend namespaces,gvisor --pool 8
+  python -m envd serve --listen 127.0.0.1:7070                     # asks for a key, which it makes and prints
   python -m envd serve --listen 0.0.0.0:7070 --tls-cert tls.crt --tls-key tls.key --key-file keys
 
 Then, in Python:
 
-  async with SandboxClient("unix:/run/envd.sock") as client:      # from envd.client
+  async with SandboxClient() as client:      # from envd.client; or with the address
       template = await client.put_template({"calc.py": b"..."})
       sandbox = await client.create(template)
       await sandbox.call(ToolCall("exec", {"command": "ls"}))
 
-The namespaces backend isolates (as root or as an ordinary user); the plain one does not and says so. `auto` starts
-a real sandbox to find out. SIGTERM ends every sandbox and leaves nothing behind. Beyond this machine a server listens with TLS
-and keys (or client certificates) only, unless --insecure says that the network keeps others out.
+The namespaces backend isolates (as root or as an ordinary user); the plain one does not, says so, and is never chosen by `auto`, which
+starts a real sandbox to find out what works. SIGTERM ends every sandbox and leaves nothing behind. A unix socket has mode 0600; a port
+asks for a key (or client certificates), beyond this machine with TLS, unless --insecure says that the network keeps others out.
 """
 _COMMANDS = {
     "mcp": ("envd.mcp", "run_mcp", "the tools over MCP, for agents that nobody here wrote"),
@@ -100,11 +101,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_serving(add: Any) -> None:
-    add("--listen", default="127.0.0.1:7070", help="unix:/path or host:port (default %(default)s)")
+    add(
+        "--listen",
+        metavar="ADDRESS",
+        help="unix:/path or host:port (default: a socket that only this user can connect to)",
+    )
     add(
         "--backend",
         default="auto",
-        help="auto, or of namespaces, plain, gvisor, qemu, firecracker, pods; several with commas, the default one first",
+        help="auto (namespaces, else gvisor; never plain), or of namespaces, plain, gvisor, qemu, firecracker, pods; "
+        "several with commas, the default one first",
     )
     add("--pool", type=int, default=0, metavar="N", help="sandboxes kept ready for each template in use (default 0)")
     add("--policy", type=Path, metavar="YAML", help="what sandboxes may be and do (docs/policies.md)")
@@ -127,18 +133,24 @@ def _add_access(add: Any) -> None:
     add("--tls-cert", type=Path, metavar="PEM", help="speak TLS with this certificate")
     add("--tls-key", type=Path, metavar="PEM", help="its private key")
     add("--tls-client-ca", type=Path, metavar="PEM", help="ask clients for a certificate of this authority")
-    add("--key-file", type=Path, metavar="FILE", help="ask for a bearer key; FILE holds those accepted, one a line")
+    add(
+        "--key-file",
+        type=Path,
+        metavar="FILE",
+        help="ask for a bearer key; FILE holds those accepted, one a line (default: on a port, one that is made and printed)",
+    )
     add(
         "--peer-ca",
         type=Path,
         metavar="PEM",
         help="speak TLS, with our certificate, to servers that sandboxes are moved to",
     )
-    add("--insecure", action="store_true", help="listen beyond this machine without the above")
+    add("--insecure", action="store_true", help="ask for nothing of the above, also beyond this machine")
 
 
 async def _served(arguments: argparse.Namespace) -> None:
     from envd.connection import prefer_short_round_trips
+    from envd.meeting import default_address
     from envd.server.listening import Listening
     from envd.server.serve import Options, serve
 
@@ -146,7 +158,7 @@ async def _served(arguments: argparse.Namespace) -> None:
     if arguments.pool < 0:
         raise EnvdError(f"--pool {arguments.pool} must be 0 or more")
     listening = Listening(
-        arguments.listen,
+        arguments.listen or default_address(),
         tls_cert=arguments.tls_cert,
         tls_key=arguments.tls_key,
         tls_client_ca=arguments.tls_client_ca,

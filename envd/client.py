@@ -21,7 +21,8 @@ from contracts.pb import envd_pb2_grpc as rpc
 from envd.calling import RPC_GRACE_S, Caller, error_of
 from envd.client_sandbox import MOVE_S, Sandbox
 from envd.connection import Access
-from envd.errors import EnvdError, SandboxGone, SandboxUnknown, ServerBusy
+from envd.errors import EnvdError, SandboxGone, SandboxUnknown, ServerBusy, TemplateError
+from envd.meeting import default_address
 from envd.messages import limits_message, status_of, verify_result_of
 from envd.types import (
     BackendInfo,
@@ -50,6 +51,7 @@ __all__ = [
     "SandboxStatus",
     "SandboxUnknown",
     "ServerInfo",
+    "TemplateError",
     "TestOutcome",
     "ToolCall",
     "ToolResult",
@@ -61,15 +63,17 @@ _ENDING_S = 10.0
 
 
 class SandboxClient:
-    """A connection to one envd server. `address` is `unix:/path` or `host:port`. Holds no state but the channel.
+    """A connection to one envd server. `address` is `unix:/path` or `host:port`, by default where this user's server listens by default.
+    Holds no state but the channel.
 
     The first call waits for a server that still starts. Once one has answered, a server that has gone is an error at once,
-    and a later call finds one that came back at the same address. access: TLS and the key, where the server asks for them.
+    and a later call finds one that came back at the same address. access: TLS and the key, where the server asks for them; None: the key of
+    $TRIPLANE_ENVD_KEY_FILE, else of this user's own server on that port (`Access.found`).
     """
 
-    def __init__(self, address: str, access: Access = Access()) -> None:
-        self.address = address
-        self.caller = Caller(address, access)
+    def __init__(self, address: str | None = None, access: Access | None = None) -> None:
+        self.address = default_address() if address is None else address
+        self.caller = Caller(self.address, Access.found(self.address) if access is None else access)
         self._ending: set[asyncio.Future[None]] = set()
 
     async def __aenter__(self) -> SandboxClient:
@@ -200,6 +204,8 @@ class SandboxClient:
         timeout_s: float = 10,
         artifacts: Sequence[str] = (),
         product: Sequence[str] = (),
+        backend: str = "",
+        policy: str = "",
     ) -> VerifyResult:
         """Run the named tests (pytest node ids) on the template with `diff` applied, in a fresh sandbox.
 
@@ -207,6 +213,7 @@ class SandboxClient:
         many verifications the server has before this one, waiting for them is no fault: only its own run has a deadline.
         artifacts: patterns as in `Export`; what else the diff touches does not count, and `tampering` names it.
         product: paths that solutions change; other files of the template that look like helpers of its tests are restored.
+        backend, policy: as in `create`; without both, what a sandbox that names none runs on. The result says which it was.
         """
         request = pb.VerifyRequest(
             template=template,
@@ -217,6 +224,8 @@ class SandboxClient:
             timeout_s=timeout_s,
             artifacts=artifacts,
             product=product,
+            backend=backend,
+            policy_yaml=policy,
         )
         reply = None
         while reply is None:

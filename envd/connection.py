@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import grpc
 
 from contracts.errors import describe
 from envd.errors import EnvdError
+from envd.meeting import KEY_FILE_VARIABLE, key_file_for
 
 MESSAGE_BYTES = 64 * 1024 * 1024
 CHANNEL_OPTIONS = [
@@ -45,6 +47,15 @@ class Access:
         """Metadata of every call."""
         return () if self.key is None else (("authorization", f"Bearer {self.key}"),)
 
+    @classmethod
+    def found(cls, address: str) -> Access:
+        """What this user's own configuration knows of a server: $TRIPLANE_ENVD_KEY_FILE, else the key that a server on this machine made for
+        itself, else nothing. Raises EnvdError for a file that can't be used."""
+        named = os.environ.get(KEY_FILE_VARIABLE)
+        on_port = wants_key(address) and is_local(address)
+        file = Path(named) if named else key_file_for(port_of(address)) if on_port else None
+        return cls() if file is None else cls(read_key(file))
+
     def channel(self, address: str) -> grpc.aio.Channel:
         """A channel to `unix:/path` or `host:port`."""
         options = CHANNEL_OPTIONS + _RECONNECT_OPTIONS
@@ -68,7 +79,7 @@ def prefer_short_round_trips() -> None:
 
 def add_access(add: Any) -> None:
     """The options of a command that connects to a server. add: `add_argument` of its parser."""
-    add("--key-file", type=Path, metavar="FILE", help="a file with the server's bearer key")
+    add("--key-file", type=Path, metavar="FILE", help=f"the server's bearer key (default: ${KEY_FILE_VARIABLE})")
     add("--tls-ca", type=Path, metavar="PEM", help="speak TLS, and check the server's certificate against these")
     add("--tls-cert", type=Path, metavar="PEM", help="our certificate, where the server asks for one")
     add("--tls-key", type=Path, metavar="PEM", help="its private key")
@@ -80,13 +91,44 @@ def access_of(arguments: Any) -> Access:
         raise EnvdError("--tls-cert and --tls-key belong together: give both")
     if arguments.tls_cert is not None and arguments.tls_ca is None:
         raise EnvdError("--tls-cert needs TLS: give --tls-ca too")
-    key = None
     if arguments.key_file is not None:
-        lines = (line.strip() for line in read_secret(arguments.key_file).decode(errors="replace").splitlines())
-        key = next((line for line in lines if line and not line.startswith("#")), None)
-        if key is None:
-            raise EnvdError(f"{arguments.key_file} holds no key: write one line")
+        key: str | None = read_key(arguments.key_file)
+    else:
+        key = None if arguments.address is None else Access.found(arguments.address).key
     return Access(key, arguments.tls_ca, arguments.tls_cert, arguments.tls_key)
+
+
+def wants_key(address: str) -> bool:
+    """Whether others than the owner of a socket's file can connect to an address."""
+    return not address.startswith("unix:")
+
+
+def is_local(address: str) -> bool:
+    """Whether only this machine can reach an address."""
+    if address.startswith(("unix:", "unix-abstract:")):
+        return True
+    host = address.removeprefix("ipv4:").removeprefix("ipv6:").rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def port_of(address: str) -> int:
+    """The port of `host:port`; 0 where there is none."""
+    port = address.rpartition(":")[2]
+    return int(port) if port.isdecimal() else 0
+
+
+def read_key(path: Path) -> str:
+    """The first key of a file. Raises EnvdError, one line, where it holds none."""
+    lines = (line.strip() for line in read_secret(path).decode(errors="replace").splitlines())
+    key = next((line for line in lines if line and not line.startswith("#")), None)
+    if key is None:
+        raise EnvdError(f"{path} holds no key: write one line")
+    return key
 
 
 def read_secret(path: Path) -> bytes:

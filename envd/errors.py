@@ -28,6 +28,10 @@ class SandboxStartError(EnvdError):
     """A sandbox could not be started."""
 
 
+class QuotaExceeded(EnvdError):
+    """The clients of this key hold as much as they may: templates, sandboxes or memory."""
+
+
 class WrongState(EnvdError):
     """The sandbox is paused, hibernated or just being moved, so the call has to wait for another one."""
 

@@ -16,6 +16,8 @@ from contracts.owned import socket_directory
 from envd.errors import BackendUnavailable
 from envd.sandbox.cgroups import OWNED, remove_groups
 
+TRUSTED = "quotas: {templates: 1048576, template_mb: 65536, sandboxes: 65536, memory_mb: 1073741824}"
+"""The policy of a server whose one client is trusted: quotas have nobody to protect, and a suite may have many gigabytes of templates."""
 _START_TIMEOUT_S = 90.0
 _PROBE_S = 1.0
 _END_S = 20.0
@@ -31,9 +33,11 @@ class LocalEnvd:
     the kernel ties the child to that thread.
     """
 
-    def __init__(self, backend: str = "auto", *, log_level: str = "warning", options: Sequence[str] = ()) -> None:
-        """backend: as `--backend` takes it. options: further arguments of `envd serve`."""
-        self._backend, self._options = backend, tuple(options)
+    def __init__(
+        self, backend: str = "auto", *, log_level: str = "warning", policy: str = "", options: Sequence[str] = ()
+    ) -> None:
+        """backend: as `--backend` takes it. policy: YAML (docs/policies.md). options: further arguments of `envd serve`."""
+        self._backend, self._policy, self._options = backend, policy, tuple(options)
         self._log_level = log_level
         self._directory: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -60,6 +64,10 @@ class LocalEnvd:
                 f"envd did not start: No space left on device: {place} has less than {_ROOM >> 20} MiB; free some space there, or point TMPDIR elsewhere"
             )
         options = ["--listen", self.address, "--state-dir", str(self._directory), "--backend", self._backend]
+        if self._policy:
+            policy = self._directory / "policy.yaml"
+            policy.write_text(self._policy)
+            options += ["--policy", str(policy)]
         options += [*self._options, "--log-level", self._log_level, "--with-parent", str(os.getpid())]
         root = Path(__file__).resolve().parent.parent
         paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]

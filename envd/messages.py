@@ -80,6 +80,7 @@ def verify_result_of(message: pb.VerifyReply) -> VerifyResult:
         log=message.log,
         seconds=message.seconds,
         tampering=tuple(message.tampering),
+        backend=message.backend,
         observations=tuple(Observation(each.test, each.key, each.value) for each in message.observations),
     )
 

@@ -21,6 +21,7 @@ from rich.text import Text
 from envd.client import SandboxClient
 from envd.connection import access_of, add_access
 from envd.errors import EnvdError
+from envd.meeting import default_address
 from envd.types import SandboxStatus, ServerInfo
 
 _MOST_ROWS = 500
@@ -60,7 +61,7 @@ def run_top(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m envd top", description="A live table of a server's sandboxes.")
     add = parser.add_argument
-    add("--address", default="127.0.0.1:7070", help="unix:/path or host:port of the server (default %(default)s)")
+    add("--address", help="unix:/path or host:port of the server (default: this user's server)")
     add("--sort", choices=sorted(_SORTS), default="age", help="largest first; expires: soonest first (default age)")
     add("--label", action="append", default=[], metavar="KEY=VALUE", help="only sandboxes with this label; repeatable")
     add("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks (default 1)")
@@ -74,6 +75,7 @@ async def _top(arguments: argparse.Namespace) -> None:
     labels = _labels(arguments.label)
     if not arguments.interval > 0:
         raise EnvdError(f"--interval {arguments.interval:g} must be above 0")
+    arguments.address = arguments.address or default_address()
     access = access_of(arguments)
     console = Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
     async with SandboxClient(arguments.address, access) as client:

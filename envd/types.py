@@ -81,6 +81,8 @@ class VerifyResult:
     """Telemetry only."""
     tampering: tuple[str, ...] = field(default=(), compare=False)
     """What the final state did to its own verdict, as kind:detail (docs/threat-model.md); empty for nearly all. Beside the outcomes, no part of them."""
+    backend: str = field(default="", compare=False)
+    """What the tests ran on; plain isolates nothing."""
     observations: tuple[Observation, ...] = field(default=(), compare=False)
     """In the order in which they were reported; none where the hidden tests are run as written."""
 

@@ -39,7 +39,7 @@ COLUMNS = {
     "findings": "What the final state tried on its verdict, by name.",
     "checks": "Decoys and observations of the hidden tests, as proven when the suite was built.",
     "family": "Kind of bug or source of the task.",
-    "split": "train, gate (decides on promotion) or held_out (read by no decision).",
+    "split": "train, gate (decides on promotion), held_out or unseen (read by no decision).",
     "instruction": "What the agent is told.",
     "files": "The repository the agent gets.",
     "hidden_files": "Test files that only the verifier's sandbox has.",

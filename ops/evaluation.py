@@ -1,15 +1,18 @@
-"""Candidate against parent on the gate (which decides) and on held-out (which is only reported). A policy plays a split once, ever.
+"""Candidate against parent on the gate (which decides) and on held-out and unseen (which are only reported). A policy plays a split once, ever.
 
     evaluation_run(candidate, gate) ---\\
     evaluation_run(parent, gate) --------> evaluation: pass rates, paired difference a split, each with its interval
     evaluation_run(best so far, gate) --/  and, on the gate, the difference from the best policy so far
-    evaluation_run(.., held_out) ------/
+    evaluation_run(.., held_out) ------/   and of each policy pass@1 greedy and sampled, maj@k, pass@k
+    evaluation_run(.., held_out, greedy)
+    the same of unseen
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -18,8 +21,10 @@ from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, find_arti
 from contracts.chat import ChatTokenizer
 from contracts.episodes import episodes_table, sequences_table, telemetry_table
 from contracts.tasks import Split, Task
+from curation.measures import Sample, measures, read_samples
 from curation.rewards import RewardConfig, grade_episodes
 from curation.statistics import paired_difference, pass_rate, solved_by_task
+from curation.tasks.suite import TaskSuiteConfig
 from curation.verify import Verifier
 from envd.client import SandboxClient
 from inference.engines.base import Engine
@@ -36,15 +41,47 @@ from resources.loops import run_async
 from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
 
+WHO = ("candidate", "parent")
+"""The policies that an evaluation compares."""
 
-def samples_of(experiment: Experiment) -> dict[Split, int]:
-    """Episodes a task, of each split that is played."""
+
+@dataclass(frozen=True)
+class Reading:
+    """One way in which a policy plays a split."""
+
+    split: Split
+    samples: int
+    """Episodes a task."""
+    greedy: bool
+    """At temperature 0, not at that of the rollouts."""
+
+    @property
+    def name(self) -> str:
+        """Suffix of its roles, e.g. held_out_greedy."""
+        return f"{self.split.value}_greedy" if self.greedy else self.split.value
+
+    def key(self, experiment: Experiment, policy: ArtifactRef, suite: ArtifactRef) -> str:
+        """Action key of the policy's run."""
+        return keys.evaluation_run_key(experiment, policy, suite, self.split, self.samples, greedy=self.greedy)
+
+    def slice(self, experiment: Experiment) -> dict[str, Any]:
+        """What decides the run beside policy and suite."""
+        return keys.evaluation_slice(experiment, self.split, self.samples, greedy=self.greedy)
+
+
+def readings_of(experiment: Experiment) -> list[Reading]:
+    """How every policy is played: the gate, and what no decision reads, sampled and greedily. Imported suites have no unseen tasks."""
     config = experiment.evaluation
-    return {
-        split: samples
-        for split, samples in ((Split.GATE, config.gate_samples), (Split.HELD_OUT, config.held_out_samples))
-        if samples
-    }
+    reported = {Split.HELD_OUT: config.held_out_samples}
+    if isinstance(experiment.tasks, TaskSuiteConfig):
+        reported[Split.UNSEEN] = config.unseen_samples
+    found = [Reading(Split.GATE, config.gate_samples, greedy=False)]
+    for split, samples in reported.items():
+        if samples:
+            found.append(Reading(split, samples, greedy=False))
+        if samples and config.greedy:
+            found.append(Reading(split, 1, greedy=True))
+    return found
 
 
 def evaluate(
@@ -62,9 +99,9 @@ def evaluate(
     """
     runs: dict[str, Artifact] = {}
     for role, policy in (("base", base), ("parent", parent), ("candidate", candidate)):
-        for split, run in play_splits(step, sampler, sandboxes, policy, suite).items():
+        for name, run in play_splits(step, sampler, sandboxes, policy, suite).items():
             if role != "base":
-                runs[f"{role}_{split.value}"] = run
+                runs[f"{role}_{name}"] = run
     floor = find_floor(step.store, step.experiment, parent, base, suite)
     if floor is not None:
         runs["best_gate"] = floor.run
@@ -75,9 +112,13 @@ def evaluate(
         return found
     confidence = step.experiment.promotion.confidence
     body = {
-        split.value: compare(runs[f"candidate_{split.value}"], runs[f"parent_{split.value}"], confidence)
-        for split in samples_of(step.experiment)
+        each.name: compare(runs[f"candidate_{each.name}"], runs[f"parent_{each.name}"], confidence)
+        for each in readings_of(step.experiment)
+        if not each.greedy
     }
+    for name, found_there in body.items():
+        temperature = step.experiment.rollouts.temperature
+        found_there["measures"] = {who: measure(runs, who, name, temperature) for who in WHO}
     if floor is not None:
         body[Split.GATE.value]["floor"] = compare_with_floor(runs["candidate_gate"], floor, confidence)
     parents = {**refs, "candidate": candidate, "parent": parent}
@@ -90,9 +131,7 @@ def evaluate(
         code_version=keys.EVALUATION_VERSION,
     ) as out:
         out.add_json("evaluation.json", body)
-        return out.commit(
-            meta={f"{split}_{who}": body[split][who]["rate"] for split in body for who in ("candidate", "parent")}
-        )
+        return out.commit(meta={f"{split}_{who}": body[split][who]["rate"] for split in body for who in WHO})
 
 
 def compare(candidate: Artifact, parent: Artifact, confidence: float) -> dict[str, Any]:
@@ -105,20 +144,30 @@ def compare(candidate: Artifact, parent: Artifact, confidence: float) -> dict[st
     }
 
 
+def measure(runs: Mapping[str, Artifact], who: str, split: str, temperature: float) -> dict[str, Any]:
+    """pass@1 greedy and sampled at `temperature`, maj@k and pass@k of a policy on a split."""
+    return measures(_samples(runs[f"{who}_{split}"]), _samples(runs.get(f"{who}_{split}_greedy")), temperature)
+
+
+def _samples(run: Artifact | None) -> dict[str, list[Sample]]:
+    if run is None:
+        return {}
+    episodes = run.table("episodes.parquet", ["episode_id", "task_id", "final_diff"])
+    return read_samples(episodes, run.table("rewards.parquet", ["episode_id", "solved"]))
+
+
 def play_splits(
     step: Step, sampler: SamplerResource, sandboxes: SandboxesResource, policy: ArtifactRef, suite: ArtifactRef
-) -> dict[Split, Artifact]:
-    """The policy's run on every split, played where it is missing."""
-    found: dict[Split, Artifact] = {}
-    missing: dict[Split, int] = {}
-    for split, samples in samples_of(step.experiment).items():
-        run = find_artifact(
-            step.store, "evaluation_run", keys.evaluation_run_key(step.experiment, policy, suite, split, samples)
-        )
+) -> dict[str, Artifact]:
+    """The policy's run of every reading by its name, played where it is missing."""
+    found: dict[str, Artifact] = {}
+    missing: list[Reading] = []
+    for each in readings_of(step.experiment):
+        run = find_artifact(step.store, "evaluation_run", each.key(step.experiment, policy, suite))
         if run is None:
-            missing[split] = samples
+            missing.append(each)
         else:
-            found[split] = run
+            found[each.name] = run
     if missing:
         found |= run_async(_play(step, sampler, sandboxes, policy, suite, missing))
     return found
@@ -126,8 +175,8 @@ def play_splits(
 
 async def _play(
     step: Step, sampler: SamplerResource, sandboxes: SandboxesResource, policy: ArtifactRef, suite: ArtifactRef,
-    splits: dict[Split, int],
-) -> dict[Split, Artifact]:  # fmt: skip
+    readings: list[Reading],
+) -> dict[str, Artifact]:  # fmt: skip
     tasks = load_tasks(step.store, suite)
     checkpoint = open_artifact(step.store, policy)
     experiment = step.experiment
@@ -140,50 +189,49 @@ async def _play(
         try:
             async with asyncio.TaskGroup() as running:
                 playing = {
-                    split: running.create_task(
-                        _play_split(step, policy, suite, split, samples, tasks, engine, client, tokenizer, verifier)
+                    each.name: running.create_task(
+                        _play_reading(step, policy, suite, each, tasks, engine, client, tokenizer, verifier)
                     )
-                    for split, samples in splits.items()
+                    for each in readings
                 }
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from None
-    return {split: task.result() for split, task in playing.items()}
+    return {name: task.result() for name, task in playing.items()}
 
 
-async def _play_split(
-    step: Step, policy: ArtifactRef, suite: ArtifactRef, split: Split, samples: int, tasks: dict[str, Task], engine: Engine,
+async def _play_reading(
+    step: Step, policy: ArtifactRef, suite: ArtifactRef, reading: Reading, tasks: dict[str, Task], engine: Engine,
     client: SandboxClient, tokenizer: ChatTokenizer, verifier: Verifier,
 ) -> Artifact:  # fmt: skip
     experiment = step.experiment
-    key = keys.evaluation_run_key(experiment, policy, suite, split, samples)
+    key, name = reading.key(experiment, policy, suite), reading.name.replace("_", " ")
+    config = experiment.rollouts.model_copy(update={"temperature": 0.0}) if reading.greedy else experiment.rollouts
 
     def playing(now: ShardProgress) -> None:
-        step.progress.update(
-            split.value, now.episodes_done, now.episodes_total, tokens_per_second=now.tokens_per_second
-        )
+        step.progress.update(name, now.episodes_done, now.episodes_total, tokens_per_second=now.tokens_per_second)
 
     episodes = await run_episodes(
-        split_tasks(tasks, split), samples, experiment=keys.EVALUATION_SLOTS, split=split, seed=experiment.seed, key=key,
-        policy_version=policy.digest, config=experiment.rollouts, engine=engine, sandboxes=client, tokenizer=tokenizer,
+        split_tasks(tasks, reading.split), reading.samples, experiment=keys.EVALUATION_SLOTS, split=reading.split,
+        seed=experiment.seed, key=key, policy_version=policy.digest, config=config, engine=engine, sandboxes=client, tokenizer=tokenizer,
         progress=playing, limits=experiment.sandboxes.limits.limits(),
     )  # fmt: skip
     table = episodes_table(episodes)
     allowed = ungraded_allowed(experiment)
     rewards = await grade_episodes(
         table, tasks, verifier, RewardConfig(max_ungraded=allowed),
-        lambda done, total: step.progress.update(f"grading {split.value}", done, total),
+        lambda done, total: step.progress.update(f"grading {name}", done, total),
     )  # fmt: skip
-    require_graded(rewards, allowed, f"policy {policy.short} on {split.value}")
+    require_graded(rewards, allowed, f"policy {policy.short} on {name}")
     with ArtifactWriter(
         step.store, "evaluation_run", key, parents={"policy": policy, "task_suite": suite},
-        config=keys.evaluation_slice(experiment, split, samples), code_version=keys.EVALUATION_RUN_VERSION,
+        config=reading.slice(experiment), code_version=keys.EVALUATION_RUN_VERSION,
     ) as out:  # fmt: skip
         out.add_table("episodes.parquet", table)
         out.add_table("sequences.parquet", sequences_table(episodes))
         out.add_table("telemetry.parquet", telemetry_table(episodes), telemetry=True)
         out.add_table("rewards.parquet", rewards)
         rate = pass_rate(rewards)
-        return out.commit(meta={"split": split.value, "pass_rate": rate.rate, "graded": rate.n})
+        return out.commit(meta={"split": reading.split.value, "pass_rate": rate.rate, "graded": rate.n})
 
 
 def require_graded(rewards: pa.Table, allowed: float, what: str) -> None:

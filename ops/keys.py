@@ -130,22 +130,24 @@ EVALUATION_SLOTS = "evaluation"
 _GROUPING = {"group_size", "oversample", "refill", "concurrency", "profile"}
 
 
-def evaluation_slice(experiment: Experiment, split: Split, samples: int) -> dict[str, Any]:
-    """What decides how a policy plays a split: nothing of grouping, rewards or training."""
+def evaluation_slice(experiment: Experiment, split: Split, samples: int, *, greedy: bool = False) -> dict[str, Any]:
+    """What decides how a policy plays a split: nothing of grouping, rewards or training. greedy: at temperature 0."""
+    rollouts = experiment.rollouts.model_dump(mode="json", exclude=_GROUPING)
     return {
         **_sampling_slice(experiment),
         "split": split.value,
         "samples": samples,
-        "rollouts": experiment.rollouts.model_dump(mode="json", exclude=_GROUPING),
+        "rollouts": {**rollouts, "temperature": 0.0} if greedy else rollouts,
     }
 
 
 def evaluation_run_key(
-    experiment: Experiment, policy: ArtifactRef, suite: ArtifactRef, split: Split, samples: int
+    experiment: Experiment, policy: ArtifactRef, suite: ArtifactRef, split: Split, samples: int, *, greedy: bool = False
 ) -> str:
     """Of one policy's episodes on one split."""
     inputs = {"policy": policy.digest, "task_suite": suite.digest}
-    return action_key("evaluation_run", inputs, evaluation_slice(experiment, split, samples), EVALUATION_RUN_VERSION)
+    slice_ = evaluation_slice(experiment, split, samples, greedy=greedy)
+    return action_key("evaluation_run", inputs, slice_, EVALUATION_RUN_VERSION)
 
 
 def evaluation_key(experiment: Experiment, runs: dict[str, ArtifactRef]) -> str:

@@ -103,10 +103,11 @@ class LimitsConfig(Section):
 class SandboxesConfig(Section):
     """Where episodes and verifications run."""
 
-    backend: Literal["auto", "namespaces", "plain"] = "auto"
-    """Of the server started here. plain isolates nothing; auto takes it only where nothing else works, and says so."""
+    backend: Literal["auto", "namespaces", "gvisor", "qemu", "firecracker", "plain"] = "auto"
+    """Of the server started here; agents and verdicts run on it. auto: namespaces, else gvisor. plain isolates nothing and is never chosen by auto."""
     address: str | None = None
-    """`unix:/path` or `host:port` of an envd server that already runs; null takes $TRIPLANE_ENVD, else starts one for the run."""
+    """`unix:/path` or `host:port` of an envd server that already runs, its key in $TRIPLANE_ENVD_KEY_FILE; null takes $TRIPLANE_ENVD, else starts one
+    for the run."""
     limits: LimitsConfig = LimitsConfig()
     """What one episode's sandbox may use."""
 
@@ -147,8 +148,12 @@ class EvaluationConfig(Section):
 
     gate_samples: int = Field(default=2, ge=1, le=1024)
     """Episodes a gate task. The gate decides; with few of them it also refuses many equal candidates, see `iterate --dry-run`."""
-    held_out_samples: int = Field(default=2, ge=0, le=1024)
-    """Episodes a held-out task. No decision reads them; 0 plays none."""
+    held_out_samples: int = Field(default=8, ge=0, le=1024)
+    """Episodes a held-out task: the k of maj@k and pass@k. No decision reads them; 0 plays none."""
+    unseen_samples: int = Field(default=8, ge=0, le=1024)
+    """Episodes an unseen task, where the suite has any. No decision reads them; 0 plays none."""
+    greedy: bool = True
+    """Whether held-out and unseen tasks are played once more at temperature 0."""
 
 
 class PromotionConfig(Section):

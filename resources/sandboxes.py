@@ -12,7 +12,7 @@ import dagster as dg
 from pydantic import PrivateAttr
 
 from envd.client import SandboxClient
-from envd.local import LocalEnvd
+from envd.local import TRUSTED, LocalEnvd
 from resources.experiment import SandboxesConfig
 
 _log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class SandboxesResource(dg.ConfigurableResource[Any]):
             )
             self._servers.pop(config.backend)[1].close()
         with ExitStack() as starting:
-            server = starting.enter_context(LocalEnvd(backend=config.backend))
+            server = starting.enter_context(LocalEnvd(backend=config.backend, policy=TRUSTED))
             self._servers[config.backend] = server, starting.pop_all()
         return server.address
 

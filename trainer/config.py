@@ -122,7 +122,7 @@ class SftConfig(_Settings):
     """Clean validation demonstrations a look reads while the criterion is still far."""
     evaluation_episodes: int = Field(default=640, ge=1)
     """Clean validation demonstrations that decide."""
-    expected_solve: float = Field(default=0.40, gt=0, le=1)
+    expected_solve: float = Field(default=0.20, gt=0, le=1)
     """Stop at this mean probability that a sampled episode equals the clean expert's: mean of exp(sum of log p over policy tokens)."""
     expected_form: float = Field(default=0.9, gt=0, le=1)
     """Stop also needs this mean probability of the episode's first turn. Demonstrations that vary it (parallel calls) bound what is reachable."""

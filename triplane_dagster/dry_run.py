@@ -10,7 +10,7 @@ from contracts.store import Store, open_store
 from curation.tasks.build import planned_key
 from inference.engines.config import OpenAIConfig, VllmConfig
 from ops import keys
-from ops.evaluation import samples_of
+from ops.evaluation import readings_of
 from ops.floor import find_floor
 from ops.gate_power import gate_note
 from ops.inputs import IterationInputs, find_inputs
@@ -123,24 +123,18 @@ class _Plan:
         experiment = self.experiment
         runs: dict[str, ArtifactRef] = {}
         policies = {"parent": inputs.start.checkpoint if inputs else None, "candidate": candidate}
-        for split, samples in samples_of(experiment).items():
+        readings = readings_of(experiment)
+        for each in readings:
             for role, policy in policies.items():
-                key = (
-                    keys.evaluation_run_key(experiment, policy, inputs.task_suite, split, samples)
-                    if inputs and policy
-                    else None
-                )
+                key = each.key(experiment, policy, inputs.task_suite) if inputs and policy else None
                 run = find_artifact(self.store, "evaluation_run", key) if key else None
                 if run is not None:
-                    runs[f"{role}_{split.value}"] = run.ref
-        complete = len(runs) == 2 * len(samples_of(experiment))
+                    runs[f"{role}_{each.name}"] = run.ref
+        complete = len(runs) == 2 * len(readings)
         if inputs and complete:
             floor = find_floor(self.store, experiment, inputs.start.checkpoint, inputs.base, inputs.task_suite)
             runs |= {"best_gate": floor.run.ref} if floor else {}
-        slices = {
-            split.value: keys.evaluation_slice(experiment, split, samples)
-            for split, samples in samples_of(experiment).items()
-        }
+        slices = {each.name: each.slice(experiment) for each in readings}
         return self._step(
             "evaluation", partition, slices, self._engine(), keys.evaluation_key(experiment, runs) if complete else None
         )

@@ -8,10 +8,9 @@ from typing import Any
 from contracts.artifacts import Artifact, find_artifact, open_artifact
 from contracts.digests import digest_of
 from contracts.store import Store
-from contracts.tasks import Split
 from curation.tasks.suite import TaskSuiteConfig
 from ops import keys
-from ops.evaluation import samples_of
+from ops.evaluation import WHO, readings_of
 from resources.experiment import Experiment, SftBase
 from resources.refs import read_artifact
 
@@ -76,15 +75,15 @@ def _iteration(store: Store, experiment: Experiment, iteration: str) -> Iterator
 
 def _evaluation(store: Store, experiment: Experiment, evaluation: Artifact) -> Iterator[Slices]:
     yield "evaluation", evaluation.manifest.config, {"confidence": experiment.promotion.confidence}
-    samples = samples_of(experiment)
+    readings = {each.name: each for each in readings_of(experiment)}
+    compared = {f"{who}_{name}": each for name, each in readings.items() for who in WHO}
     # the best policy so far may have been played long ago: how says nothing of this evaluation's settings
     runs = {
         role: ref
         for role, ref in evaluation.manifest.parents.items()
-        if ref.kind == "evaluation_run" and role.startswith(("candidate_", "parent_"))
+        if ref.kind == "evaluation_run" and role.startswith(tuple(f"{who}_" for who in WHO))
     }
-    for ref in runs.values():
-        recorded = open_artifact(store, ref).manifest.config
-        split = Split(recorded["split"])
-        yield "evaluation", recorded, keys.evaluation_slice(experiment, split, samples.get(split, 0))
-    yield "evaluation", len(runs), 2 * len(samples)
+    for role, ref in runs.items():
+        wanted = compared[role].slice(experiment) if role in compared else {}
+        yield "evaluation", open_artifact(store, ref).manifest.config, wanted
+    yield "evaluation", sorted(runs), sorted(compared)

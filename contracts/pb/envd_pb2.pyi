@@ -808,7 +808,7 @@ class ProcessResizeRequest(_message.Message):
     def __init__(self, sandbox_id: _Optional[str] = ..., process: _Optional[int] = ..., size: _Optional[_Union[PtySize, _Mapping]] = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
-    __slots__ = ("template", "diff", "hidden_files", "tests", "limits", "timeout_s", "artifacts", "product")
+    __slots__ = ("template", "diff", "hidden_files", "tests", "limits", "timeout_s", "artifacts", "product", "backend", "policy_yaml")
     class HiddenFilesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -824,6 +824,8 @@ class VerifyRequest(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
     PRODUCT_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    POLICY_YAML_FIELD_NUMBER: _ClassVar[int]
     template: str
     diff: bytes
     hidden_files: _containers.ScalarMap[str, bytes]
@@ -832,7 +834,9 @@ class VerifyRequest(_message.Message):
     timeout_s: float
     artifacts: _containers.RepeatedScalarFieldContainer[str]
     product: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, template: _Optional[str] = ..., diff: _Optional[bytes] = ..., hidden_files: _Optional[_Mapping[str, bytes]] = ..., tests: _Optional[_Iterable[str]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., timeout_s: _Optional[float] = ..., artifacts: _Optional[_Iterable[str]] = ..., product: _Optional[_Iterable[str]] = ...) -> None: ...
+    backend: str
+    policy_yaml: str
+    def __init__(self, template: _Optional[str] = ..., diff: _Optional[bytes] = ..., hidden_files: _Optional[_Mapping[str, bytes]] = ..., tests: _Optional[_Iterable[str]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., timeout_s: _Optional[float] = ..., artifacts: _Optional[_Iterable[str]] = ..., product: _Optional[_Iterable[str]] = ..., backend: _Optional[str] = ..., policy_yaml: _Optional[str] = ...) -> None: ...
 
 class FoundRequest(_message.Message):
     __slots__ = ("template", "findings")
@@ -867,17 +871,19 @@ class Observation(_message.Message):
     def __init__(self, test: _Optional[str] = ..., key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
 
 class VerifyReply(_message.Message):
-    __slots__ = ("outcomes", "exit", "log", "seconds", "tampering", "observations")
+    __slots__ = ("outcomes", "exit", "log", "seconds", "tampering", "observations", "backend")
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     EXIT_FIELD_NUMBER: _ClassVar[int]
     LOG_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     TAMPERING_FIELD_NUMBER: _ClassVar[int]
     OBSERVATIONS_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
     outcomes: _containers.RepeatedCompositeFieldContainer[TestOutcome]
     exit: str
     log: str
     seconds: float
     tampering: _containers.RepeatedScalarFieldContainer[str]
     observations: _containers.RepeatedCompositeFieldContainer[Observation]
-    def __init__(self, outcomes: _Optional[_Iterable[_Union[TestOutcome, _Mapping]]] = ..., exit: _Optional[str] = ..., log: _Optional[str] = ..., seconds: _Optional[float] = ..., tampering: _Optional[_Iterable[str]] = ..., observations: _Optional[_Iterable[_Union[Observation, _Mapping]]] = ...) -> None: ...
+    backend: str
+    def __init__(self, outcomes: _Optional[_Iterable[_Union[TestOutcome, _Mapping]]] = ..., exit: _Optional[str] = ..., log: _Optional[str] = ..., seconds: _Optional[float] = ..., tampering: _Optional[_Iterable[str]] = ..., observations: _Optional[_Iterable[_Union[Observation, _Mapping]]] = ..., backend: _Optional[str] = ...) -> None: ...

@@ -1,17 +1,23 @@
-"""One bug: a module whose single function returns the wrong expression, and every text that belongs to it."""
+"""One bug: modules that call each other in a chain, one line of which holds the wrong operation, and every text that belongs to it."""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from random import Random
 
 from contracts.digests import digest_of
-from curation.tasks.families import FAMILIES, Family, others
-from curation.tasks.names import NamePool
+from contracts.tasks import Split
+from curation.tasks.cases import Chain
+from curation.tasks.compositions import LENGTHS, Family, deal_chains, families_of, family_name
+from curation.tasks.names import NAMES, function_names
+from curation.tasks.operations import Operation, Place, places, trained
 
 PATHS = ("app.py", "calc.py", "core.py", "main.py", "tool.py", "util.py")
+MODULES = tuple(path.removesuffix(".py") for path in PATHS)
 VISIBLE_TEST = "tests/test_visible.py"
 _NO_NEWLINE = "\n\\ No newline at end of file\n"
 _FILLERS = ("# small helpers", "# see the tests", "LIMIT = 9", "UNIT = 1", "import math")
@@ -19,77 +25,122 @@ _FILLERS = ("# small helpers", "# see the tests", "LIMIT = 9", "UNIT = 1", "impo
 
 @dataclass(frozen=True)
 class Bug:
-    """A module with one wrong line."""
+    """A chain of functions, one a module, from the innermost to the one that the instruction names; one line is wrong."""
 
-    family: Family
-    """What the function should return."""
-    wrong: Family
-    """What it does return."""
-    function: str
-    arguments: tuple[str, str]
-    path: str
-    fillers: tuple[str, ...]
-    """Lines above the function, which move the wrong line."""
+    chain: Chain
+    """What the functions should compute."""
+    index: int
+    """Number of the wrong function, from 0."""
+    wrong: Operation
+    """What it does instead."""
+    functions: tuple[str, ...]
+    paths: tuple[str, ...]
+    arguments: tuple[str, ...]
+    """One more than functions."""
+    fillers: tuple[tuple[str, ...], ...]
+    """Lines above each function, which move its answer."""
 
-    @property
+    @cached_property
     def identity(self) -> str:
         """Digest of all choices: two bugs are the same if and only if this is."""
-        names = [self.family.name, self.wrong.name, self.function, *self.arguments, self.path, *self.fillers]
-        return digest_of(names)
+        names = [*(each.name for each in self.chain), self.index, self.wrong.name]
+        return digest_of([*names, *self.functions, *self.paths, *self.arguments, *map(list, self.fillers)])
+
+    @property
+    def place(self) -> Place:
+        """Place of the wrong operation."""
+        return places(len(self.chain))[self.index]
+
+    @property
+    def right(self) -> Operation:
+        """The operation that belongs in the wrong line."""
+        return self.chain[self.index]
+
+    @property
+    def family(self) -> str:
+        """Place and right operation."""
+        return family_name((self.place, self.right))
 
     @property
     def task_id(self) -> str:
         """A name that people can read."""
-        return f"{self.family.name}-{self.identity[:12]}"
+        return f"{self.family}-{self.identity[:12]}"
 
     @property
     def line(self) -> int:
-        """Number of the wrong line, from 1."""
-        return len(self.fillers) + 2
+        """Number of the wrong line in its module, from 1."""
+        return self.line_of(self.index)
+
+    @property
+    def path(self) -> str:
+        """The module with the wrong line."""
+        return self.paths[self.index]
 
     @property
     def instruction(self) -> str:
-        """What the agent is told."""
-        a, b = self.arguments
-        return f"fix {self.path}: {self.function} returns {self.family.phrase.format(a=a, b=b)}"
+        """What the agent is told: the function at the end of the chain, and all operations."""
+        steps = [f" {each.word} {name}" for each, name in zip(self.chain, self.arguments[1:], strict=True)]
+        return f"fix {self.paths[-1]}: left to right, {self.functions[-1]} returns {self.arguments[0]}{''.join(steps)}"
 
-    def answer(self, family: Family) -> str:
-        """The line that returns `family`'s expression of this bug's arguments."""
-        return answer_line(family, self.arguments)
+    def line_of(self, index: int) -> int:
+        """Number of the answering line of a function's module, from 1."""
+        return len(self.fillers[index]) + (3 if index else 2)
 
-    def module(self, family: Family) -> str:
-        """The module's text, with `family`'s answer."""
-        a, b = self.arguments
-        return "\n".join([*self.fillers, f"def {self.function}({a}, {b}):", self.answer(family)]) + "\n"
+    def answer(self, index: int, operation: Operation) -> str:
+        """The line that applies `operation` in a function."""
+        names = self.arguments[: index + 1]
+        value = f"{self.functions[index - 1]}({', '.join(names)})" if index else names[0]
+        return f"    return {value} {operation.symbol} {self.arguments[index + 1]}"
 
+    def module(self, index: int, operation: Operation) -> str:
+        """A module's text with `operation` in its function."""
+        head = [f"from {self.paths[index - 1].removesuffix('.py')} import {self.functions[index - 1]}"] if index else []
+        signature = f"def {self.functions[index]}({', '.join(self.arguments[: index + 2])}):"
+        return "\n".join([*self.fillers[index], *head, signature, self.answer(index, operation)]) + "\n"
 
-def answer_line(family: Family, arguments: tuple[str, str]) -> str:
-    """The line that returns `family`'s expression of two names."""
-    a, b = arguments
-    return f"    return {family.expression.format(a=a, b=b)}"
-
-
-def draw_bug(family: Family, pool: NamePool, rng: Random) -> Bug:
-    """A random bug of this family with names from `pool`."""
-    wrong = rng.choice(others(family))
-    pair = rng.choice(pool.pairs)
-    function = rng.choice(pool.functions)
-    while function in pair:
-        function = rng.choice(pool.functions)
-    arguments = pair if rng.random() < 0.5 else (pair[1], pair[0])
-    fillers = tuple(rng.sample(_FILLERS, rng.randrange(3)))
-    return Bug(family, wrong, function, arguments, rng.choice(PATHS), fillers)
+    def modules(self, answer: Operation) -> dict[str, str]:
+        """Every module by path, with `answer` in the wrong line."""
+        return {
+            path: self.module(index, answer if index == self.index else each)
+            for index, (path, each) in enumerate(zip(self.paths, self.chain, strict=True))
+        }
 
 
-def draw_bugs(count: int, pool: NamePool, rng: Random, seen: set[str]) -> list[Bug]:
-    """`count` bugs whose identities are not in `seen`, which grows by them; families take turns."""
+def draw_bug(family: Family, chains: Mapping[int, Sequence[Chain]], functions: Sequence[str], rng: Random) -> Bug:
+    """A random bug of this family. chains: by length, those that hold the family's operation in its place. functions: their names."""
+    place, right = family
+    length = rng.choice(sorted(chains))
+    index = places(length).index(place)
+    chain = rng.choice(chains[length])
+    wrong = rng.choice([each for each in trained(place) if each is not right])
+    names = rng.sample(functions, length)
+    arguments = rng.sample([name for name in NAMES if name not in names], length + 1)
+    fillers = tuple(tuple(rng.sample(_FILLERS, rng.randrange(2))) for _ in range(length))
+    return Bug(chain, index, wrong, tuple(names), tuple(rng.sample(PATHS, length)), tuple(arguments), fillers)
+
+
+def draw_bugs(count: int, split: Split, suite_seed: int, rng: Random, seen: set[str]) -> list[Bug]:
+    """`count` bugs of a split whose identities are not in `seen`, which grows by them; families take turns."""
+    chains, functions = deal_chains(suite_seed)[split], function_names(suite_seed)[split]
+    families = [(family, _chains_of(family, chains)) for family in families_of(split)]
     bugs: list[Bug] = []
     while len(bugs) < count:
-        bug = draw_bug(FAMILIES[len(bugs) % len(FAMILIES)], pool, rng)
+        family, own = families[len(bugs) % len(families)]
+        bug = draw_bug(family, own, functions, rng)
         if bug.identity not in seen:
             seen.add(bug.identity)
             bugs.append(bug)
     return bugs
+
+
+def _chains_of(family: Family, chains: Sequence[Chain]) -> dict[int, list[Chain]]:
+    """By length, the chains that hold the family's operation in its place."""
+    place, right = family
+    return {
+        length: [each for each in chains if len(each) == length and each[places(length).index(place)] is right]
+        for length in LENGTHS
+        if place in places(length)
+    }
 
 
 def file_diff(path: str, before: str | None, after: str) -> bytes:

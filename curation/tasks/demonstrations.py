@@ -1,15 +1,17 @@
-"""Demonstrations: scripted expert episodes with noisy answers, what the base policy is warmed up on.
+"""Demonstrations: scripted expert episodes of a mistaken teacher, what the base policy is warmed up on.
 
-Format and copying are always right; the answer is right with probability `clean_share`, else a random other family's expression.
-So the base policy can act, and reinforcement has something left to teach.
+The teacher follows the calls to the wrong line, copies and edits without fault. Which operation it writes there is right with probability
+`right_share` only. With `mistaken_share` it is the teacher's usual mistake, always the same one for an operation in its place; else any other.
+A policy that imitates it best is wrong at temperature 0 and by majority, and right now and then: what it lacks is knowledge, not certainty.
 """
 
 from __future__ import annotations
 
 from random import Random
+from typing import Self
 
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, find_artifact
 from contracts.chat import ChatTokenizer
@@ -17,12 +19,12 @@ from contracts.digests import action_key
 from contracts.store import Store
 from contracts.tasks import Split
 from curation.tasks.bugs import Bug, draw_bugs
+from curation.tasks.compositions import Family, families_of, family_name
 from curation.tasks.expert import expert_tokens, open_workbench
-from curation.tasks.families import others
-from curation.tasks.names import name_pools
+from curation.tasks.operations import Operation, Place, trained
 from curation.tasks.suite import TaskSuiteConfig
 
-DEMONSTRATIONS_VERSION = "1"
+DEMONSTRATIONS_VERSION = "2"
 DEMONSTRATIONS = pa.schema(
     [
         ("token_ids", pa.list_(pa.int32())),
@@ -44,12 +46,22 @@ class DemonstrationConfig(BaseModel):
     """Rows of train.parquet, each of a different task."""
     validation_count: int = Field(default=1024, ge=1, le=100_000)
     """Rows of validation.parquet: all clean, of tasks that train.parquet does not hold."""
-    clean_share: float = Field(default=0.55, ge=0, le=1)
+    right_share: float = Field(default=0.25, ge=0, le=1)
     """Probability that a training answer is right."""
+    mistaken_share: float = Field(default=0.5, ge=0, le=1)
+    """Probability that it is the teacher's usual mistake; the rest is spread over the other operations."""
     parallel_share: float = Field(default=0.03, ge=0, le=1)
     """Probability that the first turn makes two calls at once."""
     seed: int = Field(default=0, ge=0)
-    """Draws the tasks and the noise."""
+    """Draws the tasks, the teacher's usual mistakes and when it makes them."""
+
+    @model_validator(mode="after")
+    def _shares_fit(self) -> Self:
+        if self.right_share + self.mistaken_share > 1:
+            raise ValueError(
+                f"right_share {self.right_share} and mistaken_share {self.mistaken_share} exceed 1 together: lower one"
+            )
+        return self
 
 
 def demonstrations_key(config: DemonstrationConfig, suite_seed: int, tokenizer: ArtifactRef) -> str:
@@ -61,7 +73,7 @@ def demonstrations_key(config: DemonstrationConfig, suite_seed: int, tokenizer: 
 def build_demonstrations(
     config: DemonstrationConfig, suite_config: TaskSuiteConfig, tokenizer_artifact: Artifact, store: Store
 ) -> Artifact:
-    """The `demonstrations` artifact. Of the suite only the seed counts: it deals the names of the train split."""
+    """The `demonstrations` artifact. Of the suite only the seed counts: it deals the names and compositions of the train split."""
     slice_ = {**config.model_dump(), "suite_seed": suite_config.seed}
     parents = {"tokenizer": tokenizer_artifact.ref}
     key = demonstrations_key(config, suite_config.seed, tokenizer_artifact.ref)
@@ -83,32 +95,54 @@ def render_demonstrations(
     config: DemonstrationConfig, suite_seed: int, tokenizer: ChatTokenizer
 ) -> tuple[pa.Table, pa.Table]:
     """(train, validation) rows of DEMONSTRATIONS."""
-    pool = name_pools(suite_seed)[Split.TRAIN]
     rng = Random(f"demonstrations/{config.seed}")
     seen: set[str] = set()
-    train = draw_bugs(config.count, pool, rng, seen)
-    validation = draw_bugs(config.validation_count, pool, rng, seen)
+    train = draw_bugs(config.count, Split.TRAIN, suite_seed, rng, seen)
+    validation = draw_bugs(config.validation_count, Split.TRAIN, suite_seed, rng, seen)
     rng.shuffle(train)
+    mistakes = usual_mistakes(config.seed)
+    taught = [_taught(bug, mistakes, config, rng) for bug in train]
     return (
-        _render(train, config, config.clean_share, rng, tokenizer),
-        _render(validation, config, 1.0, rng, tokenizer),
+        _render(train, taught, config, rng, tokenizer),
+        _render(validation, [bug.right for bug in validation], config, rng, tokenizer),
     )
 
 
+def usual_mistakes(seed: int) -> dict[str, Operation]:
+    """By family name, what the teacher usually writes instead: within a place, every operation is mistaken for another one."""
+    rng = Random(f"mistakes/{seed}")
+    by_place: dict[Place, list[Family]] = {}
+    for family in families_of(Split.TRAIN):
+        by_place.setdefault(family[0], []).append(family)
+    found: dict[str, Operation] = {}
+    for families in by_place.values():
+        circle = rng.sample(families, len(families))
+        found |= {family_name(one): other for one, (_, other) in zip(circle, [*circle[1:], circle[0]], strict=True)}
+    return found
+
+
+def _taught(bug: Bug, mistakes: dict[str, Operation], config: DemonstrationConfig, rng: Random) -> Operation:
+    """What the teacher writes in the wrong line."""
+    draw, mistake = rng.random(), mistakes[bug.family]
+    if draw < config.right_share:
+        return bug.right
+    if draw < config.right_share + config.mistaken_share:
+        return mistake
+    return rng.choice([each for each in trained(bug.place) if each is not bug.right and each is not mistake])
+
+
 def _render(
-    bugs: list[Bug], config: DemonstrationConfig, clean_share: float, rng: Random, tokenizer: ChatTokenizer
+    bugs: list[Bug], answers: list[Operation], config: DemonstrationConfig, rng: Random, tokenizer: ChatTokenizer
 ) -> pa.Table:
     ids: list[list[int]] = []
     roles: list[list[int]] = []
-    clean: list[bool] = []
     with open_workbench() as bench:
-        for bug in bugs:
-            clean.append(rng.random() < clean_share)
-            answer = bug.family if clean[-1] else rng.choice(others(bug.family))
+        for bug, answer in zip(bugs, answers, strict=True):
             episode = bench.play(bug, answer, parallel=rng.random() < config.parallel_share)
             tokens, token_roles = expert_tokens(episode, tokenizer)
             ids.append(tokens)
             roles.append(token_roles)
-    columns = [ids, roles, clean, [bug.family.name for bug in bugs], [bug.task_id for bug in bugs]]
+    clean = [answer is bug.right for bug, answer in zip(bugs, answers, strict=True)]
+    columns = [ids, roles, clean, [bug.family for bug in bugs], [bug.task_id for bug in bugs]]
     arrays = [pa.array(column, field.type) for column, field in zip(columns, DEMONSTRATIONS, strict=True)]
     return pa.Table.from_arrays(arrays, schema=DEMONSTRATIONS)

@@ -1,4 +1,8 @@
-"""The scripted expert: read the module, replace the wrong line, say done. Its tools' answers come from the real tools."""
+"""The scripted expert: follow the calls to the wrong line, replace it, say done. Its tools' answers come from the real tools.
+
+Before it acts on what it has read it notes the operation that the instruction wants there and the one that the file has. With both side by side,
+whether to edit here or to read on is a comparison of neighbours: a small policy learns it in a third of the steps, and with every seed.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from contracts.episodes import TokenRole
 from contracts.owned import owned_directory, sweep_abandoned
 from curation.errors import TaskError
 from curation.tasks.bugs import VISIBLE_TEST, Bug
-from curation.tasks.families import Family
+from curation.tasks.operations import Operation
 from curation.tasks.suite import visible_test
 from envd.client import ToolCall
 from envd.tools import run_file_tool
@@ -26,8 +30,9 @@ DONE = "done"
 
 @dataclass(frozen=True)
 class ExpertTurn:
-    """Tool calls of one turn and what the tools answered."""
+    """One turn: a note, tool calls, and what the tools answered."""
 
+    note: str
     calls: tuple[ToolCallText, ...]
     responses: tuple[str, ...]
 
@@ -57,26 +62,37 @@ class Workbench:
         self._root = root
         (root / VISIBLE_TEST).parent.mkdir(exist_ok=True)
 
-    def play(self, bug: Bug, answer: Family, *, parallel: bool = False) -> ExpertEpisode:
-        """Solve `bug` with `answer`'s expression (which may be wrong). parallel: read module and visible test in one turn."""
-        (self._root / bug.path).write_text(bug.module(bug.wrong))
-        reads = [bug.path]
+    def play(self, bug: Bug, answer: Operation, *, parallel: bool = False) -> ExpertEpisode:
+        """Solve `bug` with `answer`, which may be wrong: read from the function that the instruction names inwards, edit the wrong line.
+
+        parallel: read the first module and the visible test in one turn.
+        """
+        for path, text in bug.modules(bug.wrong).items():
+            (self._root / path).write_text(text)
+        followed = range(len(bug.chain) - 1, bug.index - 1, -1)
+        reads = [[bug.paths[index]] for index in followed]
         if parallel:
             (self._root / VISIBLE_TEST).write_text(visible_test(bug))
-            reads.append(VISIBLE_TEST)
-        edit = {"path": bug.path, "line": bug.line, "new": bug.answer(answer)}
-        turns = (
-            self._turn([ToolCallText("read", {"path": path}) for path in reads]),
-            self._turn([ToolCallText("edit", edit)]),
-        )
+            reads[0].append(VISIBLE_TEST)
+        edit = {"path": bug.path, "line": bug.line, "new": bug.answer(bug.index, answer)}
+        acts = [[ToolCallText("read", {"path": path}) for path in paths] for paths in reads]
+        acts.append([ToolCallText("edit", edit)])
+        notes = ["", *(note(bug, index) for index in followed)]
+        turns = tuple(self._turn(said, calls) for said, calls in zip(notes, acts, strict=True))
         return ExpertEpisode(bug.instruction, turns)
 
-    def _turn(self, calls: Sequence[ToolCallText]) -> ExpertTurn:
+    def _turn(self, said: str, calls: Sequence[ToolCallText]) -> ExpertTurn:
         results = [run_file_tool(self._root, ToolCall(call.name, call.arguments)) for call in calls]
         for call, result in zip(calls, results, strict=True):
             if not result.ok:
                 raise TaskError(f"the scripted expert's {call.name} {dict(call.arguments)} fails: {result.text}")
-        return ExpertTurn(tuple(calls), tuple(result.text for result in results))
+        return ExpertTurn(said, tuple(calls), tuple(result.text for result in results))
+
+
+def note(bug: Bug, index: int) -> str:
+    """What the expert says once it has read a function: the operation wanted there and the one that it has."""
+    has = bug.wrong if index == bug.index else bug.chain[index]
+    return f"want {bug.chain[index].word} have {has.symbol} here"
 
 
 def expert_tokens(episode: ExpertEpisode, tokenizer: ChatTokenizer) -> tuple[list[int], list[int]]:
@@ -84,7 +100,7 @@ def expert_tokens(episode: ExpertEpisode, tokenizer: ChatTokenizer) -> tuple[lis
     ids = tokenizer.prompt([("user", episode.instruction)])
     roles = [int(TokenRole.PROMPT)] * len(ids)
     for turn in episode.turns:
-        _append(ids, roles, tokenizer.policy_turn(turn.calls), TokenRole.POLICY)
+        _append(ids, roles, tokenizer.policy_turn(turn.calls, turn.note), TokenRole.POLICY)
         _append(ids, roles, tokenizer.environment_turn(turn.responses), TokenRole.ENVIRONMENT)
     _append(ids, roles, tokenizer.policy_turn([], DONE), TokenRole.POLICY)
     return ids, roles

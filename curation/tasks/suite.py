@@ -1,4 +1,4 @@
-"""The quickstart suite: small repositories with one wrong line each, in three splits, deterministic by seed."""
+"""The quickstart suite: small repositories of two or three modules with one wrong line, in four splits, deterministic by seed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from contracts.tasks import Split, Task
 from curation.errors import TaskError
-from curation.tasks.bugs import VISIBLE_TEST, Bug, answer_line, draw_bugs, file_diff
-from curation.tasks.families import BY_NAME, assertion, draw_cases, others
-from curation.tasks.names import name_pools
+from curation.tasks.bugs import VISIBLE_TEST, Bug, draw_bugs, file_diff
+from curation.tasks.cases import Case, assertion, draw_cases
+from curation.tasks.operations import BY_NAME, allowed
 
-SUITE_VERSION = "1"
+SUITE_VERSION = "2"
 HIDDEN_TEST = "tests/test_hidden.py"
 
 
@@ -26,23 +26,25 @@ class TaskSuiteConfig(BaseModel):
     """Tasks that rollouts draw from."""
     gate: int = Field(default=128, ge=1, le=100_000)
     """Tasks that evaluation and stopping rules read."""
-    held_out: int = Field(default=192, ge=1, le=100_000)
-    """Tasks that no decision reads."""
+    held_out: int = Field(default=96, ge=1, le=100_000)
+    """Tasks that no decision reads: compositions of operations that train and gate have none of."""
+    unseen: int = Field(default=48, ge=1, le=100_000)
+    """Tasks that no decision reads: operations in places where no training task has them."""
     seed: int = Field(default=0, ge=0)
-    """Deals the names and draws the tasks."""
+    """Deals names and compositions and draws the tasks."""
 
     @property
     def count(self) -> int:
         """Tasks of all splits."""
-        return self.train + self.gate + self.held_out
+        return self.train + self.gate + self.held_out + self.unseen
 
     @classmethod
     def of_count(cls, count: int, seed: int = 0) -> Self:
-        """`count` tasks in the default proportions. Raises TaskError below 6."""
-        if count < 6:
-            raise TaskError(f"a suite of {count} tasks can't fill three splits: ask for at least 6")
-        gate, held_out = max(1, count // 6), max(1, count // 4)
-        return cls(train=count - gate - held_out, gate=gate, held_out=held_out, seed=seed)
+        """`count` tasks in the default proportions. Raises TaskError below 8."""
+        if count < 8:
+            raise TaskError(f"a suite of {count} tasks can't fill four splits: ask for at least 8")
+        gate, held_out, unseen = max(1, count // 6), max(1, count // 8), max(1, count // 16)
+        return cls(train=count - gate - held_out - unseen, gate=gate, held_out=held_out, unseen=unseen, seed=seed)
 
 
 class ImportedSuiteConfig(BaseModel):
@@ -60,65 +62,74 @@ SuiteConfig = TaskSuiteConfig | ImportedSuiteConfig
 
 
 def generate_tasks(config: TaskSuiteConfig) -> list[Task]:
-    """All tasks, sorted by split (train, gate, held_out) and then by task_id."""
-    pools = name_pools(config.seed)
-    counts = {Split.TRAIN: config.train, Split.GATE: config.gate, Split.HELD_OUT: config.held_out}
+    """All tasks, sorted by split (train, gate, held_out, unseen) and then by task_id."""
+    counts = {
+        Split.TRAIN: config.train, Split.GATE: config.gate, Split.HELD_OUT: config.held_out, Split.UNSEEN: config.unseen,
+    }  # fmt: skip
     seen: set[str] = set()
     tasks = []
     for split, count in counts.items():
-        bugs = draw_bugs(count, pools[split], Random(f"tasks/{config.seed}/{split.value}"), seen)
+        bugs = draw_bugs(count, split, config.seed, Random(f"tasks/{config.seed}/{split.value}"), seen)
         tasks += sorted((make_task(bug, split) for bug in bugs), key=lambda task: task.task_id)
     return tasks
 
 
 def make_task(bug: Bug, split: Split) -> Task:
     """The task that asks for this bug's fix. Its tests depend on the bug alone."""
-    rng = Random(f"tests/{bug.identity}")
-    before, after = bug.module(bug.wrong), bug.module(bug.family)
-    cases = draw_cases(bug.family, rng)
+    before, after = bug.modules(bug.wrong), bug.modules(bug.right)
+    cases = draw_cases(bug.chain, Random(f"tests/{bug.identity}"))
     return Task(
-        task_id=bug.task_id, family=bug.family.name, split=split, instruction=bug.instruction,
+        task_id=bug.task_id, family=bug.family, split=split, instruction=bug.instruction,
         files={
-            bug.path: before.encode(), VISIBLE_TEST: visible_test(bug).encode(),
-            "README.md": f"# {bug.path}\n\nRun its tests with `python -m pytest`.\n".encode(),
+            **{path: text.encode() for path, text in before.items()}, VISIBLE_TEST: visible_test(bug).encode(),
+            "README.md": f"# {bug.paths[-1]}\n\nRun its tests with `python -m pytest`.\n".encode(),
         },
         hidden_files={HIDDEN_TEST: _hidden_test(bug, cases).encode()},
         tests=tuple(f"{HIDDEN_TEST}::{name}" for name in cases),
-        reference_diff=file_diff(bug.path, before, after),
+        reference_diff=file_diff(bug.path, before[bug.path], after[bug.path]),
         meta={
-            "function": bug.function, "arguments": list(bug.arguments), "path": bug.path, "line": bug.line,
-            "right": bug.answer(bug.family).strip(), "buggy": bug.answer(bug.wrong).strip(), "bug_family": bug.wrong.name,
+            "function": bug.functions[-1], "functions": list(bug.functions), "arguments": list(bug.arguments), "path": bug.path,
+            "paths": list(bug.paths), "line": bug.line, "place": bug.place, "chain": [each.name for each in bug.chain],
+            "right": bug.answer(bug.index, bug.right).strip(), "buggy": bug.answer(bug.index, bug.wrong).strip(),
+            "wrong_operation": bug.wrong.name, "right_operation": bug.right.name,
         },
     )  # fmt: skip
 
 
 def wrong_answers(task: Task) -> dict[str, bytes]:
-    """By family, the patch that puts that family's expression in the wrong line; for every family but the right one."""
+    """By operation, the patch that puts it in the wrong line; for every operation that the place allows but the right one."""
     path, number = str(task.meta["path"]), int(task.meta["line"])
-    a, b = task.meta["arguments"]
     before = task.files[path].decode()
+    lines = before.splitlines(keepends=True)
+    right, symbol = str(task.meta["right"]), BY_NAME[task.meta["right_operation"]].symbol
     patches = {}
-    for family in others(BY_NAME[task.family]):
-        lines = before.splitlines(keepends=True)
-        lines[number - 1] = answer_line(family, (a, b)) + "\n"
-        patches[family.name] = file_diff(path, before, "".join(lines)) if "".join(lines) != before else b""
+    for each in allowed(task.meta["place"]):
+        if each.name == task.meta["right_operation"]:
+            continue
+        value, argument = right.rsplit(f" {symbol} ", 1)
+        after = [*lines[: number - 1], f"    {value} {each.symbol} {argument}\n", *lines[number:]]
+        patches[each.name] = file_diff(path, before, "".join(after)) if after != lines else b""
     return patches
 
 
 def visible_test(bug: Bug) -> str:
     """The test file that the agent gets: one assertion, which the wrong line may happen to pass."""
-    rng = Random(f"visible/{bug.identity}")
-    check = assertion(bug.family, bug.function, (rng.randint(1, 9), rng.randint(1, 9)))
-    return f"from {bug.path.removesuffix('.py')} import {bug.function}\n\n\ndef test_visible():\n    {check}\n"
+    (case, *_), *_ = draw_cases(bug.chain, Random(f"visible/{bug.identity}")).values()
+    check = assertion(bug.chain, bug.functions[-1], case)
+    return f"{_import(bug)}\n\n\ndef test_visible():\n    {check}\n"
 
 
-def _hidden_test(bug: Bug, cases: dict[str, list[tuple[int, int]]]) -> str:
+def _import(bug: Bug) -> str:
+    return f"from {bug.paths[-1].removesuffix('.py')} import {bug.functions[-1]}"
+
+
+def _hidden_test(bug: Bug, cases: dict[str, list[Case]]) -> str:
     head = (
         "import sys\nfrom pathlib import Path\n\nsys.path.insert(0, str(Path(__file__).parents[1]))\n\n"
-        f"from {bug.path.removesuffix('.py')} import {bug.function}\n"
+        f"{_import(bug)}\n"
     )
     bodies = [
-        f"\n\ndef {name}():\n" + "".join(f"    {assertion(bug.family, bug.function, case)}\n" for case in test)
+        f"\n\ndef {name}():\n" + "".join(f"    {assertion(bug.chain, bug.functions[-1], case)}\n" for case in test)
         for name, test in cases.items()
     ]
     return head + "".join(bodies)

@@ -53,6 +53,8 @@ class BoxSpec:
     """Empty: a private loopback and nothing else."""
     read_only: bool = False
     """The workspace can't be written (a policy's choice)."""
+    supervised: bool = False
+    """For a verification: where the backend can, its first user may become others, so that what judges and what is judged are two."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,15 @@ class TellsRefusals(Protocol):
 
     def tell_refusals(self, tell: Callable[[str, int], None]) -> None:
         """Call `tell` with the name of each call that is refused from now on and how often it was since; a few times a second at most."""
+        ...
+
+
+@runtime_checkable
+class KeepsTemplates(Protocol):
+    """A backend that keeps something of its own of a template: disks, or sandboxes that are started before they are asked for."""
+
+    async def forget_template(self, template: str) -> None:
+        """Let go of what is kept of a template, which no sandbox uses, and which is removed."""
         ...
 
 

@@ -147,6 +147,11 @@ class FirecrackerBackend:
         )
         return await self._go_on(spec, about.shape, snapshot / STATE, snapshot / MEMORY, snapshot / TEMPLATE)
 
+    async def forget_template(self, template: str) -> None:
+        """See `KeepsTemplates`."""
+        await self._families.forget(template)
+        self._media.forget(template)
+
     async def died(self) -> str:
         """Waits without end: every machine is a process of its own."""
         return await self._failed

@@ -195,6 +195,10 @@ class GVisorBackend:
         await self.stage.end(box)
         await asyncio.to_thread(self._clear, box)
 
+    async def forget_template(self, template: str) -> None:
+        """See `KeepsTemplates`."""
+        await self.pool.forget(template)
+
     async def died(self) -> str:
         """Return, with the reason, when the stage has failed."""
         return await self.stage.died()

@@ -27,6 +27,8 @@ _MIB = 1024 * 1024
 _FILES = 4096
 """Descriptors of one process."""
 _MOUNTING = ("CAP_SYS_ADMIN", "CAP_SETPCAP", "CAP_CHOWN")
+_SUPERVISING = ("CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_KILL", "CAP_SETGID", "CAP_SETUID")
+"""By which a verifier becomes another user than the tests, of the sandbox's own kernel: an agent's sandbox has none of them."""
 _NAMESPACES = ("pid", "network", "ipc", "uts", "mount", "user")
 AGENT = f"{AGENT_DIRECTORY}/envd-guest"
 _PROCESS_1 = (
@@ -48,16 +50,21 @@ def write_bundle(directory: Path, spec: BoxSpec, *, base: str, template: str, ag
 def _config(spec: BoxSpec, base: str, template: str, agent: str) -> dict[str, Any]:
     # The owner of the template's files. An unprivileged server's stage is root of a namespace that holds its user only.
     mapping = [{"containerID": 0, "hostID": linux.SANDBOX_USER if os.geteuid() == 0 else 0, "size": 1}]
+    capabilities = (*_MOUNTING, *_SUPERVISING) if spec.supervised else _MOUNTING
     return {
         "ociVersion": "1.0.0",
         "hostname": spec.host_name,
         "root": {"path": base, "readonly": True},
         "process": {
             "user": {"uid": 0, "gid": 0},
-            "args": [*_PROCESS_1, *(["--read-only"] if spec.read_only else [])],
+            "args": [
+                *_PROCESS_1,
+                *(["--read-only"] if spec.read_only else []),
+                *(["--two-users"] if spec.supervised else []),
+            ],
             "env": [f"{key}={value}" for key, value in sandbox_environment("/tmp").items()],
             "cwd": "/",
-            "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), _MOUNTING),
+            "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), capabilities),
             "noNewPrivileges": True,
             "rlimits": [
                 _limit("NPROC", spec.limits.pids),

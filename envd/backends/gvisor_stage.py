@@ -29,6 +29,7 @@ from typing import Any
 
 from envd.sandbox import linux, rootfs
 from envd.sandbox.cgroups import Cgroups, box_groups
+from envd.sandbox.python_inside import python_directories
 from envd.sandbox.wire import receive_fds
 
 AGENT_DIRECTORY = "/.envd"
@@ -95,7 +96,8 @@ class Stage:
         linux.mount("tmpfs", str(self._show), "tmpfs", linux.MS_NOSUID, "mode=755,size=16m")
         base = self._show / "base"
         base.mkdir()
-        rootfs.fill_base(base)
+        rootfs.fill_base(base, base)
+        rootfs.fill_devices(base / "dev")
         (base / AGENT_DIRECTORY.lstrip("/")).mkdir()
         linux.mount(str(base), str(base), flags=linux.MS_BIND | linux.MS_REC)
         linux.mount("", str(base), flags=linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID)
@@ -227,7 +229,7 @@ class Stage:
 
 def _shown(run_dir: Path) -> Path:
     """A directory that everybody may search and nothing here needs, to mount on."""
-    needed = [run_dir, Path(__file__), Path(sys.executable), *map(Path, rootfs.python_directories())]
+    needed = [run_dir, Path(__file__), Path(sys.executable), *map(Path, python_directories())]
     for name in _OPEN_TO_ALL:
         place = Path(name)
         if place.is_dir() and place.stat().st_mode & 0o001 and not any(path.is_relative_to(place) for path in needed):

@@ -133,7 +133,7 @@ class NamespacesBox:
         self._started.on_refused = tell
 
     def _check(self) -> None:
-        if self._started.ended.done():
+        if self._started.ended.done() or (self._guest.gone is not None and self._started.events):
             hit = ", ".join(f"{key} {count} times" for key, count in self._started.events.items())
             raise SandboxGone(f"the sandbox ended{': it hit its limits: ' + hit if hit else ''}")
         if self._guest.gone is not None:
@@ -191,6 +191,10 @@ class NamespacesBackend:
                 return await self._start(spec, archive)
         finally:
             os.close(archive)
+
+    async def forget_template(self, template: str) -> None:
+        """See `KeepsTemplates`."""
+        await self.pool.forget(template)
 
     async def died(self) -> str:
         """Return when the spawner has ended by itself."""

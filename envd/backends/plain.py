@@ -12,6 +12,7 @@ import asyncio
 import resource
 import shutil
 import socket
+import sys
 from pathlib import Path
 
 from envd.backends.base import BoxSpec, Features, IsolationLevel, Usage
@@ -165,7 +166,7 @@ class PlainBackend:
             [stream],
             directory=box / "workspace",
             groups=groups,
-            environment=sandbox_environment(str(box / "tmp")),
+            environment=sandbox_environment(str(box / "tmp"), str(Path(sys.prefix) / "bin")),
             mute=True,
         )
 

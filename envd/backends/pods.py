@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import tarfile
 from contextlib import suppress
 from pathlib import Path
@@ -119,6 +120,13 @@ class PodsBackend:
     async def restore(self, snapshot: Path, spec: BoxSpec) -> PodBox:
         """Start a pod with a snapshot's files."""
         return await self._start(spec, snapshot)
+
+    async def forget_template(self, template: str) -> None:
+        """See `KeepsTemplates`."""
+        packed = self._packed.pop(template, None)
+        if packed is not None:
+            await asyncio.wait([packed])
+            await asyncio.to_thread(shutil.rmtree, self._tars / template[:32], True)
 
     async def died(self) -> str:
         """Waits without end: pods live on their own."""

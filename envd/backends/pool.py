@@ -16,6 +16,8 @@ from typing import Generic, Protocol, TypeVar
 from envd.backends.base import BoxSpec
 from envd.errors import EnvdError
 
+_Key = tuple[str, Hashable, Hashable]
+"""A template, limits, and the rest."""
 _MOST_KEYS = 8
 """Kinds that boxes are held for; those asked for least recently are let go."""
 _log = logging.getLogger("envd")
@@ -55,11 +57,14 @@ class Pool(Generic[T]):
         self._start, self._size, self._warm, self._width = start, size, warm, width
         self.hits = self.misses = 0
         """How often one was ready, and was not."""
-        self._ready: OrderedDict[Hashable, deque[T]] = OrderedDict()
-        self._specs: dict[Hashable, BoxSpec] = {}
+        self._ready: OrderedDict[_Key, deque[T]] = OrderedDict()
+        self._specs: dict[_Key, BoxSpec] = {}
         self._seen: deque[Hashable] = deque(maxlen=4 * _MOST_KEYS)
-        self._starting: Counter[Hashable] = Counter()
-        self._waiters: defaultdict[Hashable, deque[asyncio.Future[T | None]]] = defaultdict(deque)
+        self._starting: Counter[_Key] = Counter()
+        self._waiters: defaultdict[_Key, deque[asyncio.Future[T | None]]] = defaultdict(deque)
+        self._starts: dict[object, _Key] = {}
+        self._stale: set[object] = set()
+        """Starts of boxes whose template was removed meanwhile."""
         self._creating = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -121,6 +126,12 @@ class Pool(Generic[T]):
             if self._creating == 0:
                 self._quiet.set()
 
+    async def forget(self, template: str) -> None:
+        """Let go of what is ready of a template, also of what is being started: its files are removed."""
+        self._stale |= {start for start, key in self._starts.items() if key[0] == template}
+        for key in [key for key in self._ready if key[0] == template]:
+            await self._drop(key)
+
     async def stop(self) -> None:
         """Destroy what is ready, and make no more."""
         self._size = 0
@@ -146,15 +157,22 @@ class Pool(Generic[T]):
                 _log.warning("the warm pool can't be refilled: %s", error)
                 self._wanted.clear()  # until the next is asked for
 
-    async def _add(self, key: Hashable) -> None:
+    async def _add(self, key: _Key) -> None:
         if key not in self._specs or len(self._ready[key]) + self._starting[key] >= self._size:
             return  # meanwhile another refill did it
         self._starting[key] += 1
         box: T | None = None
+        start = object()
+        self._starts[start] = key
         try:
             box = await self._start(self._specs[key])
+            if start in self._stale:
+                await box.destroy()
+                return
         finally:
             self._starting[key] -= 1
+            del self._starts[start]
+            self._stale.discard(start)
             waiter = self._waiter(key)
             if waiter is not None:
                 waiter.set_result(box)
@@ -166,14 +184,14 @@ class Pool(Generic[T]):
                     raise
                 # else it was taken meanwhile: whoever has it sees that it ended, or ended it
 
-    def _waiter(self, key: Hashable) -> asyncio.Future[T | None] | None:
+    def _waiter(self, key: _Key) -> asyncio.Future[T | None] | None:
         waiters = self._waiters[key]
         while waiters:
             if not (waiter := waiters.popleft()).done():
                 return waiter
         return None
 
-    async def _keep(self, key: Hashable, box: T) -> bool:
+    async def _keep(self, key: _Key, box: T) -> bool:
         """Make it ready, or end it where its kind is not asked for any more."""
         if key in self._ready and self._size > 0:
             self._ready[key].append(box)
@@ -181,7 +199,7 @@ class Pool(Generic[T]):
         await box.destroy()
         return False
 
-    async def _drop(self, key: Hashable) -> None:
+    async def _drop(self, key: _Key) -> None:
         del self._specs[key]
         boxes = self._ready.pop(key)
         for waiter in self._waiters.pop(key, ()):
@@ -190,6 +208,6 @@ class Pool(Generic[T]):
         await asyncio.gather(*(box.destroy() for box in boxes), return_exceptions=True)
 
 
-def _key(spec: BoxSpec) -> Hashable:
-    look = (spec.host_name, spec.read_only, bool(spec.network), tuple(sorted(spec.env.items())))
+def _key(spec: BoxSpec) -> _Key:
+    look = (spec.host_name, spec.read_only, spec.supervised, bool(spec.network), tuple(sorted(spec.env.items())))
     return (spec.template, replace(spec.limits, lifetime_s=0), look)

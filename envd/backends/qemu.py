@@ -114,6 +114,11 @@ class QemuBackend:
                 ) from error
             return await self._go_on(spec, about.shape, Parts(root, template), state)
 
+    async def forget_template(self, template: str) -> None:
+        """See `KeepsTemplates`."""
+        await self._families.forget(template)
+        self._media.forget(template)
+
     async def died(self) -> str:
         """Waits without end: every machine is a process of its own."""
         return await self._failed

@@ -21,7 +21,7 @@ _REQUEST = struct.Struct("<IIQQIIII96s96s")
 _REPORT = struct.Struct("<IIq240s")
 _MAX_NAME = 95
 _CREATE, _KILL, _ARCHIVE, _LEAVE = 1, 2, 3, 4
-_READY, _STARTED, _FAILED, _ENDED, _ARCHIVED, _REFUSED = 1, 2, 3, 4, 5, 6
+_READY, _STARTED, _FAILED, _ENDED, _ARCHIVED, _REFUSED, _SOCKETS = 1, 2, 3, 4, 5, 6, 7
 _READ_ONLY, _RESTORE, _CHANGED, _PROXY = 1, 2, 4, 8
 _START_S = 60.0
 _STOP_S = 15.0
@@ -243,11 +243,13 @@ class Spawner:
         elif kind == _REFUSED:
             if box.on_refused is not None:
                 box.on_refused(_words(text), value)
+        elif kind == _SOCKETS:
+            box.events["sockets"] = value
         elif kind == _FAILED:
             box.failure = _words(text)
         elif kind == _ENDED:
             words = _words(text).split()
-            box.events = {key: int(count) for key, count in zip(words[::2], words[1::2], strict=True) if count != "0"}
+            box.events |= {key: int(count) for key, count in zip(words[::2], words[1::2], strict=True) if count != "0"}
             box.pid = 0
             del self._boxes[number]
             _settle(box.running)

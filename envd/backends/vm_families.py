@@ -89,6 +89,16 @@ class Families(Generic[T]):
         self._shrink()
         return family
 
+    async def forget(self, template: str) -> None:
+        """Let go of a template's families."""
+        for key in [key for key in self._known if key[0] == template]:
+            making = self._known.pop(key)
+            if not making.done():
+                making.cancel()
+                await asyncio.wait([making])
+            if not _failed(making):
+                making.result().close()
+
     async def close(self) -> None:
         """Let go of all, also of those being booted."""
         known, self._known = self._known, OrderedDict()

@@ -51,9 +51,16 @@ class Media:
             making = self._disks[digest] = asyncio.create_task(self._make(digest, files))
         return await asyncio.shield(making)
 
+    def forget(self, digest: str) -> None:
+        """Remove a template's disk; machines that have it open keep it."""
+        if self._disks.pop(digest, None) is not None:
+            self._disk(digest).unlink(missing_ok=True)
+
+    def _disk(self, digest: str) -> Path:
+        return self._directory / f"{digest[:32]}.squashfs"
+
     async def _make(self, digest: str, files: Path) -> Path:
-        target = self._directory / f"{digest[:32]}.squashfs"
-        return await asyncio.to_thread(make_disk, files, target)
+        return await asyncio.to_thread(make_disk, files, self._disk(digest))
 
     def remove(self) -> None:
         """Remove every file made here."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ipaddress
 import logging
+import signal
 import sys
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ from mcp.server.stdio import stdio_server
 
 from contracts.errors import describe
 from envd.client import SandboxClient
-from envd.connection import access_of, add_access, read_secret
+from envd.connection import access_of, add_access, is_local, read_secret
 from envd.errors import EnvdError
 from envd.local import LocalEnvd
 from envd.mcp.http import Gate
 from envd.mcp.server import make_server
 from envd.mcp.sessions import Sessions
+from envd.meeting import MadeKey
 from envd.types import Limits
 
 _HELP = """\
@@ -59,7 +61,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--backend", default="auto", help="backend of a private server (default auto)")
     add("--files", type=Path, metavar="DIR", help="workspaces begin as a copy of this directory (default: empty)")
     add("--http", metavar="HOST:PORT", help="serve streamable HTTP instead of standard streams")
-    add("--http-keys", type=Path, metavar="FILE", help="ask HTTP clients for a bearer key; FILE holds them, one a line")
+    add(
+        "--http-keys",
+        type=Path,
+        metavar="FILE",
+        help="bearer keys of HTTP clients, one a line (default: on this machine, one that is made and printed)",
+    )
     add("--timeout", type=float, default=60, metavar="S", help="seconds a tool call may take (default 60)")
     add("--idle", type=float, default=1800, metavar="S", help="end a session's sandbox after so long without calls")
     add("--lifetime", type=float, default=86_400, metavar="S", help="seconds a sandbox may live (default a day)")
@@ -90,16 +97,40 @@ async def _serve(arguments: argparse.Namespace) -> None:
             await _serve_http(server, sessions, *listening, arguments)
 
 
+class _Web(uvicorn.Server):
+    """Ends at a signal as at any other end: uvicorn's own way raises the signal again, and nothing is cleaned up."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        yield
+
+
 async def _serve_http(
     server: Any, sessions: Sessions, host: str, port: int, keys: list[str], arguments: argparse.Namespace
 ) -> None:
+    made = None if keys else MadeKey.fresh("mcp")
+    keys = [made.key] if made is not None else keys
     app = server.streamable_http_app(
         host=host, session_idle_timeout=arguments.idle, max_sessions=arguments.max_sessions
     )
     config = uvicorn.Config(Gate(app, keys, sessions.end), host=host, port=port, log_level="warning", lifespan="on")
-    web = uvicorn.Server(config)
+    web = _Web(config)
     print(f"envd: MCP at http://{arguments.http}/mcp", file=sys.stderr)
-    await web.serve()
+    if made is not None:
+        file = made.publish(port)
+        print(
+            f"envd: it asks for this bearer key: {made.key} (also in {file} until it stops)",
+            file=sys.stderr,
+            flush=True,
+        )
+    try:
+        await web.serve()
+    finally:
+        if made is not None:
+            made.withdraw(file)
     if not web.started:
         raise EnvdError(f"--http {arguments.http} can't be listened on: choose a port that is free")
 
@@ -112,18 +143,9 @@ def _listening(arguments: argparse.Namespace) -> tuple[str, int, list[str]]:
     keys = [] if arguments.http_keys is None else read_secret(arguments.http_keys).decode().split()
     if not keys and arguments.http_keys is not None:
         raise EnvdError(f"--http-keys {arguments.http_keys} holds no key: write one a line")
-    if not keys and not _is_loopback(host):
+    if not keys and not is_local(arguments.http):
         raise EnvdError(f"--http {arguments.http} is reached from other machines: give --http-keys")
     return host, int(port), keys
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _files(directory: Path) -> dict[str, bytes]:

@@ -8,6 +8,7 @@ import mcp_types as types
 from mcp.server.context import ServerRequestContext
 from mcp.server.lowlevel import Server
 
+from contracts.visible import visible
 from envd.errors import EnvdError
 from envd.mcp.sessions import Sessions, arguments_of
 from envd.tools import ALL_TOOLS
@@ -42,7 +43,7 @@ def make_server(sessions: Sessions, version: str) -> Server[Any]:
         try:
             result = await sessions.call(session_key(context), ToolCall(params.name, arguments_of(params.arguments)))
         except EnvdError as error:
-            return _answer(f"error: {error}", ok=False)
+            return _answer(visible(f"error: {error}"), ok=False)
         return _answer(result.text, ok=result.ok)
 
     return Server("envd", version=version, instructions=_INSTRUCTIONS, on_list_tools=list_tools, on_call_tool=call_tool)

@@ -92,7 +92,7 @@ static void ask_cancel(uint32_t id, struct reader *from) {
     uint32_t cancelled = take_u32(from);
     if (!taken(from)) return;
     bool (*const places[])(uint32_t) = {poll_cancel, watch_cancel, list_cancel, job_cancel, shell_cancel, upload_cancel};
-    for (size_t i = 0; i < sizeof places / sizeof *places; i++)
+    for (size_t i = 0; cancelled != 0 && i < sizeof places / sizeof *places; i++) /* 0: what nobody waits for any more */
         if (places[i](cancelled)) break;
     answer_ok(id);
 }

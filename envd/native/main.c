@@ -36,7 +36,7 @@ static int fail(const char *what, const char *why) {
 
 static int usage(void) {
     fputs("usage: envd-guest (--fd N | --stdio | --serial PATH | --vsock PORT) --workspace DIR --scratch DIR\n"
-          "                  [--escaped] [--init] [--supervised] [--no-openat2] [--template DIR --disk DIR [--read-only]]\n"
+          "                  [--escaped] [--init] [--supervised] [--no-openat2] [--template DIR --disk DIR [--read-only] [--two-users]]\n"
           "       envd-guest --name-host NAME\n"
           "  --escaped     the stream can be reset (envd/native/protocol.h); --serial implies it\n"
           "  --init        process 1 of a virtual machine: mounts what is missing, owns the clock, powers off at the end\n"
@@ -60,6 +60,7 @@ static bool parse(int count, char **words, struct options *options) {
         {"vsock", required_argument, NULL, 'v'},   {"workspace", required_argument, NULL, 'w'}, {"scratch", required_argument, NULL, 't'},
         {"escaped", no_argument, NULL, 'e'},       {"init", no_argument, NULL, 'i'},      {"no-openat2", no_argument, NULL, 'n'},
         {"template", required_argument, NULL, 'p'}, {"disk", required_argument, NULL, 'd'},    {"read-only", no_argument, NULL, 'r'},
+        {"two-users", no_argument, NULL, 'y'},
         {"supervised", no_argument, NULL, 'u'},    {NULL, 0, NULL, 0}};
     long value = 0;
     for (int option; (option = getopt_long(count, words, "", known, NULL)) != -1;) {
@@ -77,6 +78,7 @@ static bool parse(int count, char **words, struct options *options) {
         case 'd': options->container.disk = optarg; break;
         case 'u': options->supervised = true; break;
         case 'r': options->container.read_only = true; break;
+        case 'y': options->container.supervised = true; break;
         default: return false;
         }
     }

@@ -8,6 +8,7 @@ struct container {
     const char *template; /* the pristine workspace, read-only; NULL: this is no container */
     const char *disk;     /* an empty tmpfs, whose size is what the sandbox may write; out of sight afterwards */
     bool read_only;       /* the workspace can't be written */
+    bool supervised;      /* what is started keeps the capabilities by which a verifier becomes another user than the tests */
 };
 
 /* Mounts the workspace over the template and /tmp, and gives up every capability. 0, or -1 after its reason was printed. */

@@ -56,13 +56,18 @@ static int mount_workspace(const struct container *container, const char *worksp
     return umount2(container->disk, MNT_DETACH) < 0 ? failed("hide its disk") : 0;
 }
 
-static int give_up_capabilities(void)
+/* CHOWN, DAC_OVERRIDE, FOWNER, KILL, SETGID, SETUID, SETPCAP: over the container's own kernel only. */
+#define SUPERVISORS (1u << 0 | 1u << 1 | 1u << 3 | 1u << 5 | 1u << 6 | 1u << 7 | 1u << 8)
+
+static int give_up_capabilities(bool supervised)
 {
+    unsigned kept = supervised ? SUPERVISORS : 0;
     for (unsigned long capability = 0; capability <= LAST_CAPABILITY; capability++)
-        prctl(PR_CAPBSET_DROP, capability, 0, 0, 0); /* those that this kernel does not have are refused */
+        if (capability >= 32 || !(kept >> capability & 1))
+            prctl(PR_CAPBSET_DROP, capability, 0, 0, 0); /* those that this kernel does not have are refused */
     struct __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3};
-    struct __user_cap_data_struct none[2] = {{0}};
-    if (syscall(SYS_capset, &header, none) < 0 || prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) < 0)
+    struct __user_cap_data_struct left[2] = {{.effective = kept, .permitted = kept}};
+    if (syscall(SYS_capset, &header, left) < 0 || prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) < 0)
         return failed("give up its capabilities");
     return 0;
 }
@@ -80,5 +85,5 @@ int container_enter(const struct container *container, const char *workspace)
         return -1;
     if (chdir(workspace) < 0)
         return failed("enter its workspace");
-    return give_up_capabilities();
+    return give_up_capabilities(container->supervised);
 }

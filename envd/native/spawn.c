@@ -125,8 +125,8 @@ static int prepare(uint32_t keep)
     network_prepare();
     settings.landlock = landlock_abi();
     settings.own_users = users_prepare(settings.owner);
-    int watcher = watch_start(control);
-    if (watcher < 0 || sigprocmask(SIG_BLOCK, &child, NULL) < 0)
+    int watcher = watch_start(control), looker = watcher < 0 ? -1 : sockets_start(control, &settings.groups);
+    if (looker < 0 || sigprocmask(SIG_BLOCK, &child, NULL) < 0)
         return -1;
     loop = epoll_create1(EPOLL_CLOEXEC);
     int children = signalfd(-1, &child, SFD_CLOEXEC | SFD_NONBLOCK);
@@ -136,7 +136,7 @@ static int prepare(uint32_t keep)
         || epoll_ctl(loop, EPOLL_CTL_ADD, children, &of_children) < 0)
         return -1;
     settings.reuses = keep > 0;
-    if (berths_prepare(&settings, keep) < 0 || life_prepare(&settings, control, loop, watcher) < 0)
+    if (berths_prepare(&settings, keep) < 0 || life_prepare(&settings, control, loop, watcher, looker) < 0)
         return -1;
     return children;
 }
@@ -153,10 +153,13 @@ static void greet(void)
 
 int main(int count, char **arguments)
 {
-    enum { MEMORY, PIDS, CPU, UNIFIED, LIMITS, OWNER, GROUP, RUN_DIR, KEEP };
+    if (count == 2 && strcmp(arguments[1], "--print-filter") == 0)
+        return print_filter(STDOUT_FILENO) < 0;
+    enum { MEMORY, PIDS, CPU, UNIFIED, LIMITS, OWNER, GROUP, RUN_DIR, KEEP, SYSTEM };
     static const struct option options[] = {
         {"memory", 1, 0, MEMORY}, {"pids", 1, 0, PIDS},   {"cpu", 1, 0, CPU},     {"unified", 1, 0, UNIFIED}, {"unified-limits", 0, 0, LIMITS},
         {"owner", 1, 0, OWNER},   {"group", 1, 0, GROUP}, {"run-dir", 1, 0, RUN_DIR}, {"keep", 1, 0, KEEP},
+        {"system", 1, 0, SYSTEM},
         {0, 0, 0, 0},
     };
     struct parent_directory groups[8], run_dir = {-1, ""};
@@ -175,6 +178,11 @@ int main(int count, char **arguments)
         case GROUP:
             if (group_count < (int)(sizeof groups / sizeof *groups))
                 groups[group_count++] = parse_directory(optarg);
+            break;
+        case SYSTEM:
+            if (strlen(optarg) >= PATH_SIZE || settings.system_count == MOST_SYSTEM)
+                return 2;
+            settings.system[settings.system_count++] = strdup(optarg);
             break;
         default: return 2;
         }

@@ -19,7 +19,11 @@
 #define HIDDEN_TEMPLATES HIDDEN "/templates"
 #define HIDDEN_BOX HIDDEN "/box"     /* where a sandbox's tmpfs is while it is being set up */
 #define HIDDEN_LOWER HIDDEN "/lower" /* where its template is meanwhile */
+#define HIDDEN_VIEW HIDDEN "/view"   /* where its root is put together */
+#define HIDDEN_NONE HIDDEN "/none"   /* empty */
 #define MAX_NAME 96
+#define PATH_SIZE 1024
+#define MOST_SYSTEM 32
 #define CAPACITY 16384
 #define PROXY_PORT 3128 /* envd/backends/proxied.py has it too */
 
@@ -50,8 +54,9 @@ enum report_kind {
     REPORT_READY = 1,    /* once, at the start; words: the limits that are enforced and the walls that stand, by spaces */
     REPORT_STARTED = 2,  /* value: its process 1; words: the name of its control groups, and the microseconds of CPU time that they counted before */
     REPORT_FAILED = 3,   /* it could not be set up; words say why; REPORT_ENDED follows */
-    REPORT_ENDED = 4,    /* nothing is left of it: value: the wait status of process 1; words: how often limits were hit, as `memory N pids N` */
+    REPORT_ENDED = 4,    /* nothing is left of it: value: the wait status of process 1; words: how often limits were hit, as `memory N pids N sockets N` */
     REPORT_ARCHIVED = 5, /* value: 0, or what went wrong: words */
+    REPORT_SOCKETS = 7,  /* it is ended, since its sockets held more than it may have */
     REPORT_REFUSED = 6,  /* words: a system call that it was refused (spawn_calls.h); value: how many were since the last such report */
 };
 
@@ -62,6 +67,7 @@ struct report {
     char words[240];
 };
 
+#define SOCKET_SHARE 8 /* of a sandbox's memory, what its sockets' buffers may hold beside it where that is counted apart */
 #define CPU_PERIOD_US 100000
 
 /* Directory descriptors of our own groups, -1 where there is none. */
@@ -77,6 +83,8 @@ struct settings {
     uint32_t own_users; /* the first of the numbers that sandboxes' roots are; 0: they all are `owner` */
     int landlock;       /* the ABI, 0 where there is none */
     bool reuses;        /* berths are used again */
+    const char *system[MOST_SYSTEM]; /* directories that sandboxes see, by their paths */
+    size_t system_count;
 };
 
 /* What is costly to make and outlives a sandbox: control groups, a user number, a network namespace. Those of a sandbox that left no trace in
@@ -105,6 +113,7 @@ int groups_enter(const struct groups *groups, const struct berth *berth, const s
 int groups_remove(const struct groups *groups, const char *name); /* EBUSY: its last process is not gone yet */
 void groups_remove_all(const struct groups *groups);
 void groups_events(const struct groups *groups, const char *name, char *words, size_t size);
+unsigned long long groups_socket_bytes(const struct groups *groups, const char *name); /* that are charged to it */
 bool groups_clean(const struct groups *groups, const char *name, uint64_t *used_us); /* whether it is as good as new but for CPU time */
 
 /* spawn_network.c */
@@ -128,21 +137,42 @@ int landlock_abi(void);
 /* spawn_filter.c: seccomp; needs no_new_privs */
 void prepare_filter(void);                /* once, in the spawner: its children inherit it */
 int filter_calls(void);                   /* refused calls fail */
+int print_filter(int out);               /* the program of those, as an array of struct sock_filter */
 int filter_calls_watched(int *listener);  /* the holder of the listener answers them; it is -1 where kernels can't do that, and they fail */
+
+/* A sandbox as whoever looks at its sockets knows it. */
+struct tenant {
+    uint32_t box;
+    pid_t pid; /* its process 1 */
+    uint64_t memory_bytes;
+    char group[24];
+};
 
 /* spawn_watch.c: a process that answers refused calls, so that no flood of them reaches the spawner */
 int watch_start(int control);                            /* the socket that listeners are given it by; -1 with errno */
 void watch_add(int watcher, uint32_t box, int listener);
+
+/* spawn_sockets.c: a process that ends sandboxes whose sockets hold too much */
+int sockets_start(int control, const struct groups *groups); /* the socket that it is told of sandboxes by; -1 with errno */
+void sockets_add(int looker, const struct tenant *tenant);
+
+/* spawn_routing.c: in the watcher */
+int routing_prepare(void);
+int routing_open(pid_t pid, int type); /* a routing socket of that process's network; -1 with errno, also where it has many sockets */
 
 /* spawn_pass.c */
 ssize_t pass(int socket, const void *data, size_t size, int fd);                       /* fd: -1 for none */
 ssize_t receive(int socket, void *data, size_t size, int flags, int fds[2]);           /* fds: those that came with it, else -1 */
 
 /* spawn_box.c */
-int mount_template(void); /* what is at HIDDEN_LOWER, at /.template, so that no mount names where it is on the host */
 int make_scratch(const struct berth *berth, const struct request *wanted); /* the detached tmpfs of a sandbox; -1 with errno */
 _Noreturn void run_box(const struct settings *settings, const struct request *wanted, const struct berth *berth, int stream, int archive,
                        int scratch, int sync);
+
+/* spawn_view.c, in process 1 */
+int mount_template(const char *target); /* what is at HIDDEN_LOWER, so that no mount names where it is on the host */
+/* NULL, or what it could not do: beginning with "e" words of their own, else errno says why. */
+const char *view_enter(const struct settings *settings, const struct request *wanted, const struct berth *berth, int scratch, int archive);
 
 /* spawn_archive.c */
 void archive_unpack(uint32_t owner, int archive, const char **failure); /* in process 1: into HIDDEN_BOX; failure: NULL, or words */
@@ -150,7 +180,7 @@ void archive_write(uint32_t id, int scratch, int out);                  /* in a 
 void archive_reaped(pid_t pid, int status);                             /* a child of ours that is no sandbox has ended */
 
 /* spawn_life.c: the sandboxes there are. Reports go to `control`, events of sandboxes come by `loop`, listeners go to `watcher`. */
-int life_prepare(const struct settings *settings, int control, int loop, int watcher);
+int life_prepare(const struct settings *settings, int control, int loop, int watcher, int looker);
 void life_create(const struct request *wanted, int stream, int source);
 void life_hear(uint32_t id); /* its process 1 has said something */
 void life_end(uint32_t id, bool changed);

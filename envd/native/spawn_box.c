@@ -18,9 +18,7 @@
 #include "guest.h"
 #include "spawn.h"
 
-#define SAFE (MS_NOSUID | MS_NODEV)
 #define INODES "65536"
-#define TERMINALS "64" /* the kernel has 4,096 for all there are */
 
 /* Tells the spawner what went wrong, in words, and ends. */
 static _Noreturn void fail(int sync, const char *what)
@@ -65,44 +63,6 @@ int make_scratch(const struct berth *berth, const struct request *wanted)
         return -1;
     }
     return root;
-}
-
-int mount_template(void)
-{
-    /* a second layer, which is empty: without an upper one there must be two */
-    return mount("overlay", "/.template", "overlay", SAFE | MS_RDONLY, "lowerdir=" HIDDEN_LOWER ":/.template,userxattr");
-}
-
-static void mount_view(const struct request *wanted, const struct berth *berth, int scratch, int archive, int sync)
-{
-    const char *failure = NULL;
-    char template[sizeof HIDDEN_TEMPLATES + MAX_NAME];
-    snprintf(template, sizeof template, "%s/%s", HIDDEN_TEMPLATES, wanted->template);
-    if (move_mount(scratch, "", AT_FDCWD, HIDDEN_BOX, MOVE_MOUNT_F_EMPTY_PATH) < 0)
-        fail(sync, "mount its tmpfs");
-    if (archive >= 0)
-        archive_unpack(berth->owner, archive, &failure);
-    if (failure) {
-        send(sync, failure, strlen(failure), MSG_NOSIGNAL);
-        _exit(1);
-    }
-    int lower = users_mount(template, berth->users);
-    if (lower < 0 || move_mount(lower, "", AT_FDCWD, HIDDEN_LOWER, MOVE_MOUNT_F_EMPTY_PATH) < 0 || mount_template() < 0)
-        fail(sync, "mount its template");
-    unsigned long flags = SAFE | (wanted->flags & FLAG_READ_ONLY ? MS_RDONLY : 0);
-    const char *layers = "lowerdir=" HIDDEN_LOWER ",upperdir=" HIDDEN_BOX "/upper,workdir=" HIDDEN_BOX "/work,userxattr";
-    if (mount("overlay", "/workspace", "overlay", flags, layers) < 0)
-        fail(sync, "mount its overlay");
-    if (mount(HIDDEN_BOX "/tmp", "/tmp", NULL, MS_BIND, NULL) < 0)
-        fail(sync, "bind its /tmp");
-    if (mount("proc", "/proc", "proc", SAFE | MS_NOEXEC, NULL) < 0)
-        fail(sync, "mount its /proc");
-    if (mount("devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, "ptmxmode=0666,mode=0620,max=" TERMINALS) < 0)
-        fail(sync, "mount its /dev/pts");
-    if (umount2(HIDDEN, MNT_DETACH) < 0)
-        fail(sync, "unmount what is hidden");
-    if (chdir("/workspace") < 0)
-        fail(sync, "enter its workspace");
 }
 
 /* Until here process 1 was the spawner's own user; from here it is root of a user namespace that owns nothing. */
@@ -170,7 +130,13 @@ _Noreturn void run_box(const struct settings *settings, const struct request *wa
         fail(sync, "make its network");
     if (wanted->flags & FLAG_PROXY && network_offer(stream) < 0)
         fail(sync, "open its proxy's port");
-    mount_view(wanted, berth, scratch, archive, sync);
+    const char *failure = view_enter(settings, wanted, berth, scratch, archive);
+    if (failure && failure[0] == 'e') /* words of its own */
+        send(sync, failure, strlen(failure), MSG_NOSIGNAL);
+    else if (failure)
+        fail(sync, failure);
+    if (failure)
+        _exit(1);
     if (sethostname(wanted->host_name, strlen(wanted->host_name)) < 0)
         fail(sync, "set its host name");
     become_nobody(settings, berth, sync);

@@ -63,12 +63,18 @@ static int enter(int base, const char *name)
     return put(base, name, "tasks", "0");
 }
 
+#define SOCKETS "memory.kmem.tcp."
+#define SOCKET_SLACK (256 * 1024) /* bytes: what is charged at once, and refused when it would pass the limit */
+
 static int make_memory(int base, const char *name, const struct request *wanted)
 {
     if (mkdirat(base, name, 0755) < 0 || put_number(base, name, "memory.limit_in_bytes", wanted->memory_bytes) < 0)
         return -1;
     if (put_number(base, name, "memory.memsw.limit_in_bytes", wanted->memory_bytes) < 0 && errno != ENOENT && errno != EACCES)
         return -1; /* a kernel without swap accounting has no such file */
+    /* v1 counts what sockets hold beside the rest; without a limit it does not count it at all */
+    if (put_number(base, name, SOCKETS "limit_in_bytes", wanted->memory_bytes / SOCKET_SHARE) < 0 && errno != ENOENT)
+        return -1;
     return 0;
 }
 
@@ -132,7 +138,16 @@ void groups_events(const struct groups *groups, const char *name, char *words, s
     int memory = groups->unified_limits ? groups->unified : groups->memory;
     int pids = groups->unified_limits ? groups->unified : groups->pids;
     const char *file = groups->unified_limits ? "memory.events" : "memory.oom_control";
-    snprintf(words, size, "memory %llu pids %llu", count(memory, name, file, "oom_kill "), count(pids, name, "pids.events", "max "));
+    /* v1 counts no failure of it; of v2 kernels from 6.19 on do */
+    unsigned long long sockets = groups->unified_limits ? count(memory, name, "memory.events", "sock_throttled ")
+                                                        : count(memory, name, SOCKETS "max_usage_in_bytes", "") + SOCKET_SLACK
+                                                              >= count(memory, name, SOCKETS "limit_in_bytes", "");
+    snprintf(words, size, "memory %llu pids %llu sockets %llu", count(memory, name, file, "oom_kill "), count(pids, name, "pids.events", "max "), sockets);
+}
+
+unsigned long long groups_socket_bytes(const struct groups *groups, const char *name)
+{
+    return groups->unified_limits ? count(groups->unified, name, "memory.stat", "sock ") : count(groups->memory, name, SOCKETS "usage_in_bytes", "");
 }
 
 #define LEFT_OVER (2u * 1024 * 1024) /* bytes: what the kernel has cached for a group, and gives back under pressure */
@@ -140,10 +155,10 @@ void groups_events(const struct groups *groups, const char *name, char *words, s
 bool groups_clean(const struct groups *groups, const char *name, uint64_t *used_us)
 {
     int memory = groups->unified_limits ? groups->unified : groups->memory;
-    char events[64];
+    char events[96];
     groups_events(groups, name, events, sizeof events);
     *used_us = count(groups->unified, name, "cpu.stat", "usage_usec ");
-    return strcmp(events, "memory 0 pids 0") == 0 && count(groups->unified, name, "cgroup.events", "frozen ") == 0
+    return strcmp(events, "memory 0 pids 0 sockets 0") == 0 && count(groups->unified, name, "cgroup.events", "frozen ") == 0
            && count(memory, name, groups->unified_limits ? "memory.current" : "memory.usage_in_bytes", "") < LEFT_OVER;
 }
 

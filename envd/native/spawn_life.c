@@ -19,7 +19,7 @@
 #define NAMESPACES (CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS) /* its network and user are made by itself, meanwhile */
 
 static const struct settings *settings;
-static int control = -1, loop = -1, watcher = -1;
+static int control = -1, loop = -1, watcher = -1, looker = -1;
 
 static int64_t now_ms(void)
 {
@@ -127,6 +127,9 @@ static void started(uint32_t i, int listener)
 {
     char words[64];
     const struct berth *berth = table->boxes[i].berth;
+    struct tenant tenant = {.box = table->ids[i], .pid = table->pids[i], .memory_bytes = berth->memory_bytes};
+    memcpy(tenant.group, berth->name, sizeof tenant.group);
+    sockets_add(looker, &tenant);
     if (listener >= 0)
         watch_add(watcher, table->ids[i], listener);
     snprintf(words, sizeof words, "%s %llu", berth->name, (unsigned long long)berth->used_us);
@@ -261,12 +264,13 @@ void life_create(const struct request *wanted, int stream, int source)
     }
 }
 
-int life_prepare(const struct settings *given, int to_server, int of_events, int to_watcher)
+int life_prepare(const struct settings *given, int to_server, int of_events, int to_watcher, int to_looker)
 {
     settings = given;
     control = to_server;
     loop = of_events;
     watcher = to_watcher;
+    looker = to_looker;
     return table_prepare();
 }
 

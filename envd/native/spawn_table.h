@@ -15,7 +15,7 @@ struct box {
     int status;
     int64_t ended_ms;
     struct berth *berth;
-    char events[64];
+    char events[96];
 };
 
 /* Side by side, so that a search reads little. Not inherited by sandboxes: they would keep copies of the pages that change. */

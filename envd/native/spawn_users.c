@@ -90,7 +90,7 @@ static int attempt(uint32_t owner, uint32_t first)
     int tree = users < 0 ? -1 : users_mount(HIDDEN_TEMPLATES, users);
     if (tree < 0 || unshare(CLONE_NEWNS) < 0 || syscall(SYS_move_mount, tree, "", AT_FDCWD, HIDDEN_LOWER, MOVE_MOUNT_F_EMPTY_PATH) < 0)
         return -1;
-    return mount_template() < 0 ? -1 : setresuid(first, first, first);
+    return mount_template("/.template") < 0 ? -1 : setresuid(first, first, first);
 }
 
 uint32_t users_prepare(uint32_t owner)

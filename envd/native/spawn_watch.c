@@ -1,6 +1,7 @@
 /* Answers sandboxes' refused system calls and tells the server of them, in a process of its own: code that makes a million of them waits for each,
  * and takes no time from the spawner. It ends with the spawner. */
 #include <errno.h>
+#include <fcntl.h>
 #include <linux/seccomp.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -44,6 +45,19 @@ static void tell(int control, struct watched *watched, const char *call)
         watched->calls = 0; /* else the server is behind: it is told with the next */
 }
 
+/* Answers a call that wants a routing socket with one: 0, or the error that it is to be answered. */
+static int give_routing(const struct watched *watched, const struct seccomp_notif *asked, int type)
+{
+    int made = routing_open((pid_t)asked->pid, type);
+    if (made < 0)
+        return errno;
+    struct seccomp_notif_addfd given = {.id = asked->id, .flags = SECCOMP_ADDFD_FLAG_SEND, .srcfd = (uint32_t)made};
+    given.newfd_flags = type & SOCK_CLOEXEC ? O_CLOEXEC : 0;
+    int failure = ioctl(watched->listener, SECCOMP_IOCTL_NOTIF_ADDFD, &given) < 0 ? errno : 0;
+    close(made);
+    return failure == ENOENT ? 0 : failure; /* ENOENT: it was killed meanwhile */
+}
+
 /* One call; false when there will be no more: all that could make them have ended. */
 static bool answer(int control, struct watched *watched, uint32_t events)
 {
@@ -53,6 +67,8 @@ static bool answer(int control, struct watched *watched, uint32_t events)
     if (ioctl(watched->listener, SECCOMP_IOCTL_NOTIF_RECV, &asked) < 0)
         return true; /* its thread was killed meanwhile */
     struct refusal refusal = refusal_of(&asked.data);
+    if (refusal.socket >= 0 && (refusal.error = give_routing(watched, &asked, refusal.socket)) == 0)
+        return true;
     tell(control, watched, refusal.name); /* first: whoever sees what the call led to finds the event there */
     struct seccomp_notif_resp answered = {.id = asked.id, .error = -refusal.error};
     if (refusal.error == 0)
@@ -115,6 +131,8 @@ int watch_start(int control)
             _exit(0);
         close(ends[0]);
         setpriority(PRIO_PROCESS, 0, POLITE);
+        if (routing_prepare() < 0)
+            _exit(1);
         run(control, ends[1]);
     }
     close(ends[1]);

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from envd.sandbox.python_inside import system_directories
+
 _DIRECT = {
     "sys._getframe": "frames:sys._getframe", "sys._current_frames": "frames:sys._current_frames",
     "gc.get_objects": "memory:gc.get_objects", "gc.get_referrers": "memory:gc.get_referrers", "gc.get_referents": "memory:gc.get_referents",
@@ -60,7 +62,7 @@ def install(
     """From here on name what the changed files' code does, each name once. For this process and its forks, without end."""
     sources = _Sources(root, template, changed)
     system = (
-        *{f"{path}/" for path in (sys.prefix, sys.base_prefix, "/usr", str(Path(__file__).parents[2] / "envd"))},
+        *{f"{path}/" for path in (*system_directories(), str(Path(__file__).parents[2] / "envd"))},
         "<",
     )
     places = frozenset(str(root / path) for path in hidden)

@@ -19,8 +19,13 @@ from envd.sandbox.delegation import CONTROLLERS, enable, own_group
 _MOUNT = Path("/sys/fs/cgroup")
 _PERIOD_US = 100_000
 _FREEZE_S = 5.0
-_OPTIONAL = frozenset({"memory.swap.max", "memory.memsw.limit_in_bytes"})
-"""A kernel without swap accounting has no such file."""
+_OPTIONAL = frozenset({"memory.swap.max", "memory.memsw.limit_in_bytes", "memory.kmem.tcp.limit_in_bytes"})
+"""A kernel without swap accounting, or that is to end v1's, has no such file."""
+_SOCKET_SHARE = 8
+"""Of a sandbox's memory, what its sockets' buffers may hold beside it on v1, which counts them apart, and only under a limit. v2 counts them with the
+rest (envd/native/spawn_groups.c)."""
+_SOCKET_SLACK = 256 * 1024
+"""Bytes: what is charged at once, and refused when it would pass the limit."""
 OWNED = "envd-"
 """How the names of run directories begin, and of the groups that are named after them: one that a killed server left is known by it."""
 
@@ -44,6 +49,9 @@ class Cgroups:
                 continue
             self._paths[controller] = base
             self._bases[controller] = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        if "memory" in self._bases:
+            # the kernel counts sockets' memory while any group limits it: without this one each sandbox would switch that on and off again
+            _put(self._bases["memory"], "memory.kmem.tcp.limit_in_bytes", "-1", optional=True)
         if "unified" in self._bases:
             self._prepare_unified()
         self._parents = {
@@ -95,7 +103,11 @@ class Cgroups:
             }
         else:
             files = {
-                "memory": {"memory.limit_in_bytes": str(memory), "memory.memsw.limit_in_bytes": str(memory)},
+                "memory": {
+                    "memory.limit_in_bytes": str(memory),
+                    "memory.memsw.limit_in_bytes": str(memory),
+                    "memory.kmem.tcp.limit_in_bytes": str(memory // _SOCKET_SHARE),
+                },
                 "pids": {"pids.max": str(pids)},
                 "cpu": {"cpu.cfs_period_us": str(_PERIOD_US), "cpu.cfs_quota_us": str(quota)},
             }
@@ -218,7 +230,7 @@ class Measured(NamedTuple):
     pids: int
     cpu_s: float
     events: dict[str, int]
-    """How often a limit was hit: memory, pids."""
+    """How often a limit was hit: memory, pids, sockets (what their buffers hold)."""
 
 
 def measure(where: Mapping[str, Path]) -> Measured:
@@ -226,13 +238,21 @@ def measure(where: Mapping[str, Path]) -> Measured:
     memory, pids = where.get("memory", where.get("unified")), where.get("pids", where.get("unified"))
     cpu = where.get("unified")
     killed = _field(memory, "memory.oom_control", "oom_kill") or _field(memory, "memory.events", "oom_kill")
-    events = {"memory": killed, "pids": _field(pids, "pids.events", "max")}
+    events = {"memory": killed, "pids": _field(pids, "pids.events", "max"), "sockets": _sockets_full(memory)}
     return Measured(
-        memory_bytes=_field(memory, "memory.usage_in_bytes") or _field(memory, "memory.current"),
+        memory_bytes=_field(memory, "memory.usage_in_bytes") + _field(memory, "memory.kmem.tcp.usage_in_bytes")
+        or _field(memory, "memory.current"),
         pids=_field(pids, "pids.current"),
         cpu_s=_field(cpu, "cpu.stat", "usage_usec") / 1e6,
         events={key: count for key, count in events.items() if count},
     )
+
+
+def _sockets_full(memory: Path | None) -> int:
+    """How often sockets' buffers hit their limit; v1 counts no failure of it, so whether they did."""
+    limit = _field(memory, "memory.kmem.tcp.limit_in_bytes")
+    most = _field(memory, "memory.kmem.tcp.max_usage_in_bytes")
+    return int(most + _SOCKET_SLACK >= limit) if limit else _field(memory, "memory.events", "sock_throttled")
 
 
 async def freeze(where: Mapping[str, Path], frozen: bool) -> None:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from envd.sandbox import linux, rootfs
+from envd.sandbox.landlock import restrict_files
 from envd.sandbox.place import Place, prepare_process, sandbox_environment
 from envd.sandbox.syscalls import filter_calls
 from envd.tools.paths import WORKSPACE
 
 
-def enter_namespaces(request: dict[str, Any], *, owner: int, supervised: bool) -> Place:
+def enter_namespaces(request: dict[str, Any], *, owner: int, supervised: bool, system: Iterable[str]) -> Place:
     """As process 1 of new namespaces whose users are mapped: see the template, keep no privilege. Raises OSError.
 
-    owner: the host's user that its root is. supervised: go on as the sandbox's supervisor instead of its root.
+    owner: the host's user that its root is. supervised: go on as the sandbox's supervisor instead of its root. system: its system
+    directories.
     """
     linux.unshare(linux.CLONE_NEWCGROUP)  # its groups' place on the host is nobody's business
     os.setresgid(0, 0, 0)
@@ -25,13 +29,14 @@ def enter_namespaces(request: dict[str, Any], *, owner: int, supervised: bool) -
     if owner == linux.SANDBOX_USER:
         os.setgroups([])
     socket.sethostname("sandbox")
-    rootfs.enter(request["template"], request["disk"])
+    rootfs.enter(request["template"], request["disk"], system)
     linux.raise_loopback()
     if supervised:
         linux.become_supervisor()
     else:
         linux.drop_capabilities()
     linux.no_new_privileges()
+    restrict_files()
     filter_calls()
     linux.hide_from_ptrace()
     prepare_process(sandbox_environment("/tmp"))
@@ -53,7 +58,7 @@ def enter_copy(request: dict[str, Any], run_dir: Path) -> Place:
     (box / "tmp").mkdir()
     os.setsid()
     linux.adopt_orphans()
-    prepare_process(sandbox_environment(str(box / "tmp")))
+    prepare_process(sandbox_environment(str(box / "tmp"), str(Path(sys.prefix) / "bin")))
     os.chdir(workspace)
     return Place(workspace, template, scratch)
 

@@ -8,6 +8,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from envd.sandbox.python_inside import system_directories
+
 
 class Origin:
     """Tells code that the final state brought from code that was there without it.
@@ -17,7 +19,7 @@ class Origin:
 
     def __init__(self, root: Path, template: Path, hidden: Collection[str]) -> None:
         self._root, self.template, self.hidden = root, template, frozenset(hidden)
-        self._system = tuple({f"{path}/" for path in (sys.prefix, sys.base_prefix, "/usr")})
+        self._system = tuple({f"{path}/" for path in system_directories()})
 
     def vouched(self, found: Any) -> bool:
         """Whether a function, class, module or object is the task's own."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from envd.sandbox.python_inside import bin_directory
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,9 @@ def prepare_process(env: dict[str, str]) -> None:
     os.close(null)
 
 
-def sandbox_environment(home: str) -> dict[str, str]:
-    """Environment of a sandbox's processes: nothing of the server's own."""
-    python = str(Path(sys.prefix) / "bin")
+def sandbox_environment(home: str, python: str | None = None) -> dict[str, str]:
+    """Environment of a sandbox's processes: nothing of the server's own. python: where its programs are; None: where sandboxes see them."""
+    python = python or bin_directory()
     return {
         "PATH": f"{python}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         "HOME": home,

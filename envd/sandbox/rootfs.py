@@ -1,7 +1,7 @@
 """What a sandbox sees: a read-only system, its own workspace over a template, a private /tmp, /proc and a small /dev.
 
 /            tmpfs prepared once, read-only, shared by all sandboxes of a server
-/usr ...     the host's, read-only; so are the Python that runs envd and its packages
+/usr ...     the host's, read-only; so are the Python that runs envd and its packages (python_inside.py)
 /.template   the pristine workspace, read-only
 /workspace   overlay: the template below, a size-limited tmpfs above
 /tmp         on that same tmpfs
@@ -11,11 +11,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
-import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from envd.sandbox import linux
+from envd.sandbox.python_inside import inside, make_environment, python_directories
 
 DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9)}
 _SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
@@ -26,64 +28,78 @@ _HOSTS = "127.0.0.1 localhost sandbox\n::1 localhost\n"
 INSIDE_TEMPLATE = "/.template"
 
 
-def python_directories() -> list[str]:
-    """Directories the running interpreter and its packages live in, outermost only, outside /usr."""
-    wanted = {sys.base_prefix, sys.base_exec_prefix, sys.prefix}
-    wanted |= {each for each in sys.path if each.endswith(("site-packages", "dist-packages"))}
-    outside = sorted(path for path in wanted if Path(path).is_dir() and not path.startswith("/usr/"))
-    return [path for path in outside if not any(path.startswith(other + "/") for other in outside)]
+def prepare_base(run_dir: Path) -> list[str]:
+    """Build the zygote's own root and move into it.
 
-
-def prepare_base(run_dir: Path) -> None:
-    """Build the zygote's own root and move into it: `/base` (what sandboxes see), `/templates`, `/proc`, `/mnt`.
-
-    Called once, in the zygote's fresh mount namespace.
+    `/base` and `/system` are what sandboxes see through overlays: apart, since a user namespace may not look below the mounts of another one.
+    Beside them are `/devices`, `/templates`, `/proc`, `/mnt` and `/none` (empty). Returns the system directories of what sandboxes see. Called once,
+    in the zygote's fresh mount namespace.
     """
     linux.mount("", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
     root = run_dir / "root"
     root.mkdir(exist_ok=True)
     linux.mount("tmpfs", str(root), "tmpfs", linux.MS_NOSUID, "mode=755,size=16m")
-    for name in ("base", "templates", "proc", "mnt", "dev", "workspace"):
+    for name in ("base", "system", "devices", "templates", "proc", "mnt", "none", "dev", "workspace"):
         (root / name).mkdir()
-    base = root / "base"
-    fill_base(base)
+    system = fill_base(root / "base", root / "system")
     _bind_read_only(str(run_dir / "templates"), root / "templates")
     linux.mount("/proc", str(root / "proc"), flags=linux.MS_BIND | linux.MS_REC)
-    _devices(root / "dev")
-    linux.mount(str(base), str(base), flags=linux.MS_BIND | linux.MS_REC)
-    flags = linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID
-    linux.mount("", str(base), flags=flags)
+    for name in DEVICES:
+        (root / "base/dev" / name).touch()
+    fill_devices(root / "dev")
     linux.pivot_into(str(root))
+    return system
 
 
-def prepare_shared_root(run_dir: Path) -> None:
-    """Build the root that the native spawner lives in and that its sandboxes get copies of, and move into it.
+def make_devices() -> None:
+    """Mount device files of its own for the next sandbox: before it is forked, since only the host's root can make them."""
+    linux.mount("tmpfs", "/devices", "tmpfs", linux.MS_NOSUID | linux.MS_NOEXEC, "mode=755,size=64k")
+    fill_devices(Path("/devices"))
 
-    What no sandbox may see is below /.scratch, which each sandbox unmounts: `templates`, `proc` (the host's), `box` and `lower` (for mounts).
-    Called once, in the spawner's fresh mount namespace.
+
+def forget_devices() -> None:
+    """Leave them to the sandbox, which has a copy of that mount."""
+    linux.unmount("/devices")
+
+
+def prepare_shared_root(run_dir: Path) -> list[str]:
+    """Build the root that the native spawner lives in and that its sandboxes see through overlays, and move into it. Returns its system directories.
+
+    What no sandbox may see is below /.scratch, which each sandbox unmounts: `templates`, `proc` (the host's), `box`, `lower` and `view` (for mounts),
+    `none` (empty). Called once, in the spawner's fresh mount namespace.
     """
     linux.mount("", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
     root = run_dir / "root"
     root.mkdir(exist_ok=True)
     linux.mount("tmpfs", str(root), "tmpfs", linux.MS_NOSUID, "mode=755,size=16m")
-    fill_base(root)
+    system = fill_base(root, root)
+    fill_devices(root / "dev")
     (root / "dev/pts").mkdir()
     (root / "dev/ptmx").symlink_to("pts/ptmx")
     hidden = root / ".scratch"
     linux.mount("tmpfs", str(hidden), "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "mode=700,size=64k")
-    for name in ("templates", "proc", "box", "lower"):
+    for name in ("templates", "proc", "box", "lower", "view", "none"):
         (hidden / name).mkdir()
     _bind_read_only(str(run_dir / "templates"), hidden / "templates")
     linux.mount("/proc", str(hidden / "proc"), flags=linux.MS_BIND | linux.MS_REC)
     linux.mount("", str(root), flags=linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID)
     linux.pivot_into(str(root))
+    return system
 
 
-def enter(template: str, disk_bytes: int) -> None:
-    """Mount a sandbox's view and make it the root. Called in the sandbox's fresh namespaces, still privileged there."""
+def enter(template: str, disk_bytes: int, system: Iterable[str]) -> None:
+    """Mount a sandbox's view and make it the root. Called in the sandbox's fresh namespaces, still privileged there.
+
+    system: its system directories. What sandboxes share is seen through overlays, so that each has inodes of its own: locks and notifications on
+    system files end at the sandbox (envd/native/spawn_view.c does the same).
+    """
     linux.mount("", "/", flags=linux.MS_REC | linux.MS_SLAVE)
-    linux.mount("/base", "/mnt", flags=linux.MS_BIND | linux.MS_REC)
     safe = linux.MS_NOSUID | linux.MS_NODEV
+    _see("/base", "/mnt", linux.MS_NOSUID)
+    for path in system:
+        _see(f"/system{path}", f"/mnt{path}", safe)
+    for name in DEVICES:
+        linux.mount(f"/devices/{name}", f"/mnt/dev/{name}", flags=linux.MS_BIND)
     linux.mount("tmpfs", "/mnt/.scratch", "tmpfs", safe, f"size={disk_bytes},mode=755,nr_inodes=65536")
     for name in ("upper", "work", "tmp"):
         Path(f"/mnt/.scratch/{name}").mkdir()
@@ -97,24 +113,39 @@ def enter(template: str, disk_bytes: int) -> None:
     Path("/tmp").chmod(0o1777)
 
 
-def fill_base(base: Path) -> None:
-    """Put all that a sandbox sees and does not own into a directory of a private mount namespace."""
+def _see(source: str, target: str, flags: int) -> None:
+    lower = re.sub(r"([\\:,])", r"\\\1", source)
+    linux.mount("overlay", target, "overlay", flags | linux.MS_RDONLY, f"lowerdir={lower}:/none,userxattr")
+
+
+def fill_base(base: Path, mounts: Path) -> list[str]:
+    """Put all that a sandbox sees and does not own into a directory of a private mount namespace, devices aside. Returns its system directories.
+
+    mounts: below this they are bound; base has directories of these names.
+    """
     _skeleton(base)
+    system = {inside(path): path for path in python_directories()}
     for name in _SYSTEM:
         source = Path("/") / name
         if source.is_symlink():
             (base / name).symlink_to(source.readlink())
         elif source.is_dir():
-            _bind_read_only(str(source), base / name)
-    for path in python_directories():
-        _bind_read_only(path, base / path.lstrip("/"))
-    _devices(base / "dev")
+            system[str(source)] = str(source)
+    for path, source_path in system.items():
+        (base / path.lstrip("/")).mkdir(parents=True, exist_ok=True)
+        _bind_read_only(source_path, mounts / path.lstrip("/"))
+    make_environment(base)
+    return sorted(system)
 
 
 def _skeleton(base: Path) -> None:
     for name in ("proc", "dev", "tmp", "etc", "workspace", ".template", ".scratch", "run", "var", "root"):
         (base / name).mkdir(parents=True)
     (base / "var/tmp").symlink_to("/tmp")
+    (base / "dev/shm").symlink_to("/tmp")
+    (base / "dev/fd").symlink_to("/proc/self/fd")
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        (base / "dev" / name).symlink_to(f"/proc/self/fd/{number}")
     etc = base / "etc"
     (etc / "passwd").write_text(_PASSWD)
     (etc / "group").write_text(_GROUP)
@@ -127,18 +158,15 @@ def _skeleton(base: Path) -> None:
         shutil.copytree("/etc/alternatives", etc / "alternatives", symlinks=True)
 
 
-def _devices(dev: Path) -> None:
+def fill_devices(dev: Path) -> None:
+    """Make the device files that a sandbox has. Raises OSError."""
     for name, (major, minor) in DEVICES.items():
         try:
             os.mknod(dev / name, 0o20666, os.makedev(major, minor))
             (dev / name).chmod(0o666)
-        except PermissionError:
+        except PermissionError:  # without privilege they are the host's
             (dev / name).touch()
             linux.mount(f"/dev/{name}", str(dev / name), flags=linux.MS_BIND)
-    (dev / "shm").symlink_to("/tmp")
-    (dev / "fd").symlink_to("/proc/self/fd")
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        (dev / name).symlink_to(f"/proc/self/fd/{number}")
 
 
 def _bind_read_only(source: str, target: Path) -> None:

@@ -24,8 +24,9 @@ def main(arguments: list[str]) -> None:
     owner = linux.sandbox_owner()
     inside = owner if owner == linux.SANDBOX_USER else 0
     linux.own_mounts()
-    rootfs.prepare_shared_root(run_dir)
+    system = rootfs.prepare_shared_root(run_dir)
     command = ["envd-spawn", "--owner", str(inside), "--run-dir", f"{above}:{run_dir.name}", "--keep", keep]
+    command += [f"--system={path}" for path in system]
     kept = [control, above]
     for controller, (base, parent) in groups.descriptors.items():
         command += [f"--{controller}", str(base), "--group", f"{parent}:{name}"]

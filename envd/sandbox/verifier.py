@@ -11,6 +11,7 @@ The runner's exit code is not believed unless it is the one agreed on: a test th
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import io
 import json
@@ -37,6 +38,8 @@ from envd.tools import Output
 from envd.types import VerifyResult
 
 _LOG_BYTES = 8192
+_LOOK, _LOOK_MS = os.WEXITED | os.WNOHANG | os.WNOWAIT, 5
+"""How a process is looked at that no descriptor stands for, and how often, in milliseconds."""
 
 
 def serve_verification(sock: socket.socket, place: Place, *, supervised: bool = False) -> None:
@@ -192,9 +195,10 @@ def _leave_the_supervisor() -> None:
 
 def _gather(runner: int, pipe: int, timeout_s: float) -> tuple[bytes, bool]:
     """Read reports until the runner ends or the deadline passes: (reports, ended in time)."""
-    ended = os.pidfd_open(runner)
+    ended = _process_descriptor(runner)
     poll = select.poll()
-    poll.register(ended, select.POLLIN)
+    if ended >= 0:
+        poll.register(ended, select.POLLIN)
     poll.register(pipe, select.POLLIN)
     deadline = time.monotonic() + timeout_s
     data = bytearray()
@@ -203,15 +207,26 @@ def _gather(runner: int, pipe: int, timeout_s: float) -> tuple[bytes, bool]:
             left = deadline - time.monotonic()
             if left <= 0:
                 return bytes(data), False
-            events = {fd for fd, _ in poll.poll(left * 1000 + 1)}
+            events = {fd for fd, _ in poll.poll(left * 1000 + 1 if ended >= 0 else _LOOK_MS)}
             if pipe in events and not _drain(pipe, data):
                 poll.unregister(pipe)
-            if ended in events:
+            if ended in events or (ended < 0 and os.waitid(os.P_PID, runner, _LOOK) is not None):
                 _drain(pipe, data)
                 return bytes(data), True
     finally:
-        os.close(ended)
+        if ended >= 0:
+            os.close(ended)
         os.close(pipe)
+
+
+def _process_descriptor(pid: int) -> int:
+    """A descriptor that can be read when the process has ended; -1 where the kernel has none (gVisor's)."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno != errno.ENOSYS:
+            raise
+        return -1
 
 
 def _drain(pipe: int, data: bytearray) -> bool:

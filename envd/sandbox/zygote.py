@@ -27,8 +27,9 @@ from envd.sandbox.cgroups import Cgroups, remove_groups
 from envd.sandbox.entering import close_all_but, enter_copy, enter_namespaces
 from envd.sandbox.place import Place
 from envd.sandbox.proctree import descendants, kill_since, reap
+from envd.sandbox.python_inside import adopt
 from envd.sandbox.runner import inside_session
-from envd.sandbox.syscalls import prepare_filters
+from envd.sandbox.syscalls import prepare_filter
 from envd.sandbox.verifier import serve_verification
 from envd.tools.paths import WORKSPACE
 
@@ -49,6 +50,7 @@ class Zygote:
         self._groups = Cgroups(name)
         self._left: set[str] = set()  # ended, its group not removed yet
         self._owner = linux.sandbox_owner()
+        self._system: list[str] = []  # directories of the host's that sandboxes see
         # what judges runs as another user than what is judged, where there are two
         self._supervised = self._namespaces and self._owner == linux.SANDBOX_USER
         # Held open because the path is out of sight once this process has a root of its own.
@@ -60,8 +62,8 @@ class Zygote:
             signal.signal(number, signal.SIG_IGN)  # the server decides; its end is ours
         linux.adopt_orphans()
         if self._namespaces:
+            prepare_filter()  # while its program is in sight
             self._own_root()
-            prepare_filters()
             inside_session(Path(WORKSPACE), self._loop)
         else:
             self._loop()
@@ -96,7 +98,8 @@ class Zygote:
             Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
             Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
         linux.unshare(linux.CLONE_NEWNS)
-        rootfs.prepare_base(self._run_dir)
+        self._system = rootfs.prepare_base(self._run_dir)
+        adopt()
         os.chdir(WORKSPACE)
 
     def _serve_one(self) -> bool:
@@ -143,9 +146,18 @@ class Zygote:
     def _clone(self) -> int:
         """Fork, into namespaces where we have them; 0 in the child."""
         self._made += 1
-        if not self._namespaces or self._owner != linux.SANDBOX_USER:
-            return linux.clone(linux.SANDBOX_NAMESPACES if self._namespaces else 0)
-        return linux.clone_as(linux.MAKERS + self._made % linux.MOST_MAKERS, linux.SANDBOX_NAMESPACES)
+        if not self._namespaces:
+            return linux.clone(0)
+        rootfs.make_devices()
+        pid = -1
+        try:
+            maker = linux.MAKERS + self._made % linux.MOST_MAKERS
+            as_maker = self._owner == linux.SANDBOX_USER
+            pid = linux.clone_as(maker, linux.SANDBOX_NAMESPACES) if as_maker else linux.clone(linux.SANDBOX_NAMESPACES)
+        finally:
+            if pid != 0:
+                rootfs.forget_devices()
+        return pid
 
     def _map_users(self, pid: int) -> None:
         """Give the child the users of its namespace; it waits for them."""
@@ -189,7 +201,7 @@ class Zygote:
     def _enter(self, request: dict[str, Any]) -> Place:
         if not self._namespaces:
             return enter_copy(request, self._run_dir)
-        return enter_namespaces(request, owner=self._owner, supervised=self._supervised)
+        return enter_namespaces(request, owner=self._owner, supervised=self._supervised, system=self._system)
 
     def _kill(self, identity: str) -> None:
         """End a sandbox, whatever its agent does."""

@@ -92,6 +92,26 @@ def decide(
     return backend, decisions
 
 
+def choose_backend(
+    name: str, backends: Mapping[str, Backend], policy: Policy, denials: tuple[Denial, ...], audit: AuditLog
+) -> Backend:
+    """The backend of a name, or the first that fits a policy. Raises EnvdError, and PolicyDenied, which is recorded."""
+    backend = _choose(name, backends, policy)
+    if backend.features.isolation < policy.least:
+        denials += (
+            Denial(
+                "isolation",
+                f"{backend.name} ({backend.features.isolation.name.lower()})",
+                f"{policy.isolation} or more",
+            ),
+        )
+    if denials:
+        reason = "; ".join(map(str, denials))
+        audit.record("policy.denied", "", reason=reason, backend=backend.name)
+        raise PolicyDenied(reason)
+    return backend
+
+
 def _choose(name: str, backends: Mapping[str, Backend], policy: Policy) -> Backend:
     if name:
         if name not in backends:

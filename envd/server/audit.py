@@ -27,7 +27,8 @@ from envd.server import caller
 from envd.server.audit_file import AuditFile, last_number_of
 
 Kind = Literal[
-    "server.started", "policy.denied", "tool.denied", "auth.denied", "request.refused", "path.escape", "limit.memory", "limit.pids",
+    "server.started", "policy.denied", "quota.refused", "tool.denied", "auth.denied", "request.refused", "path.escape", "limit.memory", "limit.pids",
+    "limit.sockets",
     "limit.disk", "limit.time", "limit.output", "lifetime.expired", "guest.malformed", "shell.died", "sandbox.died", "isolation.none",
     "syscall.refused", "export.refused", "verify.tampered", "client.stalled", "call.abandoned", "call.begun", "call.made", "audit.suppressed",
     "audit.lost", "network.denied", "network.connected",

@@ -14,18 +14,25 @@ from envd.backends.base import Backend, IsolationLevel
 from envd.errors import BackendUnavailable
 
 BACKENDS = ("namespaces", "plain", "gvisor", "qemu", "firecracker", "pods")
+_AUTO = ("namespaces", "gvisor")
+_FIX = (
+    "On a machine: sysctl -w user.max_user_namespaces=10000 kernel.apparmor_restrict_unprivileged_userns=0. "
+    "In a container: run it with --security-opt seccomp=deploy/envd-seccomp.json --security-opt apparmor=unconfined "
+    "--security-opt systempaths=unconfined, as deploy/compose.yaml does, or with --privileged. "
+    "For trusted code only: name --backend plain, which isolates nothing"
+)
 _log = logging.getLogger("envd")
 
 
 async def start_backends(names: Sequence[str], run_dir: Path, *, pool: int) -> dict[str, Backend]:
-    """The backends by name, the default one first. `auto`: namespaces where they really start, else plain, which says so.
+    """The backends by name, the default one first. `auto`: namespaces, else gVisor, whichever really starts; never plain.
 
     pool: sandboxes kept ready, where a backend can. Raises BackendUnavailable with the reason of the first that does not work.
     """
     started: dict[str, Backend] = {}
     try:
         for name in names:
-            for each in await _auto(run_dir, pool) if name == "auto" else [await _start(name, run_dir, pool)]:
+            for each in await _auto(run_dir, pool) if name == "auto" else [await _named(name, run_dir, pool)]:
                 started.setdefault(each.name, each)
     except BaseException:
         await stop_backends(started)
@@ -46,11 +53,23 @@ async def stop_backends(backends: dict[str, Backend]) -> None:
 
 
 async def _auto(run_dir: Path, pool: int) -> list[Backend]:
+    """The first of `_AUTO` that starts here. Raises BackendUnavailable, with the fix, where none does: plain must be asked for by name."""
+    refusals: list[str] = []
+    for name in _AUTO:
+        try:
+            return [await _start(name, run_dir, pool)]
+        except BackendUnavailable as error:
+            refusals.append(f"{name}: {error}")
+    raise BackendUnavailable(f"no backend that isolates starts here ({'; '.join(refusals)}). {_FIX}")
+
+
+async def _named(name: str, run_dir: Path, pool: int) -> Backend:
     try:
-        return [await _start("namespaces", run_dir, pool)]
+        return await _start(name, run_dir, pool)
     except BackendUnavailable as error:
-        _log.error("namespaces do not work here (%s): falling back to the plain backend", error)
-        return [await _start("plain", run_dir, pool)]
+        if name != "namespaces":
+            raise
+        raise BackendUnavailable(f"the namespaces backend does not start here: {error}. {_FIX}") from error
 
 
 async def _start(name: str, run_dir: Path, pool: int) -> Backend:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import ipaddress
 from contextvars import ContextVar
 from typing import Any
 from urllib.parse import unquote
 
 _CALLER: ContextVar[tuple[str, str]] = ContextVar("caller", default=("", ""))
+_KEY: ContextVar[str] = ContextVar("key", default="")
 _OURS = 64
 """Bits of an IPv6 address that a network has: its clients choose the others as they like."""
 
@@ -16,6 +18,16 @@ _OURS = 64
 def answering(context: Any, method: str) -> None:
     """From now on this task, and what it starts, answers a call of `Service/Method`."""
     _CALLER.set((context.peer(), method))
+
+
+def known_by(key: bytes) -> None:
+    """The call that is being answered came with this key, which was checked."""
+    _KEY.set(hashlib.sha256(key).hexdigest()[:12])
+
+
+def key() -> str:
+    """A name of the key that the call came with, which tells nothing of it; empty where none is asked for."""
+    return _KEY.get()
 
 
 def source() -> tuple[str, str]:

@@ -30,6 +30,7 @@ _CODES: tuple[tuple[type[errors.EnvdError], grpc.StatusCode], ...] = (
     (errors.TemplateError, _Code.FAILED_PRECONDITION),
     (errors.WrongState, _Code.FAILED_PRECONDITION),
     (errors.SandboxStartError, _Code.RESOURCE_EXHAUSTED),
+    (errors.QuotaExceeded, _Code.RESOURCE_EXHAUSTED),
     (errors.ServerBusy, _Code.ABORTED),
     (errors.Unsupported, _Code.UNIMPLEMENTED),
     (errors.PolicyDenied, _Code.PERMISSION_DENIED),

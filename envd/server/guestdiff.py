@@ -27,7 +27,7 @@ from envd.tools.searching import HIDDEN
 DEADLINE_S = 25.0
 """How long one diff may take, without its wait for others."""
 MAX_CONTENT = 256 * 1024 * 1024
-"""Size of a changed file beyond which the patch counts as oversized."""
+"""Size of what changed, all files together, beyond which the patch counts as oversized; nothing of it is read then."""
 _MAX_ENTRIES = 200_000
 _SMALL_FILES = 64
 _SMALL_BYTES = 256 * 1024
@@ -65,6 +65,9 @@ async def guest_diff(
     if not paths:
         return b""
     size = sum(source.size(path) for path in paths)
+    contents = sum(new[path].entry.stamp[0] for path in paths if path in new)
+    if contents > MAX_CONTENT and (export is None or export.room is None):
+        return OVERSIZED  # sixty links to one file are sixty files in a patch
     if len(paths) <= _SMALL_FILES and size <= _SMALL_BYTES:
         try:
             changes = [change async for change in source.changes(paths, 2 * _SMALL_BYTES)]

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 from envd.errors import EnvdError
 from envd.guest.link import GuestLink
+from envd.sandbox.python_inside import bin_directory
 
 MAX_OUTPUT = 1024 * 1024
 """Bytes that are kept of each stream; a process that writes more has `cut` set."""
@@ -37,9 +38,9 @@ class Finished(NamedTuple):
 
 
 def candidates(name: str) -> list[str]:
-    """Where a program may be in a sandbox, best first: beside the Python that runs envd, which sandboxes see, then the system's."""
-    beside = Path(sys.executable).parent / name
-    found = [str(beside)] if beside.exists() else []
+    """Where a program may be in a sandbox, best first: beside the Python that runs envd, as sandboxes see it, then the system's."""
+    beside = Path(sys.prefix, "bin", name)
+    found = [f"{bin_directory()}/{name}", str(beside)] if beside.exists() else []
     return list(dict.fromkeys([*found, *filter(None, [shutil.which(name, path="/usr/local/bin:/usr/bin:/bin")]), name]))
 
 

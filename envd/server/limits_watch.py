@@ -19,8 +19,8 @@ _SETTLE_S = 0.05
 """From a sign to a look: signs come together."""
 _ROUND_S, _BETWEEN_S = 5.0, 0.02
 """A look costs up to a millisecond: 2,000 sandboxes are looked at in 40 s."""
-_KINDS: dict[str, Kind] = {"memory": "limit.memory", "pids": "limit.pids"}
-_HIT = re.compile(r"(memory|pids) (\d+) times")
+_KINDS: dict[str, Kind] = {"memory": "limit.memory", "pids": "limit.pids", "sockets": "limit.sockets"}
+_HIT = re.compile(r"(memory|pids|sockets) (\d+) times")
 
 
 class LimitsWatch:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import ipaddress
+import os
 import secrets
+import socket
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from envd.connection import read_secret
+from envd.connection import is_local, read_secret, wants_key
 from envd.errors import AccessDenied, EnvdError
+from envd.meeting import MadeKey, default_address, make_meeting_directory, meeting_directory
 from envd.server import caller
 from envd.server.audit import AuditLog
 from envd.server.observing import HANDLERS
@@ -26,16 +28,16 @@ _HEALTH = "/grpc.health.v1.Health/"
 class Listening:
     """Where a server listens and what it asks of who connects."""
 
-    address: str = "127.0.0.1:7070"
-    """`unix:/path` or `host:port`."""
+    address: str = field(default_factory=default_address)
+    """`unix:/path` or `host:port`. By default a socket that only this user can connect to."""
     tls_cert: Path | None = None
     tls_key: Path | None = None
     tls_client_ca: Path | None = None
     """Clients must show a certificate of it."""
     key_file: Path | None = None
-    """One bearer key a line; any of them is accepted."""
+    """One bearer key a line; any of them is accepted. None: a TCP port without client certificates gets a key of the server's making."""
     insecure: bool = False
-    """Listen beyond this machine without TLS or without asking for a key or a certificate."""
+    """Listen without asking for a key or a certificate, and beyond this machine without TLS."""
 
     def check(self) -> None:
         """Raise EnvdError for an address that is none, or a combination that is a mistake."""
@@ -47,15 +49,19 @@ class Listening:
             raise EnvdError("--tls-cert and --tls-key belong together: give both")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise EnvdError("--tls-client-ca needs TLS: give --tls-cert and --tls-key too")
-        asks = self.key_file is not None or self.tls_client_ca is not None
-        if not (self.insecure or _is_local(self.address) or (self.tls_cert is not None and asks)):
+        if not (self.insecure or is_local(self.address) or self.tls_cert is not None):
             raise EnvdError(
-                f"{self.address} can be reached from other machines: give --tls-cert, --tls-key and --key-file (or --tls-client-ca), "
+                f"{self.address} can be reached from other machines: give --tls-cert and --tls-key, "
                 "listen on a unix socket or on 127.0.0.1, or say --insecure where the network itself keeps others out"
             )
 
+    def made_key(self) -> MadeKey | None:
+        """A fresh key where one is wanted and none was given: others than this user can connect to a port, also on loopback."""
+        given = self.key_file is not None or self.tls_client_ca is not None
+        return None if self.insecure or given or not wants_key(self.address) else MadeKey.fresh()
+
     def keys(self) -> tuple[bytes, ...]:
-        """The accepted keys; empty where none is asked for. Raises EnvdError for a file without usable ones."""
+        """The accepted keys of `key_file`; empty where there is none. Raises EnvdError for a file without usable ones."""
         if self.key_file is None:
             return ()
         lines = (line.strip() for line in read_secret(self.key_file).splitlines())
@@ -64,19 +70,26 @@ class Listening:
             raise EnvdError(f"{self.key_file} must hold keys of at least {_MIN_KEY} characters, one a line")
         return found
 
-    def listen(self, server: grpc.aio.Server) -> None:
-        """Have a server listen there. Raises EnvdError."""
+    def listen(self, server: grpc.aio.Server) -> int:
+        """Have a server listen there, on a socket of mode 0600, and return the port. Raises EnvdError."""
+        path = self.address.removeprefix("unix:") if self.address.startswith("unix:") else None
+        if path is not None and Path(path).parent == meeting_directory():
+            make_meeting_directory()
+        if path is not None and _is_taken(path):
+            raise EnvdError(f"another server listens on {self.address}: stop it, or name another --listen")
+        mask = os.umask(0o177 if path is not None else 0o022)
         try:
             if self.tls_cert is None or self.tls_key is None:
-                server.add_insecure_port(self.address)
-                return
+                return int(server.add_insecure_port(self.address))
             pair = (read_secret(self.tls_key), read_secret(self.tls_cert))
             client_ca = None if self.tls_client_ca is None else read_secret(self.tls_client_ca)
             credentials = grpc.ssl_server_credentials([pair], client_ca, require_client_auth=client_ca is not None)
-            server.add_secure_port(self.address, credentials)
+            return int(server.add_secure_port(self.address, credentials))
         except RuntimeError as error:
             words = "check that its directory is there, that nobody else listens on it, and that you may"
             raise EnvdError(f"envd can't listen on {self.address}: {words}") from error
+        finally:
+            os.umask(mask)
 
 
 class KeyCheck(grpc.aio.ServerInterceptor):
@@ -98,12 +111,17 @@ class KeyCheck(grpc.aio.ServerInterceptor):
         said = next((value for key, value in details.invocation_metadata or () if key == "authorization"), "")
         given = (said if isinstance(said, bytes) else said.encode()).removeprefix(b"Bearer ")
         # each is compared, so that the time does not tell which one was nearly right
-        return sum(secrets.compare_digest(given, key) for key in self._keys) > 0
+        found = [key for key in self._keys if secrets.compare_digest(given, key)]
+        if found:
+            caller.known_by(found[0])
+        return bool(found)
 
 
 def _refusing(handler: Any, audit: AuditLog, method: str) -> Any:
     """A handler of the same kind that refuses, and records it by who called."""
-    error = AccessDenied("this server asks for a key: send it as `authorization: Bearer <key>`")
+    error = AccessDenied(
+        "this server asks for a key: give --key-file or $TRIPLANE_ENVD_KEY_FILE, which sends `authorization: Bearer <key>`"
+    )
 
     async def one(request: Any, context: Any) -> Any:
         caller.answering(context, method)
@@ -127,14 +145,14 @@ def _is_address(address: str) -> bool:
     return bool(host) and port.isdecimal() and int(port) <= 65535
 
 
-def _is_local(address: str) -> bool:
-    """Whether only this machine can reach an address."""
-    if address.startswith(("unix:", "unix-abstract:")):
-        return True
-    host = address.removeprefix("ipv4:").removeprefix("ipv6:").rpartition(":")[0].strip("[]")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+def _is_taken(path: str) -> bool:
+    """Whether a server answers at a socket's path: gRPC would take the path from it."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except TimeoutError:
+            return True
+        except OSError:
+            return False
+    return True

@@ -18,6 +18,7 @@ from envd.guest.link import GuestLink
 from envd.server.egress import Proxy
 from envd.server.idempotency import Answers
 from envd.server.policy import Decisions
+from envd.server.quotas import Claim
 
 State = Literal["running", "paused", "hibernated"]
 T = TypeVar("T")
@@ -55,6 +56,8 @@ class Live:
     """Why it is no more; empty while it lives."""
     noted: dict[str, int] = field(default_factory=dict)
     """How often it hit which limit, as far as that was recorded."""
+    claim: Claim | None = None
+    """What it takes of its key's quotas."""
     answers: Answers = field(default_factory=Answers)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _changing: asyncio.Event | None = None

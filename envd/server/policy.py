@@ -21,7 +21,14 @@ from pydantic import ValidationError, model_validator
 
 from envd.backends.base import IsolationLevel, NetworkRule
 from envd.errors import EnvdError
-from envd.server.policy_sections import FilesystemPolicy, NetworkPolicy, ResourcePolicy, Section, ToolsPolicy
+from envd.server.policy_sections import (
+    FilesystemPolicy,
+    NetworkPolicy,
+    QuotaPolicy,
+    ResourcePolicy,
+    Section,
+    ToolsPolicy,
+)
 from envd.server.strict_yaml import load_strictly
 from envd.types import Limits
 
@@ -80,6 +87,7 @@ class Policy(Section):
     resources: ResourcePolicy = ResourcePolicy()
     filesystem: FilesystemPolicy = FilesystemPolicy()
     tools: ToolsPolicy = ToolsPolicy()
+    quotas: QuotaPolicy = QuotaPolicy()
     isolation: Literal["none", "process", "kernel", "machine"] = "none"
     """The least wall that is accepted: none (any backend), process (namespaces), kernel (gVisor), machine (a virtual machine)."""
 
@@ -99,6 +107,8 @@ class Policy(Section):
         hosts = [rule for rule in self.network.allow if not any(ours.covers(rule) for ours in outer.network.allow)]
         allowed = ", ".join(rule.host for rule in outer.network.allow) or "no destination"
         denials = [Denial("network.allow", rule.host, allowed) for rule in hosts]
+        if "quotas" in self.model_fields_set:
+            denials.append(Denial("quotas", "those of a request", "those of the server's own policy"))
         tools, outer_tools = self.tools.allow, outer.tools.allow
         if tools is not None and outer_tools is not None:
             extra = [name for name in tools if name not in outer_tools]

@@ -109,6 +109,19 @@ class ResourcePolicy(Section):
     default: Defaults = Defaults()
 
 
+class QuotaPolicy(Section):
+    """What the clients of one key may hold together; without keys, all clients. The server's policy alone may have it."""
+
+    templates: int = Field(default=8192, ge=1)
+    """Templates that are kept. Beyond it, and beyond `template_mb`, those used least recently that no sandbox uses are removed."""
+    template_mb: int = Field(default=512, ge=1)
+    """MiB of disk that templates may take: twice their files, which git keeps too."""
+    sandboxes: int = Field(default=4096, ge=1)
+    """Sandboxes that exist at once."""
+    memory_mb: int | None = Field(default=None, ge=1)
+    """MiB that the limits of these sandboxes may add up to. Absent: 32 times the machine's memory."""
+
+
 class FilesystemPolicy(Section):
     """What of the template's files a sandbox gets."""
 

@@ -9,13 +9,13 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from envd.backends.base import Backend, Box, BoxSpec, OffersProxy, TellsRefusals
+from envd.backends.base import Backend, Box, BoxSpec, KeepsTemplates, OffersProxy, TellsRefusals
 from envd.errors import EnvdError, SandboxGone, SandboxUnknown
-from envd.server.admission import Wanted, decide
+from envd.server.admission import Wanted, choose_backend, decide
 from envd.server.audit import AuditLog, Kind
 from envd.server.egress import Egress
 from envd.server.escapes import Escapes
@@ -23,6 +23,7 @@ from envd.server.idempotency import Answers
 from envd.server.limits_watch import LimitsWatch
 from envd.server.live import Live
 from envd.server.policy import Decisions, Policy, load_policy
+from envd.server.quotas import Claim, Quotas
 from envd.server.snapshots import Snapshots, remove_tree
 from envd.server.templates import Templates
 
@@ -45,9 +46,12 @@ class Sandboxes:
         *,
         policy: Policy,
         audit: AuditLog,
+        quotas: Quotas | None = None,
     ) -> None:
         self.backends, self.templates, self.snapshots = backends, templates, snapshots
         self.policy, self.audit = policy, audit
+        self.quotas = Quotas(policy.quotas, audit) if quotas is None else quotas
+        templates.on_removed = self._template_removed
         self.answers = Answers(most=4096, most_bytes=16 << 20)
         """Of calls that name no sandbox."""
         self.limits = LimitsWatch(audit)
@@ -99,8 +103,9 @@ class Sandboxes:
         """Start a sandbox; it answers calls when this returns. Raises PolicyDenied, TemplateError, SandboxStartError."""
         await self._prepare_template(wanted)
         backend, spec, decisions = self.plan(wanted)
-        box = await self.started(backend.create(spec))
-        return self.admit(Live(*_identity(), backend, spec, box, decisions, wanted.policy_yaml, wanted.labels))
+        box, claim = await self._claimed(spec, lambda: backend.create(spec))
+        live = Live(*_identity(), backend, spec, box, decisions, wanted.policy_yaml, wanted.labels, claim=claim)
+        return self.admit(live)
 
     async def restore(
         self, wanted: Wanted, state: Path, *, host_name: str, like: tuple[str, str] | None = None
@@ -112,16 +117,33 @@ class Sandboxes:
             raise EnvdError(
                 f"sandbox id {like[0][:40]!r} can't be taken over: it is here already, or is not one of ours"
             )
-        box = await self.started(backend.restore(state, spec))
+        box, claim = await self._claimed(spec, lambda: backend.restore(state, spec))
         lost = () if backend.features.keeps_processes else ("processes",)
         identity, token = like or _identity()
         labels = wanted.labels
-        return self.admit(Live(identity, token, backend, spec, box, decisions, wanted.policy_yaml, labels, lost=lost))
+        return self.admit(
+            Live(identity, token, backend, spec, box, decisions, wanted.policy_yaml, labels, lost=lost, claim=claim)
+        )
+
+    async def _claimed(self, spec: BoxSpec, start: Callable[[], Coroutine[Any, Any, Box]]) -> tuple[Box, Claim]:
+        """A box that starts, its share of the quotas, and its template held. Raises QuotaExceeded, and as `started`."""
+        claim = self.quotas.claim(spec.limits.memory_mb)
+        self.templates.hold(spec.template)
+        try:
+            return await self.started(start()), claim
+        except BaseException:
+            claim.release()
+            self.templates.release(spec.template)
+            raise
+
+    async def _template_removed(self, digest: str) -> None:
+        for backend in self.backends.values():
+            if isinstance(backend, KeepsTemplates):
+                await backend.forget_template(digest)
 
     def plan(self, wanted: Wanted, host_name: str = "sandbox") -> tuple[Backend, BoxSpec, Decisions]:
         """The backend and the box that a request gets. Raises PolicyDenied, TemplateError."""
-        live = len(self._live) + self._starting
-        backend, decisions = decide(wanted, self.backends, self._policies(wanted.policy_yaml), self.audit, live)
+        backend, decisions = self._decide(wanted)
         template = self.templates.shown(self.templates.require(wanted.template), decisions.hidden)
         spec = BoxSpec(
             name=self.fresh_name(),
@@ -135,6 +157,15 @@ class Sandboxes:
         )
         return backend, spec, decisions
 
+    def backend_for(self, name: str, policy_yaml: str) -> Backend:
+        """The backend that a Create of this name and policy would get: for what is no sandbox of a client's. Raises EnvdError, PolicyDenied."""
+        policy, denials = self._policies(policy_yaml)
+        return choose_backend(name, self.backends, policy, denials, self.audit)
+
+    def _decide(self, wanted: Wanted) -> tuple[Backend, Decisions]:
+        live = len(self._live) + self._starting
+        return decide(wanted, self.backends, self._policies(wanted.policy_yaml), self.audit, live)
+
     async def _prepare_template(self, wanted: Wanted) -> None:
         """Store the template that lacks what the policy hides: what is not there no program in the sandbox reads.
 
@@ -142,7 +173,8 @@ class Sandboxes:
         """
         policy, _ = self._policies(wanted.policy_yaml)
         if policy.filesystem.hidden:
-            _, _, decisions = self.plan(wanted)
+            _, decisions = self._decide(wanted)
+            self.templates.require(wanted.template)
             await self.templates.without(wanted.template, decisions.hidden)
 
     def fresh_name(self) -> str:
@@ -204,6 +236,9 @@ class Sandboxes:
                 await self.destroy(live, box)
             if stored is not None:
                 await remove_tree(stored)
+            if live.claim is not None and not live.claim.released:
+                live.claim.release()
+                self.templates.release(live.spec.template)
 
     async def destroy(self, live: Live, box: Box) -> None:
         """Destroy the box that a sandbox had, and its way out first."""

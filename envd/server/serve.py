@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import stat
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from contracts.pb import envd_pb2_grpc as rpc
 from envd.backends.base import Backend, IsolationLevel
 from envd.connection import MESSAGE_BYTES, Access, read_secret
 from envd.errors import BackendUnavailable, EnvdError
+from envd.meeting import MadeKey
 from envd.sandbox import linux
 from envd.sandbox.cgroups import OWNED, remove_groups
 from envd.sandbox.delegation import make_room
@@ -39,6 +41,7 @@ from envd.server.metrics import Metrics
 from envd.server.migration import Migration
 from envd.server.observing import Observer, Observing
 from envd.server.policy import load_policy
+from envd.server.quotas import Quotas
 from envd.server.sandboxes import Sandboxes
 from envd.server.service_files import FilesService
 from envd.server.service_processes import ProcessesService
@@ -50,7 +53,7 @@ from envd.server.states import States
 from envd.server.templates import Templates
 from envd.server.tracing import start_tracing
 from envd.server.trail import Trail
-from envd.server.verifications import Verifications
+from envd.server.verifications import Starting, Verifications
 
 _GRACE_S = 0.5
 _SERVER_OPTIONS = [
@@ -105,7 +108,9 @@ class Options:
 async def serve(options: Options) -> None:
     """Serve until SIGTERM or SIGINT. Raises EnvdError, in one line, for what can't be served."""
     options.listening.check()
-    keys, policy = options.listening.keys(), load_policy(_policy_text(options.policy))
+    made = options.listening.made_key()
+    keys = options.listening.keys() if made is None else (made.key.encode(),)
+    policy = load_policy(_policy_text(options.policy))
     peers = options.peers()
     stop = _told_to_stop()
     if options.with_parent is not None:
@@ -117,12 +122,13 @@ async def serve(options: Options) -> None:
         run_dir = await stack.enter_async_context(_run_directory(options.state_dir))
         audit = AuditLog(options.audit_log, calls=options.audit_calls)
         stack.callback(audit.close)
-        templates = Templates(run_dir / "templates", linux.sandbox_owner())
+        quotas = Quotas(policy.quotas, audit)
+        templates = Templates(run_dir / "templates", linux.sandbox_owner(), quotas)
         stack.push_async_callback(templates.settled)
         snapshots = Snapshots(options.snapshot_dir or run_dir / "snapshots")
         stack.push_async_callback(snapshots.stop)
         backends, verifications = await _started(stack, options, run_dir, templates)
-        sandboxes = Sandboxes(backends, templates, snapshots, policy=policy, audit=audit)
+        sandboxes = Sandboxes(backends, templates, snapshots, policy=policy, audit=audit, quotas=quotas)
         stack.push_async_callback(sandboxes.stop)
         stack.callback(asyncio.ensure_future(sandboxes.limits.rounds(lambda: sandboxes.all({}))).cancel)
         interceptors: list[grpc.aio.ServerInterceptor] = [KeyCheck(keys, audit)] if keys else []
@@ -131,7 +137,9 @@ async def serve(options: Options) -> None:
         server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=interceptors)
         watched = Watched(server, sandboxes)
         probe = _add_services(server, watched, sandboxes, verifications, peers)
-        options.listening.listen(server)
+        port = options.listening.listen(server)
+        if made is not None:
+            stack.callback(made.withdraw, _tell_key(made, options.listening.address, port))
         await server.start()
         audit.record("server.started", "", address=options.listening.address, backends=list(backends))
         for name, backend in backends.items():
@@ -152,27 +160,28 @@ async def _started(
     stack: contextlib.AsyncExitStack, options: Options, run_dir: Path, templates: Templates
 ) -> tuple[dict[str, Backend], Verifications]:
     """What runs sandboxes and what verifies, both at the same time: each takes a while to start."""
-    hoped = options.backends[0] != "plain"
-    verifying = asyncio.ensure_future(Verifications.start(run_dir, templates, isolated=hoped))
+    starting = Starting(options.backends, run_dir)
     try:
         backends = await start_backends(options.backends, run_dir, pool=options.pool)
         stack.push_async_callback(stop_backends, backends)
-        isolates = next(iter(backends.values())).features.isolation > IsolationLevel.NONE
-        if isolates != hoped:
-            await _let_go(verifying)
-            verifying = asyncio.ensure_future(Verifications.start(run_dir, templates, isolated=isolates))
-        verifications = await verifying
     except BaseException:
-        await _let_go(verifying)
+        await starting.abandon()
         raise
+    verifications = await starting.finished(backends, templates)
     stack.push_async_callback(verifications.stop)
     return backends, verifications
 
 
-async def _let_go(starting: asyncio.Future[Verifications]) -> None:
-    """Stop a verifier that is not wanted, once it has started."""
-    with contextlib.suppress(EnvdError, asyncio.CancelledError):
-        await (await starting).stop()
+def _tell_key(made: MadeKey, address: str, port: int) -> Path:
+    """Leave a key that the server made where this user's clients find it, and print it once."""
+    file = made.publish(port)
+    print(
+        f"envd: nobody gave --key-file, so {address} (port {port}) asks for this key: {made.key}\n"
+        f"envd: it lies in {file} until the server stops; this user's clients find it there, others are given it",
+        file=sys.stderr,
+        flush=True,
+    )
+    return file
 
 
 def _observers(options: Options, sandboxes: Sandboxes, stack: contextlib.AsyncExitStack) -> list[Observer]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
+from contracts.visible import visible
 from envd.errors import EnvdError
 from envd.messages import tool_result_message
 from envd.server.audit import leaves_root
@@ -73,7 +74,9 @@ class ToolsService(Service, rpc.ToolsServicer):
     def _deny(self, live: Live, call: ToolCall) -> ToolResult:
         self.sandboxes.audit.record("tool.denied", live.identity, tool=call.name)
         return _refusal(
-            f"error: no such tool: {call.name}" if call.name not in ALL_TOOLS else f"error: not allowed: {call.name}"
+            f"error: no such tool: {visible(call.name)}"
+            if call.name not in ALL_TOOLS
+            else f"error: not allowed: {call.name}"
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
+from contracts.visible import visible
 from envd.server.admission import limits_of
 from envd.server.calls import Context, Service, unary
 from envd.server.sandboxes import Sandboxes
@@ -30,7 +31,9 @@ class VerifierService(Service, rpc.VerifierServicer):
         started = time.monotonic()
         timeout_s = checked_timeout(request.timeout_s)
         left = context.time_remaining()
+        backend = self.sandboxes.backend_for(request.backend, request.policy_yaml)
         result = await self._verifications.verify(
+            backend,
             request.template,
             request.diff,
             request.hidden_files,
@@ -45,11 +48,14 @@ class VerifierService(Service, rpc.VerifierServicer):
             self.sandboxes.audit.record("limit.time", "", what="verification", seconds=timeout_s)
         tampering = self._tampering(result)
         return pb.VerifyReply(
-            outcomes=[pb.TestOutcome(**outcome) for outcome in result["outcomes"]],
+            outcomes=[
+                pb.TestOutcome(**outcome | {"message": visible(outcome["message"])}) for outcome in result["outcomes"]
+            ],
             exit=result["exit"],
             log=result["log"],
             seconds=time.monotonic() - started,
             tampering=tampering,
+            backend=backend.name,
             observations=[pb.Observation(**each) for each in result.get("observations", ())],
         )
 

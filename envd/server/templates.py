@@ -8,12 +8,17 @@ import os
 import secrets
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from contracts.errors import describe
 from envd.errors import TemplateError
+from envd.server import caller
 from envd.server.policy import hides
+from envd.server.quotas import Quotas
 
 _STAMP = 1_000_000_000
 """Modification time (seconds since 1970) of every template file: what differs from it was touched."""
@@ -24,6 +29,8 @@ _GIT_ENV = {f"GIT_{role}_{key}": value for role in ("AUTHOR", "COMMITTER") for k
 }
 
 _MOST_DERIVED = 1024
+_BLOCK, _REPOSITORY = 4096, 64 * 1024
+"""Of a file system; an empty repository's size on it. In bytes."""
 
 _MAX_DIGEST = 128
 """Beyond it nothing is one of our names, and no file system can look it up."""
@@ -32,9 +39,15 @@ _MAX_DIGEST = 128
 class Templates:
     """Stores each template once, however often and by however many it is put."""
 
-    def __init__(self, directory: Path, owner: int) -> None:
+    def __init__(self, directory: Path, owner: int, quotas: Quotas | None = None) -> None:
+        """quotas: what each key may store; None: as much as it likes."""
         self._directory = directory
         self._owner = owner
+        self._quotas = quotas
+        self._books: defaultdict[str, OrderedDict[str, int]] = defaultdict(OrderedDict)
+        self._held: Counter[str] = Counter()
+        self.on_removed: Callable[[str], Coroutine[Any, Any, None]] | None = None
+        """Told of each template that is removed."""
         self._lock = asyncio.Lock()
         self._storing: dict[str, asyncio.Task[None]] = {}
         self._derived: dict[tuple[str, tuple[str, ...]], str] = {}
@@ -49,13 +62,91 @@ class Templates:
                         f"template path {path!r} lies below {str(above)!r}, which is a file: leave one of them out"
                     )
         digest = template_digest(files)
+        await self._book(digest, files)
         storing = self._storing.get(digest)
         if storing is None:
             storing = self._storing[digest] = asyncio.create_task(self._store_once(digest, dict(files)))
             storing.add_done_callback(lambda _: self._storing.pop(digest))
         # shielded: a thread can't be cancelled, so a caller that gives up leaves the work, and the lock, to the next one
-        await asyncio.shield(storing)
+        try:
+            await asyncio.shield(storing)
+        except TemplateError:
+            self._forget(digest)
+            raise
         return digest
+
+    @contextmanager
+    def held(self, digest: str) -> Iterator[None]:
+        """Keep a template while the block lasts."""
+        self.hold(digest)
+        try:
+            yield
+        finally:
+            self.release(digest)
+
+    def hold(self, digest: str) -> None:
+        """Keep a template, which is in use, until `release` was called as often."""
+        self._held[digest] += 1
+        for book in self._books.values():
+            if digest in book:
+                book.move_to_end(digest)
+
+    def release(self, digest: str) -> None:
+        """Undo one `hold`."""
+        self._held[digest] -= 1
+        if not self._held[digest]:
+            del self._held[digest]
+
+    async def _book(self, digest: str, files: Mapping[str, bytes]) -> None:
+        """Charge a template to the key of the call, in place of those that the key used least recently. Raises QuotaExceeded."""
+        book = self._books[caller.key()]
+        if self._quotas is None or digest in book:
+            book[digest] = book.pop(digest, 0)
+            return
+        size, most = _charge(files), self._quotas.policy.template_mb << 20
+        if size > most:
+            self._quotas.refuse("template_mb", f"no template of {size >> 20} MiB (files and git's copy)", "send less")
+        removed = self._make_room(book, size, most)
+        book[digest] = size
+        for each in removed:
+            await self._remove(each)
+
+    def _make_room(self, book: OrderedDict[str, int], size: int, most: int) -> list[str]:
+        """Take templates off a book until one more fits; returns those that are on no other. All or nothing: raises QuotaExceeded."""
+        assert self._quotas is not None
+        left, count, victims = sum(book.values()), len(book), []
+        for digest in book:
+            if left + size <= most and count < self._quotas.policy.templates:
+                break
+            if digest not in self._held and digest not in self._storing:
+                victims.append(digest)
+                left, count = left - book[digest], count - 1
+        else:
+            if left + size > most:
+                self._quotas.refuse(
+                    "template_mb", f"{left >> 20} MiB of templates that are in use", "end some sandboxes"
+                )
+            if count >= self._quotas.policy.templates:
+                self._quotas.refuse("templates", f"{count} templates that are in use", "end some sandboxes")
+        for digest in victims:
+            del book[digest]
+        return [digest for digest in victims if not any(digest in each for each in self._books.values())]
+
+    async def _remove(self, digest: str) -> None:
+        """Remove a template that nobody uses: at once from sight, then from the disk."""
+        gone = self._directory / f".{digest}.{secrets.token_hex(4)}"
+        with suppress(OSError):
+            (self._directory / digest).rename(gone)
+        for key in [key for key, shown in self._derived.items() if digest in (key[0], shown)]:
+            del self._derived[key]
+        if self.on_removed is not None:
+            await self.on_removed(digest)
+        await asyncio.to_thread(shutil.rmtree, gone, True)
+
+    def _forget(self, digest: str) -> None:
+        """It could not be stored: nobody is charged for it."""
+        for book in self._books.values():
+            book.pop(digest, None)
 
     async def without(self, digest: str, hidden: Sequence[str]) -> str:
         """The digest of the template that lacks what these globs match; stored at first use."""
@@ -69,8 +160,15 @@ class Templates:
         return self._derived[key]
 
     def shown(self, digest: str, hidden: Sequence[str]) -> str:
-        """What `without` answered; the template itself where nothing is hidden, or not stored yet."""
-        return self._derived.get((digest, tuple(hidden)), digest) if hidden else digest
+        """What `without` answered; the template itself where nothing is hidden. Raises TemplateError where `without` has to be asked again."""
+        if not hidden:
+            return digest
+        try:
+            return self._derived[digest, tuple(hidden)]
+        except KeyError:
+            raise TemplateError(
+                f"template {digest[:12]} without what the policy hides was removed: try again"
+            ) from None
 
     async def settled(self) -> None:
         """Wait until nothing is being stored."""
@@ -117,6 +215,11 @@ class Templates:
                 raise TemplateError(f"template {digest[:12]} can't be stored: {describe(error)}") from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
+
+
+def _charge(files: Mapping[str, bytes]) -> int:
+    """Bytes that a template takes on the disk: its files in whole blocks, and as much again for git's copies."""
+    return 2 * sum(-(-max(len(content), 1) // _BLOCK) * _BLOCK for content in files.values()) + _REPOSITORY
 
 
 def template_digest(files: Mapping[str, bytes]) -> str:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
+from contracts.visible import visible
 from envd.errors import EnvdError
 from envd.guest.link import GuestLink, ShellResult
 from envd.server.linting import lint
@@ -127,7 +128,7 @@ async def _extra(guest: GuestLink, call: ToolCall, timeout_s: float) -> ToolResu
         raise
     except (ToolError, OSError) as error:
         said = str(tool_error(error, path)).encode("utf-8", "replace")  # a path may hold half a character
-        return ToolResult(False, said.decode(), len(said))
+        return ToolResult(False, visible(said.decode()), len(said))
     return ToolResult(True, output.text(), output.true_bytes, output.truncated)
 
 

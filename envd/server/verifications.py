@@ -1,38 +1,47 @@
-"""Verifications: final states graded in fresh sandboxes, which the verifier's zygote forks."""
+"""Verifications: final states graded in fresh sandboxes, on the backend that the agent's sandboxes run on.
+
+namespaces, plain    forked by a zygote that has everything imported
+any other            a fresh sandbox of that backend, into which the verifier is sent (guest_verifications.py)
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from envd.errors import ServerBusy
+from envd.backends.base import Backend, BoxSpec
+from envd.errors import EnvdError, ServerBusy
+from envd.sandbox import wire
 from envd.server.exporting import patterns_of
+from envd.server.guest_verifications import verify_in_guest
 from envd.server.templates import Templates
 from envd.server.zygotes import Zygote
 from envd.types import Limits
 
 _ASK_S = 60.0
 """How long a verifier may take beyond its tests' own deadline before it counts as hung."""
+_GUEST_S = 180.0
+"""The same where it is sent into a guest, whose processor may be emulated."""
+_OF = {"auto": "namespaces", "namespaces": "namespaces", "plain": "plain"}
+"""Backends as they are asked for, by the kind of zygote that verifies for them."""
 
 
 class Verifications:
     """Runs at most one verification a core at a time."""
 
-    def __init__(self, zygote: Zygote, templates: Templates) -> None:
-        self._zygote, self._templates = zygote, templates
+    def __init__(self, zygotes: Mapping[str, Zygote], templates: Templates) -> None:
+        """zygotes: by the backend that they verify for."""
+        self._zygotes, self._templates = dict(zygotes), templates
         self._slots = asyncio.Semaphore(os.cpu_count() or 1)
-
-    @classmethod
-    async def start(cls, run_dir: Path, templates: Templates, *, isolated: bool) -> Verifications:
-        """Start the zygote. isolated: in namespaces, else as ordinary processes. Raises BackendUnavailable."""
-        backend = "namespaces" if isolated else "plain"
-        return cls(await Zygote.start(run_dir, f"{run_dir.name}-verifier", backend), templates)
+        self._count = 0
 
     async def verify(
         self,
+        backend: Backend,
         template: str,
         diff: bytes,
         hidden: Mapping[str, bytes],
@@ -61,25 +70,77 @@ class Verifications:
             "product": list(product),
         }
         blob = diff + b"".join(content for _, content in files)
-        try:
-            async with asyncio.timeout(patience_s):
-                await self._slots.acquire()
-        except TimeoutError as error:
-            raise ServerBusy(f"no verification slot came free in {patience_s:g} s: ask again") from error
-        try:
-            link = await self._zygote.spawn(digest, limits, {})
+        with self._templates.held(digest):
             try:
-                reply, _ = await link.ask(header, blob, timeout_s=timeout_s + _ASK_S)
+                async with asyncio.timeout(patience_s):
+                    await self._slots.acquire()
+            except TimeoutError as error:
+                raise ServerBusy(f"no verification slot came free in {patience_s:g} s: ask again") from error
+            try:
+                if backend.name in self._zygotes:
+                    reply = await self._by_zygote(backend.name, digest, limits, header, blob)
+                else:
+                    spec = self._spec(digest, limits)
+                    reply = await verify_in_guest(backend, spec, wire.pack(header, blob), timeout_s + _GUEST_S)
             finally:
-                link.close()
-        finally:
-            self._slots.release()
+                self._slots.release()
         return dict(reply["result"])
 
+    async def _by_zygote(
+        self, name: str, digest: str, limits: Limits, header: dict[str, Any], blob: bytes
+    ) -> dict[str, Any]:
+        link = await self._zygotes[name].spawn(digest, limits, {})
+        try:
+            reply, _ = await link.ask(header, blob, timeout_s=header["timeout_s"] + _ASK_S)
+        finally:
+            link.close()
+        return reply
+
+    def _spec(self, digest: str, limits: Limits) -> BoxSpec:
+        self._count += 1
+        directory = self._templates.directory_of(digest)
+        return BoxSpec(f"verify-{self._count}", digest, directory, limits, supervised=True)
+
     async def died(self) -> str:
-        """Return when the zygote has ended by itself."""
-        return await self._zygote.died()
+        """Return when a zygote has ended by itself."""
+        deaths = [asyncio.ensure_future(each.died()) for each in self._zygotes.values()]
+        if not deaths:
+            await asyncio.get_running_loop().create_future()  # nothing can die
+        try:
+            await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
+            return next(each.result() for each in deaths if each.done())
+        finally:
+            for each in deaths:
+                each.cancel()
 
     async def stop(self) -> None:
-        """End the zygote and what it forked."""
-        await self._zygote.stop()
+        """End the zygotes and what they forked."""
+        await asyncio.gather(*(each.stop() for each in self._zygotes.values()))
+
+
+class Starting:
+    """The zygotes of the backends that are asked for, started while these start: each takes a while."""
+
+    def __init__(self, names: Sequence[str], run_dir: Path) -> None:
+        self._zygotes = {
+            kind: asyncio.ensure_future(Zygote.start(run_dir, f"{run_dir.name}-verifier-{kind}", kind))
+            for kind in {_OF[name] for name in names if name in _OF}
+        }
+
+    async def finished(self, backends: Mapping[str, Backend], templates: Templates) -> Verifications:
+        """Those of the backends that started; others are stopped. Raises BackendUnavailable."""
+        try:
+            for kind in [kind for kind in self._zygotes if kind not in backends]:
+                await self._let_go(self._zygotes.pop(kind))
+            return Verifications({kind: await starting for kind, starting in self._zygotes.items()}, templates)
+        except BaseException:
+            await self.abandon()
+            raise
+
+    async def abandon(self) -> None:
+        """Stop them all, once they have started."""
+        await asyncio.gather(*map(self._let_go, self._zygotes.values()))
+
+    async def _let_go(self, starting: asyncio.Future[Zygote]) -> None:
+        with contextlib.suppress(EnvdError, asyncio.CancelledError):
+            await (await starting).stop()

@@ -9,7 +9,17 @@ from collections.abc import Sequence
 
 from contracts.errors import TriplaneError
 from contracts.tasks import Task
-from envd.client import EnvdError, Export, Limits, Sandbox, SandboxClient, SandboxUnknown, ToolCall, ToolResult
+from envd.client import (
+    EnvdError,
+    Export,
+    Limits,
+    Sandbox,
+    SandboxClient,
+    SandboxUnknown,
+    TemplateError,
+    ToolCall,
+    ToolResult,
+)
 from inference.errors import InfraFault, SandboxBroken
 
 LIFETIME_MARGIN_S = 60.0
@@ -31,15 +41,22 @@ class Workspaces:
 
     async def start(self, task: Task) -> Sandbox:
         """A fresh sandbox of `task`. Raises InfraFault."""
+        for again in (False, True):
+            try:
+                return await self._client.create(await self._stored(task), limits=self._limits)
+            except TriplaneError as error:
+                self._templates.pop(task.image_digest, None)
+                # a server removes templates that were not used for long
+                if again or not isinstance(error, TemplateError):
+                    raise InfraFault(f"no sandbox for task {task.task_id}: {error}") from error
+        raise AssertionError("unreachable")
+
+    async def _stored(self, task: Task) -> str:
         image = task.image_digest
         storing = self._templates.get(image)
         if storing is None:
             storing = self._templates[image] = asyncio.create_task(self._client.put_template(task.files))
-        try:
-            return await self._client.create(await asyncio.shield(storing), limits=self._limits)
-        except TriplaneError as error:
-            self._templates.pop(image, None)  # a server that was restarted has lost its templates
-            raise InfraFault(f"no sandbox for task {task.task_id}: {error}") from error
+        return await asyncio.shield(storing)
 
 
 class Workspace:

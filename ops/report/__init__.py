@@ -12,5 +12,5 @@ Imported by assets and triplane_dagster. May import: dagster (timings only), res
 
 ROUTE = "/reports"
 """Where our web server shows reports: ROUTE/<action key>. Without host and port, so a link is right behind any address."""
-REPORT_VERSION = "1"
+REPORT_VERSION = "2"
 """Code version of the `report` step."""

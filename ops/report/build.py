@@ -9,6 +9,7 @@ from typing import Any
 from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, find_artifact
 from contracts.digests import action_key, canonical_json, digest_of
 from contracts.tasks import Split
+from curation.measures import MEASURES, measure_names
 from ops.report import REPORT_VERSION, facts
 from ops.report.episodes import viewer
 from ops.report.history import Row, row_of
@@ -95,6 +96,10 @@ def headline(row: Row) -> dict[str, float]:
         compared = row[split.value]
         found[f"{split.value} pass rate"] = compared["candidate"]["rate"] if compared else None
         found[f"{split.value} difference"] = compared["difference"]["mean"] if compared else None
+    for split in (Split.HELD_OUT, Split.UNSEEN):
+        own = ((row.get(split.value) or {}).get("measures") or {}).get("candidate")
+        names = measure_names(own["k"], own["temperature"]) if own else ()
+        found |= {f"{split.value} {name}": own[key]["rate"] for key, name in zip(MEASURES, names, strict=False) if own}
     found |= {"episodes": row["episodes"], "kept": row["kept"], "policy tokens": row["policy_tokens"]}
     return {name: value for name, value in found.items() if value is not None}
 

@@ -76,7 +76,7 @@ def families(sources: Sources, tasks: Mapping[str, Task]) -> dict[str, list[dict
     """Pass rate of every task family before (parent) and after (candidate), by split that was played."""
     evaluation = sources.get("evaluation")
     found: dict[str, list[dict[str, Any]]] = {}
-    for split in (Split.HELD_OUT, Split.GATE):
+    for split in (Split.HELD_OUT, Split.UNSEEN, Split.GATE):
         runs = {who: _run(sources, evaluation, f"{who}_{split.value}") for who in ("parent", "candidate")}
         rates = {who: _family_rates(run, tasks) for who, run in runs.items() if run}
         if len(rates) == 2:

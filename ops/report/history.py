@@ -37,7 +37,7 @@ def row_of(sources: Sources) -> Row:
         "acting": acting.digest if acting else None,
         "candidate": candidate.ref.digest if candidate else None,
         "train": _train(rewards),
-        **{split.value: compared.get(split.value) for split in (Split.GATE, Split.HELD_OUT)},
+        **{split.value: compared.get(split.value) for split in (Split.GATE, Split.HELD_OUT, Split.UNSEEN)},
         "training": _training(candidate),
         "decision": decision.json("decision.json")["decision"] if decision else None,
         "kept": sum(dataset.table("members.parquet", ["kept"])["kept"].to_pylist()) if dataset else None,

@@ -5,25 +5,38 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.curves import Curve
+from benchmarks.curves import Curve, SplitCurve
 from benchmarks.spans import union_seconds
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 10)).map(lambda pair: (pair[0], pair[0] + pair[1])))
 
 
-def curve(base: float, *live: float) -> Curve:
-    return Curve("e", base, live, base_seconds=100.0, seconds=tuple(10.0 for _ in live))
+def scores(greedy: float, majority: float = 0.2) -> dict[str, float]:
+    return {"greedy": greedy, "sampled": greedy / 2, "majority": majority, "any": 0.9}
+
+
+def curve(base: float, *live: float, majority: float = 0.2) -> Curve:
+    split = SplitCurve(scores(base, majority), tuple(scores(each) for each in live))
+    return Curve("e", split, split, base_seconds=100.0, seconds=tuple(10.0 for _ in live))
 
 
 def test_a_curve_knows_when_it_gained_enough_and_how_long_that_took() -> None:
-    row = curve(0.4, 0.45, 0.66, 0.6).row(25)
-    assert row["iterations to +25"] == 2 and row["seconds to +25"] == 20
-    assert row["best gain"] == 26.0 and row["final gain"] == 20.0
+    row = curve(0.1, 0.12, 0.66, 0.6).row(15, 5)
+    assert row["iterations to target"] == 2 and row["seconds to target"] == 20
+    assert (row["greedy gain"], row["T=1 gain"], row["over base maj"]) == (50.0, 25.0, 40.0)
 
 
-def test_a_curve_that_never_gains_enough_says_so() -> None:
-    assert curve(0.4, 0.5, 0.64).reached(25) is None
-    assert curve(0.4, 0.5, 0.64).row(25)["seconds to +25"] == "-"
+def test_a_gain_below_the_base_policys_majority_is_not_enough() -> None:
+    sharpened = curve(0.1, 0.3, 0.4, majority=0.38)
+    assert sharpened.held_out.reached(15, 5) is None
+    assert not sharpened.held_out.ends_above(15, 5)
+    assert sharpened.row(15, 5)["seconds to target"] == "-"
+
+
+def test_what_was_reached_and_lost_again_does_not_count_at_the_end() -> None:
+    lost = curve(0.1, 0.6, 0.15).held_out
+    assert lost.reached(15, 5) == 1
+    assert not lost.ends_above(15, 5)
 
 
 @given(INTERVALS)

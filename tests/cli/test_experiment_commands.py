@@ -20,7 +20,7 @@ def one_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "yaml"
     folder.mkdir()
     (folder / "small.yaml").write_text(
-        "name: small\ndescription: for tests\niterations: 3\ntasks: {train: 12, gate: 4, held_out: 4}\n"
+        "name: small\ndescription: for tests\niterations: 3\ntasks: {train: 12, gate: 4, held_out: 4, unseen: 4}\n"
     )
     monkeypatch.setenv("TRIPLANE_EXPERIMENTS", str(folder))
 

@@ -15,7 +15,8 @@ import pytest
 TINY = """
 name: tiny
 iterations: 1
-tasks: {train: 12, gate: 4, held_out: 4}
+tasks: {train: 12, gate: 4, held_out: 4, unseen: 4}
+evaluation: {held_out_samples: 2, unseen_samples: 2}
 base:
   demonstrations: {count: 200, validation_count: 32}
   sft: {max_steps: 10, evaluate_every: 10, evaluation_episodes: 16, probe_episodes: 16}
@@ -55,7 +56,11 @@ def test_demo_survives_an_interrupt_and_ends_with_the_table(tmp_path: Path) -> N
     found = json.loads(done.stdout)
     (iteration,) = found["iterations"]
     assert iteration["decision"] in ("live", "refused")
-    assert set(iteration["pass_rates"]) == {"gate", "held_out"}
+    assert set(iteration["pass_rates"]) == {"gate", "held_out", "unseen"}
+    for split in ("held_out", "unseen"):
+        for own in (*iteration["measures"][split].values(), found["base"]["measures"][split]):
+            assert (own["k"], own["temperature"], own["greedy"]["tasks"]) == (2, 1.0, 4)
+            assert own["greedy"]["rate"] is not None and own["any"]["rate"] >= own["majority"]["rate"]
     assert iteration["seconds"]["rollouts"] > 0 and found["base"]["seconds"]["base_policy"] > 0
 
     again = subprocess.run(command, env=place, capture_output=True, text=True, timeout=120, check=False)

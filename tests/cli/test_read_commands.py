@@ -12,7 +12,7 @@ from cli_history import EXPERIMENT, History, Run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triplane_dagster.cli.output import visible
+from contracts.visible import visible
 
 
 def test_help_teaches_with_examples(here: Run) -> None:

@@ -103,7 +103,11 @@ def test_an_old_iteration_with_another_trainer_is_stale_and_samples_nothing(ran:
 def test_checks_passed_and_the_parent_was_not_evaluated_twice(ran: World) -> None:
     runs = list(list_artifacts(ran.store, "evaluation_run"))
     policies = {run.manifest.parents["policy"].digest for run in runs}
-    assert len(runs) == 2 * len(policies)
+    assert len(runs) == 5 * len(policies)  # the gate, and two splits sampled and greedily
+    greedy = [run for run in runs if run.manifest.config["rollouts"]["temperature"] == 0]
+    assert len(greedy) == 2 * len(policies)
+    for run in greedy:
+        assert set(run.table("episodes.parquet", ["temperature"])["temperature"].to_pylist()) == {0.0}
     check = dg.AssetCheckKey(key_of(ran.experiment, "rollouts"), "every_group_committed")
     record = ran.instance.event_log_storage.get_latest_asset_check_execution_by_key([check])[check]
     assert record.event is not None and record.event.dagster_event is not None

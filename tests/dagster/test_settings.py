@@ -22,6 +22,7 @@ TINY = Path(__file__).parent / "tiny.yaml"
         ("trainer.grpo.learning_rate=0.5", ["checkpoint"]),
         ("trainer.launcher.threads=2", ["base_policy", "checkpoint"]),
         ("evaluation.held_out_samples=0", ["evaluation"]),
+        ("evaluation.greedy=false", ["evaluation"]),
         ("base.demonstrations.count=65", ["base_policy"]),
         ("tasks.train=25", ["task_suite"]),
         ("seed=4", ["base_policy", "prompts", "rollouts", "checkpoint", "evaluation"]),

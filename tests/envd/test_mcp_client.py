@@ -16,8 +16,10 @@ import httpx
 import pytest
 from mcp import Client, StdioServerParameters
 from mcp.client.stdio import stdio_client
+from mcp.client.streamable_http import streamable_http_client
 
 from envd.client import SandboxClient
+from envd.meeting import meeting_directory
 from envd.tools import ALL_TOOLS
 from tests.envd.harness import Harness
 
@@ -87,6 +89,13 @@ def test_an_mcp_client_drives_a_sandbox(namespaces: Harness, tmp_path: Path) -> 
     asyncio.run(job())
 
 
+def over_http(url: str) -> Client:
+    """A client with the key that the server made."""
+    key = (meeting_directory() / f"mcp-{httpx.URL(url).port}.key").read_text().strip()
+    http = httpx.AsyncClient(headers={"authorization": f"Bearer {key}"}, timeout=30)
+    return Client(streamable_http_client(url, http_client=http))
+
+
 @contextmanager
 def http_server(address: str, *options: str) -> Iterator[str]:
     with socket.socket() as free:
@@ -107,13 +116,14 @@ def http_server(address: str, *options: str) -> Iterator[str]:
         yield url
     finally:
         process.terminate()
-        process.wait(20)
+        assert process.wait(20) == 0
+        assert not (meeting_directory() / f"mcp-{port}.key").exists()
 
 
 def test_over_http_each_session_has_a_sandbox_of_its_own(namespaces: Harness) -> None:
     async def job(url: str) -> None:
         before = await live(namespaces.address)
-        async with Client(url) as one, Client(url) as other:
+        async with over_http(url) as one, over_http(url) as other:
             assert await said(one, "write", path="f", content="one\n") == (True, "ok")
             assert await said(other, "read", path="f") == (False, "error: no such file: f")
             assert await said(one, "exec", command="cat f") == (True, "one\nexit 0")
@@ -127,10 +137,13 @@ def test_over_http_each_session_has_a_sandbox_of_its_own(namespaces: Harness) ->
 def test_an_idle_session_loses_its_sandbox_and_one_too_many_is_refused(namespaces: Harness) -> None:
     async def job(url: str) -> None:
         before = await live(namespaces.address)
-        async with Client(url) as client:
+        async with over_http(url) as client:
             assert (await said(client, "list"))[0]
             initialize = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {}}
             accept = {"accept": "application/json, text/event-stream"}
+            assert httpx.post(url, json=initialize, headers=accept).status_code == 401
+            key = (meeting_directory() / f"mcp-{httpx.URL(url).port}.key").read_text().strip()
+            accept["authorization"] = f"Bearer {key}"
             assert httpx.post(url, json=initialize, headers=accept).status_code == 503
             assert await eventually_live(namespaces.address, before)
 

@@ -101,7 +101,14 @@ def test_a_server_does_not_listen_to_others_without_tls_and_keys(address: str, t
     with pytest.raises(EnvdError, match=LISTENING[address]):
         Listening(address).check()
     with pytest.raises(EnvdError, match="can be reached from other machines"):
-        Listening(address, tls_cert=tmp_path / "c", tls_key=tmp_path / "k").check()
+        Listening(address, key_file=tmp_path / "keys").check()
+    keyless = Listening(address, tls_cert=tmp_path / "c", tls_key=tmp_path / "k")
+    keyless.check()
+    assert keyless.made_key() is not None
+    assert (
+        Listening(address, tls_cert=tmp_path / "c", tls_key=tmp_path / "k", tls_client_ca=tmp_path / "a").made_key()
+        is None
+    )
     Listening(address, tls_cert=tmp_path / "c", tls_key=tmp_path / "k", key_file=tmp_path / "keys").check()
     Listening(address, insecure=True).check()
 

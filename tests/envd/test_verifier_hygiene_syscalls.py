@@ -13,6 +13,7 @@ PREPARE = """
 import ctypes, errno, fcntl, os, platform, socket, subprocess, sys, threading
 libc = ctypes.CDLL(None, use_errno=True)
 X86 = platform.machine() == "x86_64"
+LANDLOCK = libc.syscall(444, None, 0, 1) >= 2
 def fails(call, *numbers):
     ctypes.set_errno(0)
     return call() < 0 and ctypes.get_errno() in numbers
@@ -39,6 +40,18 @@ REFUSED = {
     "generic netlink": "raises(lambda: socket.socket(16, socket.SOCK_RAW, 16), errno.EAFNOSUPPORT)",
     "mptcp": "raises(lambda: socket.socket(2, socket.SOCK_STREAM, 262), errno.EPROTONOSUPPORT)",
     "typing into a terminal": "raises(lambda: fcntl.ioctl(os.openpty()[1] if os.path.exists('/dev/ptmx') else 0, 0x5412, b'x'), errno.EPERM)",
+    "a pair of another family": "raises(lambda: socket.socketpair(30, socket.SOCK_SEQPACKET), errno.EAFNOSUPPORT)",
+    "a routing socket": "raises(lambda: socket.socket(16, socket.SOCK_RAW, 0), errno.EAFNOSUPPORT)",
+    "asynchronous I/O": "fails(lambda: libc.syscall(206 if X86 else 0, 8, ctypes.byref(ctypes.c_long())), errno.ENOSYS)",
+    "an unknown number": "fails(lambda: libc.syscall(500), errno.ENOSYS)",
+    "limits of process 1": "raises(lambda: __import__('resource').prlimit(1, 7, (9, 9)), errno.EPERM)",
+    "the priority of process 1": "raises(lambda: os.setpriority(0, 1, 19), errno.EPERM)",
+    "the processors of process 1": "raises(lambda: os.sched_setaffinity(1, {0}), errno.EPERM)",
+    "a directory's notices": "raises(lambda: fcntl.fcntl(os.open('/usr', 0), fcntl.F_NOTIFY, 1), errno.EPERM)",
+    "a lease": "raises(lambda: fcntl.fcntl(os.open('/tmp/l', os.O_CREAT), 1024, 0), errno.EPERM)",
+    "huge pages": "fails(lambda: libc.memfd_create(b'x', 4), errno.ENOMEM)",
+    "a pipe outside the workspace": "raises(lambda: os.mkfifo('/dev/pipe'), errno.EACCES, errno.EROFS, errno.EPERM)",
+    "a device in the workspace": "raises(lambda: os.mknod('device', 0o20600, 0), errno.EACCES, errno.EPERM) or not LANDLOCK",
     "the x32 way in": "not X86 or fails(lambda: libc.syscall(0x40000000 + 39), errno.ENOSYS)",
 }
 ALLOWED = {
@@ -47,7 +60,13 @@ ALLOWED = {
     "a thread": "(lambda t: (t.start(), t.join(), True)[2])(threading.Thread(target=print))",
     "a fork": "(lambda pid: os._exit(0) if pid == 0 else os.waitpid(pid, 0)[1] == 0)(os.fork())",
     "a socket pair and the loopback": "bool(socket.socketpair()) and bool(socket.create_server(('127.0.0.1', 0)))",
-    "routes": "bool(socket.socket(16, socket.SOCK_RAW, 0))",
+    "the names of hosts": "bool(socket.getaddrinfo('localhost', 80))",
+    "its own limits": "__import__('resource').setrlimit(7, (512, 1024)) is None",
+    "its own priority": "os.setpriority(0, 0, 19) is None and os.sched_setaffinity(0, os.sched_getaffinity(0)) is None",
+    "a rename between directories": "os.mkdir('d') is None and os.rename('calc.py', 'd/c.py') is None and os.rename('d/c.py', 'calc.py') is None",
+    "devices": "open('/dev/null', 'w').write('x') and open('/dev/zero', 'rb').read(1) == bytes(1)",
+    "locks": "fcntl.flock(os.open('/tmp/lock', os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX) is None",
+    "a receive buffer": "socket.socketpair()[0].setsockopt(1, 8, 1 << 20) is None",
     "git": "subprocess.check_output(['git', 'log', '--format=%s']) == b'template\\n'",
 }
 

@@ -1,7 +1,8 @@
-"""A server of an ordinary user, without any capability, gives the verdicts that root's gives."""
+"""A server of an ordinary user, without any capability, gives the verdicts that root's gives, and its sandboxes have the same walls."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from envd.client import SandboxClient, ToolCall
 from envd.types import VerifyResult
 from tests.envd.harness import TESTS, Harness
 
@@ -35,13 +37,15 @@ CHANGES = {
     "equals": {"calc.py": "class E(int):\n    def __eq__(self, o): return True\n\ndef add(a, b):\n    return E()\n"},
     "looks around": {"calc.py": f"import os\nprint(os.getuid(), sorted(os.listdir('/')))\n\n\n{RIGHT}"},
 }
-CONFINED = """
+SHOW_PYTHON = """
 set -e
 if [ -n "$3" ]; then  # Python's directory is in a home that nobody else may enter: shown alone, at its place
   mkdir -p "$1/python"; mount --bind "$2" "$1/python"
   mount -t tmpfs -o mode=755 tmpfs "$3"; mkdir -p "$2"; mount --bind "$1/python" "$2"
 fi
 shift 3
+"""
+CONFINED = f"""{SHOW_PYTHON}
 exec setpriv --bounding-set -all --inh-caps -all --no-new-privs --reuid 10001 --regid 10001 --clear-groups "$@"
 """
 
@@ -82,3 +86,33 @@ def test_verdicts_are_the_same(namespaces: Harness, unprivileged: Harness) -> No
     for name, changes in CHANGES.items():
         ours, theirs = (without_time(each.verify(changes, tests=TESTS)) for each in (namespaces, unprivileged))
         assert theirs == ours, name
+
+
+WALLS = """
+import ctypes, os, resource, socket
+libc, kept = ctypes.CDLL(None, use_errno=True), []
+def refused(call, *arguments):
+    try:
+        call(*arguments)
+    except OSError as error:
+        return error.errno
+print([name for _, name in socket.if_nameindex()][:1])
+try:
+    while len(kept) < 100:
+        kept.append(socket.socket(16, 3, 0))
+except OSError as error:
+    print(len(kept) <= 32, error.errno)
+print([refused(resource.prlimit, 1, 7, (1, 1)), refused(os.setpriority, 0, 1, 19), refused(os.chroot, "/"), refused(socket.socketpair, 30, 5)])
+print(refused(os.open, "/etc/new", os.O_CREAT), refused(os.mkdir, "/usr/new"), libc.syscall(500), ctypes.get_errno())
+"""
+
+
+def test_walls_of_its_sandboxes_are_the_same(namespaces: Harness, unprivileged: Harness) -> None:
+    async def said(harness: Harness) -> str:
+        async with SandboxClient(harness.address) as client:
+            template = await client.put_template({"walls.py": WALLS.encode()})
+            async with await client.create(template) as sandbox:
+                return (await sandbox.call(ToolCall("exec", {"command": "python3 walls.py"}))).text
+
+    ours, theirs = (asyncio.run(said(each)) for each in (namespaces, unprivileged))
+    assert theirs == ours == "['lo']\nTrue 105\n[1, 1, 1, 97]\n30 30 -1 38\nexit 0"

@@ -179,13 +179,15 @@ class Arena:
         self._mine.append(sandbox)
         return sandbox
 
-    async def verified(self, changes: Any, *, hidden: Any = HIDDEN, timeout_s: float = 20) -> str:
+    async def verified(
+        self, changes: Any, *, hidden: Any = HIDDEN, tests: Sequence[str] = TESTS, timeout_s: float = 20
+    ) -> str:
         """The verdict of a final state, in words."""
         sandbox = await self.sandbox()
         for path, content in changes.items():
             await sandbox.files.write(path, content.encode(), mode=0o755)
         diff = await sandbox.finish()
-        result = await self.client.verify(self.template, diff, hidden, TESTS, timeout_s=timeout_s)
+        result = await self.client.verify(self.template, diff, hidden, tests, timeout_s=timeout_s)
         statuses = [outcome.status for outcome in result.outcomes]
         return f"{result.exit} {statuses} {list(result.tampering)} {result.log[-300:]!r}"
 

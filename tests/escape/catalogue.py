@@ -9,6 +9,7 @@ from tests.escape import (
     attacks_network,
     attacks_output,
     attacks_server,
+    attacks_shared,
     attacks_verdicts,
 )
 from tests.escape.attack import Attack
@@ -18,6 +19,7 @@ _MODULES = (
     attacks_kernel,
     attacks_bombs,
     attacks_network,
+    attacks_shared,
     attacks_output,
     attacks_server,
     attacks_verdicts,

@@ -15,7 +15,7 @@ reboot 169 142|swapon 167 224|settimeofday 164 170|clock_settime 227 112|acct 16
 sethostname 170 161|setdomainname 171 162|capset 126 91|mknodat 259 33|pidfd_getfd 438 438|pidfd_open 434 434|clone3 435 435|io_uring_setup 425 425
 io_uring_register 427 427|open_tree 428 428|move_mount 429 429|fsopen 430 430|fsmount 432 432|mount_setattr 442 442|memfd_create 319 279
 shmget 29 194|shmat 30 196|msgget 68 186|msgsnd 69 189|semget 64 190|mq_open 240 180|sched_setscheduler 144 119|setpriority 141 140|ioprio_set 251 30
-vhangup 153 58|adjtimex 159 171|memfd_secret 447 447|landlock_create_ruleset 444 444|timer_create 222 107|add_watch 254 27
+vhangup 153 58|adjtimex 159 171|memfd_secret 447 447|landlock_create_ruleset 444 444|timer_create 222 107|add_watch 254 27|io_setup 206 0
 """.replace("\n", "|").split("|"):
     if line.strip():
         name, x86, arm = line.split()

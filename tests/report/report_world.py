@@ -18,7 +18,7 @@ from contracts.tasks import Split, Task, tasks_table
 from curation.dataset import DatasetConfig, build_dataset
 from curation.rewards import EVIDENCE
 from curation.verify import TestVerdict, Verdict, verdict_key
-from ops.evaluation import compare
+from ops.evaluation import compare, measure
 from resources.refs import write_ref
 from tests.cli.cli_history import DIFF, EXPERIMENT, History, byte_tokenizer, play, rewards_rows, write_history
 
@@ -52,6 +52,7 @@ def write_world(store: Store) -> World:
     }
     body = {
         split.value: compare(runs[f"candidate_{split.value}"], runs[f"parent_{split.value}"], 0.9)
+        | {"measures": {who: measure(runs, who, split.value, 1.0) for who in ("candidate", "parent")}}
         for split in (Split.GATE, Split.HELD_OUT)
     }
     refs = {role: run.ref for role, run in runs.items()} | {"candidate": candidate, "parent": base}
@@ -144,12 +145,17 @@ def hostile_episode(task: Task, policy: ArtifactRef, sample: int) -> Episode:
 
 
 def evaluation_run(store: Store, history: History, split: Split, policy: ArtifactRef, solved: int) -> Artifact:
-    """Four episodes on one split, of which the first `solved` are solved."""
-    rows = rewards_rows([history.failed] * 4).set_column(4, "solved", [[index < solved for index in range(4)]])
+    """Four episodes on one split, of which the first `solved` are solved, each with a final state of its own."""
+    played = [
+        replace(history.failed, episode_id=f"{split.value}-{policy.short}-{index}", final_diff=b"%d" % index)
+        for index in range(4)
+    ]
+    rows = rewards_rows(played).set_column(4, "solved", [[index < solved for index in range(4)]])
     parents = {"policy": policy, "task_suite": history.artifacts["suite"].ref}
-    costs = telemetry([history.failed] * 4)
+    costs = telemetry(played)
 
     def fill(out: ArtifactWriter) -> None:
+        out.add_table("episodes.parquet", episodes_table(played))
         out.add_table("rewards.parquet", rows)
         out.add_table("telemetry.parquet", costs, telemetry=True)
 

@@ -36,6 +36,10 @@ def test_the_row_of_an_iteration_repeats_its_artifacts(world: World, first: dict
     assert row["gate"]["candidate"]["rate"] == 0.75 and row["gate"]["parent"]["rate"] == 0.25
     assert row["gate"]["candidate"]["low"] < 0.75 < row["gate"]["candidate"]["high"]
     assert row["held_out"]["difference"]["mean"] == pytest.approx(0.5)
+    own = row["held_out"]["measures"]["candidate"]
+    assert (own["k"], own["sampled"]["rate"], own["majority"]["rate"], own["any"]["rate"]) == (4, 0.75, 0.75, 1.0)
+    assert own["greedy"]["rate"] is None and row["unseen"] is None
+    assert first["headline"]["held_out maj@4"] == 0.75
     assert row["acting"] == world.history.digest("base") and row["candidate"] == world.history.digest("next")
     assert (row["decision"], row["episodes"], row["kept"]) == ("live", 4, 2)
     assert row["tokens_per_second"] == row["policy_tokens"] / 2.0

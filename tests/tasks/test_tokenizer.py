@@ -12,8 +12,9 @@ from contracts.artifacts import Artifact
 from contracts.chat import ChatTokenizer, ToolCallText
 from contracts.store import open_store
 from curation.errors import TokenizerError
-from curation.tasks.bugs import PATHS
+from curation.tasks.bugs import MODULES, PATHS
 from curation.tasks.names import NAMES
+from curation.tasks.operations import OPERATIONS
 from curation.tasks.suite import TaskSuiteConfig
 from curation.tokenizer import VOCABULARY, build_tokenizer, train_tokenizer
 
@@ -29,14 +30,33 @@ PLACES = [
     "{}:",
     "-{}",
     "fix {}: it",
+    "from {} import",
 ]
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_name_or_path_is_the_same_single_token_wherever_it_stands(tokenizer: ChatTokenizer, place: str) -> None:
-    for word in [*NAMES, *PATHS]:
+    for word in [*NAMES, *PATHS, *MODULES]:
         (alone,) = tokenizer.encode_text(word)
         assert tokenizer.encode_text(place.format(word)).count(alone) == 1
+
+
+@pytest.mark.parametrize("word", [each.word for each in OPERATIONS])
+def test_the_word_of_an_operation_is_the_same_single_token_between_names_and_in_a_note(
+    tokenizer: ChatTokenizer, word: str
+) -> None:
+    (alone,) = tokenizer.encode_text(f" {word} ")
+    for text in (f"bala returns kaki {word} badu", f"want {word} have - here"):
+        assert tokenizer.encode_text(text).count(alone) == 1
+
+
+@pytest.mark.parametrize("symbol", [each.symbol for each in OPERATIONS])
+def test_an_operator_is_the_same_single_token_after_a_name_and_after_a_call(
+    tokenizer: ChatTokenizer, symbol: str
+) -> None:
+    (alone,) = tokenizer.encode_text(f" {symbol} ")
+    for text in (f"    return kaki {symbol} badu", f'"new":"    return bala(kaki, badu) {symbol} zila"'):
+        assert tokenizer.encode_text(text).count(alone) == 1
 
 
 def test_the_vocabulary_has_the_size_that_was_asked_for(tokenizer: ChatTokenizer) -> None:

@@ -15,9 +15,9 @@ from curation.tasks.suite import TaskSuiteConfig, generate_tasks
 from curation.tasks.validate import ValidationReport, validate_tasks
 from envd.client import SandboxClient
 
-CONFIG = TaskSuiteConfig(train=14, gate=2, held_out=3)
-ONE_FAMILY = TaskSuiteConfig(train=1, gate=1, held_out=1)
-"""Families take turns in every split, so this holds only the first; probing it is quick."""
+CONFIG = TaskSuiteConfig(train=22, gate=2, held_out=3, unseen=6)
+FEW = TaskSuiteConfig(train=1, gate=1, held_out=1, unseen=1)
+"""Families take turns in every split, so this holds only the first of the trained and of the unseen ones; probing them is quick."""
 
 
 @pytest.fixture(scope="module")
@@ -42,19 +42,19 @@ def _validate(tasks: list[Task], address: str) -> tuple[ValidationReport, list[t
     return asyncio.run(run()), seen
 
 
-def test_a_built_suite_is_sound_and_for_each_family_three_cheats_and_thirteen_wrong_answers_score_0(
+def test_a_built_suite_is_sound_and_for_each_family_three_cheats_and_all_other_operations_score_0(
     suite: Artifact,
 ) -> None:
     report = ValidationReport.model_validate(suite.json("validation.json"))
-    assert report.tasks == 19
+    assert report.tasks == 33
     assert report.broken == []
-    assert len({(cheat.family, cheat.cheat) for cheat in report.cheats}) == len(report.cheats) == 14 * 3
+    assert len({(cheat.family, cheat.cheat) for cheat in report.cheats}) == len(report.cheats) == 28 * 3
     assert not [cheat for cheat in report.cheats if cheat.solved]
-    assert report.wrong_answers == 14 * 13
-    assert suite.meta["splits"] == {"train": 14, "gate": 2, "held_out": 3}
+    assert report.wrong_answers == (8 + 8) * 7 + 12 * 11  # the other operations of inner and middle, of outer places
+    assert suite.meta["splits"] == {"train": 22, "gate": 2, "held_out": 3, "unseen": 6}
     tasks = read_tasks(suite.table("tasks.parquet"))
     assert [dataclasses.replace(task, checks=None) for task in tasks] == generate_tasks(CONFIG)
-    assert (report.decoys, report.observed, report.undecided) == (19, 19 * 3, {})
+    assert (report.decoys, report.observed, report.undecided) == (33, 33 * 3, {})
     for task in tasks:
         assert task.checks is not None and task.checks.observed is not None
         assert task.checks.decoys[0].tests == task.tests and task.checks.known == ()
@@ -64,15 +64,15 @@ def test_building_again_elsewhere_gives_the_same_content(suite: Artifact, envd_a
 
     async def run(folder: str) -> str:
         async with SandboxClient(envd_address) as client:
-            return (await build_suite(ONE_FAMILY, open_store(str(tmp_path / folder)), client)).ref.digest
+            return (await build_suite(FEW, open_store(str(tmp_path / folder)), client)).ref.digest
 
     assert asyncio.run(run("one")) == asyncio.run(run("two"))
 
 
 def test_broken_tasks_are_named_with_their_reasons(envd_address: str) -> None:
-    one_family = [task for task in generate_tasks(TaskSuiteConfig(train=56)) if task.family == "sum"]
+    one_family = [task for task in generate_tasks(TaskSuiteConfig(train=84)) if task.family == "inner-plus"]
     good, *rest = one_family[:4]
-    trivial = dict.fromkeys(rest[0].hidden_files, b"def test_first_larger():\n    pass\n")
+    trivial = dict.fromkeys(rest[0].hidden_files, b"def test_small():\n    pass\n")
     broken = [
         dataclasses.replace(rest[0], hidden_files=trivial, tests=rest[0].tests[:1]),
         dataclasses.replace(rest[1], reference_diff=b""),
@@ -99,9 +99,9 @@ def test_a_suite_with_too_many_broken_tasks_is_refused_and_leaves_nothing(
 
     async def run() -> None:
         async with SandboxClient(envd_address) as client:
-            await build_suite(ONE_FAMILY, store, client)
+            await build_suite(FEW, store, client)
 
-    with pytest.raises(TaskError, match=r"1 of 3 tasks are broken .* do not pass after the fix"):
+    with pytest.raises(TaskError, match=r"1 of 4 tasks are broken .* do not pass after the fix"):
         asyncio.run(run())
     assert not list(list_artifacts(store))
 

@@ -50,7 +50,7 @@ def _print(rows: list[tuple[str, str, str, str, str]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from triplane_dagster.cli.output import visible
+    from contracts.visible import visible
 
     styles = {"ok": "green", "missing": "yellow", "broken": "red"}
     table = Table(header_style="bold")

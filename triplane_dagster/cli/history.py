@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -10,12 +10,17 @@ from typing import Any
 from contracts.artifacts import Artifact, ArtifactRef, open_artifact
 from contracts.store import Store
 from contracts.tasks import Split
+from curation.measures import MEASURES, measure_names
 from curation.statistics import PassRate, pass_rate
 from resources.refs import read_artifact, read_ref
 from resources.registry import Registry
 
 Rates = dict[str, dict[str, PassRate]]
 """Split -> policy digest -> pass rate."""
+Measures = dict[str, dict[str, dict[str, Any]]]
+"""Split -> policy digest -> pass@1 greedy and sampled, maj@k, pass@k, as curation.measures makes them."""
+REPORTED = (Split.HELD_OUT, Split.UNSEEN)
+"""Splits that no decision reads."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,8 @@ class IterationSummary:
     """Mean over graded episodes."""
     rates: Rates
     """Of candidate and parent."""
+    measures: Measures
+    """Of candidate and parent; of splits that are played more than once a task or greedily."""
     decision: str | None
     """live, refused or stale."""
     reasons: tuple[str, ...]
@@ -40,6 +47,10 @@ class IterationSummary:
     def rate(self, split: Split, policy: str | None) -> PassRate | None:
         """Pass rate of one of the two policies on a split."""
         return self.rates.get(split.value, {}).get(policy or "")
+
+    def measured(self, split: Split, policy: str | None) -> dict[str, Any] | None:
+        """Measures of one of the two policies on a split."""
+        return self.measures.get(split.value, {}).get(policy or "")
 
     @property
     def live_after(self) -> str | None:
@@ -70,12 +81,14 @@ def summary(store: Store, experiment: str, iteration: str, undone: Mapping[str, 
     candidate = read_ref(store, experiment, "checkpoint", iteration)
     decision = read_artifact(store, experiment, "sampler", iteration)
     decided: dict[str, Any] = decision.json("decision.json") if decision else {}
+    evaluation = read_artifact(store, experiment, "evaluation", iteration)
     return IterationSummary(
         iteration=iteration,
         parent=inputs.manifest.parents["policy"].digest if inputs else None,
         policy=candidate.digest if candidate else None,
         train_reward=_train_reward(read_artifact(store, experiment, "rewards", iteration)),
-        rates=_rates(store, read_artifact(store, experiment, "evaluation", iteration)),
+        rates=_rates(store, evaluation),
+        measures=_measures(evaluation),
         decision=decided.get("decision"),
         reasons=tuple(decided.get("reasons", ())),
         rolled_back=undone.get(candidate.digest) if candidate and decided.get("decision") == "live" else None,
@@ -87,17 +100,39 @@ def base_rate(history: list[IterationSummary], split: Split) -> PassRate | None:
     return history[0].rate(split, history[0].parent) if history else None
 
 
+def base_measures(history: list[IterationSummary], split: Split) -> dict[str, Any] | None:
+    """Measures of the policy that the first iteration started from."""
+    return history[0].measured(split, history[0].parent) if history else None
+
+
 def row_of(found: IterationSummary) -> dict[str, Any]:
     """A row of the table that `demo` and `status` print."""
-    gate, held_out = (found.rate(split, found.policy) for split in (Split.GATE, Split.HELD_OUT))
     return {
         "iteration": found.iteration,
         "train reward": found.train_reward,
-        "gate": percent(gate),
-        "held-out": percent(held_out),
+        "gate": percent(found.rate(Split.GATE, found.policy)),
+        **rate_columns(
+            lambda split: found.rate(split, found.policy), lambda split: found.measured(split, found.policy)
+        ),
         "policy": found.policy[:12] if found.policy else None,
         "decision": f"{found.decision}, rolled back" if found.rolled_back else found.decision,
     }
+
+
+def rate_columns(
+    rate: Callable[[Split], PassRate | None], measured: Callable[[Split], dict[str, Any] | None]
+) -> dict[str, str | None]:
+    """Columns of one policy on the splits that no decision reads: all measures, or the pass rate where only that is known."""
+    columns: dict[str, str | None] = {}
+    for split in REPORTED:
+        name, found = split.value.replace("_", "-"), measured(split)
+        if found is None:
+            columns |= {name: percent(rate(split))} if rate(split) or split is Split.HELD_OUT else {}
+            continue
+        heads = measure_names(found["k"], found["temperature"])
+        shown = [found[each]["rate"] for each in MEASURES]
+        columns[f"{name}: {', '.join(heads)}"] = ", ".join("-" if each is None else f"{each:.1%}" for each in shown)
+    return columns
 
 
 def json_of(found: IterationSummary) -> dict[str, Any]:
@@ -113,6 +148,10 @@ def json_of(found: IterationSummary) -> dict[str, Any]:
                 "parent": rate_json(rates.get(found.parent or "")),
             }
             for split, rates in found.rates.items()
+        },
+        "measures": {
+            split: {"candidate": own.get(found.policy or ""), "parent": own.get(found.parent or "")}
+            for split, own in found.measures.items()
         },
         "decision": found.decision,
         "reasons": list(found.reasons),
@@ -144,10 +183,23 @@ def _train_reward(rewards: Artifact | None) -> float | None:
 def _rates(store: Store, evaluation: Artifact | None) -> Rates:
     found: Rates = {}
     runs: list[ArtifactRef] = [
-        ref for ref in (evaluation.manifest.parents.values() if evaluation else ()) if ref.kind == "evaluation_run"
+        ref
+        for role, ref in (evaluation.manifest.parents.items() if evaluation else ())
+        if ref.kind == "evaluation_run" and not role.endswith("_greedy")
     ]
     for ref in runs:
         run = open_artifact(store, ref)
         rate = pass_rate(run.table("rewards.parquet", ["task_id", "solved"]))
         found.setdefault(run.manifest.config["split"], {})[run.manifest.parents["policy"].digest] = rate
+    return found
+
+
+def _measures(evaluation: Artifact | None) -> Measures:
+    found: Measures = {}
+    if evaluation is None:
+        return found
+    policies = {who: evaluation.manifest.parents[who].digest for who in ("parent", "candidate")}
+    for split, compared in evaluation.json("evaluation.json").items():
+        for who, own in compared.get("measures", {}).items():
+            found.setdefault(split, {})[policies[who]] = own
     return found

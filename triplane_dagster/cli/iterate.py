@@ -93,7 +93,7 @@ def _run(experiment: Experiment, count: int) -> list[str]:
 
 def _report(experiment: Experiment, only: list[str] | None, *, as_json: bool) -> None:
     """The table of iterations. only: these, else all."""
-    from triplane_dagster.cli.history import base_rate, json_of, rate_json, row_of, summaries
+    from triplane_dagster.cli.history import REPORTED, base_measures, base_rate, json_of, rate_json, row_of, summaries
     from triplane_dagster.cli.timings import experiment_seconds
 
     found = summaries(open_store(), experiment.name)
@@ -101,8 +101,9 @@ def _report(experiment: Experiment, only: list[str] | None, *, as_json: bool) ->
     seconds = experiment_seconds(experiment.name)
     if as_json:
         rows = [{**json_of(each), "seconds": seconds.get(each.iteration, {})} for each in shown]
-        rates = {split.value: rate_json(base_rate(found, split)) for split in (Split.GATE, Split.HELD_OUT)}
-        base = {"pass_rates": rates, "seconds": seconds.get(None, {})}
+        rates = {split.value: rate_json(base_rate(found, split)) for split in Split if split is not Split.TRAIN}
+        measured = {split.value: base_measures(found, split) for split in REPORTED}
+        base = {"pass_rates": rates, "measures": measured, "seconds": seconds.get(None, {})}
         print_json({"experiment": experiment.name, "base": base, "iterations": rows})
         return
     table = [_base_row(found, seconds.get(None, {}))] if found else []
@@ -134,13 +135,13 @@ def _warn_of_other_settings(experiment: Experiment) -> None:
 
 
 def _base_row(found: list[IterationSummary], seconds: dict[str, float]) -> dict[str, Any]:
-    from triplane_dagster.cli.history import base_rate, percent
+    from triplane_dagster.cli.history import base_measures, base_rate, percent, rate_columns
 
     return {
         "iteration": "base",
         "train reward": None,
         "gate": percent(base_rate(found, Split.GATE)),
-        "held-out": percent(base_rate(found, Split.HELD_OUT)),
+        **rate_columns(lambda split: base_rate(found, split), lambda split: base_measures(found, split)),
         "policy": (found[0].parent or "")[:12] or None,
         "decision": None,
         "seconds per asset": _seconds_text(seconds),

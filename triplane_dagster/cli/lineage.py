@@ -11,8 +11,9 @@ from rich.text import Text
 from rich.tree import Tree
 
 from contracts.store import open_store
+from contracts.visible import visible
 from triplane_dagster.cli.options import AsJson
-from triplane_dagster.cli.output import console, print_json, visible
+from triplane_dagster.cli.output import console, print_json
 from triplane_dagster.lineage import EpisodeUse, Node, Step, Trace, trace
 
 SHORT_META = 90

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from contracts.visible import visible, visible_json
+
 Row = Mapping[str, Any]
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""All but tab and newline."""
 
 
 def console() -> Console:
@@ -24,7 +23,7 @@ def console() -> Console:
 
 def print_json(value: Any) -> None:
     """One JSON value on stdout."""
-    print(json.dumps(value, indent=1, ensure_ascii=False))
+    print(visible_json(json.dumps(value, indent=1, ensure_ascii=False)))
 
 
 def print_rows(rows: Sequence[Row], *, as_json: bool, title: str = "", empty: str = "nothing to show") -> None:
@@ -60,11 +59,6 @@ def cell(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {cell(each)}" for name, each in value.items())
     return visible(str(value))
-
-
-def visible(text: str) -> str:
-    """`text` with control characters spelled out: what a policy wrote must not steer a terminal."""
-    return _CONTROL.sub(lambda found: f"\\x{ord(found.group()):02x}", text)
 
 
 def _is_number(value: Any) -> bool:

@@ -45,7 +45,7 @@ def status(
 def _status(store: Store, experiment: str) -> dict[str, Any]:
     from resources.refs import read_ref
     from resources.registry import Registry
-    from triplane_dagster.cli.history import base_rate, json_of, rate_json, summaries
+    from triplane_dagster.cli.history import REPORTED, base_measures, base_rate, json_of, rate_json, summaries
     from triplane_dagster.staleness import stale_steps
 
     live, history = Registry(store, experiment).live(), summaries(store, experiment)
@@ -56,8 +56,9 @@ def _status(store: Store, experiment: str) -> dict[str, Any]:
         "live_because": f"{live.made_by} ({live.came_by})" if live else "nothing was promoted yet",
         "base_policy": base.digest if base else None,
         "base_pass_rates": {
-            split.value: rate_json(base_rate(history, split)) for split in (Split.GATE, Split.HELD_OUT)
+            split.value: rate_json(base_rate(history, split)) for split in Split if split is not Split.TRAIN
         },
+        "base_measures": {split.value: base_measures(history, split) for split in REPORTED},
         "iterations": [json_of(each) for each in history],
         "stale": [{**vars(each), "iterations": list(each.iterations)} for each in stale_steps(store, experiment)],
     }

@@ -11,10 +11,11 @@ from contracts.artifacts import Artifact
 from contracts.errors import TriplaneError
 from contracts.store import open_store
 from contracts.tasks import Split
+from contracts.visible import visible
 from triplane_dagster.cli import tasks_own
 from triplane_dagster.cli.experiments import find_experiment
 from triplane_dagster.cli.options import AsJson, ExperimentName, Limit, Overrides
-from triplane_dagster.cli.output import cell, console, print_json, print_rows, visible
+from triplane_dagster.cli.output import cell, console, print_json, print_rows
 from triplane_dagster.cli.suites import OfSuite, chosen_suite
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from contracts.chat import ChatTokenizer, message_views
 from contracts.episodes import Episode, TokenRole
 from contracts.errors import ArtifactMissing
 from contracts.store import Store
-from triplane_dagster.cli.output import cell, visible
+from contracts.visible import visible
+from triplane_dagster.cli.output import cell
 from triplane_dagster.episode_index import EpisodeHome, Membership, memberships, rewards_of
 
 STYLES = {

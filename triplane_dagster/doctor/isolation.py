@@ -45,7 +45,7 @@ def sandboxes() -> Finding:
         return ok(said.out.strip())
     if address:
         return broken(said.last_words, f"start `python -m envd serve --listen {address}`, or unset TRIPLANE_ENVD")
-    return broken(said.last_words, "`python -m envd serve` says what is missing")
+    return broken(said.last_words, _NAMESPACES_FIX)
 
 
 def namespaces() -> Finding:

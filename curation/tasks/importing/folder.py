@@ -8,9 +8,9 @@ import yaml
 from pydantic import Field, ValidationError
 
 from contracts.artifacts import Frozen
-from contracts.tasks import Split
 from curation.errors import TaskError
 from curation.tasks.importing.reading import Reading, Source, check_tests, task_of
+from curation.tasks.importing.splits import ImportedSplit
 from curation.tasks.importing.trees import Tree, folder_tree, patched_tree, tree_patch
 from curation.tasks.validate import BrokenTask
 
@@ -32,7 +32,7 @@ class TaskFile(Frozen):
     """Patterns, as in `.gitignore`, of the files that count as the agent's work; none: all that it changes."""
     family: str | None = None
     """Groups tasks in reports; the folder's name unless said."""
-    split: Split | None = None
+    split: ImportedSplit | None = None
     """Where the task belongs; dealt unless said."""
 
 

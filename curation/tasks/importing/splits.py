@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+from pydantic import AfterValidator
 
 from contracts.digests import digest_of
 from contracts.tasks import Split
 from curation.errors import TaskError
 
 DEFAULT_SHARES = {Split.TRAIN: 0.6, Split.GATE: 0.2, Split.HELD_OUT: 0.2}
+"""Also names the splits that an imported task can be in: what `unseen` holds, only a generated suite knows."""
+
+
+def _importable(split: Split) -> Split:
+    if split not in DEFAULT_SHARES:
+        raise ValueError(f"{split.value} is a split of generated suites only: write train, gate or held_out")
+    return split
+
+
+ImportedSplit = Annotated[Split, AfterValidator(_importable)]
+"""A split that an imported task can be in."""
 
 
 def parse_shares(options: Sequence[str]) -> dict[Split, float]:
     """Shares from texts like "train=0.8"; what is not named gets nothing. None: the default. Raises TaskError."""
     if not options:
         return dict(DEFAULT_SHARES)
-    shares = dict.fromkeys(Split, 0.0)
+    shares = dict.fromkeys(DEFAULT_SHARES, 0.0)
     for option in options:
         name, _, text = option.partition("=")
         try:
-            shares[Split(name.strip())] = float(text)
+            shares[_importable(Split(name.strip()))] = float(text)
         except ValueError:
-            known = ", ".join(split.value for split in Split)
+            known = ", ".join(split.value for split in DEFAULT_SHARES)
             raise TaskError(f"split {option!r} is not NAME=SHARE: write e.g. train=0.8; names are {known}") from None
     total = sum(shares.values())
     if not 0 < total < float("inf") or min(shares.values()) < 0:

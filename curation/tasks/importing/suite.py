@@ -14,7 +14,7 @@ from contracts.tasks import Split, Task, tasks_table
 from curation.errors import TaskError
 from curation.tasks.importing.folder import read_folder
 from curation.tasks.importing.reading import Reading
-from curation.tasks.importing.splits import deal
+from curation.tasks.importing.splits import DEFAULT_SHARES, deal
 from curation.tasks.importing.swebench import read_rows
 from curation.tasks.validate import Progress, ValidationReport, validate_tasks
 from envd.client import SandboxClient
@@ -45,7 +45,7 @@ async def import_suite(
     config = {
         "kind": "import",
         "tasks": _digest(reading),
-        "shares": {split.value: shares.get(split, 0) for split in Split},
+        "shares": {split.value: shares.get(split, 0) for split in DEFAULT_SHARES},
     }
     key = action_key("task_suite", {}, config, IMPORT_SUITE_VERSION)
     found = find_artifact(store, "task_suite", key)
@@ -61,7 +61,7 @@ async def import_suite(
     splits = Counter(task.split.value for task in tasks)
     meta = {
         "tasks": len(tasks), "broken": len(broken), "families": report.families,
-        "splits": {split.value: splits[split.value] for split in Split},
+        "splits": {split.value: splits[split.value] for split in DEFAULT_SHARES},
     }  # fmt: skip
     with ArtifactWriter(store, "task_suite", key, parents={}, config=config, code_version=IMPORT_SUITE_VERSION) as out:
         out.add_table("tasks.parquet", tasks_table(tasks))

@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from contracts.tasks import Split
 from curation.errors import TaskError
 from curation.tasks.importing.interactions import as_instance, is_interaction
 from curation.tasks.importing.reading import Reading, Source, check_tests, task_of
+from curation.tasks.importing.splits import ImportedSplit
 from curation.tasks.importing.trees import commit_tree, patched_tree
 from curation.tasks.validate import BrokenTask
 
@@ -37,7 +37,7 @@ class Row(BaseModel):
     """Node ids that fail before the fix and pass after it."""
     PASS_TO_PASS: list[str] = []
     """Node ids that must still pass after it."""
-    split: Split | None = None
+    split: ImportedSplit | None = None
     """Where the task belongs; dealt unless said."""
     artifacts: tuple[str, ...] = ()
     """Patterns, as in `.gitignore`, of the files that count as the agent's work; none: all that it changes."""

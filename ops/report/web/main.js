@@ -17,6 +17,7 @@ load().then((data) => {
   byId("iteration").textContent = `iteration ${data.iteration}`;
   headline(data);
   curves(data);
+  measures(data);
   distributions(data);
   origin(data);
   viewer(data);

@@ -57,6 +57,20 @@ function curves(data) {
   ].filter(Boolean));
 }
 
+function measures(data) {
+  const splits = [["held_out", "held-out"], ["unseen", "unseen"]], KEYS = ["greedy", "sampled", "majority", "any"];
+  const first = data.rows[0], shown = [["start", (split) => first[split] && first[split].measures && first[split].measures.parent]];
+  for (const row of data.rows) shown.push([row.iteration, (split) => row[split] && row[split].measures && row[split].measures.candidate]);
+  const known = splits.filter(([split]) => shown.some(([, pick]) => pick(split)));
+  byId("measures").parentElement.hidden = !known.length;
+  if (!known.length) return;
+  const names = (own) => ["greedy", `T=${own.temperature}`, `maj@${own.k}`, `pass@${own.k}`];
+  const heads = known.flatMap(([split, label]) => names(shown.map(([, pick]) => pick(split)).find(Boolean)).map((name) => `${label} ${name}`));
+  const cell = (own, key) => (own && !missing(own[key].rate) ? el("span", { title: span(own[key]) }, percent(own[key].rate)) : "–");
+  const rows = shown.map(([iteration, pick]) => [iteration, ...known.flatMap(([split]) => KEYS.map((key) => cell(pick(split), key)))]);
+  byId("measures").append(table(["iteration", ...heads], rows, heads.map((_, index) => index + 1)));
+}
+
 function distributions(data) {
   const outcome = (name) => ({ solved: "var(--good)", failed: "var(--bad)", completed: "var(--s1)" })[name] || "var(--warn)";
   const found = data.histograms;
@@ -68,7 +82,7 @@ function distributions(data) {
     countBars("Dataset", data.reasons, "kept, and why not", (name) => (name === "kept" ? "var(--good)" : "var(--s6)")),
   ].filter(Boolean));
   const splits = Object.entries(data.families).filter(([, rows]) => rows.length);
-  byId("dumbbells").append(...splits.map(([split, rows]) => dumbbells(split === "gate" ? "Gate" : "Held-out", rows)));
+  byId("dumbbells").append(...splits.map(([split, rows]) => dumbbells({ gate: "Gate", held_out: "Held-out", unseen: "Unseen" }[split], rows)));
   byId("families").hidden = !splits.length;
 }
 

@@ -1,0 +1,26 @@
+"""Text of policies, sandboxes and repositories as people and agents are shown it: sequences that terminals obey are spelled out.
+
+Spelled out are control characters (C0 without tab and newline, DEL, C1) and what overrides the direction of writing. A carriage return stays before a
+newline and at the end of a text, where it moves nothing. All other text stays as it is. Interfaces for raw bytes do not pass through here.
+"""
+
+from __future__ import annotations
+
+import re
+
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]|\r(?!\n|\\Z)")
+
+
+def visible(text: str) -> str:
+    """The text with each control character as `\\x1b` and each override of direction as `\\u202e`."""
+    return _CONTROL.sub(_spelled, text)
+
+
+def _spelled(found: re.Match[str]) -> str:
+    number = ord(found[0])
+    return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}"
+
+
+def visible_json(text: str) -> str:
+    """JSON with the same characters escaped as JSON escapes them: it reads as the same value."""
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

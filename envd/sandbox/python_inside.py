@@ -1,0 +1,107 @@
+"""Where sandboxes find the Python that runs envd, and its packages: at their own paths, unless a sandbox's own directories cover these.
+
+A checkout or an interpreter below /tmp, for one, lies where a sandbox has its own /tmp. Then its directories are shown below /.python:
+
+/.python/0 ...           the directories themselves, read-only
+/.python/pyvenv.cfg      a virtual environment with the same packages
+/.python/bin             its programs; scripts that name the covered interpreter are copies that name this one
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from pathlib import Path
+
+ROOT = "/.python"
+_COVERED = ("/tmp", "/var/tmp", "/dev", "/proc", "/sys", "/workspace", "/.template", "/.scratch", "/etc", "/run")
+"""What sandboxes have of their own, or not at all."""
+_MAX_SCRIPT = 1 << 20
+
+
+@functools.cache
+def python_directories() -> tuple[str, ...]:
+    """Directories of this host that the running interpreter and its packages live in, outermost only, outside /usr."""
+    wanted = {sys.base_prefix, sys.base_exec_prefix, sys.prefix}
+    wanted |= {each for each in sys.path if each.endswith(("site-packages", "dist-packages"))}
+    outside = sorted(path for path in wanted if Path(path).is_dir() and not path.startswith("/usr/"))
+    return tuple(path for path in outside if not any(path.startswith(other + "/") for other in outside))
+
+
+def system_directories() -> tuple[str, ...]:
+    """Where Python's own code and that of installed packages lies, seen from either side."""
+    return (sys.prefix, sys.base_prefix, *python_directories(), ROOT, "/usr")
+
+
+def inside(path: str) -> str:
+    """A path of Python's on this host as a sandbox with a root of its own sees it."""
+    for number, directory in enumerate(python_directories()):
+        if _covered(directory) and (path == directory or path.startswith(directory + "/")):
+            return f"{ROOT}/{number}{path[len(directory) :]}"
+    return path
+
+
+@functools.cache
+def bin_directory() -> str:
+    """Where sandboxes with a root of their own have Python's programs."""
+    return f"{ROOT}/bin" if _moved() else str(Path(sys.prefix) / "bin")
+
+
+def make_environment(base: Path) -> None:
+    """Make the virtual environment in what is to be a sandbox's root, where one is needed."""
+    if not _moved():
+        return
+    root = base / ROOT.lstrip("/")
+    (root / "bin").mkdir(parents=True)
+    interpreter = inside(os.path.realpath(sys.executable))
+    library = f"lib/python{sys.version_info.major}.{sys.version_info.minor}"
+    if sys.prefix != sys.base_prefix:
+        text = f"home = {Path(interpreter).parent}\ninclude-system-site-packages = {_with_system_packages()}\n"
+        (root / "pyvenv.cfg").write_text(text)
+        (root / library).mkdir(parents=True)
+        (root / library / "site-packages").symlink_to(inside(f"{sys.prefix}/{library}/site-packages"))
+    for entry in sorted(Path(sys.prefix, "bin").iterdir()):
+        _make_program(entry, root / "bin" / entry.name, interpreter)
+
+
+def adopt() -> None:
+    """Have this process import what it has not imported yet from where sandboxes see it."""
+    sys.path[:] = [inside(each) for each in sys.path]
+    if _moved():
+        sys.executable = f"{bin_directory()}/{Path(sys.executable).name}"
+    for module in list(sys.modules.values()):
+        where = getattr(module, "__path__", None)
+        if isinstance(where, list):
+            where[:] = [inside(each) for each in where]
+
+
+def _make_program(entry: Path, target: Path, interpreter: str) -> None:
+    if entry.name.startswith("python"):
+        target.symlink_to(interpreter)
+        return
+    content = entry.read_bytes() if entry.is_file() and entry.stat().st_size <= _MAX_SCRIPT else b""
+    if not (content.startswith(b"#!") and os.fsencode(sys.prefix) in content):
+        target.symlink_to(inside(str(entry)))
+        return
+    first, _, rest = content.partition(b"\n")
+    if first == b"#!/bin/sh":  # how pip writes scripts whose interpreter's path is long or holds blanks
+        rest = rest.partition(b"\n' '''\n")[2] or rest
+    target.write_bytes(b"#!" + os.fsencode(f"{ROOT}/bin/python3") + b"\n" + rest)
+    target.chmod(0o755)
+
+
+def _moved() -> bool:
+    return any(_covered(each) for each in (sys.prefix, sys.base_prefix))
+
+
+def _covered(path: str) -> bool:
+    return any(path == each or path.startswith(each + "/") for each in _COVERED)
+
+
+def _with_system_packages() -> str:
+    try:
+        lines = Path(sys.prefix, "pyvenv.cfg").read_text().lower().split("\n")
+    except OSError:
+        return "false"
+    return "true" if any(line.replace(" ", "") == "include-system-site-packages=true" for line in lines) else "false"

@@ -1,0 +1,77 @@
+"""What the clients of one key may hold on a server: templates, sandboxes, memory; docs/policies.md#quotas.
+
+A key's claims are made before anything is started and released when nothing of it is left. A refusal is RESOURCE_EXHAUSTED and the audit
+event quota.refused.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+from envd.errors import QuotaExceeded
+from envd.server import caller
+from envd.server.audit import AuditLog
+from envd.server.policy_sections import QuotaPolicy
+
+_MEMORY_SHARE = 32
+"""Sandboxes rarely use what they may: the limits of a key's sandboxes may add up to so many times the machine's memory."""
+
+
+@dataclass(eq=False)
+class Claim:
+    """What one sandbox takes of its key's quotas. Released once, however often it is asked to."""
+
+    key: str
+    memory_mb: int
+    _undo: Callable[[Claim], None]
+    released: bool = False
+
+    def release(self) -> None:
+        """Give it back. Idempotent."""
+        if not self.released:
+            self.released = True
+            self._undo(self)
+
+
+class Quotas:
+    """The quotas of a server, and what each key's sandboxes take of them."""
+
+    def __init__(self, policy: QuotaPolicy, audit: AuditLog) -> None:
+        self.policy, self._audit = policy, audit
+        self.memory_mb = policy.memory_mb or _MEMORY_SHARE * _machine_mb()
+        self._sandboxes: Counter[str] = Counter()
+        self._memory: defaultdict[str, int] = defaultdict(int)
+
+    def claim(self, memory_mb: int) -> Claim:
+        """Take a sandbox's share for the key of the call that is being answered. Raises QuotaExceeded."""
+        key = caller.key()
+        if self._sandboxes[key] >= self.policy.sandboxes:
+            self.refuse("sandboxes", f"{self.policy.sandboxes} sandboxes", "end some")
+        if self._memory[key] + memory_mb > self.memory_mb:
+            have = f"{self._memory[key]} of {self.memory_mb} MiB, and this one asks for {memory_mb}"
+            self.refuse("memory_mb", f"sandboxes with {have}", "end some, or ask for less")
+        self._sandboxes[key] += 1
+        self._memory[key] += memory_mb
+        return Claim(key, memory_mb, self._release)
+
+    def refuse(self, quota: str, have: str, fix: str) -> NoReturn:
+        """Record a refusal and raise QuotaExceeded."""
+        key = caller.key()
+        whose = f"key {key}" if key else "this server's clients"
+        reason = f"{whose} hold {have}: {fix}, or raise quotas.{quota} in the server's policy"
+        self._audit.record("quota.refused", "", quota=quota, key=key, reason=reason)
+        raise QuotaExceeded(reason)
+
+    def _release(self, claim: Claim) -> None:
+        self._sandboxes[claim.key] -= 1
+        self._memory[claim.key] -= claim.memory_mb
+        if not self._sandboxes[claim.key]:
+            del self._sandboxes[claim.key], self._memory[claim.key]
+
+
+def _machine_mb() -> int:
+    return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) >> 20

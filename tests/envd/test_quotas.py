@@ -1,0 +1,162 @@
+"""Quotas by key: templates by count and bytes, sandboxes, memory; what is refused, and what is removed instead."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from envd.client import Access, EnvdError, Limits, SandboxClient, ToolCall
+from envd.errors import PolicyDenied, QuotaExceeded, TemplateError
+from envd.local import LocalEnvd
+
+KEYS = ("first-key-of-enough-characters", "second-key-of-enough-characters")
+SMALL = Limits(memory_mb=64)
+Job = Callable[[SandboxClient, SandboxClient], Awaitable[None]]
+
+
+@contextmanager
+def serving(tmp_path: Path, quotas: str, backend: str = "plain") -> Iterator[Callable[[Job], None]]:
+    """Runs jobs with a client of each key. quotas: YAML; empty for the defaults."""
+    (tmp_path / "keys").write_text("\n".join(KEYS) + "\n")
+    policy = f"quotas: {{{quotas}}}" if quotas else ""
+    with LocalEnvd(backend, log_level="error", policy=policy, options=["--key-file", str(tmp_path / "keys")]) as server:
+
+        async def both(job: Job) -> None:
+            one, other = (SandboxClient(server.address, Access(key=key)) for key in KEYS)
+            async with one, other:
+                await job(one, other)
+
+        yield lambda job: asyncio.run(both(job))
+
+
+def disk_used(address: str) -> int:
+    run_dir = Path(address.removeprefix("unix:")).parent
+    return sum(path.lstat().st_blocks * 512 for path in (run_dir / "templates").rglob("*"))
+
+
+async def refusals(client: SandboxClient) -> list[str]:
+    return [json.loads(event.detail_json)["quota"] async for event in client.audit() if event.kind == "quota.refused"]
+
+
+def test_templates_take_a_bounded_part_of_the_disk(tmp_path: Path) -> None:
+    async def job(client: SandboxClient, other: SandboxClient) -> None:
+        kept = await other.put_template({"a": b"kept"})
+        digests = []
+        for number in range(12):  # incompressible, so that git's copy is as large: 80 MB each on the disk
+            digests.append(await client.put_template({f"{part}": os.urandom(20_000_000) for part in (number, "b")}))
+            assert await asyncio.to_thread(disk_used, client.address) < 560 << 20
+        with pytest.raises(TemplateError, match="call put_template first"):
+            await client.create(digests[0])
+        for digest, whose in ((digests[-1], client), (kept, other)):  # the newest, and what another key has put
+            async with await whose.create(digest, limits=SMALL) as sandbox:
+                assert (await sandbox.call(ToolCall("list", {}))).ok
+
+    with serving(tmp_path, "") as run:
+        run(job)
+
+
+def test_a_template_that_is_too_large_is_refused_and_removes_nothing(tmp_path: Path) -> None:
+    async def job(client: SandboxClient, other: SandboxClient) -> None:
+        kept = await client.put_template({"a": b"kept"})
+        for files in ({"a": bytes(600_000)}, {str(number): b"" for number in range(200)}):
+            with pytest.raises(
+                QuotaExceeded, match=r"no template of 1 MiB .* raise quotas.template_mb in the server's policy"
+            ):
+                await client.put_template(files)
+        async with await client.create(kept, limits=SMALL):
+            pass
+        assert await refusals(client) == ["template_mb"] * 2
+
+    with serving(tmp_path, "template_mb: 1") as run:
+        run(job)
+
+
+@pytest.mark.parametrize("backend", ["plain", "namespaces"])
+def test_a_template_in_use_is_kept_and_the_least_recently_used_goes(tmp_path: Path, backend: str) -> None:
+    async def job(client: SandboxClient, other: SandboxClient) -> None:
+        one, two = [await client.put_template({"n": str(number).encode()}) for number in range(2)]
+        async with await client.create(one, limits=SMALL) as sandbox:
+            three = await client.put_template({"n": b"2"})
+            with pytest.raises(TemplateError):
+                await client.create(two)
+            assert (await sandbox.call(ToolCall("exec", {"command": "cat n; echo new > n"}))).ok
+            assert b"+new" in await sandbox.diff()
+            async with await client.create(three, limits=SMALL):
+                with pytest.raises(
+                    QuotaExceeded, match=r"2 templates that are in use: end some sandboxes, or raise quotas.templates"
+                ):
+                    await client.put_template({"n": b"3"})
+            await other.put_template({"n": b"4"})
+        assert await refusals(client) == ["templates"]
+        again = await client.put_template({"n": b"1"})
+        assert again == two
+        async with await client.create(two, limits=SMALL) as sandbox:  # also where a pool held sandboxes of it
+            assert (await sandbox.call(ToolCall("read", {"path": "n"}))).text == "1 1"
+
+    with serving(tmp_path, "templates: 2", backend) as run:
+        run(job)
+
+
+def test_a_pool_lets_go_of_a_template_that_is_removed(tmp_path: Path) -> None:
+    async def job(client: SandboxClient) -> None:
+        for _ in range(3):
+            for number in range(3):
+                digest = await client.put_template({"n": str(number).encode()})
+                for _ in range(2):
+                    async with await client.create(digest, limits=SMALL) as sandbox:
+                        answer = await sandbox.call(ToolCall("exec", {"command": "cat n"}))
+                        assert answer.text == f"{number}\nexit 0"
+
+    async def run(address: str) -> None:
+        async with SandboxClient(address) as client:
+            await job(client)
+
+    with LocalEnvd("namespaces", log_level="error", policy="quotas: {templates: 1}", options=["--pool", "2"]) as server:
+        asyncio.run(run(server.address))
+
+
+def test_sandboxes_and_their_memory_are_counted_by_key_until_they_are_gone(tmp_path: Path) -> None:
+    async def job(client: SandboxClient, other: SandboxClient) -> None:
+        template = await client.put_template({"a": b""})
+        made = [await client.create(template, limits=SMALL) for _ in range(3)]
+        with pytest.raises(
+            QuotaExceeded, match=r"key [0-9a-f]{12} hold 3 sandboxes: end some, or raise quotas.sandboxes"
+        ):
+            await client.create(template, limits=SMALL)
+        with pytest.raises(QuotaExceeded):
+            await made[0].fork()
+        results = await client.create_many(template, 2, limits=SMALL)
+        assert all(isinstance(each, EnvdError) for each in results)
+        async with await other.create(template, limits=SMALL):
+            await made.pop().close()
+            with pytest.raises(QuotaExceeded, match=r"128 of 200 MiB, and this one asks for 100: .* quotas.memory_mb"):
+                await client.create(template, limits=Limits(memory_mb=100))
+            made.append(await client.create(template, limits=SMALL))
+        with pytest.raises(EnvdError):
+            await client.create(template, limits=Limits(memory_mb=1), env={"X": "1"}, backend="none")
+        for each in made:
+            await each.close()
+        together = await asyncio.gather(
+            *(client.create(template, limits=SMALL) for _ in range(8)), return_exceptions=True
+        )
+        assert sum(not isinstance(each, BaseException) for each in together) == 3
+        assert set(await refusals(other)) == {"sandboxes", "memory_mb"}
+
+    with serving(tmp_path, "sandboxes: 3, memory_mb: 200") as run:
+        run(job)
+
+
+def test_a_request_brings_no_quotas(tmp_path: Path) -> None:
+    async def job(client: SandboxClient, other: SandboxClient) -> None:
+        template = await client.put_template({"a": b""})
+        with pytest.raises(PolicyDenied, match="quotas"):
+            await client.create(template, policy="quotas: {sandboxes: 100}")
+
+    with serving(tmp_path, "sandboxes: 3") as run:
+        run(job)
