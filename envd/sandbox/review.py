@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -57,6 +58,8 @@ _GRAVE = frozenset({"frames:f_back", "modules:sys.modules", "modules:tests", "ju
 _TEST_MODULE = re.compile(r"(tests?\.[\w.]+|([\w.]+\.)?test_\w+)")
 """Named without `review:`: nothing but a look for what judges does this."""
 _JUDGES = frozenset({"__see__", "__raised__", "__hidden__", "__plain__"})
+_MANY_EXCEPTIONS = 3
+"""Builtin types at once, of which a test may ask for any."""
 _EQUALITY = frozenset(
     {
         "__eq__",
@@ -247,6 +250,8 @@ def _root(node: ast.expr) -> str:
 
 def _of_class(node: ast.ClassDef) -> Iterator[str]:
     bases = {base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "") for base in node.bases}
+    if sum(_is_exception(base) for base in bases) >= _MANY_EXCEPTIONS:
+        yield "exception:of-many-types"
     for each in node.body:
         if isinstance(each, ast.Assign):
             called = isinstance(each.value, (ast.Call, ast.Lambda))
@@ -260,6 +265,11 @@ def _of_class(node: ast.ClassDef) -> Iterator[str]:
             and (bases & _PLAIN or not _looks_at_itself(each))
         ):
             yield f"equality:{each.name}"
+
+
+def _is_exception(name: str) -> bool:
+    found = getattr(builtins, name, None)
+    return isinstance(found, type) and issubclass(found, Exception)
 
 
 def _refuses(function: ast.FunctionDef) -> bool:

@@ -152,7 +152,7 @@ def test_an_observed_test_agrees_with_what_passes_it_and_contradicts_what_does_n
         seen: list[tuple[str, str]] = []
         install(lambda key, text, seen=seen: seen.append((key, text)))
         assert runs(made.files["t.py"].decode(), names)
-        told = [agrees(made, key, text) for key, text in seen]
+        told = [agrees(made, key, text) for key, text in seen if made.rules[key].form != "kind"]
         assert told in ([runs(source, names)], [None])
         if "is not" not in condition:
             assert told != [None]
@@ -276,4 +276,5 @@ def test_a_results_own_operators_have_no_say_in_what_a_test_computes(check: str)
         seen: list[tuple[str, str]] = []
         install(lambda key, text, seen=seen: seen.append((key, text)))
         assert runs(made.files["t.py"].decode(), {"f": lambda value=value: value})
-        assert [agrees(made, key, text) for key, text in seen] == [right]
+        compared = [(key, text) for key, text in seen if made.rules[key].form != "kind"]
+        assert [agrees(made, key, text) for key, text in compared] == [right]
