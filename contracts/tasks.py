@@ -49,7 +49,7 @@ class Rule:
     """What one assertion expects."""
 
     form: str
-    """compare, truth or raises."""
+    """compare, truth, raises, or kind: of a value that the assertion computes with, whether it is of a builtin type."""
     operator: str
     """Of a comparison, as Python writes it."""
     want: str

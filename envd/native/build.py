@@ -52,15 +52,18 @@ class Compiler:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Beside the process's own."""
 
-    def run(self, arguments: Sequence[str], given: str = "") -> subprocess.CompletedProcess[str]:
-        """Run it to its end. given: its standard input."""
+    def run(self, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        """Run it to its end."""
         environment = {**os.environ, **self.environment}
         command = [*self.command, *arguments]
-        return subprocess.run(command, input=given, capture_output=True, text=True, check=False, env=environment)
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
     def knows(self, flags: Sequence[str]) -> bool:
         """Whether it compiles a small program with these flags without a warning."""
-        return self.run(["-O2", "-Werror", *flags, "-x", "c", "-c", "-", "-o", os.devnull], _PROBE).returncode == 0
+        with tempfile.TemporaryDirectory() as directory:
+            source, target = Path(directory, "probe.c"), Path(directory, "probe.o")
+            source.write_text(_PROBE)
+            return self.run(["-O2", "-Werror", *flags, "-c", str(source), "-o", str(target)]).returncode == 0
 
 
 def fingerprint(name: str) -> str:

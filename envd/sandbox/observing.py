@@ -2,7 +2,8 @@
 
     __see__("3", add(1, 2))            for   assert add(1, 2) == 3
     with __raised__("4"): parse("")    for   with pytest.raises(ValueError): parse("")
-    __hidden__(7)                      in place of an expected value in a table of parameters
+    __hidden__(7)                      in place of an expected value in a table
+    __plain__("3:0", add(1, 2)) < 4    where an assertion computes with a value: a subclass of a builtin becomes what it holds
 
 No method of an observed value runs: a subclass of a builtin is read through the builtin's own methods, so a value that lies about equality
 is seen as what it holds. What is no builtin is named (`["o", type]`) and decides nothing. The judge, elsewhere, knows what was expected.
@@ -132,8 +133,42 @@ def install(report: Report) -> None:
             self.value, self.type = error, kind
             return kind is None or issubclass(kind, Exception)
 
-    for name, value in (("__see__", see), ("__raised__", Raised), ("__hidden__", Hidden)):
+    def plain(key: str, value: Any) -> Any:
+        found = _plain_of(value)
+        report(key, '["k","object"]' if found is _OBJECT else '["k","plain"]')
+        return value if found is _OBJECT else found
+
+    for name, value in (("__see__", see), ("__raised__", Raised), ("__hidden__", Hidden), ("__plain__", plain)):
         setattr(builtins, name, value)
+
+
+_OBJECT = object()
+_ALL = slice(None)
+_PLAIN: dict[int, Callable[[Any], Any]] = {
+    id(int): int.__int__,
+    id(float): float.__float__,
+    id(complex): complex.__complex__,
+    id(str): str.__str__,
+    id(bytes): lambda value: bytes.__getitem__(value, _ALL),
+    id(list): lambda value: list.__getitem__(value, _ALL),
+    id(tuple): lambda value: tuple.__getitem__(value, _ALL),
+    id(set): lambda value: set(set.__iter__(value)),
+    id(frozenset): lambda value: frozenset(frozenset.__iter__(value)),
+    id(dict): lambda value: dict(dict.items(value)),
+}
+"""By type, the builtin value that an object of a subclass holds."""
+_EXACT = frozenset({*_PLAIN, id(bool), id(type(None)), id(range), id(bytearray)})
+
+
+def _plain_of(value: Any) -> Any:
+    """The value without methods of its own; `_OBJECT` where it is of no builtin type."""
+    kind = type(value)
+    if id(kind) in _EXACT:
+        return value
+    for base in _MRO(kind):
+        if id(base) in _PLAIN:
+            return _PLAIN[id(base)](value)
+    return _OBJECT
 
 
 def encode_or_name(value: Any) -> list[Any]:

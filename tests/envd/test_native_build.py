@@ -113,7 +113,10 @@ def test_without_a_compiler_ziglang_builds_programs_that_isolate(
         pytest.skip("ziglang is not installed: `make test-slow` does it")
     with monkeypatch.context() as patch:
         hide_compilers(patch, tmp_path / "path")
+        (tmp_path / "here").mkdir()
+        patch.chdir(tmp_path / "here")
         built = build.build(tmp_path / "bin")
+        assert list((tmp_path / "here").iterdir()) == [], "nothing is written where it runs"
         with pytest.raises(BuildError, match="ziglang has no AddressSanitizer"):
             build.build(tmp_path / "bin", sanitize=True)
     for path in built:

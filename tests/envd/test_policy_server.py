@@ -236,5 +236,6 @@ def test_tampering_with_a_verdict_is_an_event_and_in_the_reply(served: Served) -
         result = await client.verify(template, diff, hidden, ["test_h.py::test_it"])
         return (*result.tampering, result.outcomes[0].status)
 
-    assert served.run(cheat) == ("patched:time.perf_counter", "error")
-    assert served.events("verify.tampered")[-1]["detail"]["what"] == "patched:time.perf_counter"
+    *found, status = served.run(cheat)
+    assert "patched:time.perf_counter" in found and status == "error"
+    assert "patched:time.perf_counter" in {each["detail"]["what"] for each in served.events("verify.tampered")}

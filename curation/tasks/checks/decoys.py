@@ -26,6 +26,11 @@ _FLIPS = {
 }  # fmt: skip
 _COMMON = ("ValueError", "TypeError", "KeyError", "IndexError", "AttributeError", "ZeroDivisionError")
 _RARE = ("BufferError", "EOFError", "ReferenceError")
+_MOVE = (
+    "lambda found: not found if type(found) is bool else found + {distance} if type(found) in (int, float)"
+    " else found + 'x' if type(found) is str else found"
+)
+"""What a helper returns, moved."""
 Edits = dict[tuple[int, int], str]
 
 
@@ -56,6 +61,34 @@ def make(files: dict[str, bytes], seed: str) -> list[dict[str, bytes]]:
         if version and version not in versions:
             versions.append(version)
     return versions
+
+
+def make_moved(files: dict[str, bytes], seed: str) -> dict[str, bytes]:
+    """The test files in which functions that are no tests return other values, deterministic by seed; nothing where there are none.
+
+    Who asks a helper or a fixture of the tests for the answer gets one that the changed tests want.
+    """
+    distance = Random(f"moved/{seed}").randint(1, 6)
+    version = {}
+    for path, content in files.items():
+        source = _source(path, content)
+        edits: Edits = {}
+        for value in _returned(source.tree) if source else ():
+            start, end = source.span(value) if source else (0, 0)
+            edits |= {(start, start): "(" + _MOVE.format(distance=distance) + ")((", (end, end): "))"}
+        changed = source.edited(edits) if source else content
+        if edits and _source(path, changed) is not None:
+            version[path] = changed
+    return version
+
+
+def _returned(tree: ast.Module) -> list[ast.expr]:
+    """What functions return that are no tests."""
+    return [
+        node.value for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef) and not function.name.startswith("test")
+        for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None
+    ]  # fmt: skip
 
 
 def by_function(assertions: Sequence[Assertion]) -> dict[int, list[Assertion]]:

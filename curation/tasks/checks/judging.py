@@ -35,8 +35,10 @@ def agrees(observed: Observed, key: str, value: str) -> bool | None:
         sides = json.loads(value)
         if rule.form == "raises":
             return _raised(rule, sides)
-        values = [decode(each, observed.hidden) for each in sides]
-        return _holds(rule, values)
+        if rule.form == "kind":
+            return True
+        # a hidden value is what was expected: nobody can have given it
+        return _holds(rule, [decode(each, observed.hidden if place else {}) for place, each in enumerate(sides)])
     except Opaque:
         return None
     except Exception:  # noqa: BLE001 - a malformed report, or values that can't be compared: no assertion holds by them
@@ -44,12 +46,19 @@ def agrees(observed: Observed, key: str, value: str) -> bool | None:
 
 
 def rights(value: str) -> str:
-    """Which hidden value an observation was compared with, or nothing."""
+    """The hidden values that an observation was compared with, or nothing; of a kind, which."""
     try:
         sides = json.loads(value)
-        return json.dumps(sides[1]) if len(sides) == 2 and sides[1][0] == "h" else ""
+        if sides[0] == "k":
+            return str(sides[1])
+        return json.dumps(sides[1]) if len(sides) == 2 and _hides(sides[1]) else ""
     except (ValueError, LookupError, TypeError, RecursionError):
         return ""
+
+
+def _hides(encoded: Any) -> bool:
+    """Whether an encoding holds a hidden value."""
+    return isinstance(encoded, list) and (encoded[:1] == ["h"] or any(map(_hides, encoded[1:] or encoded)))
 
 
 def _raised(rule: Rule, sides: Sequence[Any]) -> bool:

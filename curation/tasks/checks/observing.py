@@ -3,22 +3,31 @@
 assert add(1, 2) == 3            ->  __see__('0:3', add(1, 2))           rule 0:3: == 3
 ("1 + 1", 2), in parameters      ->  ("1 + 1", __hidden__(4))            hidden 4: 2
 with raises(ValueError): f()     ->  with __raised__('0:4'): f()         rule 0:4: ValueError
+assert abs(f(1) - 3) < 0.1       ->  __see__('0:5', abs(__plain__('0:5:0', f(1)) - 3))
+WANT = {"a": 1}                  ->  {"a": __hidden__(5)}
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
+import copy
 from collections.abc import Collection
 
 from contracts.tasks import Observed, Rule
-from curation.tasks.checks.assertions import Assertion, exception_names, find
+from curation.tasks.checks.assertions import Assertion, exception_names, find, literal
 from curation.tasks.checks.edits import Source
 
 _KNOWN = frozenset({"==", "!=", "<", "<=", ">", ">=", "in", "not in", "is", "is not", "has", "has not", "isa"})
 
 
-def make(files: dict[str, bytes], without: Collection[str] = ()) -> Observed:
-    """These test files with their assertions observed, but for those whose keys are in `without`."""
+def make(
+    files: dict[str, bytes], without: Collection[str] = (), *, tables: bool = True, plain: bool = True
+) -> Observed:
+    """These test files with their assertions observed, but for those whose keys are in `without`.
+
+    tables: hide the values of dictionaries that stand in the files. plain: strip values that assertions compute with of their own methods.
+    """
     made = Observed({}, {}, {}, {})
     for number, path in enumerate(sorted(files)):
         try:
@@ -26,7 +35,7 @@ def make(files: dict[str, bytes], without: Collection[str] = ()) -> Observed:
         except (SyntaxError, ValueError, RecursionError):
             source = None
         if source is not None:
-            _File(source, number, made, without).rewrite(path)
+            _File(source, number, made, without, tables, plain).rewrite(path)
     return made
 
 
@@ -44,8 +53,11 @@ def functions_of(files: dict[str, bytes]) -> dict[str, list[str]]:
 
 
 class _File:
-    def __init__(self, source: Source, number: int, made: Observed, without: Collection[str]) -> None:
+    def __init__(
+        self, source: Source, number: int, made: Observed, without: Collection[str], tables: bool, plain: bool
+    ) -> None:
         self._source, self._number, self._made, self._without = source, number, made, without
+        self._tables, self._plain = tables, plain
         self._edits: dict[tuple[int, int], str] = {}
 
     def rewrite(self, path: str) -> None:
@@ -55,6 +67,9 @@ class _File:
         for key, each in found.items():
             if key not in self._without and not (not each.direct and any(id(node) in kept for node in each.expected)):
                 self._observe(key, each)
+        if self._tables and self._edits:
+            for value in _table_values(self._source.tree):
+                self._hide(value)
         if self._edits:
             self._made.files[path] = self._source.edited(self._edits)
 
@@ -68,13 +83,13 @@ class _File:
                     "raises", "", "", names=tuple(names), pattern=each.pattern, exact=not each.looped
                 )
         elif each.form == "truth" and each.left is not None:
-            self._edits[source.span(each.node)] = f"__see__({key!r}, bool({source.text(each.left)}))"
+            self._edits[source.span(each.node)] = f"__see__({key!r}, bool({self._text(key, each.left, inside=True)}))"
             self._made.rules[key] = Rule("truth", "", repr(not each.negated), exact=not each.looped)
         elif each.form == "compare" and each.operator in _KNOWN and each.left is not None and each.right is not None:
             self._compare(key, each, each.left, each.right)
 
     def _compare(self, key: str, each: Assertion, left: ast.expr, right: ast.expr) -> None:
-        source, want, sides = self._source, "", source_of(self._source, left)
+        want, sides = "", self._text(key, left)
         if each.direct:
             want = ast.unparse(each.expected[0])
         else:
@@ -84,19 +99,88 @@ class _File:
                 if not each.expected or not isinstance(right, ast.Call):
                     return
                 right = right.args[0]
-            sides += f", {source_of(source, right)}"
+            sides += f", {self._text(key, right)}"
             for node in each.expected:
                 self._hide(node)
         exact = not each.looped or bool(each.expected and not each.direct)
-        self._edits[source.span(each.node)] = f"__see__({key!r}, {sides})"
+        self._edits[self._source.span(each.node)] = f"__see__({key!r}, {sides})"
         self._made.rules[key] = Rule("compare", each.operator, want, tolerance=each.tolerance, exact=exact)
+
+    def _text(self, key: str, node: ast.expr, *, inside: bool = False) -> str:
+        """An expression's text among arguments, its parts hidden and plain where they are to be. inside: the whole is itself computed with."""
+        changed = _Parts(self, key, node if not inside else None) if self._plain or self._tables else None
+        found = changed.visit(copy.deepcopy(node)) if changed else node
+        if changed is None or not changed.changed:
+            return source_of(self._source, node)
+        return f"({ast.unparse(found)})"
+
+    def hidden(self, node: ast.expr) -> str:
+        """A number for a value that is hidden."""
+        number = str(len(self._made.hidden))
+        self._made.hidden[number] = ast.unparse(node)
+        return number
+
+    def kind(self, key: str) -> str:
+        """A key for a value that an assertion computes with."""
+        part = f"{key}:{sum(each.startswith(f'{key}:') for each in self._made.rules)}"
+        self._made.rules[part] = Rule("kind", "", "", exact=False)
+        return part
+
+    @property
+    def strips(self) -> bool:
+        """Whether values are stripped of methods."""
+        return self._plain
+
+    @property
+    def hides_tables(self) -> bool:
+        """Whether dictionaries' values are hidden."""
+        return self._tables
 
     def _hide(self, node: ast.expr) -> None:
         span = self._source.span(node)
         if span not in self._edits:
-            number = str(len(self._made.hidden))
-            self._made.hidden[number] = ast.unparse(node)
-            self._edits[span] = f"__hidden__({number})"
+            self._edits[span] = f"__hidden__({self.hidden(node)})"
+
+
+class _Parts(ast.NodeTransformer):
+    """Of an expression that an assertion compares: calls that it computes with, and dictionaries that it subscripts."""
+
+    def __init__(self, file: _File, key: str, top: ast.expr | None) -> None:
+        self._file, self._key = file, key
+        self._top = None if top is None else (top.lineno, top.col_offset, top.end_lineno, top.end_col_offset)
+        self.changed = False
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        place = (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
+        builtin = isinstance(node.func, ast.Name) and hasattr(builtins, node.func.id)
+        if not self._file.strips or builtin or place == self._top:
+            return node
+        self.changed = True
+        key = ast.Constant(self._file.kind(self._key))
+        return ast.copy_location(ast.Call(ast.Name("__plain__", ast.Load()), [key, node], []), node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        self.generic_visit(node)
+        if self._file.hides_tables and isinstance(node.value, ast.Dict) and literal(node.value):
+            self.changed = True
+            node.value.values = [
+                ast.Call(ast.Name("__hidden__", ast.Load()), [ast.Constant(int(self._file.hidden(each)))], [])
+                for each in node.value.values
+            ]
+        return node
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.expr:
+        return node
+
+
+def _table_values(tree: ast.Module) -> list[ast.expr]:
+    """Values of dictionaries that the module names, or that functions which are no tests return."""
+    tables = [node.value for node in tree.body if isinstance(node, ast.Assign)]
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef) and not function.name.startswith("test"):
+            tables += [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value]
+    return [value for table in tables if isinstance(table, ast.Dict) and literal(table) for value in table.values]
 
 
 def source_of(source: Source, node: ast.expr) -> str:

@@ -13,9 +13,11 @@ from curation.tasks.checks import decoys, observing
 from curation.tasks.checks.judging import agrees, rights
 from envd.client import VerifyResult
 
-CHECKS_VERSION = "1"
+CHECKS_VERSION = "2"
 """Bump when other decoys or observations are made of the same tests."""
 _ROUNDS = 3
+_WAYS = ((True, True), (False, True), (True, False), (False, False))
+"""To observe: dictionaries' values hidden, values that assertions compute with stripped of methods."""
 Run = Callable[[Mapping[str, bytes] | None, Sequence[str] | None], Coroutine[None, None, VerifyResult]]
 """One run of the reference solution: with these hidden files and tests, or the task's own."""
 
@@ -37,20 +39,23 @@ async def prove(task: Task, run: Run) -> Proof:
     tests = base_names(task.tests)
     seed = digest_of([CHECKS_VERSION, task.task_id, files_digest(task.hidden_files), list(task.tests)])
     versions = await asyncio.to_thread(decoys.make, files, seed)  # thousands of assertions take seconds
+    moved = await asyncio.to_thread(decoys.make_moved, files, seed)
+    always = 2 if versions and moved else 1
+    versions[1:1] = [moved] if versions and moved else []
     keys = await asyncio.to_thread(observing.functions_of, files)
 
     async def failed(chosen: Sequence[dict[str, bytes]]) -> list[VerifyResult]:
         return await asyncio.gather(*(run(task.hidden_files | version, tests) for version in chosen))
 
     written, observed, results = await asyncio.gather(
-        run(None, None), _observe(task, files, tests, keys, run), failed(versions[:1])
+        run(None, None), _observe(task, files, tests, keys, run), failed(versions[:always])
     )
     if not passed(task.tests, written):
         holding = tuple(test for test in tests if _function(test) in keys)
         kept = (Decoy(versions[0], holding),) if versions and holding else ()
         return Proof(Checks(None, kept, tuple(test for test in tests if test not in holding)), written)
-    if len(versions) > 1 and _unobserved(tests, observed, keys):
-        results += await failed(versions[1:])
+    if len(versions) > always and _unobserved(tests, observed, keys):
+        results += await failed(versions[always:])
     chosen = [
         Decoy(version, failing)
         for version, result in zip(versions, results, strict=False)
@@ -78,21 +83,45 @@ def _unobserved(tests: Sequence[str], observed: Observed | None, keys: Mapping[s
 async def _observe(
     task: Task, files: dict[str, bytes], tests: Sequence[str], keys: Mapping[str, list[str]], run: Run
 ) -> Observed | None:
-    """Observations that agree with the reference solution; what does not agree is left as written."""
+    """Observations that agree with the reference solution: of all ways to observe, one that leaves the fewest assertions as written."""
+    best: tuple[int, Observed | None] = (len(files) + sum(map(len, keys.values())), None)
+    tried: list[dict[str, bytes]] = []
+    for way in _WAYS:
+        made = await asyncio.to_thread(observing.make, files, tables=way[0], plain=way[1])
+        if made.files in tried:
+            continue
+        tried.append(made.files)
+        without, found = await _observed(task, files, tests, keys, run, way)
+        if found is not None and len(without) < best[0]:
+            best = (len(without), found)
+        if not without:
+            break
+    return best[1]
+
+
+async def _observed(
+    task: Task,
+    files: dict[str, bytes],
+    tests: Sequence[str],
+    keys: Mapping[str, list[str]],
+    run: Run,
+    way: tuple[bool, bool],
+) -> tuple[set[str], Observed | None]:
+    """One way's observations, and the keys of assertions that it leaves as written."""
     without: set[str] = set()
     for _ in range(_ROUNDS):
-        made = await asyncio.to_thread(observing.make, files, without)
+        made = await asyncio.to_thread(observing.make, files, without, tables=way[0], plain=way[1])
         if not made.files:
-            return None
+            break
         result = await run(task.hidden_files | made.files, tests)
         bad = _disagreeing(made, result, tests, keys)
         if not bad:
             seen = _seen(made, result)
-            return Observed(made.files, made.rules, made.hidden, seen) if seen else None
+            return without, Observed(made.files, made.rules, made.hidden, seen) if seen else None
         if bad <= without:
-            return None
+            break
         without |= bad
-    return None
+    return without, None
 
 
 def _disagreeing(made: Observed, result: VerifyResult, tests: Sequence[str], keys: Mapping[str, list[str]]) -> set[str]:
