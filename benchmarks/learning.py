@@ -24,7 +24,6 @@ from benchmarks.workbench import DEFAULT_FOLDER, Workbench
 from contracts.errors import TriplaneError
 from resources.experiment import Experiment
 from resources.progress import Progress
-from resources.refs import read_ref
 from triplane_dagster.assembly import experiments_folder
 from triplane_dagster.cli.bars import Bars
 from triplane_dagster.cli.history import partitions
@@ -113,16 +112,11 @@ def _run_all(bench: Workbench, runs: list[Experiment], options: LearningOptions)
     children = Children()
     with Bars() as bars, ThreadPoolExecutor(options.jobs) as pool:
         try:
-            waiting = {pool.submit(_iterate, children, bench, runs[0], options)}
-            rest = runs[1:]
+            waiting = {pool.submit(_iterate, children, bench, each, options) for each in runs}
             while waiting:
                 ended, waiting = wait(waiting, POLL_S, FIRST_COMPLETED)
                 for future in ended:
                     future.result()
-                # all share one task suite: the first makes it alone
-                if rest and (not waiting or read_ref(bench.store, runs[0].name, "task_suite")):
-                    waiting |= {pool.submit(_iterate, children, bench, each, options) for each in rest}
-                    rest = []
                 for each in runs:
                     done = min(len(partitions(bench.store, each.name, "sampler")), options.iterations)
                     bars(Progress(each.name, None, "iterations", done, options.iterations))

@@ -185,12 +185,12 @@ async def _play(
         sandboxes.client(experiment.sandboxes) as client,
         sampler.lease(checkpoint, "evaluation", experiment.engine) as engine,
     ):
-        verifier = Verifier(client, step.store)
+        verifier, gate = Verifier(client, step.store), asyncio.Semaphore(experiment.rollouts.concurrency)
         try:
             async with asyncio.TaskGroup() as running:
                 playing = {
                     each.name: running.create_task(
-                        _play_reading(step, policy, suite, each, tasks, engine, client, tokenizer, verifier)
+                        _play_reading(step, policy, suite, each, tasks, engine, client, tokenizer, verifier, gate)
                     )
                     for each in readings
                 }
@@ -201,7 +201,7 @@ async def _play(
 
 async def _play_reading(
     step: Step, policy: ArtifactRef, suite: ArtifactRef, reading: Reading, tasks: dict[str, Task], engine: Engine,
-    client: SandboxClient, tokenizer: ChatTokenizer, verifier: Verifier,
+    client: SandboxClient, tokenizer: ChatTokenizer, verifier: Verifier, gate: asyncio.Semaphore,
 ) -> Artifact:  # fmt: skip
     experiment = step.experiment
     key, name = reading.key(experiment, policy, suite), reading.name.replace("_", " ")
@@ -213,7 +213,7 @@ async def _play_reading(
     episodes = await run_episodes(
         split_tasks(tasks, reading.split), reading.samples, experiment=keys.EVALUATION_SLOTS, split=reading.split,
         seed=experiment.seed, key=key, policy_version=policy.digest, config=config, engine=engine, sandboxes=client, tokenizer=tokenizer,
-        progress=playing, limits=experiment.sandboxes.limits.limits(),
+        progress=playing, limits=experiment.sandboxes.limits.limits(), gate=gate,
     )  # fmt: skip
     table = episodes_table(episodes)
     allowed = ungraded_allowed(experiment)

@@ -38,15 +38,16 @@ async def run_episodes(
     tokenizer: ChatTokenizer,
     progress: Progress = no_progress,
     limits: Limits = Limits(),
+    gate: asyncio.Semaphore | None = None,
 ) -> list[Episode]:
     """`samples` episodes of each task, in order of task and sample, at most `config.concurrency` at once; nothing is committed.
 
-    key: action key of the evaluation run. Group size, over-sampling and refills of `config` do not apply. An episode lost to
-    infrastructure comes back as INFRA_ERROR.
+    gate: bounds the episodes in flight of all calls that share it, in place of the concurrency. key: action key of the evaluation run. Group
+    size, over-sampling and refills of `config` do not apply. An episode lost to infrastructure comes back as INFRA_ERROR.
     """
     player = Player(
         engine=engine, workspaces=Workspaces(sandboxes, limits, config.episode_timeout_s), tokenizer=tokenizer, config=config,
-        policy_version=policy_version, key=key, gate=asyncio.Semaphore(config.concurrency),
+        policy_version=policy_version, key=key, gate=gate or asyncio.Semaphore(config.concurrency),
     )  # fmt: skip
     meter = Meter(0, progress)
     meter.expect(len(tasks), len(tasks) * samples)

@@ -74,7 +74,9 @@ def test_episodes_lineage_tasks_and_the_report_are_read(read: Run, tmp_path: Pat
     shown = json.loads(read("episodes", "show", episode, "--json").stdout)
     assert shown["episode"] == episode and shown["datasets"] and shown["failure"] is None
     assert "made into" in read("lineage", episode).stdout
-    assert read("tasks", "list", "-e", str(tmp_path / "old.yaml")).returncode == 0
+    listed = read("tasks", "list", "-e", str(tmp_path / "old.yaml"))
+    assert listed.returncode == 0 and "20 of 32 tasks" in listed.stdout
+    assert "task suite of old was made by version 1 of the step" in listed.stderr
     page = read("report", "-e", "old")
     assert Path(page.stdout.strip()).read_text().startswith("<!doctype html>")
     assert "stale in old" in page.stderr

@@ -105,6 +105,18 @@ def base_measures(history: list[IterationSummary], split: Split) -> dict[str, An
     return history[0].measured(split, history[0].parent) if history else None
 
 
+def base_row(history: list[IterationSummary]) -> dict[str, Any]:
+    """The row above those of `row_of`: the policy that the first iteration started from. history: at least one iteration."""
+    return {
+        "iteration": "base",
+        "train reward": None,
+        "gate": percent(base_rate(history, Split.GATE)),
+        **rate_columns(lambda split: base_rate(history, split), lambda split: base_measures(history, split)),
+        "policy": (history[0].parent or "")[:12] or None,
+        "decision": None,
+    }
+
+
 def row_of(found: IterationSummary) -> dict[str, Any]:
     """A row of the table that `demo` and `status` print."""
     return {

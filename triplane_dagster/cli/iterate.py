@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,7 +17,6 @@ from triplane_dagster.cli.quiet import quiet_dagster
 
 if TYPE_CHECKING:
     from resources.experiment import Experiment
-    from triplane_dagster.cli.history import IterationSummary
 
 
 def demo(experiment: ExperimentName = "quickstart", overrides: Overrides = None, as_json: AsJson = False) -> None:
@@ -93,7 +92,16 @@ def _run(experiment: Experiment, count: int) -> list[str]:
 
 def _report(experiment: Experiment, only: list[str] | None, *, as_json: bool) -> None:
     """The table of iterations. only: these, else all."""
-    from triplane_dagster.cli.history import REPORTED, base_measures, base_rate, json_of, rate_json, row_of, summaries
+    from triplane_dagster.cli.history import (
+        REPORTED,
+        base_measures,
+        base_rate,
+        base_row,
+        json_of,
+        rate_json,
+        row_of,
+        summaries,
+    )
     from triplane_dagster.cli.timings import experiment_seconds
 
     found = summaries(open_store(), experiment.name)
@@ -106,7 +114,8 @@ def _report(experiment: Experiment, only: list[str] | None, *, as_json: bool) ->
         base = {"pass_rates": rates, "measures": measured, "seconds": seconds.get(None, {})}
         print_json({"experiment": experiment.name, "base": base, "iterations": rows})
         return
-    table = [_base_row(found, seconds.get(None, {}))] if found else []
+    base_seconds = {"seconds per asset": _seconds_text(seconds.get(None, {}))}
+    table = [base_row(found) | base_seconds] if found else []
     table += [row_of(each) | {"seconds per asset": _seconds_text(seconds.get(each.iteration, {}))} for each in shown]
     print_rows(table, as_json=False, title=experiment.name, empty="no iteration yet")
 
@@ -132,20 +141,6 @@ def _warn_of_other_settings(experiment: Experiment) -> None:
             "give the experiment another name (--set name=...), or make further iterations with `triplane iterate`",
             err=True,
         )
-
-
-def _base_row(found: list[IterationSummary], seconds: dict[str, float]) -> dict[str, Any]:
-    from triplane_dagster.cli.history import base_measures, base_rate, percent, rate_columns
-
-    return {
-        "iteration": "base",
-        "train reward": None,
-        "gate": percent(base_rate(found, Split.GATE)),
-        **rate_columns(lambda split: base_rate(found, split), lambda split: base_measures(found, split)),
-        "policy": (found[0].parent or "")[:12] or None,
-        "decision": None,
-        "seconds per asset": _seconds_text(seconds),
-    }
 
 
 def _seconds_text(seconds: dict[str, float]) -> str:

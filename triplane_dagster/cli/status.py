@@ -65,7 +65,7 @@ def _status(store: Store, experiment: str) -> dict[str, Any]:
 
 
 def _print(store: Store, found: dict[str, Any]) -> None:
-    from triplane_dagster.cli.history import row_of, summaries
+    from triplane_dagster.cli.history import base_row, row_of, summaries
 
     out, live, name = console(), found["live"], found["experiment"]
     out.print(Text(name, "bold"))
@@ -75,6 +75,7 @@ def _print(store: Store, found: dict[str, Any]) -> None:
         out.print(f"live: the base policy {found['base_policy'][:12]}; nothing was promoted yet")
     else:
         out.print(f"no policy yet: run `triplane iterate -e {name}`")
-    rows = [row_of(each) for each in summaries(store, name)]
+    history = summaries(store, name)
+    rows = [base_row(history), *map(row_of, history)] if history else []
     print_rows(rows, as_json=False, empty="no iteration yet")
     print_stale(store, name)

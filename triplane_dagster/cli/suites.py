@@ -19,14 +19,31 @@ OfSuite = Annotated[
 
 
 def chosen_suite(store: Store, experiment: Experiment, digest: str | None = None) -> Artifact:
-    """The suite that a command works on. Raises ArtifactMissing with the command that makes it."""
+    """The suite that a command works on: built with these settings, or by an older version, which is said.
+
+    Raises ArtifactMissing with the command that makes it.
+    """
     from curation.tasks.build import find_built
     from curation.tasks.importing.find import find_suite
+    from curation.tasks.suite import SUITE_VERSION
+    from resources.refs import read_artifact
 
     if digest is not None:
         return find_suite(store, digest)
     found = find_built(experiment.tasks, store)
     if found is None:
+        older = read_artifact(store, experiment.name, "task_suite")
+        if (
+            older is not None
+            and older.manifest.config.get("kind") != "import"
+            and older.manifest.code_version != SUITE_VERSION
+        ):
+            version = older.manifest.code_version
+            typer.echo(
+                f"the task suite of {experiment.name} was made by version {version} of the step, which is {SUITE_VERSION} now",
+                err=True,
+            )
+            return older
         raise ArtifactMissing(
             f"the task suite of {experiment.name} is not in {store.url}: run `triplane tasks build -e {experiment.name}`"
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 
+from contracts.syntax import parse_python
+
 
 class Source:
     """A file's text and where its syntax nodes stand in it."""
@@ -11,7 +13,7 @@ class Source:
     def __init__(self, content: bytes) -> None:
         """Raises SyntaxError, ValueError or RecursionError for what is no Python in UTF-8."""
         text = content.decode()
-        self.tree = ast.parse(text)
+        self.tree = parse_python(text)
         self._data = text.encode()
         self._starts = [0]
         for line in self._data.split(b"\n"):

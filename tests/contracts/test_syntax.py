@@ -1,0 +1,37 @@
+"""Parsing Python in threads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+THREADS = """
+import gc, sys, threading
+from contracts.syntax import parse_python
+
+source = "\\n".join(f"def f{i}(a, b):\\n    return ((a + b) * [x for x in (1, 2, a)][0]) - a" for i in range(40))
+faults = []
+sys.setswitchinterval(1e-6)
+# a collection amid a conversion runs Python, and so lets another thread parse: what makes CPython 3.11.7 miscount
+gc.set_threshold(5, 1, 1)
+gc.callbacks.append(lambda *_: sum(range(200)))
+
+def parse():
+    for _ in range(60):
+        try:
+            parse_python(source)
+        except SystemError as fault:
+            faults.append(fault)
+
+threads = [threading.Thread(target=parse) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(len(faults))
+"""
+
+
+def test_threads_can_parse_at_once() -> None:
+    told = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=True, timeout=300)
+    assert told.stdout.strip() == "0"
