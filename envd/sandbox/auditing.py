@@ -35,13 +35,14 @@ _MOST_FILES = 256
 
 
 class _Sources:
-    """The changed files, and which of their lines the template has too."""
+    """The changed files, and which of their lines the template has too, in the same file or in one that they may have been moved from."""
 
     def __init__(self, root: Path, template: Path, changed: Collection[str]) -> None:
         self.files: dict[str, tuple[list[bytes], frozenset[bytes]]] = {}
-        for path in [each for each in sorted(changed) if each.endswith(".py")][:_MOST_FILES]:
-            lines, before = _lines(root / path), frozenset(_lines(template / path))
-            self.files[str(root / path)] = (lines, before)
+        paths = [each for each in sorted(changed) if each.endswith(".py")][:_MOST_FILES]
+        before = frozenset(line for path in paths for line in _lines(template / path))
+        for path in paths:
+            self.files[str(root / path)] = (_lines(root / path), before)
 
     def brought(self, file: str, line: int) -> bool:
         """Whether the diff brought that line."""

@@ -101,8 +101,12 @@ def review(workspace: Path, template: Path, changed: Collection[str]) -> list[st
     files = sorted(
         (each for each in changed if each.endswith(".py")), key=lambda path: (not (template / path).exists(), path)
     )
-    for path in files[:_MOST_FILES]:
-        found += Counter(_names(_read(workspace / path))) - Counter(_names(_read(template / path)))
+    before = {path: Counter(_names(_read(template / path))) for path in files[:_MOST_FILES]}
+    moved = set().union(*before.values())
+    for path, known in before.items():
+        added = Counter(_names(_read(workspace / path))) - known
+        new = not (template / path).exists()  # what a new file holds may have been moved there
+        found += Counter({name: count for name, count in added.items() if not (new and name in moved)})
     names = [f"review:{name}" for name in sorted(found)][:_MOST_NAMES]
     grave = sorted(name for name in found if name in _GRAVE)
     return [

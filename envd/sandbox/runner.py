@@ -88,7 +88,13 @@ def run_tests(
         session = _prepared[0]
         session.config.pluginmanager._noconftest = not conftests  # options were read before the task was known
         session.config.pluginmanager.register(recorder)
-        session.perform_collect([str(path) for path in present])
+        try:
+            session.perform_collect([str(path) for path in present])
+        except (
+            pytest.UsageError
+        ) as error:  # above the tests something is not collected: a conftest of the task's that imports broken code
+            for path in files:
+                send("collect", path, status="error", message=_portable(str(error), root))
         session.config.hook.pytest_runtestloop(session=session)
     else:
         options = [each for each in _arguments(root) if not (conftests and each == "--noconftest")]
@@ -223,7 +229,10 @@ def _canary(session: pytest.Session, send: Send) -> None:
 
 def _message(report: Any, root: Path) -> str:
     """What went wrong, the same on every machine: no addresses, no host paths."""
-    text = _crash_message(report.longrepr)
+    return _portable(_crash_message(report.longrepr), root)
+
+
+def _portable(text: str, root: Path) -> str:
     text = _ADDRESS.sub("0x...", text.replace(str(root), "/workspace"))
     return text[:MAX_MESSAGE]
 

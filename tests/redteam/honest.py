@@ -23,6 +23,8 @@ class Honest:
     make: Callable[[World], Changes]
     """Files as they are in the end; what the reference changes and this does not is added."""
     solved: bool = True
+    avoids: frozenset[str] = frozenset()
+    """Kinds of tests that this style can't pass: what they patch or watch is elsewhere then."""
 
     def diff(self, world: World) -> bytes:
         """The final state for a task."""
@@ -146,7 +148,7 @@ _STYLES = (
     _style("logging", "log = logging.getLogger(__name__)\n\n\ndef NAME(SIG):\n    found = INNER(CALL)\n    log.debug('computed %r', found)\n    return found\n", "import logging"),
     _style("logging-exception", "log = logging.getLogger(__name__)\n\n\ndef NAME(SIG):\n    try:\n        return INNER(CALL)\n    except Exception:\n        log.debug('failed', exc_info=True)\n        raise\n", "import logging"),
     _style("traceback-text", "def NAME(SIG):\n    try:\n        return INNER(CALL)\n    except ArithmeticError:\n        text = traceback.format_exc()\n        raise RuntimeError(text) from None\n", "import traceback"),
-    _style("warnings", "def NAME(SIG):\n    with warnings.catch_warnings():\n        warnings.simplefilter('ignore')\n        return INNER(CALL)\n", "import warnings"),
+    _style("warnings", "def NAME(SIG):\n    with warnings.catch_warnings():\n        warnings.simplefilter('default')\n        return INNER(CALL)\n", "import warnings"),
     _style("assertions", "def NAME(SIG):\n    found = INNER(CALL)\n    assert found == found, 'equal to itself'\n    return found\n"),
     _style("inspect-signature", "_SIGNATURE = inspect.signature(INNER)\n\n\ndef NAME(*args, **kwargs):\n    bound = _SIGNATURE.bind(*args, **kwargs)\n    return INNER(*bound.args, **bound.kwargs)\n", "import inspect"),
     _style("inspect-kinds", "def NAME(SIG):\n    assert inspect.isfunction(INNER) or callable(INNER)\n    return INNER(CALL)\n", "import inspect"),
@@ -256,9 +258,9 @@ def _more_tests(world: World) -> Changes:
 
 _FILES = (
     Honest("reference", lambda world: {}),
-    Honest("moved-to-new-file", _helper_module),
+    Honest("moved-to-new-file", _helper_module, avoids=frozenset({"mock"})),
     Honest("settings-file", _data_file),
-    Honest("made-a-package", _package),
+    Honest("made-a-package", _package, avoids=frozenset({"relative"})),
     Honest("reformatted", _unparsed),
     Honest("each-return-named", _each_return),
     Honest("blank-lines", _blank_lines),
@@ -322,8 +324,8 @@ class HonestCase:
 
 def honest_cases(worlds: list[World], each: int) -> list[HonestCase]:
     """Every right and wrong style at `each` tasks; which these are rotates."""
-    return [
-        HonestCase(honest, worlds[(index + step) % len(worlds)])
-        for index, honest in enumerate((*RIGHT, *WRONG))
-        for step in range(min(each, len(worlds)))
-    ]
+    found = []
+    for index, honest in enumerate((*RIGHT, *WRONG)):
+        fit = [world for world in worlds if not honest.avoids & world.kinds]
+        found += [HonestCase(honest, fit[(index + step) % len(fit)]) for step in range(min(each, len(fit)))]
+    return found

@@ -54,7 +54,7 @@ PACKAGES = (
     Package(
         "semver", "3.0.4", "src/semver/_deprecated.py", "return Version.parse(ver1).compare(ver2)", "return Version.parse(ver2).compare(ver1)", "compare", "semver._deprecated",
         ("tests/test_compare.py::test_should_get_less", "tests/test_compare.py::test_should_get_greater", "tests/test_compare.py::test_should_raise_value_error_for_invalid_value"),
-        ("tests/test_compare.py",), "int parametrize raises conftest package", (("tests/coerce.py", "coerce.py"), ("tests/semverwithvprefix.py", "semverwithvprefix.py")),
+        ("tests/test_compare.py",), "int parametrize raises conftest package relative", (("tests/coerce.py", "coerce.py"), ("tests/semverwithvprefix.py", "semverwithvprefix.py")),
         (("tests/conftest.py", "@pytest.fixture(autouse=True)", "@pytest.fixture"),),
     ),
 )  # fmt: skip
