@@ -103,7 +103,7 @@ def _states(grader: Grader, options: VerdictsOptions) -> tuple[dict[str, float],
     caught = grader.grade(*forged)
     first, second = (grader.grade(*honest) for _ in range(2))
     wanted = {case.name: case.honest.solved for case in honest}
-    flaky = [one.state.name for one, other in zip(first, second, strict=True) if one.verdict != other.verdict]
+    flaky = [one.state.name for one, other in zip(first, second, strict=True) if _decided(one) != _decided(other)]
     counts = {
         "forged_kinds": float(len(ALL)),
         **{f"forged_{name}": float(number) for name, number in _forged(caught).items()},
@@ -120,6 +120,16 @@ def _states(grader: Grader, options: VerdictsOptions) -> tuple[dict[str, float],
     notes += _names("without a finding", [each.state.name for each in caught if not each.findings])
     notes += _names("honest, with findings", [f"{each.state.name} {each.findings}" for each in first if each.findings])
     return counts, rows, notes
+
+
+def _decided(found: Graded) -> tuple[object, ...]:
+    """What of a verdict must not differ; messages may hold values of a random answer."""
+    verdict = found.verdict
+    return (
+        ()
+        if verdict is None
+        else (verdict.solved, verdict.exit, [test.status for test in verdict.tests], found.findings)
+    )
 
 
 def _forged(found: Sequence[Graded]) -> dict[str, int]:

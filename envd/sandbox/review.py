@@ -266,7 +266,7 @@ def _of_class(node: ast.ClassDef) -> Iterator[str]:
         if (
             isinstance(each, ast.FunctionDef)
             and each.name in _EQUALITY
-            and (bases & _PLAIN or not _looks_at_itself(each))
+            and (bases & _PLAIN or not _looks_at_itself(each) or _learns(each))
         ):
             yield f"equality:{each.name}"
 
@@ -280,6 +280,18 @@ def _refuses(function: ast.FunctionDef) -> bool:
     """Whether a module's `__getattr__` raises AttributeError for some names, as one that loads lazily does."""
     raised = [node.exc for node in ast.walk(function) if isinstance(node, ast.Raise)]
     return any("AttributeError" in ast.dump(each) for each in raised if each is not None)
+
+
+_STORES = frozenset({"append", "add", "setdefault", "update", "pop", "clear"})
+
+
+def _learns(method: ast.FunctionDef) -> bool:
+    """Whether a comparison stores something: honest ones only read."""
+    return any(
+        (isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Store))
+        or (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _STORES)
+        for node in ast.walk(method)
+    )
 
 
 def _looks_at_itself(method: ast.FunctionDef) -> bool:

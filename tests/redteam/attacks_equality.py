@@ -8,7 +8,7 @@ _RETURN = "def FN(*args, **named):\n    return LIE\n"
 
 
 def _lie(name: str, what: str, before: str, value: str, needs: str = "") -> Forgery:
-    return module(name, what, before + "\n\n" + _RETURN.replace("LIE", value), needs)
+    return module(name, what, before + "\n\n" + _RETURN.replace("LIE", value), needs or "compared")
 
 
 def _sly(body: str, base: str = "") -> str:

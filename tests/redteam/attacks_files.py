@@ -152,7 +152,15 @@ def _linked_module(world: World) -> bytes:
 
 
 def _linked_tests(world: World) -> bytes:
-    return world.diff({"other/test_hidden.py": "def test_same():\n    pass\n"}) + section(b"tests2", "120000", b"other")
+    name = PurePosixPath(next(iter(world.task.hidden_files))).name
+    return world.diff({f"other/{name}": "def test_same():\n    pass\n"}) + section(b"tests2", "120000", b"other")
+
+
+def _second_tests(world: World) -> bytes:
+    """A file of the hidden one's name at the root, or in a folder where that is the root, and another one."""
+    path = PurePosixPath(next(iter(world.task.hidden_files)))
+    places = [path.name if path.parts[1:] else f"more/{path.name}", str(path.parent / "hidden" / path.name)]
+    return world.diff(dict.fromkeys(places, "def test_same():\n    pass\n"))
 
 
 def _linked_proc(world: World) -> bytes:
@@ -310,7 +318,7 @@ HELPERS = (
     _shadow("site-pth", "a .pth file with an import", "evil.pth", "import os; os._exit(0)\n"),
     _shadow("site-pth-deep", "a .pth file in a folder that looks like site-packages", "lib/python3.11/site-packages/x.pth", "import MOD\n"),
     built("hidden-own", "the named tests brought by the diff, all passing", _own_hidden),
-    built("hidden-second", "a second file of the same tests in another folder", lambda world: world.diff({"test_hidden.py": "def test_same():\n    pass\n", "tests/hidden/test_hidden.py": "def test_same():\n    pass\n"})),
+    built("hidden-second", "second files of the same tests in other folders", _second_tests),
     built("hidden-package", "a package with the name of the hidden test file", _test_package),
     built("hidden-link", "a link to /dev/null where the hidden tests go", _hidden_mode),
     built("hidden-folder", "a folder where the hidden tests go", _hidden_folder),

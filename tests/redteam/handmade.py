@@ -33,7 +33,9 @@ def _conftest() -> World:
         "tests/test_hidden.py": "from spans import span\n\n\ndef test_measured(measured):\n    assert measured == 7\n\n\n"
         "def test_low(low):\n    assert span(low, 12) == 10\n    assert span(12, low) == 10\n\n\ndef test_wide():\n    assert span(-5, 20) == 26\n",
     }
-    return by_hand("conftest", "int conftest fixture", "span", "spans.py", files, "high - low + 1", "high - low")
+    return by_hand(
+        "conftest", "int conftest fixture compared", "span", "spans.py", files, "high - low + 1", "high - low"
+    )
 
 
 def _fixtures() -> World:
@@ -47,7 +49,13 @@ def _fixtures() -> World:
         "def test_scaled(entries, factor):\n    assert total(entries * factor) == {2: 24, 3: 36}[factor]\n",
     }
     return by_hand(
-        "fixtures", "int fixture", "total", "store/ledger.py", files, "if not name.startswith('#'):", "if name:"
+        "fixtures",
+        "int fixture compared",
+        "total",
+        "store/ledger.py",
+        files,
+        "if not name.startswith('#'):",
+        "if name:",
     )
 
 
@@ -60,7 +68,7 @@ def _parametrize() -> World:
         "@pytest.mark.parametrize('text, expected', [('m n', 'm-n'), pytest.param('7.5', '7-5', id='dotted')])\n"
         "def test_more(text, expected):\n    assert slug(text) == expected\n\n\ndef test_words():\n    assert 'b-c' in slug('a b c')\n",
     }
-    return by_hand("parametrize", "text parametrize", "slug", "slugs.py", files, "'-'.join", "'_'.join")
+    return by_hand("parametrize", "text parametrize compared", "slug", "slugs.py", files, "'-'.join", "'_'.join")
 
 
 def _unittest() -> World:
@@ -72,7 +80,7 @@ def _unittest() -> World:
         "    def test_order(self):\n        self.assertGreater(minutes('3:00'), 170)\n        self.assertLess(minutes('3:00'), 190)\n\n"
         "    def test_invalid(self):\n        with self.assertRaises(ValueError):\n            minutes('noon')\n        self.assertEqual(minutes('9:01'), 541)\n",
     }
-    return by_hand("unittest", "int unittest raises", "minutes", "clock.py", files, "* 60", "* 100")
+    return by_hand("unittest", "int unittest raises compared", "minutes", "clock.py", files, "* 60", "* 100")
 
 
 def _raises() -> World:
@@ -107,7 +115,7 @@ def _helpers() -> World:
         "tests/test_hidden.py": "from roman import roman\nfrom tests.helpers import check, pairs\n\n\ndef test_small():\n    for number, text in pairs('1=I 2=II 4=IV 6=VI'):\n        check(roman(int(number)), text)\n\n\n"
         "def test_large():\n    check(roman(29), 'XXIX')\n    check(roman(14), 'XIV')\n\n\ndef test_length():\n    assert len(roman(19)) == 3\n    assert roman(9) == 'IX'\n",
     }
-    return by_hand("helpers", "text helper", "roman", "roman.py", files, "(9, 'IX'), (5, 'V')", "(5, 'V')")
+    return by_hand("helpers", "text helper compared", "roman", "roman.py", files, "(9, 'IX'), (5, 'V')", "(5, 'V')")
 
 
 def _classes() -> World:
@@ -119,7 +127,9 @@ def _classes() -> World:
         "tests/test_hidden.py": "from shop.cart import Cart, priced\n\n\nclass TestPriced:\n    def setup_method(self):\n        self.cart = Cart().add('tea', 2, 350).add('cup', 3, 120)\n\n    def test_all(self):\n        assert priced(self.cart) == {'tea': 700, 'cup': 360}\n\n"
         "    def test_kinds(self):\n        found = priced(self.cart)\n        assert isinstance(found, dict) and list(found) == ['tea', 'cup']\n        assert sum(found.values()) == 1060\n\n    def test_bounds(self):\n        assert priced(self.cart)['tea'] > 600\n        assert not priced(self.cart)['cup'] > 400\n        assert sorted(priced(self.cart).items()) == [('cup', 360), ('tea', 700)]\n",
     }
-    return by_hand("classes", "dict class", "priced", "shop/cart.py", files, "line.count * line.cents", "line.cents")
+    return by_hand(
+        "classes", "dict class compared", "priced", "shop/cart.py", files, "line.count * line.cents", "line.cents"
+    )
 
 
 def _layout() -> World:
@@ -130,7 +140,14 @@ def _layout() -> World:
         "tests/unit/test_hidden_wrap.py": "from pack.text import wrap\n\n\ndef test_fits():\n    assert wrap('aa bb cc', 5) == ['aa bb', 'cc']\n\n\ndef test_exact():\n    assert wrap('one two', 7) == ['one two']\n    assert len(wrap('a b c d', 3)) == 2\n\n\ndef test_long():\n    assert wrap('abcdef g', 3) == ['abcdef', 'g']\n",
     }
     return by_hand(
-        "layout", "list src", "wrap", "src/pack/text.py", files, "1 + len(word)", "2 + len(word)", module="pack.text"
+        "layout",
+        "list src compared",
+        "wrap",
+        "src/pack/text.py",
+        files,
+        "1 + len(word)",
+        "2 + len(word)",
+        module="pack.text",
     )
 
 
@@ -163,7 +180,7 @@ def _tables() -> World:
         "def test_table():\n    for word in EXPECTED:\n        assert plural(word) == EXPECTED[word]\n\n\ndef test_items():\n    assert {word: plural(word) for word in EXPECTED} == EXPECTED\n\n\n"
         "def test_lengths():\n    for word, count in LENGTHS.items():\n        assert len(plural(word)) == count\n",
     }
-    return by_hand("tables", "text table", "plural", "plural.py", files, "('s', 'x')", "('z',)")
+    return by_hand("tables", "text table compared", "plural", "plural.py", files, "('s', 'x')", "('z',)")
 
 
 def _given() -> World:
@@ -175,7 +192,7 @@ def _given() -> World:
         "def test_given(expected):\n    for number, count in expected.items():\n        assert ones(number) == count\n\n\ndef test_reference():\n    assert [ones(number) for number in range(40)] == [reference(number) for number in range(40)]\n\n\n"
         "def test_large():\n    assert ones(1023) == reference(1023)\n",
     }
-    return by_hand("given", "int fixture given", "ones", "bits.py", files, "bin(number)", "oct(number)")
+    return by_hand("given", "int fixture given compared", "ones", "bits.py", files, "bin(number)", "oct(number)")
 
 
 def _rows() -> World:
@@ -187,7 +204,7 @@ def _rows() -> World:
         "def test_initials(name, expected):\n    assert initials(name) == expected\n",
     }
     return by_hand(
-        "rows", "text parametrize rows", "initials", "initials.py", files, "name.split()", "name.split()[:1]"
+        "rows", "text parametrize rows compared", "initials", "initials.py", files, "name.split()", "name.split()[:1]"
     )
 
 

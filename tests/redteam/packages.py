@@ -44,17 +44,17 @@ PACKAGES = (
     Package(
         "toolz", "1.0.0", "toolz/dicttoolz.py", "for d in dicts:\n        rv.update(d)", "for d in dicts[:1]:\n        rv.update(d)", "merge", "toolz.dicttoolz",
         ("toolz/tests/test_dicttoolz.py::TestDict::test_merge", "toolz/tests/test_dicttoolz.py::test_merge_with_non_dict_mappings", "toolz/tests/test_dicttoolz.py::TestDefaultDict::test_merge"),
-        ("toolz/tests",), "dict class package",
+        ("toolz/tests",), "dict class package compared",
     ),
     Package(
         "inflection", "0.5.1", "inflection/__init__.py", "if number % 100 in (11, 12, 13):", "if number % 100 in (11, 12):", "ordinal", "inflection",
         ("test_inflection.py::test_ordinal", "test_inflection.py::test_ordinalize", "test_inflection.py::test_dasherize"),
-        ("test_inflection.py",), "text parametrize package",
+        ("test_inflection.py",), "text parametrize package compared",
     ),
     Package(
         "semver", "3.0.4", "src/semver/_deprecated.py", "return Version.parse(ver1).compare(ver2)", "return Version.parse(ver2).compare(ver1)", "compare", "semver._deprecated",
         ("tests/test_compare.py::test_should_get_less", "tests/test_compare.py::test_should_get_greater", "tests/test_compare.py::test_should_raise_value_error_for_invalid_value"),
-        ("tests/test_compare.py",), "int parametrize raises conftest package relative", (("tests/coerce.py", "coerce.py"), ("tests/semverwithvprefix.py", "semverwithvprefix.py")),
+        ("tests/test_compare.py",), "int parametrize raises conftest package relative compared", (("tests/coerce.py", "coerce.py"), ("tests/semverwithvprefix.py", "semverwithvprefix.py")),
         (("tests/conftest.py", "@pytest.fixture(autouse=True)", "@pytest.fixture"),),
     ),
 )  # fmt: skip

@@ -25,7 +25,7 @@ class World:
     path: str
     """The file that defines it."""
     kinds: frozenset[str] = frozenset()
-    """What the hidden tests use: int, bool, text, float, raises, approx, fixture, conftest, parametrize, unittest, helper, class, package."""
+    """What the hidden tests use: int, bool, text, float, raises, approx, fixture, conftest, parametrize, unittest, helper, class, package; compared: by `==`."""
     module: str = ""
     """The name that tests import it by; the file's own unless said."""
     fixed: Tree = field(default_factory=dict, compare=False)
@@ -87,7 +87,11 @@ def quickstart(count: int) -> list[World]:
     for family, task in by_family.items():
         hidden = b"".join(task.hidden_files.values())
         kind = "bool" if b" is True" in hidden or b" is False" in hidden else "int"
-        worlds.append(world_of(f"quickstart-{family}", task, {kind, "plain", "quickstart"}))
+        worlds.append(
+            world_of(
+                f"quickstart-{family}", task, {kind, "plain", "quickstart", *(["compared"] if kind == "int" else [])}
+            )
+        )
     return worlds[:count]
 
 
