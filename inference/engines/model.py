@@ -3,7 +3,7 @@
     tokens [T] -> embedding -> layers x (norm, attention over the cache, norm, routed experts) -> hidden [T, hidden] -> logits
 
 A row's bits do not depend on what shares its batch, nor on whether it was computed in prefill or in decode, because every product has a row count
-padded to a multiple of 8 (4 in attention), the cached length is padded to a multiple of 8 (and to 16), the softmax's sum is taken by the same product as its
+padded to a multiple of 16 (4 in attention), the cached length is padded to a multiple of 8 (and to 16), the softmax's sum is taken by the same product as its
 values, and experts see their own rows only, padded likewise. Reference: transformers' Qwen3MoeForCausalLM.
 """
 
@@ -20,6 +20,9 @@ from torch import Tensor
 from inference.engines.kv import ROW, KvCache, round_up
 from inference.engines.weights import Architecture, LayerWeights, Weights
 
+TOKEN_ROWS = 16
+"""Rows of a product with weights are padded to a multiple of this: on some processors 8 rows are summed in another order where more than 128
+products are."""
 QUERY_ROWS = 4
 PIECE = 128
 """Cached positions that one product in attention contracts at most."""
@@ -39,7 +42,7 @@ class Batch:
     length: int
     """Cached positions that attention reads, rounded up to ROW, at least SHORTEST."""
     tokens: Tensor
-    """[T padded to ROW] int64"""
+    """[T padded to TOKEN_ROWS] int64"""
     positions: Tensor
     """[T padded] int64, absolute"""
     slots: Tensor
@@ -60,7 +63,7 @@ def make_batch(first: int, tokens: list[Integers], starts: Integers) -> Batch:
     length = max(SHORTEST, round_up(int((starts + counts).max()), ROW))
     row = np.repeat(np.arange(len(tokens)), counts)
     column = np.arange(total) - np.repeat(ends - counts, counts)
-    padded = np.zeros((2, round_up(total, ROW)), np.int64)
+    padded = np.zeros((2, round_up(total, TOKEN_ROWS)), np.int64)
     padded[0, :total] = np.concatenate(tokens)
     padded[1, :total] = starts[row] + column
     seen = torch.from_numpy(np.minimum(starts[:, None] + np.arange(width), (starts + counts - 1)[:, None]))
@@ -107,7 +110,7 @@ def forward(
 def logits_of(weights: Weights, hidden: Tensor) -> Tensor:
     """Logits [N, vocabulary] of hidden rows [N, hidden], computed over a padded row count."""
     rows = hidden.shape[0]
-    padded = F.pad(hidden, (0, 0, 0, -rows % ROW))
+    padded = F.pad(hidden, (0, 0, 0, -rows % TOKEN_ROWS))
     return F.linear(padded, weights.head)[:rows]
 
 
@@ -162,7 +165,7 @@ def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def _experts(shape: Architecture, layer: LayerWeights, x: Tensor, routes: list[Tensor] | None) -> Tensor:
-    """Top-k routed experts; each runs over its own rows, gathered to a group padded to ROW."""
+    """Top-k routed experts; each runs over its own rows, gathered to a group padded to TOKEN_ROWS."""
     top = shape.experts_per_token
     shares, chosen = F.linear(x, layer.router).softmax(-1).topk(top, -1)
     if shape.normalize_top_k:
@@ -172,11 +175,11 @@ def _experts(shape: Architecture, layer: LayerWeights, x: Tensor, routes: list[T
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
     counts = torch.bincount(flat, minlength=shape.experts)
-    padded = (counts + (ROW - 1)) // ROW * ROW
+    padded = (counts + (TOKEN_ROWS - 1)) // TOKEN_ROWS * TOKEN_ROWS
     ends = padded.cumsum(0)
     shift = (ends - padded) - (counts.cumsum(0) - counts)
     places = torch.arange(len(flat)) + shift[flat[order]]
-    grouped = x.new_zeros(len(flat) + ROW * shape.experts, shape.hidden)
+    grouped = x.new_zeros(len(flat) + TOKEN_ROWS * shape.experts, shape.hidden)
     grouped[places] = x[order // top]
     offsets = ends.to(torch.int32)
     both = F.grouped_mm(grouped, layer.gate_up, offs=offsets)

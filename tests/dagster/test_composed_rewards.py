@@ -61,10 +61,10 @@ def test_components_are_kept_plotted_and_graded_again_with_other_weights_without
     assert shown["recomputation"].startswith("equivalent: what review (model judge-1)")
     assert server.url not in light.manifest.model_dump_json()
     changed = flips(light.table("rewards.parquet"), heavy.table("rewards.parquet"))
-    name = f"flips_against_{light.ref.short}"
+    name = f"flips against {light.ref.short}"
     assert told[name] == changed.num_rows > 0
-    assert told[f"{name}_no_longer_solved"] == told[f"{name}_newly_solved"] == 0
-    assert [row.data["episode_id"] for row in told[f"{name}_rows"]] == changed["episode_id"].to_pylist()[:50]
+    assert told[f"{name} no longer solved"] == told[f"{name} newly solved"] == 0
+    assert [row.data["episode_id"] for row in told[f"{name} rows"]] == changed["episode_id"].to_pylist()[:50]
     again, usual = materialize_rewards(ran, ran.experiment)
     assert again.ref == before and "recomputation" not in usual
     assert light.ref != before

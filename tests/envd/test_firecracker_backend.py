@@ -326,7 +326,7 @@ def test_the_stand_in_refuses_what_firecracker_refuses(installed: Installed, tmp
     """Else the tests above would show nothing."""
     (tmp_path / "run").mkdir()
     process = subprocess.Popen([installed.program, "--api-sock", "run/api", "--id", "m1"], cwd=tmp_path)
-    transport = httpx.HTTPTransport(uds=str(tmp_path / "run/api"))
+    transport = httpx.HTTPTransport(uds=str(tmp_path / "run/api"), retries=5)  # bound is not yet listening
     try:
         deadline = time.monotonic() + 10
         while not (tmp_path / "run/api").exists():

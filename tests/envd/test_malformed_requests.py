@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from envd.server.malformed import ACCEPTED_BYTES, Unknown, Watched
 from envd.server.observing import Observing
 from envd.server.policy import load_policy
 from envd.server.sandboxes import Sandboxes
+from envd.server.templates import Templates
 
 _UNBOUNDED = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
 _FILES = "/triplane.envd.v1.Files/"
@@ -57,7 +59,9 @@ def served(tmp_path: Path, job: Job, *, address: str = "", interceptors: Any = (
     async def run() -> list[Event]:
         audit: Any = AuditLog()
         nothing: Any = None
-        sandboxes = Sandboxes({}, nothing, nothing, policy=load_policy(""), audit=audit)
+        sandboxes = Sandboxes(
+            {}, Templates(tmp_path / "templates", os.getuid()), nothing, policy=load_policy(""), audit=audit
+        )
         sandboxes._live["own"] = Known("right")
         options = [("grpc.max_receive_message_length", ACCEPTED_BYTES)]
         server = grpc.aio.server(options=options, interceptors=[make(audit) for make in interceptors])

@@ -99,9 +99,9 @@ def test_what_an_agent_does_to_its_sandbox_is_an_outcome_of_its_episode(
 def test_a_final_state_that_can_not_be_read_fails_the_episode_and_says_why(
     profile: str, retries: int, envd: LocalEnvd, tokenizer: ChatTokenizer
 ) -> None:
-    episode = play(envd, tokenizer, script_of(ATTACKS["prlimit on init"]), profile=profile)
+    episode = play(envd, tokenizer, script_of(ATTACKS["locked files"]), profile=profile)
     assert (episode.outcome, episode.final_diff, episode.attempt) == (Outcome.FAILED, b"", 0)
-    assert episode.failure == "the final state could not be read: the workspace can't be listed (too many open files)"
+    assert episode.failure == "the final state could not be read: the workspace can't be listed (permission denied)"
     assert episode.telemetry["retries"] == retries, "under the deterministic profile a repetition tells"
     assert episode.policy_tokens > 0
 
