@@ -64,7 +64,7 @@ def test_components_are_kept_plotted_and_graded_again_with_other_weights_without
     name = f"flips against {light.ref.short}"
     assert told[name] == changed.num_rows > 0
     assert told[f"{name} no longer solved"] == told[f"{name} newly solved"] == 0
-    assert [row.data["episode_id"] for row in told[f"{name} rows"]] == changed["episode_id"].to_pylist()[:50]
+    assert [row.data["episode_id"] for row in told[f"{name} rows"].records] == changed["episode_id"].to_pylist()[:50]
     again, usual = materialize_rewards(ran, ran.experiment)
     assert again.ref == before and "recomputation" not in usual
     assert light.ref != before
