@@ -1,14 +1,14 @@
 """Text of policies, sandboxes and repositories as people and agents are shown it: sequences that terminals obey are spelled out.
 
 Spelled out are control characters (C0 without tab and newline, DEL, C1) and what overrides the direction of writing. A carriage return stays before a
-newline and at the end of a text, where it moves nothing. All other text stays as it is. Interfaces for raw bytes do not pass through here.
+newline, where it moves nothing. All other text stays as it is. Interfaces for raw bytes do not pass through here.
 """
 
 from __future__ import annotations
 
 import re
 
-_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]|\r(?!\n|\\Z)")
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]|\r(?!\n)")
 
 
 def visible(text: str) -> str:
