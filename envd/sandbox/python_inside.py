@@ -1,6 +1,8 @@
-"""Where sandboxes find the Python that runs envd, and its packages: at their own paths, unless a sandbox's own directories cover these.
+"""Where sandboxes find the Python that runs envd, and its packages: at their own paths, unless a sandbox's own
+directories cover these.
 
-A checkout or an interpreter below /tmp, for one, lies where a sandbox has its own /tmp. Then its directories are shown below /.python:
+A checkout or an interpreter below /tmp, for one, lies where a sandbox has its own /tmp. Then its directories are shown
+below /.python:
 
 /.python/0 ...           the directories themselves, read-only
 /.python/pyvenv.cfg      a virtual environment with the same packages
@@ -24,9 +26,13 @@ _MAX_SCRIPT = 1 << 20
 def python_directories() -> tuple[str, ...]:
     """Directories of this host that the running interpreter and its packages live in, outermost only, outside /usr."""
     wanted = {sys.base_prefix, sys.base_exec_prefix, sys.prefix}
-    wanted |= {each for each in sys.path if each.endswith(("site-packages", "dist-packages"))}
+    wanted |= set(_package_directories())
     outside = sorted(path for path in wanted if Path(path).is_dir() and not path.startswith("/usr/"))
     return tuple(path for path in outside if not any(path.startswith(other + "/") for other in outside))
+
+
+def _package_directories() -> list[str]:
+    return [each for each in sys.path if each.endswith(("site-packages", "dist-packages"))]
 
 
 def system_directories() -> tuple[str, ...]:
@@ -59,8 +65,9 @@ def make_environment(base: Path) -> None:
     if sys.prefix != sys.base_prefix:
         text = f"home = {Path(interpreter).parent}\ninclude-system-site-packages = {_with_system_packages()}\n"
         (root / "pyvenv.cfg").write_text(text)
-        (root / library).mkdir(parents=True)
-        (root / library / "site-packages").symlink_to(inside(f"{sys.prefix}/{library}/site-packages"))
+        packages = root / library / "site-packages"
+        packages.mkdir(parents=True)
+        (packages / "moved.pth").write_text("".join(map(_adding, _package_directories())))
     for entry in sorted(Path(sys.prefix, "bin").iterdir()):
         _make_program(entry, root / "bin" / entry.name, interpreter)
 
@@ -89,6 +96,11 @@ def _make_program(entry: Path, target: Path, interpreter: str) -> None:
         rest = rest.partition(b"\n' '''\n")[2] or rest
     target.write_bytes(b"#!" + os.fsencode(f"{ROOT}/bin/python3") + b"\n" + rest)
     target.chmod(0o755)
+
+
+def _adding(directory: str) -> str:
+    """A line of a .pth file that adds a directory and what its own .pth files name."""
+    return f"import site; site.addsitedir({ascii(inside(directory))})\n"
 
 
 def _moved() -> bool:
