@@ -4,11 +4,13 @@
          \\         /
       iteration_inputs[i]    pinned: policy, start, suite, base    <- live pointer, else base_policy
               |
-          prompts[i] -> rollouts[i] -> rewards[i] -> dataset[i] -> checkpoint[i] -> evaluation[i] -> sampler[i] -> live pointer
+          prompts[i] -> rollouts[i] -> rewards[i] -> dataset[i] -> checkpoint[i] -> evaluation[i] -> sampler[i] -> live
+          pointer
                                                                                                                 |
                                                                                                             report[i]
 
-In: an Experiment. Out: asset definitions under the key prefix of its name. References pass between them (`resources.ref_io`), never data.
+In: an Experiment. Out: asset definitions under the key prefix of its name. References pass between them
+(`resources.ref_io`), never data.
 
 Imported by triplane_dagster. May import: dagster, ops, resources and what lies below.
 """

@@ -24,14 +24,19 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         experiment,
         NAME,
         kinds={"pytorch", "huggingface"},
-        description="An FP8 mixture-of-experts checkpoint that knows the tools, with its tokenizer and demonstrations as artifacts of their own.",
+        description=(
+            "An FP8 mixture-of-experts checkpoint that knows the tools, with its tokenizer and demonstrations as"
+            " artifacts of their own."
+        ),
         code_version=base_version(experiment),
         checks=[check(experiment, NAME, CHECK, "Every tensor that its config.json implies, no more.", blocking=True)],
     )
     def base_policy(
-        context: dg.AssetExecutionContext, store: StoreResource, launcher: LocalLauncher,
+        context: dg.AssetExecutionContext,
+        store: StoreResource,
+        launcher: LocalLauncher,
         progress: dg.ResourceParam[ProgressSink],
-    ) -> Materialized:  # fmt: skip
+    ) -> Materialized:
         policy = make_base(begin(context, experiment, NAME, store.open(), progress), launcher)
         return result(policy, training_numbers(policy), [layout_check(policy)])
 

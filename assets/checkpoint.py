@@ -31,9 +31,13 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         checks=[check(experiment, NAME, CHECK, "Every tensor that its config.json implies, no more.", blocking=True)],
     )
     def checkpoint(
-        context: dg.AssetExecutionContext, iteration_inputs: ArtifactRef, dataset: ArtifactRef, store: StoreResource,
-        launcher: LocalLauncher, progress: dg.ResourceParam[ProgressSink],
-    ) -> Materialized:  # fmt: skip
+        context: dg.AssetExecutionContext,
+        iteration_inputs: ArtifactRef,
+        dataset: ArtifactRef,
+        store: StoreResource,
+        launcher: LocalLauncher,
+        progress: dg.ResourceParam[ProgressSink],
+    ) -> Materialized:
         step = begin(context, experiment, NAME, store.open(), progress)
         inputs = read_inputs(step.store, iteration_inputs)
         candidate = train_iteration(step, launcher, inputs, dataset)

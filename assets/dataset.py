@@ -49,9 +49,12 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         checks=[check(experiment, NAME, CHECK, "At least one sequence was kept.", blocking=False)],
     )
     def dataset(
-        context: dg.AssetExecutionContext, rollouts: ArtifactRef, rewards: ArtifactRef, store: StoreResource,
+        context: dg.AssetExecutionContext,
+        rollouts: ArtifactRef,
+        rewards: ArtifactRef,
+        store: StoreResource,
         progress: dg.ResourceParam[ProgressSink],
-    ) -> Materialized:  # fmt: skip
+    ) -> Materialized:
         made = make_dataset(begin(context, experiment, NAME, store.open(), progress), rollouts, rewards)
         metadata = {
             **table_facts(made.table("train.parquet")),

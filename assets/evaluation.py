@@ -90,9 +90,14 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         code_version=EVALUATION_VERSION,
     )
     def evaluation(
-        context: dg.AssetExecutionContext, iteration_inputs: ArtifactRef, checkpoint: ArtifactRef, store: StoreResource,
-        sampler: SamplerResource, sandboxes: SandboxesResource, progress: dg.ResourceParam[ProgressSink],
-    ) -> Materialized:  # fmt: skip
+        context: dg.AssetExecutionContext,
+        iteration_inputs: ArtifactRef,
+        checkpoint: ArtifactRef,
+        store: StoreResource,
+        sampler: SamplerResource,
+        sandboxes: SandboxesResource,
+        progress: dg.ResourceParam[ProgressSink],
+    ) -> Materialized:
         step = begin(context, experiment, NAME, store.open(), progress)
         inputs = read_inputs(step.store, iteration_inputs)
         evaluated = evaluate(

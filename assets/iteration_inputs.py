@@ -1,4 +1,6 @@
-"""iteration_inputs[i]: what an iteration starts from, written once. Here iteration i meets i-1, through the live pointer."""
+"""iteration_inputs[i]: what an iteration starts from, written once. Here iteration i meets i-1, through the live
+pointer.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +27,10 @@ class StartFrom(dg.Config):
 
     policy: str = Field(
         default="live",
-        description="live, base, or the beginning of a checkpoint's digest. Counts only when the iteration begins: a re-run reads what was pinned.",
+        description=(
+            "live, base, or the beginning of a checkpoint's digest. Counts only when the iteration begins: a re-run"
+            " reads what was pinned."
+        ),
     )
 
 
@@ -37,13 +42,20 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         NAME,
         kinds={"json"},
         ins=["task_suite", "base_policy"],
-        description="By digest: the acting policy, what training starts from, suite, base and prompt cursor. Written once, then only read.",
+        description=(
+            "By digest: the acting policy, what training starts from, suite, base and prompt cursor. Written once, then"
+            " only read."
+        ),
         code_version=INPUTS_VERSION,
     )
     def iteration_inputs(
-        context: dg.AssetExecutionContext, config: StartFrom, task_suite: ArtifactRef, base_policy: ArtifactRef,
-        store: StoreResource, progress: dg.ResourceParam[ProgressSink],
-    ) -> Materialized:  # fmt: skip
+        context: dg.AssetExecutionContext,
+        config: StartFrom,
+        task_suite: ArtifactRef,
+        base_policy: ArtifactRef,
+        store: StoreResource,
+        progress: dg.ResourceParam[ProgressSink],
+    ) -> Materialized:
         step = begin(context, experiment, NAME, store.open(), progress)
         pinned = pin_inputs(step, base_policy, task_suite, config.policy)
         inputs = read_inputs(step.store, pinned.ref)

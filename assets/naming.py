@@ -14,13 +14,27 @@ OWNERS = ["team:triplane"]
 ONCE = ("task_suite", "base_policy")
 """Unpartitioned assets."""
 PER_ITERATION = (
-    "iteration_inputs", "prompts", "rollouts", "rewards", "dataset", "checkpoint", "evaluation", "sampler", "report",
-)  # fmt: skip
+    "iteration_inputs",
+    "prompts",
+    "rollouts",
+    "rewards",
+    "dataset",
+    "checkpoint",
+    "evaluation",
+    "sampler",
+    "report",
+)
 """Assets with one partition an iteration, in graph order."""
 PLANES = {
-    "task_suite": "curation", "base_policy": "trainer", "rollouts": "inference", "rewards": "curation",
-    "dataset": "curation", "checkpoint": "trainer", "evaluation": "inference", "sampler": "inference",
-}  # fmt: skip
+    "task_suite": "curation",
+    "base_policy": "trainer",
+    "rollouts": "inference",
+    "rewards": "curation",
+    "dataset": "curation",
+    "checkpoint": "trainer",
+    "evaluation": "inference",
+    "sampler": "inference",
+}
 """The plane that does an asset's work; assets that only join planes are absent."""
 
 
@@ -54,7 +68,10 @@ def define(
     ins: Sequence[str] = (),
     checks: Sequence[dg.AssetCheckSpec] = (),
 ) -> Callable[[Callable[..., Any]], dg.AssetsDefinition]:
-    """Decorates the one function that makes an asset. ins: the assets whose references it is given, under their names."""
+    """Decorates the one function that makes an asset.
+
+    ins: the assets whose references it is given, under their names.
+    """
     return dg.asset(
         key=key_of(experiment, asset),
         group_name=experiment.name,

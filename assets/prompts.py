@@ -29,9 +29,11 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         code_version=PROMPTS_VERSION,
     )
     def prompts(
-        context: dg.AssetExecutionContext, iteration_inputs: ArtifactRef, store: StoreResource,
+        context: dg.AssetExecutionContext,
+        iteration_inputs: ArtifactRef,
+        store: StoreResource,
         progress: dg.ResourceParam[ProgressSink],
-    ) -> Materialized:  # fmt: skip
+    ) -> Materialized:
         drawn = draw_and_commit(begin(context, experiment, NAME, store.open(), progress), iteration_inputs)
         groups = drawn.json("prompts.json")["groups"]
         first = [

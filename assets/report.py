@@ -63,14 +63,25 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         NAME,
         kinds={"html"},
         ins=REPORTED,
-        description="One self-contained page: curves over all iterations so far, distributions, costs, and a viewer of every episode.",
+        description=(
+            "One self-contained page: curves over all iterations so far, distributions, costs, and a viewer of every"
+            " episode."
+        ),
         code_version=REPORT_VERSION,
     )
     def report(
-        context: dg.AssetExecutionContext, iteration_inputs: ArtifactRef, prompts: ArtifactRef, rollouts: ArtifactRef,
-        rewards: ArtifactRef, dataset: ArtifactRef, checkpoint: ArtifactRef, evaluation: ArtifactRef, sampler: ArtifactRef,
-        store: StoreResource, progress: dg.ResourceParam[ProgressSink],
-    ) -> Materialized:  # fmt: skip
+        context: dg.AssetExecutionContext,
+        iteration_inputs: ArtifactRef,
+        prompts: ArtifactRef,
+        rollouts: ArtifactRef,
+        rewards: ArtifactRef,
+        dataset: ArtifactRef,
+        checkpoint: ArtifactRef,
+        evaluation: ArtifactRef,
+        sampler: ArtifactRef,
+        store: StoreResource,
+        progress: dg.ResourceParam[ProgressSink],
+    ) -> Materialized:
         step = begin(context, experiment, NAME, store.open(), progress)
         shown = (iteration_inputs, prompts, rollouts, rewards, dataset, checkpoint, evaluation, sampler)
         refs = dict(zip(REPORTED, shown, strict=True))

@@ -38,9 +38,13 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         ],
     )
     def rewards(
-        context: dg.AssetExecutionContext, iteration_inputs: ArtifactRef, rollouts: ArtifactRef, store: StoreResource,
-        sandboxes: SandboxesResource, progress: dg.ResourceParam[ProgressSink],
-    ) -> Materialized:  # fmt: skip
+        context: dg.AssetExecutionContext,
+        iteration_inputs: ArtifactRef,
+        rollouts: ArtifactRef,
+        store: StoreResource,
+        sandboxes: SandboxesResource,
+        progress: dg.ResourceParam[ProgressSink],
+    ) -> Materialized:
         step = begin(context, experiment, NAME, store.open(), progress)
         inputs = read_inputs(step.store, iteration_inputs)
         graded = grade(step, sandboxes, inputs, rollouts)

@@ -1,4 +1,5 @@
-"""sampler[i]: the decision: live, refused or stale. Refusing is a successful run; goes live only if live is still its parent.
+"""sampler[i]: the decision: live, refused or stale. Refusing is a successful run; goes live only if live is still its
+parent.
 
 gate: non-inferior? -> smoke episode on an engine without traffic -> compare-and-swap on the parent -> servers swapped
 """
@@ -36,20 +37,31 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         NAME,
         kinds={"json"},
         ins=["iteration_inputs", "checkpoint", "evaluation"],
-        description="Whether the candidate went live, and why: non-inferior on the gate, a smoke episode played, its parent still live.",
+        description=(
+            "Whether the candidate went live, and why: non-inferior on the gate, a smoke episode played, its parent"
+            " still live."
+        ),
         code_version=DECISION_VERSION,
     )
     def sampler(
-        context: dg.AssetExecutionContext, iteration_inputs: ArtifactRef, checkpoint: ArtifactRef, evaluation: ArtifactRef,
-        store: StoreResource, sampler: SamplerResource, sandboxes: SandboxesResource,
+        context: dg.AssetExecutionContext,
+        iteration_inputs: ArtifactRef,
+        checkpoint: ArtifactRef,
+        evaluation: ArtifactRef,
+        store: StoreResource,
+        sampler: SamplerResource,
+        sandboxes: SandboxesResource,
         progress: dg.ResourceParam[ProgressSink],
-    ) -> Materialized:  # fmt: skip
+    ) -> Materialized:
         step = begin(context, experiment, NAME, store.open(), progress)
         inputs = read_inputs(step.store, iteration_inputs)
         decided = publish(
-            step, inputs, checkpoint, evaluation,
+            step,
+            inputs,
+            checkpoint,
+            evaluation,
             smoke=lambda: play_smoke(step, sampler, sandboxes, checkpoint, inputs.task_suite),
-        )  # fmt: skip
+        )
         # also after a decision of long ago: servers that missed a change are brought to what is live now
         servers = bring_servers(step.store, experiment, inputs.base)
         decision, smoke = read_decision(decided), read_smoke(decided)

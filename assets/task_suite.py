@@ -1,4 +1,6 @@
-"""task_suite: the tasks, proved in sandboxes: hidden tests fail before the fix and pass after it, cheats score nothing."""
+"""task_suite: the tasks, proved in sandboxes: hidden tests fail before the fix and pass after it, cheats score
+nothing.
+"""
 
 import dagster as dg
 
@@ -24,14 +26,18 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         experiment,
         NAME,
         kinds={"parquet", "pytest"},
-        description="Small repositories to repair, in the splits train, gate, held_out and unseen, validated in sandboxes.",
+        description=(
+            "Small repositories to repair, in the splits train, gate, held_out and unseen, validated in sandboxes."
+        ),
         code_version=SUITE_VERSION,
         checks=[check(experiment, NAME, CHECK, "No split came out empty.", blocking=True)],
     )
     def task_suite(
-        context: dg.AssetExecutionContext, store: StoreResource, sandboxes: SandboxesResource,
+        context: dg.AssetExecutionContext,
+        store: StoreResource,
+        sandboxes: SandboxesResource,
         progress: dg.ResourceParam[ProgressSink],
-    ) -> Materialized:  # fmt: skip
+    ) -> Materialized:
         suite = make_suite(begin(context, experiment, NAME, store.open(), progress), sandboxes)
         table = suite.table("tasks.parquet", columns=["task_id", "family", "split", "instruction"])
         splits = suite.meta["splits"]

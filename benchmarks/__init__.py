@@ -1,7 +1,8 @@
 """The performance matrix: what the project promises, measured, with the promise beside the measurement.
 
-    python -m benchmarks NAME [--options]  ->  module NAME: run(Options) -> Result  ->  goals.yaml  ->  table or JSON, exit 1 on a miss
+    python -m benchmarks NAME [--options]  ->  module NAME: run(Options) -> Result  ->  goals.yaml  ->  table or JSON,
+    exit 1 on a miss
 
-In: real planes, on this machine. Out: a `Result` with named metrics. A benchmark is one module with an `Options` model and a `run`.
-May import every package of this repository; nothing imports it.
+In: real planes, on this machine. Out: a `Result` with named metrics. A benchmark is one module with an `Options` model
+and a `run`. May import every package of this repository; nothing imports it.
 """

@@ -20,7 +20,9 @@ from contracts.errors import ConfigError, TriplaneError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status: 0, 1 for a missed goal or an error, 2 for a wrong option or where there is nothing to measure, 130 when interrupted."""
+    """Run the command line and return the exit status: 0, 1 for a missed goal or an error, 2 for a wrong option or
+    where there is nothing to measure, 130 when interrupted.
+    """
     try:
         # so that children and sandboxes are ended too
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

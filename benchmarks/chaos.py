@@ -4,8 +4,9 @@
     disturbed:    iterate -n K, killed, again, killed, ... until it is through  -> the same, until all kills are dealt
                                                             compared here, and again after every further round
 
-Half of the kills come at named points (contracts.failpoints), half at random instants to a random victim. --faults adds faults of the
-store: S3 behind a proxy that fails, delays, truncates and loses answers; the local disk refuses writes. One seed, one sequence of kills.
+Half of the kills come at named points (contracts.failpoints), half at random instants to a random victim. --faults adds
+faults of the store: S3 behind a proxy that fails, delays, truncates and loses answers; the local disk refuses writes.
+One seed, one sequence of kills.
 """
 
 from __future__ import annotations

@@ -67,7 +67,9 @@ class Tokens:
 
 
 def account(lines: Iterable[Sampled], commits: Mapping[Work, float], interruptions: Sequence[float]) -> Tokens:
-    """commits: when each work was committed; interruptions: when something was killed or a run failed; both in seconds since 1970."""
+    """commits: when each work was committed; interruptions: when something was killed or a run failed; both in seconds
+    since 1970.
+    """
     sampled = lost = 0
     again: set[Work] = set()
     for line in lines:

@@ -1,4 +1,6 @@
-"""Which kills are dealt, and dealing them: at named points by TRIPLANE_KILL_AT, at random instants by SIGKILL from outside."""
+"""Which kills are dealt, and dealing them: at named points by TRIPLANE_KILL_AT, at random instants by SIGKILL from
+outside.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,18 @@ VICTIMS: dict[Victim, str] = {
 FATAL: tuple[Victim, ...] = ("group", "tree", "triplane")
 """Victims with which the command itself dies."""
 MOST_ARRIVALS = {
-    "store-write": 40, "artifact-staged": 8, "before-manifest": 8, "after-manifest": 8, "multipart-under-way": 4, "group-claimed": 4,
-    "group-sampled": 4, "group-committed": 4, "evaluation-played": 2, "artifact-described": 8, "reference-written": 8,
-}  # fmt: skip
+    "store-write": 40,
+    "artifact-staged": 8,
+    "before-manifest": 8,
+    "after-manifest": 8,
+    "multipart-under-way": 4,
+    "group-claimed": 4,
+    "group-sampled": 4,
+    "group-committed": 4,
+    "evaluation-played": 2,
+    "artifact-described": 8,
+    "reference-written": 8,
+}
 """Arrivals at a point among which the fatal one is drawn; 1 where not named."""
 ONLY_ON: dict[str, str] = {"store-write": "local", "multipart-under-way": "s3"}
 BASE_ONLY = ("snapshot-committed",)
@@ -49,7 +60,9 @@ class Order:
 
 
 def orders(count: int, store: str, chance: random.Random) -> Iterator[Order]:
-    """`count` orders: every point of this store about equally often; what only the base policy's making passes comes first."""
+    """`count` orders: every point of this store about equally often; what only the base policy's making passes comes
+    first.
+    """
     points = [point for point in POINTS if ONLY_ON.get(point, store) == store]
     later = [point for point in points if point not in BASE_ONLY]
     dealt = [point for point in points if point in BASE_ONLY][:count]
@@ -91,7 +104,10 @@ def kill_all(pids: Sequence[int]) -> bool:
 
 
 def _is_zygote(pid: int, below: dict[int, int], commands: dict[int, str]) -> bool:
-    """Whether it is the verifier's zygote or the spawner. A sandbox's process 1 carries the command line of the one that forked it."""
+    """Whether it is the verifier's zygote or the spawner.
+
+    A sandbox's process 1 carries the command line of the one that forked it.
+    """
     return any(name in commands[pid] and name not in commands.get(below[pid], "") for name in _STARTERS)
 
 

@@ -65,11 +65,18 @@ class Lab:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
         orders = {KILL_VARIABLE: kill_at, FAIL_VARIABLE: fail_at}
         return {
-            **kept, **self.extra, **{name: value for name, value in orders.items() if value},
-            "TRIPLANE_STORE": self.store_url, "TRIPLANE_CACHE": str(self.folder / "c"), "TMPDIR": str(self.folder / "t"),
-            LEDGER_VARIABLE: str(self.ledger), "DAGSTER_HOME": str(self.folder / "d"), "DAGSTER_DISABLE_TELEMETRY": "1",
-            "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(_ROOT), *sys.path[1:]]),
-        }  # fmt: skip
+            **kept,
+            **self.extra,
+            **{name: value for name, value in orders.items() if value},
+            "TRIPLANE_STORE": self.store_url,
+            "TRIPLANE_CACHE": str(self.folder / "c"),
+            "TMPDIR": str(self.folder / "t"),
+            LEDGER_VARIABLE: str(self.ledger),
+            "DAGSTER_HOME": str(self.folder / "d"),
+            "DAGSTER_DISABLE_TELEMETRY": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(_ROOT), *sys.path[1:]]),
+        }
 
     def start(self, iterations: int, kill_at: str = "", fail_at: str = "") -> subprocess.Popen[bytes]:
         """Run `triplane iterate -n iterations` as the leader of a process group of its own."""
@@ -86,9 +93,14 @@ class Lab:
         command += ["--set", f"seed={self.seed}", "--json"]
         with self.log.open("ab") as log:
             return subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.folder, start_new_session=True,
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+                start_new_session=True,
                 env=self.environment(kill_at, fail_at),
-            )  # fmt: skip
+            )
 
     def iterate(self, iterations: int, timeout_s: float) -> tuple[int, float]:
         """(exit status, seconds) of an undisturbed run."""

@@ -104,7 +104,10 @@ class Disturbed:
         return deque((each, 0) for each in [*named[:1], *rest])
 
     def _disturb(self, plan: deque[tuple[Order | None, int]], until: int, dealt: Dealt) -> bool:
-        """Start the command again and again, and kill it, until `until` kills are dealt or the round is over. True when it ended well."""
+        """Start the command again and again, and kill it, until `until` kills are dealt or the round is over.
+
+        True when it ended well.
+        """
         while plan and self.dealt < until:
             order, missed = plan.popleft()
             before = self.dealt
@@ -184,9 +187,11 @@ class Disturbed:
         return code
 
     def _expected_s(self) -> float:
-        """Half of the seconds that the rest of the round takes undisturbed, by the share of its iterations that is left.
+        """Half of the seconds that the rest of the round takes undisturbed, by the share of its iterations that is
+        left.
 
-        Half, since the machine may be quicker now, and a kill that comes too late is none. What comes later is met after the next start.
+        Half, since the machine may be quicker now, and a kill that comes too late is none. What comes later is met
+        after the next start.
         """
         _, _, seconds = self._twin.round(self._round)
         count, store = self._twin.iterations, self._lab.store()
@@ -228,13 +233,16 @@ class Disturbed:
         log = self._log()
         excess = self._tokens.sampled - self._calm.sampled
         return {
-            "kills_missing": kills - self.dealt, "kills_at_points": self.points.total(), "kills_at_random": self.victims.total(),
+            "kills_missing": kills - self.dealt,
+            "kills_at_points": self.points.total(),
+            "kills_at_random": self.victims.total(),
             **{name: self.faults[name] for name in METRICS},
-            "finished_groups_sampled_again": self._tokens.sampled_after_commit, "tokens_excess": excess,
+            "finished_groups_sampled_again": self._tokens.sampled_after_commit,
+            "tokens_excess": excess,
             "tokens_excess_bound": self._tokens.lost_at_most,
             "tokens_beyond_bound": max(0, excess - self._tokens.lost_at_most),
             "tracebacks": log.count("Traceback (most recent call last)"),
-        }  # fmt: skip
+        }
 
     def _log(self) -> str:
         return self._lab.log.read_text(errors="replace")
@@ -242,11 +250,17 @@ class Disturbed:
     def row(self) -> dict[str, Any]:
         """For the table."""
         return {
-            "kills": self.dealt, "at points": self.points.total(), "at random": self.victims.total(), "rounds": self._round,
-            "runs": len(self._started), "artifacts compared": self._artifacts, "tokens undisturbed": self._calm.sampled,
-            "tokens disturbed": self._tokens.sampled, "lost at most": self._tokens.lost_at_most,
+            "kills": self.dealt,
+            "at points": self.points.total(),
+            "at random": self.victims.total(),
+            "rounds": self._round,
+            "runs": len(self._started),
+            "artifacts compared": self._artifacts,
+            "tokens undisturbed": self._calm.sampled,
+            "tokens disturbed": self._tokens.sampled,
+            "lost at most": self._tokens.lost_at_most,
             "faults of the store": self.store_faults.total() + self._log().count(f"failed by {FAIL_VARIABLE}"),
-        }  # fmt: skip
+        }
 
     def notes(self) -> list[str]:
         """Kills by point and victim, faults by kind, and what was found amiss."""
@@ -255,9 +269,17 @@ class Disturbed:
 
 
 METRICS = (
-    "artifacts_differing", "histories_differing", "artifacts_broken", "processes_left", "mounts_left", "cgroups_left",
-    "temporary_files_left", "unnamed_keys_left", "uploads_left", "runs_hung",
-)  # fmt: skip
+    "artifacts_differing",
+    "histories_differing",
+    "artifacts_broken",
+    "processes_left",
+    "mounts_left",
+    "cgroups_left",
+    "temporary_files_left",
+    "unnamed_keys_left",
+    "uploads_left",
+    "runs_hung",
+)
 
 
 def _counts(counter: Counter[str]) -> str:

@@ -37,7 +37,9 @@ class SplitCurve:
         return [100 * (scores["greedy"] - self.base["majority"]) for scores in self.live]
 
     def reached(self, gain: float, over_majority: float) -> int | None:
-        """Iterations after which greedy had gained `gain` points and lay `over_majority` above the base's maj@k, or None."""
+        """Iterations after which greedy had gained `gain` points and lay `over_majority` above the base's maj@k, or
+        None.
+        """
         both = zip(self.gains(), self.over_majority(), strict=True)
         return next(
             (index + 1 for index, (own, over) in enumerate(both) if own >= gain and over >= over_majority), None
@@ -80,7 +82,10 @@ class Curve:
 
 
 def read_curve(store: Store, experiment: str, iterations: int) -> Curve:
-    """The first `iterations` of an experiment. Raises ArtifactMissing when they were not measured on held-out and unseen tasks."""
+    """The first `iterations` of an experiment.
+
+    Raises ArtifactMissing when they were not measured on held-out and unseen tasks.
+    """
     history = [each for each in summaries(store, experiment) if each.decision][:iterations]
     spent = experiment_seconds(experiment)
     return Curve(
@@ -101,7 +106,8 @@ def _split_curve(history: list[IterationSummary], split: Split, experiment: str)
 def _scores(found: Mapping[str, Any] | None, split: Split, experiment: str) -> Scores:
     if found is None or any(found[name]["rate"] is None for name in MEASURES):
         raise ArtifactMissing(
-            f"{experiment} lacks a measure on {split.value} tasks: set evaluation.{split.value}_samples to 1 or more and evaluation.greedy to true"
+            f"{experiment} lacks a measure on {split.value} tasks: set evaluation.{split.value}_samples to 1 or more"
+            " and evaluation.greedy to true"
         )
     return {name: found[name]["rate"] for name in MEASURES}
 

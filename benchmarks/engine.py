@@ -1,7 +1,9 @@
-"""Tokens a second of the built-in engine beside `transformers`' generate, on the same weights, prompts and threads in the same run.
+"""Tokens a second of the built-in engine beside `transformers`' generate, on the same weights, prompts and threads in
+the same run.
 
 lockstep   one batch, every sequence as long as the others: what a static batch is best at
-ragged     four times as many sequences of all lengths, as turns of agents are; the reference takes them a batch after the other
+ragged     four times as many sequences of all lengths, as turns of agents are; the reference takes them a batch after
+           the other
 """
 
 from __future__ import annotations
@@ -146,9 +148,14 @@ class _Reference:
         """Seconds for one batch, to the length of its longest sequence."""
         longest = max(work.lengths)
         config = self._make_config(
-            do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=longest, min_new_tokens=longest,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=longest,
+            min_new_tokens=longest,
             pad_token_id=0,
-        )  # fmt: skip
+        )
         ids = torch.tensor(work.prompts)
         begin = time.perf_counter()
         self._model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)

@@ -1,7 +1,8 @@
-"""Sandboxes through gRPC beside what else runs commands in sandboxes here: bubblewrap, runc, runsc, SWE-ReX's local runtime.
+"""Sandboxes through gRPC beside what else runs commands in sandboxes here: bubblewrap, runc, runsc, SWE-ReX's local
+runtime.
 
-A sandbox counts as created when its first exec has returned. The server, its sandboxes and the clients that measure share the machine's
-cores; peers are measured in the same run, one after the other, nothing else of ours running.
+A sandbox counts as created when its first exec has returned. The server, its sandboxes and the clients that measure
+share the machine's cores; peers are measured in the same run, one after the other, nothing else of ours running.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def run(options: EnvdOptions) -> Result:
     """Measure a server of our own, then the peers."""
     prefer_short_round_trips()
     notes = [
-        f"load average at the start: {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores, which the clients use too"
+        f"load average at the start: {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores, which the"
+        " clients use too"
     ]
     with LocalEnvd(log_level="error", policy=TRUSTED, options=["--pool", str(options.pool)]) as server:
         timings, metrics = _run(_measure(server.address, options, notes))

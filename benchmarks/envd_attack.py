@@ -91,7 +91,10 @@ async def break_connection(address: str, chance: random.Random) -> None:
 
 
 async def lying_guest(chance: random.Random) -> None:
-    """Ask a guest that answers with random frames. Raises SandboxGone or a file's error, as for any guest that is broken."""
+    """Ask a guest that answers with random frames.
+
+    Raises SandboxGone or a file's error, as for any guest that is broken.
+    """
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     link = await GuestLink.over_socket(ours, patience_s=1.0)

@@ -1,4 +1,6 @@
-"""Malformed and hostile requests on every method of a real server, while another client's control sandbox must give the right answers all along."""
+"""Malformed and hostile requests on every method of a real server, while another client's control sandbox must give the
+right answers all along.
+"""
 
 from __future__ import annotations
 

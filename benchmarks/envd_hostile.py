@@ -26,14 +26,57 @@ METHODS: Mapping[str, MethodDescriptor] = {
 """Every method by its gRPC path."""
 _DEEP = 50_000
 _PATHS = (
-    "", ".", "..", "/", "//", "../" * 40 + "etc/passwd", "/etc/shadow", "/proc/self/mem", "/proc/1/root", "/dev/zero", "app.py", "app.py/x",
-    "a\0b", "a\nb", "x" * 5000, "d/" * 2500 + "f", "\x1b[2J\x1b]0;x\x07", "\u202egnp.py", "\ud7ff\U0010ffff", "%2e%2e%2f", "~root", "$(id)", "-rf",
-    ".git/config", ".git/hooks/post-checkout", "/workspace/../../etc", "COM1", " ", "link",
-)  # fmt: skip
+    "",
+    ".",
+    "..",
+    "/",
+    "//",
+    "../" * 40 + "etc/passwd",
+    "/etc/shadow",
+    "/proc/self/mem",
+    "/proc/1/root",
+    "/dev/zero",
+    "app.py",
+    "app.py/x",
+    "a\0b",
+    "a\nb",
+    "x" * 5000,
+    "d/" * 2500 + "f",
+    "\x1b[2J\x1b]0;x\x07",
+    "\u202egnp.py",
+    "\ud7ff\U0010ffff",
+    "%2e%2e%2f",
+    "~root",
+    "$(id)",
+    "-rf",
+    ".git/config",
+    ".git/hooks/post-checkout",
+    "/workspace/../../etc",
+    "COM1",
+    " ",
+    "link",
+)
 _WORDS = (
-    *_PATHS, "namespaces", "gvisor", "plain", "no-such-backend", "unix:/nowhere", "127.0.0.1:1", "[::1]:0", "dns:///x", "(" * 200, "(a+)+$", "[", "a{99999}",
-    "version: 1", "limits: {memory_mb: .inf}", "a: &a [*a]", "!!python/object/apply:os.system [id]", "{" * 3000, "- " * 5000,
-)  # fmt: skip
+    *_PATHS,
+    "namespaces",
+    "gvisor",
+    "plain",
+    "no-such-backend",
+    "unix:/nowhere",
+    "127.0.0.1:1",
+    "[::1]:0",
+    "dns:///x",
+    "(" * 200,
+    "(a+)+$",
+    "[",
+    "a{99999}",
+    "version: 1",
+    "limits: {memory_mb: .inf}",
+    "a: &a [*a]",
+    "!!python/object/apply:os.system [id]",
+    "{" * 3000,
+    "- " * 5000,
+)
 _NUMBERS = (0, 1, -1, 2, 7, 255, 1 << 15, (1 << 31) - 1, -(1 << 31), 1 << 32, (1 << 63) - 1, -(1 << 63), (1 << 64) - 1)
 _REALS = (0.0, -0.0, 1e-300, -1.0, 0.01, 1.5, 1e9, 1e308, float("inf"), float("-inf"), float("nan"))
 
@@ -56,7 +99,9 @@ class Known:
 
 
 def hostile_request(chance: random.Random, known: Known, path: str | None = None) -> Hostile:
-    """One of: random bytes, a damaged message, a well-formed one of hostile values; with a right, a wrong or no token."""
+    """One of: random bytes, a damaged message, a well-formed one of hostile values; with a right, a wrong or no
+    token.
+    """
     path = path or chance.choice(sorted(METHODS))
     method = METHODS[path]
     handle = chance.choice(list(known.handles))
@@ -82,7 +127,9 @@ def _damaged(chance: random.Random, data: bytes) -> bytes:
 
 
 def hostile_message(chance: random.Random, kind: Descriptor, known: Known, handle: Handle, depth: int = 0) -> Message:
-    """A well-formed message of hostile values; now and then its sandbox and template are right, so that it gets further in."""
+    """A well-formed message of hostile values; now and then its sandbox and template are right, so that it gets further
+    in.
+    """
     message: Message = message_factory.GetMessageClass(kind)()
     for field in kind.fields:
         if chance.random() < 0.25 or depth > 3:
@@ -160,13 +207,33 @@ def _json(chance: random.Random) -> str:
     word = chance.choice(_PATHS).encode("unicode_escape").decode().replace("\\", "\\\\").replace('"', '\\"')
     return chance.choice(
         (
-            "", "null", "[]", "{", '{"path": 1}', "NaN", "1e999", "[" * _DEEP, '{"a":' * _DEEP, '{"path": "app.py", "path": null}', "1" * 5000,
-            f'{{"path": "{word}"}}', f'{{"path": "{word}", "content": "x"}}', f'{{"path": "app.py", "old": "{word}", "new": ""}}',
-            f'{{"command": "{word}"}}', '{"command": "kill -9 -1"}', '{"command": "yes"}', '{"command": "exec 1>&- 2>&-; sleep 100"}',
-            f'{{"pattern": "{word}"}}', '{"pattern": "(a+)+$"}', '{"query": "add two numbers"}', '{"path": "app.py", "line": -1, "new": ""}',
-            '{"path": "app.py", "start": 999999999999999999999999, "end": -5}', '{"path": "\\ud800"}', '{"path": "\\u0000"}',
+            "",
+            "null",
+            "[]",
+            "{",
+            '{"path": 1}',
+            "NaN",
+            "1e999",
+            "[" * _DEEP,
+            '{"a":' * _DEEP,
+            '{"path": "app.py", "path": null}',
+            "1" * 5000,
+            f'{{"path": "{word}"}}',
+            f'{{"path": "{word}", "content": "x"}}',
+            f'{{"path": "app.py", "old": "{word}", "new": ""}}',
+            f'{{"command": "{word}"}}',
+            '{"command": "kill -9 -1"}',
+            '{"command": "yes"}',
+            '{"command": "exec 1>&- 2>&-; sleep 100"}',
+            f'{{"pattern": "{word}"}}',
+            '{"pattern": "(a+)+$"}',
+            '{"query": "add two numbers"}',
+            '{"path": "app.py", "line": -1, "new": ""}',
+            '{"path": "app.py", "start": 999999999999999999999999, "end": -5}',
+            '{"path": "\\ud800"}',
+            '{"path": "\\u0000"}',
         )
-    )  # fmt: skip
+    )
 
 
 def _bytes(chance: random.Random) -> bytes:

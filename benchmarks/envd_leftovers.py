@@ -1,4 +1,6 @@
-"""What a server may leave on a machine, looked at before and after: processes, mounts, control groups, files, descriptors."""
+"""What a server may leave on a machine, looked at before and after: processes, mounts, control groups, files,
+descriptors.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _END_S = 20.0
 
 
 def adopt_orphans() -> None:
-    """From now on processes below this one that lose their parent become its children, so that none escapes the count."""
+    """From now on processes below this one that lose their parent become its children, so that none escapes the
+    count.
+    """
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "this process can't adopt orphans")
 
@@ -46,7 +50,9 @@ class Leftovers:
 
 
 def look(folder: Path, pids: set[int]) -> Leftovers:
-    """folder: where the server had its files. pids: of all servers that ran, which their groups and directories are named after."""
+    """folder: where the server had its files. pids: of all servers that ran, which their groups and directories are
+    named after.
+    """
     reap()
     return Leftovers(
         frozenset(descendants(os.getpid())),

@@ -1,6 +1,7 @@
 """What else runs commands in sandboxes on this machine: bubblewrap, runc and runsc, started as their users start them.
 
-Each gets the same root: the host's /usr and /etc read-only, a fresh /proc, /dev and /tmp, and a workspace with one file, in namespaces of its own.
+Each gets the same root: the host's /usr and /etc read-only, a fresh /proc, /dev and /tmp, and a workspace with one
+file, in namespaces of its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Sandboxes come and go while clients, the spawner and the server are killed at random; at the end nothing may be left.
 
-Whom a kill strikes, and after how many sandboxes, is drawn from the seed. A server that was killed, or whose spawner was, is started again on the same
-directory. This process adopts orphans, so that what escapes its parent is still counted.
+Whom a kill strikes, and after how many sandboxes, is drawn from the seed. A server that was killed, or whose spawner
+was, is started again on the same directory. This process adopts orphans, so that what escapes its parent is still
+counted.
 """
 
 from __future__ import annotations
@@ -146,8 +147,11 @@ class _Soak:
         """What was counted."""
         kills = sum(self.kills.values())
         kinds: Mapping[str, frozenset[int] | frozenset[str]] = {
-            "processes": left.processes, "mounts": left.mounts, "cgroups": left.cgroups, "files": left.files,
-        }  # fmt: skip
+            "processes": left.processes,
+            "mounts": left.mounts,
+            "cgroups": left.cgroups,
+            "files": left.files,
+        }
         metrics = {
             "sandboxes": float(self.said["done"]),
             "sandboxes_missing": float(max(0, self._options.count - self.said["done"])),

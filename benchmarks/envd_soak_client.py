@@ -1,6 +1,8 @@
-"""One client of the soak, a process that may be killed at any instant: `python -m benchmarks.envd_soak_client ADDRESS SEED`.
+"""One client of the soak, a process that may be killed at any instant: `python -m benchmarks.envd_soak_client ADDRESS
+SEED`.
 
-It writes a line a sandbox to standard output: `done`, `lost` (the server or the sandbox went away meanwhile), or `wrong` and what was wrong.
+It writes a line a sandbox to standard output: `done`, `lost` (the server or the sandbox went away meanwhile), or
+`wrong` and what was wrong.
 """
 
 from __future__ import annotations

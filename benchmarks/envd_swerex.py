@@ -1,6 +1,8 @@
-"""SWE-ReX's local runtime, timed by a program of its own environment: a bash session without isolation, on this machine.
+"""SWE-ReX's local runtime, timed by a program of its own environment: a bash session without isolation, on this
+machine.
 
-Its packages are no dependency of ours: the benchmark makes a virtual environment for it in the user's cache and runs this file there as a script.
+Its packages are no dependency of ours: the benchmark makes a virtual environment for it in the user's cache and runs
+this file there as a script.
 """
 
 from __future__ import annotations

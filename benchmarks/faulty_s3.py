@@ -1,4 +1,6 @@
-"""A proxy before an S3 server that loses answers, cuts bodies, fails requests, answers late and forgets conditions: on order, or by weather."""
+"""A proxy before an S3 server that loses answers, cuts bodies, fails requests, answers late and forgets conditions: on
+order, or by weather.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,12 @@ class Weather:
     """Faults that come by themselves: every request meets one with a probability of `rate`, by a seeded choice."""
 
     BY_METHOD: ClassVar[dict[str, tuple[Kind, ...]]] = {
-        "GET": ("fail", "slow", "cut_body"), "HEAD": ("fail", "slow"), "DELETE": ("fail", "slow", "lose_answer"),
-        "PUT": ("fail", "slow", "lose_answer"), "POST": ("fail", "slow", "lose_answer"),
-    }  # fmt: skip
+        "GET": ("fail", "slow", "cut_body"),
+        "HEAD": ("fail", "slow"),
+        "DELETE": ("fail", "slow", "lose_answer"),
+        "PUT": ("fail", "slow", "lose_answer"),
+        "POST": ("fail", "slow", "lose_answer"),
+    }
 
     def __init__(self, rate: float, seed: int) -> None:
         self.rate = rate

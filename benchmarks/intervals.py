@@ -1,4 +1,5 @@
-"""Do printed intervals hold what they promise, and does the gate refuse as often as it says? By simulation, with the functions in use.
+"""Do printed intervals hold what they promise, and does the gate refuse as often as it says? By simulation, with the
+functions in use.
 
 pass rates of tasks ~ Beta(mean, correlation within tasks) -> samples -> interval -> does it hold the true value?
 """
@@ -64,15 +65,18 @@ def run(options: IntervalOptions) -> Result:
         )
         differences = [
             _difference_row(options, generator, samples, mean, share, loss)
-            for mean in MEANS for share in CORRELATIONS for loss in LOSSES
-        ]  # fmt: skip
+            for mean in MEANS
+            for share in CORRELATIONS
+            for loss in LOSSES
+        ]
         rows += few + rates + differences
         for name, found in (("few_tasks_rate", few), ("rate", rates), ("difference", differences)):
             covered = [row["covered %"] for row in found]
             metrics |= {
-                f"{name}_mean_{samples}": sum(covered) / len(covered), f"{name}_least_{samples}": min(covered),
+                f"{name}_mean_{samples}": sum(covered) / len(covered),
+                f"{name}_least_{samples}": min(covered),
                 f"{name}_most_{samples}": max(covered),
-            }  # fmt: skip
+            }
     for name, tasks in (("", options.tasks), ("few_tasks_", FEW_TASKS)):
         covered = [row["covered %"] for row in rows if row["tasks"] == tasks]
         metrics[f"{name}share_within_93_97"] = sum(93 <= each <= 97 for each in covered) / len(covered)
@@ -95,24 +99,44 @@ def _rate_row(
     ours = np.asarray([rate_interval(row, counts) for row in solved])
     drawn = solved @ _weights(tasks).T / samples
     bootstrap = np.quantile(drawn, [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2], axis=1).T
-    return _row("rate", tasks, samples, mean, share, 0.0, {
-        "covered %": _covered(ours, mean), "width": float(np.diff(ours).mean()), "percentile bootstrap %": _covered(bootstrap, mean),
-        "Wilson over episodes %": _covered(_wilson(solved.sum(-1), tasks * samples), mean),
-    })  # fmt: skip
+    return _row(
+        "rate",
+        tasks,
+        samples,
+        mean,
+        share,
+        0.0,
+        {
+            "covered %": _covered(ours, mean),
+            "width": float(np.diff(ours).mean()),
+            "percentile bootstrap %": _covered(bootstrap, mean),
+            "Wilson over episodes %": _covered(_wilson(solved.sum(-1), tasks * samples), mean),
+        },
+    )
 
 
 def _difference_row(
     options: IntervalOptions, generator: np.random.Generator, samples: int, mean: float, share: float, loss: float
-) -> Mapping[str, Any]:  # fmt: skip
+) -> Mapping[str, Any]:
     tasks = task_rates(mean, share).draw(generator, (options.trials, options.tasks))
     found = sample(generator, moved(tasks, mean, loss), samples) - sample(generator, tasks, samples)
     half = student_quantile(0.5 + CONFIDENCE / 2, options.tasks - 1) * difference_errors(found, samples)
     ours = np.stack([found.mean(-1) - half, found.mean(-1) + half], axis=1)
     bootstrap = np.quantile(found @ _weights(options.tasks).T, [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2], axis=1).T
-    return _row("difference", options.tasks, samples, mean, share, loss, {
-        "covered %": _covered(ours, loss), "width": float(np.diff(ours).mean()), "percentile bootstrap %": _covered(bootstrap, loss),
-        "Wilson over episodes %": None,
-    })  # fmt: skip
+    return _row(
+        "difference",
+        options.tasks,
+        samples,
+        mean,
+        share,
+        loss,
+        {
+            "covered %": _covered(ours, loss),
+            "width": float(np.diff(ours).mean()),
+            "percentile bootstrap %": _covered(bootstrap, loss),
+            "Wilson over episodes %": None,
+        },
+    )
 
 
 def _row(
@@ -157,15 +181,20 @@ def _refused(gate: Gate, rates: TaskRates, difference: float, options: IntervalO
         tasks = rates.draw(generator, (gate.tasks,))
         policies = (moved(tasks, rates.mean, difference), tasks)
         candidate, parent = (
-            {str(task): row for task, row in enumerate(generator.binomial(1, shares[:, None], (gate.tasks, gate.samples)).tolist())}
+            {
+                str(task): row
+                for task, row in enumerate(generator.binomial(1, shares[:, None], (gate.tasks, gate.samples)).tolist())
+            }
             for shares in policies
-        )  # fmt: skip
+        )
         refused += not non_inferior(paired_difference(candidate, parent, gate.confidence), gate.margin).holds
     return refused / trials
 
 
 def _gate_metrics(options: IntervalOptions) -> dict[str, float]:
-    """Refusals in percent, and what sequences of losses come to with and without the floor, of tasks as `solves 80%, sd 28 points`."""
+    """Refusals in percent, and what sequences of losses come to with and without the floor, of tasks as `solves 80%, sd
+    28 points`.
+    """
     rates = replace(ASSUMED, mean=0.8, deviation=0.28)
     found: dict[str, float] = {}
     for name, gate in GATES.items():

@@ -1,9 +1,11 @@
-"""Every kernel of `triplane_kernels` on this machine's GPU, beside what the card reaches at all and what torch offers for the same.
+"""Every kernel of `triplane_kernels` on this machine's GPU, beside what the card reaches at all and what torch offers
+for the same.
 
     parts (quantizers, ..., expert layer) --each in a process of its own--> a row a case, as it is measured --> metrics
 
-A part that crashes, hangs or finds no time is a note; the others are measured all the same. On a machine without a CUDA device there is nothing to measure;
-`--smoke` runs tiny sizes of every case there, under Triton's interpreter where Triton is installed, to show that the benchmark runs and is right.
+A part that crashes, hangs or finds no time is a note; the others are measured all the same. On a machine without a CUDA
+device there is nothing to measure; `--smoke` runs tiny sizes of every case there, under Triton's interpreter where
+Triton is installed, to show that the benchmark runs and is right.
 """
 
 from __future__ import annotations
@@ -51,19 +53,23 @@ OPTIONS = KernelOptions
 
 
 def run(options: KernelOptions) -> Result:
-    """Measure every part. Raises NotHereError without a CUDA device, unless for a smoke run, and ConfigError where `only` names no part."""
+    """Measure every part.
+
+    Raises NotHereError without a CUDA device, unless for a smoke run, and ConfigError where `only` names no part.
+    """
     parts = chosen_parts(options.only)
     if options.smoke:
         return _smoke(parts, options)
     if not torch.cuda.is_available():
         raise NotHereError(
-            "kernels: torch finds no CUDA device here: run `python -m benchmarks kernels --json` on a machine with an NVIDIA GPU "
-            "(the goals are an H200's), torch's CUDA build and Triton; `--smoke` shows on any machine that it works"
+            "kernels: torch finds no CUDA device here: run `python -m benchmarks kernels --json` on a machine with an"
+            " NVIDIA GPU (the goals are an H200's), torch's CUDA build and Triton; `--smoke` shows on any machine that"
+            " it works"
         )
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     notes = [
-        f"{properties.name}, {properties.multi_processor_count} multiprocessors, {properties.total_memory / 2**30:.0f} GiB; "
-        f"CUDA {torch.version.cuda}, torch {torch.__version__}, triton {_triton_version()}"
+        f"{properties.name}, {properties.multi_processor_count} multiprocessors, {properties.total_memory / 2**30:.0f}"
+        f" GiB; CUDA {torch.version.cuda}, torch {torch.__version__}, triton {_triton_version()}"
     ]
     if "H200" not in properties.name:
         notes.append(f"the goals are an H200's; this is {properties.name}: read the shares of its own ceilings")

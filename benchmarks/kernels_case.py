@@ -22,7 +22,9 @@ class Case:
     shape: str
     work: Work
     amount: float | Callable[[], float]
-    """Bytes that must move, each input read once and each output written once; or floating-point operations. Called where it takes a result to know."""
+    """Bytes that must move, each input read once and each output written once; or floating-point operations. Called
+    where it takes a result to know.
+    """
     unit: str
     """"TB/s" or "TFLOP/s"."""
     error: Callable[[], float]
@@ -32,7 +34,9 @@ class Case:
     metric: str | None = None
     """Under this name the rate is reported for goals."""
     best: bool = False
-    """Which rate counts where several cases share a metric: the smallest, or the largest where one of them is enough."""
+    """Which rate counts where several cases share a metric: the smallest, or the largest where one of them is
+    enough.
+    """
     peers: Mapping[str, Callable[[], Work]] = field(default_factory=dict)
     """Makers of others doing the same, on the same inputs."""
 
@@ -66,9 +70,15 @@ class Measured:
         """A row that is wrong, since the case raised."""
         reason = (str(failure).splitlines() or [type(failure).__name__])[0][:300]
         row = {
-            "kernel": kernel, "shape": shape, "ms": math.nan, "rate": "", "of ceiling": "", "error": math.nan,
-            "right": False, "beside": "",
-        }  # fmt: skip
+            "kernel": kernel,
+            "shape": shape,
+            "ms": math.nan,
+            "rate": "",
+            "of ceiling": "",
+            "error": math.nan,
+            "right": False,
+            "beside": "",
+        }
         return cls(row, notes=(f"{kernel}, {shape}: {reason}",))
 
 
@@ -101,18 +111,30 @@ REAL = Sizes(
         "qwen": (65536, 1536, 2048, 128),
         "qwen down": (65536, 2048, 768, 128),
     },
-    tokens=16384, hidden=2048, experts=128, picks=8, width=768,
-    vocabulary=151936, head_tokens=8192, head_hidden=4096,
-)  # fmt: skip
+    tokens=16384,
+    hidden=2048,
+    experts=128,
+    picks=8,
+    width=768,
+    vocabulary=151936,
+    head_tokens=8192,
+    head_hidden=4096,
+)
 """DeepSeek-V3's and Qwen3-30B-A3B's experts, a large loss head."""
 
 TINY = Sizes(
     matrix=(128, 256),
     dense=(128, 128, 256),
     grouped={"deepseek": (256, 128, 256, 2), "qwen": (256, 128, 128, 4), "qwen down": (256, 128, 128, 4)},
-    tokens=32, hidden=128, experts=4, picks=2, width=128,
-    vocabulary=300, head_tokens=8, head_hidden=64,
-)  # fmt: skip
+    tokens=32,
+    hidden=128,
+    experts=4,
+    picks=2,
+    width=128,
+    vocabulary=300,
+    head_tokens=8,
+    head_hidden=64,
+)
 """Shows in seconds, under Triton's interpreter, that every case runs and is right."""
 
 

@@ -17,7 +17,9 @@ PRODUCT = 8192
 
 @dataclass(frozen=True)
 class Clock:
-    """Medians of `repeats` calls after `warmups` that do not count (compilation and the search for configurations fall there)."""
+    """Medians of `repeats` calls after `warmups` that do not count (compilation and the search for configurations fall
+    there).
+    """
 
     device: torch.device
     repeats: int
@@ -54,7 +56,9 @@ class Clock:
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def ceilings(self) -> dict[str, float]:
-        """What this device reaches at all: bytes a second of a large copy (read and written), FLOP/s of a large bfloat16 product; of a CPU nothing."""
+        """What this device reaches at all: bytes a second of a large copy (read and written), FLOP/s of a large
+        bfloat16 product; of a CPU nothing.
+        """
         if self.device.type != "cuda":
             return {}
         return {"copy_tb_per_s": self._copy() / 1e12, "bf16_product_tflops": self._product() / 1e12}

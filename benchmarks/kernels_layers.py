@@ -1,4 +1,6 @@
-"""Cases made of several kernels: the loss head, in milliseconds and memory, and the expert layer beside its bfloat16 twin."""
+"""Cases made of several kernels: the loss head, in milliseconds and memory, and the expert layer beside its bfloat16
+twin.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ Row = dict[str, Any]
 
 
 def loss_head_rows(sizes: Sizes, clock: Clock) -> Iterator[Measured]:
-    """Forward, and forward and backward, of log-probability and entropy; a logits matrix that is materialized beside it."""
+    """Forward, and forward and backward, of log-probability and entropy; a logits matrix that is materialized beside
+    it.
+    """
     device = clock.device
     hidden = normal(sizes.head_tokens, sizes.head_hidden, device=device).requires_grad_()
     weight = (normal(sizes.vocabulary, sizes.head_hidden, device=device) * sizes.head_hidden**-0.5).requires_grad_()
@@ -63,8 +67,10 @@ def loss_head_rows(sizes: Sizes, clock: Clock) -> Iterator[Measured]:
             notes = [f"loss head, {name}: materialized does not run here: {str(refused).splitlines()[0][:120]}"]
         yield Measured(
             _row(f"loss head, {name}", shape, seconds, f"{peak:.3g} GiB", wrong, ROUNDED, beside),
-            {f"loss_head_{name.replace(' ', '_')}_ms": seconds * 1e3, "loss_head_peak_gib": peak}, best=True, notes=notes,
-        )  # fmt: skip
+            {f"loss_head_{name.replace(' ', '_')}_ms": seconds * 1e3, "loss_head_peak_gib": peak},
+            best=True,
+            notes=notes,
+        )
 
 
 def _materialized(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,7 +79,8 @@ def _materialized(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tens
 
 
 def expert_layer_rows(sizes: Sizes, clock: Clock) -> Iterator[Measured]:
-    """Forward and backward of the layer with FP8 products, and with none; weights are quantized outside, as once an optimizer step.
+    """Forward and backward of the layer with FP8 products, and with none; weights are quantized outside, as once an
+    optimizer step.
 
     The speedup is over the faster of two twins in bfloat16: the same layer without FP8, and torch's grouped products.
     """
@@ -131,6 +138,12 @@ def _torch_layer(hidden: Tensor, logits: Tensor, masters: list[Tensor], picks: i
 
 def _row(name: str, shape: str, seconds: float, rate: str, error: float, bound: float, beside: str) -> Row:
     return {
-        "kernel": name, "shape": shape, "ms": seconds * 1e3, "rate": rate, "of ceiling": "",
-        "error": error, "right": bool(error <= bound), "beside": beside,
-    }  # fmt: skip
+        "kernel": name,
+        "shape": shape,
+        "ms": seconds * 1e3,
+        "rate": rate,
+        "of ceiling": "",
+        "error": error,
+        "right": bool(error <= bound),
+        "beside": beside,
+    }

@@ -32,7 +32,10 @@ SAME = 0.1
 
 
 def chosen_parts(only: str) -> list[str]:
-    """Parts whose name holds one of the pieces of `only`, which commas part; all for "". Raises ConfigError where a piece is in no name."""
+    """Parts whose name holds one of the pieces of `only`, which commas part; all for "".
+
+    Raises ConfigError where a piece is in no name.
+    """
     pieces = [piece.strip() for piece in only.split(",") if piece.strip()]
     for piece in pieces:
         if not any(piece in name for name in PARTS):
@@ -73,9 +76,15 @@ def _measure_case(case: Case, clock: Clock, ceilings: Mapping[str, float]) -> Me
         if not off <= SAME:
             notes.append(f"{case.name}, {case.shape}: {name} computes something else (relative distance {off:.2g})")
     row: dict[str, Any] = {
-        "kernel": case.name, "shape": case.shape, "ms": seconds * 1e3, "rate": f"{rate:.4g} {case.unit}",
-        "of ceiling": f"{100 * rate / ceiling:.0f}%" if ceiling else "", "error": error, "right": bool(error <= case.bound), "beside": ", ".join(beside),
-    }  # fmt: skip
+        "kernel": case.name,
+        "shape": case.shape,
+        "ms": seconds * 1e3,
+        "rate": f"{rate:.4g} {case.unit}",
+        "of ceiling": f"{100 * rate / ceiling:.0f}%" if ceiling else "",
+        "error": error,
+        "right": bool(error <= case.bound),
+        "beside": ", ".join(beside),
+    }
     return Measured(row, {} if case.metric is None else {case.metric: rate}, case.best, tuple(notes))
 
 

@@ -1,4 +1,6 @@
-"""What torch itself offers for the same products: block-scaled `_scaled_mm`, `_grouped_mm`, row-scaled `_scaled_grouped_mm`, and a loop."""
+"""What torch itself offers for the same products: block-scaled `_scaled_mm`, `_grouped_mm`, row-scaled
+`_scaled_grouped_mm`, and a loop.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ BLOCK = 128
 
 
 def scaled_mm(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Work:
-    """`torch.nn.functional.scaled_mm` on the same codes and scales: 1x128 by 128x128, which cuBLAS computes on Hopper from CUDA 12.9 on."""
+    """`torch.nn.functional.scaled_mm` on the same codes and scales: 1x128 by 128x128, which cuBLAS computes on Hopper
+    from CUDA 12.9 on.
+    """
     (a_codes, a_scales), (b_codes, b_scales) = a, b
     left = a_scales.t().contiguous().t()
     # cuBLAS reads b's scales with K outermost-contiguous, padded to whole groups of four blocks.

@@ -1,6 +1,8 @@
-"""One part of the `kernels` benchmark in a process of its own: a kernel that crashes or hangs takes its part with it and no other.
+"""One part of the `kernels` benchmark in a process of its own: a kernel that crashes or hangs takes its part with it
+and no other.
 
-`python -m benchmarks.kernels_process PART` reads {"repeats": n, "ceilings": {...}} and writes a JSON object a line for each `Measured`.
+`python -m benchmarks.kernels_process PART` reads {"repeats": n, "ceilings": {...}} and writes a JSON object a line for
+each `Measured`.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ class Lost(Exception):
 def measured_apart(
     part: str, repeats: int, ceilings: dict[str, float], patience: float, deadline: float
 ) -> Iterator[Measured]:
-    """What the part's process measures, as it does. Raises Lost where it dies, is silent for `patience` seconds, or the deadline (monotonic clock) comes."""
+    """What the part's process measures, as it does.
+
+    Raises Lost where it dies, is silent for `patience` seconds, or the deadline (monotonic clock) comes.
+    """
     worker = subprocess.Popen(
         [*COMMAND, part], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -1,4 +1,6 @@
-"""Cases bound by the matrix units: the block-scaled product, and the grouped ones of the experts: forward, dgrad and wgrad."""
+"""Cases bound by the matrix units: the block-scaled product, and the grouped ones of the experts: forward, dgrad and
+wgrad.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,18 @@ def dense(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     a, b = normal(rows, inner, device=device), normal(columns, inner, device=device)
     left, right = quantize_activations(a), quantize_weights(b)
     yield Case(
-        "FP8 product", f"{rows}x{columns}x{inner}", lambda: gemm(left, right), 2.0 * rows * columns * inner, "TFLOP/s",
-        lambda: relative_error(gemm(left, right)[:SAMPLE], a[:SAMPLE].float() @ b.float().t()), PRODUCT,
-        peers={"scaled_mm, same blocks": lambda: peers.scaled_mm(left, right), "bfloat16 mm": lambda: lambda: a @ b.t()},
-    )  # fmt: skip
+        "FP8 product",
+        f"{rows}x{columns}x{inner}",
+        lambda: gemm(left, right),
+        2.0 * rows * columns * inner,
+        "TFLOP/s",
+        lambda: relative_error(gemm(left, right)[:SAMPLE], a[:SAMPLE].float() @ b.float().t()),
+        PRODUCT,
+        peers={
+            "scaled_mm, same blocks": lambda: peers.scaled_mm(left, right),
+            "bfloat16 mm": lambda: lambda: a @ b.t(),
+        },
+    )
 
 
 def grouped_deepseek(sizes: Sizes, device: torch.device) -> Iterator[Case]:
@@ -55,7 +65,9 @@ def grouped_gluon(sizes: Sizes, device: torch.device) -> Iterator[Case]:
 
 
 class _Grouped:
-    """The products of one projection of an expert layer: a [M, K] by b [G, N, K], groups as uneven as routing makes them."""
+    """The products of one projection of an expert layer: a [M, K] by b [G, N, K], groups as uneven as routing makes
+    them.
+    """
 
     def __init__(self, name: str, rows: int, columns: int, inner: int, groups: int, device: torch.device) -> None:
         self._name = name
@@ -71,9 +83,10 @@ class _Grouped:
         weights, turned = (codes[0], codes[1]), (turned_codes, turned_scales)
         left, of_gradient = quantize_activations(a), quantize_activations(gradient)
         beside = {
-            "bfloat16 grouped_mm": lambda: peers.grouped_mm(a, b, offsets), "bfloat16 loop": lambda: peers.loop(a, b, offsets),
+            "bfloat16 grouped_mm": lambda: peers.grouped_mm(a, b, offsets),
+            "bfloat16 loop": lambda: peers.loop(a, b, offsets),
             "row-scaled scaled_grouped_mm": lambda: peers.row_scaled_grouped_mm(a, b, offsets),
-        }  # fmt: skip
+        }
         yield self._case("forward", "FP8", lambda: grouped_gemm(left, weights, offsets), self._forward, PRODUCT, beside)
         yield self._case("forward", "bfloat16", lambda: grouped_gemm(a, b, offsets), self._forward, ROUNDED)
         wide = b.mT.contiguous()
@@ -82,8 +95,13 @@ class _Grouped:
             "bfloat16 loop": lambda: peers.loop(gradient, wide, offsets),
         }
         yield self._case(
-            "dgrad", "FP8", lambda: grouped_gemm_dgrad(of_gradient, turned, offsets, transposed=True), self._dgrad, PRODUCT, beside
-        )  # fmt: skip
+            "dgrad",
+            "FP8",
+            lambda: grouped_gemm_dgrad(of_gradient, turned, offsets, transposed=True),
+            self._dgrad,
+            PRODUCT,
+            beside,
+        )
         yield self._case("dgrad", "bfloat16", lambda: grouped_gemm_dgrad(gradient, b, offsets), self._dgrad, ROUNDED)
         beside = {
             "bfloat16 grouped_mm": lambda: peers.grouped_mm_wgrad(gradient, a, offsets),
@@ -117,9 +135,17 @@ class _Grouped:
         # Which operands are the better ones is only open for wgrad.
         judged = operands == "FP8" or product == "wgrad"
         return Case(
-            f"grouped {product}, {operands}", self._shape, work, self._flops, "TFLOP/s", error, bound,
-            metric if judged else None, best=True, peers=beside or {},
-        )  # fmt: skip
+            f"grouped {product}, {operands}",
+            self._shape,
+            work,
+            self._flops,
+            "TFLOP/s",
+            error,
+            bound,
+            metric if judged else None,
+            best=True,
+            peers=beside or {},
+        )
 
     def _sample(self) -> tuple[int, slice]:
         """A group that has rows, and some of them."""

@@ -1,4 +1,7 @@
-"""Cases bound by memory: quantizers, token permutation, SwiGLU, the router. A rate is bytes that must move, over time."""
+"""Cases bound by memory: quantizers, token permutation, SwiGLU, the router.
+
+A rate is bytes that must move, over time.
+"""
 
 from __future__ import annotations
 
@@ -112,17 +115,32 @@ def activation(sizes: Sizes, device: torch.device) -> Iterator[Case]:
         return found
 
     yield Case(
-        "SwiGLU", shape, lambda: swiglu(gate_up), size_of(gate_up, gradient), "TB/s",
-        lambda: relative_error(swiglu(gate_up)[:SAMPLE], wanted()), ROUNDED,
-    )  # fmt: skip
+        "SwiGLU",
+        shape,
+        lambda: swiglu(gate_up),
+        size_of(gate_up, gradient),
+        "TB/s",
+        lambda: relative_error(swiglu(gate_up)[:SAMPLE], wanted()),
+        ROUNDED,
+    )
     yield Case(
-        "SwiGLU, quantize", shape, lambda: swiglu_quantized(gate_up), lambda: size_of(gate_up, *swiglu_quantized(gate_up)),
-        "TB/s", lambda: relative_error(dequantize_activations(*swiglu_quantized(gate_up))[:SAMPLE], wanted()), QUANTIZED,
-    )  # fmt: skip
+        "SwiGLU, quantize",
+        shape,
+        lambda: swiglu_quantized(gate_up),
+        lambda: size_of(gate_up, *swiglu_quantized(gate_up)),
+        "TB/s",
+        lambda: relative_error(dequantize_activations(*swiglu_quantized(gate_up))[:SAMPLE], wanted()),
+        QUANTIZED,
+    )
     yield Case(
-        "SwiGLU backward", shape, lambda: swiglu_backward(gradient, gate_up), size_of(gradient, gate_up, gate_up),
-        "TB/s", lambda: relative_error(swiglu_backward(gradient, gate_up)[:SAMPLE], wanted_gradient()), ROUNDED,
-    )  # fmt: skip
+        "SwiGLU backward",
+        shape,
+        lambda: swiglu_backward(gradient, gate_up),
+        size_of(gradient, gate_up, gate_up),
+        "TB/s",
+        lambda: relative_error(swiglu_backward(gradient, gate_up)[:SAMPLE], wanted_gradient()),
+        ROUNDED,
+    )
 
 
 def router(sizes: Sizes, device: torch.device) -> Iterator[Case]:
@@ -131,8 +149,12 @@ def router(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     wanted = logits.softmax(-1).topk(sizes.picks).values
     wanted = wanted / wanted.sum(-1, keepdim=True)
     yield Case(
-        "route", f"{sizes.tokens} tokens, {sizes.picks} of {sizes.experts} experts", lambda: route(logits, sizes.picks),
-        lambda: size_of(logits, *route(logits, sizes.picks)), "TB/s",
-        lambda: relative_error(route(logits, sizes.picks)[0], wanted), ROUNDED,
+        "route",
+        f"{sizes.tokens} tokens, {sizes.picks} of {sizes.experts} experts",
+        lambda: route(logits, sizes.picks),
+        lambda: size_of(logits, *route(logits, sizes.picks)),
+        "TB/s",
+        lambda: relative_error(route(logits, sizes.picks)[0], wanted),
+        ROUNDED,
         peers={"torch softmax, topk": lambda: lambda: logits.softmax(-1).topk(sizes.picks)},
-    )  # fmt: skip
+    )

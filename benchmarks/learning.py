@@ -3,7 +3,8 @@
     base policy of seed s -> iterations -> the live policy after each, on held-out and unseen tasks     one child process an experiment
     the first seeds' base policies with rewards permuted within each group: the control
 
-Both splits are read by no gate and no stopping rule. Everything is kept in the work folder: killed, the same command goes on where it was.
+Both splits are read by no gate and no stopping rule. Everything is kept in the work folder: killed, the same command
+goes on where it was.
 """
 
 from __future__ import annotations
@@ -75,7 +76,10 @@ def _row(curve: Curve) -> dict[str, Any]:
 
 
 def _metrics(curves: dict[str, Curve]) -> dict[str, float]:
-    """Of the seeds: shares, medians and worst. Of the controls: the largest gain of any, after the last iteration and after any."""
+    """Of the seeds: shares, medians and worst.
+
+    Of the controls: the largest gain of any, after the last iteration and after any.
+    """
     seeds = [curve for name, curve in curves.items() if name.startswith("learning_seed_")]
     controls = [curve for name, curve in curves.items() if name.startswith("learning_permuted_")]
     ended = [curve.held_out.ends_above(TARGET_GAIN, TARGET_OVER_MAJORITY) for curve in seeds]
@@ -108,7 +112,10 @@ def _experiments(bench: Workbench, options: LearningOptions) -> list[Experiment]
 
 
 def _run_all(bench: Workbench, runs: list[Experiment], options: LearningOptions) -> None:
-    """Bring every experiment to its iterations, showing how far each is. A control comes after the seed whose base policy it shares."""
+    """Bring every experiment to its iterations, showing how far each is.
+
+    A control comes after the seed whose base policy it shares.
+    """
     children = Children()
     with Bars() as bars, ThreadPoolExecutor(options.jobs) as pool:
         try:
@@ -126,7 +133,10 @@ def _run_all(bench: Workbench, runs: list[Experiment], options: LearningOptions)
 
 
 def _iterate(children: Children, bench: Workbench, experiment: Experiment, options: LearningOptions) -> None:
-    """Bring an experiment to its iterations in a child process, as a user would. Raises TriplaneError with the log's name."""
+    """Bring an experiment to its iterations in a child process, as a user would.
+
+    Raises TriplaneError with the log's name.
+    """
     log = bench.root / "logs" / f"{experiment.name}.log"
     command = [sys.executable, "-m", "triplane_dagster.cli", "demo", "-e", experiment.name, "--json"]
     command += ["--set", f"iterations={options.iterations}"]

@@ -8,7 +8,10 @@ from collections.abc import Awaitable, Callable, Sequence
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which `percent` of `values` lie, by linear interpolation. Raises ValueError when `values` is empty."""
+    """The value below which `percent` of `values` lie, by linear interpolation.
+
+    Raises ValueError when `values` is empty.
+    """
     if not values:
         raise ValueError("no values to take a percentile of: measure at least once")
     ordered = sorted(values)

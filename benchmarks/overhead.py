@@ -1,7 +1,9 @@
-"""What the frame costs: the share of an iteration in which nothing is sampled, no tool runs, nothing is graded and no step is optimized.
+"""What the frame costs: the share of an iteration in which nothing is sampled, no tool runs, nothing is graded and no
+step is optimized.
 
-Sampling, tools and grading count while at least one call to an engine or a sandbox is open; optimizing is the trainer's own seconds a step.
-Everything else is overhead: Dagster, starting processes, loading weights, Parquet, digests, merging.
+Sampling, tools and grading count while at least one call to an engine or a sandbox is open; optimizing is the trainer's
+own seconds a step. Everything else is overhead: Dagster, starting processes, loading weights, Parquet, digests,
+merging.
 """
 
 from __future__ import annotations
@@ -63,7 +65,10 @@ def run(options: OverheadOptions) -> Result:
         {"seconds of": name, **{each: round((measured[each] | spent[each])[name], 2) for each in measured}}
         for name in names
     ]
-    note = "sampling, tools and grading overlap; busy is their union. The rows after overhead are Dagster's seconds an asset."
+    note = (
+        "sampling, tools and grading overlap; busy is their union. The rows after overhead are Dagster's seconds an"
+        " asset."
+    )
     return Result(metrics, steps, [note])
 
 

@@ -1,4 +1,6 @@
-"""Policies to measure with: random weights in the checkpoint layout, and the same weights as plain transformers loads them."""
+"""Policies to measure with: random weights in the checkpoint layout, and the same weights as plain transformers loads
+them.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The same experiment in a directory and on a local S3 server: equal content, and what S3 costs an iteration.
 
     local: base assets -> 0000 ------> 0001 ------> ...
-    s3:       base assets -> 0000 ------> 0001 ---> ...      turn about, in one process, so that a change of load meets both
+    s3:       base assets -> 0000 ------> 0001 ---> ...      turn about, in one process, so that a change of load meets
+              both
 
 Both begin with nothing, in a temporary folder that is removed at the end, also after Ctrl-C.
 """

@@ -51,9 +51,11 @@ class S3Server:
     def environment(self) -> dict[str, str]:
         """Variables by which boto3 finds it."""
         return {
-            "AWS_ENDPOINT_URL": self.endpoint, "AWS_ACCESS_KEY_ID": "local", "AWS_SECRET_ACCESS_KEY": "local",
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ACCESS_KEY_ID": "local",
+            "AWS_SECRET_ACCESS_KEY": "local",
             "AWS_DEFAULT_REGION": "us-east-1",
-        }  # fmt: skip
+        }
 
     def taken(self) -> list[Request]:
         """What it answered since the last call, in order."""
@@ -67,16 +69,22 @@ class S3Server:
 
 @contextmanager
 def s3_server(folder: Path) -> Iterator[S3Server]:
-    """Start a server that forgets everything when the block ends. folder: for its log. Raises ConfigError where moto is missing."""
+    """Start a server that forgets everything when the block ends. folder: for its log.
+
+    Raises ConfigError where moto is missing.
+    """
     log = folder / "requests.jsonl"
     log.touch()
     with (folder / "server.log").open("wb") as errors:
         # a session of its own: Ctrl-C is for its user, who still has to tidy up on it
         server = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(log)], stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL,
+            [sys.executable, "-m", __name__, str(log)],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            stdin=subprocess.DEVNULL,
             start_new_session=True,
             env={**os.environ, PARENT_VARIABLE: str(os.getpid()), "PYTHONPATH": os.pathsep.join(["", *sys.path[1:]])},
-        )  # fmt: skip
+        )
     try:
         assert server.stdout is not None
         port = server.stdout.readline().decode().strip()

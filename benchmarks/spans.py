@@ -101,9 +101,13 @@ class MeasuredClient(SandboxClient):
         return MeasuredSandbox(self, made.handle, self._spans)
 
     async def verify(
-        self, template: str, diff: bytes, hidden_files: Mapping[str, bytes], tests: Sequence[str],
+        self,
+        template: str,
+        diff: bytes,
+        hidden_files: Mapping[str, bytes],
+        tests: Sequence[str],
         **options: Any,
-    ) -> VerifyResult:  # fmt: skip
+    ) -> VerifyResult:
         """See SandboxClient.verify."""
         with self._spans.of("grading"):
             return await super().verify(template, diff, hidden_files, tests, **options)

@@ -49,7 +49,10 @@ OPTIONS = VerdictsOptions
 
 
 def run(options: VerdictsOptions) -> Result:
-    """Grade all states and time verifications. Raises NotHereError outside of a checkout, or without a package index."""
+    """Grade all states and time verifications.
+
+    Raises NotHereError outside of a checkout, or without a package index.
+    """
     metrics: dict[str, float] = {}
     rows: list[dict[str, Any]] = []
     notes: list[str] = []
@@ -68,7 +71,9 @@ def run(options: VerdictsOptions) -> Result:
 
 
 async def _timed(address: str, count: int) -> list[float]:
-    """Seconds of one verification of a reference fix after another; no verdict is remembered, and the tasks hold their checks, as a suite's do."""
+    """Seconds of one verification of a reference fix after another; no verdict is remembered, and the tasks hold their
+    checks, as a suite's do.
+    """
     tasks = generate_tasks(TaskSuiteConfig.of_count(max(6, count + _WARM), _TASKS_SEED))[: count + _WARM]
     found = []
     async with SandboxClient(address) as client:

@@ -1,8 +1,11 @@
-"""A folder of its own for benchmarks that run iterations: store, Dagster records and experiment files, kept and resumed.
+"""A folder of its own for benchmarks that run iterations: store, Dagster records and experiment files, kept and
+resumed.
 
     .triplane/benchmarks/  store/  dagster/<experiment>/  experiments/  logs/
 
-Each experiment has Dagster records of its own, so that several can run at once without waiting for one SQLite file. Experiments that differ in name alone share what does not depend on it: task suite, demonstrations, a seed's base policy.
+Each experiment has Dagster records of its own, so that several can run at once without waiting for one SQLite file.
+Experiments that differ in name alone share what does not depend on it: task suite, demonstrations, a seed's base
+policy.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """What crosses planes: the words every plane shares, and nothing that computes.
 
 In: rows, bytes and JSON from any plane. Out: the same, as immutable artifacts with digests.
-`digests` names content, `store` keeps bytes (a directory or S3), `artifacts` groups files under a manifest, `upkeep` checks a store and reclaims space, `pointers` says which
-artifact counts now, `episodes` and `tasks` are the tables, `chat` turns messages into tokens, `checkpoints` names what a policy is made of.
+`digests` names content, `store` keeps bytes (a directory or S3), `artifacts` groups files under a manifest, `upkeep`
+checks a store and reclaims space, `pointers` says which artifact counts now, `episodes` and `tasks` are the tables,
+`chat` turns messages into tokens, `checkpoints` names what a policy is made of.
 
-May import: the standard library, numpy, pyarrow, pydantic, boto3, tokenizers, protobuf. Never torch, grpc, dagster or another package of
-this repository (`contracts.pb` holds generated protobuf code, its grpc stubs are imported by the planes that serve them).
+May import: the standard library, numpy, pyarrow, pydantic, boto3, tokenizers, protobuf. Never torch, grpc, dagster or
+another package of this repository (`contracts.pb` holds generated protobuf code, its grpc stubs are imported by the
+planes that serve them).
 """

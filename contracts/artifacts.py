@@ -3,7 +3,8 @@
     artifacts/<kind>/<action key>/<attempt>/...files        any number of attempts, at most one survives
     artifacts/<kind>/<action key>/manifest.json             created exclusively; names the attempt that won
 
-Same action key, same work: `find` before working, `ArtifactWriter.commit` after. Whoever commits second adopts the first one's result.
+Same action key, same work: `find` before working, `ArtifactWriter.commit` after. Whoever commits second adopts the
+first one's result.
 """
 
 from __future__ import annotations
@@ -125,7 +126,10 @@ class Artifact:
         return sorted(entry.path for entry in self.manifest.files)
 
     def path(self, name: str) -> Path:
-        """A verified local file. Raises ArtifactMissing for an unknown name, ArtifactCorrupt when its bytes are not the committed ones."""
+        """A verified local file.
+
+        Raises ArtifactMissing for an unknown name, ArtifactCorrupt when its bytes are not the committed ones.
+        """
         entry = next((entry for entry in self.manifest.files if entry.path == name), None)
         if entry is None:
             raise ArtifactMissing(f"{self.ref.uri} has no file {name}: it holds {', '.join(self.names())}")
@@ -139,7 +143,8 @@ class Artifact:
             raise ArtifactCorrupt(f"{self.ref.uri}/{name} is named by its manifest but gone: {_AGAIN}") from None
         except OSError as error:
             raise StoreError(
-                f"{self.ref.uri}/{name} can't be read ({error.strerror}): check the permissions and the disk of {self.store.url}"
+                f"{self.ref.uri}/{name} can't be read ({error.strerror}): check the permissions and the disk of"
+                f" {self.store.url}"
             ) from None
         if not intact:
             raise ArtifactCorrupt(f"{self.ref.uri}/{name} does not match its manifest (truncated or changed): {_AGAIN}")
@@ -151,7 +156,10 @@ class Artifact:
         return paths[0].parents[len(Path(self.names()[0]).parts) - 1]
 
     def table(self, name: str, columns: list[str] | None = None) -> pa.Table:
-        """A Parquet file as a table; columns that it is too old to have are null. Raises ArtifactCorrupt when it was committed as something else."""
+        """A Parquet file as a table; columns that it is too old to have are null.
+
+        Raises ArtifactCorrupt when it was committed as something else.
+        """
         path = self.path(name)
         try:
             absent = absent_columns(self.manifest.kind, name, pq.read_schema(path).names)
@@ -194,7 +202,10 @@ def find_artifact(store: Store, kind: str, key: str) -> Artifact | None:
 
 
 def _read_manifest(data: bytes, kind: str, key: str) -> Manifest:
-    """The manifest at this place. Raises ArtifactCorrupt for one that is damaged, changed or moved, SchemaError for one of another version."""
+    """The manifest at this place.
+
+    Raises ArtifactCorrupt for one that is damaged, changed or moved, SchemaError for one of another version.
+    """
     import json
 
     where = f"artifacts/{kind}/{key}/{MANIFEST}"
@@ -203,8 +214,8 @@ def _read_manifest(data: bytes, kind: str, key: str) -> Manifest:
         version = values.get("schema_version") if isinstance(values, dict) else None
         if isinstance(version, int) and version != SCHEMA_VERSION:
             raise SchemaError(
-                f"{where} has schema version {version}, this Triplane reads {SCHEMA_VERSION}: use the Triplane that wrote the store, "
-                "or point TRIPLANE_STORE elsewhere"
+                f"{where} has schema version {version}, this Triplane reads {SCHEMA_VERSION}: use the Triplane that"
+                " wrote the store, or point TRIPLANE_STORE elsewhere"
             )
         manifest = Manifest.model_validate(values)
     except ValidationError as error:
@@ -222,11 +233,13 @@ def open_artifact(store: Store, ref: ArtifactRef) -> Artifact:
     artifact = find_artifact(store, ref.kind, ref.key)
     if artifact is None:
         raise ArtifactMissing(
-            f"store {store.url} has no {ref.uri}: materialize {ref.kind} again, or point TRIPLANE_STORE at the store that has it"
+            f"store {store.url} has no {ref.uri}: materialize {ref.kind} again, or point TRIPLANE_STORE at the store"
+            " that has it"
         )
     if artifact.manifest.content_digest != ref.digest:
         raise ArtifactCorrupt(
-            f"{ref.uri} holds {artifact.ref.short}, but {ref.short} was asked for: this store is not the one the reference came from"
+            f"{ref.uri} holds {artifact.ref.short}, but {ref.short} was asked for: this store is not the one the"
+            " reference came from"
         )
     return artifact
 
@@ -236,7 +249,8 @@ def list_artifacts(store: Store, kind: str | None = None) -> Iterator[Artifact]:
     prefix = f"artifacts/{kind}/" if kind else "artifacts/"
     paths = [key.split("/") for key in store.list(prefix)]
     names = [(parts[1], parts[2]) for parts in paths if len(parts) == 4 and parts[3] == MANIFEST]
-    # a remote store answers in tens of milliseconds: ask for several at once, but not for all when the caller stops early
+    # a remote store answers in tens of milliseconds: ask for several at once, but not for all when the caller stops
+    # early
     with ThreadPoolExecutor(_READERS) as pool:
         for start in range(0, len(names), _READ_AHEAD):
             found = pool.map(lambda name: find_artifact(store, *name), names[start : start + _READ_AHEAD])
@@ -301,11 +315,16 @@ class ArtifactWriter:
         self._digests[name] = sha256(data)
 
     def add_file(self, name: str, digest: str | None = None, *, telemetry: bool = False) -> None:
-        """Name a file already in `directory`. digest: of its content where the file format adds framing of its own (safetensors)."""
+        """Name a file already in `directory`. digest: of its content where the file format adds framing of its own
+        (safetensors).
+        """
         self._digests[name] = None if telemetry else digest or _file_sha256(self.directory / name)
 
     def commit(self, meta: Mapping[str, Any] | None = None) -> Artifact:
-        """Publish. If the same work was committed meanwhile, this attempt is dropped and the earlier artifact returned."""
+        """Publish.
+
+        If the same work was committed meanwhile, this attempt is dropped and the earlier artifact returned.
+        """
         attempt = uuid.uuid4().hex[:12]
         folder = f"artifacts/{self._kind}/{self._key}"
         note_attempt(self.directory, self._store, folder, attempt)
@@ -313,11 +332,19 @@ class ArtifactWriter:
         self._uploading = f"{folder}/{attempt}/"
         entries = [self._upload(f"{folder}/{attempt}", name) for name in sorted(self._digests)]
         manifest = Manifest(
-            kind=self._kind, schema_version=SCHEMA_VERSION, action_key=self._key, attempt=attempt, files=entries,
+            kind=self._kind,
+            schema_version=SCHEMA_VERSION,
+            action_key=self._key,
+            attempt=attempt,
+            files=entries,
             content_digest=content_digest(self._kind, SCHEMA_VERSION, entries),
-            parents=self._parents, config=self._config, code_version=self._code_version, meta=dict(meta or {}),
-            tool_versions=tool_versions(), created_unix=time.time(),
-        )  # fmt: skip
+            parents=self._parents,
+            config=self._config,
+            code_version=self._code_version,
+            meta=dict(meta or {}),
+            tool_versions=tool_versions(),
+            created_unix=time.time(),
+        )
         body = manifest.model_dump_json(indent=1).encode()
         seal_attempt(self.directory, body)
         self._uploading = None  # from here on the manifest may exist, whatever the next call answers

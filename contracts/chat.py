@@ -5,7 +5,8 @@
     \\n<|im_start|>user\\n<tool_response>1 def f():...</tool_response><|im_end|>\\n<|im_start|>assistant\\n   environment tokens
     ...
 
-Markup is encoded by token id; text from outside is encoded with special tokens disabled, so no file content can close a turn.
+Markup is encoded by token id; text from outside is encoded with special tokens disabled, so no file content can close a
+turn.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class ChatTokenizer:
         missing = [token for token in SPECIAL_TOKENS if tokenizer.token_to_id(token) is None]
         if missing:
             raise SchemaError(
-                f"tokenizer lacks the chat tokens {', '.join(missing)}: train it with contracts.chat.SPECIAL_TOKENS, or import a Qwen-style one"
+                f"tokenizer lacks the chat tokens {', '.join(missing)}: train it with contracts.chat.SPECIAL_TOKENS, or"
+                " import a Qwen-style one"
             )
         self._ids: dict[str, int] = {token: int(tokenizer.token_to_id(token) or 0) for token in SPECIAL_TOKENS}
         self.end_of_turn: int = self._ids[TURN_END]
@@ -123,7 +125,9 @@ class ChatTokenizer:
         return self._encode([*parts, (TURN_START, True), ("assistant\n", False)])
 
     def environment_turn(self, responses: Sequence[str]) -> list[int]:
-        """Tokens that follow a policy's turn (which ended with its own end token): the tools' answers, in call order."""
+        """Tokens that follow a policy's turn (which ended with its own end token): the tools' answers, in call
+        order.
+        """
         glue = "\n" if self._spaced else ""
         parts: list[tuple[str, bool]] = [("\n", False), (TURN_START, True), ("user\n", False)]
         for index, response in enumerate(responses):

@@ -2,8 +2,9 @@
 
     config.json  model.safetensors  tokenizer.json  tokenizer_config.json  chat_template.jinja  generation_config.json
 
-Every `*_proj.weight` is float8_e4m3fn [N, K] beside `*_proj.weight_scale_inv` float32 [ceil(N/128), ceil(K/128)], a multiplier:
-weight = code * scale. Embeddings, lm_head, norms and routers are float32. Layout: that of DeepSeek-V3 and Qwen3-FP8, which vLLM loads as is.
+Every `*_proj.weight` is float8_e4m3fn [N, K] beside `*_proj.weight_scale_inv` float32 [ceil(N/128), ceil(K/128)], a
+multiplier: weight = code * scale. Embeddings, lm_head, norms and routers are float32. Layout: that of DeepSeek-V3 and
+Qwen3-FP8, which vLLM loads as is.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from contracts.errors import SchemaError
 BLOCK = 128
 WEIGHTS = "model.safetensors"
 ForwardRecipe = Literal["w8", "w8a8-1x128", "full"]
-"""Which rounding the forward pass applies: weights, weights and activations, or none. Trainer and engine run the manifest's."""
+"""Which rounding the forward pass applies: weights, weights and activations, or none. Trainer and engine run the
+manifest's.
+"""
 
 UNQUANTIZED = ("lm_head", "model.embed_tokens", "model.norm")
 
@@ -39,10 +42,12 @@ def quantization_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def ragged_sides(config: Mapping[str, Any]) -> dict[str, int]:
-    """Sides of quantized matrices that are no multiple of BLOCK, by what gives them in `config.json`, e.g. {"hidden_size": 96}; empty: none.
+    """Sides of quantized matrices that are no multiple of BLOCK, by what gives them in `config.json`, e.g.
+    {"hidden_size": 96}; empty: none.
 
-    A last, partial block is not read alike everywhere: transformers takes rows // (rows of scales) as the block's height, so that 192 rows
-    become two blocks of 96; vLLM and SGLang refuse such experts and such parts of a fused projection.
+    A last, partial block is not read alike everywhere: transformers takes rows // (rows of scales) as the block's
+    height, so that 192 rows become two blocks of 96; vLLM and SGLang refuse such experts and such parts of a fused
+    projection.
     """
     head = config["head_dim"]
     sides = {
@@ -60,7 +65,9 @@ def is_quantized(name: str) -> bool:
 
 
 def expected_tensors(config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name -> (safetensors dtype, shape) of every tensor that a checkpoint with this config.json must hold, no more and no less."""
+    """Name -> (safetensors dtype, shape) of every tensor that a checkpoint with this config.json must hold, no more and
+    no less.
+    """
     hidden, width = config["hidden_size"], config["moe_intermediate_size"]
     query, keys = (
         config["num_attention_heads"] * config["head_dim"],
@@ -94,7 +101,10 @@ def expected_tensors(config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, 
 
 
 def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name -> (dtype, shape) of a safetensors file, from its header alone. Source: the safetensors format description."""
+    """Name -> (dtype, shape) of a safetensors file, from its header alone.
+
+    Source: the safetensors format description.
+    """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -111,7 +121,10 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def check_checkpoint(directory: Path) -> dict[str, Any]:
-    """Check an FP8 checkpoint directory tensor by tensor and return its config. Raises SchemaError naming the first fault."""
+    """Check an FP8 checkpoint directory tensor by tensor and return its config.
+
+    Raises SchemaError naming the first fault.
+    """
     path = directory / "config.json"
     if not path.is_file():
         raise SchemaError(f"{directory} has no config.json: is it a checkpoint directory?")
@@ -130,7 +143,8 @@ def check_checkpoint(directory: Path) -> dict[str, Any]:
             raise SchemaError(f"checkpoint {directory} lacks tensor {name}: export it again from its trainer_state")
         if found[name] != form:
             raise SchemaError(
-                f"checkpoint {directory}: tensor {name} is {found[name]}, expected {form}: export it again from its trainer_state"
+                f"checkpoint {directory}: tensor {name} is {found[name]}, expected {form}: export it again from its"
+                " trainer_state"
             )
     surplus = sorted(set(found) - set(expected))
     if surplus:

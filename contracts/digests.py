@@ -1,6 +1,7 @@
 """Names for content: SHA-256 over canonical bytes, never over a file format's own framing.
 
-Source of the canonical JSON form: RFC 8785 restricted to what we use (sorted keys, no white space, UTF-8; floats by `repr`).
+Source of the canonical JSON form: RFC 8785 restricted to what we use (sorted keys, no white space, UTF-8; floats by
+`repr`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ def sha256(data: bytes) -> str:
 
 
 def canonical_json(value: Any) -> bytes:
-    """Serialize JSON-like `value` so that equal values give equal bytes. Raises SchemaError for NaN, infinity or foreign types."""
+    """Serialize JSON-like `value` so that equal values give equal bytes.
+
+    Raises SchemaError for NaN, infinity or foreign types.
+    """
     try:
         text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -41,7 +45,8 @@ def digest_of(value: Any) -> str:
 def action_key(step: str, inputs: Mapping[str, str], config: Mapping[str, Any], code_version: str) -> str:
     """The name of a piece of work: same key, same work.
 
-    inputs: digests by role. config: the step's OWN slice, nothing more. code_version: bumped by hand when the step's meaning changes.
+    inputs: digests by role. config: the step's OWN slice, nothing more. code_version: bumped by hand when the step's
+    meaning changes.
     """
     return digest_of({"step": step, "inputs": dict(inputs), "config": dict(config), "code_version": code_version})
 
@@ -56,7 +61,8 @@ def tensors_digest(tensors: Iterable[tuple[str, str, tuple[int, ...], bytes]]) -
 
 
 def table_digest(table: pa.Table) -> str:
-    """Digest over a table's schema and values in row order; independent of chunking, compression, offsets and writer version.
+    """Digest over a table's schema and values in row order; independent of chunking, compression, offsets and writer
+    version.
 
     Field and schema metadata are left out. Nested lists and structs are walked column-wise.
     """

@@ -1,4 +1,5 @@
-"""Episodes as tables. One episode is one attempt at a task by a policy in a sandbox; its sequences hold the tokens, which are the truth.
+"""Episodes as tables. One episode is one attempt at a task by a policy in a sandbox; its sequences hold the tokens,
+which are the truth.
 
 Text is a view of tokens: nothing re-tokenizes what a policy sampled.
 """
@@ -38,7 +39,9 @@ class Outcome(StrEnum):
     FORMAT_ERROR = "format_error"
     """A tool call that can't be parsed ended the episode."""
     ABORTED = "aborted"
-    """Over-sampling: called off while it ran, since enough others of its group had arrived. Not scored; tokens up to then are kept."""
+    """Over-sampling: called off while it ran, since enough others of its group had arrived. Not scored; tokens up to
+    then are kept.
+    """
     DROPPED = "dropped"
     """Over-sampling: played to its end, not among those kept. Not scored; tokens are kept."""
     INFRA_ERROR = "infra_error"
@@ -56,7 +59,9 @@ class Slot:
     iteration: str
     """Partition key such as "0003", or the name of an evaluation split."""
     group: str
-    """group_id of the group it belongs to: a task that is drawn twice has two groups. An evaluation, which has no groups, names the task."""
+    """group_id of the group it belongs to: a task that is drawn twice has two groups. An evaluation, which has no
+    groups, names the task.
+    """
     task_id: str
     sample: int
     seed: int
@@ -113,7 +118,9 @@ EPISODES = pa.schema(
         ("final_diff", pa.binary()),
     ]
 )
-"""One row an episode. `failure` says why an episode failed, null for all other outcomes; `tool_calls.arguments` is canonical JSON; `final_state` digests what `final_diff` (git format) holds."""
+"""One row an episode. `failure` says why an episode failed, null for all other outcomes; `tool_calls.arguments` is
+canonical JSON; `final_state` digests what `final_diff` (git format) holds.
+"""
 
 SEQUENCES = pa.schema(
     [
@@ -125,7 +132,9 @@ SEQUENCES = pa.schema(
         ("policy_spans", pa.list_(_SPAN)),
     ]
 )
-"""One row a sequence; the three lists have equal length. `logprobs` (of the distribution really sampled from) is null off POLICY tokens."""
+"""One row a sequence; the three lists have equal length. `logprobs` (of the distribution really sampled from) is null
+off POLICY tokens.
+"""
 
 TELEMETRY = pa.schema(
     [
@@ -174,7 +183,9 @@ class Episode:
     image_digest: str
     sample: int
     attempt: int
-    """Which attempt it was, from 0. Always 0 under the deterministic profile, where every attempt comes to the same; telemetry counts them."""
+    """Which attempt it was, from 0. Always 0 under the deterministic profile, where every attempt comes to the same;
+    telemetry counts them.
+    """
     seed: int
     policy_version: str
     temperature: float
@@ -271,8 +282,10 @@ def read_episodes(episodes: pa.Table, sequences: pa.Table) -> list[Episode]:
 
 
 def lacks_variance(values: Iterable[Hashable | None]) -> bool:
-    """Whether a group has nothing to compare: its graded members (those not None) all have the same value, or none is graded.
+    """Whether a group has nothing to compare: its graded members (those not None) all have the same value, or none is
+    graded.
 
-    The one definition of variance: refills and the dataset both ask it, about what the hidden tests said of each member (`solved`).
+    The one definition of variance: refills and the dataset both ask it, about what the hidden tests said of each member
+    (`solved`).
     """
     return len({value for value in values if value is not None}) < 2

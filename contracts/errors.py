@@ -6,15 +6,24 @@ import errno
 import os
 
 REFUSALS = {
-    errno.ENOSPC: "free some space", errno.EDQUOT: "free some of your quota", errno.EROFS: "make it writable, or use another place",
-    errno.EACCES: "fix its permissions", errno.EPERM: "fix its permissions", errno.EIO: "check its disk",
-    errno.EMFILE: "raise the limit of open files (ulimit -n)", errno.ENFILE: "end some processes", errno.ENOMEM: "free some memory",
-}  # fmt: skip
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some of your quota",
+    errno.EROFS: "make it writable, or use another place",
+    errno.EACCES: "fix its permissions",
+    errno.EPERM: "fix its permissions",
+    errno.EIO: "check its disk",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "end some processes",
+    errno.ENOMEM: "free some memory",
+}
 """What a system may refuse whatever the program does, by errno, and what to do about it."""
 
 
 class TriplaneError(Exception):
-    """Base of every error this project raises on purpose. Its message names the thing and, after a colon or a dash, the fix."""
+    """Base of every error this project raises on purpose.
+
+    Its message names the thing and, after a colon or a dash, the fix.
+    """
 
 
 class ConfigError(TriplaneError):

@@ -4,7 +4,8 @@
     TRIPLANE_KILL_AT=group-committed:3     ... the third time
     TRIPLANE_FAIL_AT=store-write:2:ENOSPC  raise that OSError instead (EIO when no name is given), as a bad disk would
 
-Children inherit the variables and count for themselves. Unset, which is read once at import, a point costs one comparison.
+Children inherit the variables and count for themselves. Unset, which is read once at import, a point costs one
+comparison.
 """
 
 from __future__ import annotations

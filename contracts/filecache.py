@@ -3,7 +3,8 @@
     <base>/tmp/              partial downloads and staging
     <base>/<place>/<key>     complete copies, read-only
 
-What was not used for longest goes first. What was used within `keep_s` never goes: some process may be about to open it.
+What was not used for longest goes first. What was used within `keep_s` never goes: some process may be about to open
+it.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class FileCache:
 
     @contextmanager
     def fill(self, key: str) -> Iterator[tuple[Path, Path]]:
-        """(where to write the object, where it will be): the first becomes the second when the block ends without an error."""
+        """(where to write the object, where it will be): the first becomes the second when the block ends without an
+        error.
+        """
         partial = self.scratch / f"{PARTIAL}{owned_name()}"
         with self._readable_errors():
             try:
@@ -58,7 +61,9 @@ class FileCache:
                 partial.unlink(missing_ok=True)
 
     def adopt(self, key: str, source: Path) -> None:
-        """Keep `source`, which was just uploaded and changes no more, as the copy of `key`: by a hard link where that works, else not."""
+        """Keep `source`, which was just uploaded and changes no more, as the copy of `key`: by a hard link where that
+        works, else not.
+        """
         partial = self.scratch / f"{PARTIAL}{owned_name()}"
         try:
             os.link(source, partial)
@@ -79,7 +84,10 @@ class FileCache:
         return True
 
     def sweep(self) -> None:
-        """Bring the cache below its bound, and remove unfinished copies of killed processes. Safe beside other processes."""
+        """Bring the cache below its bound, and remove unfinished copies of killed processes.
+
+        Safe beside other processes.
+        """
         now, files = time.time(), sorted(self._files())
         excess = sum(size for _, size, _ in files) - self._limit
         for used, size, path in files:
@@ -139,7 +147,8 @@ class FileCache:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise StoreError(
-                    f"cache {self._base} is full: free some space, lower TRIPLANE_CACHE_GB, or point TRIPLANE_CACHE elsewhere"
+                    f"cache {self._base} is full: free some space, lower TRIPLANE_CACHE_GB, or point TRIPLANE_CACHE"
+                    " elsewhere"
                 ) from None
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
                 raise StoreError(
@@ -149,7 +158,10 @@ class FileCache:
 
 
 def cache_base() -> Path:
-    """$TRIPLANE_CACHE, else a folder of this user below the system's temporary one. Raises StoreError when that is somebody else's."""
+    """$TRIPLANE_CACHE, else a folder of this user below the system's temporary one.
+
+    Raises StoreError when that is somebody else's.
+    """
     chosen = os.environ.get("TRIPLANE_CACHE")
     if chosen:
         return Path(chosen)

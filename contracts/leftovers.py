@@ -1,8 +1,9 @@
-"""What killed processes left of their work in a store, and its removal: stages, unfinished copies, files of attempts that no manifest names.
+"""What killed processes left of their work in a store, and its removal: stages, unfinished copies, files of attempts
+that no manifest names.
 
-Only what is known to be abandoned: its process ran on this machine and is gone, or it is of elsewhere and a day old. An attempt whose files had all
-arrived is completed, which is safe even when its writer's last request is still on its way; of any other the files are removed.
-Safe beside other processes, live or sweeping.
+Only what is known to be abandoned: its process ran on this machine and is gone, or it is of elsewhere and a day old. An
+attempt whose files had all arrived is completed, which is safe even when its writer's last request is still on its way;
+of any other the files are removed. Safe beside other processes, live or sweeping.
 """
 
 from __future__ import annotations
@@ -89,7 +90,9 @@ def _settle(note: AttemptNote, manifest: bytes | None, store: Store) -> None:
 
 
 def _is_whole(manifest: bytes, note: AttemptNote, store: Store) -> bool:
-    """Whether the manifest is complete and every file that it names is there still, in its size: since the seal somebody may have removed them."""
+    """Whether the manifest is complete and every file that it names is there still, in its size: since the seal
+    somebody may have removed them.
+    """
     try:
         promised = Manifest.model_validate_json(manifest).files
     except ValidationError:

@@ -1,9 +1,10 @@
-"""Temporary folders and files that say whose they are, so that what a killed process left is told from what a live one uses.
+"""Temporary folders and files that say whose they are, so that what a killed process left is told from what a live one
+uses.
 
     <prefix><machine>.<pid>.<start>.<random>
 
-machine: of the boot and the pid namespace; start: of the process, since pids are reused. Only what a process of this machine left is
-known to be abandoned; beside other machines nothing is touched.
+machine: of the boot and the pid namespace; start: of the process, since pids are reused. Only what a process of this
+machine left is known to be abandoned; beside other machines nothing is touched.
 """
 
 from __future__ import annotations
@@ -41,9 +42,11 @@ def owned_directory(prefix: str, parent: Path | None = None) -> tempfile.Tempora
 
 
 def socket_directory(prefix: str, socket_name: int) -> Path:
-    """A folder of this process's own that sockets go to: where temporary files go, or in /tmp where a socket's path would be too long.
+    """A folder of this process's own that sockets go to: where temporary files go, or in /tmp where a socket's path
+    would be too long.
 
-    socket_name: bytes of the longest socket's name. What dead processes left under the same prefix is removed first; the caller removes this one.
+    socket_name: bytes of the longest socket's name. What dead processes left under the same prefix is removed first;
+    the caller removes this one.
     """
     usual, name = Path(tempfile.gettempdir()), f"{prefix}{owned_name()}"
     for parent in {usual, _SHORT}:
@@ -55,7 +58,9 @@ def socket_directory(prefix: str, socket_name: int) -> Path:
 
 
 def fate_of_owner(name: str, prefix: str = "") -> Fate:
-    """What became of the process that a name was given to here. unknown: no name of ours, of another machine, or it can't be looked up."""
+    """What became of the process that a name was given to here. unknown: no name of ours, of another machine, or it
+    can't be looked up.
+    """
     found = _NAME.match(name.removeprefix(prefix)) if name.startswith(prefix) else None
     if found is None or found["machine"] != _machine() or found["start"] == _UNSEEN_START:
         return "unknown"
@@ -71,7 +76,9 @@ def is_abandoned(name: str, prefix: str = "") -> bool:
 
 
 def is_leftover(name: str, age_s: float, *prefixes: str) -> bool:
-    """Whether something of this age, named by one of these prefixes, may go: its process is gone, or it is old and nobody here owns it."""
+    """Whether something of this age, named by one of these prefixes, may go: its process is gone, or it is old and
+    nobody here owns it.
+    """
     fates = {fate_of_owner(name, prefix) for prefix in prefixes}
     return "gone" in fates or ("alive" not in fates and age_s > ABANDONED_S)
 
@@ -103,7 +110,9 @@ def remove(entry: Path) -> None:
 
 
 def start_of(pid: int) -> str | None:
-    """Start time of a live process in clock ticks since boot, or None when there is none. Source: proc(5), field 22 of stat.
+    """Start time of a live process in clock ticks since boot, or None when there is none.
+
+    Source: proc(5), field 22 of stat.
 
     Raises OSError when that can't be asked: no descriptor is left, for one.
     """

@@ -1,10 +1,13 @@
 """Patterns that name paths of a tree, as lines of a `.gitignore` do, but that each names what is wanted.
 
     *.py            a file of such a name, in any directory          no slash but at its end: at any depth
-    src/*.py        files right in src                               a slash within or at its start: from the tree's root
-    src/**/data/    everything below any directory data in src       **: any number of directories; a slash at its end: directories only
+    src/*.py        files right in src                               a slash within or at its start: from the tree's
+                    root
+    src/**/data/    everything below any directory data in src       **: any number of directories; a slash at its end:
+                    directories only
 
-`*`, `?` and `[...]` stay within one name. A pattern that names a directory names everything below it. Nothing is taken back (`!`).
+`*`, `?` and `[...]` stay within one name. A pattern that names a directory names everything below it. Nothing is taken
+back (`!`).
 """
 
 from __future__ import annotations
@@ -93,12 +96,13 @@ def _parts(pattern: str) -> _Parts:
     names = plain.lstrip("/").split("/")
     if not pattern.isprintable() or len(pattern) > MAX_LENGTH or pattern.startswith("!") or "\\" in pattern:
         raise ValueError(
-            f"artifact {pattern[:80]!r} may have {MAX_LENGTH} printable characters, no backslash and no ! at its start: "
-            "name what is wanted"
+            f"artifact {pattern[:80]!r} may have {MAX_LENGTH} printable characters, no backslash and no ! at its start:"
+            " name what is wanted"
         )
     if {"", ".", ".."} & set(names) or any(_ANY_DEPTH in name and name != _ANY_DEPTH for name in names):
         raise ValueError(
-            f"artifact {pattern[:80]!r} is no path within the workspace: write names between single slashes, or ** alone"
+            f"artifact {pattern[:80]!r} is no path within the workspace: write names between single slashes, or **"
+            " alone"
         )
     if "/" not in plain:
         names.insert(0, _ANY_DEPTH)

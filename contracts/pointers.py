@@ -1,4 +1,6 @@
-"""Mutable names over immutable content: numbered files created exclusively; the highest number counts, the list is the history."""
+"""Mutable names over immutable content: numbered files created exclusively; the highest number counts, the list is the
+history.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,17 @@ class Pointer:
         return self._read(keys[-1]) if keys else None
 
     def current_of_few(self) -> PointerEntry | None:
-        """Like `current`, for a pointer that seldom has a second value: asks for the first two numbers, since S3 lists slowly."""
+        """Like `current`, for a pointer that seldom has a second value: asks for the first two numbers, since S3 lists
+        slowly.
+        """
         first = self._find(1)
         return self.current() if first is not None and self._store.exists(self._key(2)) else first
 
     def advance(self, value: dict[str, Any], expected_number: int) -> bool:
-        """Set `value` if the current number is still `expected_number` (0: never set). False when someone else was first."""
+        """Set `value` if the current number is still `expected_number` (0: never set).
+
+        False when someone else was first.
+        """
         return self._store.create(self._key(expected_number + 1), canonical_json(value))
 
     def _key(self, number: int) -> str:

@@ -20,17 +20,34 @@ CONNECTIONS = 32
 CONNECT_S, READ_S = 5.0, 60.0
 """Seconds to wait for a connection, and for the next byte."""
 ATTEMPTS = 5
-"""Tries of one request; with standard backoff (up to 1, 2, 4, 8 s) a dead endpoint is given up within 15 s of waiting."""
+"""Tries of one request; with standard backoff (up to 1, 2, 4, 8 s) a dead endpoint is given up within 15 s of
+waiting.
+"""
 
 _MISSING = ("404", "NoSuchKey", "NotFound")
 _REFUSED = (
-    "AccessDenied", "403", "Forbidden", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken",
-    "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError",
-)  # fmt: skip
+    "AccessDenied",
+    "403",
+    "Forbidden",
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "ExpiredToken",
+    "InvalidToken",
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "CredentialRetrievalError",
+    "TokenRetrievalError",
+)
 _UNREACHABLE = (
-    "EndpointConnectionError", "ConnectTimeoutError", "ConnectionClosedError", "ReadTimeoutError", "ProxyConnectionError",
-    "SSLError", "ConnectionError", "HTTPClientError",
-)  # fmt: skip
+    "EndpointConnectionError",
+    "ConnectTimeoutError",
+    "ConnectionClosedError",
+    "ReadTimeoutError",
+    "ProxyConnectionError",
+    "SSLError",
+    "ConnectionError",
+    "HTTPClientError",
+)
 _ELSEWHERE = ("301", "PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException")
 
 
@@ -46,9 +63,12 @@ def connect(*, conditional: bool = True) -> S3Client:
 @functools.lru_cache(maxsize=8)
 def _connect(process: int, environment: tuple[tuple[str, str], ...], conditional: bool) -> S3Client:
     config = Config(
-        retries={"mode": "standard", "total_max_attempts": ATTEMPTS}, connect_timeout=CONNECT_S, read_timeout=READ_S,
-        max_pool_connections=CONNECTIONS, tcp_keepalive=True,
-    )  # fmt: skip
+        retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
+        connect_timeout=CONNECT_S,
+        read_timeout=READ_S,
+        max_pool_connections=CONNECTIONS,
+        tcp_keepalive=True,
+    )
     try:
         client: S3Client = Session().client("s3", config=config)
     except (BotoCoreError, ValueError) as error:
@@ -97,7 +117,8 @@ def explain(error: ClientError | BotoCoreError, url: str, key: str, endpoint: st
         return StoreError(f"bucket {bucket} is in another region ({code}): set AWS_DEFAULT_REGION to the bucket's")
     if code in _UNREACHABLE:
         return StoreError(
-            f"store {url} can't be reached at {endpoint} ({code}): check AWS_ENDPOINT_URL and the network, then run the same command again"
+            f"store {url} can't be reached at {endpoint} ({code}): check AWS_ENDPOINT_URL and the network, then run the"
+            " same command again"
         )
     if code == "NotImplemented":
         return StoreError(f"{endpoint} lacks conditional writes (If-None-Match), which keep writers apart: update it")

@@ -45,7 +45,9 @@ _log = logging.getLogger(__name__)
 
 
 class S3Store:
-    """A store in an S3 bucket (or any server that speaks S3 with `If-None-Match` on PutObject and CompleteMultipartUpload)."""
+    """A store in an S3 bucket (or any server that speaks S3 with `If-None-Match` on PutObject and
+    CompleteMultipartUpload).
+    """
 
     def __init__(self, bucket: str, prefix: str) -> None:
         if not bucket:
@@ -175,11 +177,14 @@ class S3Store:
         return create_object(self._client, self._bucket, self._prefix + key, source)
 
     def _prove(self) -> None:
-        """Raise StoreError when the server overwrites: some old ones ignore If-None-Match, and then nothing keeps two writers apart."""
+        """Raise StoreError when the server overwrites: some old ones ignore If-None-Match, and then nothing keeps two
+        writers apart.
+        """
         probe = self._prefix + _PROBE
         if all(create_object(self._client, self._bucket, probe, b"") for _ in range(2)):
             raise StoreError(
-                f"{self._client.meta.endpoint_url} overwrites objects in spite of If-None-Match: * on PutObject: update that server or use another"
+                f"{self._client.meta.endpoint_url} overwrites objects in spite of If-None-Match: * on PutObject: update"
+                " that server or use another"
             )
 
     def _own(self, name: str) -> str:

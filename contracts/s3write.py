@@ -1,7 +1,7 @@
 """Exclusive creation on S3: who was first is known even when the answer to the deciding request was lost.
 
-Every object carries a token of its writer in its metadata. When a write ends without a clear answer, or with "it exists" (perhaps because
-a retry met what its own first try had written), the object there is asked whose it is.
+Every object carries a token of its writer in its metadata. When a write ends without a clear answer, or with "it
+exists" (perhaps because a retry met what its own first try had written), the object there is asked whose it is.
 """
 
 from __future__ import annotations
@@ -88,9 +88,12 @@ def create_object(client: S3Client, bucket: str, key: str, source: bytes | Path)
 def transfers(client: S3Client) -> TransferManager:
     """Large files in parts, a few at once. Use as a context manager."""
     config = TransferConfig(
-        multipart_threshold=MULTIPART_BYTES, multipart_chunksize=PART_BYTES, max_request_concurrency=PARTS_AT_ONCE,
-        max_in_memory_upload_chunks=PARTS_AT_ONCE, max_in_memory_download_chunks=PARTS_AT_ONCE,
-    )  # fmt: skip
+        multipart_threshold=MULTIPART_BYTES,
+        multipart_chunksize=PART_BYTES,
+        max_request_concurrency=PARTS_AT_ONCE,
+        max_in_memory_upload_chunks=PARTS_AT_ONCE,
+        max_in_memory_download_chunks=PARTS_AT_ONCE,
+    )
     return TransferManager(client, config)
 
 
@@ -106,7 +109,10 @@ def delete_all(client: S3Client, bucket: str, keys: Sequence[str]) -> None:
 
 
 def list_uploads(client: S3Client, bucket: str, prefix: str) -> list[MultipartUploadTypeDef]:
-    """Multipart uploads under way, or left by the dead, to keys that start with `prefix`. Raises ClientError, BotoCoreError."""
+    """Multipart uploads under way, or left by the dead, to keys that start with `prefix`.
+
+    Raises ClientError, BotoCoreError.
+    """
     pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix)
     # some servers ignore the prefix
     return [item for page in pages for item in page.get("Uploads", []) if item["Key"].startswith(prefix)]
@@ -140,7 +146,9 @@ def _send(client: S3Client, bucket: str, key: str, source: bytes | Path, token: 
 
 
 def _abort_others(client: S3Client, bucket: str, key: str) -> None:
-    """Give up what else is under way to a key that now exists: by those who can't win any more, or by a first request whose answer was lost."""
+    """Give up what else is under way to a key that now exists: by those who can't win any more, or by a first request
+    whose answer was lost.
+    """
     try:
         for upload in list_uploads(client, bucket, key):
             if upload["Key"] == key:

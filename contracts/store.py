@@ -1,7 +1,8 @@
-"""Where bytes live: `Store` is a flat map from key to immutable bytes, a local directory or an S3 bucket behind one interface.
+"""Where bytes live: `Store` is a flat map from key to immutable bytes, a local directory or an S3 bucket behind one
+interface.
 
-Keys are relative POSIX paths. Nothing overwrites: `create` is exclusive and atomic (hard link locally, `If-None-Match: *` on S3),
-so a reader sees a whole object or none, whoever dies while writing.
+Keys are relative POSIX paths. Nothing overwrites: `create` is exclusive and atomic (hard link locally, `If-None-Match:
+*` on S3), so a reader sees a whole object or none, whoever dies while writing.
 """
 
 from __future__ import annotations
@@ -73,7 +74,10 @@ class Store(Protocol):
         """The bytes under `key`. Raises ArtifactMissing."""
 
     def local_path(self, key: str) -> Path:
-        """A local, read-only file with the bytes under `key` (a cached download where the store is remote). Raises ArtifactMissing."""
+        """A local, read-only file with the bytes under `key` (a cached download where the store is remote).
+
+        Raises ArtifactMissing.
+        """
 
     def exists(self, key: str) -> bool:
         """Whether `key` was created."""
@@ -85,7 +89,10 @@ class Store(Protocol):
         """Like `list`, with what is known of each key."""
 
     def checksum(self, key: str) -> str:
-        """SHA-256 of the bytes under `key` where they are, not of a cached copy: 64 hex digits. Raises ArtifactMissing."""
+        """SHA-256 of the bytes under `key` where they are, not of a cached copy: 64 hex digits.
+
+        Raises ArtifactMissing.
+        """
 
     def uploads(self) -> Sequence[Upload]:
         """Uploads that did not end, also those still under way, sorted by key."""
@@ -97,17 +104,23 @@ class Store(Protocol):
         """Remove `key`; silent when absent. Only for what no manifest names."""
 
     def discard(self, prefix: str) -> None:
-        """Remove every key that starts with `prefix`, and uploads to such keys that never ended. Only for what a dead writer left."""
+        """Remove every key that starts with `prefix`, and uploads to such keys that never ended.
+
+        Only for what a dead writer left.
+        """
 
     def forget(self, key: str) -> bool:
-        """Drop a cached download of `key`, so that `local_path` fetches it again. False when there is none: what it gave is the original."""
+        """Drop a cached download of `key`, so that `local_path` fetches it again.
+
+        False when there is none: what it gave is the original.
+        """
 
 
 def open_store(url: str | None = None) -> Store:
     """The store at `url`, else at $TRIPLANE_STORE, else in `.triplane/store` below the working directory.
 
-    url: a directory, `file:///dir`, or `s3://bucket/prefix` (endpoint and credentials by boto3's own environment variables; downloads
-    are cached in $TRIPLANE_CACHE, up to $TRIPLANE_CACHE_GB).
+    url: a directory, `file:///dir`, or `s3://bucket/prefix` (endpoint and credentials by boto3's own environment
+    variables; downloads are cached in $TRIPLANE_CACHE, up to $TRIPLANE_CACHE_GB).
     """
     where = url or os.environ.get("TRIPLANE_STORE") or DEFAULT_STORE
     parsed = urlparse(where)
@@ -130,7 +143,10 @@ def check_key(key: str) -> str:
 
 
 class LocalStore:
-    """A store in a directory. Writers fill a file under `tmp/` and link it to its place; a killed writer leaves only that."""
+    """A store in a directory.
+
+    Writers fill a file under `tmp/` and link it to its place; a killed writer leaves only that.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()

@@ -13,7 +13,9 @@ from contracts.digests import digest_of, sha256
 
 
 class Split(StrEnum):
-    """What may read a task: training, the promotion gate and stopping rules, or nothing but the report (held_out and unseen)."""
+    """What may read a task: training, the promotion gate and stopping rules, or nothing but the report (held_out and
+    unseen).
+    """
 
     TRAIN = "train"
     GATE = "gate"
@@ -37,8 +39,9 @@ TASKS = pa.schema(
         ("checks", pa.string()),
     ]
 )
-"""One row a task; `files` and `hidden_files` are sorted by path, `meta` is canonical JSON, with the task's artifacts if it declares any. `checks` is
-canonical JSON too, null where none are proven; suites of earlier versions lack the column."""
+"""One row a task; `files` and `hidden_files` are sorted by path, `meta` is canonical JSON, with the task's artifacts if
+it declares any. `checks` is canonical JSON too, null where none are proven; suites of earlier versions lack the column.
+"""
 
 
 _ARTIFACTS = "artifacts"
@@ -75,7 +78,9 @@ class Observed:
     hidden: dict[str, str]
     """Expected values taken out of tables, as Python literals, by number."""
     seen: dict[str, dict[str, list[str]]]
-    """By test and key, one entry for each time that the assertion ran under the reference solution: the hidden value's number, or nothing."""
+    """By test and key, one entry for each time that the assertion ran under the reference solution: the hidden value's
+    number, or nothing.
+    """
 
 
 @dataclass(frozen=True)
@@ -84,12 +89,17 @@ class Decoy:
 
     files: dict[str, bytes]
     tests: tuple[str, ...]
-    """Tests that the reference solution fails in them, by name without parameters: who passes one of these and the test as written, cheats."""
+    """Tests that the reference solution fails in them, by name without parameters: who passes one of these and the test
+    as written, cheats.
+    """
 
 
 @dataclass(frozen=True)
 class Checks:
-    """What a verdict rests on beside the hidden tests as written. Proven on the reference solution (curation/tasks/checks)."""
+    """What a verdict rests on beside the hidden tests as written.
+
+    Proven on the reference solution (curation/tasks/checks).
+    """
 
     observed: Observed | None
     decoys: tuple[Decoy, ...]
@@ -107,24 +117,39 @@ class Checks:
         """Canonical JSON."""
         return json.dumps(
             {
-                "observed": None if self.observed is None else {
-                    "files": _texts(self.observed.files), "rules": {key: asdict(rule) for key, rule in self.observed.rules.items()},
-                    "hidden": self.observed.hidden, "seen": self.observed.seen,
-                },
+                "observed": (
+                    None
+                    if self.observed is None
+                    else {
+                        "files": _texts(self.observed.files),
+                        "rules": {key: asdict(rule) for key, rule in self.observed.rules.items()},
+                        "hidden": self.observed.hidden,
+                        "seen": self.observed.seen,
+                    }
+                ),
                 "decoys": [{"files": _texts(each.files), "tests": each.tests} for each in self.decoys],
-                "undecided": self.undecided, "known": self.known,
+                "undecided": self.undecided,
+                "known": self.known,
             },
-            sort_keys=True, separators=(",", ":"),
-        )  # fmt: skip
+            sort_keys=True,
+            separators=(",", ":"),
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """The inverse of `to_json`. Raises ValueError, KeyError or TypeError for other text."""
         found = json.loads(text)
         seen = found["observed"]
-        observed = None if seen is None else Observed(
-            _contents(seen["files"]), {key: _rule(rule) for key, rule in seen["rules"].items()}, seen["hidden"], seen["seen"]
-        )  # fmt: skip
+        observed = (
+            None
+            if seen is None
+            else Observed(
+                _contents(seen["files"]),
+                {key: _rule(rule) for key, rule in seen["rules"].items()},
+                seen["hidden"],
+                seen["seen"],
+            )
+        )
         decoys = tuple(Decoy(_contents(each["files"]), tuple(each["tests"])) for each in found["decoys"])
         return cls(observed, decoys, tuple(found["undecided"]), tuple(found["known"]))
 
@@ -166,7 +191,9 @@ class Task:
     artifacts: tuple[str, ...] = ()
     """Patterns (contracts/patterns.py) of the files that count as the agent's work; none: all that it changes."""
     checks: Checks | None = None
-    """Decoys and observations of the hidden tests, as proven when the suite was built; None: the verifier makes and proves them."""
+    """Decoys and observations of the hidden tests, as proven when the suite was built; None: the verifier makes and
+    proves them.
+    """
 
     @property
     def image_digest(self) -> str:
@@ -200,34 +227,48 @@ def tasks_table(tasks: list[Task]) -> pa.Table:
     return pa.Table.from_pylist(
         [
             {
-                "task_id": task.task_id, "family": task.family, "split": task.split.value, "instruction": task.instruction,
-                "files": _file_rows(task.files), "hidden_files": _file_rows(task.hidden_files), "tests": list(task.tests),
-                "reference_diff": task.reference_diff, "meta": _meta_row(task),
+                "task_id": task.task_id,
+                "family": task.family,
+                "split": task.split.value,
+                "instruction": task.instruction,
+                "files": _file_rows(task.files),
+                "hidden_files": _file_rows(task.hidden_files),
+                "tests": list(task.tests),
+                "reference_diff": task.reference_diff,
+                "meta": _meta_row(task),
                 "checks": task.checks.to_json() if task.checks else None,
             }
             for task in tasks
         ],
         schema=TASKS,
-    )  # fmt: skip
+    )
 
 
 def read_tasks(table: pa.Table) -> list[Task]:
     """The inverse of `tasks_table`."""
     return [
         Task(
-            task_id=row["task_id"], family=row["family"], split=Split(row["split"]), instruction=row["instruction"],
+            task_id=row["task_id"],
+            family=row["family"],
+            split=Split(row["split"]),
+            instruction=row["instruction"],
             files={file["path"]: file["data"] for file in row["files"]},
             hidden_files={file["path"]: file["data"] for file in row["hidden_files"]},
-            tests=tuple(row["tests"]), reference_diff=row["reference_diff"], artifacts=tuple(meta.pop(_ARTIFACTS, ())), meta=meta,
+            tests=tuple(row["tests"]),
+            reference_diff=row["reference_diff"],
+            artifacts=tuple(meta.pop(_ARTIFACTS, ())),
+            meta=meta,
             checks=Checks.from_json(row["checks"]) if row.get("checks") else None,
         )
         for row in table.to_pylist()
         for meta in [json.loads(row["meta"])]
-    ]  # fmt: skip
+    ]
 
 
 def _meta_row(task: Task) -> str:
-    """The facts with the artifacts, which most tasks don't declare: a column for them would change every suite's digest."""
+    """The facts with the artifacts, which most tasks don't declare: a column for them would change every suite's
+    digest.
+    """
     return json.dumps(task.meta | ({_ARTIFACTS: list(task.artifacts)} if task.artifacts else {}), sort_keys=True)
 
 

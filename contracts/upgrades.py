@@ -1,7 +1,8 @@
-"""What older stores lack: columns and facts that later versions write, with the value that stands for "made before this was written".
+"""What older stores lack: columns and facts that later versions write, with the value that stands for "made before this
+was written".
 
-Every table is read through `contracts.artifacts.Artifact.table` and every manifest's facts through `Artifact.meta`, so this is the one place
-that knows of older forms. A column is only ever added; a change of meaning is another column.
+Every table is read through `contracts.artifacts.Artifact.table` and every manifest's facts through `Artifact.meta`, so
+this is the one place that knows of older forms. A column is only ever added; a change of meaning is another column.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A store's upkeep: is everything there that its manifests promise, and what is there that nobody promised?
 
 check_store -> Fault ...        every manifest, and every file that it names, read where it is
-find_garbage -> Garbage ...     old attempts that no manifest names, old uploads that did not end, what dead processes staged
+find_garbage -> Garbage ...     old attempts that no manifest names, old uploads that did not end, what dead processes
+                                staged
 remove_garbage                  asks once more before it removes: what a manifest names by now stays
 """
 
@@ -42,8 +43,9 @@ class Garbage:
     """Something that takes space and that nobody will ask for."""
 
     what: Literal["attempt", "upload", "staging"]
-    """attempt: files of an artifact that another writer committed, or nobody. upload: parts of a file whose last one never came. staging:
-    what a process that is gone had in work."""
+    """attempt: files of an artifact that another writer committed, or nobody. upload: parts of a file whose last one
+    never came. staging: what a process that is gone had in work.
+    """
     place: str
     """Key prefix, key, or path."""
     size: int | None

@@ -1,7 +1,9 @@
-"""Text of policies, sandboxes and repositories as people and agents are shown it: sequences that terminals obey are spelled out.
+"""Text of policies, sandboxes and repositories as people and agents are shown it: sequences that terminals obey are
+spelled out.
 
-Spelled out are control characters (C0 without tab and newline, DEL, C1) and what overrides the direction of writing. A carriage return stays before a
-newline, where it moves nothing. All other text stays as it is. Interfaces for raw bytes do not pass through here.
+Spelled out are control characters (C0 without tab and newline, DEL, C1) and what overrides the direction of writing. A
+carriage return stays before a newline, where it moves nothing. All other text stays as it is. Interfaces for raw bytes
+do not pass through here.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
     episodes + rewards -> reason per episode -> members.parquet (every episode)
     sequences of those without a reason      -> train.parquet
 
-Every table is joined on what is unique in it, which is checked first: an episode by its id and by (group, sample), a sequence by
-(episode, index). So members has exactly one row an episode and train one row a kept sequence.
+Every table is joined on what is unique in it, which is checked first: an episode by its id and by (group, sample), a
+sequence by (episode, index). So members has exactly one row an episode and train one row a kept sequence.
 
-Holds rewards and groups, never advantages: the trainer computes those, from all graded members of a group, so a member that is left out for
-its length still counts in its group's mean. An iteration with nothing to learn from is legitimate: train.parquet is then empty, the report
-says so, and the trainer takes no step.
+Holds rewards and groups, never advantages: the trainer computes those, from all graded members of a group, so a member
+that is left out for its length still counts in its group's mean. An iteration with nothing to learn from is legitimate:
+train.parquet is then empty, the report says so, and the trainer takes no step.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ REASONS = (
 )
 """Why an episode is left out; of several, the first in this order is recorded.
 
-infra_error: the sandbox or engine failed. aborted, dropped: over-sampled and not kept. not_graded: no reward (verifier fault).
-tampered: it tampered with its verdict. empty: no token sampled. zero_variance: `contracts.episodes.lacks_variance` of its group. too_long: a sequence exceeds max_tokens. truncated: see
-DatasetConfig.
+infra_error: the sandbox or engine failed. aborted, dropped: over-sampled and not kept. not_graded: no reward (verifier
+fault). tampered: it tampered with its verdict. empty: no token sampled. zero_variance:
+`contracts.episodes.lacks_variance` of its group. too_long: a sequence exceeds max_tokens. truncated: see DatasetConfig.
 """
 
 TRAIN = pa.schema(
@@ -61,8 +61,9 @@ TRAIN = pa.schema(
         ("reward", pa.float32()),
     ]
 )
-"""One row a kept sequence, by group, sample, sequence; (group_id, sample, sequence) is unique. group_index: dense over kept groups, in
-rollouts order. policy_versions: distinct, sorted."""
+"""One row a kept sequence, by group, sample, sequence; (group_id, sample, sequence) is unique. group_index: dense over
+kept groups, in rollouts order. policy_versions: distinct, sorted.
+"""
 
 MEMBERS = pa.schema(
     [
@@ -77,8 +78,9 @@ MEMBERS = pa.schema(
         ("length", pa.int32()),
     ]
 )
-"""One row an episode, in rollouts order; (group_id, sample) is unique. Mean and population deviation are over all graded members of the group, kept or not (null: none
-is graded). length: tokens of the longest sequence."""
+"""One row an episode, in rollouts order; (group_id, sample) is unique. Mean and population deviation are over all
+graded members of the group, kept or not (null: none is graded). length: tokens of the longest sequence.
+"""
 
 
 class DatasetConfig(BaseModel):
@@ -89,9 +91,11 @@ class DatasetConfig(BaseModel):
     drop_zero_variance: bool = True
     """Leave out groups in which nothing varies, by `variance_of`."""
     variance_of: Literal["solved", "reward"] = "solved"
-    """What must differ within a group for it to train. solved: what the hidden tests said, which is also what `rollouts.refill` compares (dynamic
-    sampling of DAPO, arXiv:2503.14476, which leaves shaping out). reward: the whole reward; for judges and other components that are to be
-    learned where the tests say the same of all members, with `rollouts.refill` off."""
+    """What must differ within a group for it to train. solved: what the hidden tests said, which is also what
+    `rollouts.refill` compares (dynamic sampling of DAPO, arXiv:2503.14476, which leaves shaping out). reward: the whole
+    reward; for judges and other components that are to be learned where the tests say the same of all members, with
+    `rollouts.refill` off.
+    """
     max_tokens: int | None = Field(default=None, ge=1)
     """Longest sequence that trains, in tokens; null: any length."""
     drop_truncated: bool = False
@@ -122,7 +126,8 @@ class DatasetReport(Frozen):
 def build_dataset(rollouts: Artifact, rewards: Artifact, config: DatasetConfig, out: ArtifactWriter) -> DatasetReport:
     """Stage train.parquet and members.parquet in `out`; the caller commits.
 
-    Raises RewardsMismatch when the two don't belong together, DuplicateRows for an episode or sequence that is there twice.
+    Raises RewardsMismatch when the two don't belong together, DuplicateRows for an episode or sequence that is there
+    twice.
     """
     train, members = select_rows(
         rollouts.path("episodes.parquet"), rollouts.path("sequences.parquet"), rewards.path("rewards.parquet"), config
@@ -133,7 +138,9 @@ def build_dataset(rollouts: Artifact, rewards: Artifact, config: DatasetConfig, 
 
 
 def select_rows(episodes: Path, sequences: Path, rewards: Path, config: DatasetConfig) -> tuple[pa.Table, pa.Table]:
-    """(TRAIN rows, MEMBERS rows) from three Parquet files of EPISODES, SEQUENCES and REWARDS. Deterministic, row order included.
+    """(TRAIN rows, MEMBERS rows) from three Parquet files of EPISODES, SEQUENCES and REWARDS.
+
+    Deterministic, row order included.
 
     Raises as `build_dataset` does.
     """
@@ -259,8 +266,8 @@ def _check_unique(db: duckdb.DuckDBPyConnection) -> None:
             )
             more = f"; and {len(twice) - _SHOWN} more" if len(twice) > _SHOWN else ""
             raise DuplicateRows(
-                f"{table} repeats ({', '.join(columns)}): {words}{more}: sample the rollouts again; those of versions before 2 repeat ids "
-                "where an iteration drew a task twice"
+                f"{table} repeats ({', '.join(columns)}): {words}{more}: sample the rollouts again; those of versions"
+                " before 2 repeat ids where an iteration drew a task twice"
             )
 
 
@@ -278,5 +285,6 @@ def _check_belong(db: duckdb.DuckDBPyConnection) -> None:
     ((strangers,),) = db.execute(_STRANGERS).fetchall()
     if strangers:
         raise RewardsMismatch(
-            f"{strangers} episodes are in only one of episodes, sequences and rewards: build the dataset from rewards whose parent is these rollouts"
+            f"{strangers} episodes are in only one of episodes, sequences and rewards: build the dataset from rewards"
+            " whose parent is these rollouts"
         )

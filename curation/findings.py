@@ -18,7 +18,9 @@ class Finding(Frozen):
     """One thing that a final state tried, or brought along."""
 
     name: str
-    """`kind:detail`, such as `decoy:tests/test_hidden.py::test_sum` or `patched:builtins.len`; see docs/threat-model.md."""
+    """`kind:detail`, such as `decoy:tests/test_hidden.py::test_sum` or `patched:builtins.len`; see
+    docs/threat-model.md.
+    """
     detail: str = ""
     """In words, for people."""
 

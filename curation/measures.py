@@ -1,10 +1,10 @@
 """What a policy's episodes on one split say of it: pass@1 greedy, pass@1 as sampled, maj@k and pass@k. Pure functions.
 
-A policy that only needs sharpening has a high maj@k: its most frequent answer is right more often than its samples are. One that can't
-find the answer at all has a low pass@k. So the four are always reported together.
+A policy that only needs sharpening has a high maj@k: its most frequent answer is right more often than its samples are.
+One that can't find the answer at all has a low pass@k. So the four are always reported together.
 
-Sources: M. Chen et al., "Evaluating Large Language Models Trained on Code" (arXiv:2107.03374), for pass@k; X. Wang et al.,
-"Self-Consistency Improves Chain of Thought Reasoning" (arXiv:2203.11171), for the majority.
+Sources: M. Chen et al., "Evaluating Large Language Models Trained on Code" (arXiv:2107.03374), for pass@k; X. Wang et
+al., "Self-Consistency Improves Chain of Thought Reasoning" (arXiv:2203.11171), for the majority.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class Measure:
 
 
 def majority(samples: Sequence[Sample]) -> float:
-    """Whether the most frequent final state is solved: 1 or 0. Between states of equal count, the share of solved ones."""
+    """Whether the most frequent final state is solved: 1 or 0.
+
+    Between states of equal count, the share of solved ones.
+    """
     counts = Counter(sample.state for sample in samples)
     most = max(counts.values())
     solved = {sample.state: sample.solved for sample in samples}
@@ -67,7 +70,8 @@ def measures(
 ) -> dict[str, Any]:
     """The four measures, JSON-like, with `k`, the most samples that a task has, and the samples' `temperature`.
 
-    Both map task id to its graded samples; tasks without any are left out. greedy: empty where nothing was played greedily.
+    Both map task id to its graded samples; tasks without any are left out. greedy: empty where nothing was played
+    greedily.
     """
     means = {task: fmean(sample.solved for sample in own) for task, own in sampled.items() if own}
     return {

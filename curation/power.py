@@ -1,6 +1,8 @@
-"""What a gate can tell: how often it refuses a candidate of a known true difference, by simulation with the decision's own code.
+"""What a gate can tell: how often it refuses a candidate of a known true difference, by simulation with the decision's
+own code.
 
-pass rates of tasks ~ Beta -> samples of candidate, parent, best so far -> `lower_bounds` of the paired differences > -margin?
+pass rates of tasks ~ Beta -> samples of candidate, parent, best so far -> `lower_bounds` of the paired differences >
+-margin?
 """
 
 from __future__ import annotations
@@ -64,13 +66,18 @@ class Sequences:
     refused: float
     """Share of the candidates that were refused."""
     beyond: float
-    """Share of the sequences that end with a true loss of more than the margin below the best policy that was ever live."""
+    """Share of the sequences that end with a true loss of more than the margin below the best policy that was ever
+    live.
+    """
     loss: float
     """Mean true loss at the end, in pass rate, below the best policy that was ever live."""
 
 
 def measured_rates(outcomes: Mapping[str, Sequence[int]], origin: str) -> TaskRates | None:
-    """Rates of tasks from the 0/1 of each task's samples, the noise of sampling taken off. None unless two tasks have two samples."""
+    """Rates of tasks from the 0/1 of each task's samples, the noise of sampling taken off.
+
+    None unless two tasks have two samples.
+    """
     several = [values for values in outcomes.values() if len(values) > 1]
     if len(several) < 2:
         return None
@@ -81,7 +88,9 @@ def measured_rates(outcomes: Mapping[str, Sequence[int]], origin: str) -> TaskRa
 
 
 def refusal_rate(gate: Gate, rates: TaskRates, difference: float, trials: int = TRIALS, seed: int = 0) -> float:
-    """Share of evaluations that refuse a candidate whose true pass rate is `difference` above its parent's, itself the best so far."""
+    """Share of evaluations that refuse a candidate whose true pass rate is `difference` above its parent's, itself the
+    best so far.
+    """
     generator = np.random.default_rng(seed)
     passed = 0
     for count in _chunks(trials, gate.tasks):
@@ -93,12 +102,19 @@ def refusal_rate(gate: Gate, rates: TaskRates, difference: float, trials: int = 
 
 
 def simulate_iterations(
-    gate: Gate, rates: TaskRates, differences: Sequence[float], *, floor: bool = True, sequences: int = SEQUENCES, seed: int = 0
-) -> Sequences:  # fmt: skip
-    """Sequences of iterations, each with a candidate whose true rate differs from the live policy's by one of `differences`, in order.
+    gate: Gate,
+    rates: TaskRates,
+    differences: Sequence[float],
+    *,
+    floor: bool = True,
+    sequences: int = SEQUENCES,
+    seed: int = 0,
+) -> Sequences:
+    """Sequences of iterations, each with a candidate whose true rate differs from the live policy's by one of
+    `differences`, in order.
 
-    Runs are kept, as in production: the live policy's one run judges every candidate until another goes live. floor: also compare with the
-    live policy of the highest measured rate so far.
+    Runs are kept, as in production: the live policy's one run judges every candidate until another goes live. floor:
+    also compare with the live policy of the highest measured rate so far.
     """
     generator = np.random.default_rng(seed)
     refused, lost = 0.0, []
@@ -124,7 +140,9 @@ def simulate_iterations(
 
 
 def moved(tasks: Numbers, mean: float, difference: float | Numbers) -> Numbers:
-    """Rates of the same tasks when their mean moves by `difference`: losses are in proportion to a task's rate, gains to what it lacks."""
+    """Rates of the same tasks when their mean moves by `difference`: losses are in proportion to a task's rate, gains
+    to what it lacks.
+    """
     change = np.asarray(difference, np.float64)
     worse = tasks * (mean + change) / mean
     better = 1 - (1 - tasks) * (1 - mean - change) / (1 - mean)

@@ -20,7 +20,9 @@ ATTEMPTS = 4
 BACKOFF_S = 0.25
 """First pause after an infrastructure fault; doubles with each, jittered by half."""
 BLAMED_AFTER = 2
-"""Faults of one final state after which a control state is run: if that one grades and the state faults again, the fault is the state's."""
+"""Faults of one final state after which a control state is run: if that one grades and the state faults again, the
+fault is the state's.
+"""
 
 log = logging.getLogger(__name__)
 
@@ -59,11 +61,15 @@ class Runs:
                 if controlled:
                     raise Ungradable(f"{type(error).__name__}: {error}") from error
         raise InfraFault(
-            f"task {task.task_id} could not be verified in {ATTEMPTS} attempts ({fault}): check the envd server, then run the same step again"
+            f"task {task.task_id} could not be verified in {ATTEMPTS} attempts ({fault}): check the envd server, then"
+            " run the same step again"
         ) from fault
 
     async def tell(self, task: Task, findings: Sequence[str]) -> None:
-        """Have the server's audit log record what was found. A server that can't is no reason to doubt the verdict: it is logged."""
+        """Have the server's audit log record what was found.
+
+        A server that can't is no reason to doubt the verdict: it is logged.
+        """
         log.warning("a final state of %s tampered with its verdict: %s", task.task_id, ", ".join(findings))
         try:
             await self._client.found(await self._template(task), findings)
@@ -83,9 +89,15 @@ class Runs:
         template = await self._template(task)
         self.count += 1
         return await self._client.verify(
-            template, diff, task.hidden_files if hidden is None else hidden, task.tests if tests is None else tests,
-            limits=LIMITS, timeout_s=self._timeout_s, artifacts=task.artifacts, product=changed_paths(task.reference_diff),
-        )  # fmt: skip
+            template,
+            diff,
+            task.hidden_files if hidden is None else hidden,
+            task.tests if tests is None else tests,
+            limits=LIMITS,
+            timeout_s=self._timeout_s,
+            artifacts=task.artifacts,
+            product=changed_paths(task.reference_diff),
+        )
 
     async def _template(self, task: Task) -> str:
         image = task.image_digest

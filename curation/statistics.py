@@ -1,16 +1,19 @@
-"""How sure a comparison of two policies is: pass rates, paired differences, and the rule that refuses a worse policy. Pure functions.
+"""How sure a comparison of two policies is: pass rates, paired differences, and the rule that refuses a worse policy.
+Pure functions.
 
-The task is the unit: samples of one task are not independent of each other. Every interval is the one that resampling whole tasks gives
-(the cluster bootstrap) with its standard error in closed form: the mean of n tasks drawn with replacement has the variance
-sum (y_t - mean y)^2 / n^2, exactly, so nothing is drawn at random. Critical values are normal for rates, whose variance is bounded by the rate
-itself, and Student's with n - 1 degrees of freedom for differences.
-`python -m benchmarks intervals` measures the coverage, beside percentile bootstrap and Wilson's interval over episodes.
+The task is the unit: samples of one task are not independent of each other. Every interval is the one that resampling
+whole tasks gives (the cluster bootstrap) with its standard error in closed form: the mean of n tasks drawn with
+replacement has the variance sum (y_t - mean y)^2 / n^2, exactly, so nothing is drawn at random. Critical values are
+normal for rates, whose variance is bounded by the rate itself, and Student's with n - 1 degrees of freedom for
+differences. `python -m benchmarks intervals` measures the coverage, beside percentile bootstrap and Wilson's interval
+over episodes.
 
-Sources: B. Efron and R. Tibshirani, "An Introduction to the Bootstrap" (1993), chapters 6 and 12.2; E. Miller, "Adding Error Bars to Evals"
-(arXiv:2411.00640), sections 2.2 (clustered errors) and 4 (paired differences); E. B. Wilson, JASA 22 (1927), for the score form of a rate's
-interval, and E. Korn and B. Graubard, Survey Methodology 24 (1998), for its use with an effective number of observations; D. Bonett and
-R. Price, J. Educ. Behav. Stat. 37 (2012), for pseudo-observations in paired differences; G. Piaggio et al., JAMA 308 (2012), for
-non-inferiority by the interval's lower end.
+Sources: B. Efron and R. Tibshirani, "An Introduction to the Bootstrap" (1993), chapters 6 and 12.2; E. Miller, "Adding
+Error Bars to Evals" (arXiv:2411.00640), sections 2.2 (clustered errors) and 4 (paired differences); E. B. Wilson, JASA
+22 (1927), for the score form of a rate's interval, and E. Korn and B. Graubard, Survey Methodology 24 (1998), for its
+use with an effective number of observations; D. Bonett and R. Price, J. Educ. Behav. Stat. 37 (2012), for
+pseudo-observations in paired differences; G. Piaggio et al., JAMA 308 (2012), for non-inferiority by the interval's
+lower end.
 """
 
 from __future__ import annotations
@@ -27,8 +30,9 @@ from numpy.typing import NDArray
 CONFIDENCE = 0.95
 """Two-sided, of every interval unless told otherwise."""
 PSEUDO_VARIANCE = 0.125
-"""Of half an observation at rate 1/2, added to the variance between tasks and to its bound: where no task fails, each task counts as one
-observation, however many samples it has."""
+"""Of half an observation at rate 1/2, added to the variance between tasks and to its bound: where no task fails, each
+task counts as one observation, however many samples it has.
+"""
 
 Numbers = NDArray[np.float64]
 
@@ -73,11 +77,13 @@ class Judgement:
 def rate_interval(
     solved: Sequence[float], samples: Sequence[float], confidence: float = CONFIDENCE
 ) -> tuple[float, float]:
-    """Interval of sum(solved) / sum(samples), by task: Wilson's score interval with as many observations as the tasks are worth.
+    """Interval of sum(solved) / sum(samples), by task: Wilson's score interval with as many observations as the tasks
+    are worth.
 
-    solved, samples: one value a task, solved <= samples; tasks without samples are left out. With y_t the task's share, weighted by its
-    samples, n tasks and rate p: a task is worth 1 / c observations, c = (sum (y_t - p)^2 + v) / (p (1 - p) (n - 1) + v) <= 1, v =
-    PSEUDO_VARIANCE. With one sample a task this is Wilson's interval itself. (0, 1) below two tasks.
+    solved, samples: one value a task, solved <= samples; tasks without samples are left out. With y_t the task's share,
+    weighted by its samples, n tasks and rate p: a task is worth 1 / c observations, c = (sum (y_t - p)^2 + v) / (p (1 -
+    p) (n - 1) + v) <= 1, v = PSEUDO_VARIANCE. With one sample a task this is Wilson's interval itself. (0, 1) below two
+    tasks.
     """
     counts = np.asarray(samples, np.float64)
     wins = np.asarray(solved, np.float64)[counts > 0]
@@ -98,10 +104,11 @@ def rate_interval(
 
 
 def difference_errors(differences: Numbers, samples: float) -> Numbers:
-    """Standard error of the mean over the last axis, [..., tasks], by task: sqrt((sum (d_t - mean d)^2 + 1 / samples^2) / (n (n - 1))).
+    """Standard error of the mean over the last axis, [..., tasks], by task: sqrt((sum (d_t - mean d)^2 + 1 / samples^2)
+    / (n (n - 1))).
 
-    samples: of a task. The added term is that of one task in which the policies differ by one sample, so that policies which differed on no
-    task are not taken to be equal for certain.
+    samples: of a task. The added term is that of one task in which the policies differ by one sample, so that policies
+    which differed on no task are not taken to be equal for certain.
     """
     n = differences.shape[-1]
     squares = ((differences - differences.mean(-1, keepdims=True)) ** 2).sum(-1) + 1 / samples**2
@@ -110,7 +117,9 @@ def difference_errors(differences: Numbers, samples: float) -> Numbers:
 
 
 def lower_bounds(differences: Numbers, samples: float, confidence: float) -> Numbers:
-    """Lower end of the two-sided interval of the mean difference, over the last axis of [..., tasks]: what the gate decides by."""
+    """Lower end of the two-sided interval of the mean difference, over the last axis of [..., tasks]: what the gate
+    decides by.
+    """
     critical = student_quantile(0.5 + confidence / 2, differences.shape[-1] - 1)
     bounds: Numbers = differences.mean(-1) - critical * difference_errors(differences, samples)
     return bounds
@@ -122,8 +131,8 @@ def paired_difference(
     """Difference in pass rate, each task weighing the same.
 
     Both map task id to the 0/1 of its samples; tasks that only one has (or has no graded sample of) are left out. With
-    d_t = mean(candidate_t) - mean(other_t): mean(d) +- t * `difference_errors`, cut to [-1, 1]. Below two tasks the interval is [-1, 1].
-    gate_confidence: of the two-sided interval whose lower end is `bound`.
+    d_t = mean(candidate_t) - mean(other_t): mean(d) +- t * `difference_errors`, cut to [-1, 1]. Below two tasks the
+    interval is [-1, 1]. gate_confidence: of the two-sided interval whose lower end is `bound`.
     """
     shared = sorted(task for task in candidate if candidate[task] and other.get(task))
     differences = np.asarray([fmean(candidate[task]) - fmean(other[task]) for task in shared], np.float64)
@@ -137,7 +146,8 @@ def paired_difference(
 
 
 def non_inferior(difference: PairedDifference, margin: float, other: str = "its parent") -> Judgement:
-    """Whether the candidate is at worst `margin` below the other policy: the difference's `bound` must lie above -margin.
+    """Whether the candidate is at worst `margin` below the other policy: the difference's `bound` must lie above
+    -margin.
 
     margin: in pass rate, e.g. 0.05. other: for the sentence. Raises ValueError when margin is negative.
     """
@@ -149,12 +159,15 @@ def non_inferior(difference: PairedDifference, margin: float, other: str = "its 
     verdict = "non-inferior to" if holds else "not shown to be non-inferior to"
     return Judgement(
         holds,
-        f"candidate is {verdict} {other}: {span}, its lower bound {difference.bound:+.3f} is {relation} the margin of {-margin:+.3f}",
+        f"candidate is {verdict} {other}: {span}, its lower bound {difference.bound:+.3f} is {relation} the margin of"
+        f" {-margin:+.3f}",
     )
 
 
 def pass_rate(rewards: pa.Table, confidence: float = CONFIDENCE) -> PassRate:
-    """The share of solved episodes in a table with the columns `task_id` and `solved` (REWARDS); ungraded ones don't count."""
+    """The share of solved episodes in a table with the columns `task_id` and `solved` (REWARDS); ungraded ones don't
+    count.
+    """
     outcomes = solved_by_task(rewards)
     solved, samples = [sum(values) for values in outcomes.values()], [len(values) for values in outcomes.values()]
     n = sum(samples)
@@ -174,7 +187,8 @@ def solved_by_task(rewards: pa.Table) -> dict[str, list[int]]:
 def student_quantile(probability: float, freedom: int) -> float:
     """Quantile of Student's t distribution. Raises ValueError unless freedom >= 1 and 0 < probability < 1.
 
-    Exact for 1 and 2 degrees of freedom, above by the expansion in 1 / freedom of Abramowitz and Stegun, 26.7.5 (to 0.01 at 3, 1e-4 at 10).
+    Exact for 1 and 2 degrees of freedom, above by the expansion in 1 / freedom of Abramowitz and Stegun, 26.7.5 (to
+    0.01 at 3, 1e-4 at 10).
     """
     if freedom < 1 or not 0 < probability < 1:
         raise ValueError(f"quantile {probability} at {freedom} degrees of freedom: expected 0 to 1, and 1 or more")

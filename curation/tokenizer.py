@@ -1,7 +1,9 @@
-"""The base policy's tokenizer: a byte-level BPE in which every name, path and operation is one token, wherever it stands.
+"""The base policy's tokenizer: a byte-level BPE in which every name, path and operation is one token, wherever it
+stands.
 
-Copying a name is what the policy learns last; with one token a name it is one attention hop. So the pre-tokenizer isolates the
-given words, digits and operations with their blanks, ends a piece after every newline, and lets BPE merge whatever remains, across blanks too.
+Copying a name is what the policy learns last; with one token a name it is one attention hop. So the pre-tokenizer
+isolates the given words, digits and operations with their blanks, ends a piece after every newline, and lets BPE merge
+whatever remains, across blanks too.
 """
 
 from __future__ import annotations
@@ -36,7 +38,10 @@ _WORD_WEIGHT = 4000
 
 
 def train_tokenizer(texts: Iterable[str], words: Sequence[str], vocabulary: int) -> Tokenizer:
-    """Train on `texts`. Each of `words` becomes one token, the same one after a blank, a bracket or a newline; an operation with its blanks, too.
+    """Train on `texts`.
+
+    Each of `words` becomes one token, the same one after a blank, a bracket or a newline; an operation with its blanks,
+    too.
 
     Raises TokenizerError when `vocabulary` leaves no room for the words.
     """
@@ -44,21 +49,26 @@ def train_tokenizer(texts: Iterable[str], words: Sequence[str], vocabulary: int)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(f"(?<![A-Za-z0-9_])(?:{_alternatives(words)})(?![A-Za-z0-9_])|[0-9]|{operations}"), "isolated"),
+            pre_tokenizers.Split(
+                Regex(f"(?<![A-Za-z0-9_])(?:{_alternatives(words)})(?![A-Za-z0-9_])|[0-9]|{operations}"), "isolated"
+            ),
             pre_tokenizers.Split("\n", "merged_with_previous"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
-    )  # fmt: skip
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=list(SPECIAL_TOKENS), show_progress=False,
+        vocab_size=vocabulary,
+        special_tokens=list(SPECIAL_TOKENS),
+        show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator(chain(texts, (f"{piece}\n" * _WORD_WEIGHT for piece in [*words, *_BLANKED])), trainer)
     split = [word for word in words if len(tokenizer.encode(word).ids) != 1]
     if split:
         raise TokenizerError(
-            f"{len(split)} of {len(words)} words are not single tokens (e.g. {split[0]}): raise the vocabulary of {vocabulary}"
+            f"{len(split)} of {len(words)} words are not single tokens (e.g. {split[0]}): raise the vocabulary of"
+            f" {vocabulary}"
         )
     return tokenizer
 

@@ -1,12 +1,14 @@
 """Verdicts: hidden tests on an episode's final state, in sandboxes that no agent ever touched.
 
     grade(task, diff) -> memory -> store (verdicts/) -> runs, once for identical requests in flight -> judgement
-                                        ^------------------------------------------------------------' created exclusively: the first
-                                                                                                       verdict counts for everyone
+                                        ^------------------------------------------------------------' created
+                                        exclusively: the first
+                                                                                                       verdict counts
+                                                                                                       for everyone
 
-Each run has a sandbox of its own: the tests as written; where they pass, without expectations, as decoys, and repeated, in random order (begun together
-with the first where nothing else is being graded). What they
-report is compared here. A verdict depends on (task, final state, verifier version) only, so rollouts may ask early and rewards find it again.
+Each run has a sandbox of its own: the tests as written; where they pass, without expectations, as decoys, and repeated,
+in random order (begun together with the first where nothing else is being graded). What they report is compared here. A
+verdict depends on (task, final state, verifier version) only, so rollouts may ask early and rewards find it again.
 """
 
 from __future__ import annotations
@@ -33,10 +35,14 @@ from curation.tasks.checks.proving import CHECKS_VERSION, prove
 from envd.client import SandboxClient, VerifyResult
 
 VERIFIER_VERSION = "3"
-"""Bump when the same final state may get another verdict: this file, LIMITS, judgement, checks, or what envd runs and reports."""
+"""Bump when the same final state may get another verdict: this file, LIMITS, judgement, checks, or what envd runs and
+reports.
+"""
 
 MAX_DIFF_BYTES = 32 * 1024 * 1024
-"""A larger final state fails without a run: it would not fit envd's messages, and a policy must not escape its grade by size."""
+"""A larger final state fails without a run: it would not fit envd's messages, and a policy must not escape its grade by
+size.
+"""
 
 REMEMBERED = 65_536
 """Verdicts kept in memory."""
@@ -58,7 +64,9 @@ class Verdict(Frozen):
     solved: bool
     """The run completed and every named test reported passed."""
     exit: str
-    """completed, crashed, timed_out, apply_failed, or ungradable: its verification faults in fresh sandboxes, while a control state's does not."""
+    """completed, crashed, timed_out, apply_failed, or ungradable: its verification faults in fresh sandboxes, while a
+    control state's does not.
+    """
     tests: list[TestVerdict]
     findings: tuple[Finding, ...] = ()
     """What was tried on the verdict, by name; one that is tampering makes the state unsolved."""
@@ -92,7 +100,9 @@ def checks_key(task: Task) -> str:
 
 
 def read_checks(store: Store, key: str) -> Checks | None:
-    """The checks recorded under `key`, or None: also for a record that is not readable, since they can be made again."""
+    """The checks recorded under `key`, or None: also for a record that is not readable, since they can be made
+    again.
+    """
     try:
         return Checks.from_json(store.local_path(key).read_text())
     except (ArtifactMissing, FileNotFoundError):
@@ -118,7 +128,8 @@ def read_verdict(store: Store, key: str) -> Verdict | None:
 def judge(
     tests: tuple[str, ...], result: VerifyResult, checks: Checks | None = None, evidence: Evidence | None = None
 ) -> Verdict:
-    """Exact accounting of the named tests: one that did not report, or reported twice with different words, did not pass.
+    """Exact accounting of the named tests: one that did not report, or reported twice with different words, did not
+    pass.
 
     checks: what is known of the task. evidence: what the runs beside the first found.
     """
@@ -130,9 +141,11 @@ def judge(
     rows = [reports.get(name) or TestVerdict(name=name, status="missing", message="did not report") for name in tests]
     why = evidence.tests if evidence else {}
     rows = [
-        row.model_copy(update={"status": "error", "message": why[base_name(row.name)]})
-        if row.status == "passed" and base_name(row.name) in why
-        else row
+        (
+            row.model_copy(update={"status": "error", "message": why[base_name(row.name)]})
+            if row.status == "passed" and base_name(row.name) in why
+            else row
+        )
         for row in rows
     ]
     known_names = checks.known if checks else ()
@@ -177,9 +190,9 @@ class _Beside:
 class Verifier:
     """Grades final states through one envd server, remembering verdicts in memory and in `store` (None: memory only).
 
-    concurrency: verifications in flight at once. timeout_s: of one run of a task's hidden tests; a verdict of timed_out depends on the
-    clock, so it is tried twice and never remembered. eager: begin all runs of a verdict at once while no other is being reached, which takes less time and, for a state
-    that fails, more work.
+    concurrency: verifications in flight at once. timeout_s: of one run of a task's hidden tests; a verdict of timed_out
+    depends on the clock, so it is tried twice and never remembered. eager: begin all runs of a verdict at once while no
+    other is being reached, which takes less time and, for a state that fails, more work.
     """
 
     def __init__(
@@ -209,7 +222,8 @@ class Verifier:
     async def grade(self, task: Task, diff: bytes) -> Verdict:
         """The verdict on `diff` applied to the task's repository.
 
-        Raises InfraFault when envd keeps failing (the caller leaves the episode ungraded), CurationError for a task without hidden tests.
+        Raises InfraFault when envd keeps failing (the caller leaves the episode ungraded), CurationError for a task
+        without hidden tests.
         """
         if not task.tests:
             raise CurationError(
@@ -233,7 +247,10 @@ class Verifier:
                     del self._flights[key]
 
     async def checks(self, task: Task) -> Checks:
-        """What verdicts of a task rest on: as the suite holds it, or made and proven now, and remembered. Raises InfraFault."""
+        """What verdicts of a task rest on: as the suite holds it, or made and proven now, and remembered.
+
+        Raises InfraFault.
+        """
         if task.checks is not None:
             return task.checks
         work = self._checks.get(task.digest)
@@ -305,7 +322,10 @@ class Verifier:
     async def _doubt(
         self, task: Task, diff: bytes, written: VerifyResult, checks: Checks, begun: asyncio.Task[_Beside] | None
     ) -> Verdict:
-        """The verdict on a state whose tests pass as written. begun: the runs beside it, where they were begun with it."""
+        """The verdict on a state whose tests pass as written.
+
+        begun: the runs beside it, where they were begun with it.
+        """
         found = await (begun or self._beside(task, diff, checks))
         evidence = weigh(checks, found.observed, found.decoys)
         if evidence.findings:  # once more, so that what is only unstable is not called a cheat

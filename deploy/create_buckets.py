@@ -1,4 +1,6 @@
-"""Creates the buckets named on the command line where they do not exist yet. Endpoint and credentials come from the AWS_* variables."""
+"""Creates the buckets named on the command line where they do not exist yet. Endpoint and credentials come from the
+AWS_* variables.
+"""
 
 from __future__ import annotations
 

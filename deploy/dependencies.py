@@ -1,4 +1,6 @@
-"""Prints what pyproject.toml depends on, with the extras named on the command line: an image installs it before it copies the code."""
+"""Prints what pyproject.toml depends on, with the extras named on the command line: an image installs it before it
+copies the code.
+"""
 
 from __future__ import annotations
 

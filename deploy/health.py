@@ -1,4 +1,6 @@
-"""Health checks of containers that have no curl: `health.py http://host:port/path` or `health.py unix:/run/envd.sock` (envd over gRPC)."""
+"""Health checks of containers that have no curl: `health.py http://host:port/path` or `health.py unix:/run/envd.sock`
+(envd over gRPC).
+"""
 
 from __future__ import annotations
 

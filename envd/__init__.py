@@ -6,7 +6,8 @@ Out: tool results, diffs, states of sandboxes, and the outcome of each named tes
     client --gRPC--> server --Backend--> spawner, runsc, QEMU ... --> agent (process 1 of its sandbox)
                         \\___________ files, shell, processes over one stream ___________/
 
-The server holds no code of a sandbox and trusts nothing that comes from one; what starts sandboxes is another, single-threaded
-process or a program of its own; the agent runs inside. Runs alone: `python -m envd serve`. Imports contracts and nothing else of ours. The
-other planes may import `envd.client`, `envd.local` and `envd.tools`; everything above may import any of it.
+The server holds no code of a sandbox and trusts nothing that comes from one; what starts sandboxes is another,
+single-threaded process or a program of its own; the agent runs inside. Runs alone: `python -m envd serve`. Imports
+contracts and nothing else of ours. The other planes may import `envd.client`, `envd.local` and `envd.tools`; everything
+above may import any of it.
 """

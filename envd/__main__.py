@@ -70,7 +70,8 @@ def main(argv: list[str] | None = None) -> int:
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonLines())
     logging.basicConfig(level=arguments.log_level.upper(), handlers=[handler])
-    # Read by gRPC when it is first used. Its handlers of fork crash a child now and then that uvloop is about to make another program.
+    # Read by gRPC when it is first used. Its handlers of fork crash a child now and then that uvloop is about to make
+    # another program.
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     try:
         _run(_served(arguments))
@@ -109,8 +110,10 @@ def _add_serving(add: Any) -> None:
     add(
         "--backend",
         default="auto",
-        help="auto (namespaces, else gvisor; never plain), or of namespaces, plain, gvisor, qemu, firecracker, pods; "
-        "several with commas, the default one first",
+        help=(
+            "auto (namespaces, else gvisor; never plain), or of namespaces, plain, gvisor, qemu, firecracker, pods; "
+            "several with commas, the default one first"
+        ),
     )
     add("--pool", type=int, default=0, metavar="N", help="sandboxes kept ready for each template in use (default 0)")
     add("--policy", type=Path, metavar="YAML", help="what sandboxes may be and do (docs/policies.md)")
@@ -137,7 +140,10 @@ def _add_access(add: Any) -> None:
         "--key-file",
         type=Path,
         metavar="FILE",
-        help="ask for a bearer key; FILE holds those accepted, one a line (default: on a port, one that is made and printed)",
+        help=(
+            "ask for a bearer key; FILE holds those accepted, one a line (default: on a port, one that is made and"
+            " printed)"
+        ),
     )
     add(
         "--peer-ca",

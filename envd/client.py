@@ -63,12 +63,14 @@ _ENDING_S = 10.0
 
 
 class SandboxClient:
-    """A connection to one envd server. `address` is `unix:/path` or `host:port`, by default where this user's server listens by default.
-    Holds no state but the channel.
+    """A connection to one envd server.
 
-    The first call waits for a server that still starts. Once one has answered, a server that has gone is an error at once,
-    and a later call finds one that came back at the same address. access: TLS and the key, where the server asks for them; None: the key of
-    $TRIPLANE_ENVD_KEY_FILE, else of this user's own server on that port (`Access.found`).
+    `address` is `unix:/path` or `host:port`, by default where this user's server listens by default. Holds no state but
+    the channel.
+
+    The first call waits for a server that still starts. Once one has answered, a server that has gone is an error at
+    once, and a later call finds one that came back at the same address. access: TLS and the key, where the server asks
+    for them; None: the key of $TRIPLANE_ENVD_KEY_FILE, else of this user's own server on that port (`Access.found`).
     """
 
     def __init__(self, address: str | None = None, access: Access | None = None) -> None:
@@ -135,8 +137,9 @@ class SandboxClient:
     ) -> Sandbox:
         """Start a sandbox with its own copy of the template's workspace; it answers calls when this returns.
 
-        limits: None for the server's defaults. backend: empty for the server's choice. policy: YAML, within the server's own. idempotency_key: a retry with the same one
-        gets the same sandbox. Cancelled without one, it ends what the server still makes. timeout_s: pods that pull their image take minutes.
+        limits: None for the server's defaults. backend: empty for the server's choice. policy: YAML, within the
+        server's own. idempotency_key: a retry with the same one gets the same sandbox. Cancelled without one, it ends
+        what the server still makes. timeout_s: pods that pull their image take minutes.
         """
         request = _create_request(template, limits, env, labels, backend, policy)
         if idempotency_key is not None:  # a retry may want it
@@ -155,14 +158,19 @@ class SandboxClient:
         policy: str = "",
         idempotency_key: str | None = None,
     ) -> list[Sandbox | EnvdError]:
-        """Start several, in one round trip, each as `create` does. One that could not be started is its error in the list."""
+        """Start several, in one round trip, each as `create` does.
+
+        One that could not be started is its error in the list.
+        """
         request = _create_request(template, limits, env, labels, backend, policy)
         batch = pb.CreateBatchRequest(requests=[request] * count)
         reply = await self._ask("CreateBatch", batch, MOVE_S, idempotency_key)
         return [
-            self.attach(Handle(each.created.sandbox_id, each.created.token))
-            if each.HasField("created")
-            else error_of(each.code, each.error)
+            (
+                self.attach(Handle(each.created.sandbox_id, each.created.token))
+                if each.HasField("created")
+                else error_of(each.code, each.error)
+            )
             for each in reply.results
         ]
 
@@ -209,11 +217,12 @@ class SandboxClient:
     ) -> VerifyResult:
         """Run the named tests (pytest node ids) on the template with `diff` applied, in a fresh sandbox.
 
-        Hidden files are placed after the diff and win over it. Test configuration that the diff brings is ignored. However
-        many verifications the server has before this one, waiting for them is no fault: only its own run has a deadline.
-        artifacts: patterns as in `Export`; what else the diff touches does not count, and `tampering` names it.
-        product: paths that solutions change; other files of the template that look like helpers of its tests are restored.
-        backend, policy: as in `create`; without both, what a sandbox that names none runs on. The result says which it was.
+        Hidden files are placed after the diff and win over it. Test configuration that the diff brings is ignored.
+        However many verifications the server has before this one, waiting for them is no fault: only its own run has a
+        deadline. artifacts: patterns as in `Export`; what else the diff touches does not count, and `tampering` names
+        it. product: paths that solutions change; other files of the template that look like helpers of its tests are
+        restored. backend, policy: as in `create`; without both, what a sandbox that names none runs on. The result says
+        which it was.
         """
         request = pb.VerifyRequest(
             template=template,
@@ -234,7 +243,9 @@ class SandboxClient:
         return verify_result_of(reply)
 
     async def found(self, template: str, findings: Sequence[str]) -> None:
-        """Have the server record in its audit log what a judge found by comparing several runs of a template's tests."""
+        """Have the server record in its audit log what a judge found by comparing several runs of a template's
+        tests.
+        """
         request = pb.FoundRequest(template=template, findings=findings)
         await self.caller.ask(self._verifier.Found, request, RPC_GRACE_S)
 
@@ -244,8 +255,8 @@ class SandboxClient:
     async def _wanted(self, asking: Coroutine[Any, Any, Any]) -> Sandbox:
         """The sandbox that a call makes, ended when the caller gives up meanwhile.
 
-        gRPC tells a server nothing of a client that leaves while its reply is on the way, so the call is not cancelled: nobody but us
-        would know what came of it.
+        gRPC tells a server nothing of a client that leaves while its reply is on the way, so the call is not cancelled:
+        nobody but us would know what came of it.
         """
         asked = asyncio.ensure_future(asking)
         try:

@@ -59,8 +59,9 @@ class Sandbox:
     async def batch(
         self, calls: Sequence[ToolCall], *, timeout_s: float = 10, idempotency_key: str | None = None
     ) -> list[ToolResult]:
-        """Run the calls of one turn and answer in request order; adjacent `exec` calls run at the same time, and so do those that only
-        look. idempotency_key: a retry with the same one gets the first try's answers."""
+        """Run the calls of one turn and answer in request order; adjacent `exec` calls run at the same time, and so do
+        those that only look. idempotency_key: a retry with the same one gets the first try's answers.
+        """
         request = pb.BatchRequest(
             sandbox_id=self.id,
             calls=[
@@ -124,7 +125,9 @@ class Sandbox:
         return reply.snapshot_id, tuple(reply.lost)
 
     async def migrate(self, target: SandboxClient, *, address: str = "", key: str = "") -> Sandbox:
-        """Move it to another server, where it goes on under the same id and token. Raises MigrationError; it goes on here then.
+        """Move it to another server, where it goes on under the same id and token.
+
+        Raises MigrationError; it goes on here then.
 
         address, key: how this sandbox's server reaches the other one, where that is not as we do.
         """
@@ -138,5 +141,8 @@ class Sandbox:
 
 
 def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments as they are sent. No tool takes lists or objects, so one is as wrong empty as nested beyond what JSON readers bear."""
+    """Arguments as they are sent.
+
+    No tool takes lists or objects, so one is as wrong empty as nested beyond what JSON readers bear.
+    """
     return {key: [] if isinstance(value, (list, dict)) else value for key, value in arguments.items()}

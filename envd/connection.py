@@ -49,8 +49,9 @@ class Access:
 
     @classmethod
     def found(cls, address: str) -> Access:
-        """What this user's own configuration knows of a server: $TRIPLANE_ENVD_KEY_FILE, else the key that a server on this machine made for
-        itself, else nothing. Raises EnvdError for a file that can't be used."""
+        """What this user's own configuration knows of a server: $TRIPLANE_ENVD_KEY_FILE, else the key that a server on
+        this machine made for itself, else nothing. Raises EnvdError for a file that can't be used.
+        """
         named = os.environ.get(KEY_FILE_VARIABLE)
         on_port = wants_key(address) and is_local(address)
         file = Path(named) if named else key_file_for(port_of(address)) if on_port else None
@@ -70,9 +71,11 @@ class Access:
 
 
 def prefer_short_round_trips() -> None:
-    """Have gRPC wait in the thread that will answer, before this process opens its first channel or server; a choice that is set already stays.
+    """Have gRPC wait in the thread that will answer, before this process opens its first channel or server; a choice
+    that is set already stays.
 
-    Its own engine of events hands each message on from another thread, which takes a tenth of a millisecond of a call on either side.
+    Its own engine of events hands each message on from another thread, which takes a tenth of a millisecond of a call
+    on either side.
     """
     os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
 

@@ -1,4 +1,6 @@
-"""Errors of the environment plane. A server names the class beside the gRPC status, so that its client raises the same one."""
+"""Errors of the environment plane. A server names the class beside the gRPC status, so that its client raises the same
+one.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,10 @@ class MigrationError(EnvdError):
 
 
 class ServerBusy(EnvdError):
-    """Others' verifications, or moves, have every place for as long as this one could wait. Nothing came of it: ask again."""
+    """Others' verifications, or moves, have every place for as long as this one could wait.
+
+    Nothing came of it: ask again.
+    """
 
 
 class ServerUnavailable(EnvdError):

@@ -17,7 +17,9 @@ from envd.errors import BackendUnavailable
 from envd.sandbox.cgroups import OWNED, remove_groups
 
 TRUSTED = "quotas: {templates: 1048576, template_mb: 65536, sandboxes: 65536, memory_mb: 1073741824}"
-"""The policy of a server whose one client is trusted: quotas have nobody to protect, and a suite may have many gigabytes of templates."""
+"""The policy of a server whose one client is trusted: quotas have nobody to protect, and a suite may have many
+gigabytes of templates.
+"""
 _START_TIMEOUT_S = 90.0
 _PROBE_S = 1.0
 _END_S = 20.0
@@ -36,7 +38,9 @@ class LocalEnvd:
     def __init__(
         self, backend: str = "auto", *, log_level: str = "warning", policy: str = "", options: Sequence[str] = ()
     ) -> None:
-        """backend: as `--backend` takes it. policy: YAML (docs/policies.md). options: further arguments of `envd serve`."""
+        """backend: as `--backend` takes it. policy: YAML (docs/policies.md). options: further arguments of `envd
+        serve`.
+        """
         self._backend, self._policy, self._options = backend, policy, tuple(options)
         self._log_level = log_level
         self._directory: Path | None = None
@@ -61,7 +65,8 @@ class LocalEnvd:
             place = self._directory.parent
             self._stop()
             raise BackendUnavailable(
-                f"envd did not start: No space left on device: {place} has less than {_ROOM >> 20} MiB; free some space there, or point TMPDIR elsewhere"
+                f"envd did not start: No space left on device: {place} has less than {_ROOM >> 20} MiB; free some space"
+                " there, or point TMPDIR elsewhere"
             )
         options = ["--listen", self.address, "--state-dir", str(self._directory), "--backend", self._backend]
         if self._policy:

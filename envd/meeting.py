@@ -1,4 +1,5 @@
-"""Where a server and the clients of the same user find each other when nobody names an address: a directory that only this user can enter.
+"""Where a server and the clients of the same user find each other when nobody names an address: a directory that only
+this user can enter.
 
 DIR/envd.sock        the default listener
 DIR/port-7070.key    the key of a server on that port of loopback that was given none
@@ -33,7 +34,10 @@ def meeting_directory() -> Path:
 
 
 def default_address() -> str:
-    """The address of a server that was given none. Raises EnvdError where another user could have put a server there."""
+    """The address of a server that was given none.
+
+    Raises EnvdError where another user could have put a server there.
+    """
     directory = meeting_directory()
     if directory.is_symlink() or directory.exists():
         _check(directory)
@@ -47,7 +51,8 @@ def make_meeting_directory() -> Path:
         directory.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise EnvdError(
-            f"no directory for the default socket and keys ({describe(error)}), or name --listen unix:/path, or --key-file"
+            f"no directory for the default socket and keys ({describe(error)}), or name --listen unix:/path, or"
+            " --key-file"
         ) from error
     _check(directory)
     return directory
@@ -67,7 +72,10 @@ class MadeKey:
         return cls(secrets.token_urlsafe(_KEY_BYTES), name)
 
     def publish(self, port: int) -> Path:
-        """Write the key where this user's clients look for it, mode 0600, in place of an older server's. Raises EnvdError."""
+        """Write the key where this user's clients look for it, mode 0600, in place of an older server's.
+
+        Raises EnvdError.
+        """
         file = make_meeting_directory() / f"{self.name}-{port}.key"
         draft = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
         try:
@@ -107,5 +115,6 @@ def _check(directory: Path) -> None:
     about = directory.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077:
         raise EnvdError(
-            f"{directory} must be a directory of this user's own with mode 0700: remove it, or name --listen (--address) unix:/path"
+            f"{directory} must be a directory of this user's own with mode 0700: remove it, or name --listen"
+            " (--address) unix:/path"
         )

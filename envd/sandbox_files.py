@@ -17,7 +17,10 @@ _DOWNLOAD_S = 600.0
 
 
 class SandboxFiles:
-    """Paths are taken from the workspace, which no path and no link leaves. Failures are FileErrors with the system's `errno`."""
+    """Paths are taken from the workspace, which no path and no link leaves.
+
+    Failures are FileErrors with the system's `errno`.
+    """
 
     def __init__(self, caller: Caller, stub: rpc.FilesStub, sandbox_id: str, metadata: Metadata) -> None:
         self._caller, self._stub = caller, stub
@@ -71,7 +74,10 @@ class SandboxFiles:
         return cast(pb.FileSearchReply, await self._ask(self._stub.Search, request))
 
     async def watch(self, path: str = ".", *, recursive: bool = True) -> AsyncGenerator[pb.FileEvent, None]:
-        """Changes, as long as it is iterated. The first event, of kind watching, says that nothing is missed from now on."""
+        """Changes, as long as it is iterated.
+
+        The first event, of kind watching, says that nothing is missed from now on.
+        """
         request = pb.FileWatchRequest(sandbox_id=self._id, path=path, recursive=recursive)
         async with aclosing(self._caller.stream(self._stub.Watch, request, self._metadata)) as events:
             async for event in events:

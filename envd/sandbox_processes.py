@@ -14,7 +14,10 @@ from envd.types import OutputPiece, ProcessInfo
 
 
 class SandboxProcesses:
-    """Programs in a sandbox. Their output is kept in bounded rings and numbered by bytes, so that a reader may come back."""
+    """Programs in a sandbox.
+
+    Their output is kept in bounded rings and numbered by bytes, so that a reader may come back.
+    """
 
     def __init__(self, caller: Caller, stub: rpc.ProcessesStub, sandbox_id: str, metadata: Metadata) -> None:
         self._caller, self._stub = caller, stub
@@ -64,7 +67,9 @@ class SandboxProcesses:
                     yield OutputPiece(cast(Any, event.channel), event.offset, event.data)
 
     async def run(self, arguments: Sequence[str], **options: Any) -> tuple[ProcessInfo, bytes, bytes]:
-        """Start a program and wait for its end: (state, standard output, standard error), as far as the rings held them."""
+        """Start a program and wait for its end: (state, standard output, standard error), as far as the rings held
+        them.
+        """
         started = await self.start(arguments, **options)
         output: dict[str, list[bytes]] = {"stdout": [], "stderr": []}
         async with aclosing(self.connect(started.process)) as events:

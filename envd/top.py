@@ -139,7 +139,10 @@ def _object(info: ServerInfo, rows: list[_Row]) -> dict[str, object]:
 
 def _screen(info: ServerInfo, rows: list[_Row], height: int) -> Group:
     memory, pids = sum(each.memory_bytes for each, _ in rows), sum(each.pids for each, _ in rows)
-    head = f"envd {info.backend}, {len(rows)} sandboxes, {_size(memory)}, {pids} processes, {sum(cpu for _, cpu in rows):.0f}% cpu"
+    head = (
+        f"envd {info.backend}, {len(rows)} sandboxes, {_size(memory)}, {pids} processes,"
+        f" {sum(cpu for _, cpu in rows):.0f}% cpu"
+    )
     table = Table(expand=False, pad_edge=False, box=None)
     for name, width in _COLUMNS.items():
         table.add_column(name, min_width=width, no_wrap=True, justify="left" if width > 7 else "right")
@@ -148,16 +151,25 @@ def _screen(info: ServerInfo, rows: list[_Row], height: int) -> Group:
     for each, cpu in shown:
         labels = " ".join(f"{key}={value}" for key, value in sorted(each.labels.items()))
         cells = [
-            each.id[:8], each.state, each.backend, _span(each.age_s), _span(each.expires_in_s),
-            _size(each.memory_bytes), str(each.pids), f"{cpu:.0f}", labels,
-        ]  # fmt: skip
+            each.id[:8],
+            each.state,
+            each.backend,
+            _span(each.age_s),
+            _span(each.expires_in_s),
+            _size(each.memory_bytes),
+            str(each.pids),
+            f"{cpu:.0f}",
+            labels,
+        ]
         table.add_row(*(Text(harmless(cell)) for cell in cells))
     more = len(rows) - len(shown)
     return Group(Text(harmless(head)), table, *([Text(f"and {more} more")] if more else []))
 
 
 def harmless(text: str) -> str:
-    """Text without what a terminal obeys: control characters, and those that turn the direction of writing, become `?`."""
+    """Text without what a terminal obeys: control characters, and those that turn the direction of writing, become
+    `?`.
+    """
     return "".join(each if each.isprintable() else "?" for each in text)
 
 

@@ -67,7 +67,9 @@ class Observation:
     key: str
     """The assertion."""
     value: str
-    """JSON of the compared values, encoded by exact builtin types. The code under test may have written it: compare, never trust."""
+    """JSON of the compared values, encoded by exact builtin types. The code under test may have written it: compare,
+    never trust.
+    """
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,9 @@ class VerifyResult:
     seconds: float = field(default=0.0, compare=False)
     """Telemetry only."""
     tampering: tuple[str, ...] = field(default=(), compare=False)
-    """What the final state did to its own verdict, as kind:detail (docs/threat-model.md); empty for nearly all. Beside the outcomes, no part of them."""
+    """What the final state did to its own verdict, as kind:detail (docs/threat-model.md); empty for nearly all. Beside
+    the outcomes, no part of them.
+    """
     backend: str = field(default="", compare=False)
     """What the tests ran on; plain isolates nothing."""
     observations: tuple[Observation, ...] = field(default=(), compare=False)
@@ -92,7 +96,10 @@ class Export:
     """What may leave a sandbox in its diff (docs/sandboxes.md, "What leaves a sandbox")."""
 
     artifacts: tuple[str, ...] = ()
-    """Patterns of the paths that are wanted, as in `.gitignore`; with one, no link leaves. None: everything may leave."""
+    """Patterns of the paths that are wanted, as in `.gitignore`; with one, no link leaves.
+
+    None: everything may leave.
+    """
     max_files: int = 1000
     """Changed files, in the order of their paths; 0: unbounded."""
     max_bytes: int = 16 * 1024 * 1024

@@ -54,7 +54,10 @@ class InfraFault(RolloutError):
 
 
 class SandboxBroken(InfraFault):
-    """A sandbox failed while an agent used it. Whether the agent broke it, a control tells: see `inference.rollouts.blame`."""
+    """A sandbox failed while an agent used it.
+
+    Whether the agent broke it, a control tells: see `inference.rollouts.blame`.
+    """
 
 
 class BadRequest(InferenceError):

@@ -1,4 +1,6 @@
-"""The base policy: a warm start on scripted experts, with its tokenizer and demonstrations as artifacts of their own, or an import."""
+"""The base policy: a warm start on scripted experts, with its tokenizer and demonstrations as artifacts of their own,
+or an import.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,11 @@ def make_suite(step: Step, sandboxes: SandboxesResource) -> Artifact:
     async def build() -> Artifact:
         async with sandboxes.client(step.experiment.sandboxes) as client:
             return await build_suite(
-                step.experiment.tasks, step.store, client,
+                step.experiment.tasks,
+                step.store,
+                client,
                 lambda done, total: step.progress.update("validating", done, total),
-            )  # fmt: skip
+            )
 
     return run_async(build())
 

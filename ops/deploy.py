@@ -14,7 +14,10 @@ from resources.registry import Registry
 
 
 def bring_servers(store: Store, experiment: Experiment, base: ArtifactRef) -> list[ServerState]:
-    """Swap every server that the experiment names to the live policy (`base` while nothing was promoted). Doing it again changes nothing."""
+    """Swap every server that the experiment names to the live policy (`base` while nothing was promoted).
+
+    Doing it again changes nothing.
+    """
     if not experiment.deployment.servers:
         return []
 

@@ -1,4 +1,5 @@
-"""Candidate against parent on the gate (which decides) and on held-out and unseen (which are only reported). A policy plays a split once, ever.
+"""Candidate against parent on the gate (which decides) and on held-out and unseen (which are only reported). A policy
+plays a split once, ever.
 
     evaluation_run(candidate, gate) ---\\
     evaluation_run(parent, gate) --------> evaluation: pass rates, paired difference a split, each with its interval
@@ -70,7 +71,10 @@ class Reading:
 
 
 def readings_of(experiment: Experiment) -> list[Reading]:
-    """How every policy is played: the gate, and what no decision reads, sampled and greedily. Imported suites have no unseen tasks."""
+    """How every policy is played: the gate, and what no decision reads, sampled and greedily.
+
+    Imported suites have no unseen tasks.
+    """
     config = experiment.evaluation
     reported = {Split.HELD_OUT: config.held_out_samples}
     if isinstance(experiment.tasks, TaskSuiteConfig):
@@ -135,7 +139,9 @@ def evaluate(
 
 
 def compare(candidate: Artifact, parent: Artifact, confidence: float) -> dict[str, Any]:
-    """Pass rates of two runs on one split and their difference, paired by task. confidence: of the difference's `bound`."""
+    """Pass rates of two runs on one split and their difference, paired by task. confidence: of the difference's
+    `bound`.
+    """
     ours, theirs = candidate.table("rewards.parquet"), parent.table("rewards.parquet")
     return {
         "candidate": asdict(pass_rate(ours)),
@@ -174,9 +180,13 @@ def play_splits(
 
 
 async def _play(
-    step: Step, sampler: SamplerResource, sandboxes: SandboxesResource, policy: ArtifactRef, suite: ArtifactRef,
+    step: Step,
+    sampler: SamplerResource,
+    sandboxes: SandboxesResource,
+    policy: ArtifactRef,
+    suite: ArtifactRef,
     readings: list[Reading],
-) -> dict[str, Artifact]:  # fmt: skip
+) -> dict[str, Artifact]:
     tasks = load_tasks(step.store, suite)
     checkpoint = open_artifact(step.store, policy)
     experiment = step.experiment
@@ -200,9 +210,17 @@ async def _play(
 
 
 async def _play_reading(
-    step: Step, policy: ArtifactRef, suite: ArtifactRef, reading: Reading, tasks: dict[str, Task], engine: Engine,
-    client: SandboxClient, tokenizer: ChatTokenizer, verifier: Verifier, gate: asyncio.Semaphore,
-) -> Artifact:  # fmt: skip
+    step: Step,
+    policy: ArtifactRef,
+    suite: ArtifactRef,
+    reading: Reading,
+    tasks: dict[str, Task],
+    engine: Engine,
+    client: SandboxClient,
+    tokenizer: ChatTokenizer,
+    verifier: Verifier,
+    gate: asyncio.Semaphore,
+) -> Artifact:
     experiment = step.experiment
     key, name = reading.key(experiment, policy, suite), reading.name.replace("_", " ")
     config = experiment.rollouts.model_copy(update={"temperature": 0.0}) if reading.greedy else experiment.rollouts
@@ -211,21 +229,39 @@ async def _play_reading(
         step.progress.update(name, now.episodes_done, now.episodes_total, tokens_per_second=now.tokens_per_second)
 
     episodes = await run_episodes(
-        split_tasks(tasks, reading.split), reading.samples, experiment=keys.EVALUATION_SLOTS, split=reading.split,
-        seed=experiment.seed, key=key, policy_version=policy.digest, config=config, engine=engine, sandboxes=client, tokenizer=tokenizer,
-        progress=playing, limits=experiment.sandboxes.limits.limits(), gate=gate,
-    )  # fmt: skip
+        split_tasks(tasks, reading.split),
+        reading.samples,
+        experiment=keys.EVALUATION_SLOTS,
+        split=reading.split,
+        seed=experiment.seed,
+        key=key,
+        policy_version=policy.digest,
+        config=config,
+        engine=engine,
+        sandboxes=client,
+        tokenizer=tokenizer,
+        progress=playing,
+        limits=experiment.sandboxes.limits.limits(),
+        gate=gate,
+    )
     table = episodes_table(episodes)
     allowed = ungraded_allowed(experiment)
     rewards = await grade_episodes(
-        table, tasks, verifier, RewardConfig(max_ungraded=allowed),
+        table,
+        tasks,
+        verifier,
+        RewardConfig(max_ungraded=allowed),
         lambda done, total: step.progress.update(f"grading {name}", done, total),
-    )  # fmt: skip
+    )
     require_graded(rewards, allowed, f"policy {policy.short} on {name}")
     with ArtifactWriter(
-        step.store, "evaluation_run", key, parents={"policy": policy, "task_suite": suite},
-        config=reading.slice(experiment), code_version=keys.EVALUATION_RUN_VERSION,
-    ) as out:  # fmt: skip
+        step.store,
+        "evaluation_run",
+        key,
+        parents={"policy": policy, "task_suite": suite},
+        config=reading.slice(experiment),
+        code_version=keys.EVALUATION_RUN_VERSION,
+    ) as out:
         out.add_table("episodes.parquet", table)
         out.add_table("sequences.parquet", sequences_table(episodes))
         out.add_table("telemetry.parquet", telemetry_table(episodes), telemetry=True)
@@ -235,13 +271,15 @@ async def _play_reading(
 
 
 def require_graded(rewards: pa.Table, allowed: float, what: str) -> None:
-    """Refuse a run that lost more than the share `allowed` of its episodes, whoever lost them: committed, it would judge for ever.
+    """Refuse a run that lost more than the share `allowed` of its episodes, whoever lost them: committed, it would
+    judge for ever.
 
     Raises EvaluationIncomplete.
     """
     lost = rewards["solved"].null_count
     if lost > allowed * len(rewards) or lost == len(rewards):
         raise EvaluationIncomplete(
-            f"evaluation of {what} lost {lost} of {len(rewards)} episodes to infrastructure faults, more than the share "
-            f"{allowed} that rewards.max_ungraded and the profile allow; nothing was committed: see the log, check engine and envd, run the same step again"
+            f"evaluation of {what} lost {lost} of {len(rewards)} episodes to infrastructure faults, more than the share"
+            f" {allowed} that rewards.max_ungraded and the profile allow; nothing was committed: see the log, check"
+            " engine and envd, run the same step again"
         )

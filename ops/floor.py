@@ -1,8 +1,10 @@
 """The best policy so far: what a candidate must not fall below, beside its parent, so that small losses don't add up.
 
-    base policy, promotions that the parent builds on -> their gate runs with the present settings -> the highest pass rate
+    base policy, promotions that the parent builds on -> their gate runs with the present settings -> the highest pass
+    rate
 
-It depends on the parent alone, whose ancestors never change: a later promotion or rollback changes no decision that is made again.
+It depends on the parent alone, whose ancestors never change: a later promotion or rollback changes no decision that is
+made again.
 """
 
 from __future__ import annotations
@@ -36,7 +38,10 @@ class Floor:
 def find_floor(
     store: Store, experiment: Experiment, parent: ArtifactRef, base: ArtifactRef, suite: ArtifactRef
 ) -> Floor | None:
-    """The policy of the highest gate pass rate among the parent and its ancestors, of equals the youngest. None: none has a gate run."""
+    """The policy of the highest gate pass rate among the parent and its ancestors, of equals the youngest.
+
+    None: none has a gate run.
+    """
     best: tuple[float, Floor] | None = None
     lost, considered = [], 0
     for policy in lineage(Registry(store, experiment.name), parent, base):
@@ -54,7 +59,10 @@ def find_floor(
 
 
 def lineage(registry: Registry, parent: ArtifactRef, base: ArtifactRef) -> list[ArtifactRef]:
-    """The base policy, the promotions that `parent` builds on and `parent`, oldest first, each once. Rolled-back ones are not among them."""
+    """The base policy, the promotions that `parent` builds on and `parent`, oldest first, each once.
+
+    Rolled-back ones are not among them.
+    """
     history = registry.history()
     entry = registry.find(parent.digest)
     numbers: Sequence[int] = registry.standing(entry.origin) if entry else ()
@@ -63,7 +71,9 @@ def lineage(registry: Registry, parent: ArtifactRef, base: ArtifactRef) -> list[
 
 
 def compare_with_floor(candidate: Artifact, floor: Floor, confidence: float) -> dict[str, Any]:
-    """The `floor` entry of an evaluation: which policy, its pass rate, and the candidate's paired difference from it."""
+    """The `floor` entry of an evaluation: which policy, its pass rate, and the candidate's paired difference from
+    it.
+    """
     ours, best = candidate.table("rewards.parquet"), floor.run.table("rewards.parquet")
     return {
         "policy": floor.policy.digest,

@@ -1,4 +1,6 @@
-"""The gate's power in words: how often an experiment's promotion rule refuses a candidate of a known true difference."""
+"""The gate's power in words: how often an experiment's promotion rule refuses a candidate of a known true
+difference.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,13 @@ def gate_note(store: Store, experiment: Experiment) -> str:
     many = simulate_iterations(gate, rates, [-LOSS] * experiment.iterations)
     even = simulate_iterations(gate, rates, [0.0] * experiment.iterations)
     return (
-        f"gate: with {gate.tasks} tasks x {gate.samples} samples and a margin of {100 * gate.margin:g} points this gate refuses {shares} of cases, "
-        f"where the parent is the best policy so far; {wanted} would refuse at most {ENOUGH:.0%} of equal candidates. Over {experiment.iterations} iterations that each truly lose {100 * LOSS:g} points it lets "
-        f"more than the margin be lost in {many.beyond:.0%} of cases ({100 * many.loss:.1f} points on average); of candidates that are truly as "
-        f"good as the live policy it then refuses {even.refused:.0%}, since one run of the live policy judges them all. Task rates "
-        f"{rates.origin} (mean {rates.mean:.0%}, standard deviation {rates.deviation:.0%})."
+        f"gate: with {gate.tasks} tasks x {gate.samples} samples and a margin of {100 * gate.margin:g} points this gate"
+        f" refuses {shares} of cases, where the parent is the best policy so far; {wanted} would refuse at most"
+        f" {ENOUGH:.0%} of equal candidates. Over {experiment.iterations} iterations that each truly lose"
+        f" {100 * LOSS:g} points it lets more than the margin be lost in {many.beyond:.0%} of cases"
+        f" ({100 * many.loss:.1f} points on average); of candidates that are truly as good as the live policy it then"
+        f" refuses {even.refused:.0%}, since one run of the live policy judges them all. Task rates {rates.origin}"
+        f" (mean {rates.mean:.0%}, standard deviation {rates.deviation:.0%})."
     )
 
 

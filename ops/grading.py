@@ -30,9 +30,13 @@ def grade(step: Step, sandboxes: SandboxesResource, inputs: IterationInputs, rol
         return found
     config, graded = step.experiment.rewards, run_async(_grade(step, sandboxes, inputs, rollouts))
     with ArtifactWriter(
-        step.store, "rewards", key, parents={"rollouts": rollouts, "task_suite": inputs.task_suite},
-        config=config.slice(), code_version=REWARDS_VERSION,
-    ) as out:  # fmt: skip
+        step.store,
+        "rewards",
+        key,
+        parents={"rollouts": rollouts, "task_suite": inputs.task_suite},
+        config=config.slice(),
+        code_version=REWARDS_VERSION,
+    ) as out:
         out.add_table("rewards.parquet", graded.rewards)
         if config.components:
             # why, not what: a judge's other words for the same score change nothing that comes after
@@ -61,7 +65,10 @@ async def _grade(step: Step, sandboxes: SandboxesResource, inputs: IterationInpu
 
 
 def ungraded_allowed(experiment: Experiment) -> float:
-    """Share of the episodes that may stay ungraded. None where the same rollouts must always get the same rewards: deterministic, no judges."""
+    """Share of the episodes that may stay ungraded.
+
+    None where the same rollouts must always get the same rewards: deterministic, no judges.
+    """
     if experiment.rollouts.profile == "deterministic" and not experiment.rewards.asked:
         return 0.0
     return experiment.rewards.max_ungraded
@@ -72,10 +79,15 @@ def _facts(table: pa.Table, config: RewardConfig) -> dict[str, Any]:
     rate = pass_rate(table)
     stragglers = sum(verdict in STRAGGLERS for verdict in table["verdict"].to_pylist())
     facts = {
-        "graded": len(rewards), "ungraded": table.num_rows - len(rewards) - stragglers, "stragglers": stragglers, "solved": rate.solved,
-        "reward_mean": sum(rewards) / len(rewards) if rewards else None, "pass_rate": rate.rate,
-        "tampered": table["verdict"].to_pylist().count("tampered"), "ungradable": table["verdict"].to_pylist().count("ungradable"),
-    }  # fmt: skip
+        "graded": len(rewards),
+        "ungraded": table.num_rows - len(rewards) - stragglers,
+        "stragglers": stragglers,
+        "solved": rate.solved,
+        "reward_mean": sum(rewards) / len(rewards) if rewards else None,
+        "pass_rate": rate.rate,
+        "tampered": table["verdict"].to_pylist().count("tampered"),
+        "ungradable": table["verdict"].to_pylist().count("ungradable"),
+    }
     return facts | ({"recomputation": recomputation(config)} if config.components else {})
 
 
@@ -95,9 +107,13 @@ def make_dataset(step: Step, rollouts: ArtifactRef, rewards: ArtifactRef) -> Art
     if found is not None:
         return found
     with ArtifactWriter(
-        step.store, "dataset", key, parents={"rollouts": rollouts, "rewards": rewards},
-        config=config.model_dump(mode="json"), code_version=DATASET_VERSION,
-    ) as out:  # fmt: skip
+        step.store,
+        "dataset",
+        key,
+        parents={"rollouts": rollouts, "rewards": rewards},
+        config=config.model_dump(mode="json"),
+        code_version=DATASET_VERSION,
+    ) as out:
         report = build_dataset(open_artifact(step.store, rollouts), open_artifact(step.store, rewards), config, out)
         meta: dict[str, Any] = report.model_dump(mode="json")
         return out.commit(meta=meta)

@@ -86,7 +86,9 @@ def read_inputs(store: Store, ref: ArtifactRef) -> IterationInputs:
 
 
 def pin_inputs(step: Step, base: ArtifactRef, suite: ArtifactRef, policy: str) -> Artifact:
-    """The inputs this iteration was pinned to; pins them first when it begins. policy: "live", "base" or a checkpoint's digest prefix."""
+    """The inputs this iteration was pinned to; pins them first when it begins. policy: "live", "base" or a checkpoint's
+    digest prefix.
+    """
     key = keys.inputs_key(step.experiment, step.iteration)
     found = find_artifact(step.store, "iteration_inputs", key)
     if found is not None:
@@ -94,9 +96,14 @@ def pin_inputs(step: Step, base: ArtifactRef, suite: ArtifactRef, policy: str) -
     require_launchable(step.experiment)  # now, not when hours of rollouts are to be trained on
     start = resolve_start(step.store, step.experiment.name, base, policy)
     inputs = IterationInputs(
-        experiment=step.experiment.name, iteration=step.iteration, policy=start.checkpoint, start=start, task_suite=suite, base=base,
+        experiment=step.experiment.name,
+        iteration=step.iteration,
+        policy=start.checkpoint,
+        start=start,
+        task_suite=suite,
+        base=base,
         cursor=cursor_before(step.store, step.experiment, step.iteration),
-    )  # fmt: skip
+    )
     parents = {"policy": inputs.policy, "trainer_state": start.trainer_state, "task_suite": suite, "base": base}
     config = {"experiment": step.experiment.name, "iteration": step.iteration}
     with ArtifactWriter(
@@ -138,7 +145,9 @@ def find_checkpoint(store: Store, prefix: str) -> ArtifactRef:
 
 
 def cursor_before(store: Store, experiment: Experiment, iteration: str) -> int:
-    """Prompts drawn before this iteration, as the previous one recorded it: its draw is repeated only when it committed none."""
+    """Prompts drawn before this iteration, as the previous one recorded it: its draw is repeated only when it committed
+    none.
+    """
     if int(iteration) == 0:
         return 0
     before = iteration_key(int(iteration) - 1)
@@ -163,9 +172,13 @@ def draw(store: Store, experiment: Experiment, inputs: IterationInputs) -> Promp
     """The tasks an iteration samples. Deterministic."""
     tasks = split_tasks(load_tasks(store, inputs.task_suite), Split.TRAIN)
     groups, reserve, after = draw_prompts(
-        [task.task_id for task in tasks], count=experiment.prompts.groups, reserve=experiment.prompts.reserve,
-        cursor=inputs.cursor, seed=experiment.seed, iteration=inputs.iteration,
-    )  # fmt: skip
+        [task.task_id for task in tasks],
+        count=experiment.prompts.groups,
+        reserve=experiment.prompts.reserve,
+        cursor=inputs.cursor,
+        seed=experiment.seed,
+        iteration=inputs.iteration,
+    )
     return PromptsDrawn(groups=groups, reserve=reserve, cursor_after=after)
 
 

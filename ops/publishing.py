@@ -1,4 +1,6 @@
-"""The decision about a candidate, and its way into the registry: by compare-and-swap, so an old backfill never promotes backwards."""
+"""The decision about a candidate, and its way into the registry: by compare-and-swap, so an old backfill never promotes
+backwards.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Decision(Frozen):
     """What became of a candidate."""
 
     decision: Verdict
-    """live: promoted. refused: not shown to be non-inferior, or not to be served. stale: good enough, but its parent was no longer live."""
+    """live: promoted. refused: not shown to be non-inferior, or not to be served. stale: good enough, but its parent
+    was no longer live.
+    """
     reasons: list[str]
     candidate: ArtifactRef
     parent: ArtifactRef
@@ -79,8 +83,8 @@ def judge(evaluation: Artifact, parent: ArtifactRef, margin: float) -> Judgement
     floor = gate.get("floor")
     if floor is None:
         raise NotMaterialized(
-            f"{evaluation.ref.uri} does not say how the candidate compares with the best policy so far (made by version "
-            f"{evaluation.manifest.code_version}): materialize evaluation again, then sampler"
+            f"{evaluation.ref.uri} does not say how the candidate compares with the best policy so far (made by version"
+            f" {evaluation.manifest.code_version}): materialize evaluation again, then sampler"
         )
     found = [non_inferior(PairedDifference(**gate["difference"]), margin)]
     if floor["policy"] == parent.digest:
@@ -105,7 +109,8 @@ def _decide(
     refusal, played = None, None
     if registry.promotion_of(candidate.digest, step.iteration) is None:
         refusal, played = _try_to_promote(step, registry, candidate, parent, judgement, smoke)
-    # asked last, whatever was found before: a killed run, or another one of this iteration, may have promoted it and recorded nothing yet
+    # asked last, whatever was found before: a killed run, or another one of this iteration, may have promoted it and
+    # recorded nothing yet
     entry = registry.promotion_of(candidate.digest, step.iteration)
     if entry is not None:
         other = "" if judgement.holds else f"; it went live as change {entry.number} before this was asked"
@@ -116,9 +121,17 @@ def _decide(
 
 
 def _try_to_promote(
-    step: Step, registry: Registry, candidate: ArtifactRef, parent: ArtifactRef, judgement: Judgement, smoke: Callable[[], Smoke]
-) -> tuple[str | None, Smoke | None]:  # fmt: skip
-    """Promote a candidate that deserves it; why it does not, and its smoke episode. Neither: its parent is not live, or not any more."""
+    step: Step,
+    registry: Registry,
+    candidate: ArtifactRef,
+    parent: ArtifactRef,
+    judgement: Judgement,
+    smoke: Callable[[], Smoke],
+) -> tuple[str | None, Smoke | None]:
+    """Promote a candidate that deserves it; why it does not, and its smoke episode.
+
+    Neither: its parent is not live, or not any more.
+    """
     if not judgement.holds:
         return judgement.sentence, None
     if not registry.may_promote(candidate, parent.digest):

@@ -23,7 +23,9 @@ def earlier_gradings(store: Store, rewards: Artifact, rollouts: ArtifactRef) -> 
 
 
 def flip_metadata(store: Store, rewards: Artifact, rollouts: ArtifactRef) -> dict[str, Any]:
-    """For each other grading of these rollouts, how many rewards and verdicts differ, and which; empty where there is none."""
+    """For each other grading of these rollouts, how many rewards and verdicts differ, and which; empty where there is
+    none.
+    """
     found: dict[str, Any] = {}
     new = rewards.table("rewards.parquet")
     for other in earlier_gradings(store, rewards, rollouts):

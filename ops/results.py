@@ -1,4 +1,6 @@
-"""What Dagster is told about an artifact: its reference, its content digest as data version, and metadata that is rich but small."""
+"""What Dagster is told about an artifact: its reference, its content digest as data version, and metadata that is rich
+but small.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,9 @@ EVIDENCE_FILE = "evidence.parquet"
 
 
 def component_metadata(rewards: Artifact, config: RewardConfig) -> Metadata:
-    """Mean, deviation and share of non-zero values of every component, before its weight; whether recomputation is identical."""
+    """Mean, deviation and share of non-zero values of every component, before its weight; whether recomputation is
+    identical.
+    """
     evidence = rewards.table(EVIDENCE_FILE) if EVIDENCE_FILE in rewards.names() else None
     found = component_summaries(rewards.table("rewards.parquet"), evidence, config)
     numbers: dict[str, Any] = {}

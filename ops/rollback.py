@@ -1,7 +1,7 @@
 """Back to a policy that was live: one more change in the registry, then every server swapped.
 
-Whoever dies between the two left a rollback that is done and servers that are behind: `bring_servers` alone is to be repeated, by
-`roll_back_once` for a request that can be told from others, by naming the live policy otherwise.
+Whoever dies between the two left a rollback that is done and servers that are behind: `bring_servers` alone is to be
+repeated, by `roll_back_once` for a request that can be told from others, by naming the live policy otherwise.
 """
 
 from __future__ import annotations
@@ -48,8 +48,11 @@ class RolledBack:
 
 
 def plan_rollback(store: Store, experiment: str, to: str | None) -> RollbackPlan:
-    """What a rollback to `to` (see Registry.restorable) means now. Raises RegistryError, AlreadyLive among them, and ArtifactCorrupt or
-    ArtifactMissing for a target that can't be served any more; changes nothing."""
+    """What a rollback to `to` (see Registry.restorable) means now.
+
+    Raises RegistryError, AlreadyLive among them, and ArtifactCorrupt or ArtifactMissing for a target that can't be
+    served any more; changes nothing.
+    """
     registry = Registry(store, experiment)
     target = registry.restorable(to, base_of(store, experiment))
     live = registry.live()
@@ -63,9 +66,11 @@ def _plan(registry: Registry, live: LivePolicy, target: Restorable) -> RollbackP
     now, then = set(registry.standing(live.origin)), set(registry.standing(target.number))
     made = {entry.number: entry.iteration for entry in registry.history()}
     return RollbackPlan(
-        live, target, tuple(made[number] for number in sorted(now - then)),
+        live,
+        target,
+        tuple(made[number] for number in sorted(now - then)),
         tuple(made[number] for number in sorted(then - now)),
-    )  # fmt: skip
+    )
 
 
 def roll_back(store: Store, experiment: Experiment, plan: RollbackPlan, reason: str) -> RolledBack:
@@ -75,7 +80,8 @@ def roll_back(store: Store, experiment: Experiment, plan: RollbackPlan, reason: 
 
 
 def roll_back_once(store: Store, experiment: Experiment, to: str | None, reason: str, request: str) -> RolledBack:
-    """Roll back for a request that may be repeated after a crash: the change is made once, servers are brought each time.
+    """Roll back for a request that may be repeated after a crash: the change is made once, servers are brought each
+    time.
 
     Raises what `plan_rollback` and `roll_back` raise.
     """
@@ -90,7 +96,10 @@ def roll_back_once(store: Store, experiment: Experiment, to: str | None, reason:
 def change_live(
     store: Store, experiment: str, plan: RollbackPlan, reason: str, request: str | None = None
 ) -> LivePolicy:
-    """The change alone, without the servers. Raises RegistryError when another change came first: nothing was changed."""
+    """The change alone, without the servers.
+
+    Raises RegistryError when another change came first: nothing was changed.
+    """
     if not reason.strip():
         raise ConfigError("a rollback needs a reason: say in a few words why, it is kept in the registry")
     return Registry(store, experiment).rollback(plan.target, reason.strip(), expected=plan.live.number, request=request)

@@ -1,7 +1,7 @@
 """The fan-out: plan -> map(shard) -> merge, as Dagster ops with ONE map.
 
-The plan is committed before anything is sampled; merge raises unless every group it leads to is committed. So a shard that silently did
-not run is an error, and a re-run repeats only what is missing.
+The plan is committed before anything is sampled; merge raises unless every group it leads to is committed. So a shard
+that silently did not run is an error, and a re-run repeats only what is missing.
 """
 
 import json
@@ -51,14 +51,25 @@ def make_plan(step: Step, inputs_ref: ArtifactRef, prompts_ref: ArtifactRef) -> 
     if found is not None:
         return found
     plan = RolloutPlan(
-        experiment=step.experiment.name, iteration=step.iteration, seed=step.experiment.seed, key=key, policy=inputs.policy,
-        groups=drawn.groups, reserve=drawn.reserve, workers=step.experiment.prompts.workers, config=step.experiment.rollouts,
+        experiment=step.experiment.name,
+        iteration=step.iteration,
+        seed=step.experiment.seed,
+        key=key,
+        policy=inputs.policy,
+        groups=drawn.groups,
+        reserve=drawn.reserve,
+        workers=step.experiment.prompts.workers,
+        config=step.experiment.rollouts,
         inputs={"prompts": prompts_ref, "task_suite": inputs.task_suite, "iteration_inputs": inputs_ref},
-    )  # fmt: skip
+    )
     with ArtifactWriter(
-        step.store, "rollout_plan", key, parents={"policy": inputs.policy, **plan.inputs},
-        config=keys.rollouts_slice(step.experiment, step.iteration), code_version=ROLLOUTS_VERSION,
-    ) as out:  # fmt: skip
+        step.store,
+        "rollout_plan",
+        key,
+        parents={"policy": inputs.policy, **plan.inputs},
+        config=keys.rollouts_slice(step.experiment, step.iteration),
+        code_version=ROLLOUTS_VERSION,
+    ) as out:
         out.add_json("plan.json", plan.model_dump(mode="json"))
         return out.commit(meta={"groups": len(plan.groups), "reserve": len(plan.reserve), "workers": plan.workers})
 
@@ -71,7 +82,10 @@ def read_plan(artifact: Artifact) -> RolloutPlan:
 async def sample_shard(
     step: Step, plan: RolloutPlan, shard: int, sampler: SamplerResource, sandboxes: SandboxesResource
 ) -> dict[str, Any]:
-    """Sample and commit what is missing of one shard. Returns its counts, and when it began and ended in Unix seconds."""
+    """Sample and commit what is missing of one shard.
+
+    Returns its counts, and when it began and ended in Unix seconds.
+    """
     experiment = step.experiment
     tasks = load_tasks(step.store, plan.inputs["task_suite"])
     policy = open_artifact(step.store, plan.policy)
@@ -89,14 +103,25 @@ async def sample_shard(
 
         began = time.time()
         report = await run_shard(
-            plan, shard, engine=engine, sandboxes=client, tasks=tasks, store=step.store, grade=grade,
+            plan,
+            shard,
+            engine=engine,
+            sandboxes=client,
+            tasks=tasks,
+            store=step.store,
+            grade=grade,
             tokenizer=ChatTokenizer.from_directory(policy.directory(), spaced=experiment.base.spaced),
-            progress=lambda now: _show(step, now), limits=experiment.sandboxes.limits.limits(),
-        )  # fmt: skip
+            progress=lambda now: _show(step, now),
+            limits=experiment.sandboxes.limits.limits(),
+        )
     return {
-        "groups": report.groups, "found": report.groups_found, "refills": report.refills, "tokens": report.tokens,
-        "began": began, "ended": time.time(),
-    }  # fmt: skip
+        "groups": report.groups,
+        "found": report.groups_found,
+        "refills": report.refills,
+        "tokens": report.tokens,
+        "began": began,
+        "ended": time.time(),
+    }
 
 
 def _show(step: Step, now: ShardProgress) -> None:
@@ -117,9 +142,12 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
         name=f"{prefix}_plan", out=dg.DynamicOut(dict[str, Any]), description="Commit the plan and hand out its shards."
     )
     def plan(
-        context: dg.OpExecutionContext, iteration_inputs: ArtifactRef, prompts: ArtifactRef, store: StoreResource,
+        context: dg.OpExecutionContext,
+        iteration_inputs: ArtifactRef,
+        prompts: ArtifactRef,
+        store: StoreResource,
         progress: dg.ResourceParam[ProgressSink],
-    ) -> Iterator[dg.DynamicOutput[dict[str, Any]]]:  # fmt: skip
+    ) -> Iterator[dg.DynamicOutput[dict[str, Any]]]:
         step = begin(context, experiment, ASSET, store.open(), progress)
         planned = make_plan(step, iteration_inputs, prompts)
         for shard in range(read_plan(planned).workers):
@@ -127,12 +155,17 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
             yield dg.DynamicOutput(value, mapping_key=f"shard{shard:04d}")
 
     @dg.op(
-        name=f"{prefix}_shard", description="Sample and commit the groups of one shard.",
-    )  # fmt: skip
+        name=f"{prefix}_shard",
+        description="Sample and commit the groups of one shard.",
+    )
     def shard(
-        context: dg.OpExecutionContext, part: dict[str, Any], store: StoreResource, sampler: SamplerResource,
-        sandboxes: SandboxesResource, progress: dg.ResourceParam[ProgressSink],
-    ) -> dict[str, Any]:  # fmt: skip
+        context: dg.OpExecutionContext,
+        part: dict[str, Any],
+        store: StoreResource,
+        sampler: SamplerResource,
+        sandboxes: SandboxesResource,
+        progress: dg.ResourceParam[ProgressSink],
+    ) -> dict[str, Any]:
         step = begin(context, experiment, ASSET, store.open(), progress)
         planned = read_plan(open_artifact(step.store, ArtifactRef.model_validate(part["plan"])))
         if artifact_exists(step.store, ASSET, planned.key):
@@ -149,9 +182,10 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
         return {**part, "sampled": report}
 
     @dg.op(
-        name=f"{prefix}_merge", description="Merge all groups; fails unless every expected one is committed.",
+        name=f"{prefix}_merge",
+        description="Merge all groups; fails unless every expected one is committed.",
         out={"result": dg.Out(REF), "check": dg.Out(dg.Nothing)},
-    )  # fmt: skip
+    )
     def merge(
         context: dg.OpExecutionContext,
         parts: list[dict[str, Any]],
@@ -163,9 +197,11 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
         gathered = gather_groups(planned, step.store)
         lacking = groups_lacking(planned, gathered, step.store)
         yield dg.AssetCheckResult(
-            passed=not lacking, asset_key=dg.AssetKey([experiment.name, ASSET]), check_name=CHECK,
+            passed=not lacking,
+            asset_key=dg.AssetKey([experiment.name, ASSET]),
+            check_name=CHECK,
             metadata={"expected": len(gathered.expected), "lacking": [group.task_id for group in lacking[:20]]},
-        )  # fmt: skip
+        )
         merged = merge_groups(planned, step.store, gathered)  # raises when any is lacking, and names them
         sampled = sampled_numbers([part["sampled"] for part in parts if "sampled" in part])
         yield output(merged, {**rollout_metadata(step, merged, planned), **speed_before(step), **sampled})

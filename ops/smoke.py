@@ -1,10 +1,12 @@
-"""The smoke episode: before a candidate goes live it plays one gate task through the whole agent loop, on an engine without traffic.
+"""The smoke episode: before a candidate goes live it plays one gate task through the whole agent loop, on an engine
+without traffic.
 
-It asks whether the engine can serve this policy, not whether the policy is good: tokens come back, carry the candidate's version and a finite
-logprob. Unparsable calls, running out of turns and wrong edits are the policy's own, which the gate has judged already.
+It asks whether the engine can serve this policy, not whether the policy is good: tokens come back, carry the
+candidate's version and a finite logprob. Unparsable calls, running out of turns and wrong edits are the policy's own,
+which the gate has judged already.
 
-A refusal is for good, so only what is wrong with the candidate refuses it: its files, its weights, the tokens it makes. A canary that is away, is
-something else, or is given another policy meanwhile decides nothing: DeploymentFailed.
+A refusal is for good, so only what is wrong with the candidate refuses it: its files, its weights, the tokens it makes.
+A canary that is away, is something else, or is given another policy meanwhile decides nothing: DeploymentFailed.
 """
 
 from __future__ import annotations
@@ -64,7 +66,10 @@ class Smoke(Frozen):
 def play_smoke(
     step: Step, sampler: SamplerResource, sandboxes: SandboxesResource, candidate: ArtifactRef, suite: ArtifactRef
 ) -> Smoke:
-    """Let the candidate play the first gate task. Raises DeploymentFailed when canary or sandboxes fail, whatever the candidate is."""
+    """Let the candidate play the first gate task.
+
+    Raises DeploymentFailed when canary or sandboxes fail, whatever the candidate is.
+    """
     return run_async(_play(step, sampler, sandboxes, open_artifact(step.store, candidate), suite))
 
 
@@ -86,7 +91,8 @@ async def _play(
                 return smoke
     if lost:
         raise DeploymentFailed(
-            f"candidate {candidate.ref.short} could not be tried: {lost}; nothing was decided: check canary and envd, run the same step again"
+            f"candidate {candidate.ref.short} could not be tried: {lost}; nothing was decided: check canary and envd,"
+            " run the same step again"
         )
     return smoke
 
@@ -119,19 +125,29 @@ async def _attempt(
     if not watched.tokens and episode.outcome is Outcome.TIMED_OUT:
         raise _Lost("no token came back in time")
     return Smoke(
-        fault=None if watched.tokens else "no token came back", task_id=task.task_id, outcome=episode.outcome.value,
-        turns=episode.turns, tool_calls=len(episode.tool_calls), format_errors=episode.format_errors, tokens=watched.tokens,
-        transcript=tokenizer.decode(episode.sequences[0].token_ids), seconds=time.perf_counter() - began,
-    )  # fmt: skip
+        fault=None if watched.tokens else "no token came back",
+        task_id=task.task_id,
+        outcome=episode.outcome.value,
+        turns=episode.turns,
+        tool_calls=len(episode.tool_calls),
+        format_errors=episode.format_errors,
+        tokens=watched.tokens,
+        transcript=tokenizer.decode(episode.sequences[0].token_ids),
+        seconds=time.perf_counter() - began,
+    )
 
 
 def _is_in_process(step: Step) -> bool:
-    """Whether the engine is in this process: no server, network or GPU between, so what it refuses is the candidate's fault."""
+    """Whether the engine is in this process: no server, network or GPU between, so what it refuses is the candidate's
+    fault.
+    """
     return step.experiment.deployment.canary is None and isinstance(step.experiment.engine, BuiltinConfig)
 
 
 def _fault_behind(error: TriplaneError, step: Step, candidate: Artifact) -> str | None:
-    """What is wrong with the candidate itself where an engine, or the way to it, failed with `error`; None: nothing that can be shown."""
+    """What is wrong with the candidate itself where an engine, or the way to it, failed with `error`; None: nothing
+    that can be shown.
+    """
     if isinstance(error, (SchemaError, WeightsDiffer)):
         return str(error)
     if isinstance(error, (EngineUnreachable, InfraFault, StaleVersion)):
@@ -152,9 +168,14 @@ async def _episode(
     config = step.experiment
     workspaces = Workspaces(client, config.sandboxes.limits.limits(), config.rollouts.episode_timeout_s)
     player = Player(
-        engine=engine, workspaces=workspaces, tokenizer=tokenizer, config=config.rollouts, policy_version=candidate.ref.digest,
-        key=candidate.ref.key, gate=asyncio.Semaphore(1),
-    )  # fmt: skip
+        engine=engine,
+        workspaces=workspaces,
+        tokenizer=tokenizer,
+        config=config.rollouts,
+        policy_version=candidate.ref.digest,
+        key=candidate.ref.key,
+        gate=asyncio.Semaphore(1),
+    )
     slot = evaluation_slot(SLOTS, Split.GATE, task.task_id, 0, config.seed)
     return await play_episode(player, task, slot, slot.digest[:32])
 
@@ -171,7 +192,10 @@ class _Watched(DelegatingEngine):
         self.tokens = 0
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
-        """See Engine.generate. Raises EngineError also for an answer that no healthy engine gives, StaleVersion for one of another policy."""
+        """See Engine.generate.
+
+        Raises EngineError also for an answer that no healthy engine gives, StaleVersion for one of another policy.
+        """
         try:
             completion = await self.inner.generate(prompt_ids, params)
         except (RequestTooLong, EngineUnreachable, StaleVersion):
@@ -187,7 +211,8 @@ class _Watched(DelegatingEngine):
             )
         self.tokens += len(completion.token_ids)
         fault = fault_of(completion, self._version)
-        # an aborted request was cut off by who runs the engine, which the episode takes for a fault of the infrastructure
+        # an aborted request was cut off by who runs the engine, which the episode takes for a fault of the
+        # infrastructure
         if fault is not None and completion.finish_reason != "abort":
             self.fault = self.fault or fault
             raise EngineError(fault)

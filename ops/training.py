@@ -29,10 +29,15 @@ def warm_start(
     """The base policy's checkpoint; trains it when no one did."""
     experiment = step.experiment
     job = SftJob(
-        store=step.store.url, key=keys.sft_key(experiment, base, tokenizer, demonstrations), seed=experiment.seed,
-        threads=experiment.trainer.launcher.threads, tokenizer=tokenizer, demonstrations=demonstrations,
-        model=base.model, config=base.sft,
-    )  # fmt: skip
+        store=step.store.url,
+        key=keys.sft_key(experiment, base, tokenizer, demonstrations),
+        seed=experiment.seed,
+        threads=experiment.trainer.launcher.threads,
+        tokenizer=tokenizer,
+        demonstrations=demonstrations,
+        model=base.model,
+        config=base.sft,
+    )
     return _train(step, launcher, job, base.sft.max_steps, 0)
 
 
@@ -43,9 +48,12 @@ def train_iteration(step: Step, launcher: Launcher, inputs: IterationInputs, dat
         store=step.store.url,
         key=keys.checkpoint_key(experiment, step.iteration, dataset, start.checkpoint, start.trainer_state),
         seed=keys.derived_seed(experiment, f"training/{step.iteration}"),
-        threads=experiment.trainer.launcher.threads, dataset=dataset, checkpoint=start.checkpoint,
-        trainer_state=start.trainer_state, config=experiment.trainer.grpo,
-    )  # fmt: skip
+        threads=experiment.trainer.launcher.threads,
+        dataset=dataset,
+        checkpoint=start.checkpoint,
+        trainer_state=start.trainer_state,
+        config=experiment.trainer.grpo,
+    )
     taken = int(open_artifact(step.store, start.checkpoint).meta.get("step") or 0)
     return _train(step, launcher, job, experiment.trainer.grpo.optimizer_steps, taken)
 

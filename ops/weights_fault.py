@@ -10,7 +10,10 @@ from contracts.errors import SchemaError
 
 
 def weights_fault(directory: Path) -> str | None:
-    """The first tensor that is missing, malformed or not finite, in words, or None. Holds one tensor at a time in memory."""
+    """The first tensor that is missing, malformed or not finite, in words, or None.
+
+    Holds one tensor at a time in memory.
+    """
     import torch
     from safetensors import SafetensorError, safe_open
 
@@ -21,7 +24,10 @@ def weights_fault(directory: Path) -> str | None:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (not a dict)
                     if not bool(torch.isfinite(file.get_tensor(name).float()).all()):
-                        return f"checkpoint {directory}: tensor {name} is not finite; its training diverged, don't serve it"
+                        return (
+                            f"checkpoint {directory}: tensor {name} is not finite; its training diverged, don't"
+                            " serve it"
+                        )
     except SchemaError as error:
         return str(error)
     except (OSError, ValueError, SafetensorError) as error:

@@ -1,4 +1,5 @@
-"""Servers of the live policy. The registry is the truth: each server is brought to what it names, whoever changed it and when.
+"""Servers of the live policy. The registry is the truth: each server is brought to what it names, whoever changed it
+and when.
 
 live? -> load -> a few tokens, stamped and finite? -> live still? -> serving
   ^---------------- no, or a fault ------------------------|

@@ -1,7 +1,7 @@
 """What an experiment is: one YAML file, one typed value, one slice a step.
 
-A step's own slice, and nothing more, goes into its action key: changing the trainer's never resamples. Where a thing runs (addresses,
-processes, GPUs) is in no key.
+A step's own slice, and nothing more, goes into its action key: changing the trainer's never resamples. Where a thing
+runs (addresses, processes, GPUs) is in no key.
 """
 
 from __future__ import annotations
@@ -104,10 +104,13 @@ class SandboxesConfig(Section):
     """Where episodes and verifications run."""
 
     backend: Literal["auto", "namespaces", "gvisor", "qemu", "firecracker", "plain"] = "auto"
-    """Of the server started here; agents and verdicts run on it. auto: namespaces, else gvisor. plain isolates nothing and is never chosen by auto."""
+    """Of the server started here; agents and verdicts run on it. auto: namespaces, else gvisor. plain isolates nothing
+    and is never chosen by auto.
+    """
     address: str | None = None
-    """`unix:/path` or `host:port` of an envd server that already runs, its key in $TRIPLANE_ENVD_KEY_FILE; null takes $TRIPLANE_ENVD, else starts one
-    for the run."""
+    """`unix:/path` or `host:port` of an envd server that already runs, its key in $TRIPLANE_ENVD_KEY_FILE; null takes
+    $TRIPLANE_ENVD, else starts one for the run.
+    """
     limits: LimitsConfig = LimitsConfig()
     """What one episode's sandbox may use."""
 
@@ -120,10 +123,13 @@ class LauncherConfig(Section):
     nodes: int = Field(default=1, ge=1, le=1024)
     """Machines."""
     gpus: int = Field(default=0, ge=0, le=64)
-    """GPUs a machine; 0 trains on the CPU. The local launcher refuses any other number: the trainer computes on the CPU only."""
+    """GPUs a machine; 0 trains on the CPU. The local launcher refuses any other number: the trainer computes on the CPU
+    only.
+    """
     threads: int = Field(default=2, ge=1, le=1024)
-    """CPU threads of a training process. Another count gives other bits, so it is part of the keys of base_policy and checkpoint, and is
-    never taken from the machine: the same experiment trains the same bits on 2 cores and on 64."""
+    """CPU threads of a training process. Another count gives other bits, so it is part of the keys of base_policy and
+    checkpoint, and is never taken from the machine: the same experiment trains the same bits on 2 cores and on 64.
+    """
     timeout_s: float = Field(default=86_400.0, gt=0)
     """Seconds after which a training process is stopped."""
 
@@ -147,7 +153,9 @@ class EvaluationConfig(Section):
     """How the candidate and its parent are compared."""
 
     gate_samples: int = Field(default=2, ge=1, le=1024)
-    """Episodes a gate task. The gate decides; with few of them it also refuses many equal candidates, see `iterate --dry-run`."""
+    """Episodes a gate task. The gate decides; with few of them it also refuses many equal candidates, see `iterate
+    --dry-run`.
+    """
     held_out_samples: int = Field(default=8, ge=0, le=1024)
     """Episodes a held-out task: the k of maj@k and pass@k. No decision reads them; 0 plays none."""
     unseen_samples: int = Field(default=8, ge=0, le=1024)
@@ -160,22 +168,31 @@ class PromotionConfig(Section):
     """When a candidate goes live."""
 
     margin: float = Field(default=0.05, ge=0, le=1)
-    """Pass rate on the gate that the candidate may lose, at most: to its parent, and to the best policy so far of those the parent builds on."""
+    """Pass rate on the gate that the candidate may lose, at most: to its parent, and to the best policy so far of those
+    the parent builds on.
+    """
     confidence: float = Field(default=0.90, gt=0, lt=1)
-    """Of the two-sided interval, by task, whose lower end must stay above -margin. Printed intervals are always at 95%. `iterate --dry-run`
-    prints how often this rule refuses a known true difference."""
+    """Of the two-sided interval, by task, whose lower end must stay above -margin. Printed intervals are always at 95%.
+    `iterate --dry-run` prints how often this rule refuses a known true difference.
+    """
     on_refusal: Literal["stop", "retry_from_live"] = "retry_from_live"
     """What the next iteration of a sequence does: not start, or sample again with the live policy."""
 
 
 class DeploymentConfig(Section):
-    """Where the live policy is served. The registry alone says which one that is; servers named here are told of every change."""
+    """Where the live policy is served.
+
+    The registry alone says which one that is; servers named here are told of every change.
+    """
 
     servers: tuple[str, ...] = ()
-    """Base URLs, up to and including /v1, of `python -m inference serve` or `triplane serve` processes; each must see the store's files. Those
-    that can't be swapped are withdrawn from traffic and named on the sampler's page."""
+    """Base URLs, up to and including /v1, of `python -m inference serve` or `triplane serve` processes; each must see
+    the store's files. Those that can't be swapped are withdrawn from traffic and named on the sampler's page.
+    """
     canary: str | None = None
-    """Base URL of such a server without traffic, on which a candidate plays its smoke episode; null: an engine as `engine` says."""
+    """Base URL of such a server without traffic, on which a candidate plays its smoke episode; null: an engine as
+    `engine` says.
+    """
     attempts: int = Field(default=3, ge=1, le=100)
     """Attempts at the swap of one server."""
     timeout_s: float = Field(default=120.0, gt=0)
@@ -263,22 +280,26 @@ class Experiment(Section):
         return self
 
     def _require_one_variance(self) -> None:
-        """Refills know what the tests said, before any other reward: refuse a dataset that is to compare something else."""
+        """Refills know what the tests said, before any other reward: refuse a dataset that is to compare something
+        else.
+        """
         of_solved = self.dataset.drop_zero_variance and self.dataset.variance_of == "solved"
         if self.rollouts.refill and self.dataset.drop_zero_variance and not of_solved:
             raise ValueError(
-                "dataset.variance_of reward differs from what rollouts.refill compares, which is solved: set rollouts.refill to false, or "
-                "dataset.variance_of to solved"
+                "dataset.variance_of reward differs from what rollouts.refill compares, which is solved: set"
+                " rollouts.refill to false, or dataset.variance_of to solved"
             )
         if self.rewards.solved == 0 and (self.rollouts.refill or of_solved):
             raise ValueError(
-                "rewards.solved 0 gives the tests no say, but rollouts.refill and dataset.variance_of compare what they say: set "
-                "rollouts.refill to false and dataset.variance_of to reward"
+                "rewards.solved 0 gives the tests no say, but rollouts.refill and dataset.variance_of compare what they"
+                " say: set rollouts.refill to false and dataset.variance_of to reward"
             )
 
     @property
     def demonstrated(self) -> TaskSuiteConfig:
-        """The generated suite that a fresh base policy's tokenizer and experts know: the experiment's own, or the usual one beside imported tasks."""
+        """The generated suite that a fresh base policy's tokenizer and experts know: the experiment's own, or the usual
+        one beside imported tasks.
+        """
         return self.tasks if isinstance(self.tasks, TaskSuiteConfig) else TaskSuiteConfig()
 
     @property

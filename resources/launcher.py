@@ -43,7 +43,10 @@ class Launcher(Protocol):
 
 
 class LocalLauncher(dg.ConfigurableResource[Any]):
-    """Runs a command as a child process of this machine. One that heeds `PARENT_VARIABLE`, as the trainer does, dies with its parent."""
+    """Runs a command as a child process of this machine.
+
+    One that heeds `PARENT_VARIABLE`, as the trainer does, dies with its parent.
+    """
 
     grace_s: float = Field(default=5.0, gt=0, description="Seconds a child gets to end after being asked to")
     poll_s: float = Field(default=0.1, gt=0, description="Seconds between looks for messages")
@@ -67,13 +70,20 @@ class LocalLauncher(dg.ConfigurableResource[Any]):
         if refusal is not None:
             raise LaunchFailed(refusal)
         seen, deadline = 0, time.monotonic() + timeout_s
-        with tempfile.TemporaryFile() as log, open_channel(self.pipes_bucket) as channel, dg.open_pipes_session(
-            context=context, context_injector=channel.injector, message_reader=channel.reader
-        ) as session:  # fmt: skip
+        with (
+            tempfile.TemporaryFile() as log,
+            open_channel(self.pipes_bucket) as channel,
+            dg.open_pipes_session(
+                context=context, context_injector=channel.injector, message_reader=channel.reader
+            ) as session,
+        ):
             child = subprocess.Popen(
-                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                command,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
                 env={**os.environ, **session.get_bootstrap_env_vars(), PARENT_VARIABLE: str(os.getpid())},
-            )  # fmt: skip
+            )
             try:
                 while True:
                     ended = _ended(child, self.poll_s)
@@ -85,7 +95,8 @@ class LocalLauncher(dg.ConfigurableResource[Any]):
                         break
                     if time.monotonic() > deadline:
                         raise LaunchFailed(
-                            f"`{_shown(command)}` took over {timeout_s:g} s: raise trainer.launcher.timeout_s; it goes on from its last snapshot"
+                            f"`{_shown(command)}` took over {timeout_s:g} s: raise trainer.launcher.timeout_s; it goes"
+                            " on from its last snapshot"
                         )
             finally:
                 _stop(child, self.grace_s)
@@ -104,7 +115,10 @@ def local_refusal(nodes: int, gpus: int) -> str | None:
     if nodes != 1:
         return f"trainer.launcher.nodes={nodes}: the local launcher has this machine only; set it to 1"
     if gpus:
-        return f"trainer.launcher.gpus={gpus}: the trainer computes on the CPU only, more processes would repeat one another; set it to 0"
+        return (
+            f"trainer.launcher.gpus={gpus}: the trainer computes on the CPU only, more processes would repeat one"
+            " another; set it to 0"
+        )
     return None
 
 

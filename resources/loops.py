@@ -1,4 +1,6 @@
-"""Event loops that a signal can end: the work is cancelled and cleans up, and only then is the signal what it was before."""
+"""Event loops that a signal can end: the work is cancelled and cleans up, and only then is the signal what it was
+before.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def run_async(work: Coroutine[Any, Any, T]) -> T:
     """Like asyncio.run, where SIGINT or SIGTERM would raise: while a step runs, Dagster's handler does.
 
-    An exception raised in the middle of a loop's callback is logged and forgotten, so here a signal cancels `work`; once that has
-    ended, the signal goes to whoever handled it before.
+    An exception raised in the middle of a loop's callback is logged and forgotten, so here a signal cancels `work`;
+    once that has ended, the signal goes to whoever handled it before.
     """
     if threading.current_thread() is not threading.main_thread():
         return asyncio.run(work)

@@ -21,7 +21,10 @@ _KINDS: dict[int | str, tuple[str, ...]] = {
 
 
 def apply_overrides(values: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
-    """A copy of nested `values` with each "a.b=c" set; c is read as YAML. Raises ExperimentError for one without `=`."""
+    """A copy of nested `values` with each "a.b=c" set; c is read as YAML.
+
+    Raises ExperimentError for one without `=`.
+    """
     result = copy.deepcopy(values)
     for override in overrides:
         path, equals, text = override.partition("=")
@@ -75,7 +78,9 @@ def _shown(where: str, value: Any) -> str:
 
 
 def _without_tag(path: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """A fault's place as the file writes it: pydantic inserts the chosen kind after `base`, `engine`, `tasks` and each of `rewards.components`."""
+    """A fault's place as the file writes it: pydantic inserts the chosen kind after `base`, `engine`, `tasks` and each
+    of `rewards.components`.
+    """
     if path[:2] == ("rewards", "components") and len(path) > 3:
         return path[:3] + path[4:]
     tagged = len(path) > 1 and path[1] in _KINDS.get(path[0], ())

@@ -1,6 +1,8 @@
-"""How a launched process and its Dagster run talk: by files of this machine, or through an S3 bucket that both can reach.
+"""How a launched process and its Dagster run talk: by files of this machine, or through an S3 bucket that both can
+reach.
 
-run --context--> process --messages--> run        triplane-pipes/<random>/ in the bucket, removed when the process has ended
+run --context--> process --messages--> run        triplane-pipes/<random>/ in the bucket, removed when the process has
+                                                  ended
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ class Channel:
 
 
 def open_channel(bucket: str) -> AbstractContextManager[Channel]:
-    """A channel for one process. bucket: "" means $TRIPLANE_PIPES_BUCKET, and files where that is not set. Raises LaunchFailed."""
+    """A channel for one process. bucket: "" means $TRIPLANE_PIPES_BUCKET, and files where that is not set.
+
+    Raises LaunchFailed.
+    """
     bucket = bucket or os.environ.get(PIPES_BUCKET, "")
     if not bucket:
         return _file_channel()

@@ -49,7 +49,9 @@ def bucket_channel(bucket: str) -> Iterator[Channel]:
 
 
 class _Messages(PipesS3MessageReader):
-    """Reads all that is there at once, and closes the channel in the name of a process that was killed before it could."""
+    """Reads all that is there at once, and closes the channel in the name of a process that was killed before it
+    could.
+    """
 
     def __init__(self, client: S3Client, bucket: str, folder: str) -> None:
         super().__init__(interval=LOOK_S, bucket=bucket, client=client)
@@ -67,7 +69,10 @@ class _Messages(PipesS3MessageReader):
         return True
 
     def download_messages(self, cursor: Any, params: Mapping[str, Any]) -> tuple[Any, str] | None:
-        """Every chunk from the next one on, as lines. Once the process has ended and nothing is left, that it closed the channel."""
+        """Every chunk from the next one on, as lines.
+
+        Once the process has ended and nothing is left, that it closed the channel.
+        """
         ended, chunks = self.ended.is_set(), []
         try:
             while True:

@@ -1,4 +1,5 @@
-"""What an asset last produced, as references. Needs no Dagster, whose import takes longer than most questions to the store.
+"""What an asset last produced, as references. Needs no Dagster, whose import takes longer than most questions to the
+store.
 
 pointers/assets/<experiment>/<asset>/<partition>/<number>.json     an ArtifactRef; the highest number counts
 """

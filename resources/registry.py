@@ -3,7 +3,8 @@
     promote:  A -> B          B's parent was live
     rollback: A -> B -> A     one more entry; history is never rewritten
 
-Every change is a compare-and-swap on the number of the last entry, so of two changes at once one wins and the other learns of it.
+Every change is a compare-and-swap on the number of the last entry, so of two changes at once one wins and the other
+learns of it.
 """
 
 from __future__ import annotations
@@ -110,7 +111,9 @@ class Registry:
         return next((entry for entry in reversed(self.history()) if entry.policy.digest == digest), None)
 
     def promotion_of(self, digest: str, iteration: str) -> LivePolicy | None:
-        """The entry by which an iteration's candidate was promoted, or None; whether it is live still is another question."""
+        """The entry by which an iteration's candidate was promoted, or None; whether it is live still is another
+        question.
+        """
         return next(
             (
                 entry
@@ -127,10 +130,12 @@ class Registry:
     def promote(
         self, candidate: ArtifactRef, trainer_state: ArtifactRef, *, parent: str, iteration: str
     ) -> LivePolicy | None:
-        """Make `candidate` live if its parent (a digest) still is. None when another policy is live by now: nothing changed.
+        """Make `candidate` live if its parent (a digest) still is.
 
-        A policy is promoted once: after a rollback it comes back by another rollback only. While nothing was promoted yet the base policy
-        counts as live, so any parent is accepted.
+        None when another policy is live by now: nothing changed.
+
+        A policy is promoted once: after a rollback it comes back by another rollback only. While nothing was promoted
+        yet the base policy counts as live, so any parent is accepted.
         """
         history = self.history()
         if not _may_follow(history, candidate, parent):
@@ -147,9 +152,9 @@ class Registry:
     def restorable(self, to: str | None, base: BasePolicy | None) -> Restorable:
         """The policy that a rollback asks for.
 
-        to: "base", the number of a change, the beginning of the digest of a policy that was live, or None for the policy from which the live
-        one was made live. base: None where there is no base policy. Raises RegistryError when there is none or several, AlreadyLive when it
-        is live.
+        to: "base", the number of a change, the beginning of the digest of a policy that was live, or None for the
+        policy from which the live one was made live. base: None where there is no base policy. Raises RegistryError
+        when there is none or several, AlreadyLive when it is live.
         """
         history = self.history()
         live = history[-1] if history else None
@@ -159,8 +164,9 @@ class Registry:
         chosen = None if number is None else history[number - 1] if number else base
         if chosen is None:
             raise RegistryError(
-                f"{to or BASE!r} names no policy that was live in {self.experiment}: give base, a change from 1 to {len(history)}, "
-                f"or more digits of a digest; `triplane rollback -e {self.experiment} --list` shows them"
+                f"{to or BASE!r} names no policy that was live in {self.experiment}: give base, a change from 1 to"
+                f" {len(history)}, or more digits of a digest; `triplane rollback -e {self.experiment} --list` shows"
+                " them"
             )
         if chosen.policy.digest == live.policy.digest:
             raise AlreadyLive(f"policy {live.policy.short} is live already ({live.came_by}): there is nothing to do")
@@ -175,10 +181,11 @@ class Registry:
         return _carried_out(self.history(), request)
 
     def rollback(self, target: Restorable, reason: str, *, expected: int, request: str | None = None) -> LivePolicy:
-        """Make an earlier policy live again, as one more change. expected: number of the change that is live as the caller knows it.
+        """Make an earlier policy live again, as one more change. expected: number of the change that is live as the
+        caller knows it.
 
-        A request is carried out once: asked again it gives its entry of then. Raises RegistryError when another change came first: nothing
-        was changed.
+        A request is carried out once: asked again it gives its entry of then. Raises RegistryError when another change
+        came first: nothing was changed.
         """
         history = self.history()
         done = _carried_out(history, request) if request else None
@@ -188,9 +195,13 @@ class Registry:
         if live is not None and live.number == expected:
             back = Rollback(to=target.number, reason=reason, unix=time.time(), request=request)
             entry = LivePolicy(
-                number=expected + 1, policy=target.policy, trainer_state=target.trainer_state, parent=live.policy.digest,
-                iteration=target.iteration, rollback=back,
-            )  # fmt: skip
+                number=expected + 1,
+                policy=target.policy,
+                trainer_state=target.trainer_state,
+                parent=live.policy.digest,
+                iteration=target.iteration,
+                rollback=back,
+            )
             if self._append(entry):
                 return entry
             if request:
@@ -202,13 +213,17 @@ class Registry:
         )
 
     def standing(self, number: int | None = None) -> list[int]:
-        """Promotions that the policy of a promotion builds on, itself included, oldest first. number: None for the live policy, 0 for the base."""
+        """Promotions that the policy of a promotion builds on, itself included, oldest first. number: None for the live
+        policy, 0 for the base.
+        """
         history = self.history()
         live = history[-1].origin if history else 0
         return _lines(history)[live if number is None else number]
 
     def rolled_back(self) -> dict[str, LivePolicy]:
-        """Policies that went live and that the live one does not build on, by digest, each with the rollback that undid it."""
+        """Policies that went live and that the live one does not build on, by digest, each with the rollback that undid
+        it.
+        """
         history = self.history()
         lines = _lines(history)
         standing = lines[history[-1].origin] if history else []

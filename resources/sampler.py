@@ -29,7 +29,10 @@ Role = Literal["rollouts", "evaluation"]
 
 
 class SamplerResource(dg.ConfigurableResource[Any]):
-    """Leases engines. The built-in one and a vLLM server are kept between the leases of a run; remote ones are connected to for each."""
+    """Leases engines.
+
+    The built-in one and a vLLM server are kept between the leases of a run; remote ones are connected to for each.
+    """
 
     _kept: dict[str, tuple[BuiltinEngine, str]] = PrivateAttr(default_factory=dict)
     _keepers: dict[str, VllmKeeper] = PrivateAttr(default_factory=dict)
@@ -46,7 +49,10 @@ class SamplerResource(dg.ConfigurableResource[Any]):
     async def lease(
         self, policy: Artifact, role: Role, config: BuiltinConfig | OpenAIConfig | VllmConfig
     ) -> AsyncIterator[Engine]:
-        """An engine that serves `policy` (a checkpoint) until the block ends. Its versions are the policy's content digest."""
+        """An engine that serves `policy` (a checkpoint) until the block ends.
+
+        Its versions are the policy's content digest.
+        """
         if isinstance(config, BuiltinConfig):
             yield await self._builtin(policy, config)
             return
@@ -60,7 +66,9 @@ class SamplerResource(dg.ConfigurableResource[Any]):
             await engine.close()
 
     def _keeper(self, policy: Artifact, role: Role, config: VllmConfig) -> VllmKeeper:
-        """The keeper of this configuration's server; those of others are stopped, since two servers don't share GPUs."""
+        """The keeper of this configuration's server; those of others are stopped, since two servers don't share
+        GPUs.
+        """
         from inference.engines.vllm_keeper import VllmKeeper
 
         place = config.model_dump_json()

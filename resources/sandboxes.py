@@ -1,4 +1,6 @@
-"""The environment plane as a Dagster resource: one envd server for a run, started on first use, or one that already runs."""
+"""The environment plane as a Dagster resource: one envd server for a run, started on first use, or one that already
+runs.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ ADDRESS_VARIABLE = "TRIPLANE_ENVD"
 
 
 class SandboxesResource(dg.ConfigurableResource[Any]):
-    """Hands out clients. A server that it starts lives until the run ends; one that died is replaced for the next step that asks."""
+    """Hands out clients.
+
+    A server that it starts lives until the run ends; one that died is replaced for the next step that asks.
+    """
 
     _servers: dict[str, tuple[LocalEnvd, ExitStack]] = PrivateAttr(default_factory=dict)
 
@@ -35,7 +40,9 @@ class SandboxesResource(dg.ConfigurableResource[Any]):
             self.close()
 
     def address(self, config: SandboxesConfig) -> str:
-        """Where a server for this configuration answers; starts one, also in a dead one's place, unless the configuration or $TRIPLANE_ENVD names one."""
+        """Where a server for this configuration answers; starts one, also in a dead one's place, unless the
+        configuration or $TRIPLANE_ENVD names one.
+        """
         named = config.address or os.environ.get(ADDRESS_VARIABLE)
         if named:
             return named

@@ -13,7 +13,9 @@ _ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A shell may start tests with signals ignored (nohup, a job in the background); what tests start and end would ignore them too."""
+    """A shell may start tests with signals ignored (nohup, a job in the background); what tests start and end would
+    ignore them too.
+    """
     for number in _ENDING:
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

@@ -31,7 +31,9 @@ OPEN_DOORS = {
     ("curation", "envd.tools"),
 }
 ELSEWHERE = ROOT / "inference" / "engines" / "vllm_side"
-"""Runs in vLLM's processes under another name, beside nothing else of ours: there a module can only name its neighbours."""
+"""Runs in vLLM's processes under another name, beside nothing else of ours: there a module can only name its
+neighbours.
+"""
 DAGSTER_FLOORS = {"resources", "ops", "assets", "triplane_dagster", "benchmarks"}
 
 
@@ -94,7 +96,10 @@ def test_the_rule_itself(package: str, imported: str, allowed: bool) -> None:
 def test_package_stays_light(package: str, banned: str) -> None:
     code = f"import sys, pkgutil, importlib, {package}\n"
     if package == "contracts":
-        code += "[importlib.import_module('contracts.' + m.name) for m in pkgutil.iter_modules(contracts.__path__) if m.name not in ('pb', 'protos')]\n"
+        code += (
+            "[importlib.import_module('contracts.' + m.name) for m in pkgutil.iter_modules(contracts.__path__) if"
+            " m.name not in ('pb', 'protos')]\n"
+        )
     code += f"found = [name for name in '{banned}'.split(',') if name in sys.modules]\nassert not found, found"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 

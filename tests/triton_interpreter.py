@@ -1,7 +1,8 @@
 """Triton is imported under its interpreter, by whichever test comes first, so that kernels run on this CPU.
 
-Triton decides for good at its import whether its own library is interpreted, and many packages import it (torch's compiler, so transformers).
-TRITON_INTERPRET is set for that moment only: what a test runs, and processes that it starts, see it where tests/kernels sets it.
+Triton decides for good at its import whether its own library is interpreted, and many packages import it (torch's
+compiler, so transformers). TRITON_INTERPRET is set for that moment only: what a test runs, and processes that it
+starts, see it where tests/kernels sets it.
 """
 
 from __future__ import annotations

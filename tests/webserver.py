@@ -1,4 +1,6 @@
-"""What tests need of a Dagster web server in a process of its own: to wait for it, and the GraphQL that its pages use."""
+"""What tests need of a Dagster web server in a process of its own: to wait for it, and the GraphQL that its pages
+use.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ mutation ($name: String!, $key: String!, $where: RepositorySelector!) {
 
 
 def wait_until_up(url: str, child: subprocess.Popen[bytes], log: Path, patience_s: float) -> None:
-    """Return when the server that `child` is answers. Fails with the end of its log when it ends, or does not within patience_s."""
+    """Return when the server that `child` is answers.
+
+    Fails with the end of its log when it ends, or does not within patience_s.
+    """
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline and child.poll() is None:
         try:

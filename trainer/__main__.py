@@ -35,8 +35,11 @@ again; one that was killed goes on from its last snapshot. exit status: 0 done, 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point. Returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m trainer", description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
-    )  # fmt: skip
+        prog="python -m trainer",
+        description=__doc__,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--job", metavar="JOB", help="file with the job, or the job itself as JSON")
     source.add_argument("--config", metavar="FILE", help="the same, for YAML files written by hand")
@@ -61,7 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(source: str) -> dict[str, Any]:
     job = read_job(source)
-    # Read by OpenMP when torch loads it: threads that spin for each other make a step ten times slower beside any other load.
+    # Read by OpenMP when torch loads it: threads that spin for each other make a step ten times slower beside any other
+    # load.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Imported late: a malformed job must not wait for torch.
     from trainer.console import console_watcher

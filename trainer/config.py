@@ -1,4 +1,6 @@
-"""What a training job is told: the model's shape, the recipe, and the artifacts it reads. Importing this needs no torch."""
+"""What a training job is told: the model's shape, the recipe, and the artifacts it reads. Importing this needs no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class ModelConfig(_Settings):
     """Shape of a Qwen3-MoE decoder."""
 
     hidden_size: int = Field(default=128, ge=8)
-    """Width of the residual stream. A multiple of 128, the FP8 block, as are expert_width, heads * head_dim and kv_heads * head_dim."""
+    """Width of the residual stream. A multiple of 128, the FP8 block, as are expert_width, heads * head_dim and
+    kv_heads * head_dim.
+    """
     layers: int = Field(default=3, ge=1)
     """Decoder layers."""
     experts: int = Field(default=8, ge=1)
@@ -64,35 +68,55 @@ class ModelConfig(_Settings):
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}: choose a divisor")
         names = {
-            "hidden_size": "hidden_size", "moe_intermediate_size": "expert_width", "num_attention_heads * head_dim": "heads * head_dim",
+            "hidden_size": "hidden_size",
+            "moe_intermediate_size": "expert_width",
+            "num_attention_heads * head_dim": "heads * head_dim",
             "num_key_value_heads * head_dim": "kv_heads * head_dim",
-        }  # fmt: skip
+        }
         for name, size in ragged_sides(self._sizes()).items():
             raise ValueError(
-                f"{names[name]} = {size} is no multiple of {BLOCK}, the FP8 block that other loaders of the checkpoint expect: "
-                f"make it {-(-size // BLOCK) * BLOCK}"
+                f"{names[name]} = {size} is no multiple of {BLOCK}, the FP8 block that other loaders of the checkpoint"
+                f" expect: make it {-(-size // BLOCK) * BLOCK}"
             )
         return self
 
     def _sizes(self) -> dict[str, int]:
         return {
-            "hidden_size": self.hidden_size, "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim, "moe_intermediate_size": self.expert_width,
-        }  # fmt: skip
+            "hidden_size": self.hidden_size,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "moe_intermediate_size": self.expert_width,
+        }
 
     def hf_config(self, vocab_size: int, end_of_turn: int | None = None) -> dict[str, Any]:
         """The `config.json` of a Qwen3MoeForCausalLM checkpoint of this shape, FP8 blocks declared."""
         config: dict[str, Any] = {
-            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": vocab_size,
-            **self._sizes(), "num_hidden_layers": self.layers, "num_experts": self.experts,
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "vocab_size": vocab_size,
+            **self._sizes(),
+            "num_hidden_layers": self.layers,
+            "num_experts": self.experts,
             "num_experts_per_tok": self.experts_per_token,
-            "intermediate_size": self.expert_width, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
-            "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "use_sliding_window": False,
-            "sliding_window": None, "max_position_embeddings": self.max_positions, "rope_theta": self.rope_theta,
-            "rms_norm_eps": self.rms_norm_eps, "tie_word_embeddings": self.tie_word_embeddings,
-            "initializer_range": self.initializer_range, "router_aux_loss_coef": 0.0, "use_cache": True,
+            "intermediate_size": self.expert_width,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "max_position_embeddings": self.max_positions,
+            "rope_theta": self.rope_theta,
+            "rms_norm_eps": self.rms_norm_eps,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "initializer_range": self.initializer_range,
+            "router_aux_loss_coef": 0.0,
+            "use_cache": True,
             "torch_dtype": "float32",
-        }  # fmt: skip
+        }
         if end_of_turn is not None:
             config["eos_token_id"] = end_of_turn
         config["quantization_config"] = quantization_config(config)
@@ -123,9 +147,13 @@ class SftConfig(_Settings):
     evaluation_episodes: int = Field(default=640, ge=1)
     """Clean validation demonstrations that decide."""
     expected_solve: float = Field(default=0.20, gt=0, le=1)
-    """Stop at this mean probability that a sampled episode equals the clean expert's: mean of exp(sum of log p over policy tokens)."""
+    """Stop at this mean probability that a sampled episode equals the clean expert's: mean of exp(sum of log p over
+    policy tokens).
+    """
     expected_form: float = Field(default=0.9, gt=0, le=1)
-    """Stop also needs this mean probability of the episode's first turn. Demonstrations that vary it (parallel calls) bound what is reachable."""
+    """Stop also needs this mean probability of the episode's first turn. Demonstrations that vary it (parallel calls)
+    bound what is reachable.
+    """
     consecutive: int = Field(default=2, ge=1)
     """Looks in a row that must meet both."""
     snapshot_every: int = Field(default=200, ge=1)
@@ -150,7 +178,9 @@ class GrpoConfig(_Settings):
     clip_high: float = Field(default=0.28, ge=0)
     """The probability ratio is clipped above 1 + clip_high."""
     dual_clip: float = Field(default=3.0, gt=1)
-    """Bound of the probability ratio where the advantage is negative (arXiv:1912.09729): beyond it a token gives no gradient."""
+    """Bound of the probability ratio where the advantage is negative (arXiv:1912.09729): beyond it a token gives no
+    gradient.
+    """
     importance_cap: float = Field(default=2.0, gt=0)
     """Cap of the trainer / sampler probability ratio that corrects for their difference."""
     temperature: float = Field(default=1.0, gt=0)
@@ -158,10 +188,14 @@ class GrpoConfig(_Settings):
     max_gradient_norm: float = Field(default=1.0, gt=0)
     """Gradients of a greater global norm are scaled down to it."""
     router_balance: float = Field(default=0.0, ge=0)
-    """Weight of the load-balance loss of the routers, over the tokens of one optimizer step, whatever microbatches hold them. Above 0 a
-    further forward pass counts the tokens of each expert first."""
+    """Weight of the load-balance loss of the routers, over the tokens of one optimizer step, whatever microbatches hold
+    them. Above 0 a further forward pass counts the tokens of each expert first.
+    """
     microbatch_tokens: int = Field(default=4096, ge=64)
-    """Most tokens, padding included, a forward pass holds. Bounds memory; the gradient is that of the whole minibatch."""
+    """Most tokens, padding included, a forward pass holds.
+
+    Bounds memory; the gradient is that of the whole minibatch.
+    """
     permute_rewards: bool = False
     """A control: rewards are permuted within each group by the seed, so nothing can be learned from them."""
 
@@ -178,7 +212,9 @@ class _Job(Frozen):
 
     @property
     def numerics(self) -> dict[str, str | int]:
-        """What decides the bits of this training beside its inputs, configuration and torch; recorded in the manifest's config."""
+        """What decides the bits of this training beside its inputs, configuration and torch; recorded in the manifest's
+        config.
+        """
         return {"backend": "torch", "device": "cpu", "threads": self.threads, "ranks": 1}
 
 

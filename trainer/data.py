@@ -82,7 +82,9 @@ def make_batch(sequences: Sequence[TokenSequence]) -> Batch:
 
 
 def cut_by_length(sequences: Sequence[TokenSequence], tokens: int) -> list[list[int]]:
-    """Indices of `sequences` in microbatches of like length, each at most `tokens` with padding, at least one sequence."""
+    """Indices of `sequences` in microbatches of like length, each at most `tokens` with padding, at least one
+    sequence.
+    """
     order = sorted(range(len(sequences)), key=lambda index: (sequences[index].length, index))
     batches: list[list[int]] = []
     for index in order:

@@ -42,7 +42,10 @@ class Experience:
 
 
 def read_experience(dataset: Artifact, config: Mapping[str, Any], grpo: GrpoConfig, seed: int) -> Experience | None:
-    """The rows of `dataset`, or None when it keeps none. Raises TrainingDataError naming the row or episode at fault."""
+    """The rows of `dataset`, or None when it keeps none.
+
+    Raises TrainingDataError naming the row or episode at fault.
+    """
     columns = ["episode_id", "group_id", "token_ids", "token_role", "logprobs"]
     train = dataset.table("train.parquet", columns)
     if not train.num_rows:
@@ -58,7 +61,8 @@ def read_experience(dataset: Artifact, config: Mapping[str, Any], grpo: GrpoConf
     lost = next((episode for episode in episodes if episode not in advantages), None)
     if lost is not None:
         raise TrainingDataError(
-            f"{dataset.ref.uri}: episode {lost} trains but members.parquet holds no reward of it: build the dataset again"
+            f"{dataset.ref.uri}: episode {lost} trains but members.parquet holds no reward of it: build the dataset"
+            " again"
         )
     names = train.column("group_id").to_pylist()
     numbers = {name: index for index, name in enumerate(sorted(set(names)))}
@@ -97,7 +101,8 @@ def _sampler_logprobs(column: pa.ChunkedArray, sequences: list[TokenSequence], w
         values = np.asarray([row[position] for position in sequence.scored], np.float64)
         if not np.isfinite(values).all():
             raise TrainingDataError(
-                f"{where} row {index} lacks the logprob of a policy token: only sampled tokens may carry the role POLICY"
+                f"{where} row {index} lacks the logprob of a policy token: only sampled tokens may carry the role"
+                " POLICY"
             )
         found.append(torch.from_numpy(values.astype(np.float32)))
     return found

@@ -1,4 +1,6 @@
-"""Checkpoints in the Hugging Face layout: the codes and scales that the forward pass read, written as they are, and read back."""
+"""Checkpoints in the Hugging Face layout: the codes and scales that the forward pass read, written as they are, and
+read back.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def publish_checkpoint(
     meta: Mapping[str, Any],
     metrics: bytes,
 ) -> Artifact:
-    """Commit a `checkpoint` artifact. tokenizer: any artifact that holds the tokenizer's files. metrics: JSONL, outside the digest."""
+    """Commit a `checkpoint` artifact. tokenizer: any artifact that holds the tokenizer's files. metrics: JSONL, outside
+    the digest.
+    """
     with ArtifactWriter(store, "checkpoint", key, parents=parents, config=config, code_version=code_version) as out:
         tensors = checkpoint_tensors(parameters)
         save_tensors(tensors, out.directory / WEIGHTS, metadata={"format": "pt"})

@@ -1,11 +1,13 @@
 """One iteration of group-relative policy optimization on a committed dataset.
 
     members.parquet (every graded episode) -> advantages --+
-    train.parquet (kept sequences) -> old logprobs --------+-> minibatches of groups -> clipped loss -> AdamW -> requantize
-                                                                 | each in microbatches: expert counts first, then gradients
+    train.parquet (kept sequences) -> old logprobs --------+-> minibatches of groups -> clipped loss -> AdamW ->
+    requantize
+                                                                 | each in microbatches: expert counts first, then
+                                                                 gradients
 
-One epoch: the iteration's groups, shuffled by the seed, are cut into `optimizer_steps` minibatches. Old logprobs are the trainer's own,
-taken once before the first step; the sampler's correct them by truncated importance sampling.
+One epoch: the iteration's groups, shuffled by the seed, are cut into `optimizer_steps` minibatches. Old logprobs are
+the trainer's own, taken once before the first step; the sampler's correct them by truncated importance sampling.
 """
 
 from __future__ import annotations
@@ -36,7 +38,10 @@ from trainer.state import TrainerState, capture_state, load_state, publish_state
 
 
 def train_grpo(job: GrpoJob, store: Store, watchers: Iterable[Watcher] = ()) -> TrainResult:
-    """Run `job` and publish its checkpoint and trainer state. An empty dataset publishes the same weights anew, marked as skipped."""
+    """Run `job` and publish its checkpoint and trainer state.
+
+    An empty dataset publishes the same weights anew, marked as skipped.
+    """
     start, dataset = open_artifact(store, job.checkpoint), open_artifact(store, job.dataset)
     saved = open_artifact(store, job.trainer_state)
     loaded = load_checkpoint(start.directory())
@@ -53,7 +58,9 @@ def train_grpo(job: GrpoJob, store: Store, watchers: Iterable[Watcher] = ()) -> 
 
 
 def minibatches(groups: Sequence[int], count: int, seed: int) -> list[list[int]]:
-    """Row indices in at most `count` minibatches. groups: group number of each row; whole groups are dealt, shuffled by `seed`, evenly."""
+    """Row indices in at most `count` minibatches. groups: group number of each row; whole groups are dealt, shuffled by
+    `seed`, evenly.
+    """
     distinct = sorted(set(groups))
     rows: dict[int, list[int]] = {group: [] for group in distinct}
     for row, group in enumerate(groups):
@@ -66,7 +73,10 @@ def minibatches(groups: Sequence[int], count: int, seed: int) -> list[list[int]]
 
 @torch.no_grad()
 def trainer_logprobs(parameters: Parameters, experience: Experience, config: GrpoConfig) -> list[Tensor]:
-    """Log probabilities of every row's policy tokens under the starting weights, at the rollouts' temperature. Raises TrainingDiverged."""
+    """Log probabilities of every row's policy tokens under the starting weights, at the rollouts' temperature.
+
+    Raises TrainingDiverged.
+    """
     found: list[Tensor] = [torch.empty(0)] * len(experience.sequences)
     for part in cut_by_length(experience.sequences, config.microbatch_tokens):
         members = [experience.sequences[index] for index in part]
@@ -110,9 +120,12 @@ def _train(
     old = trainer_logprobs(parameters, experience, config)
     mismatch = max(float((o - s).abs().max()) for o, s in zip(old, experience.sampler_logprobs, strict=True))
     metrics.add(
-        before, sampler_mismatch_max=mismatch, reward_mean=experience.reward_mean, rows=len(old),
+        before,
+        sampler_mismatch_max=mismatch,
+        reward_mean=experience.reward_mean,
+        rows=len(old),
         members=experience.members,
-    )  # fmt: skip
+    )
     cuts = minibatches(experience.groups, config.optimizer_steps, job.seed)
     for number, rows in enumerate(cuts, start=1):
         parameters.clear_gradients()
@@ -127,19 +140,33 @@ def _train(
         parameters.requantize()
         tokens = totals.tokens
         metrics.add(
-            before + number, loss=totals.loss, grad_norm=float(norm), lr=config.learning_rate, tokens=tokens,
-            rows=len(rows), clip_fraction=totals.clipped / tokens, dual_clip_fraction=totals.dual_clipped / tokens,
-            bounded_fraction=totals.bounded / tokens, tis_mean=totals.correction / tokens,
-            old_kl=totals.divergence / tokens, entropy=totals.entropy / tokens,
+            before + number,
+            loss=totals.loss,
+            grad_norm=float(norm),
+            lr=config.learning_rate,
+            tokens=tokens,
+            rows=len(rows),
+            clip_fraction=totals.clipped / tokens,
+            dual_clip_fraction=totals.dual_clipped / tokens,
+            bounded_fraction=totals.bounded / tokens,
+            tis_mean=totals.correction / tokens,
+            old_kl=totals.divergence / tokens,
+            entropy=totals.entropy / tokens,
             **({"balance": totals.balance} if config.router_balance else {}),
-        )  # fmt: skip
+        )
     return len(cuts)
 
 
 def accumulate(
-    config: GrpoConfig, parameters: Parameters, experience: Experience, old: Sequence[Tensor], parts: Sequence[Sequence[int]]
-) -> Totals:  # fmt: skip
-    """Add the gradient of one minibatch's loss, microbatch by microbatch, and return its sums. The cut does not change the gradient.
+    config: GrpoConfig,
+    parameters: Parameters,
+    experience: Experience,
+    old: Sequence[Tensor],
+    parts: Sequence[Sequence[int]],
+) -> Totals:
+    """Add the gradient of one minibatch's loss, microbatch by microbatch, and return its sums.
+
+    The cut does not change the gradient.
 
     old: log probabilities of every row before the first step. parts: rows of each microbatch. Raises TrainingDiverged.
     """
@@ -151,10 +178,15 @@ def accumulate(
         batch = make_batch([experience.sequences[row] for row in rows])
         scores = score(parameters.leaves, parameters.config, batch, config.temperature, routing=counts is not None)
         loss = policy_loss(
-            scores.logprobs, torch.cat([old[row] for row in rows]),
-            torch.cat([experience.sampler_logprobs[row] for row in rows]), experience.advantages[list(rows)][batch.owners],
-            clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip, cap=config.importance_cap,
-        )  # fmt: skip
+            scores.logprobs,
+            torch.cat([old[row] for row in rows]),
+            torch.cat([experience.sampler_logprobs[row] for row in rows]),
+            experience.advantages[list(rows)][batch.owners],
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
+            dual_clip=config.dual_clip,
+            cap=config.importance_cap,
+        )
         _require_finite(scores.logprobs, batch, experience, rows, "the log probability")
         _require_finite(loss.tokens, batch, experience, rows, "the loss")
         whole = loss.loss / totals.tokens
@@ -179,15 +211,18 @@ def expert_counts(parameters: Parameters, microbatches: Iterable[Sequence[TokenS
 
 
 def _require_finite(values: Tensor, batch: Batch, experience: Experience, rows: Sequence[int], what: str) -> None:
-    """Raise TrainingDiverged naming the first row of which a value, one a scored token of `batch`, is not finite. rows: those of the batch."""
+    """Raise TrainingDiverged naming the first row of which a value, one a scored token of `batch`, is not finite. rows:
+    those of the batch.
+    """
     token = first_not_finite(values)
     if token is None:
         return
     row = rows[int(batch.owners[token])]
     raise TrainingDiverged(
-        f"{what} of token {int(batch.targets[token])} of episode {experience.episodes[row]} (row {row} of train.parquet, group "
-        f"{experience.group_names[row]}) is {float(values[token].detach())}; {int((~torch.isfinite(values)).sum())} of {len(values)} tokens of "
-        "its microbatch are not finite: lower trainer.grpo.learning_rate, or start from an earlier policy (`triplane rollback`)"
+        f"{what} of token {int(batch.targets[token])} of episode {experience.episodes[row]} (row {row} of"
+        f" train.parquet, group {experience.group_names[row]}) is {float(values[token].detach())};"
+        f" {int((~torch.isfinite(values)).sum())} of {len(values)} tokens of its microbatch are not finite: lower"
+        " trainer.grpo.learning_rate, or start from an earlier policy (`triplane rollback`)"
     )
 
 
@@ -204,9 +239,15 @@ def _summary(experience: Experience | None, metrics: Metrics, step: int, *, skip
 
 
 def _publish(
-    job: GrpoJob, store: Store, parameters: Parameters, optimizer: AdamW, start: Artifact, step: int,
-    summary: dict[str, object], metrics: Metrics,
-) -> TrainResult:  # fmt: skip
+    job: GrpoJob,
+    store: Store,
+    parameters: Parameters,
+    optimizer: AdamW,
+    start: Artifact,
+    step: int,
+    summary: dict[str, object],
+    metrics: Metrics,
+) -> TrainResult:
     """Commit the trainer state, then the checkpoint, whose existence says that both are there."""
     parents = {"dataset": job.dataset, "checkpoint": job.checkpoint, "trainer_state": job.trainer_state}
     config = {"grpo": job.config.model_dump(), "seed": job.seed, "numerics": job.numerics}
@@ -216,7 +257,14 @@ def _publish(
     )
     failpoint("state-committed")
     checkpoint = publish_checkpoint(
-        store, job.key, parameters, start, parents=parents, config=config, code_version=GRPO_VERSION, meta=summary,
+        store,
+        job.key,
+        parameters,
+        start,
+        parents=parents,
+        config=config,
+        code_version=GRPO_VERSION,
+        meta=summary,
         metrics=metrics.jsonl(),
-    )  # fmt: skip
+    )
     return TrainResult(checkpoint.ref, saved.ref, summary)

@@ -1,6 +1,7 @@
 """Import a Hugging Face Qwen3-MoE directory (bfloat16 or float32) as a base policy: a checkpoint and a trainer state.
 
-Masters are the weights as float32; the checkpoint holds their FP8 blocks. Layers must be alike: no dense layers, no attention bias.
+Masters are the weights as float32; the checkpoint holds their FP8 blocks. Layers must be alike: no dense layers, no
+attention bias.
 """
 
 from __future__ import annotations
@@ -27,19 +28,30 @@ from trainer.state import capture_state, publish_state
 from trainer.tensors import check_finite
 
 _REQUIRED = {
-    "attention_bias": False, "hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
     "use_sliding_window": False,
-}  # fmt: skip
+}
 # What transformers leaves out of config.json where it equals the class's default.
 _DEFAULTS = {"norm_topk_prob": False, "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "initializer_range": 0.02}
 _COPIED = (
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "num_experts_per_tok", "moe_intermediate_size", "max_position_embeddings",
-)  # fmt: skip
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "max_position_embeddings",
+)
 
 
 def import_checkpoint(directory: Path, store: Store, key: str | None = None) -> Artifact:
-    """Publish `directory` as `checkpoint` (returned) and `trainer_state` of one key. key: action key; by default made from the content.
+    """Publish `directory` as `checkpoint` (returned) and `trainer_state` of one key. key: action key; by default made
+    from the content.
 
     Raises TrainingDataError naming the file, field or tensor that does not fit.
     """
@@ -56,13 +68,23 @@ def import_checkpoint(directory: Path, store: Store, key: str | None = None) -> 
     state = capture_state(parameters, {}, "none", 0, {})
     publish_state(store, "trainer_state", key, state, parents=parents, config=slice_, code_version=IMPORT_VERSION)
     return publish_checkpoint(
-        store, key, parameters, tokenizer, parents=parents, config=slice_, code_version=IMPORT_VERSION,
-        meta={"step": 0, "imported": directory.name}, metrics=b"",
-    )  # fmt: skip
+        store,
+        key,
+        parameters,
+        tokenizer,
+        parents=parents,
+        config=slice_,
+        code_version=IMPORT_VERSION,
+        meta={"step": 0, "imported": directory.name},
+        metrics=b"",
+    )
 
 
 def import_config(directory: Path) -> dict[str, Any]:
-    """The config.json of the checkpoint that `directory` becomes. Raises TrainingDataError for a model the trainer does not run."""
+    """The config.json of the checkpoint that `directory` becomes.
+
+    Raises TrainingDataError for a model the trainer does not run.
+    """
     path = directory / "config.json"
     if not path.is_file():
         raise TrainingDataError(f"{directory} has no config.json: pass a Hugging Face model directory")
@@ -78,16 +100,23 @@ def import_config(directory: Path) -> dict[str, Any]:
         raise TrainingDataError(f"{path} is quantized already: pass the bfloat16 or float32 original")
     config = {name: _field(found, name, path) for name in _COPIED}
     config |= {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "torch_dtype": "float32", "use_cache": True,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "torch_dtype": "float32",
+        "use_cache": True,
         "num_experts": found.get("num_experts") or _field(found, "num_local_experts", path),
-        "rope_theta": _rope_theta(found, path), "intermediate_size": found.get("intermediate_size", config["moe_intermediate_size"]),
-        **{name: found.get(name, value) for name, value in _DEFAULTS.items()}, "sliding_window": None, "attention_dropout": 0.0,
-        "router_aux_loss_coef": 0.0, **_REQUIRED,
-    }  # fmt: skip
+        "rope_theta": _rope_theta(found, path),
+        "intermediate_size": found.get("intermediate_size", config["moe_intermediate_size"]),
+        **{name: found.get(name, value) for name, value in _DEFAULTS.items()},
+        "sliding_window": None,
+        "attention_dropout": 0.0,
+        "router_aux_loss_coef": 0.0,
+        **_REQUIRED,
+    }
     for name, size in ragged_sides(config).items():
         raise TrainingDataError(
-            f"{path}: {name} = {size} is no multiple of {BLOCK}: other loaders would misread or refuse its FP8 checkpoint; "
-            "pass a model whose projections are multiples of it"
+            f"{path}: {name} = {size} is no multiple of {BLOCK}: other loaders would misread or refuse its FP8"
+            " checkpoint; pass a model whose projections are multiples of it"
         )
     if found.get("eos_token_id") is not None:
         config["eos_token_id"] = found["eos_token_id"]

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 LOG_RATIO_BOUND = 20.0
-"""Nats. Clipping ends far below (exp(20) is 4.9e8), so the bound changes no update; it keeps exp() finite in float32, which ends at exp(88.7)."""
+"""Nats. Clipping ends far below (exp(20) is 4.9e8), so the bound changes no update; it keeps exp() finite in float32,
+which ends at exp(88.7).
+"""
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,14 @@ def policy_loss(
     dual_clip: float,
     cap: float,
 ) -> PolicyLoss:
-    """Sum over tokens of -w * s, s = min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), and max(s, dual_clip * A) where A < 0.
+    """Sum over tokens of -w * s, s = min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), and max(s, dual_clip * A) where
+    A < 0.
 
-    All inputs float32 [tokens]. r = exp(logprobs - old), its logarithm cut to +-LOG_RATIO_BOUND: PPO's ratio (arXiv:1707.06347, equation 7)
-    with DAPO's asymmetric clip (arXiv:2503.14476, section 3.1) and dual clip (arXiv:1912.09729, equation 3). w = min(exp(old - sampler), cap):
-    truncated importance sampling between trainer and sampler (Yao et al., "Your efficient RL framework secretly brings you off-policy RL
-    training", 2025). Divide the sum by all tokens of the optimizer's batch: DAPO's token-level aggregation, section 3.3. No reference KL.
+    All inputs float32 [tokens]. r = exp(logprobs - old), its logarithm cut to +-LOG_RATIO_BOUND: PPO's ratio
+    (arXiv:1707.06347, equation 7) with DAPO's asymmetric clip (arXiv:2503.14476, section 3.1) and dual clip
+    (arXiv:1912.09729, equation 3). w = min(exp(old - sampler), cap): truncated importance sampling between trainer and
+    sampler (Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025). Divide the sum
+    by all tokens of the optimizer's batch: DAPO's token-level aggregation, section 3.3. No reference KL.
 
     With respect to its log probability no token's gradient exceeds cap * max(1 + clip_high, dual_clip) * |A|.
     """
@@ -76,10 +80,11 @@ def policy_loss(
 def balance_loss(probabilities: Tensor, counts: Tensor, picks: int) -> Tensor:
     """Load-balance loss of the routers, averaged over layers: experts * sum over experts of f_e * p_e; 1 when balanced.
 
-    Switch Transformer (arXiv:2101.03961, equations 4 to 6). counts, float32 [layers, experts], without gradient: tokens routed to each expert
-    in the whole optimizer batch, once for each of a token's `picks` experts; f_e is their share. probabilities, float32 [layers, experts]: the
-    router's probabilities summed over the tokens of the batch or of a part of it; p_e is that sum over the number of tokens of the whole batch.
-    Linear in `probabilities`: the losses of the parts of a batch, and their gradients, add up to the batch's own however it is cut.
+    Switch Transformer (arXiv:2101.03961, equations 4 to 6). counts, float32 [layers, experts], without gradient: tokens
+    routed to each expert in the whole optimizer batch, once for each of a token's `picks` experts; f_e is their share.
+    probabilities, float32 [layers, experts]: the router's probabilities summed over the tokens of the batch or of a
+    part of it; p_e is that sum over the number of tokens of the whole batch. Linear in `probabilities`: the losses of
+    the parts of a batch, and their gradients, add up to the batch's own however it is cut.
     """
     picked = counts.sum(-1, keepdim=True)
     shares, means = counts / picked, probabilities * (picks / picked)
@@ -93,9 +98,12 @@ def first_not_finite(values: Tensor) -> int | None:
 
 
 def group_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Reward minus its group's mean: GRPO (arXiv:2402.03300) without the division by the deviation (Dr. GRPO, arXiv:2503.20783).
+    """Reward minus its group's mean: GRPO (arXiv:2402.03300) without the division by the deviation (Dr.
 
-    rewards float64 [members], groups int64 [members]: ALL graded members, so that those left out of training still count in the mean.
+    GRPO, arXiv:2503.20783).
+
+    rewards float64 [members], groups int64 [members]: ALL graded members, so that those left out of training still
+    count in the mean.
     """
     count = int(groups.max()) + 1 if len(groups) else 0
     total = torch.zeros(count, dtype=torch.float64).index_add_(0, groups, rewards)

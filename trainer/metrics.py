@@ -1,6 +1,7 @@
 """Metrics of a run: one JSON object a step, kept for the artifact and shown while the run goes on.
 
-Watchers are whoever wants to see records early: the terminal (`trainer.console`) and Dagster Pipes, when Dagster launched the process.
+Watchers are whoever wants to see records early: the terminal (`trainer.console`) and Dagster Pipes, when Dagster
+launched the process.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Metrics:
 
 
 def pipes_watcher(context: Any, every: int) -> Watcher:
-    """Send every `every`-th training record, and every other kind of record, to Dagster as a custom message {"metrics": record}."""
+    """Send every `every`-th training record, and every other kind of record, to Dagster as a custom message {"metrics":
+    record}.
+    """
     count = 0
 
     def watch(record: Record) -> None:

@@ -1,7 +1,7 @@
 """The forward pass of Qwen3-MoE in plain torch: numerics of `transformers.Qwen3MoeForCausalLM`, laid out for training.
 
-Tokens are padded at the right, so causal attention alone keeps padding out. Only positions whose next token is scored reach the
-last layer's experts and the output head.
+Tokens are padded at the right, so causal attention alone keeps padding out. Only positions whose next token is scored
+reach the last layer's experts and the output head.
 """
 
 from __future__ import annotations
@@ -47,11 +47,14 @@ class Scores:
 class Routing:
     """How the routers deal tokens to experts, layer by layer. Sums over tokens: those of several batches add up.
 
-    Padding is left out. A layer counts the tokens that reach its experts: all of them, and in the last layer those that predict a scored one.
+    Padding is left out. A layer counts the tokens that reach its experts: all of them, and in the last layer those that
+    predict a scored one.
     """
 
     counts: Tensor
-    """float32 [layers, experts]: tokens routed to each expert; one token counts once for each of its experts. No gradient."""
+    """float32 [layers, experts]: tokens routed to each expert; one token counts once for each of its experts. No
+    gradient.
+    """
     probabilities: Tensor
     """float32 [layers, experts]: sum of the router's probabilities; carries the gradient."""
 
@@ -129,10 +132,17 @@ def _attention(
     value = F.linear(normed, weights["self_attn.v_proj"]).view(*shape, -1, head)
     query = _rotate(F.rms_norm(query, (head,), weights["self_attn.q_norm"], eps), cosine, sine)
     key = _rotate(F.rms_norm(key, (head,), weights["self_attn.k_norm"], eps), cosine, sine)
-    mixed = F.scaled_dot_product_attention(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True,
-        enable_gqa=query.shape[2] != key.shape[2],
-    ).transpose(1, 2).reshape(hidden.shape[0], -1)  # fmt: skip
+    mixed = (
+        F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=query.shape[2] != key.shape[2],
+        )
+        .transpose(1, 2)
+        .reshape(hidden.shape[0], -1)
+    )
     if rows is not None:
         hidden, mixed = hidden[rows], mixed[rows]
     return hidden + F.linear(mixed, weights["self_attn.o_proj"])

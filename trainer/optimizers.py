@@ -32,7 +32,8 @@ class Optimizer(Protocol):
 class AdamW:
     """AdamW (arXiv:1711.05101, algorithm 2) over the masters of `buffers`.
 
-    Not `torch.optim.AdamW`: its first step imports torch's compiler, a second of CPU time in a process that lives for four.
+    Not `torch.optim.AdamW`: its first step imports torch's compiler, a second of CPU time in a process that lives for
+    four.
     """
 
     def __init__(self, buffers: Sequence[Buffer], beta1: float, beta2: float, weight_decay: float = 0.0) -> None:
@@ -74,7 +75,9 @@ class AdamW:
 
 
 class Muon:
-    """Muon: momentum, orthogonalized per matrix. Source: Keller Jordan et al., "Muon: An optimizer for hidden layers" (2024).
+    """Muon: momentum, orthogonalized per matrix.
+
+    Source: Keller Jordan et al., "Muon: An optimizer for hidden layers" (2024).
 
     One expert is one matrix; matrices of equal shape are orthogonalized in one batch.
     """
@@ -136,7 +139,8 @@ class MuonWithAdamW:
 def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
     """Nearest (semi-)orthogonal matrices, roughly: singular values land near 1. Quintic Newton-Schulz iteration.
 
-    matrices: [count, rows, columns] float32. Runs in bfloat16 where the CPU multiplies it natively (2.7 times faster), as Muon does on GPUs.
+    matrices: [count, rows, columns] float32. Runs in bfloat16 where the CPU multiplies it natively (2.7 times faster),
+    as Muon does on GPUs.
     """
     a, b, c = NEWTON_SCHULZ
     native = matrices.is_cuda or torch.ops.mkldnn._is_mkldnn_bf16_supported()

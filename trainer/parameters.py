@@ -1,9 +1,12 @@
-"""Weights as the trainer holds them: float32 masters, the FP8 codes and scales made from them, and the leaves the forward pass reads.
+"""Weights as the trainer holds them: float32 masters, the FP8 codes and scales made from them, and the leaves the
+forward pass reads.
 
-    masters --quantize, once an optimizer step--> codes, scales --dequantize--> leaves --forward/backward--> gradients --> masters
+    masters --quantize, once an optimizer step--> codes, scales --dequantize--> leaves --forward/backward--> gradients
+    --> masters
 
-The gradient with respect to a leaf is applied to its master: the straight-through estimator. All tensors of one shape lie in one buffer,
-so that quantization and optimizers run over whole buffers. Experts of a layer are stacked: [experts, rows, columns].
+The gradient with respect to a leaf is applied to its master: the straight-through estimator. All tensors of one shape
+lie in one buffer, so that quantization and optimizers run over whole buffers. Experts of a layer are stacked: [experts,
+rows, columns].
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ PLAIN = "plain"
 class Buffer:
     """Tensors that share one allocation.
 
-    Quantized: `master`, `leaf`, `gradient` are [matrices, rows, columns] of one shape. Plain: [elements], used as they are.
+    Quantized: `master`, `leaf`, `gradient` are [matrices, rows, columns] of one shape. Plain: [elements], used as they
+    are.
     """
 
     name: str
@@ -54,7 +58,10 @@ class Buffer:
 
 @dataclass
 class Parameters:
-    """A model's weights. `leaves` is what `trainer.model` takes; `requantize` must follow every change of the masters."""
+    """A model's weights.
+
+    `leaves` is what `trainer.model` takes; `requantize` must follow every change of the masters.
+    """
 
     config: dict[str, Any]
     """The checkpoint's config.json."""
@@ -85,7 +92,9 @@ class Parameters:
 
     @torch.no_grad()
     def set_codes(self, codes: Mapping[str, Tensor], scales: Mapping[str, Tensor]) -> None:
-        """Take codes and scales as given, and masters from them, without quantizing anew: the forward pass of a loaded checkpoint."""
+        """Take codes and scales as given, and masters from them, without quantizing anew: the forward pass of a loaded
+        checkpoint.
+        """
         for buffer in self.buffers:
             if buffer.codes is None or buffer.scales is None:
                 continue
@@ -118,19 +127,28 @@ class Parameters:
 
 
 def parameter_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every parameter of a Qwen3-MoE with this config.json; a layer's experts are stacked under `mlp.experts.*`."""
+    """Name -> shape of every parameter of a Qwen3-MoE with this config.json; a layer's experts are stacked under
+    `mlp.experts.*`.
+    """
     hidden, width, experts = config["hidden_size"], config["moe_intermediate_size"], config["num_experts"]
     head = config["head_dim"]
     query, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
     for index in range(config["num_hidden_layers"]):
         layer = {
-            "input_layernorm": (hidden,), "self_attn.q_proj": (query, hidden), "self_attn.k_proj": (keys, hidden),
-            "self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, query), "self_attn.q_norm": (head,),
-            "self_attn.k_norm": (head,), "post_attention_layernorm": (hidden,), "mlp.gate": (experts, hidden),
-            "mlp.experts.gate_proj": (experts, width, hidden), "mlp.experts.up_proj": (experts, width, hidden),
+            "input_layernorm": (hidden,),
+            "self_attn.q_proj": (query, hidden),
+            "self_attn.k_proj": (keys, hidden),
+            "self_attn.v_proj": (keys, hidden),
+            "self_attn.o_proj": (hidden, query),
+            "self_attn.q_norm": (head,),
+            "self_attn.k_norm": (head,),
+            "post_attention_layernorm": (hidden,),
+            "mlp.gate": (experts, hidden),
+            "mlp.experts.gate_proj": (experts, width, hidden),
+            "mlp.experts.up_proj": (experts, width, hidden),
             "mlp.experts.down_proj": (experts, hidden, width),
-        }  # fmt: skip
+        }
         shapes |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
     shapes["model.norm.weight"] = (hidden,)
     if not config["tie_word_embeddings"]:
@@ -142,15 +160,19 @@ def draw_masters(config: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
     """Fresh float32 masters: norms 1, everything else normal with `initializer_range`."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: torch.ones(shape)
-        if len(shape) == 1
-        else torch.empty(shape).normal_(0.0, config["initializer_range"], generator=generator)
+        name: (
+            torch.ones(shape)
+            if len(shape) == 1
+            else torch.empty(shape).normal_(0.0, config["initializer_range"], generator=generator)
+        )
         for name, shape in parameter_shapes(config).items()
     }
 
 
 def quantize_stack(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantize_blockwise` of each of [matrices, rows, columns]: codes of that shape and scales [matrices, row blocks, column blocks]."""
+    """`quantize_blockwise` of each of [matrices, rows, columns]: codes of that shape and scales [matrices, row blocks,
+    column blocks].
+    """
     count, rows, columns = matrices.shape
     padded = torch.nn.functional.pad(matrices, (0, 0, 0, -rows % BLOCK))
     codes, scales = quantize_blockwise(padded.reshape(-1, columns))

@@ -22,7 +22,10 @@ UPLOAD_S = 0.5
 
 @contextmanager
 def open_pipes() -> Iterator[PipesContext | None]:
-    """Dagster's channel, closed at the end of the block; None when nobody launched this process. Raises TrainingError."""
+    """Dagster's channel, closed at the end of the block; None when nobody launched this process.
+
+    Raises TrainingError.
+    """
     if PIPES_VARIABLE not in os.environ:
         yield None
         return

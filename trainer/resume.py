@@ -13,12 +13,16 @@ from trainer.state import TrainerState
 def resume_parameters(
     loaded: Parameters, state: TrainerState, checkpoint: ArtifactRef, saved: ArtifactRef
 ) -> Parameters:
-    """Parameters around the state's masters. Raises TrainingDataError unless they quantize to the very checkpoint `loaded`."""
+    """Parameters around the state's masters.
+
+    Raises TrainingDataError unless they quantize to the very checkpoint `loaded`.
+    """
     parameters = Parameters.from_masters(loaded.config, state.masters)
     for ours, theirs in zip(parameters.buffers, loaded.buffers, strict=True):
         same = torch.equal(ours.leaf, theirs.leaf)
         if not same:
             raise TrainingDataError(
-                f"trainer_state {saved.short} does not quantize to checkpoint {checkpoint.short}: pass the two of one key"
+                f"trainer_state {saved.short} does not quantize to checkpoint {checkpoint.short}: pass the two of"
+                " one key"
             )
     return parameters

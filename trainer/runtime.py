@@ -17,7 +17,8 @@ _KEEP = 1 << 30
 def make_deterministic(seed: int, threads: int) -> None:
     """Fix seeds, thread count and algorithms for the whole process."""
     torch.set_num_threads(threads)
-    # What torch.use_deterministic_algorithms(True) does, less its import of the compiler, which would take over a second of every start.
+    # What torch.use_deterministic_algorithms(True) does, less its import of the compiler, which would take over a
+    # second of every start.
     torch._C._set_deterministic_algorithms(True, warn_only=False)
     # Deterministic mode also fills fresh memory with NaN to expose bugs; nothing here reads uninitialized memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -27,7 +28,9 @@ def make_deterministic(seed: int, threads: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Ask glibc to reuse large freed blocks instead of returning them to the kernel: training frees the same sizes every step."""
+    """Ask glibc to reuse large freed blocks instead of returning them to the kernel: training frees the same sizes
+    every step.
+    """
     if not sys.platform.startswith("linux"):
         return
     library = ctypes.CDLL(ctypes.util.find_library("c"))

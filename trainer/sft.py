@@ -66,7 +66,10 @@ def look(parameters: Parameters, sequences: Sequence[TokenSequence], tokens: int
 
 
 def train_sft(job: SftJob, store: Store, watchers: Iterable[Watcher] = ()) -> TrainResult:
-    """Run `job` and publish its checkpoint and trainer state. A job killed on the way goes on from its last snapshot."""
+    """Run `job` and publish its checkpoint and trainer state.
+
+    A job killed on the way goes on from its last snapshot.
+    """
     tokenizer, demonstrations = open_artifact(store, job.tokenizer), open_artifact(store, job.demonstrations)
     chat = ChatTokenizer.from_directory(tokenizer.directory())
     model = job.model.hf_config(chat.vocabulary_size, chat.end_of_turn)
@@ -130,17 +133,21 @@ class _Run:
         self._parameters.requantize()
         self.taken += 1
         self._metrics.add(
-            self.taken, loss=float(loss.detach()), grad_norm=float(norm), lr=rate, tokens=int(batch.lengths.sum()),
+            self.taken,
+            loss=float(loss.detach()),
+            grad_norm=float(norm),
+            lr=rate,
+            tokens=int(batch.lengths.sum()),
             entropy=float(scores.entropy.mean()),
-        )  # fmt: skip
+        )
 
     def _require_finite(self, scores: Scores, batch: Batch, rows: Sequence[int]) -> None:
         token = first_not_finite(scores.logprobs)
         if token is not None:
             raise TrainingDiverged(
-                f"row {rows[int(batch.owners[token])]} of the demonstrations' train.parquet has log probability "
-                f"{float(scores.logprobs[token].detach())} at step {self.taken}: lower learning_rate {self._config.learning_rate} or "
-                f"adamw_learning_rate {self._config.adamw_learning_rate}"
+                f"row {rows[int(batch.owners[token])]} of the demonstrations' train.parquet has log probability"
+                f" {float(scores.logprobs[token].detach())} at step {self.taken}: lower learning_rate"
+                f" {self._config.learning_rate} or adamw_learning_rate {self._config.adamw_learning_rate}"
             )
 
     def evaluate(self, validation: Sequence[TokenSequence]) -> None:
@@ -153,9 +160,13 @@ class _Run:
         self._met = self._met + 1 if decisive and seen.meets(config) else 0
         self._last = seen
         self._metrics.add(
-            self.taken, expected_solve=seen.solve, expected_form=seen.form, validation_loss=seen.loss,
-            validation_episodes=seen.episodes, met=self._met,
-        )  # fmt: skip
+            self.taken,
+            expected_solve=seen.solve,
+            expected_form=seen.form,
+            validation_loss=seen.loss,
+            validation_episodes=seen.episodes,
+            met=self._met,
+        )
 
     def capture(self) -> TrainerState:
         """All that a resumed run needs."""
@@ -163,7 +174,9 @@ class _Run:
         return capture_state(self._parameters, self._optimizer.state(), "muon", self.taken, extra)
 
     def publish(self, tokenizer: Artifact) -> TrainResult:
-        """Commit the trainer state, then the checkpoint, whose existence says that both are there; then drop the snapshots."""
+        """Commit the trainer state, then the checkpoint, whose existence says that both are there; then drop the
+        snapshots.
+        """
         job, converged = self._job, self._met >= self._config.consecutive
         parents = {"tokenizer": job.tokenizer, "demonstrations": job.demonstrations}
         config = {
@@ -178,20 +191,32 @@ class _Run:
         )
         failpoint("state-committed")
         summary = {
-            "step": self.taken, "expected_solve": self._last.solve, "expected_form": self._last.form, "converged": converged,
-        }  # fmt: skip
+            "step": self.taken,
+            "expected_solve": self._last.solve,
+            "expected_form": self._last.form,
+            "converged": converged,
+        }
         if not converged:
             self._metrics.add(self.taken, warning=f"max_steps {self._config.max_steps} reached before the criterion")
         checkpoint = publish_checkpoint(
-            self._store, job.key, self._parameters, tokenizer, parents=parents, config=config, code_version=SFT_VERSION,
-            meta=summary, metrics=self._metrics.jsonl(),
-        )  # fmt: skip
+            self._store,
+            job.key,
+            self._parameters,
+            tokenizer,
+            parents=parents,
+            config=config,
+            code_version=SFT_VERSION,
+            meta=summary,
+            metrics=self._metrics.jsonl(),
+        )
         self.snapshots.clear()
         return TrainResult(checkpoint.ref, saved.ref, summary)
 
 
 def batch_members(count: int, batch_size: int, seed: int, step: int) -> list[int]:
-    """Rows of the batch at `step` (from 0): consecutive cuts of one permutation an epoch; a last, shorter cut is left out."""
+    """Rows of the batch at `step` (from 0): consecutive cuts of one permutation an epoch; a last, shorter cut is left
+    out.
+    """
     size = min(batch_size, count)
     per_epoch = count // size
     epoch, cut = divmod(step, per_epoch)
@@ -206,7 +231,8 @@ def _demonstrations(
     clean = validation.filter(pc.field("clean")).slice(0, job.config.evaluation_episodes)
     if not train.num_rows or not clean.num_rows:
         raise TrainingDataError(
-            f"{demonstrations.ref.uri} has {train.num_rows} demonstrations and {clean.num_rows} clean validation ones: both are needed"
+            f"{demonstrations.ref.uri} has {train.num_rows} demonstrations and {clean.num_rows} clean validation ones:"
+            " both are needed"
         )
     longest = job.model.max_positions
     return (

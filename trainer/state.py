@@ -1,6 +1,7 @@
 """Trainer state: what training needs beyond a checkpoint to go on exactly. Safetensors and JSON, never pickle.
 
-`state.safetensors` holds `master.<parameter>` and the optimizer's tensors; `state.json` the step and which optimizer they belong to.
+`state.safetensors` holds `master.<parameter>` and the optimizer's tensors; `state.json` the step and which optimizer
+they belong to.
 """
 
 from __future__ import annotations
@@ -69,13 +70,17 @@ def publish_state(
 
 
 def load_state(artifact: Artifact, config: Mapping[str, Any]) -> TrainerState:
-    """The inverse of `publish_state` for a model with this config.json. Raises TrainingDataError when they do not fit."""
+    """The inverse of `publish_state` for a model with this config.json.
+
+    Raises TrainingDataError when they do not fit.
+    """
     tensors, body = read_tensors(artifact.path("state.safetensors")), artifact.json("state.json")
     masters = {name.removeprefix(_MASTER): tensor for name, tensor in tensors.items() if name.startswith(_MASTER)}
     found = {name: tuple(tensor.shape) for name, tensor in masters.items()}
     if found != parameter_shapes(config):
         raise TrainingDataError(
-            f"{artifact.ref.uri} does not fit the checkpoint's config: pass the trainer_state of the same key as the checkpoint"
+            f"{artifact.ref.uri} does not fit the checkpoint's config: pass the trainer_state of the same key as the"
+            " checkpoint"
         )
     return TrainerState(
         masters=masters,

@@ -18,7 +18,10 @@ _SYSTEM = re.compile(r"\(os error (\d+)\)")
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write the file. Raises OSError where the system refuses: safetensors itself tells of a full disk in words only."""
+    """Write the file.
+
+    Raises OSError where the system refuses: safetensors itself tells of a full disk in words only.
+    """
     try:
         save_file(dict(tensors), path, metadata=metadata)
     except SafetensorError as error:

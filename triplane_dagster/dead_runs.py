@@ -1,4 +1,6 @@
-"""Runs whose process was killed: Dagster would show them as running for ever, and count them against the runs that may run at once."""
+"""Runs whose process was killed: Dagster would show them as running for ever, and count them against the runs that may
+run at once.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,17 @@ PROCESS_TAG = "triplane/process"
 """Which process executes an in-process run: host, boot, pid, start."""
 
 _UNFINISHED = [
-    dg.DagsterRunStatus.NOT_STARTED, dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING,
-]  # fmt: skip
+    dg.DagsterRunStatus.NOT_STARTED,
+    dg.DagsterRunStatus.STARTING,
+    dg.DagsterRunStatus.STARTED,
+    dg.DagsterRunStatus.CANCELING,
+]
 
 
 def process_name(pid: int | str = "self") -> str | None:
-    """What identifies a process of this machine, also after its pid is reused; None when it is gone, or there is no /proc."""
+    """What identifies a process of this machine, also after its pid is reused; None when it is gone, or there is no
+    /proc.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         stat = Path(f"/proc/{pid}/stat").read_text()

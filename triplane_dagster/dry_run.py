@@ -1,4 +1,6 @@
-"""What a run would do, without doing it: every step with its key, whether its work is already there, and where it would run."""
+"""What a run would do, without doing it: every step with its key, whether its work is already there, and where it would
+run.
+"""
 
 from __future__ import annotations
 
@@ -86,36 +88,66 @@ class _Plan:
         self._add("iteration_inputs", partition, keys.inputs_key(experiment, partition), place, "this process")
         prompts = self._prompts(partition, inputs)
         rollouts = self._step(
-            "rollouts", partition, keys.rollouts_slice(experiment, partition), self._engine(),
-            keys.rollouts_key(experiment, partition, inputs.policy, prompts, inputs.task_suite) if inputs and prompts else None,
-        )  # fmt: skip
+            "rollouts",
+            partition,
+            keys.rollouts_slice(experiment, partition),
+            self._engine(),
+            (
+                keys.rollouts_key(experiment, partition, inputs.policy, prompts, inputs.task_suite)
+                if inputs and prompts
+                else None
+            ),
+        )
         rewards = self._step(
-            "rewards", partition, experiment.rewards.slice(), self._sandboxes(),
+            "rewards",
+            partition,
+            experiment.rewards.slice(),
+            self._sandboxes(),
             keys.rewards_key(experiment, rollouts, inputs.task_suite) if inputs and rollouts else None,
-        )  # fmt: skip
+        )
         dataset = self._step(
-            "dataset", partition, experiment.dataset.model_dump(mode="json"), "this process (DuckDB)",
+            "dataset",
+            partition,
+            experiment.dataset.model_dump(mode="json"),
+            "this process (DuckDB)",
             keys.dataset_key(experiment, rollouts, rewards) if rollouts and rewards else None,
-        )  # fmt: skip
+        )
         start = inputs.start if inputs else None
         candidate = self._step(
-            "checkpoint", partition, keys.training_slice(experiment, partition), self._launcher(),
-            keys.checkpoint_key(experiment, partition, dataset, start.checkpoint, start.trainer_state) if start and dataset else None,
-        )  # fmt: skip
+            "checkpoint",
+            partition,
+            keys.training_slice(experiment, partition),
+            self._launcher(),
+            (
+                keys.checkpoint_key(experiment, partition, dataset, start.checkpoint, start.trainer_state)
+                if start and dataset
+                else None
+            ),
+        )
         evaluation = self._evaluation(partition, inputs, candidate)
         self._step(
-            "sampler", partition, keys.decision_slice(experiment, partition), self._deployment(),
-            keys.decision_key(experiment, partition, candidate, start.checkpoint, evaluation) if start and candidate and evaluation else None,
-        )  # fmt: skip
+            "sampler",
+            partition,
+            keys.decision_slice(experiment, partition),
+            self._deployment(),
+            (
+                keys.decision_key(experiment, partition, candidate, start.checkpoint, evaluation)
+                if start and candidate and evaluation
+                else None
+            ),
+        )
         self.rows[-1] = replace(self.rows[-1], note=gate_note(self.store, experiment))
         self._add("report", partition, None, {}, "this process")  # its key depends on what the others will make
 
     def _prompts(self, partition: str, inputs: IterationInputs | None) -> ArtifactRef | None:
         cursor = inputs.cursor if inputs else 0
         return self._step(
-            "prompts", partition, keys.prompts_slice(self.experiment, partition, cursor), "this process",
+            "prompts",
+            partition,
+            keys.prompts_slice(self.experiment, partition, cursor),
+            "this process",
             keys.prompts_key(self.experiment, partition, inputs.task_suite, cursor) if inputs else None,
-        )  # fmt: skip
+        )
 
     def _evaluation(
         self, partition: str, inputs: IterationInputs | None, candidate: ArtifactRef | None
@@ -165,7 +197,10 @@ class _Plan:
         engine, prompts = self.experiment.engine, self.experiment.prompts
         address = engine.base_url if isinstance(engine, OpenAIConfig | VllmConfig) else None
         place = f" at {address}" if address else ""
-        return f"{engine.kind} engine{place}, {prompts.workers} worker(s) x {self.experiment.rollouts.concurrency} episodes"
+        return (
+            f"{engine.kind} engine{place}, {prompts.workers} worker(s) x {self.experiment.rollouts.concurrency}"
+            " episodes"
+        )
 
     def _deployment(self) -> str:
         deployment = self.experiment.deployment

@@ -1,7 +1,7 @@
 """Finding one episode among all artifacts: by id or by an unambiguous beginning of it.
 
-An episode's rows lie in `rollouts` (an iteration's) or `evaluation_run` (a policy's examination); in `group` alone while its
-iteration is still sampling. Which datasets took it, and why not, stands in their `members.parquet`.
+An episode's rows lie in `rollouts` (an iteration's) or `evaluation_run` (a policy's examination); in `group` alone
+while its iteration is still sampling. Which datasets took it, and why not, stands in their `members.parquet`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class Membership:
 
 
 def find_episodes(store: Store, prefix: str, kinds: Sequence[str]) -> list[EpisodeHome]:
-    """The episodes of artifacts of these kinds whose id starts with `prefix`, each once, in the first kind that has it."""
+    """The episodes of artifacts of these kinds whose id starts with `prefix`, each once, in the first kind that has
+    it.
+    """
     found: dict[str, EpisodeHome] = {}
     if not 0 < len(prefix) <= ID_DIGITS:
         return []
@@ -93,7 +95,9 @@ def memberships(store: Store, episode_id: str) -> list[Membership]:
 
 
 def rewards_of(store: Store, rollouts: Artifact) -> dict[str, dict[str, Any]]:
-    """Rows of `rewards.parquet` by episode id: the artifact's own file (evaluation_run), else the rewards graded from it."""
+    """Rows of `rewards.parquet` by episode id: the artifact's own file (evaluation_run), else the rewards graded from
+    it.
+    """
     if "rewards.parquet" in rollouts.names():
         return _by_episode(rollouts.table("rewards.parquet"))
     for rewards in list_artifacts(store, "rewards"):

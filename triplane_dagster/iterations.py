@@ -37,7 +37,9 @@ def decision_of(store: Store, experiment: Experiment, iteration: str) -> Decisio
 
 
 def may_continue(store: Store, experiment: Experiment, iteration: str) -> bool:
-    """Whether a sequence goes on after this iteration: promotion.on_refusal decides when its candidate did not go live."""
+    """Whether a sequence goes on after this iteration: promotion.on_refusal decides when its candidate did not go
+    live.
+    """
     decision = decision_of(store, experiment, iteration)
     live = decision is not None and decision.decision == "live"
     return live or experiment.promotion.on_refusal == "retry_from_live"

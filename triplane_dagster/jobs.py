@@ -63,7 +63,10 @@ class RollBackTo(dg.Config):
 
     to: str = Field(
         default="",
-        description="base, the number of a change, or the beginning of the digest of a policy that was live; empty: the policy before.",
+        description=(
+            "base, the number of a change, or the beginning of the digest of a policy that was live; empty: the policy"
+            " before."
+        ),
     )
     reason: str = Field(description="Why, in a few words. Kept in the registry.")
 
@@ -85,7 +88,9 @@ def rollback_job(experiment: Experiment) -> dg.JobDefinition:
 
     @dg.job(
         name=rollback_job_name(experiment),
-        description=f"{experiment.name}: make an earlier policy live again. Adds a change to the registry; nothing is deleted.",
+        description=(
+            f"{experiment.name}: make an earlier policy live again. Adds a change to the registry; nothing is deleted."
+        ),
         # launched anew after a crash, "the policy before" could mean another one by then: a person asks again
         tags={**_tags(experiment), MAX_RETRIES_TAG: "0"},
     )

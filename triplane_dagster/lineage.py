@@ -92,7 +92,10 @@ def build_graph(store: Store) -> Graph:
 
 
 def link(nodes: Iterable[Node], edges: Sequence[Edge]) -> Graph:
-    """A graph of nodes and edges; of two nodes with one uri the later counts. Every edge's ends must be among the nodes."""
+    """A graph of nodes and edges; of two nodes with one uri the later counts.
+
+    Every edge's ends must be among the nodes.
+    """
     by_uri = {node.ref.uri: node for node in nodes}
     return Graph(by_uri, parents=_grouped(by_uri, edges, "child"), children=_grouped(by_uri, edges, "parent"))
 
@@ -124,7 +127,9 @@ def descendants(graph: Graph, starts: tuple[Node, ...]) -> tuple[Step, ...]:
 
 
 def trace(store: Store, query: str) -> Trace:
-    """Walk both ways from an episode id or an artifact's digest or key; each may be shortened to an unambiguous beginning."""
+    """Walk both ways from an episode id or an artifact's digest or key; each may be shortened to an unambiguous
+    beginning.
+    """
     graph = build_graph(store)
     others = _named(graph, query)
     homes = find_episodes(store, query, MERGED) or ([] if others else find_episodes(store, query, UNMERGED))

@@ -1,4 +1,5 @@
-"""The asset graph in this process: what the command line uses. Everything goes through the Dagster instance, so the UI shows it.
+"""The asset graph in this process: what the command line uses. Everything goes through the Dagster instance, so the UI
+shows it.
 
 run_base -> run_iteration(0000) -> run_iteration(0001) -> ...      one envd server and one engine for all of them
 """
@@ -36,7 +37,9 @@ _QUIET = {"loggers": {"console": {"config": {"log_level": "WARNING"}}}}
 
 
 def open_instance(folder: Path | None = None) -> dg.DagsterInstance:
-    """The Dagster instance that the web server uses too: $DAGSTER_HOME, else the dagster.yaml in `folder` (default: here)."""
+    """The Dagster instance that the web server uses too: $DAGSTER_HOME, else the dagster.yaml in `folder` (default:
+    here).
+    """
     if os.environ.get("DAGSTER_HOME"):
         return dg.DagsterInstance.get()
     where = folder or Path()
@@ -60,13 +63,17 @@ class Runner:
         self._iteration = definitions.resolve_job_def(iteration_job_name(experiment))
 
     def base(self) -> None:
-        """Materialize task suite and base policy. What is committed is found, not made again. Raises what the failing step raised."""
+        """Materialize task suite and base policy.
+
+        What is committed is found, not made again. Raises what the failing step raised.
+        """
         self._run(self._base, None)
 
     def iteration(self, partition: str, start_from: str = "live") -> None:
         """Materialize one iteration. Raises what the failing step raised.
 
-        start_from: live, base, or the beginning of a checkpoint's digest; counts only when the iteration was never begun.
+        start_from: live, base, or the beginning of a checkpoint's digest; counts only when the iteration was never
+        begun.
         """
         self._instance.add_dynamic_partitions(self.experiment.name, [partition])
         step = key_of(self.experiment, "iteration_inputs").to_python_identifier()
@@ -81,9 +88,12 @@ class Runner:
         name, run_id = process_name(), str(uuid.uuid4())
         try:
             done = job.execute_in_process(
-                instance=self._instance, partition_key=partition, run_config={**_QUIET, **(config or {})}, run_id=run_id,
+                instance=self._instance,
+                partition_key=partition,
+                run_config={**_QUIET, **(config or {})},
+                run_id=run_id,
                 tags={PROCESS_TAG: name} if name else None,
-            )  # fmt: skip
+            )
         except DagsterAssetCheckFailedError:
             raise CheckFailed(failed_checks(self._instance, run_id)) from None
         except BaseException as error:
@@ -94,7 +104,10 @@ class Runner:
             raise StepFailed(f"run {done.run_id[:8]} of {job.name} failed: `triplane ui` shows its log")
 
     def _cancel(self, run_id: str) -> None:
-        """Show an interrupted run as canceled. Dagster calls it failed, since it was not Dagster that was asked to end it."""
+        """Show an interrupted run as canceled.
+
+        Dagster calls it failed, since it was not Dagster that was asked to end it.
+        """
         run = self._instance.get_run_by_id(run_id)
         if run is not None:
             self._instance.report_run_canceled(
@@ -117,7 +130,10 @@ def failed_checks(instance: dg.DagsterInstance, run_id: str) -> str:
 def open_runner(
     experiment: Experiment, instance: dg.DagsterInstance, progress: ProgressSink = no_progress
 ) -> Iterator[Runner]:
-    """A runner that is closed at the end of the block. Runs that a kill left unfinished are marked as canceled first."""
+    """A runner that is closed at the end of the block.
+
+    Runs that a kill left unfinished are marked as canceled first.
+    """
     cancel_dead_runs(instance)
     runner = Runner(experiment, instance, progress)
     try:
@@ -136,7 +152,8 @@ def run_iterations(
     """Base assets, then `count` further iterations in sequence. Returns the partition keys that came to a decision.
 
     After a kill, the same call finishes the iterations it set out to make, and no more. Stops after a refusal when
-    promotion.on_refusal says so. Raises what a failing step raised. between: called after each run; may raise to stop there.
+    promotion.on_refusal says so. Raises what a failing step raised. between: called after each run; may raise to stop
+    there.
     """
     require_launchable(experiment)
     store = open_store()

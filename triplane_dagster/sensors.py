@@ -1,4 +1,6 @@
-"""K iterations in sequence through the daemon: a run tagged `triplane/remaining=K` is followed by one tagged K-1, until 0 or a failure."""
+"""K iterations in sequence through the daemon: a run tagged `triplane/remaining=K` is followed by one tagged K-1, until
+0 or a failure.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Which steps of what is shown were made with other settings than an experiment has now: read from the artifacts, which record their slices."""
+"""Which steps of what is shown were made with other settings than an experiment has now: read from the artifacts, which
+record their slices.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ Slices = tuple[str, Any, Any]
 
 
 def changed_steps(store: Store, experiment: Experiment, iterations: Sequence[str]) -> list[str]:
-    """Steps of the base policy and of these iterations whose recorded slice differs from the experiment's, in graph order."""
+    """Steps of the base policy and of these iterations whose recorded slice differs from the experiment's, in graph
+    order.
+    """
     changed: dict[str, None] = {}
     for step, recorded, current in _slices(store, experiment, iterations):
         if digest_of(recorded) != digest_of(current):

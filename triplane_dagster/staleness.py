@@ -1,6 +1,8 @@
-"""What a store holds that this version would make differently: artifacts name the code version of the step that made them.
+"""What a store holds that this version would make differently: artifacts name the code version of the step that made
+them.
 
-Stale work stays readable and in use. A step that is materialized again is made anew, under another key, and so is what depends on it.
+Stale work stays readable and in use. A step that is materialized again is made anew, under another key, and so is what
+depends on it.
 """
 
 from __future__ import annotations
@@ -22,13 +24,20 @@ from resources.refs import read_artifact
 from trainer.config import GRPO_VERSION, IMPORT_VERSION, SFT_VERSION
 
 _OF_ITERATIONS = {
-    "iteration_inputs": keys.INPUTS_VERSION, "prompts": keys.PROMPTS_VERSION, "rollouts": ROLLOUTS_VERSION,
-    "rewards": REWARDS_VERSION, "dataset": DATASET_VERSION, "checkpoint": GRPO_VERSION, "evaluation": keys.EVALUATION_VERSION,
+    "iteration_inputs": keys.INPUTS_VERSION,
+    "prompts": keys.PROMPTS_VERSION,
+    "rollouts": ROLLOUTS_VERSION,
+    "rewards": REWARDS_VERSION,
+    "dataset": DATASET_VERSION,
+    "checkpoint": GRPO_VERSION,
+    "evaluation": keys.EVALUATION_VERSION,
     "sampler": keys.DECISION_VERSION,
-}  # fmt: skip
+}
 _OF_PARENTS = {
-    "tokenizer": TOKENIZER_VERSION, "demonstrations": DEMONSTRATIONS_VERSION, "evaluation_run": keys.EVALUATION_RUN_VERSION,
-}  # fmt: skip
+    "tokenizer": TOKENIZER_VERSION,
+    "demonstrations": DEMONSTRATIONS_VERSION,
+    "evaluation_run": keys.EVALUATION_RUN_VERSION,
+}
 
 
 @dataclass(frozen=True)

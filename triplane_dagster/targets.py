@@ -1,4 +1,6 @@
-"""What `iterate` set out to do, kept in the store: the same command after a kill goes on to the same end, and does not add to it."""
+"""What `iterate` set out to do, kept in the store: the same command after a kill goes on to the same end, and does not
+add to it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ def _pointer(store: Store, experiment: Experiment) -> Pointer:
 def begin_target(store: Store, experiment: Experiment, count: int) -> Target:
     """The target of this size that has not ended, or a new one that starts at the next iteration.
 
-    One whose iterations all came to a decision is still the same command's, killed before `end_target`: it is not to add to it.
+    One whose iterations all came to a decision is still the same command's, killed before `end_target`: it is not to
+    add to it.
     """
     pointer = _pointer(store, experiment)
     entry = pointer.current()

@@ -1,7 +1,9 @@
-"""The run launcher of production: Dagster's default one, which starts a run in its code server, and which also notices when that is gone.
+"""The run launcher of production: Dagster's default one, which starts a run in its code server, and which also notices
+when that is gone.
 
-Dagster's own lacks the second half: when a code server dies together with the run inside it, nobody is left to mark that run as failed, and it
-would hold its experiment's place in the queue for ever. Run monitoring asks here; `run_retries` then launches the run again.
+Dagster's own lacks the second half: when a code server dies together with the run inside it, nobody is left to mark
+that run as failed, and it would hold its experiment's place in the queue for ever. Run monitoring asks here;
+`run_retries` then launches the run again.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ ANSWER_S = 20
 
 
 class WatchedRunLauncher(DefaultRunLauncher):
-    """Starts runs in the code server, and says whether one is still there. For servers of `dagster api grpc`, which know all their runs."""
+    """Starts runs in the code server, and says whether one is still there.
+
+    For servers of `dagster api grpc`, which know all their runs.
+    """
 
     @classmethod
     def from_config_value(cls, inst_data: ConfigurableClassData, config_value: Any) -> WatchedRunLauncher:
@@ -34,7 +39,10 @@ class WatchedRunLauncher(DefaultRunLauncher):
         return True
 
     def check_run_worker_health(self, run: DagsterRun) -> CheckRunHealthResult:
-        """FAILED only when the code server answers that it executes no such run. One that can't be reached may be starting: asked again later."""
+        """FAILED only when the code server answers that it executes no such run.
+
+        One that can't be reached may be starting: asked again later.
+        """
         client = self._get_grpc_client_for_termination(run.run_id)  # type: ignore[no-untyped-call]
         if client is None:
             return CheckRunHealthResult(WorkerStatus.SUCCESS, "the run has ended")

@@ -1,6 +1,7 @@
 """The Dagster web server, which also shows reports: ROUTE/<action key> is the HTML page of that `report` artifact.
 
-Run by `triplane ui`; where Dagster's services run apart, `python -m triplane_dagster.webserver` takes the place of `dagster-webserver`.
+Run by `triplane ui`; where Dagster's services run apart, `python -m triplane_dagster.webserver` takes the place of
+`dagster-webserver`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from contracts.store import open_store
 from ops.report import ROUTE
 
 SANDBOX = {"Content-Security-Policy": "sandbox allow-scripts allow-popups", "X-Content-Type-Options": "nosniff"}
-"""A report shows what a policy wrote: whatever ran there would have no origin, hence no way to this server's GraphQL."""
+"""A report shows what a policy wrote: whatever ran there would have no origin, hence no way to this server's
+GraphQL.
+"""
 GRACE_S = 3
 """Seconds that open connections get when the server ends."""
 

@@ -1,13 +1,14 @@
 """Rewards: what each episode's final state and conduct are worth.
 
-    reward = solved * [hidden tests pass on the final state] + valid * [ended by itself, no format error, an edit that took]
+    reward = solved * [hidden tests pass on the final state] + valid * [ended by itself, no format error, an edit that
+    took]
              + sum over components of weight * clip(value)
 
-In:  episodes (and their tokens, where a component reads transcripts), tasks, an envd server to verify in, endpoints of judges.
-Out: a row of REWARDS an episode, rows of EVIDENCE for its components; verdicts and answers in the store.
+In:  episodes (and their tokens, where a component reads transcripts), tasks, an envd server to verify in, endpoints of
+judges. Out: a row of REWARDS an episode, rows of EVIDENCE for its components; verdicts and answers in the store.
 
-`config` is the experiment's section; `shapers` and `traces` are pure functions of an episode; `prompt`, `judges` say what is asked and what an
-answer means, `endpoint` and `answers` ask once; `grading` joins them.
+`config` is the experiment's section; `shapers` and `traces` are pure functions of an episode; `prompt`, `judges` say
+what is asked and what an answer means, `endpoint` and `answers` ask once; `grading` joins them.
 """
 
 from curation.rewards.config import RewardConfig

@@ -3,8 +3,9 @@
     ask(question) -> store (judgements/) -> the endpoint, once for equal questions in flight
                            ^-----------------' created exclusively: the first answer counts for everyone
 
-A question is the request itself (model, prompt, sampling) with the model's revision. Weights, bounds and addresses are not part of it, so grading
-again with other weights asks nothing. Kept is what was said; what it means is read from it each time.
+A question is the request itself (model, prompt, sampling) with the model's revision. Weights, bounds and addresses are
+not part of it, so grading again with other weights asks nothing. Kept is what was said; what it means is read from it
+each time.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ class Answers:
     async def ask(
         self, question: Mapping[str, Any], slots: asyncio.Semaphore, asking: Callable[[], Awaitable[Answer]]
     ) -> Answer:
-        """The kept answer to a question, or what `asking` returns, kept. slots: one is held until the answer is kept."""
+        """The kept answer to a question, or what `asking` returns, kept.
+
+        slots: one is held until the answer is kept.
+        """
         key = question_key(question)
         lock = self._asking.setdefault(key, asyncio.Lock())
         async with lock:

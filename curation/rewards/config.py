@@ -2,7 +2,8 @@
 
     reward = solved * [hidden tests pass] + valid * [well conducted] + sum over components of weight * clip(value)
 
-A component's sign is in its docstring: penalties have values <= 0, so a positive weight always asks for what the name says.
+A component's sign is in its docstring: penalties have values <= 0, so a positive weight always asks for what the name
+says.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 from curation.rewards.prompt import JUDGE_TEMPLATE, MODEL_TEMPLATE, check_template
 
 COMPONENTS_VERSION = "1"
-"""Bump when a component's value may become another for the same episode. In the rewards' key only where there are components."""
+"""Bump when a component's value may become another for the same episode. In the rewards' key only where there are
+components.
+"""
 
 RuleName = Literal["read_before_edit", "repeated_calls", "failed_calls", "edits_tests", "ran_tests", "tested_last_edit"]
 """Rules of curation.rewards.traces."""
@@ -32,7 +35,9 @@ class Endpoint(_Part):
     """Where a judge or a reward model answers. In no key: a model that moves is not asked again."""
 
     url: str
-    """http:// or https://. A judge's ends in /v1, a reward model's is the scoring route itself, such as http://host:8000/classify."""
+    """http:// or https://. A judge's ends in /v1, a reward model's is the scoring route itself, such as
+    http://host:8000/classify.
+    """
     api_key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
     """NAME of the environment variable that holds the key, never the key itself. null: none is sent."""
     timeout_s: float = Field(default=120.0, gt=0, le=86_400)
@@ -40,7 +45,9 @@ class Endpoint(_Part):
     concurrency: int = Field(default=16, ge=1, le=4096)
     """Requests in flight at most. They run beside the hidden tests."""
     attempts: int = Field(default=5, ge=1, le=20)
-    """Attempts at one request that meets infrastructure faults: no connection, no answer in time, HTTP 408, 425, 429 or 5xx."""
+    """Attempts at one request that meets infrastructure faults: no connection, no answer in time, HTTP 408, 425, 429 or
+    5xx.
+    """
 
     @model_validator(mode="after")
     def _plain_url(self) -> Self:
@@ -131,7 +138,9 @@ class _Asked(Component):
     max_chars: int = Field(default=60_000, ge=200)
     """Characters of each part that are shown; of a longer one the middle is left out."""
     extra: dict[str, Any] = {}
-    """Further fields of the request, e.g. {chat_template_kwargs: {enable_thinking: false}}. A null leaves a usual field out."""
+    """Further fields of the request, e.g. {chat_template_kwargs: {enable_thinking: false}}. A null leaves a usual field
+    out.
+    """
     endpoint: Endpoint
     """Where it answers."""
 
@@ -142,7 +151,9 @@ class JudgeComponent(_Asked):
     kind: Literal["judge"]
     """Discriminates the components."""
     template: str = JUDGE_TEMPLATE
-    """What is asked. {task}, {diff}, {transcript} and {reference} stand for the episode's parts, which are fenced and marked as data."""
+    """What is asked. {task}, {diff}, {transcript} and {reference} stand for the episode's parts, which are fenced and
+    marked as data.
+    """
     lowest: float = Field(default=0.0, allow_inf_nan=False)
     """The worst score on the scale the judge is told."""
     highest: float = Field(default=10.0, allow_inf_nan=False)
@@ -154,7 +165,9 @@ class JudgeComponent(_Asked):
     max_tokens: int = Field(default=512, ge=1)
     """Tokens the judge may answer with."""
     structured: Literal["json_schema", "json_object", "none"] = "json_schema"
-    """How the schema is asked for beside the prompt: OpenAI's response_format, or nothing for a server that lacks it."""
+    """How the schema is asked for beside the prompt: OpenAI's response_format, or nothing for a server that lacks
+    it.
+    """
 
     @model_validator(mode="after")
     def _askable(self) -> Self:
@@ -172,8 +185,9 @@ class RewardModelComponent(_Asked):
     api: Literal["classify", "score", "pooling"] = "classify"
     """The shape of request and answer, whatever the route's address is."""
     input: Literal["text", "chat", "tokens"] = "text"
-    """text: the rendered template. chat: the task as the user's message, the template as the assistant's. tokens: the token ids of the
-    episode's last context, for a model that shares the policy's tokenizer."""
+    """text: the rendered template. chat: the task as the user's message, the template as the assistant's. tokens: the
+    token ids of the episode's last context, for a model that shares the policy's tokenizer.
+    """
     template: str = MODEL_TEMPLATE
     """What is scored. Places as in a judge's template, without fences."""
     index: int = Field(default=-1, ge=-4096, le=4096)
@@ -210,8 +224,10 @@ class RewardConfig(_Part):
     valid: float = Field(default=0.1, allow_inf_nan=False)
     """For an episode that ended by itself, without a format error and with at least one edit that took."""
     max_ungraded: float = Field(default=0.05, ge=0, le=1)
-    """Share of the episodes that may stay ungraded for infrastructure faults; above it the step fails instead of training on a remainder.
-    Under the deterministic profile, without judges, none may: the same rollouts always get the same rewards."""
+    """Share of the episodes that may stay ungraded for infrastructure faults; above it the step fails instead of
+    training on a remainder. Under the deterministic profile, without judges, none may: the same rollouts always get the
+    same rewards.
+    """
     components: tuple[AnyComponent, ...] = ()
     """Further components, added to the two above: see docs/rewards.md."""
 
@@ -225,7 +241,9 @@ class RewardConfig(_Part):
 
     @model_serializer(mode="wrap")
     def _older_form(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A field that came later is written only where it says something: keys and digests of work made without it stay."""
+        """A field that came later is written only where it says something: keys and digests of work made without it
+        stay.
+        """
         values: dict[str, Any] = dump(self)
         if not self.components:
             values.pop("components", None)

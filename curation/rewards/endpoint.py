@@ -43,19 +43,25 @@ class EndpointClient:
         self._url = endpoint.url.rstrip("/")
         self._key = _key(self._who, endpoint)
         self.slots = asyncio.Semaphore(endpoint.concurrency)
-        """One is held from before a request until its answer is kept, so a kill loses no more answers than there are slots."""
+        """One is held from before a request until its answer is kept, so a kill loses no more answers than there are
+        slots.
+        """
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         self._http = httpx.AsyncClient(
-            headers=headers, limits=httpx.Limits(max_connections=endpoint.concurrency),
+            headers=headers,
+            limits=httpx.Limits(max_connections=endpoint.concurrency),
             timeout=httpx.Timeout(endpoint.timeout_s, connect=min(10.0, endpoint.timeout_s), pool=None),
-        )  # fmt: skip
+        )
         self.requests = 0
         """Requests really sent."""
 
     async def post(self, path: str, body: dict[str, Any], read: Callable[[Any], Answer]) -> Answer:
-        """What is answered. path: appended to the endpoint's URL. The caller holds a slot. read: finds the answer in the JSON, or raises ValueError.
+        """What is answered. path: appended to the endpoint's URL.
 
-        Raises InfraFault when attempts are used up, RequestRefused for a request that the server won't serve, CurationError when it serves none.
+        The caller holds a slot. read: finds the answer in the JSON, or raises ValueError.
+
+        Raises InfraFault when attempts are used up, RequestRefused for a request that the server won't serve,
+        CurationError when it serves none.
         """
         url = self._url + path
         fault, asked = "", 0.0
@@ -78,8 +84,8 @@ class EndpointClient:
             except ValueError as error:
                 fault, asked = f"its answer can't be read: {error}", 0.0
         raise InfraFault(
-            f"{self._who}: {url} failed {self._endpoint.attempts} times ({fault}): start that server or correct endpoint.url, then run the "
-            "same step again"
+            f"{self._who}: {url} failed {self._endpoint.attempts} times ({fault}): start that server or correct"
+            " endpoint.url, then run the same step again"
         )
 
     async def close(self) -> None:

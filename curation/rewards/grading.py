@@ -4,9 +4,9 @@
     judges, reward models (network) +--> shapers --> sum of weight * clip(value) --> REWARDS, EVIDENCE
                  side by side ----'
 
-Re-gradable: verdicts are looked up by (task, final state, verifier version) and answers by question, so a new verifier or new weights grade
-old rollouts again; `flips` says what that changed. An infrastructure failure is a null reward, never 0; a state that tampers, or that cannot be graded while
-others can, scores 0.
+Re-gradable: verdicts are looked up by (task, final state, verifier version) and answers by question, so a new verifier
+or new weights grade old rollouts again; `flips` says what that changed. An infrastructure failure is a null reward,
+never 0; a state that tampers, or that cannot be graded while others can, scores 0.
 """
 
 from __future__ import annotations
@@ -46,9 +46,17 @@ EDITING_TOOLS = ("edit", "write")
 Progress = Callable[[int, int], None]
 
 _READ = [
-    "episode_id", "group_id", "task_id", "task_digest", "outcome", "turns", "tool_calls", "format_errors", "policy_tokens",
+    "episode_id",
+    "group_id",
+    "task_id",
+    "task_digest",
+    "outcome",
+    "turns",
+    "tool_calls",
+    "format_errors",
+    "policy_tokens",
     "final_diff",
-]  # fmt: skip
+]
 
 
 @dataclass(frozen=True)
@@ -62,10 +70,17 @@ class Graded:
 
 
 async def grade_rollouts(
-    rollouts: Artifact, tasks: Mapping[str, Task], verifier: Verifier, config: RewardConfig, progress: Progress,
-    *, store: Store, tokenizer: Callable[[], ChatTokenizer],
-) -> Graded:  # fmt: skip
-    """Grade every episode of a `rollouts` artifact. tokenizer: loads the acting policy's, where a component reads transcripts.
+    rollouts: Artifact,
+    tasks: Mapping[str, Task],
+    verifier: Verifier,
+    config: RewardConfig,
+    progress: Progress,
+    *,
+    store: Store,
+    tokenizer: Callable[[], ChatTokenizer],
+) -> Graded:
+    """Grade every episode of a `rollouts` artifact. tokenizer: loads the acting policy's, where a component reads
+    transcripts.
 
     Raises what `grade_episodes` does, and CurationError for an endpoint that is set up wrongly.
     """
@@ -79,16 +94,21 @@ async def grade_episodes(
 ) -> pa.Table:
     """Rows of REWARDS for a table of EPISODES, in its order. progress: (graded, total), after each episode.
 
-    Raises RewardsMismatch when an episode's task is unknown or has changed or a component asks about transcripts, GradingIncomplete beyond
-    `config.max_ungraded`.
+    Raises RewardsMismatch when an episode's task is unknown or has changed or a component asks about transcripts,
+    GradingIncomplete beyond `config.max_ungraded`.
     """
     async with Raters(config, None, None) as raters:
         return (await _grade(episodes, tasks, verifier, config, progress, raters)).rewards
 
 
 async def _grade(
-    episodes: pa.Table, tasks: Mapping[str, Task], verifier: Verifier, config: RewardConfig, progress: Progress, raters: Raters
-) -> Graded:  # fmt: skip
+    episodes: pa.Table,
+    tasks: Mapping[str, Task],
+    verifier: Verifier,
+    config: RewardConfig,
+    progress: Progress,
+    raters: Raters,
+) -> Graded:
     rows = episodes.select(_READ).to_pylist()
     for row in rows:
         _check_task(row, tasks)
@@ -131,7 +151,8 @@ async def _grade_one(
 ) -> _Found:
     if row["outcome"] in (*UNSCORED, Outcome.FAILED):
         return _Found(None, {}, None)
-    # an infrastructure fault is a result here: what else is under way for the episode goes on, and is kept for the next run
+    # an infrastructure fault is a result here: what else is under way for the episode goes on, and is kept for the next
+    # run
     done: list[Any] = await asyncio.gather(
         verifier.grade(task, row["final_diff"]),
         *(raters.ask(component, row, task) for component in config.asked),
@@ -164,8 +185,8 @@ class _Faults:
         self._count += 1
         if self._count > self._share * self._total:
             raise GradingIncomplete(
-                f"{self._count} of {self._total} episodes could not be graded, more than rewards.max_ungraded={self._share} "
-                f"allows; verdicts and answers so far are kept. Last fault: {fault}"
+                f"{self._count} of {self._total} episodes could not be graded, more than"
+                f" rewards.max_ungraded={self._share} allows; verdicts and answers so far are kept. Last fault: {fault}"
             ) from (fault if isinstance(fault, Exception) else None)
 
 
@@ -175,12 +196,19 @@ def reward_row(
     config: RewardConfig,
     ratings: Mapping[str, Rating] | None = None,
 ) -> dict[str, Any]:
-    """One row of REWARDS from a row of EPISODES. verdict None: not graded, so no reward. ratings: of the configured components, by name."""
+    """One row of REWARDS from a row of EPISODES. verdict None: not graded, so no reward. ratings: of the configured
+    components, by name.
+    """
     row: dict[str, Any] = {name: episode[name] for name in ("episode_id", "group_id", "task_id")}
     if episode["outcome"] == Outcome.FAILED:
         return row | {
-            "reward": 0.0, "solved": False, "components": [], "verdict": SANDBOX_BROKEN, "tests_passed": 0, "tests_total": 0,
-        }  # fmt: skip
+            "reward": 0.0,
+            "solved": False,
+            "components": [],
+            "verdict": SANDBOX_BROKEN,
+            "tests_passed": 0,
+            "tests_total": 0,
+        }
     if verdict is None:
         reason = episode["outcome"] if episode["outcome"] in UNSCORED else "not_graded"
         return row | {"components": [], "verdict": reason, "tests_passed": 0, "tests_total": 0, "findings": []}
@@ -209,10 +237,14 @@ def _evidence(episode: Mapping[str, Any], config: RewardConfig, ratings: Mapping
             value = None if rating.value is None else component.clip(rating.value)
             found.append(
                 {
-                    "episode_id": episode["episode_id"], "component": component.name, "raw": rating.value, "value": value,
-                    "reason": rating.reason, "answers": list(rating.answers),
+                    "episode_id": episode["episode_id"],
+                    "component": component.name,
+                    "raw": rating.value,
+                    "value": value,
+                    "reason": rating.reason,
+                    "answers": list(rating.answers),
                 }
-            )  # fmt: skip
+            )
     return found
 
 
@@ -226,10 +258,11 @@ def _check_task(row: Mapping[str, Any], tasks: Mapping[str, Task]) -> None:
     task = tasks.get(row["task_id"])
     if task is None:
         raise RewardsMismatch(
-            f"episode {row['episode_id']} is of task {row['task_id']}, which this suite lacks: grade with the suite the rollouts name as parent"
+            f"episode {row['episode_id']} is of task {row['task_id']}, which this suite lacks: grade with the suite the"
+            " rollouts name as parent"
         )
     if task.digest != row["task_digest"]:
         raise RewardsMismatch(
-            f"task {row['task_id']} is not what episode {row['episode_id']} was played on ({task.digest[:12]}, was {row['task_digest'][:12]}): "
-            "grade with the suite the rollouts name as parent"
+            f"task {row['task_id']} is not what episode {row['episode_id']} was played on ({task.digest[:12]}, was"
+            f" {row['task_digest'][:12]}): grade with the suite the rollouts name as parent"
         )

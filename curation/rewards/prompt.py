@@ -1,7 +1,8 @@
 """What a judge or a reward model is shown: a template whose places are filled with parts of the episode, as data.
 
-An episode's text is written by the policy that is being judged. So each part stands between marks that carry a digest of the parts
-themselves, which no part can contain, and the control tokens of chat templates are broken up wherever they occur.
+An episode's text is written by the policy that is being judged. So each part stands between marks that carry a digest
+of the parts themselves, which no part can contain, and the control tokens of chat templates are broken up wherever they
+occur.
 """
 
 from __future__ import annotations

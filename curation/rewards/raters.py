@@ -1,4 +1,6 @@
-"""Every component's rating of one episode: shapers at once, judges and reward models by asking, or from what they answered before."""
+"""Every component's rating of one episode: shapers at once, judges and reward models by asking, or from what they
+answered before.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,16 @@ class Raters:
         async with Raters(config, store, transcripts) as raters:
             rating = await raters.ask(component, episode, task)
 
-    store: keeps the answers. transcripts: of the episodes that will be asked about. Both may be None where no component asks.
+    store: keeps the answers. transcripts: of the episodes that will be asked about. Both may be None where no component
+    asks.
     """
 
     def __init__(self, config: RewardConfig, store: Store | None, transcripts: Transcripts | None) -> None:
         """Raises CurationError when the key of an endpoint is not in the environment."""
         if config.asked and (store is None or transcripts is None):
             raise RewardsMismatch(
-                f"component {config.asked[0].name} asks an endpoint about transcripts, which bare episodes lack: grade a rollouts artifact"
+                f"component {config.asked[0].name} asks an endpoint about transcripts, which bare episodes lack: grade"
+                " a rollouts artifact"
             )
         self._transcripts = transcripts
         self._answers = Answers(store) if store is not None else None
@@ -62,7 +66,10 @@ class Raters:
         return sum(client.requests for client in self._clients.values())
 
     async def ask(self, component: Asked, episode: Mapping[str, Any], task: Task) -> Rating:
-        """What a judge or a reward model says of an episode. Raises InfraFault when it can't be reached, CurationError when it is set up wrongly."""
+        """What a judge or a reward model says of an episode.
+
+        Raises InfraFault when it can't be reached, CurationError when it is set up wrongly.
+        """
         try:
             if isinstance(component, JudgeComponent):
                 return await self._judge(component, episode, task)
@@ -112,7 +119,9 @@ class Raters:
 
 
 async def together(*work: Any) -> list[Any]:
-    """All results in order; every one is awaited to its end before the first error is raised, so none goes on unseen."""
+    """All results in order; every one is awaited to its end before the first error is raised, so none goes on
+    unseen.
+    """
     done = await asyncio.gather(*work, return_exceptions=True)
     for each in done:
         if isinstance(each, BaseException):

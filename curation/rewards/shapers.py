@@ -1,6 +1,7 @@
 """Components computed from an episode's row and its verdict alone. Pure functions.
 
-Source of the length shaping: Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (arXiv:2503.14476), equation 13.
+Source of the length shaping: Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale"
+(arXiv:2503.14476), equation 13.
 """
 
 from __future__ import annotations
@@ -42,5 +43,7 @@ def shape(component: Shaper, episode: Mapping[str, Any], verdict: Verdict, task:
 
 
 def overlong(length: int, budget: int, cushion: int) -> float:
-    """0 up to budget - cushion, then linear, -1 from `budget` on: ((L_max - L_cache) - |y|) / L_cache of DAPO's equation 13."""
+    """0 up to budget - cushion, then linear, -1 from `budget` on: ((L_max - L_cache) - |y|) / L_cache of DAPO's
+    equation 13.
+    """
     return max(-1.0, min(0.0, (budget - cushion - length) / cushion))

@@ -29,7 +29,9 @@ class ComponentSummary:
 
 
 def component_summaries(rewards: pa.Table, evidence: pa.Table | None, config: RewardConfig) -> list[ComponentSummary]:
-    """`solved` and `valid`, then the configured components in order; those without any value are left out. evidence: None where none was kept."""
+    """`solved` and `valid`, then the configured components in order; those without any value are left out. evidence:
+    None where none was kept.
+    """
     found = []
     parts = [part for row in rewards["components"].to_pylist() for part in row]
     for name, weight in (("solved", config.solved), ("valid", config.valid)):

@@ -21,13 +21,14 @@ REWARDS = pa.schema(
         ("findings", pa.list_(pa.string())),
     ]
 )
-"""One row an episode, in the order of `episodes`. reward and solved are null where nothing may be learned (see UNSCORED, `not_graded`);
-the reward alone is null where the tests ran but a component has no value.
+"""One row an episode, in the order of `episodes`. reward and solved are null where nothing may be learned (see
+UNSCORED, `not_graded`); the reward alone is null where the tests ran but a component has no value.
 
-`components` holds what each one contributed, weight included: their sum is the reward. `verdict` is how the hidden tests' run ended
-(completed, crashed, timed_out, apply_failed, ungradable), `tampered` for a state that tampered with its verdict, sandbox_broken when the agent left none
-to run them on, the outcome of an unscored episode (infra_error, aborted, dropped), or not_graded when the verifier's infrastructure failed. `findings`
-are the names of what was found (docs/threat-model.md), empty for nearly all; tables of earlier versions lack the column.
+`components` holds what each one contributed, weight included: their sum is the reward. `verdict` is how the hidden
+tests' run ended (completed, crashed, timed_out, apply_failed, ungradable), `tampered` for a state that tampered with
+its verdict, sandbox_broken when the agent left none to run them on, the outcome of an unscored episode (infra_error,
+aborted, dropped), or not_graded when the verifier's infrastructure failed. `findings` are the names of what was found
+(docs/threat-model.md), empty for nearly all; tables of earlier versions lack the column.
 """
 
 EVIDENCE = pa.schema(
@@ -40,8 +41,10 @@ EVIDENCE = pa.schema(
         ("answers", pa.list_(pa.string())),
     ]
 )
-"""One row a scored episode and composed component, in that order. raw: what the component found; value: that within its clip bounds, before
-the weight; both null when it found nothing. reason: for people. answers: what an endpoint said, as it said it."""
+"""One row a scored episode and composed component, in that order. raw: what the component found; value: that within its
+clip bounds, before the weight; both null when it found nothing. reason: for people. answers: what an endpoint said, as
+it said it.
+"""
 
 FLIPS = pa.schema(
     [
@@ -72,7 +75,9 @@ ORDER BY 1
 
 
 def flips(old: pa.Table, new: pa.Table) -> pa.Table:
-    """Episodes whose reward or verdict differs between two gradings, by episode_id; null where a grading has none for one."""
+    """Episodes whose reward or verdict differs between two gradings, by episode_id; null where a grading has none for
+    one.
+    """
     findings = "n.findings" if "findings" in new.column_names else "NULL"
     with duckdb.connect() as db:
         db.register("old_rewards", old)

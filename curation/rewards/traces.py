@@ -1,6 +1,8 @@
-"""Rules over the recorded tool calls of an episode. Pure functions, each with a value in [0, 1] and a sentence that says why.
+"""Rules over the recorded tool calls of an episode. Pure functions, each with a value in [0, 1] and a sentence that
+says why.
 
-A rule counts what its name says: give a bad habit a negative weight. A rule about edits is 0 without one, so that doing nothing earns nothing.
+A rule counts what its name says: give a bad habit a negative weight. A rule about edits is 0 without one, so that doing
+nothing earns nothing.
 """
 
 from __future__ import annotations
@@ -72,7 +74,9 @@ def read_before_edit(calls: Sequence[Call], task: Task) -> Rating:
 
 
 def repeated_calls(calls: Sequence[Call], task: Task) -> Rating:
-    """Share of the calls that repeat an earlier one, argument for argument, although nothing was changed or executed in between."""
+    """Share of the calls that repeat an earlier one, argument for argument, although nothing was changed or executed in
+    between.
+    """
     asked: set[str] = set()
     repeated = 0
     for call in calls:
@@ -85,13 +89,17 @@ def repeated_calls(calls: Sequence[Call], task: Task) -> Rating:
 
 
 def failed_calls(calls: Sequence[Call], task: Task) -> Rating:
-    """Share of the calls that failed: unknown tools, wrong arguments, edits that match nothing, commands that exit with an error."""
+    """Share of the calls that failed: unknown tools, wrong arguments, edits that match nothing, commands that exit with
+    an error.
+    """
     failed = sum(not call.ok for call in calls)
     return Rating(failed / len(calls) if calls else 0.0, f"{failed} of {len(calls)} calls failed")
 
 
 def edits_tests(calls: Sequence[Call], task: Task) -> Rating:
-    """1 when an edit that took changed tests: test_*.py, *_test.py, conftest.py, or anything in a folder named test or tests."""
+    """1 when an edit that took changed tests: test_*.py, *_test.py, conftest.py, or anything in a folder named test or
+    tests.
+    """
     touched = sorted({call.path for call in calls if call.edits and _is_test(call.path)})
     return Rating(float(bool(touched)), f"changed {', '.join(touched)}" if touched else "changed no test")
 

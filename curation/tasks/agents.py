@@ -1,4 +1,5 @@
-"""Agents without a model, for checking a suite: the oracle applies the reference fix, noop does nothing, a script does what its author says.
+"""Agents without a model, for checking a suite: the oracle applies the reference fix, noop does nothing, a script does
+what its author says.
 
 play_suite -> play_task: sandbox -> agent.act -> tool calls -> ... -> final diff -> verdict
 """
@@ -76,7 +77,10 @@ class Oracle:
 
 
 class Script:
-    """A Python file with `def act(observation)`, which returns a list of {"name": ..., "arguments": {...}}. It runs here, not in the sandbox."""
+    """A Python file with `def act(observation)`, which returns a list of {"name": ..., "arguments": {...}}.
+
+    It runs here, not in the sandbox.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -88,7 +92,8 @@ class Script:
             answer = self._act(observation)
         except Exception as error:
             raise TaskError(
-                f"{self._path} failed at task {task.task_id}, turn {len(observation.turns)}: {type(error).__name__}: {error}"
+                f"{self._path} failed at task {task.task_id}, turn {len(observation.turns)}: {type(error).__name__}:"
+                f" {error}"
             ) from error
         if answer is None:
             return ()
@@ -102,7 +107,8 @@ class Script:
             if isinstance(arguments, Mapping) and set(value) <= {"name", "arguments"}:
                 return ToolCall(value["name"], arguments)
         raise TaskError(
-            f'{self._path}: act returned {value!r:.100}: return a list of {{"name": "read", "arguments": {{"path": "a.py"}}}}'
+            f'{self._path}: act returned {value!r:.100}: return a list of {{"name": "read", "arguments": {{"path":'
+            ' "a.py"}}'
         )
 
 
@@ -127,10 +133,18 @@ class Played:
 
 
 async def play_suite(
-    tasks: Sequence[Task], agent: Agent, client: SandboxClient, verifier: Verifier, *,
-    limits: Limits = Limits(), max_turns: int = MAX_TURNS, progress: Callable[[int, int], None] | None = None,
-) -> list[Played]:  # fmt: skip
-    """Play every task once, each in a sandbox of its own, and grade what is left there in another. In the order of `tasks`.
+    tasks: Sequence[Task],
+    agent: Agent,
+    client: SandboxClient,
+    verifier: Verifier,
+    *,
+    limits: Limits = Limits(),
+    max_turns: int = MAX_TURNS,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Played]:
+    """Play every task once, each in a sandbox of its own, and grade what is left there in another.
+
+    In the order of `tasks`.
 
     Raises TaskError when the agent fails, InfraFault when envd keeps failing.
     """

@@ -1,4 +1,6 @@
-"""One bug: modules that call each other in a chain, one line of which holds the wrong operation, and every text that belongs to it."""
+"""One bug: modules that call each other in a chain, one line of which holds the wrong operation, and every text that
+belongs to it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _FILLERS = ("# small helpers", "# see the tests", "LIMIT = 9", "UNIT = 1", "impo
 
 @dataclass(frozen=True)
 class Bug:
-    """A chain of functions, one a module, from the innermost to the one that the instruction names; one line is wrong."""
+    """A chain of functions, one a module, from the innermost to the one that the instruction names; one line is
+    wrong.
+    """
 
     chain: Chain
     """What the functions should compute."""
@@ -107,7 +111,9 @@ class Bug:
 
 
 def draw_bug(family: Family, chains: Mapping[int, Sequence[Chain]], functions: Sequence[str], rng: Random) -> Bug:
-    """A random bug of this family. chains: by length, those that hold the family's operation in its place. functions: their names."""
+    """A random bug of this family. chains: by length, those that hold the family's operation in its place. functions:
+    their names.
+    """
     place, right = family
     length = rng.choice(sorted(chains))
     index = places(length).index(place)
@@ -144,7 +150,9 @@ def _chains_of(family: Family, chains: Sequence[Chain]) -> dict[int, list[Chain]
 
 
 def file_diff(path: str, before: str | None, after: str) -> bytes:
-    """A patch of one text file as `git diff --full-index` writes it, without section headings. before: None for a new file."""
+    """A patch of one text file as `git diff --full-index` writes it, without section headings. before: None for a new
+    file.
+    """
     head = [f"diff --git a/{path} b/{path}\n", "new file mode 100644\n" if before is None else ""]
     head.append(f"index {_blob(before)}..{_blob(after)}{'' if before is None else ' 100644'}\n")
     old = "/dev/null" if before is None else f"a/{path}"

@@ -31,7 +31,10 @@ def planned_key(config: SuiteConfig, store: Store) -> str | None:
 
 
 def find_built(config: SuiteConfig, store: Store) -> Artifact | None:
-    """The suite of this configuration, if it is built. Raises ArtifactMissing for an imported one that the store lacks."""
+    """The suite of this configuration, if it is built.
+
+    Raises ArtifactMissing for an imported one that the store lacks.
+    """
     if isinstance(config, ImportedSuiteConfig):
         return find_suite(store, config.suite)
     return find_artifact(store, "task_suite", suite_key(config))
@@ -40,7 +43,9 @@ def find_built(config: SuiteConfig, store: Store) -> Artifact | None:
 async def build_suite(
     config: SuiteConfig, store: Store, client: SandboxClient, progress: Progress | None = None
 ) -> Artifact:
-    """Build and validate the suite, or find it built; an imported one is only found. Broken tasks are left out and named in validation.json.
+    """Build and validate the suite, or find it built; an imported one is only found.
+
+    Broken tasks are left out and named in validation.json.
 
     Raises TaskError when more than 2% of the tasks are broken or a cheat passes. Interrupted, it goes on where it was.
     """
@@ -58,8 +63,8 @@ def _accept(report: ValidationReport) -> None:
     passed = [cheat for cheat in report.cheats if cheat.solved]
     if passed:
         raise TaskError(
-            f"the cheat {passed[0].cheat} passes task {passed[0].task_id} ({len(passed)} of {len(report.cheats)} cheats pass): "
-            "the verifier can be fooled; repair it before training against it"
+            f"the cheat {passed[0].cheat} passes task {passed[0].task_id} ({len(passed)} of {len(report.cheats)} cheats"
+            " pass): the verifier can be fooled; repair it before training against it"
         )
     if len(report.broken) > MAX_BROKEN_SHARE * report.tasks:
         first = report.broken[0]

@@ -63,7 +63,10 @@ def draw_cases(chain: Sequence[Operation], rng: Random) -> dict[str, list[Case]]
 
 
 def _draw(chain: Sequence[Operation], rng: Random) -> tuple[dict[str, list[Case]], list[Chain]]:
-    """Arguments by test name, and the mistakes that survive all of them. Each is the one of a few that leaves fewest."""
+    """Arguments by test name, and the mistakes that survive all of them.
+
+    Each is the one of a few that leaves fewest.
+    """
     survivors = list(mistakes(chain))
     drawn: dict[str, list[Case]] = {}
     for name, bounds in TESTS.items():
@@ -78,7 +81,10 @@ def _draw(chain: Sequence[Operation], rng: Random) -> tuple[dict[str, list[Case]
 
 
 def _candidates(chain: Sequence[Operation], bounds: tuple[Bounds, Bounds], rng: Random) -> list[Case]:
-    """Random arguments on which the chain is defined. Every other one brings a last comparison near equality, where comparisons differ."""
+    """Random arguments on which the chain is defined.
+
+    Every other one brings a last comparison near equality, where comparisons differ.
+    """
     found: list[Case] = []
     while len(found) < _CANDIDATES:
         values = [rng.randint(*bounds[min(index, 1)]) for index in range(len(chain) + 1)]

@@ -1,7 +1,8 @@
 """Which chains of operations each split may use.
 
-Chains of trained operations are split by their first two operations and their length: three quarters of those pairs serve training,
-demonstrations and gate, the others held_out. So a held-out chain begins as no chain of training does. `unseen` has one withheld operation.
+Chains of trained operations are split by their first two operations and their length: three quarters of those pairs
+serve training, demonstrations and gate, the others held_out. So a held-out chain begins as no chain of training does.
+`unseen` has one withheld operation.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def deal_chains(seed: int) -> dict[Split, tuple[Chain, ...]]:
 
 
 def _held_out_pairs(length: int, seed: int) -> set[Chain]:
-    """A share of the first two operations, such that every operation keeps pairs on both sides in each of its places."""
+    """A share of the first two operations, such that every operation keeps pairs on both sides in each of its
+    places.
+    """
     first, second = (trained(place) for place in places(length)[:2])
     rng = Random(f"compositions/{seed}/{length}")
     pairs = list(product(first, second))

@@ -1,8 +1,9 @@
 """Demonstrations: scripted expert episodes of a mistaken teacher, what the base policy is warmed up on.
 
-The teacher follows the calls to the wrong line, copies and edits without fault. Which operation it writes there is right with probability
-`right_share` only. With `mistaken_share` it is the teacher's usual mistake, always the same one for an operation in its place; else any other.
-A policy that imitates it best is wrong at temperature 0 and by majority, and right now and then: what it lacks is knowledge, not certainty.
+The teacher follows the calls to the wrong line, copies and edits without fault. Which operation it writes there is
+right with probability `right_share` only. With `mistaken_share` it is the teacher's usual mistake, always the same one
+for an operation in its place; else any other. A policy that imitates it best is wrong at temperature 0 and by majority,
+and right now and then: what it lacks is knowledge, not certainty.
 """
 
 from __future__ import annotations
@@ -73,7 +74,10 @@ def demonstrations_key(config: DemonstrationConfig, suite_seed: int, tokenizer: 
 def build_demonstrations(
     config: DemonstrationConfig, suite_config: TaskSuiteConfig, tokenizer_artifact: Artifact, store: Store
 ) -> Artifact:
-    """The `demonstrations` artifact. Of the suite only the seed counts: it deals the names and compositions of the train split."""
+    """The `demonstrations` artifact.
+
+    Of the suite only the seed counts: it deals the names and compositions of the train split.
+    """
     slice_ = {**config.model_dump(), "suite_seed": suite_config.seed}
     parents = {"tokenizer": tokenizer_artifact.ref}
     key = demonstrations_key(config, suite_config.seed, tokenizer_artifact.ref)
@@ -109,7 +113,9 @@ def render_demonstrations(
 
 
 def usual_mistakes(seed: int) -> dict[str, Operation]:
-    """By family name, what the teacher usually writes instead: within a place, every operation is mistaken for another one."""
+    """By family name, what the teacher usually writes instead: within a place, every operation is mistaken for another
+    one.
+    """
     rng = Random(f"mistakes/{seed}")
     by_place: dict[Place, list[Family]] = {}
     for family in families_of(Split.TRAIN):

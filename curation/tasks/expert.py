@@ -1,7 +1,9 @@
-"""The scripted expert: follow the calls to the wrong line, replace it, say done. Its tools' answers come from the real tools.
+"""The scripted expert: follow the calls to the wrong line, replace it, say done. Its tools' answers come from the real
+tools.
 
-Before it acts on what it has read it notes the operation that the instruction wants there and the one that the file has. With both side by side,
-whether to edit here or to read on is a comparison of neighbours: a small policy learns it in a third of the steps, and with every seed.
+Before it acts on what it has read it notes the operation that the instruction wants there and the one that the file
+has. With both side by side, whether to edit here or to read on is a comparison of neighbours: a small policy learns it
+in a third of the steps, and with every seed.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ class ExpertEpisode:
 
 @contextmanager
 def open_workbench() -> Iterator[Workbench]:
-    """A workbench in a temporary directory, in memory where the system has one: twenty thousand episodes take half the time."""
+    """A workbench in a temporary directory, in memory where the system has one: twenty thousand episodes take half the
+    time.
+    """
     memory = Path("/dev/shm")
     place = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
     sweep_abandoned(place, _PREFIX)
@@ -63,7 +67,8 @@ class Workbench:
         (root / VISIBLE_TEST).parent.mkdir(exist_ok=True)
 
     def play(self, bug: Bug, answer: Operation, *, parallel: bool = False) -> ExpertEpisode:
-        """Solve `bug` with `answer`, which may be wrong: read from the function that the instruction names inwards, edit the wrong line.
+        """Solve `bug` with `answer`, which may be wrong: read from the function that the instruction names inwards,
+        edit the wrong line.
 
         parallel: read the first module and the visible test in one turn.
         """

@@ -1,7 +1,7 @@
 """The 256 names that tasks are written with, and which of them each split may use.
 
-Names are pronounceable, four letters, and one token each (see curation.tokenizer). Splits share no function name. Arguments take any
-name: one that training never showed can't be copied.
+Names are pronounceable, four letters, and one token each (see curation.tokenizer). Splits share no function name.
+Arguments take any name: one that training never showed can't be copied.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """What a generated task computes: a chain of operations, applied from left to right, each in a function of its own.
 
-    mibo plus teni times vuda       inner(mibo, teni) = mibo + teni          outer(mibo, teni, vuda) = inner(mibo, teni) * vuda
+    mibo plus teni times vuda       inner(mibo, teni) = mibo + teni          outer(mibo, teni, vuda) = inner(mibo, teni)
+                                    * vuda
 
-A chain of two operations has the places inner and outer, one of three also middle. Which operations a place can hold in training is
-fixed here, and so is what only the split `unseen` shows.
+A chain of two operations has the places inner and outer, one of three also middle. Which operations a place can hold in
+training is fixed here, and so is what only the split `unseen` shows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The quickstart suite: small repositories of two or three modules with one wrong line, in four splits, deterministic by seed."""
+"""The quickstart suite: small repositories of two or three modules with one wrong line, in four splits, deterministic
+by seed.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +66,11 @@ SuiteConfig = TaskSuiteConfig | ImportedSuiteConfig
 def generate_tasks(config: TaskSuiteConfig) -> list[Task]:
     """All tasks, sorted by split (train, gate, held_out, unseen) and then by task_id."""
     counts = {
-        Split.TRAIN: config.train, Split.GATE: config.gate, Split.HELD_OUT: config.held_out, Split.UNSEEN: config.unseen,
-    }  # fmt: skip
+        Split.TRAIN: config.train,
+        Split.GATE: config.gate,
+        Split.HELD_OUT: config.held_out,
+        Split.UNSEEN: config.unseen,
+    }
     seen: set[str] = set()
     tasks = []
     for split, count in counts.items():
@@ -79,25 +84,39 @@ def make_task(bug: Bug, split: Split) -> Task:
     before, after = bug.modules(bug.wrong), bug.modules(bug.right)
     cases = draw_cases(bug.chain, Random(f"tests/{bug.identity}"))
     return Task(
-        task_id=bug.task_id, family=bug.family, split=split, instruction=bug.instruction,
+        task_id=bug.task_id,
+        family=bug.family,
+        split=split,
+        instruction=bug.instruction,
         files={
-            **{path: text.encode() for path, text in before.items()}, VISIBLE_TEST: visible_test(bug).encode(),
+            **{path: text.encode() for path, text in before.items()},
+            VISIBLE_TEST: visible_test(bug).encode(),
             "README.md": f"# {bug.paths[-1]}\n\nRun its tests with `python -m pytest`.\n".encode(),
         },
         hidden_files={HIDDEN_TEST: _hidden_test(bug, cases).encode()},
         tests=tuple(f"{HIDDEN_TEST}::{name}" for name in cases),
         reference_diff=file_diff(bug.path, before[bug.path], after[bug.path]),
         meta={
-            "function": bug.functions[-1], "functions": list(bug.functions), "arguments": list(bug.arguments), "path": bug.path,
-            "paths": list(bug.paths), "line": bug.line, "place": bug.place, "chain": [each.name for each in bug.chain],
-            "right": bug.answer(bug.index, bug.right).strip(), "buggy": bug.answer(bug.index, bug.wrong).strip(),
-            "wrong_operation": bug.wrong.name, "right_operation": bug.right.name,
+            "function": bug.functions[-1],
+            "functions": list(bug.functions),
+            "arguments": list(bug.arguments),
+            "path": bug.path,
+            "paths": list(bug.paths),
+            "line": bug.line,
+            "place": bug.place,
+            "chain": [each.name for each in bug.chain],
+            "right": bug.answer(bug.index, bug.right).strip(),
+            "buggy": bug.answer(bug.index, bug.wrong).strip(),
+            "wrong_operation": bug.wrong.name,
+            "right_operation": bug.right.name,
         },
-    )  # fmt: skip
+    )
 
 
 def wrong_answers(task: Task) -> dict[str, bytes]:
-    """By operation, the patch that puts it in the wrong line; for every operation that the place allows but the right one."""
+    """By operation, the patch that puts it in the wrong line; for every operation that the place allows but the right
+    one.
+    """
     path, number = str(task.meta["path"]), int(task.meta["line"])
     before = task.files[path].decode()
     lines = before.splitlines(keepends=True)

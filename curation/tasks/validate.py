@@ -1,6 +1,8 @@
-"""The proof that tasks work, in sandboxes: the tests fail before the fix, pass after it, and neither cheats nor other answers pass.
+"""The proof that tasks work, in sandboxes: the tests fail before the fix, pass after it, and neither cheats nor other
+answers pass.
 
-Generated tasks resemble each other, so one of each family is probed; an imported task (its meta says which tests fail) is probed itself.
+Generated tasks resemble each other, so one of each family is probed; an imported task (its meta says which tests fail)
+is probed itself.
 """
 
 from __future__ import annotations
@@ -79,9 +81,11 @@ class ValidationReport(Frozen):
 async def validate_tasks(
     tasks: Sequence[Task], client: SandboxClient, progress: Progress | None = None, *, store: Store | None = None
 ) -> tuple[ValidationReport, list[Task]]:
-    """Grade every task before and after its reference fix; probe one task of each family, and every imported one, with cheats.
+    """Grade every task before and after its reference fix; probe one task of each family, and every imported one, with
+    cheats.
 
-    Returns the report, and the sound tasks in their order, with the decoys and observations that their references prove. store: where verdicts are remembered, so that an interrupted validation goes on where it was.
+    Returns the report, and the sound tasks in their order, with the decoys and observations that their references
+    prove. store: where verdicts are remembered, so that an interrupted validation goes on where it was.
     Raises InfraFault when envd keeps failing.
     """
     verifier = Verifier(client, store)
@@ -110,16 +114,25 @@ async def validate_tasks(
         dataclasses.replace(task, checks=await verifier.checks(task)) for task in tasks if task.task_id not in reasons
     ]
     checks = {task.task_id: task.checks for task in sound if task.checks is not None}
-    return ValidationReport(
-        tasks=len(tasks), families=dict(sorted(Counter(task.family for task in sound).items())), cheats=cheats, wrong_answers=tried,
-        broken=[BrokenTask(task_id=name, reason=reason) for name, reason in sorted(reasons.items())],
-        decoys=sum(len(each.decoys) for each in checks.values()), observed=sum(len(each.fully_observed) for each in checks.values()),
-        undecided={name: list(each.undecided) for name, each in sorted(checks.items()) if each.undecided},
-    ), sound  # fmt: skip
+    return (
+        ValidationReport(
+            tasks=len(tasks),
+            families=dict(sorted(Counter(task.family for task in sound).items())),
+            cheats=cheats,
+            wrong_answers=tried,
+            broken=[BrokenTask(task_id=name, reason=reason) for name, reason in sorted(reasons.items())],
+            decoys=sum(len(each.decoys) for each in checks.values()),
+            observed=sum(len(each.fully_observed) for each in checks.values()),
+            undecided={name: list(each.undecided) for name, each in sorted(checks.items()) if each.undecided},
+        ),
+        sound,
+    )
 
 
 def cheat_diffs(task: Task) -> dict[str, bytes]:
-    """By name, patches that try to pass without solving: leave with status 0, skip everything, mark everything passed."""
+    """By name, patches that try to pass without solving: leave with status 0, skip everything, mark everything
+    passed.
+    """
     path = str(task.meta["path"])
     before, conftest = (
         task.files[name].decode(errors="replace") if name in task.files else None for name in (path, "conftest.py")
@@ -157,10 +170,16 @@ def _contradiction(task: Task, before: Verdict, after: Verdict) -> str | None:
     if early:
         return f"its test {early[0]} is said to fail before the fix, and passes"
     if after.exit != "completed":
-        return f"its tests do not run to their end after the fix ({_summary(after)}): they have 10 s and the packages of this environment"
+        return (
+            f"its tests do not run to their end after the fix ({_summary(after)}): they have 10 s and the packages of"
+            " this environment"
+        )
     failed = next((test for test in after.tests if test.status != "passed"), None)
     if failed is not None:
-        return f"its test {failed.name} does not pass after the fix: {failed.status}, {' '.join(failed.message.split()) or 'no message'}"
+        return (
+            f"its test {failed.name} does not pass after the fix: {failed.status},"
+            f" {' '.join(failed.message.split()) or 'no message'}"
+        )
     return None
 
 

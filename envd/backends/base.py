@@ -54,7 +54,9 @@ class BoxSpec:
     read_only: bool = False
     """The workspace can't be written (a policy's choice)."""
     supervised: bool = False
-    """For a verification: where the backend can, its first user may become others, so that what judges and what is judged are two."""
+    """For a verification: where the backend can, its first user may become others, so that what judges and what is
+    judged are two.
+    """
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,10 @@ class Box(Protocol):
         ...
 
     async def snapshot(self, into: Path) -> tuple[str, ...]:
-        """Write all of its state below `into` (an empty directory) and run on. Returns what is not kept, e.g. ("processes",)."""
+        """Write all of its state below `into` (an empty directory) and run on.
+
+        Returns what is not kept, e.g. ("processes",).
+        """
         ...
 
     async def usage(self) -> Usage:
@@ -125,13 +130,17 @@ class TellsRefusals(Protocol):
     """A box that knows which system calls the code in it was refused."""
 
     def tell_refusals(self, tell: Callable[[str, int], None]) -> None:
-        """Call `tell` with the name of each call that is refused from now on and how often it was since; a few times a second at most."""
+        """Call `tell` with the name of each call that is refused from now on and how often it was since; a few times a
+        second at most.
+        """
         ...
 
 
 @runtime_checkable
 class KeepsTemplates(Protocol):
-    """A backend that keeps something of its own of a template: disks, or sandboxes that are started before they are asked for."""
+    """A backend that keeps something of its own of a template: disks, or sandboxes that are started before they are
+    asked for.
+    """
 
     async def forget_template(self, template: str) -> None:
         """Let go of what is kept of a template, which no sandbox uses, and which is removed."""
@@ -149,8 +158,11 @@ class OffersProxy(Protocol):
 
 
 class Backend(Protocol):
-    """Runs sandboxes. Made by its module's `async def start(run_dir: Path, ...)`, which probes by really starting one and raises
-    BackendUnavailable with the reason and the fix."""
+    """Runs sandboxes.
+
+    Made by its module's `async def start(run_dir: Path, ...)`, which probes by really starting one and raises
+    BackendUnavailable with the reason and the fix.
+    """
 
     name: str
 
@@ -164,7 +176,8 @@ class Backend(Protocol):
         ...
 
     async def restore(self, snapshot: Path, spec: BoxSpec) -> Box:
-        """Start a sandbox from what `Box.snapshot` wrote (on this host or, after a migration, on another), with fresh entropy and spec.host_name.
+        """Start a sandbox from what `Box.snapshot` wrote (on this host or, after a migration, on another), with fresh
+        entropy and spec.host_name.
 
         The snapshot's directory may be restored from several times, also at the same time, and is not changed.
         """

@@ -4,7 +4,8 @@
     create     a Firecracker that maps the family's memory copy-on-write -> INIT with a fresh seed, host name and clock
     snapshot   a diff over what it was loaded from; merged, once the machine runs again, into one that stands alone
 
-Written against Firecracker's published API and tested against a server that speaks it (tests/envd/firecracker_server.py); never run on a real one.
+Written against Firecracker's published API and tested against a server that speaks it
+(tests/envd/firecracker_server.py); never run on a real one.
 """
 
 from __future__ import annotations
@@ -58,12 +59,17 @@ class FirecrackerBox(MachineBox[FirecrackerMachine]):
         base: tuple[int, int],
         left: Callable[[FirecrackerBox], None],
     ) -> None:
-        """base: descriptors of the memory it was loaded from and of its template's disk; the box owns them from now on."""
+        """base: descriptors of the memory it was loaded from and of its template's disk; the box owns them from now
+        on.
+        """
         super().__init__(machine, guest, about, lambda: left(self))
         self._memory, self._disk = base
 
     async def snapshot(self, into: Path) -> tuple[str, ...]:
-        """Write memory, processes and files below `into`. The machine stands still only while its changed pages are written."""
+        """Write memory, processes and files below `into`.
+
+        The machine stands still only while its changed pages are written.
+        """
         async with self._turn:
             async with self._halted():
                 await self._machine.write("Diff", "diff.state", "diff.memory")

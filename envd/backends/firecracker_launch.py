@@ -1,6 +1,8 @@
-"""Launches many microVMs at once from one template and says how long that took: `python -m envd.backends.firecracker_launch --count 50`.
+"""Launches many microVMs at once from one template and says how long that took: `python -m
+envd.backends.firecracker_launch --count 50`.
 
-Each counts as started when a first command has returned. With --hold they run until Ctrl-C; else they are destroyed at once.
+Each counts as started when a first command has returned. With --hold they run until Ctrl-C; else they are destroyed at
+once.
 """
 
 from __future__ import annotations

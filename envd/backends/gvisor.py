@@ -1,4 +1,5 @@
-"""Sandboxes with a kernel of their own in user space: gVisor's `runsc`. Finds it, starts the backend and proves that it works.
+"""Sandboxes with a kernel of their own in user space: gVisor's `runsc`. Finds it, starts the backend and proves that it
+works.
 
 docs/sandboxes-gvisor.md says how to get runsc, and what it protects against.
 """

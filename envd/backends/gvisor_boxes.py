@@ -2,11 +2,14 @@
 
     create    runsc run --detach             agent over the socket that is its standard input
     snapshot  runsc checkpoint --leave-running
-    restore   runsc restore --detach         a new socket takes the old one's place; the escaped stream starts anew on it
+    restore   runsc restore --detach         a new socket takes the old one's place; the escaped stream starts anew on
+              it
 
-A socket and not pipes: gVisor lets each process of a sandbox open the others' pipes through /proc/PID/fd, and their sockets never.
+A socket and not pipes: gVisor lets each process of a sandbox open the others' pipes through /proc/PID/fd, and their
+sockets never.
 
-Every command of runsc and all that it leaves running are in one stage (`envd.backends.gvisor_stage`), which the server starts.
+Every command of runsc and all that it leaves running are in one stage (`envd.backends.gvisor_stage`), which the server
+starts.
 """
 
 from __future__ import annotations
@@ -75,14 +78,21 @@ class GVisorBox:
         await self._runsc("resume", self._spec.name)
 
     async def snapshot(self, into: Path) -> tuple[str, ...]:
-        """Write memory, processes and files below `into` and run on. Nothing is lost but what other sandboxes could be connected to."""
+        """Write memory, processes and files below `into` and run on.
+
+        Nothing is lost but what other sandboxes could be connected to.
+        """
         image = os.open(into, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._guest.hold()
         try:
             await self._runsc(
-                "checkpoint", "--leave-running", "--compression=none", "--image-path=/proc/self/fd/3", self._spec.name,
+                "checkpoint",
+                "--leave-running",
+                "--compression=none",
+                "--image-path=/proc/self/fd/3",
+                self._spec.name,
                 image=image,
-            )  # fmt: skip
+            )
         finally:
             self._guest.release()
             os.close(image)
@@ -160,7 +170,8 @@ class GVisorBackend:
         for key, value in self.manifest.items():
             if found.get(key) != value:
                 raise SandboxStartError(
-                    f"the snapshot was taken with another {key} ({found.get(key)!r}, here {value!r}): restore it on a server that has the same"
+                    f"the snapshot was taken with another {key} ({found.get(key)!r}, here {value!r}): restore it on a"
+                    " server that has the same"
                 )
         image = os.open(snapshot, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -252,9 +263,12 @@ class GVisorBackend:
                 descriptors = [theirs.fileno(), theirs.fileno(), *([image] if image is not None else [])]
                 arguments = [*command, f"--bundle={bundle}", spec.name]
                 done = await self.stage.run(
-                    spec.name, self._command(arguments), descriptors, _limits(spec.limits),
+                    spec.name,
+                    self._command(arguments),
+                    descriptors,
+                    _limits(spec.limits),
                     timeout_s=_COMMAND_S if image is None else _IMAGE_S,
-                )  # fmt: skip
+                )
             if done.code:
                 raise SandboxStartError(
                     f"a sandbox could not start: {_last(done.said) or f'runsc ended with {done.code}'}"

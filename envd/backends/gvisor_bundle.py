@@ -6,7 +6,8 @@
 /tmp         on that same tmpfs
 /dev, /proc  gVisor's own
 
-The sandbox's root is no user of the host's. Process 1 mounts the workspace, gives up every capability and becomes the agent.
+The sandbox's root is no user of the host's. Process 1 mounts the workspace, gives up every capability and becomes the
+agent.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _FILES = 4096
 """Descriptors of one process."""
 _MOUNTING = ("CAP_SYS_ADMIN", "CAP_SETPCAP", "CAP_CHOWN")
 _SUPERVISING = ("CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_KILL", "CAP_SETGID", "CAP_SETUID")
-"""By which a verifier becomes another user than the tests, of the sandbox's own kernel: an agent's sandbox has none of them."""
+"""By which a verifier becomes another user than the tests, of the sandbox's own kernel: an agent's sandbox has none of
+them.
+"""
 _NAMESPACES = ("pid", "network", "ipc", "uts", "mount", "user")
 AGENT = f"{AGENT_DIRECTORY}/envd-guest"
 _PROCESS_1 = (
@@ -41,7 +44,8 @@ _PROCESS_1 = (
 def write_bundle(directory: Path, spec: BoxSpec, *, base: str, template: str, agent: str) -> None:
     """Write `config.json` into a fresh directory.
 
-    base, template, agent: directories that gofers can reach: the root, the template, and where the program envd-guest is.
+    base, template, agent: directories that gofers can reach: the root, the template, and where the program envd-guest
+    is.
     """
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(_config(spec, base, template, agent)))

@@ -104,7 +104,8 @@ class Stage:
         *,
         timeout_s: float = 60.0,
     ) -> Done:
-        """Run a command, whose descriptors become 0, 1, 3; what it starts is the box's. limits: bytes, processes, cores of all that together.
+        """Run a command, whose descriptors become 0, 1, 3; what it starts is the box's. limits: bytes, processes, cores
+        of all that together.
 
         Raises EnvdError after timeout_s. That, or cancelling, gives up the answer only: `end` the box then.
         """

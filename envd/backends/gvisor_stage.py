@@ -1,17 +1,22 @@
-"""Process 1 of the namespaces that a server's gVisor sandboxes live in; it runs `runsc` for the server and adopts what that leaves running.
+"""Process 1 of the namespaces that a server's gVisor sandboxes live in; it runs `runsc` for the server and adopts what
+that leaves running.
 
     server --SEQPACKET: JSON and descriptors--> stage --fork, exec--> runsc --> sandbox and gofer processes
                                                                                 (children of the stage)
 
-Pids and mounts are its own, so nothing of a sandbox outlives it: when the server closes the socket, or is killed, the stage ends and the
-kernel kills what is left. Started by `envd.backends.gvisor_server`:
+Pids and mounts are its own, so nothing of a sandbox outlives it: when the server closes the socket, or is killed, the
+stage ends and the kernel kills what is left. Started by `envd.backends.gvisor_server`:
 
-    unshare --mount --pid --fork --kill-child --mount-proc python -m envd.backends.gvisor_stage CONTROL_FD RUN_DIR GROUPS_NAME
+    unshare --mount --pid --fork --kill-child --mount-proc python -m envd.backends.gvisor_stage CONTROL_FD RUN_DIR
+    GROUPS_NAME
 
 It says {"enforced": [...], "base": path} once it is ready, then answers {"id", "code", "said"} to each of
-    {"id", "do": "run", "box", "argv", "limits"} and descriptors      run a command, in a group of these limits where there are any
-    {"id", "do": "end", "box"}                                        kill all that is left of a sandbox; answered when it is gone
-    {"id", "do": "show", "path"}                                      make a directory visible to gofers; `said` is its path for them
+    {"id", "do": "run", "box", "argv", "limits"} and descriptors      run a command, in a group of these limits where
+                                                                      there are any
+    {"id", "do": "end", "box"}                                        kill all that is left of a sandbox; answered when
+                                                                      it is gone
+    {"id", "do": "show", "path"}                                      make a directory visible to gofers; `said` is its
+                                                                      path for them
 """
 
 from __future__ import annotations
@@ -160,7 +165,10 @@ class Stage:
         os.execve(request["argv"][0], request["argv"], {"PATH": os.defpath, "TMPDIR": "/tmp"})
 
     def _listen(self, command: _Command) -> None:
-        """Read what a command said on standard error. A sandbox holds the other end too: its end is no sign of the command's."""
+        """Read what a command said on standard error.
+
+        A sandbox holds the other end too: its end is no sign of the command's.
+        """
         try:
             data = os.read(command.errors, 4096)
         except BlockingIOError:

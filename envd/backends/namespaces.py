@@ -91,7 +91,10 @@ class NamespacesBox:
         self._guest.release()
 
     async def snapshot(self, into: Path) -> tuple[str, ...]:
-        """Write the files it changed, below its workspace and /tmp. It stands still meanwhile, where it can be paused."""
+        """Write the files it changed, below its workspace and /tmp.
+
+        It stands still meanwhile, where it can be paused.
+        """
         self._check()
         stopped = not self._paused and "pause" in self._backend.features.can
         if stopped:

@@ -1,9 +1,10 @@
-"""Sandboxes that are ordinary processes of the host, on a copy of the template. They isolate nothing: for trusted code, and for machines
-where nothing else works.
+"""Sandboxes that are ordinary processes of the host, on a copy of the template. They isolate nothing: for trusted code,
+and for machines where nothing else works.
 
 server --starts--> envd-guest --supervised = supervisor --fork--> agent --stream--> GuestLink
 
-The supervisor ends what an agent leaves behind that was killed; both enter the sandbox's control groups before they start anything.
+The supervisor ends what an agent leaves behind that was killed; both enter the sandbox's control groups before they
+start anything.
 """
 
 from __future__ import annotations
@@ -131,7 +132,10 @@ class PlainBackend:
         return box
 
     async def end(self, name: str, process: VmmProcess | None) -> None:
-        """End a sandbox's processes; remove its directory and its control groups. Raises EnvdError where a process hangs."""
+        """End a sandbox's processes; remove its directory and its control groups.
+
+        Raises EnvdError where a process hangs.
+        """
         if process is not None and not process.ended.done():
             await asyncio.to_thread(kill_since, process.pid, frozenset(), lambda: None)
             process.kill()
@@ -171,7 +175,10 @@ class PlainBackend:
         )
 
     def _limited(self, limits: Limits) -> list[str]:
-        """The command line prefix that sets resource limits. No process limit: the kernel counts all processes of the user."""
+        """The command line prefix that sets resource limits.
+
+        No process limit: the kernel counts all processes of the user.
+        """
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         files = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
         wanted = {"core": 0, "nofile": files, "fsize": limits.disk_mb * _MIB, "rtprio": 0, "nice": 0}

@@ -1,8 +1,9 @@
 """Sandboxes as Kubernetes pods: one pod each, the agent in it reached through the API server's `exec`.
 
-Why exec and not the pod's own port: no network between server and pods, which may then have none at all, no credential in the pod, and the API server says
-who may. The price: every byte passes it, and a connection that breaks ends its sandbox. How strong the wall is, the RuntimeClass says:
-gVisor's is a kernel of its own, Kata's a machine, none the host's kernel.
+Why exec and not the pod's own port: no network between server and pods, which may then have none at all, no credential
+in the pod, and the API server says who may. The price: every byte passes it, and a connection that breaks ends its
+sandbox. How strong the wall is, the RuntimeClass says: gVisor's is a kernel of its own, Kata's a machine, none the
+host's kernel.
 
     TRIPLANE_ENVD_PODS_IMAGE           an image with envd-guest in /usr/local/bin (docs/sandboxes-vm.md)
     TRIPLANE_ENVD_PODS_RUNTIME_CLASS   the RuntimeClass; none: the cluster's default
@@ -151,7 +152,8 @@ class PodsBackend:
     async def _start(self, spec: BoxSpec, files: Path) -> PodBox:
         if spec.network or spec.read_only:
             raise SandboxStartError(
-                "the pods backend gives no network and no read-only workspace: change the policy, or take another backend"
+                "the pods backend gives no network and no read-only workspace: change the policy, or take another"
+                " backend"
             )
         pod = f"envd-{re.sub(r'[^a-z0-9-]', '-', spec.name.lower())[:40]}-{os.urandom(5).hex()}"
         stream: ExecStream | None = None
@@ -194,7 +196,8 @@ class PodsBackend:
                 "InvalidImageName",
             ):
                 raise SandboxStartError(
-                    f"{waiting.get('reason') or status.get('reason') or status['phase']}: {waiting.get('message') or status.get('message')}"
+                    f"{waiting.get('reason') or status.get('reason') or status['phase']}:"
+                    f" {waiting.get('message') or status.get('message')}"
                 )
             await asyncio.sleep(pause)
             pause = min(1.0, pause * 1.5)

@@ -1,7 +1,8 @@
-"""What the pods backend asks of a Kubernetes API server: pods, one network policy, one runtime class, and exec as a byte stream.
+"""What the pods backend asks of a Kubernetes API server: pods, one network policy, one runtime class, and exec as a
+byte stream.
 
-The stream is the `exec` subresource over a WebSocket (`v5.channel.k8s.io`, else `v4`): binary messages whose first byte is their channel, 0 standard
-input, 1 output, 2 error, 3 the end's Status, 255 a channel's end (v5).
+The stream is the `exec` subresource over a WebSocket (`v5.channel.k8s.io`, else `v4`): binary messages whose first byte
+is their channel, 0 standard input, 1 output, 2 error, 3 the end's Status, 255 a channel's end (v5).
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ class Cluster:
 
 
 def find_cluster() -> Cluster:
-    """The cluster this process runs in, else the current context of $KUBECONFIG or ~/.kube/config. Raises BackendUnavailable."""
+    """The cluster this process runs in, else the current context of $KUBECONFIG or ~/.kube/config.
+
+    Raises BackendUnavailable.
+    """
     host = os.environ.get("KUBERNETES_SERVICE_HOST")
     if host and (_SERVICE / "token").is_file():
         port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
@@ -115,7 +119,10 @@ class Api:
         )
 
     async def ask(self, method: str, path: str, body: Any = None, **query: str) -> Any:
-        """One request below the namespace, or of a whole path that begins with /apis. Raises ApiError with the server's words."""
+        """One request below the namespace, or of a whole path that begins with /apis.
+
+        Raises ApiError with the server's words.
+        """
         whole = path if path.startswith("/apis") else f"/api/v1/namespaces/{self.cluster.namespace}{path}"
         try:
             answer = await self._http.request(method, whole, json=body, params=query)
@@ -134,9 +141,15 @@ class Api:
         try:
             # no pings: API servers answered none for years; a dead connection shows in the agent's silence
             stream = await connect(
-                where, subprotocols=_PROTOCOLS, additional_headers=self._headers, max_size=_MESSAGE, open_timeout=_PATIENCE_S,
-                ping_interval=None, compression=None, **options,
-            )  # fmt: skip
+                where,
+                subprotocols=_PROTOCOLS,
+                additional_headers=self._headers,
+                max_size=_MESSAGE,
+                open_timeout=_PATIENCE_S,
+                ping_interval=None,
+                compression=None,
+                **options,
+            )
         except (OSError, TimeoutError, websockets.WebSocketException) as error:
             raise SandboxStartError(f"nothing can be run in pod {pod}: {error!r}") from error
         return ExecStream(stream)

@@ -16,7 +16,10 @@ _GRACE_S = 60.0
 
 
 def pod_manifest(pod: str, spec: BoxSpec, *, image: str, runtime_class: str | None, server: str) -> dict[str, Any]:
-    """A pod that may do nothing but run its agent and what that starts. server: the label of the server it belongs to."""
+    """A pod that may do nothing but run its agent and what that starts.
+
+    server: the label of the server it belongs to.
+    """
     limits = spec.limits
     # both directories are memory: full means ENOSPC at once, where a disk's limit would evict the pod minutes later
     resources = {"memory": f"{limits.memory_mb + limits.disk_mb}Mi", "cpu": f"{max(10, int(limits.cpu * 1000))}m"}
@@ -60,6 +63,9 @@ def pod_manifest(pod: str, spec: BoxSpec, *, image: str, runtime_class: str | No
 
 
 def network_policy() -> dict[str, Any]:
-    """No traffic at all, in or out, for pods with the label. Holds where the cluster's network plugin enforces policies."""
+    """No traffic at all, in or out, for pods with the label.
+
+    Holds where the cluster's network plugin enforces policies.
+    """
     spec = {"podSelector": {"matchLabels": {NETWORK: "none"}}, "policyTypes": ["Ingress", "Egress"]}
     return {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": {"name": POLICY}, "spec": spec}

@@ -40,7 +40,8 @@ T = TypeVar("T", bound=Poolable)
 
 
 class Pool(Generic[T]):
-    """Holds up to `size` boxes a key, and refills behind what is taken, `width` at a time and after whoever waits for one.
+    """Holds up to `size` boxes a key, and refills behind what is taken, `width` at a time and after whoever waits for
+    one.
 
     take -> ready; else under_way -> the next that is being started; else the caller starts one, in busy()
     """
@@ -53,7 +54,10 @@ class Pool(Generic[T]):
         warm: Callable[[T], Awaitable[None]] | None = None,
         width: int = 1,
     ) -> None:
-        """warm: what else is done to a box that waits; one that is taken meanwhile is none the worse. It raises EnvdError."""
+        """warm: what else is done to a box that waits; one that is taken meanwhile is none the worse.
+
+        It raises EnvdError.
+        """
         self._start, self._size, self._warm, self._width = start, size, warm, width
         self.hits = self.misses = 0
         """How often one was ready, and was not."""
@@ -91,7 +95,9 @@ class Pool(Generic[T]):
         return None
 
     async def under_way(self, spec: BoxSpec) -> T | None:
-        """The next box for this spec that is being started and that nobody else waits for; None where there is none or it fails."""
+        """The next box for this spec that is being started and that nobody else waits for; None where there is none or
+        it fails.
+        """
         key = _key(spec)
         waiters = self._waiters[key]
         if self._starting[key] <= len(waiters):

@@ -1,4 +1,6 @@
-"""Whether a backend's sandboxes really start on this host: one is started, its shell reads a file of its template, and it is ended."""
+"""Whether a backend's sandboxes really start on this host: one is started, its shell reads a file of its template, and
+it is ended.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the backends share whose sandboxes reach the server's proxy: the listening socket's way to the server, and the variables."""
+"""What the backends share whose sandboxes reach the server's proxy: the listening socket's way to the server, and the
+variables.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from envd.errors import SandboxGone
 from envd.sandbox.wire import receive_fds
 
 PORT = 3128
-"""Of a sandbox's own loopback; process 1 listens there and sends the server that socket. envd/native/spawn.h has it too."""
+"""Of a sandbox's own loopback; process 1 listens there and sends the server that socket. envd/native/spawn.h has it
+too.
+"""
 _URL = f"http://127.0.0.1:{PORT}"
 _OWN = "localhost,127.0.0.1"
 _VARIABLES = {
@@ -27,7 +31,10 @@ def environment_of(spec: BoxSpec) -> Mapping[str, str]:
 
 
 async def take_listener(channel: socket.socket) -> socket.socket:
-    """The socket that a sandbox's process 1 listens by, once it sends it. Raises SandboxGone where it ends without, OSError."""
+    """The socket that a sandbox's process 1 listens by, once it sends it.
+
+    Raises SandboxGone where it ends without, OSError.
+    """
     channel.setblocking(False)
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()

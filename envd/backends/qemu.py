@@ -44,7 +44,10 @@ class QemuBox(MachineBox[QemuMachine]):
     """A running machine with an agent in it."""
 
     def __init__(self, machine: QemuMachine, about: About, disk: int, left: Callable[[QemuBox], None]) -> None:
-        """disk: a descriptor of the template's disk, which the box owns from now on. left: told when the box has ended."""
+        """disk: a descriptor of the template's disk, which the box owns from now on.
+
+        left: told when the box has ended.
+        """
         super().__init__(machine, machine.guest, about, lambda: left(self))
         self._disk = disk
 
@@ -196,7 +199,8 @@ class QemuBackend:
         return f"m{self._placed}"
 
     def _grouped(self, group: str, shape: Shape, cpu: float) -> list[Path]:
-        # twice: its own pages, and the family's, which are charged to whoever reads them first (a snapshot reads them all)
+        # twice: its own pages, and the family's, which are charged to whoever reads them first (a snapshot reads them
+        # all)
         memory = (2 * shape.machine_mb + _QEMU_MB) << 20
         return self._groups.entrance_files(group, memory=memory, pids=_THREADS, cpu=cpu)
 
@@ -206,7 +210,8 @@ class QemuBackend:
 
 
 async def start(run_dir: Path, image: Path | None = None, accelerator: str | None = None) -> QemuBackend:
-    """Start the backend. accelerator: kvm or tcg; None: $TRIPLANE_ENVD_QEMU_ACCEL, else KVM where a guest boots under it.
+    """Start the backend. accelerator: kvm or tcg; None: $TRIPLANE_ENVD_QEMU_ACCEL, else KVM where a guest boots under
+    it.
 
     Raises BackendUnavailable, with the fix, where no guest boots.
     """

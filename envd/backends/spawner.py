@@ -1,4 +1,6 @@
-"""The server's side of the native spawner (envd/native/spawn.h has the protocol): starting it, asking it, hearing what becomes of sandboxes."""
+"""The server's side of the native spawner (envd/native/spawn.h has the protocol): starting it, asking it, hearing what
+becomes of sandboxes.
+"""
 
 from __future__ import annotations
 
@@ -72,8 +74,8 @@ class Spawner:
     async def start(cls, run_dir: Path, name: str, program: Path, keep: int = 0) -> Spawner:
         """Start it and wait until it can start sandboxes. Raises BackendUnavailable with its own words if it can't.
 
-        name: of its control groups. It can reach templates below run_dir/templates. keep: how many sandboxes' groups, user numbers and
-        network namespaces are held ready when they have ended.
+        name: of its control groups. It can reach templates below run_dir/templates. keep: how many sandboxes' groups,
+        user numbers and network namespaces are held ready when they have ended.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         root = Path(__file__).resolve().parents[2]
@@ -126,9 +128,12 @@ class Spawner:
         proxy: bool = False,
         archive: int | None = None,
     ) -> Started:
-        """Ask for a sandbox whose agent serves `stream`; both descriptors stay the caller's. Its start is seen on the stream.
+        """Ask for a sandbox whose agent serves `stream`; both descriptors stay the caller's.
 
-        proxy: it first sends the listener of its proxy's port there. Raises SandboxStartError when the spawner has gone.
+        Its start is seen on the stream.
+
+        proxy: it first sends the listener of its proxy's port there. Raises SandboxStartError when the spawner has
+        gone.
         """
         if self._gone.done():
             raise SandboxStartError(f"{self._gone.result()}: restart envd")
@@ -146,7 +151,9 @@ class Spawner:
         return started
 
     def kill(self, box: Started, *, changed: bool = False) -> None:
-        """End a sandbox; `box.ended` is done when nothing is left of it. changed: its groups, by others than the spawner."""
+        """End a sandbox; `box.ended` is done when nothing is left of it. changed: its groups, by others than the
+        spawner.
+        """
         if not box.ended.done():
             self._send(_plain(_KILL, box.number, _CHANGED if changed else 0))
 
@@ -230,8 +237,10 @@ class Spawner:
             done = self._archives.pop(number, None)
             if done is not None and not done.done():
                 # 1: a file changed while it was read
-                done.set_result(None) if value in (0, 1) else done.set_exception(
-                    EnvdError(f"the snapshot failed: {_words(text)}")
+                (
+                    done.set_result(None)
+                    if value in (0, 1)
+                    else done.set_exception(EnvdError(f"the snapshot failed: {_words(text)}"))
                 )
         elif box is None:
             return

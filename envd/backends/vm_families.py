@@ -19,7 +19,9 @@ _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_
 
 
 class Family:
-    """A stopped machine in two memory files, sealed: nobody, not even a VMM that was taken over, can change what others start from."""
+    """A stopped machine in two memory files, sealed: nobody, not even a VMM that was taken over, can change what others
+    start from.
+    """
 
     def __init__(self, memory_bytes: int) -> None:
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
@@ -74,7 +76,9 @@ class Families(Generic[T]):
     """Boots each family once, however many ask at the same time."""
 
     def __init__(self, budget_mb: int) -> None:
-        """budget_mb: memory that all families together may hold, by their machines' whole sizes; the one just asked for stays in any case."""
+        """budget_mb: memory that all families together may hold, by their machines' whole sizes; the one just asked for
+        stays in any case.
+        """
         self._budget_mb = budget_mb
         self._known: OrderedDict[Key, asyncio.Task[T]] = OrderedDict()
 

@@ -1,7 +1,10 @@
-"""One Firecracker: the jail it runs in, its API (src/firecracker/swagger/firecracker.yaml), and the way to the agent in its guest.
+"""One Firecracker: the jail it runs in, its API (src/firecracker/swagger/firecracker.yaml), and the way to the agent in
+its guest.
 
-    jail     BASE/firecracker/ID/root: hard links to what the machine reads; the API's socket, the vsock's and snapshots appear in it
-    server -> unshare (own network, pid namespace that ends with the server) -> jailer (chroot, uid, rlimits) -> firecracker
+    jail     BASE/firecracker/ID/root: hard links to what the machine reads; the API's socket, the vsock's and snapshots
+             appear in it
+    server -> unshare (own network, pid namespace that ends with the server) -> jailer (chroot, uid, rlimits) ->
+    firecracker
 
 All paths given to the API are relative to the jail, so a state made in one jail goes on in any other.
 """
@@ -61,7 +64,8 @@ async def find() -> Firecracker:
     named = os.environ.get("TRIPLANE_ENVD_FIRECRACKER") or shutil.which("firecracker")
     if named is None or not Path(named).is_file():
         raise BackendUnavailable(
-            "firecracker is not installed: put a release's firecracker and jailer on PATH, or set TRIPLANE_ENVD_FIRECRACKER"
+            "firecracker is not installed: put a release's firecracker and jailer on PATH, or set"
+            " TRIPLANE_ENVD_FIRECRACKER"
         )
     program = Path(named).resolve()
     jailer: Path | None = None
@@ -69,7 +73,8 @@ async def find() -> Firecracker:
         beside = shutil.which("jailer", path=f"{program.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}")
         if beside is None:
             raise BackendUnavailable(
-                f"no jailer beside {program}: install the one of the same release, root must not run Firecracker without"
+                f"no jailer beside {program}: install the one of the same release, root must not run Firecracker"
+                " without"
             )
         jailer = Path(beside).resolve()
     running = await asyncio.create_subprocess_exec(
@@ -100,7 +105,10 @@ class FirecrackerMachine:
         self.guest: GuestLink | None = None
 
     def bring(self, files: Mapping[str, Path]) -> None:
-        """Put files into the jail, by name. Linked where that can be done: they are the server's, read-only to Firecracker."""
+        """Put files into the jail, by name.
+
+        Linked where that can be done: they are the server's, read-only to Firecracker.
+        """
         (self.root / "run").mkdir(parents=True, exist_ok=True)
         if self.firecracker.jailer:
             os.chown(self.root / "run", self._user, self._user)
@@ -149,7 +157,10 @@ class FirecrackerMachine:
         await self.ask("PUT", "/actions", {"action_type": "InstanceStart"})
 
     async def load(self) -> None:
-        """Go on from the files STATE and MEMORY of the jail. Memory is mapped copy-on-write; what is changed from now on is tracked."""
+        """Go on from the files STATE and MEMORY of the jail.
+
+        Memory is mapped copy-on-write; what is changed from now on is tracked.
+        """
         memory = {"backend_type": "File", "backend_path": MEMORY}
         loading = {"snapshot_path": STATE, "mem_backend": memory, "resume_vm": True, self.firecracker.load_flag: True}
         await self.ask("PUT", "/snapshot/load", loading)
@@ -167,7 +178,9 @@ class FirecrackerMachine:
             self.guest.release()
 
     async def write(self, kind: str, state: str, memory: str) -> None:
-        """Write the paused machine's state below the jail. kind: Full, or Diff: memory changed since it was loaded or last written."""
+        """Write the paused machine's state below the jail. kind: Full, or Diff: memory changed since it was loaded or
+        last written.
+        """
         await self.ask(
             "PUT", "/snapshot/create", {"snapshot_type": kind, "snapshot_path": state, "mem_file_path": memory}
         )
@@ -225,8 +238,8 @@ class FirecrackerMachine:
                 "--id",
                 self._identity,
             ]
-        # the jailer changes its user, at which the kernel forgets that it is to die with its parent: so it is put in a pid namespace
-        # whose first process is killed with `unshare`, which is killed with the server
+        # the jailer changes its user, at which the kernel forgets that it is to die with its parent: so it is put in a
+        # pid namespace whose first process is killed with `unshare`, which is killed with the server
         alone = [
             "setpriv",
             "--pdeathsig",

@@ -1,4 +1,6 @@
-"""What a virtual machine is, whoever runs it: its shape, its kernel's command line, and what its snapshots say of themselves."""
+"""What a virtual machine is, whoever runs it: its shape, its kernel's command line, and what its snapshots say of
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,10 @@ def write_about(directory: Path, about: About) -> None:
 
 
 def read_about(directory: Path, *, backend: str, vmm: str, image: str, spec: BoxSpec) -> About:
-    """Read what a snapshot says of itself and check that it can go on here as `spec`. Raises SandboxStartError with what does not fit."""
+    """Read what a snapshot says of itself and check that it can go on here as `spec`.
+
+    Raises SandboxStartError with what does not fit.
+    """
     try:
         found: dict[str, Any] = json.loads((directory / ABOUT).read_text())
         shape = Shape(**found["shape"])

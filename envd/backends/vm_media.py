@@ -21,7 +21,10 @@ class Media:
     """The files machines are started with, kept below one directory of the server's own."""
 
     def __init__(self, directory: Path, image: Path | None = None, *, own_copies: bool = False) -> None:
-        """own_copies: everything lies in `directory`, on its file system. Raises BackendUnavailable, with the fix, where something to boot from is missing."""
+        """own_copies: everything lies in `directory`, on its file system.
+
+        Raises BackendUnavailable, with the fix, where something to boot from is missing.
+        """
         self._directory = directory
         self._image = image or default_directory()
         try:

@@ -1,4 +1,6 @@
-"""The process that runs a virtual machine (a VMM): started with as little as it needs, watched, and ended with its server."""
+"""The process that runs a virtual machine (a VMM): started with as little as it needs, watched, and ended with its
+server.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def confined(command: Sequence[str], device: Path | None = None) -> list[str]:
-    """A command line that runs `command` as the sandboxes' user, without network or new privileges, and that dies with its parent.
+    """A command line that runs `command` as the sandboxes' user, without network or new privileges, and that dies with
+    its parent.
 
     device: what it opens through its group, as /dev/kvm is given to users.
     """
@@ -58,8 +61,9 @@ class VmmProcess:
     ) -> None:
         """Start it. Call on the event loop's own thread: it dies when the thread that started it does.
 
-        groups: of `Cgroups.entrance_files`; it enters them first, so that its limits hold from its first instruction on.
-        environment: None for the server's. mute: its standard output, which a guest's console may flood, goes nowhere.
+        groups: of `Cgroups.entrance_files`; it enters them first, so that its limits hold from its first instruction
+        on. environment: None for the server's. mute: its standard output, which a guest's console may flood, goes
+        nowhere.
         """
         self._loop = asyncio.get_running_loop()
         self._said = b""
@@ -106,7 +110,9 @@ class VmmProcess:
         await asyncio.shield(self.ended)
 
     def usage(self) -> tuple[int, float]:
-        """(bytes of memory of its own, seconds of processor time) of it and all that it started; zeros once it has ended."""
+        """(bytes of memory of its own, seconds of processor time) of it and all that it started; zeros once it has
+        ended.
+        """
         memory, cpu_s = 0, 0.0
         pids = [self.pid]
         for pid in pids:

@@ -31,7 +31,10 @@ _EVERYTHING = 1 << 40
 
 
 class Console:
-    """What a machine's kernel says. Code in it may say anything: what is kept is bounded, and counts only against its own machine."""
+    """What a machine's kernel says.
+
+    Code in it may say anything: what is kept is bounded, and counts only against its own machine.
+    """
 
     def __init__(self) -> None:
         self.hits: Counter[str] = Counter()
@@ -155,7 +158,8 @@ class QemuMachine:
                 return
             if status in ("failed", "cancelled"):
                 raise MachineError(
-                    f"QEMU could not move the machine's state ({about.get('error-desc', status)}): check the space on the disk"
+                    f"QEMU could not move the machine's state ({about.get('error-desc', status)}): check the space on"
+                    " the disk"
                 )
             await asyncio.sleep(pause)
             pause = min(0.05, pause * 1.5)

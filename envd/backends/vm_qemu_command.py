@@ -1,7 +1,8 @@
 """The QEMU of this host, and its command line: a q35 with nothing on it but virtio.
 
-QEMU gets every file as an open descriptor and its two sockets as ends of socket pairs, and can open nothing of the server's by itself. The smaller
-microvm has no clock that Linux can calibrate the processor's by where that is emulated, and one boot in two hangs.
+QEMU gets every file as an open descriptor and its two sockets as ends of socket pairs, and can open nothing of the
+server's by itself. The smaller microvm has no clock that Linux can calibrate the processor's by where that is emulated,
+and one boot in two hangs.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def find(accelerator: str) -> Qemu:
     found = re.search(r"version (\d+\.\d+\.\d+)", said)
     if found is None or int(found[1].split(".")[0]) < 6:
         raise BackendUnavailable(
-            f"{program} is no QEMU of version 6 or newer ({said[:60].strip()!r}): install Debian's package qemu-system-x86"
+            f"{program} is no QEMU of version 6 or newer ({said[:60].strip()!r}): install Debian's package"
+            " qemu-system-x86"
         )
     return Qemu(program, found[1], accelerator)
 
@@ -61,7 +63,9 @@ class Parts:
     memory: int | None = None
     """A memory file; None: anonymous memory."""
     shared: bool = False
-    """Whether what the machine writes goes to the memory file; else each machine has its own copy of what it changes."""
+    """Whether what the machine writes goes to the memory file; else each machine has its own copy of what it
+    changes.
+    """
     kernel: int | None = None
     ramdisk: int | None = None
     """Both for booting; a machine that goes on from a state needs none."""
@@ -115,9 +119,17 @@ def command_line(qemu: Qemu, shape: Shape, parts: Parts, agent: int, monitor: in
         *("-device", "virtio-rng-pci-non-transitional"),
     ]
     for number, (name, disk) in enumerate((("root", parts.root), ("template", parts.template)), start=1):
-        line += ["-add-fd", f"set={number},fd={disk}", "-blockdev", f"driver=raw,node-name={name},read-only=on,file.driver=file,"
-                 f"file.filename=/dev/fdset/{number},file.read-only=on,file.auto-read-only=off,file.locking=off",
-                 "-device", f"virtio-blk-pci-non-transitional,drive={name},serial={name}"]  # fmt: skip
+        line += [
+            "-add-fd",
+            f"set={number},fd={disk}",
+            "-blockdev",
+            (
+                f"driver=raw,node-name={name},read-only=on,file.driver=file,"
+                f"file.filename=/dev/fdset/{number},file.read-only=on,file.auto-read-only=off,file.locking=off"
+            ),
+            "-device",
+            f"virtio-blk-pci-non-transitional,drive={name},serial={name}",
+        ]
     if not booting:
         return [*line, "-incoming", "defer"]
     more = ("mitigations=off",) if software else ()  # an emulated processor has none of the real one's leaks

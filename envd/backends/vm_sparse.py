@@ -12,7 +12,10 @@ _PIECE = 64 * 1024 * 1024
 
 
 def open_written(directory: Path, name: str, most_bytes: int) -> int:
-    """Open what a VMM wrote in its directory. Raises EnvdError where it put a link, a device or more than it could have."""
+    """Open what a VMM wrote in its directory.
+
+    Raises EnvdError where it put a link, a device or more than it could have.
+    """
     try:
         fd = os.open(directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -27,7 +30,8 @@ def open_written(directory: Path, name: str, most_bytes: int) -> int:
 def overlay(source: int, target: int) -> int:
     """Copy the written parts of `source` over `target`, which keeps its own elsewhere. Returns the bytes copied.
 
-    Over an empty target this is a copy; over a memory file it applies a diff snapshot, as Firecracker's `snapshot-editor edit-memory rebase` does.
+    Over an empty target this is a copy; over a memory file it applies a diff snapshot, as Firecracker's
+    `snapshot-editor edit-memory rebase` does.
     """
     size, at, copied = os.fstat(source).st_size, 0, 0
     if os.fstat(target).st_size < size:

@@ -1,6 +1,7 @@
 """Snapshots of files only: the workspace as a tar file that the sandbox itself writes and reads.
 
-    snapshot: tar in the sandbox --OUTPUT--> <into>/workspace.tar          restore: workspace.tar --STDIN--> tar in the sandbox
+    snapshot: tar in the sandbox --OUTPUT--> <into>/workspace.tar          restore: workspace.tar --STDIN--> tar in the
+                                                                           sandbox
 
 The server never takes the tar apart: it holds whatever hostile code put there. It counts its bytes.
 """
@@ -20,15 +21,22 @@ LOST = ("processes",)
 """What such a snapshot does not keep."""
 _MIB = 1024 * 1024
 _SLACK = 64 * _MIB
-"""Bytes of a tar beyond the files' own: names, padding, the template's share is added by the caller's disk limit twice."""
+"""Bytes of a tar beyond the files' own: names, padding, the template's share is added by the caller's disk limit
+twice.
+"""
 _DEADLINE_S = 600.0
 _FULL_S = 0.005
 _RING = 16 * _MIB
 _RECORDS, _RECORD = 400, 20 * 512
-"""Records that tar writes between two waits for a line on its standard input, and the bytes of each: it is never far enough ahead to fill the ring."""
+"""Records that tar writes between two waits for a line on its standard input, and the bytes of each: it is never far
+enough ahead to fill the ring.
+"""
 _WAIT = [f"--checkpoint={_RECORDS}", "--checkpoint-action=exec=read go"]
 _WRITE = ["/usr/bin/tar", "--create", "--format=posix", "--numeric-owner", "--sparse", *_WAIT, "--file=-", "."]
-_EMPTY_AND_READ = "find . -mindepth 1 -delete && exec /usr/bin/tar --extract --preserve-permissions --numeric-owner --no-same-owner --file=-"
+_EMPTY_AND_READ = (
+    "find . -mindepth 1 -delete && exec /usr/bin/tar --extract --preserve-permissions --numeric-owner --no-same-owner"
+    " --file=-"
+)
 
 
 async def save_workspace(guest: GuestLink, into: Path, disk_mb: int) -> tuple[str, ...]:

@@ -65,7 +65,9 @@ class Channel(asyncio.Protocol):
         parts: list[bytes] | None = None,
         identity: int | None = None,
     ) -> bytes:
-        """Ask and return the OK's fields. `bound`: bytes that the answer and its parts may have; parts are appended to `parts`.
+        """Ask and return the OK's fields.
+
+        `bound`: bytes that the answer and its parts may have; parts are appended to `parts`.
 
         Raises OSError with the guest's errno, SandboxGone. A cancelled ask is cancelled in the guest too.
         """
@@ -80,7 +82,10 @@ class Channel(asyncio.Protocol):
             raise
 
     async def ask_in_pieces(self, kind: Ask, pieces: list[bytes]) -> bytes:
-        """Ask by several frames of one id, each after the answer to the one before. Returns the last answer's fields."""
+        """Ask by several frames of one id, each after the answer to the one before.
+
+        Returns the last answer's fields.
+        """
         identity, body = self._fresh_id(), b""
         for fields in pieces:
             body = await self.ask(kind, fields, identity=identity)
@@ -111,7 +116,10 @@ class Channel(asyncio.Protocol):
         return identity, waiting
 
     async def next_part(self, waiting: Waiting) -> bytes | None:
-        """The next part; None where parts were dropped because nobody read them. Raises as `ask` does, EPIPE where the guest ended it."""
+        """The next part; None where parts were dropped because nobody read them.
+
+        Raises as `ask` does, EPIPE where the guest ended it.
+        """
         assert waiting.queue is not None
         while not waiting.queue:
             if waiting.lost:

@@ -1,7 +1,7 @@
 """Byte stuffing of a stream that a snapshot may cut in the middle of a frame, so that a new server can start it anew.
 
-0xFF goes as 0xFF 0x00; a reset is 0xFF 0x01 and a nonce. The server's first bytes are a reset; it skips what it reads until the guest sends
-the same one back. envd/native/protocol.h says what the guest does.
+0xFF goes as 0xFF 0x00; a reset is 0xFF 0x01 and a nonce. The server's first bytes are a reset; it skips what it reads
+until the guest sends the same one back. envd/native/protocol.h says what the guest does.
 """
 
 from __future__ import annotations

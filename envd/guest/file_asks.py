@@ -61,7 +61,8 @@ class FileAsks:
         in_place: bool = False,
         mode: int = 0,
     ) -> Entry:
-        """Write a whole file: a reader sees the old content or the new. in_place: as a program does, keeping links and modes.
+        """Write a whole file: a reader sees the old content or the new. in_place: as a program does, keeping links and
+        modes.
 
         exclusive: raise FileExistsError where something is there. mode: 0 keeps what is there, else 0644.
         """
@@ -90,7 +91,8 @@ class FileAsks:
         skip_hidden: bool = False,
         files_only: bool = False,
     ) -> tuple[list[Entry], bool]:
-        """What is below a directory, sorted, a directory before what is in it, and whether some was left out. depth 0: without end.
+        """What is below a directory, sorted, a directory before what is in it, and whether some was left out. depth 0:
+        without end.
 
         skip_hidden: leave out .git, __pycache__ and .pytest_cache. Links are not followed.
         """
@@ -125,7 +127,10 @@ class FileAsks:
         return self._channel.parsed(results.only_entry, await self._channel.ask(Ask.MKDIR, fields.body()))
 
     async def watch(self, path: str = ".", *, recursive: bool = True) -> AsyncGenerator[tuple[Change, ...], None]:
-        """Changes as they come; the first, empty, says that the guest watches. Use `contextlib.aclosing`, so that it ends with its reader."""
+        """Changes as they come; the first, empty, says that the guest watches.
+
+        Use `contextlib.aclosing`, so that it ends with its reader.
+        """
         identity, waiting = self._channel.open_stream(Ask.WATCH, Writer().data(name(path)).u8(recursive).body())
         try:
             while True:

@@ -1,8 +1,9 @@
 """The server's end of a sandbox: one method an ask of envd/guest/protocol.py, typed and bounded.
 
-File failures are OSErrors with the guest's errno. `SandboxGone` says that the stream ended, that the guest broke the protocol or that
-it hangs; the link is closed then. A call that is cancelled is cancelled in the guest and leaves the link as it is: a cancelled
-`shell` ends its commands with all that they started, as a deadline does, and the shell is started anew.
+File failures are OSErrors with the guest's errno. `SandboxGone` says that the stream ended, that the guest broke the
+protocol or that it hangs; the link is closed then. A call that is cancelled is cancelled in the guest and leaves the
+link as it is: a cancelled `shell` ends its commands with all that they started, as a deadline does, and the shell is
+started anew.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class GuestLink(FileAsks):
     ) -> GuestLink:
         """Over a connected stream socket, which the link owns from now on.
 
-        patience_s: how long an answer may take beyond what its ask waits for. escaped: the agent speaks the escaped stream that
-        serial lines and restored snapshots need (envd/guest/escape.py).
+        patience_s: how long an answer may take beyond what its ask waits for. escaped: the agent speaks the escaped
+        stream that serial lines and restored snapshots need (envd/guest/escape.py).
         """
         sock.setblocking(False)
         loop = asyncio.get_running_loop()
@@ -66,7 +67,10 @@ class GuestLink(FileAsks):
         return self._channel.reason
 
     def close(self) -> None:
-        """Close the stream: the agent at its other end ends with all that it started. Asks under way raise SandboxGone."""
+        """Close the stream: the agent at its other end ends with all that it started.
+
+        Asks under way raise SandboxGone.
+        """
         self._channel.end("the sandbox was closed")
 
     async def closed(self) -> None:
@@ -98,7 +102,8 @@ class GuestLink(FileAsks):
         return info
 
     async def shell(self, commands: Sequence[tuple[str, float]], *, limit: int = 16384) -> list[ShellResult]:
-        """Run (command, deadline in seconds) pairs in the sandbox's shell; several run at the same time in subshells of it.
+        """Run (command, deadline in seconds) pairs in the sandbox's shell; several run at the same time in subshells of
+        it.
 
         limit: bytes of output to keep of each. Raises OSError where no shell can be started.
         """

@@ -1,72 +1,87 @@
 """What goes over the stream between a server and the agent in a sandbox. envd/native/protocol.h says the same in C.
 
-    frame    u32 size of what follows | u32 id | u8 kind | fields            all integers little-endian, size <= MAX_FRAME
+    frame    u32 size of what follows | u32 id | u8 kind | fields            all integers little-endian, size <=
+             MAX_FRAME
 
-The server asks (id above 0, unique among what is outstanding, kind a `Ask`); the agent answers each ask with any number of PART
-frames and exactly one OK or ERROR of the same id. Asks are answered in any order; file asks are never kept waiting by a running command.
-CANCEL ends what an ask still does; the cancelled ask answers ERROR ECANCELED, unless its answer was under way. A SHELL ask's commands end
-as at their deadline (the shell is started anew), the pieces of a WRITE are thrown away, a SHELL that still queued never runs. When the stream ends, so does the
-agent, with all that it started. Both sides treat a frame beyond the bounds, an unknown kind or trailing bytes as the peer's fault and
-close: code in a sandbox may have taken its agent over.
+The server asks (id above 0, unique among what is outstanding, kind a `Ask`); the agent answers each ask with any number
+of PART frames and exactly one OK or ERROR of the same id. Asks are answered in any order; file asks are never kept
+waiting by a running command. CANCEL ends what an ask still does; the cancelled ask answers ERROR ECANCELED, unless its
+answer was under way. A SHELL ask's commands end as at their deadline (the shell is started anew), the pieces of a WRITE
+are thrown away, a SHELL that still queued never runs. When the stream ends, so does the agent, with all that it
+started. Both sides treat a frame beyond the bounds, an unknown kind or trailing bytes as the peer's fault and close:
+code in a sandbox may have taken its agent over.
 
 Fields: u8 u32 u64 i32 i64 as they are; `bytes` u32 length and the bytes; `list` u32 count and that many `bytes`.
 
 ask       fields                                                    parts                          ok
 INIT      host_name bytes, seed bytes, env list, unix_ns i64        -                              version u32, pid u32
-          env: K=V of all that is started from now on; seed: mixed into the kernel's entropy where the agent may; unix_ns: 0, or the
-          time to set where the agent owns the clock. Asked again after a fork or a restore.
+          env: K=V of all that is started from now on; seed: mixed into the kernel's entropy where the agent may;
+          unix_ns: 0, or the time to set where the agent owns the clock. Asked again after a fork or a restore.
 SHELL     limit u32, n u32, n times (command bytes, deadline_ms u32)
                                                                     -                              n u32, n times (code i32, flags u8,
-                                                                                                   true_bytes u64, head bytes, tail bytes)
-          One stateful bash, started at first use: working directory, variables, functions, background processes live on. One command
-          runs in the shell itself; several run at the same time in subshells of it. Output (both streams mixed, up to limit/2 bytes
-          of head and of tail; tail is empty unless more came than `limit`). code: 0-255. flags: 1 timed out, 2 the shell died and is started
-          anew (code is 128+signal or its exit code). A command beyond its deadline is killed with all that it started, also what
-          daemonized; then the shell is started anew. SHELL asks queue behind each other.
-          n = 0 starts the shell where it does not run yet, so that the first command need not wait for it.
+                                                                                                   true_bytes u64, head
+                                                                                                   bytes, tail bytes)
+          One stateful bash, started at first use: working directory, variables, functions, background processes live
+          on. One command runs in the shell itself; several run at the same time in subshells of it. Output (both
+          streams mixed, up to limit/2 bytes of head and of tail; tail is empty unless more came than `limit`). code:
+          0-255. flags: 1 timed out, 2 the shell died and is started anew (code is 128+signal or its exit code). A
+          command beyond its deadline is killed with all that it started, also what daemonized; then the shell is
+          started anew. SHELL asks queue behind each other. n = 0 starts the shell where it does not run yet, so that
+          the first command need not wait for it.
 START     argv list, env list, directory bytes, flags u8, rows u32, columns u32, timeout_ms u32, ring u32
                                                                     -                              process u32, pid u32
-          flags: 1 a pty, 2 stdin stays open, 4 one ring for both streams. directory: relative to the workspace, or absolute. timeout_ms 0: none.
-OUTPUT    process u32, channel u8, offset u64, max u32, wait_ms u32 -                              start u64, total u64, ended u8, data bytes
-          channel 1 stdout, 2 stderr. Waits until there is data at `offset` or the channel has ended, at most wait_ms. start > offset: the
-          ring dropped what was between. ended: no more data will come and data reaches the end.
+          flags: 1 a pty, 2 stdin stays open, 4 one ring for both streams. directory: relative to the workspace, or
+          absolute. timeout_ms 0: none.
+OUTPUT    process u32, channel u8, offset u64, max u32, wait_ms u32 -                              start u64, total u64,
+          ended u8, data bytes
+          channel 1 stdout, 2 stderr. Waits until there is data at `offset` or the channel has ended, at most wait_ms.
+          start > offset: the ring dropped what was between. ended: no more data will come and data reaches the end.
 WAIT      process u32, wait_ms u32                                  -                              state
-PROCESSES -                                                         -                              n u32, n times (state)
+PROCESSES -                                                         -                              n u32, n times
+                                                                    (state)
 STDIN     process u32, data bytes                                   -                              accepted u32
 CLOSE_STDIN process u32                                             -                              -
 SIGNAL    process u32, signal u32, tree u8                          -                              -
 RESIZE    process u32, rows u32, columns u32                        -                              -
-          state: process u32, pid u32, running u8, code i32 (-N: by signal N), timed_out u8, stdout u64, stderr u64, argv list
+          state: process u32, pid u32, running u8, code i32 (-N: by signal N), timed_out u8, stdout u64, stderr u64,
+          argv list
 READ      path bytes, offset u64, max u32                           -                              entry, data bytes
 WRITE     path bytes, flags u8, mode u32, offset u64, data bytes    -                              entry
-          flags: 1 last piece, 2 make parents, 4 must create, 8 also where `path` is a directory's name: refuse EISDIR (always so), 16 into
-          place (not atomic: open, truncate, write; keeps links and modes as a program's own write does). Without 16 pieces of one ask id go to a hidden temporary
-          file beside `path` and are renamed over it with the last piece; pieces of one file carry offset 0, len, ... in order. mode 0: as it was, else 0644.
-          Every piece is answered; the next is sent after that. A piece that fails throws all away, and so does a CANCEL of the id.
+          flags: 1 last piece, 2 make parents, 4 must create, 8 also where `path` is a directory's name: refuse EISDIR
+          (always so), 16 into place (not atomic: open, truncate, write; keeps links and modes as a program's own write
+          does). Without 16 pieces of one ask id go to a hidden temporary file beside `path` and are renamed over it
+          with the last piece; pieces of one file carry offset 0, len, ... in order. mode 0: as it was, else 0644. Every
+          piece is answered; the next is sent after that. A piece that fails throws all away, and so does a CANCEL of
+          the id.
 STAT      path bytes, follow u8                                     -                              entry
 LIST      path bytes, depth u32, limit u32, flags u8                n u32, n times (entry)         truncated u8
-          flags: 1 leave out .git __pycache__ .pytest_cache, 2 files and links only. Sorted by name within a directory, a directory before
-          what is in it; entry paths are relative to the workspace. Links are not followed. depth 0: without end. Truncated where `limit`
-          entries or LIST_BYTES of parts are reached.
+          flags: 1 leave out .git __pycache__ .pytest_cache, 2 files and links only. Sorted by name within a directory,
+          a directory before what is in it; entry paths are relative to the workspace. Links are not followed. depth 0:
+          without end. Truncated where `limit` entries or LIST_BYTES of parts are reached.
 MOVE      source bytes, target bytes, overwrite u8                  -                              entry
 REMOVE    path bytes, recursive u8                                  -                              -
 MKDIR     path bytes, parents u8                                    -                              entry
 WATCH     path bytes, recursive u8                                  n u32, n times (kind u8, path bytes)    -
-          kind: 1 created, 2 changed, 3 removed, 4 moved from, 5 moved to, 6 overflow. Runs until cancelled. A first part with n = 0 says it watches.
-SYNC      -                                                         -                              -      (file systems, before a snapshot)
-QUIT      -                                                         -                              -      (then the agent ends)
+          kind: 1 created, 2 changed, 3 removed, 4 moved from, 5 moved to, 6 overflow. Runs until cancelled. A first
+          part with n = 0 says it watches.
+SYNC      -                                                         -                              -      (file systems,
+          before a snapshot)
+QUIT      -                                                         -                              -      (then the
+          agent ends)
 CANCEL    id u32                                                    -                              -
           Is an ask with an id of its own, answered by OK, also where the other ask is not known (any more).
-          entry: path bytes, type u8 (1 file, 2 directory, 3 link, 4 other), mode u32, size u64, mtime_ns i64, target bytes
+          entry: path bytes, type u8 (1 file, 2 directory, 3 link, 4 other), mode u32, size u64, mtime_ns i64, target
+          bytes
 
 ERROR     errno u32, words bytes
 
-Escaped streams (serial lines, and streams that a snapshot may cut in the middle of a frame; envd/guest/escape.py, envd/native/guest_escape.c): 0xFF
-goes as 0xFF 0x00; a new server first sends a reset, 0xFF 0x01 and 7 random bytes below 0xFF, and skips what it reads until the agent sends the same
-back. The agent drops half frames, unsent answers and the asks of the server before; processes and the shell live on.
+Escaped streams (serial lines, and streams that a snapshot may cut in the middle of a frame; envd/guest/escape.py,
+envd/native/guest_escape.c): 0xFF goes as 0xFF 0x00; a new server first sends a reset, 0xFF 0x01 and 7 random bytes
+below 0xFF, and skips what it reads until the agent sends the same back. The agent drops half frames, unsent answers and
+the asks of the server before; processes and the shell live on.
 
-Paths are resolved by openat2 with RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS from the workspace; a leading "/workspace" is the root itself. Opens
-never block (O_NONBLOCK) and READ refuses what is no regular file (EISDIR, ENXIO).
+Paths are resolved by openat2 with RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS from the workspace; a leading "/workspace" is
+the root itself. Opens never block (O_NONBLOCK) and READ refuses what is no regular file (EISDIR, ENXIO).
 """
 
 from __future__ import annotations

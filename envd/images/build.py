@@ -6,8 +6,8 @@
     DIR/rootfs.squashfs   /usr and /etc of a small Debian, read-only
     DIR/image.json        what went in, and the digest of all
 
-Takes about a minute and 400 MB of disk. Needs Debian's apt-get, dpkg-deb, tar and mksquashfs (package squashfs-tools), and root or
-unprivileged user namespaces (byte code is compiled by the image's own Python, in a chroot).
+Takes about a minute and 400 MB of disk. Needs Debian's apt-get, dpkg-deb, tar and mksquashfs (package squashfs-tools),
+and root or unprivileged user namespaces (byte code is compiled by the image's own Python, in a chroot).
 """
 
 from __future__ import annotations
@@ -145,7 +145,10 @@ def _build(draft: Path, scratch: Path, packages: Sequence[str]) -> dict[str, obj
 
 
 def _linter(root: Path) -> dict[str, str]:
-    """Bring in the ruff of the Python that builds, which the `lint` tool runs and Debian has no package of. Its version, where there is one."""
+    """Bring in the ruff of the Python that builds, which the `lint` tool runs and Debian has no package of.
+
+    Its version, where there is one.
+    """
     ruff = Path(sys.executable).parent / "ruff"
     if not ruff.is_file():
         return {}
@@ -178,7 +181,8 @@ def _finish_root(root: Path) -> None:
         shutil.rmtree(root / heavy, ignore_errors=True)
     enter = [] if os.geteuid() == 0 else ["unshare", "--map-root-user"]
     run(["ldconfig" if shutil.which("ldconfig") else "/sbin/ldconfig", "-r", root])
-    # a guest's root is read-only: without byte code every import would compile anew, slowest of all where the processor is emulated
+    # a guest's root is read-only: without byte code every import would compile anew, slowest of all where the processor
+    # is emulated
     run(
         [
             *enter,

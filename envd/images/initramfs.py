@@ -1,6 +1,8 @@
-"""Initial ramdisks: cpio archives in the kernel's "newc" form (Documentation/driver-api/early-userspace/buffer-format.rst).
+"""Initial ramdisks: cpio archives in the kernel's "newc" form
+(Documentation/driver-api/early-userspace/buffer-format.rst).
 
-The kernel unpacks archives that stand behind each other, so a backend puts this envd's agent behind an image's own ramdisk.
+The kernel unpacks archives that stand behind each other, so a backend puts this envd's agent behind an image's own
+ramdisk.
 """
 
 from __future__ import annotations

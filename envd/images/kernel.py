@@ -1,4 +1,6 @@
-"""The guest's kernel out of Debian's package: the compressed one for QEMU, the plain ELF for Firecracker, and the drivers it boots with."""
+"""The guest's kernel out of Debian's package: the compressed one for QEMU, the plain ELF for Firecracker, and the
+drivers it boots with.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def drivers(tree: Path) -> list[Path]:
 
 
 def extract_elf(bzimage: Path, lz4: Path, target: Path) -> None:
-    """Write the uncompressed kernel, which Firecracker boots, out of a bzImage whose payload is LZ4 (as Debian's cloud kernel's)."""
+    """Write the uncompressed kernel, which Firecracker boots, out of a bzImage whose payload is LZ4 (as Debian's cloud
+    kernel's).
+    """
     whole = bzimage.read_bytes()
     start = whole.find(_LZ4_LEGACY)
     if start < 0:

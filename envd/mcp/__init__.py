@@ -1,7 +1,8 @@
 """The tools of a sandbox over MCP, for agents that nobody here wrote: `python -m envd mcp`.
 
-In: an MCP client, over standard streams or streamable HTTP. Out: tool calls of an envd server, in a sandbox of the session's own.
-The names and schemas are those of envd.tools. Imports envd's client side only; needs the package `mcp` (`pip install 'triplane[mcp]'`).
+In: an MCP client, over standard streams or streamable HTTP. Out: tool calls of an envd server, in a sandbox of the
+session's own. The names and schemas are those of envd.tools. Imports envd's client side only; needs the package `mcp`
+(`pip install 'triplane[mcp]'`).
 """
 
 from __future__ import annotations

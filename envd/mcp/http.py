@@ -1,7 +1,7 @@
 """What stands before the MCP server on HTTP: the key, and sessions.
 
-A sandbox keeps state between calls, so over HTTP a client needs a session. Protocol versions without sessions (2026-07-28 and later) are answered
-with the versions that have them, to which clients fall back by themselves.
+A sandbox keeps state between calls, so over HTTP a client needs a session. Protocol versions without sessions
+(2026-07-28 and later) are answered with the versions that have them, to which clients fall back by themselves.
 """
 
 from __future__ import annotations

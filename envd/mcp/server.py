@@ -16,8 +16,8 @@ from envd.types import ToolCall
 
 SESSION_HEADER = "mcp-session-id"
 _INSTRUCTIONS = (
-    "Tools of one sandbox, which is this session's own: a workspace (a git repository) and a shell whose state lives on between calls. "
-    "Paths are taken from the workspace. Everything ends with the session."
+    "Tools of one sandbox, which is this session's own: a workspace (a git repository) and a shell whose state lives on"
+    " between calls. Paths are taken from the workspace. Everything ends with the session."
 )
 
 

@@ -40,7 +40,10 @@ class Sessions:
         return len(self._sessions)
 
     async def call(self, key: str, call: ToolCall) -> ToolResult:
-        """Run a tool call in the session's sandbox. Raises EnvdError where it has none; its next call starts another."""
+        """Run a tool call in the session's sandbox.
+
+        Raises EnvdError where it has none; its next call starts another.
+        """
         session = self._sessions.get(key)
         if session is None:
             if len(self._sessions) >= self._most:

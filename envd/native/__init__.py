@@ -12,12 +12,18 @@ from envd.errors import BackendUnavailable
 
 
 def guest_binary() -> Path:
-    """The built agent `envd-guest`, a static program. Raises BackendUnavailable where it is not built from the present sources."""
+    """The built agent `envd-guest`, a static program.
+
+    Raises BackendUnavailable where it is not built from the present sources.
+    """
     return _built("envd-guest")
 
 
 def spawner_binary() -> Path:
-    """The built spawner `envd-spawn`, a static program. Raises BackendUnavailable where it is not built from the present sources."""
+    """The built spawner `envd-spawn`, a static program.
+
+    Raises BackendUnavailable where it is not built from the present sources.
+    """
     return _built("envd-spawn")
 
 

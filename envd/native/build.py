@@ -1,7 +1,8 @@
 """Compiles envd's C programs into envd/native/bin: `python -m envd.native.build [--sanitize]`.
 
-envd-guest is main*.c and guest*.c, envd-spawn is spawn*.c and guest*.c; both are static. The compiler is $CC, else the system's (cc, gcc, clang), else `ziglang` from
-PyPI. Nothing is compiled when sources and flags are the same as last time.
+envd-guest is main*.c and guest*.c, envd-spawn is spawn*.c and guest*.c; both are static. The compiler is $CC, else the
+system's (cc, gcc, clang), else `ziglang` from PyPI. Nothing is compiled when sources and flags are the same as last
+time.
 """
 
 from __future__ import annotations
@@ -114,7 +115,10 @@ def build(directory: Path = BINARIES, *, sanitize: bool = False) -> list[Path]:
 
 
 def find_compiler(cache: Path) -> Compiler:
-    """$CC, else the system's compiler, else ziglang, which keeps what it compiles of its C library in `cache`. Raises BuildError."""
+    """$CC, else the system's compiler, else ziglang, which keeps what it compiles of its C library in `cache`.
+
+    Raises BuildError.
+    """
     chosen = shlex.split(os.environ.get("CC", ""))
     if chosen:
         if shutil.which(chosen[0]) is None:
@@ -125,8 +129,8 @@ def find_compiler(cache: Path) -> Compiler:
             return Compiler((name,))
     if importlib.util.find_spec("ziglang") is None:
         raise BuildError(
-            "envd's C programs are not built: there is no C compiler. Install one (Debian: apt-get install gcc libc6-dev) "
-            f"or run `{sys.executable} -m pip install ziglang`"
+            "envd's C programs are not built: there is no C compiler. Install one (Debian: apt-get install gcc"
+            f" libc6-dev) or run `{sys.executable} -m pip install ziglang`"
         )
     target = f"{platform.machine()}-linux-musl"
     kept = {"ZIG_GLOBAL_CACHE_DIR": str(cache / "zig"), "ZIG_LOCAL_CACHE_DIR": str(cache / "zig")}

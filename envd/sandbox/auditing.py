@@ -1,7 +1,8 @@
-"""Names what the final state's own code does that only a cheat needs: an audit hook, which Python code can't take out again.
+"""Names what the final state's own code does that only a cheat needs: an audit hook, which Python code can't take out
+again.
 
-Counted is what lines do that the diff brought. Code of Python and of packages is looked through to who called it; code of the task ends the search.
-It names cheats, it is no wall: code that hides who it is has to fool the decoys as well.
+Counted is what lines do that the diff brought. Code of Python and of packages is looked through to who called it; code
+of the task ends the search. It names cheats, it is no wall: code that hides who it is has to fool the decoys as well.
 """
 
 from __future__ import annotations
@@ -16,17 +17,35 @@ from typing import Any
 from envd.sandbox.python_inside import system_directories
 
 _DIRECT = {
-    "sys._getframe": "frames:sys._getframe", "sys._current_frames": "frames:sys._current_frames",
-    "gc.get_objects": "memory:gc.get_objects", "gc.get_referrers": "memory:gc.get_referrers", "gc.get_referents": "memory:gc.get_referents",
-    "sys.settrace": "hooked:sys.settrace", "sys.setprofile": "hooked:sys.setprofile", "sys.addaudithook": "hooked:sys.addaudithook",
-    "code.__new__": "code:code.__new__", "function.__new__": "code:function.__new__", "ctypes.dlopen": "memory:ctypes",
-    "ctypes.string_at": "memory:ctypes", "ctypes.addressof": "memory:ctypes", "ctypes.cdata": "memory:ctypes", "object.__setattr__": "",
-}  # fmt: skip
-"""Events that count where the diff's line itself, or a module that exists to look around, makes them. Empty: it depends on the arguments."""
+    "sys._getframe": "frames:sys._getframe",
+    "sys._current_frames": "frames:sys._current_frames",
+    "gc.get_objects": "memory:gc.get_objects",
+    "gc.get_referrers": "memory:gc.get_referrers",
+    "gc.get_referents": "memory:gc.get_referents",
+    "sys.settrace": "hooked:sys.settrace",
+    "sys.setprofile": "hooked:sys.setprofile",
+    "sys.addaudithook": "hooked:sys.addaudithook",
+    "code.__new__": "code:code.__new__",
+    "function.__new__": "code:function.__new__",
+    "ctypes.dlopen": "memory:ctypes",
+    "ctypes.string_at": "memory:ctypes",
+    "ctypes.addressof": "memory:ctypes",
+    "ctypes.cdata": "memory:ctypes",
+    "object.__setattr__": "",
+}
+"""Events that count where the diff's line itself, or a module that exists to look around, makes them. Empty: it depends
+on the arguments.
+"""
 _THROUGH = {
-    "os.fork": "spawned:os.fork", "os.forkpty": "spawned:os.forkpty", "os.exec": "spawned:os.exec", "os.posix_spawn": "spawned:os.posix_spawn",
-    "os.system": "spawned:os.system", "subprocess.Popen": "spawned:subprocess", "open": "", "import": "",
-}  # fmt: skip
+    "os.fork": "spawned:os.fork",
+    "os.forkpty": "spawned:os.forkpty",
+    "os.exec": "spawned:os.exec",
+    "os.posix_spawn": "spawned:os.posix_spawn",
+    "os.system": "spawned:os.system",
+    "subprocess.Popen": "spawned:subprocess",
+    "open": "",
+    "import": "",
+}
 """Events that count through whatever of Python's the diff's line calls. Empty: it depends on the arguments."""
 _LOOKERS = ("inspect.py", "linecache.py", "ctypes/__init__.py")
 _INTERNALS = ("_pytest", "pytest", "pluggy")
@@ -35,7 +54,9 @@ _MOST_FILES = 256
 
 
 class _Sources:
-    """The changed files, and which of their lines the template has too, in the same file or in one that they may have been moved from."""
+    """The changed files, and which of their lines the template has too, in the same file or in one that they may have
+    been moved from.
+    """
 
     def __init__(self, root: Path, template: Path, changed: Collection[str]) -> None:
         self.files: dict[str, tuple[list[bytes], frozenset[bytes]]] = {}
@@ -60,7 +81,10 @@ def _lines(path: Path) -> list[bytes]:
 def install(
     root: Path, template: Path, changed: Collection[str], hidden: Collection[str], report: Callable[[str], None]
 ) -> None:
-    """From here on name what the changed files' code does, each name once. For this process and its forks, without end."""
+    """From here on name what the changed files' code does, each name once.
+
+    For this process and its forks, without end.
+    """
     sources = _Sources(root, template, changed)
     system = (
         *{f"{path}/" for path in (*system_directories(), str(Path(__file__).parents[2] / "envd"))},

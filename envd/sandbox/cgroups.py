@@ -22,19 +22,27 @@ _FREEZE_S = 5.0
 _OPTIONAL = frozenset({"memory.swap.max", "memory.memsw.limit_in_bytes", "memory.kmem.tcp.limit_in_bytes"})
 """A kernel without swap accounting, or that is to end v1's, has no such file."""
 _SOCKET_SHARE = 8
-"""Of a sandbox's memory, what its sockets' buffers may hold beside it on v1, which counts them apart, and only under a limit. v2 counts them with the
-rest (envd/native/spawn_groups.c)."""
+"""Of a sandbox's memory, what its sockets' buffers may hold beside it on v1, which counts them apart, and only under a
+limit. v2 counts them with the rest (envd/native/spawn_groups.c).
+"""
 _SOCKET_SLACK = 256 * 1024
 """Bytes: what is charged at once, and refused when it would pass the limit."""
 OWNED = "envd-"
-"""How the names of run directories begin, and of the groups that are named after them: one that a killed server left is known by it."""
+"""How the names of run directories begin, and of the groups that are named after them: one that a killed server left is
+known by it.
+"""
 
 
 class Cgroups:
-    """Makes and removes sandbox groups. Descriptors are held open, so it still works after the zygote changed its root."""
+    """Makes and removes sandbox groups.
+
+    Descriptors are held open, so it still works after the zygote changed its root.
+    """
 
     def __init__(self, name: str, *, freezer: bool = False) -> None:
-        """freezer: keep a v2 hierarchy that carries no controllers too, since its groups still freeze, kill and count time."""
+        """freezer: keep a v2 hierarchy that carries no controllers too, since its groups still freeze, kill and count
+        time.
+        """
         self._name = name
         self._bases: dict[str, int] = {}  # controller -> directory descriptor of our own group
         self._paths: dict[str, Path] = {}
@@ -50,7 +58,8 @@ class Cgroups:
             self._paths[controller] = base
             self._bases[controller] = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         if "memory" in self._bases:
-            # the kernel counts sockets' memory while any group limits it: without this one each sandbox would switch that on and off again
+            # the kernel counts sockets' memory while any group limits it: without this one each sandbox would switch
+            # that on and off again
             _put(self._bases["memory"], "memory.kmem.tcp.limit_in_bytes", "-1", optional=True)
         if "unified" in self._bases:
             self._prepare_unified()
@@ -75,7 +84,8 @@ class Cgroups:
         return {key: (fd, self._parents[key]) for key, fd in self._bases.items()}
 
     def entrances(self, group: str, *, memory: int, pids: int, cpu: float) -> list[int]:
-        """Create a group with these limits (bytes, processes, cores); a process of one thread enters it by writing b"0" to each of these descriptors.
+        """Create a group with these limits (bytes, processes, cores); a process of one thread enters it by writing b"0"
+        to each of these descriptors.
 
         Whoever moves another process waits for a grace period of the kernel; one that moves itself, on v1, does not.
         """

@@ -1,9 +1,11 @@
-"""Room for sandboxes' control groups beside the server, on cgroup v2, where a group has either processes or groups with limits, not both.
+"""Room for sandboxes' control groups beside the server, on cgroup v2, where a group has either processes or groups with
+limits, not both.
 
     <the server's group> -> beside-sandboxes     the server and all that it starts, moved there by `make_room`
                          -> envd-...             sandboxes
 
-Only a group that is the server's to arrange is touched: one where it is alone, one that systemd delegated (`Delegate=yes`), or a container's own root.
+Only a group that is the server's to arrange is touched: one where it is alone, one that systemd delegated
+(`Delegate=yes`), or a container's own root.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ _ROUNDS = 5
 
 
 def make_room() -> None:
-    """Call before anything is started. Does nothing where v2 does not carry the controllers, or the group is not ours to arrange."""
+    """Call before anything is started.
+
+    Does nothing where v2 does not carry the controllers, or the group is not ours to arrange.
+    """
     own = own_group(raw=True)
     if own is None or own.name == LEAF or not os.access(own, os.W_OK):
         return
@@ -43,7 +48,10 @@ def make_room() -> None:
 
 
 def own_group(*, raw: bool = False) -> Path | None:
-    """The directory of this process's v2 group; of the one above it where `make_room` moved us, unless `raw`. None without v2."""
+    """The directory of this process's v2 group; of the one above it where `make_room` moved us, unless `raw`.
+
+    None without v2.
+    """
     mount = next((each for each in _MOUNTS if (each / "cgroup.controllers").exists()), None)
     path = _own_path()
     if mount is None or path is None:
@@ -53,7 +61,10 @@ def own_group(*, raw: bool = False) -> Path | None:
 
 
 def enable(group: Path) -> bool:
-    """Let the groups in a group have limits. False where the kernel refuses: it holds processes, or was not given the controllers."""
+    """Let the groups in a group have limits.
+
+    False where the kernel refuses: it holds processes, or was not given the controllers.
+    """
     try:
         (group / "cgroup.subtree_control").write_text(" ".join(f"+{each}" for each in CONTROLLERS))
     except OSError:

@@ -1,7 +1,8 @@
 """A workspace against its template, both directories here, as a git-format patch (envd/tools/gitdiff.py).
 
-The same two trees give the same bytes on every machine. Files whose size, mode and modification time equal the template's are taken as unchanged. What the agent
-itself can't read does not count. A patch beyond the bounds is `OVERSIZED` instead, which applies nowhere.
+The same two trees give the same bytes on every machine. Files whose size, mode and modification time equal the
+template's are taken as unchanged. What the agent itself can't read does not count. A patch beyond the bounds is
+`OVERSIZED` instead, which applies nowhere.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class Entry:
 
 
 def tree_entries(root: Path, hidden: Collection[str] = HIDDEN) -> dict[str, Entry]:
-    """Files and links below root by path, as git sees them: no empty directories, no devices, no `.git` or what else is `hidden`."""
+    """Files and links below root by path, as git sees them: no empty directories, no devices, no `.git` or what else is
+    `hidden`.
+    """
     return dict(_scan(str(root), hidden))
 
 

@@ -20,8 +20,8 @@ from envd.tools.paths import WORKSPACE
 def enter_namespaces(request: dict[str, Any], *, owner: int, supervised: bool, system: Iterable[str]) -> Place:
     """As process 1 of new namespaces whose users are mapped: see the template, keep no privilege. Raises OSError.
 
-    owner: the host's user that its root is. supervised: go on as the sandbox's supervisor instead of its root. system: its system
-    directories.
+    owner: the host's user that its root is. supervised: go on as the sandbox's supervisor instead of its root. system:
+    its system directories.
     """
     linux.unshare(linux.CLONE_NEWCGROUP)  # its groups' place on the host is nobody's business
     os.setresgid(0, 0, 0)

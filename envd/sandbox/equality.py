@@ -1,8 +1,8 @@
 """Finds objects that equal everything, where a test compares them.
 
-Installed once into pytest's assertion rewriting and into unittest's assertions: before `assert a == b` compares, both sides (and what
-lists, tuples, sets and dictionaries among them hold) are asked whether they also equal what nothing equals. The assertion itself
-and its words stay as they are.
+Installed once into pytest's assertion rewriting and into unittest's assertions: before `assert a == b` compares, both
+sides (and what lists, tuples, sets and dictionaries among them hold) are asked whether they also equal what nothing
+equals. The assertion itself and its words stay as they are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,16 @@ _CONTAINERS = (list, tuple, set, frozenset, dict)
 _MOST_ELEMENTS, _MOST_DEPTH = 256, 3
 _GUARD = "_envd_guard"
 _ASKED = (ast.Eq, ast.In)
-_UNITTEST = ("assertEqual", "assertIn", "assertListEqual", "assertTupleEqual", "assertDictEqual", "assertSetEqual", "assertSequenceEqual", "assertCountEqual")  # fmt: skip
+_UNITTEST = (
+    "assertEqual",
+    "assertIn",
+    "assertListEqual",
+    "assertTupleEqual",
+    "assertDictEqual",
+    "assertSetEqual",
+    "assertSequenceEqual",
+    "assertCountEqual",
+)
 
 
 class _Fresh:
@@ -114,7 +123,10 @@ def _equals(found: Any, other: Any) -> bool:
 
 
 def install() -> None:
-    """Put the guard into pytest's rewriting and unittest's assertions, for this process and its forks. Harmless until armed."""
+    """Put the guard into pytest's rewriting and unittest's assertions, for this process and its forks.
+
+    Harmless until armed.
+    """
     if hasattr(rewrite, _GUARD):
         return
     setattr(rewrite, _GUARD, guard)

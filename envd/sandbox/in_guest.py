@@ -1,15 +1,18 @@
-"""A verification inside a sandbox of another kind than namespaces: what the server runs there by the guest's own Python.
+"""A verification inside a sandbox of another kind than namespaces: what the server runs there by the guest's own
+Python.
 
     BOOT          reads a bundle of packages and the request from standard input, unpacks the first, and runs `main`
     main  P0      runs nothing of the agent's; has the key; prints the signed result
       fork P1     envd.sandbox.verifier, as in namespaces: prepares, forks the runner, judges
 
-P0 and P1 speak over a socket, which no other process can open, unlike pipes under gVisor. The key comes after P1 was forked and before it begins, so no
-process that ever runs the agent's code has it: what anybody else writes to P0's output is not believed.
+P0 and P1 speak over a socket, which no other process can open, unlike pipes under gVisor. The key comes after P1 was
+forked and before it begins, so no process that ever runs the agent's code has it: what anybody else writes to P0's
+output is not believed.
 
-Where the guest's root has its capabilities (virtual machines), P1 gets a user namespace whose users are no users of the guest's: one for the tests, to
-whom the workspace belongs, and the supervisor. Where it has some (gVisor), the tests are the guest's root without any, and the supervisor another user.
-Elsewhere all are one user, as where envd is unprivileged (docs/threat-model.md).
+Where the guest's root has its capabilities (virtual machines), P1 gets a user namespace whose users are no users of the
+guest's: one for the tests, to whom the workspace belongs, and the supervisor. Where it has some (gVisor), the tests are
+the guest's root without any, and the supervisor another user. Elsewhere all are one user, as where envd is unprivileged
+(docs/threat-model.md).
 """
 
 from __future__ import annotations
@@ -62,7 +65,9 @@ _TWO_USERS, _SYS_ADMIN = 1 << 0 | 1 << 1 | 1 << 3 | 1 << 5 | 1 << 6 | 1 << 7, 1 
 
 
 def main(request: bytes, above: str) -> NoReturn:
-    """Verify, print the signed result and exit. request: a frame of `envd.sandbox.wire`. above: a directory of this process's own."""
+    """Verify, print the signed result and exit. request: a frame of `envd.sandbox.wire`. above: a directory of this
+    process's own.
+    """
     linux.hide_from_ptrace()
     linux.adopt_orphans()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

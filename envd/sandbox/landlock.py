@@ -1,6 +1,8 @@
-"""Landlock for what the zygote forks: a second wall below the read-only mounts. envd/native/spawn_walls.c restricts the spawner's sandboxes alike.
+"""Landlock for what the zygote forks: a second wall below the read-only mounts. envd/native/spawn_walls.c restricts the
+spawner's sandboxes alike.
 
-Rights and numbers: the kernel's include/uapi/linux/landlock.h; the three calls have the same numbers on all architectures.
+Rights and numbers: the kernel's include/uapi/linux/landlock.h; the three calls have the same numbers on all
+architectures.
 """
 
 from __future__ import annotations
@@ -22,9 +24,12 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"
 
 
 def restrict_files() -> int:
-    """Let this process and all that it starts read everywhere, and write below the workspace and /tmp only. After no_new_privs.
+    """Let this process and all that it starts read everywhere, and write below the workspace and /tmp only.
 
-    Returns the kernel's ABI; 0 where it has none, or the first, which forbids every rename between directories. Raises OSError.
+    After no_new_privs.
+
+    Returns the kernel's ABI; 0 where it has none, or the first, which forbids every rename between directories. Raises
+    OSError.
     """
     abi = _call(_CREATE_RULESET, None, 0, _VERSION, missing=0)
     if abi < _REFER_ABI:

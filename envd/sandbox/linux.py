@@ -32,8 +32,10 @@ SANDBOX_USER = 231072
 """Host user that a sandbox's root is, when envd runs as root: it owns nothing on the host."""
 
 MAKERS, MOST_MAKERS = 0x30000000, 0x10000000
-"""Host users that make sandboxes' user namespaces, one each: what the kernel counts by user (inotify instances, queued signals, processes) it
-charges to the maker too, so none can use up a neighbour's share, or the host's. They own nothing."""
+"""Host users that make sandboxes' user namespaces, one each: what the kernel counts by user (inotify instances, queued
+signals, processes) it charges to the maker too, so none can use up a neighbour's share, or the host's. They own
+nothing.
+"""
 
 SUPERVISOR = 1
 """User inside a sandbox, SANDBOX_USER + 1 on the host, that supervises what runs there as its root."""
@@ -80,7 +82,9 @@ def clone(namespaces: int) -> int:
 
 
 def clone_as(maker: int, namespaces: int) -> int:
-    """`clone` by another user than root, to whom the new user namespace is charged; the child is nobody until it is given a user."""
+    """`clone` by another user than root, to whom the new user namespace is charged; the child is nobody until it is
+    given a user.
+    """
     with contextlib.suppress(OSError):  # in a container without that number all are charged to root
         os.seteuid(maker)
     pid = -1
@@ -165,7 +169,9 @@ def set_capabilities(kept: Iterable[int]) -> None:
 
 
 def become_supervisor() -> None:
-    """Go on as a user of one's own in a sandbox, able to change back to its root, and to kill and to overrule what that one does."""
+    """Go on as a user of one's own in a sandbox, able to change back to its root, and to kill and to overrule what that
+    one does.
+    """
     for capability in range(_LAST_CAPABILITY + 1):
         _libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability))
     _libc.prctl(_PR_SET_KEEPCAPS, ctypes.c_ulong(1))

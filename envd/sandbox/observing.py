@@ -1,12 +1,15 @@
-"""What a hidden test without expectations calls: it encodes the values that the test would compare, by exact builtin types.
+"""What a hidden test without expectations calls: it encodes the values that the test would compare, by exact builtin
+types.
 
     __see__("3", add(1, 2))            for   assert add(1, 2) == 3
     with __raised__("4"): parse("")    for   with pytest.raises(ValueError): parse("")
     __hidden__(7)                      in place of an expected value in a table
-    __plain__("3:0", add(1, 2)) < 4    where an assertion computes with a value: a subclass of a builtin becomes what it holds
+    __plain__("3:0", add(1, 2)) < 4    where an assertion computes with a value: a subclass of a builtin becomes what it
+                                       holds
 
-No method of an observed value runs: a subclass of a builtin is read through the builtin's own methods, so a value that lies about equality
-is seen as what it holds. What is no builtin is named (`["o", type]`) and decides nothing. The judge, elsewhere, knows what was expected.
+No method of an observed value runs: a subclass of a builtin is read through the builtin's own methods, so a value that
+lies about equality is seen as what it holds. What is no builtin is named (`["o", type]`) and decides nothing. The
+judge, elsewhere, knows what was expected.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from envd.sandbox.python_inside import system_directories
 class Origin:
     """Tells code that the final state brought from code that was there without it.
 
-    It reads what objects say about themselves, which code that means to can falsify; it names the ordinary cheat, it is no wall.
+    It reads what objects say about themselves, which code that means to can falsify; it names the ordinary cheat, it is
+    no wall.
     """
 
     def __init__(self, root: Path, template: Path, hidden: Collection[str]) -> None:

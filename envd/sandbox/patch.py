@@ -1,4 +1,5 @@
-"""Applies the plain kind of patch without starting git, whatever is not plain being left to git; and takes files out of a patch.
+"""Applies the plain kind of patch without starting git, whatever is not plain being left to git; and takes files out of
+a patch.
 
 Plain: text files changed, added or deleted, every hunk exactly where it says it is. Most final states of an episode are
 such, and starting git costs more than all else that prepares a verification.

@@ -33,7 +33,9 @@ def prepare_process(env: dict[str, str]) -> None:
 
 
 def sandbox_environment(home: str, python: str | None = None) -> dict[str, str]:
-    """Environment of a sandbox's processes: nothing of the server's own. python: where its programs are; None: where sandboxes see them."""
+    """Environment of a sandbox's processes: nothing of the server's own. python: where its programs are; None: where
+    sandboxes see them.
+    """
     python = python or bin_directory()
     return {
         "PATH": f"{python}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",

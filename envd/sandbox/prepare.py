@@ -1,7 +1,8 @@
 """Sets a final state up for its tests: the diff applied, test configuration restored, hidden files placed.
 
-Where the verifier has two users, the diff is applied as the one that the tests run as, to whom the workspace belongs. Hidden files belong to the
-supervisor, and so do the directories they lie in, which are sticky: the tests can read them, and neither change, move nor remove them.
+Where the verifier has two users, the diff is applied as the one that the tests run as, to whom the workspace belongs.
+Hidden files belong to the supervisor, and so do the directories they lie in, which are sticky: the tests can read them,
+and neither change, move nor remove them.
 """
 
 from __future__ import annotations
@@ -146,7 +147,9 @@ class Preparation:
             self._note(_UNDECLARED + path)
 
     def _drop_caches(self) -> None:
-        """Remove compiled code that the diff brought: Python and pytest would run it in place of the source beside it."""
+        """Remove compiled code that the diff brought: Python and pytest would run it in place of the source beside
+        it.
+        """
         for folder, folders, _ in os.walk(self._workspace):
             if _CACHE in folders:
                 folders.remove(_CACHE)
@@ -183,7 +186,9 @@ class Preparation:
             self.notes.append(name)
 
     def _protect(self, path: str) -> None:
-        """Make the directories down to a hidden file the supervisor's, where others may make files and touch only their own."""
+        """Make the directories down to a hidden file the supervisor's, where others may make files and touch only their
+        own.
+        """
         for parent in PurePosixPath(path).parents:
             fd = open_in_root(self._workspace, str(parent), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
@@ -228,7 +233,9 @@ def _place_file(root: Path, path: str, content: bytes) -> None:
 
 
 def _make_way(root: Path, path: str) -> None:
-    """Remove what stands where a file is to be, a link, a directory, or a file where a parent must be, and make its parents."""
+    """Remove what stands where a file is to be, a link, a directory, or a file where a parent must be, and make its
+    parents.
+    """
     target = root / path
     for part in [*reversed(target.relative_to(root).parents), Path(path)][1:]:
         here = root / part

@@ -9,7 +9,10 @@ from collections.abc import Set as AbstractSet
 
 
 def descendants(pid: int) -> dict[int, int]:
-    """Every live process below pid, to its parent. Orphans count where the kernel put them: below init or a subreaper."""
+    """Every live process below pid, to its parent.
+
+    Orphans count where the kernel put them: below init or a subreaper.
+    """
     parents: dict[int, int] = {}
     for name in os.listdir("/proc"):  # noqa: PTH208 - hot, and pathlib is slow
         if not name.isdigit():
@@ -30,7 +33,9 @@ def descendants(pid: int) -> dict[int, int]:
 
 
 def children_below(pid: int) -> set[int]:
-    """The processes below pid, zombies too. Looks at nothing else of the machine; what starts or ends meanwhile may be missed.
+    """The processes below pid, zombies too.
+
+    Looks at nothing else of the machine; what starts or ends meanwhile may be missed.
 
     Source: proc_pid_task(5), `children`; kernels without it are asked for all processes.
     """
@@ -56,7 +61,8 @@ def children_below(pid: int) -> set[int]:
 def kill_since(root: int, before: AbstractSet[int], collect: Callable[[], object] | None = None) -> None:
     """Kill all processes below root but those in `before` and what those started. collect: instead of `reap`.
 
-    Repeats until none is left, so a process can't escape by forking while it is hunted; each round stops before it kills.
+    Repeats until none is left, so a process can't escape by forking while it is hunted; each round stops before it
+    kills.
     """
     for _ in range(50):
         below = descendants(root)

@@ -1,4 +1,6 @@
-"""Reads the Python that a diff brought, without running it, and names what solutions of a task rarely need and cheats do."""
+"""Reads the Python that a diff brought, without running it, and names what solutions of a task rarely need and cheats
+do.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,67 @@ from pathlib import Path
 
 _MODULES = frozenset(
     {
-        "_pytest", "pytest", "pluggy", "unittest", "gc", "ctypes", "linecache", "dis", "_ctypes", "_testcapi", "mmap", "atexit", "signal",
-        "marshal", "pickle", "importlib", "builtins", "conftest", "tests",
+        "_pytest",
+        "pytest",
+        "pluggy",
+        "unittest",
+        "gc",
+        "ctypes",
+        "linecache",
+        "dis",
+        "_ctypes",
+        "_testcapi",
+        "mmap",
+        "atexit",
+        "signal",
+        "marshal",
+        "pickle",
+        "importlib",
+        "builtins",
+        "conftest",
+        "tests",
     }
-)  # fmt: skip
+)
 _NAMES = frozenset(
     {
-        "_getframe", "_current_frames", "currentframe", "f_back", "f_locals", "f_globals", "f_code", "tb_frame", "co_consts", "gi_frame", "settrace",
-        "setprofile", "addaudithook", "get_objects", "get_referrers", "meta_path", "path_hooks", "__code__", "__subclasses__", "_exit", "excepthook",
-        "displayhook", "unraisablehook", "__see__", "__raised__", "__hidden__", "pytest_pyfunc_call", "PYTEST_CURRENT_TEST", "ANY", "SystemExit",
-        "exec", "eval", "compile", "__import__", "__getattribute__", "register_at_fork",
+        "_getframe",
+        "_current_frames",
+        "currentframe",
+        "f_back",
+        "f_locals",
+        "f_globals",
+        "f_code",
+        "tb_frame",
+        "co_consts",
+        "gi_frame",
+        "settrace",
+        "setprofile",
+        "addaudithook",
+        "get_objects",
+        "get_referrers",
+        "meta_path",
+        "path_hooks",
+        "__code__",
+        "__subclasses__",
+        "_exit",
+        "excepthook",
+        "displayhook",
+        "unraisablehook",
+        "__see__",
+        "__raised__",
+        "__hidden__",
+        "pytest_pyfunc_call",
+        "PYTEST_CURRENT_TEST",
+        "ANY",
+        "SystemExit",
+        "exec",
+        "eval",
+        "compile",
+        "__import__",
+        "__getattribute__",
+        "register_at_fork",
     }
-)  # fmt: skip
+)
 _OF_MODULES = {
     "os": frozenset(
         {
@@ -260,9 +311,10 @@ def _of_class(node: ast.ClassDef) -> Iterator[str]:
         if isinstance(each, ast.Assign):
             called = isinstance(each.value, (ast.Call, ast.Lambda))
             yield from (
-                f"equality:{target.id}" for target in each.targets
+                f"equality:{target.id}"
+                for target in each.targets
                 if called and isinstance(target, ast.Name) and target.id in _EQUALITY
-            )  # fmt: skip
+            )
         if (
             isinstance(each, ast.FunctionDef)
             and each.name in _EQUALITY

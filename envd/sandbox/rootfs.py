@@ -31,9 +31,9 @@ INSIDE_TEMPLATE = "/.template"
 def prepare_base(run_dir: Path) -> list[str]:
     """Build the zygote's own root and move into it.
 
-    `/base` and `/system` are what sandboxes see through overlays: apart, since a user namespace may not look below the mounts of another one.
-    Beside them are `/devices`, `/templates`, `/proc`, `/mnt` and `/none` (empty). Returns the system directories of what sandboxes see. Called once,
-    in the zygote's fresh mount namespace.
+    `/base` and `/system` are what sandboxes see through overlays: apart, since a user namespace may not look below the
+    mounts of another one. Beside them are `/devices`, `/templates`, `/proc`, `/mnt` and `/none` (empty). Returns the
+    system directories of what sandboxes see. Called once, in the zygote's fresh mount namespace.
     """
     linux.mount("", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
     root = run_dir / "root"
@@ -52,7 +52,9 @@ def prepare_base(run_dir: Path) -> list[str]:
 
 
 def make_devices() -> None:
-    """Mount device files of its own for the next sandbox: before it is forked, since only the host's root can make them."""
+    """Mount device files of its own for the next sandbox: before it is forked, since only the host's root can make
+    them.
+    """
     linux.mount("tmpfs", "/devices", "tmpfs", linux.MS_NOSUID | linux.MS_NOEXEC, "mode=755,size=64k")
     fill_devices(Path("/devices"))
 
@@ -63,10 +65,12 @@ def forget_devices() -> None:
 
 
 def prepare_shared_root(run_dir: Path) -> list[str]:
-    """Build the root that the native spawner lives in and that its sandboxes see through overlays, and move into it. Returns its system directories.
+    """Build the root that the native spawner lives in and that its sandboxes see through overlays, and move into it.
 
-    What no sandbox may see is below /.scratch, which each sandbox unmounts: `templates`, `proc` (the host's), `box`, `lower` and `view` (for mounts),
-    `none` (empty). Called once, in the spawner's fresh mount namespace.
+    Returns its system directories.
+
+    What no sandbox may see is below /.scratch, which each sandbox unmounts: `templates`, `proc` (the host's), `box`,
+    `lower` and `view` (for mounts), `none` (empty). Called once, in the spawner's fresh mount namespace.
     """
     linux.mount("", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
     root = run_dir / "root"
@@ -90,8 +94,8 @@ def prepare_shared_root(run_dir: Path) -> list[str]:
 def enter(template: str, disk_bytes: int, system: Iterable[str]) -> None:
     """Mount a sandbox's view and make it the root. Called in the sandbox's fresh namespaces, still privileged there.
 
-    system: its system directories. What sandboxes share is seen through overlays, so that each has inodes of its own: locks and notifications on
-    system files end at the sandbox (envd/native/spawn_view.c does the same).
+    system: its system directories. What sandboxes share is seen through overlays, so that each has inodes of its own:
+    locks and notifications on system files end at the sandbox (envd/native/spawn_view.c does the same).
     """
     linux.mount("", "/", flags=linux.MS_REC | linux.MS_SLAVE)
     safe = linux.MS_NOSUID | linux.MS_NODEV
@@ -119,7 +123,9 @@ def _see(source: str, target: str, flags: int) -> None:
 
 
 def fill_base(base: Path, mounts: Path) -> list[str]:
-    """Put all that a sandbox sees and does not own into a directory of a private mount namespace, devices aside. Returns its system directories.
+    """Put all that a sandbox sees and does not own into a directory of a private mount namespace, devices aside.
+
+    Returns its system directories.
 
     mounts: below this they are bound; base has directories of these names.
     """

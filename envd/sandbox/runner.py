@@ -1,12 +1,13 @@
 """Runs named tests in-process with a pytest that is imported already, and reports each outcome on a private pipe.
 
-Only pytest's core plugins are loaded; no ini file or installed plugin is read, and conftest files only where the caller vouches
-for them. The code under test shares this process, so a record is only believed if it carries the run's nonce and arrives once, and what
-the verdict rests on is looked at again after the tests are imported and after they ran:
+Only pytest's core plugins are loaded; no ini file or installed plugin is read, and conftest files only where the caller
+vouches for them. The code under test shares this process, so a record is only believed if it carries the run's nonce
+and arrives once, and what the verdict rests on is looked at again after the tests are imported and after they ran:
 
     collect -> watched? -> setup, call, teardown of each test -> canary -> watched? -> end
 
-The canary is a test that must fail; where it passes, results are being rewritten. Deeper defences belong to the verifier.
+The canary is a test that must fail; where it passes, results are being rewritten. Deeper defences belong to the
+verifier.
 """
 
 from __future__ import annotations
@@ -28,9 +29,18 @@ from envd.sandbox.origin import Origin
 from envd.sandbox.watch import Watch, strange_plugins
 
 _PLUGINS = (
-    "cacheprovider", "terminal", "junitxml", "pastebin", "stepwise", "faulthandler", "setuponly",
-    "setupplan", "doctest", "unraisableexception", "threadexception",
-)  # fmt: skip
+    "cacheprovider",
+    "terminal",
+    "junitxml",
+    "pastebin",
+    "stepwise",
+    "faulthandler",
+    "setuponly",
+    "setupplan",
+    "doctest",
+    "unraisableexception",
+    "threadexception",
+)
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 MAX_MESSAGE = 500
 
@@ -71,10 +81,11 @@ def run_tests(
     conftests: bool = False,
     changed: Collection[str] = (),
 ) -> None:
-    """Collect and run the named tests below root; `send` gets every phase of every test, what was tampered with, and `end` at the end.
+    """Collect and run the named tests below root; `send` gets every phase of every test, what was tampered with, and
+    `end` at the end.
 
-    origin: tells the task's code from the final state's. src: packages may also lie in root/src. conftests: read them. changed: files of the diff.
-    Called once in a process, which ends with it.
+    origin: tells the task's code from the final state's. src: packages may also lie in root/src. conftests: read them.
+    changed: files of the diff. Called once in a process, which ends with it.
     """
     sys.dont_write_bytecode = True
     sys.path[:0] = [str(root), str(root / "src")] if src else [str(root)]
@@ -141,9 +152,18 @@ def base_name(nodeid: str) -> str:
 def _arguments(root: Path) -> list[str]:
     switched_off = [part for name in _PLUGINS for part in ("-p", f"no:{name}")]
     return [
-        "-c", "/dev/null", "--rootdir", str(root), "--noconftest", "--import-mode=importlib", "-o", "addopts=",
-        "--continue-on-collection-errors", "--capture=no", *switched_off,
-    ]  # fmt: skip
+        "-c",
+        "/dev/null",
+        "--rootdir",
+        str(root),
+        "--noconftest",
+        "--import-mode=importlib",
+        "-o",
+        "addopts=",
+        "--continue-on-collection-errors",
+        "--capture=no",
+        *switched_off,
+    ]
 
 
 def _ways(files: Sequence[Path]) -> frozenset[str]:

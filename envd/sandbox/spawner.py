@@ -1,4 +1,5 @@
-"""Becomes the native spawner: prepares, in Python, what it needs of the machine, and runs the program `envd-spawn` in its place.
+"""Becomes the native spawner: prepares, in Python, what it needs of the machine, and runs the program `envd-spawn` in
+its place.
 
 python -m envd.sandbox.spawner CONTROL_FD RUN_DIR NAME PROGRAM KEEP
 """

@@ -1,4 +1,6 @@
-"""The filter of system calls for what the zygote forks. The native spawner puts it together (envd/native/spawn_filter.c), for its sandboxes and for these."""
+"""The filter of system calls for what the zygote forks. The native spawner puts it together
+(envd/native/spawn_filter.c), for its sandboxes and for these.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ class _Program(ctypes.Structure):
 
 @functools.cache
 def prepare_filter() -> bytes:
-    """The filter as an array of struct sock_filter; what forks later inherits it. Raises OSError where the spawner is not built."""
+    """The filter as an array of struct sock_filter; what forks later inherits it.
+
+    Raises OSError where the spawner is not built.
+    """
     program = spawner_binary()
     if program is None:
         raise OSError("there is no filter of system calls without envd-spawn: run `python -m envd.native.build`")
@@ -28,7 +33,10 @@ def prepare_filter() -> bytes:
 
 
 def filter_calls() -> None:
-    """Install the filter for this process and all that it starts; what it stops fails. After no_new_privs. Raises OSError."""
+    """Install the filter for this process and all that it starts; what it stops fails.
+
+    After no_new_privs. Raises OSError.
+    """
     code = prepare_filter()
     libc = ctypes.PyDLL(None, use_errno=True)
     program = _Program(len(code) // _INSTRUCTION_BYTES, code)

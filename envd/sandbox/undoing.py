@@ -1,4 +1,5 @@
-"""Which of a diff's changes are undone before hidden tests run, and under which name: what steers Python or pytest in place of solving the task.
+"""Which of a diff's changes are undone before hidden tests run, and under which name: what steers Python or pytest in
+place of solving the task.
 
 configuration   conftest.py, pytest.ini, sitecustomize.py, *.pth ...      as the template has it
 compiled code   *.so, *.pyc, *.pyd, *.egg: it would run instead of source
@@ -19,10 +20,18 @@ from pathlib import Path, PurePosixPath
 
 CONFIGURATION = frozenset(
     {
-        "conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg",
-        "pyproject.toml", "sitecustomize.py", "usercustomize.py",
+        "conftest.py",
+        "pytest.ini",
+        ".pytest.ini",
+        "pytest.toml",
+        ".pytest.toml",
+        "tox.ini",
+        "setup.cfg",
+        "pyproject.toml",
+        "sitecustomize.py",
+        "usercustomize.py",
     }
-)  # fmt: skip
+)
 _COMPILED = (".so", ".pyc", ".pyo", ".pyd", ".egg", ".pyz", ".dll", ".dylib")
 _METADATA = (".dist-info", ".egg-info", ".egg-link")
 _OURS = frozenset({"pytest", "_pytest", "pluggy", "unittest", "envd", "contracts", "iniconfig"})
@@ -35,7 +44,9 @@ _TESTING = re.compile(rb"^\s*(import|from)\s+(pytest|unittest)\b", re.MULTILINE)
 def unwanted(
     changed: Collection[str], template: Path, hidden: Mapping[str, bytes], product: Collection[str] = ()
 ) -> Iterator[tuple[str, str]]:
-    """Paths to undo, each with its note, which is empty for tests that no hidden one imports. changed: paths that differ from the template's, in any order. product: what solutions change, no helpers."""
+    """Paths to undo, each with its note, which is empty for tests that no hidden one imports. changed: paths that
+    differ from the template's, in any order. product: what solutions change, no helpers.
+    """
     imported = frozenset().union(*(imports(content) for path, content in hidden.items() if path.endswith(".py")))
     here = {PurePosixPath(path).parent / PurePosixPath(path).stem for path in hidden}
     names = {PurePosixPath(path).name for path in hidden}
@@ -81,7 +92,9 @@ def _is_twin(path: PurePosixPath, hidden: Collection[PurePosixPath]) -> bool:
 
 
 def _shadows_tests(path: PurePosixPath, template: Path) -> bool:
-    """Whether a new file stands in for a helper or a package of the tests, or for one of Python's modules among them."""
+    """Whether a new file stands in for a helper or a package of the tests, or for one of Python's modules among
+    them.
+    """
     if path.suffix == ".py" and path.stem in _TESTS and (template / path.with_suffix("")).is_dir():
         return True
     for depth, part in enumerate(path.parts[:-1]):
@@ -118,7 +131,9 @@ def _installed(name: str) -> bool:
 
 
 def _is_helper(path: str, template: Path, imported: Collection[str]) -> bool:
-    """Whether a file of the template belongs to its tests: it lies among them, is named as tests are, imports pytest, or is a helper that they import."""
+    """Whether a file of the template belongs to its tests: it lies among them, is named as tests are, imports pytest,
+    or is a helper that they import.
+    """
     if not (template / path).is_file():
         return False
     place = PurePosixPath(path)

@@ -1,7 +1,7 @@
 """From what a runner reported to outcomes: exact accounting of the named tests, and what was tried on the verdict.
 
-A test that did not report is missing, whatever was said last. A test passes only if all it stands for ran, passed, and nothing that its
-verdict rests on was tampered with.
+A test that did not report is missing, whatever was said last. A test passes only if all it stands for ran, passed, and
+nothing that its verdict rests on was tampered with.
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ from envd.sandbox.runner import base_name
 from envd.types import Observation, TestOutcome, TestStatus, VerifyExit
 
 Record = tuple[str, str, str, str, str]
-"""Kind (test, collect, see, tamper, canary, end), name, phase, status, message. Of `see`: the test, the assertion's key, nothing, the values."""
+"""Kind (test, collect, see, tamper, canary, end), name, phase, status, message. Of `see`: the test, the assertion's
+key, nothing, the values.
+"""
 _FINDING = re.compile(r"[\w.:-]{1,80}")
 _MOST_FINDINGS = 32
 _MOST_OBSERVATIONS = 20_000
 _MOST_OBSERVED_BYTES = 8 << 20
 _EVERYWHERE, _ASIDE = "", "\n"
 _HARMLESS = ("spawned:", "read:", "frames:", "memory:", "code:", "internals:", "hooked:sys.addaudithook")
-"""What the audit hook told. It leaves outcomes as they are: whether it takes the verdict away is decided where the task is known."""
+"""What the audit hook told. It leaves outcomes as they are: whether it takes the verdict away is decided where the task
+is known.
+"""
 
 
 @dataclass(frozen=True)

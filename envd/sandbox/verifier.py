@@ -5,7 +5,8 @@
       fork -> runner        the tests, as the workspace's user without capabilities; reports over a pipe
       verdict               what was reported, believed or not
 
-The runner's exit code is not believed unless it is the one agreed on: a test that did not report is missing, whatever the child said last.
+The runner's exit code is not believed unless it is the one agreed on: a test that did not report is missing, whatever
+the child said last.
 """
 
 from __future__ import annotations
@@ -104,7 +105,9 @@ class Layout:
 
 
 def layout(template: Path, hidden: Mapping[str, bytes], tests: Sequence[str]) -> Layout:
-    """A task with a `src` directory is imported from there too; its conftest files above a test are read, since the diff's are undone."""
+    """A task with a `src` directory is imported from there too; its conftest files above a test are read, since the
+    diff's are undone.
+    """
     folders = {folder for test in tests for folder in PurePosixPath(test.split("::", 1)[0]).parents}
     conftests = [str(folder / "conftest.py") for folder in sorted(folders)]
     return Layout(

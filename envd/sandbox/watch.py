@@ -1,4 +1,5 @@
-"""Notices when code under test replaces what its verdict rests on: clocks, builtins, pytest, unittest, the tracing hooks.
+"""Notices when code under test replaces what its verdict rests on: clocks, builtins, pytest, unittest, the tracing
+hooks.
 
 What is watched is looked up once, before any code of a task was imported, and compared by identity.
 """
@@ -21,14 +22,59 @@ import pytest
 from envd.sandbox.origin import Origin
 
 _BUILTINS = (
-    "AssertionError", "Exception", "BaseException", "abs", "all", "any", "bool", "dict", "divmod", "float", "frozenset", "getattr", "hasattr",
-    "hash", "id", "int", "isinstance", "issubclass", "iter", "len", "list", "max", "min", "next", "object", "range", "repr", "reversed", "round",
-    "set", "sorted", "str", "sum", "tuple", "type", "zip", "enumerate", "map", "filter", "__build_class__",
-)  # fmt: skip
+    "AssertionError",
+    "Exception",
+    "BaseException",
+    "abs",
+    "all",
+    "any",
+    "bool",
+    "dict",
+    "divmod",
+    "float",
+    "frozenset",
+    "getattr",
+    "hasattr",
+    "hash",
+    "id",
+    "int",
+    "isinstance",
+    "issubclass",
+    "iter",
+    "len",
+    "list",
+    "max",
+    "min",
+    "next",
+    "object",
+    "range",
+    "repr",
+    "reversed",
+    "round",
+    "set",
+    "sorted",
+    "str",
+    "sum",
+    "tuple",
+    "type",
+    "zip",
+    "enumerate",
+    "map",
+    "filter",
+    "__build_class__",
+)
 _CLOCKS = (
-    "time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time", "process_time_ns", "thread_time",
+    "time",
+    "time_ns",
+    "monotonic",
+    "monotonic_ns",
+    "perf_counter",
+    "perf_counter_ns",
+    "process_time",
+    "process_time_ns",
+    "thread_time",
     "clock_gettime",
-)  # fmt: skip
+)
 _MODULES = (
     "builtins",
     "datetime",
@@ -45,19 +91,46 @@ _MODULES = (
     "pluggy",
 )
 _WHOLE = (
-    "_pytest.assertion.rewrite", "_pytest.assertion.util", "_pytest.runner", "_pytest.runner:CallInfo", "_pytest.runner:SetupState",
-    "_pytest.reports:TestReport", "_pytest.reports:BaseReport", "_pytest.python:Function", "_pytest.approx", "_pytest.python_api", "_pytest.raises",
-    "_pytest.skipping", "_pytest.outcomes", "_pytest.unittest:TestCaseFunction", "_pytest._code.code:ExceptionInfo", "_pytest.main:Session",
-    "pluggy._hooks:HookCaller", "pluggy._hooks:HookImpl", "pluggy._callers", "pluggy._manager:PluginManager", "unittest:TestCase",
-    "unittest.case:_Outcome", "unittest.case:_AssertRaisesContext", "operator", "json",
-    "envd.sandbox.equality", "envd.sandbox.origin:Origin",
-)  # fmt: skip
-"""Modules, and classes of modules, of which all that can be called is watched. What this pytest does not have is left out."""
+    "_pytest.assertion.rewrite",
+    "_pytest.assertion.util",
+    "_pytest.runner",
+    "_pytest.runner:CallInfo",
+    "_pytest.runner:SetupState",
+    "_pytest.reports:TestReport",
+    "_pytest.reports:BaseReport",
+    "_pytest.python:Function",
+    "_pytest.approx",
+    "_pytest.python_api",
+    "_pytest.raises",
+    "_pytest.skipping",
+    "_pytest.outcomes",
+    "_pytest.unittest:TestCaseFunction",
+    "_pytest._code.code:ExceptionInfo",
+    "_pytest.main:Session",
+    "pluggy._hooks:HookCaller",
+    "pluggy._hooks:HookImpl",
+    "pluggy._callers",
+    "pluggy._manager:PluginManager",
+    "unittest:TestCase",
+    "unittest.case:_Outcome",
+    "unittest.case:_AssertRaisesContext",
+    "operator",
+    "json",
+    "envd.sandbox.equality",
+    "envd.sandbox.origin:Origin",
+)
+"""Modules, and classes of modules, of which all that can be called is watched. What this pytest does not have is left
+out.
+"""
 _SOME: tuple[tuple[Any, Iterable[str]], ...] = (
-    (builtins, _BUILTINS), (time, _CLOCKS), (datetime, ("datetime", "date")), (math, ("isclose", "isnan")),
+    (builtins, _BUILTINS),
+    (time, _CLOCKS),
+    (datetime, ("datetime", "date")),
+    (math, ("isclose", "isnan")),
     (pytest, ("raises", "fail", "skip", "approx", "fixture", "warns", "exit", "Item", "Function")),
-    (os, ("write", "getpid", "_exit")), (sys, ("settrace", "setprofile", "exit")),
-)  # fmt: skip
+    (os, ("write", "getpid", "_exit")),
+    (sys, ("settrace", "setprofile", "exit")),
+)
 Seen = tuple[str, Any, str, Any, Any]
 """Name, owner, attribute, value, and a function's code."""
 
@@ -95,7 +168,8 @@ class Watch:
     def changes(self, origin: Origin, *, tests_ran: bool) -> list[str]:
         """What is replaced by other than the task's own code, by name.
 
-        tests_ran: a package's object, as a mock or a frozen clock, may then be what the task's tests left behind, and does not count.
+        tests_ran: a package's object, as a mock or a frozen clock, may then be what the task's tests left behind, and
+        does not count.
         """
         found = []
         for label, owner, name, value, code in self._seen:

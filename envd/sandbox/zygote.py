@@ -2,9 +2,9 @@
 
     python -m envd.sandbox.zygote CONTROL_FD RUN_DIR NAME --backend namespaces|plain
 
-Control messages (JSON, one a datagram): {"id", "template", "memory", "pids", "cpu", "disk"} with the sandbox's end of a socketpair
-attached; {"kill": id}. When the control connection closes, the server is gone: the zygote kills what it forked, removes groups and
-directories, and ends.
+Control messages (JSON, one a datagram): {"id", "template", "memory", "pids", "cpu", "disk"} with the sandbox's end of a
+socketpair attached; {"kill": id}. When the control connection closes, the server is gone: the zygote kills what it
+forked, removes groups and directories, and ends.
 """
 
 from __future__ import annotations

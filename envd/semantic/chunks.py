@@ -1,4 +1,6 @@
-"""Cuts files into pieces that mean something: functions, methods and classes where the syntax is known, blocks of lines elsewhere."""
+"""Cuts files into pieces that mean something: functions, methods and classes where the syntax is known, blocks of lines
+elsewhere.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Vectors of texts: from an OpenAI-compatible endpoint, or hashed identifier n-grams, which need no model and are the same everywhere."""
+"""Vectors of texts: from an OpenAI-compatible endpoint, or hashed identifier n-grams, which need no model and are the
+same everywhere.
+"""
 
 from __future__ import annotations
 

@@ -7,5 +7,6 @@
     toolrunner     tool calls over a sandbox's agent; `guestdiff`, `filesearch`, `textsearch` likewise
     serve          all of it together, listening as `listening` says
 
-In: protobuf requests. Out: protobuf replies. Runs no code of a sandbox. Imports envd's lower parts and contracts; imported by `envd.__main__` only.
+In: protobuf requests. Out: protobuf replies. Runs no code of a sandbox. Imports envd's lower parts and contracts;
+imported by `envd.__main__` only.
 """

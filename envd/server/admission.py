@@ -1,4 +1,6 @@
-"""What a client may ask a sandbox to be: requests checked against plain bounds and the policy, and turned into a `BoxSpec`."""
+"""What a client may ask a sandbox to be: requests checked against plain bounds and the policy, and turned into a
+`BoxSpec`.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,10 @@ class Wanted:
 
 
 def limits_of(limits: pb.Limits) -> Limits:
-    """Limits of a request; what it leaves at zero takes the default. Raises EnvdError for others than positive numbers."""
+    """Limits of a request; what it leaves at zero takes the default.
+
+    Raises EnvdError for others than positive numbers.
+    """
     asked = named_limits(limits)
     _check_numbers(asked)
     default = Limits()

@@ -3,9 +3,10 @@
     record() -> memory (the newest `KEEP`), followers, and one line of JSON in FILE
                 the trail of calls, where there is one, beside them: the newest `KEEP_CALLS`, and FILE.calls
 
-A line reaches the kernel before record() returns, so a killed server loses none and leaves at most a torn last line; a thread has the
-disk keep them, a batch at a time. Events come at the pace of hostile code, so repeats are counted instead of kept beyond `BURST` in `WINDOW_S`.
-The trail is not: it holds each call, and since it has memory and files of its own, no number of calls pushes out a denial.
+A line reaches the kernel before record() returns, so a killed server loses none and leaves at most a torn last line; a
+thread has the disk keep them, a batch at a time. Events come at the pace of hostile code, so repeats are counted
+instead of kept beyond `BURST` in `WINDOW_S`. The trail is not: it holds each call, and since it has memory and files of
+its own, no number of calls pushes out a denial.
 """
 
 from __future__ import annotations
@@ -27,12 +28,36 @@ from envd.server import caller
 from envd.server.audit_file import AuditFile, last_number_of
 
 Kind = Literal[
-    "server.started", "policy.denied", "quota.refused", "tool.denied", "auth.denied", "request.refused", "path.escape", "limit.memory", "limit.pids",
+    "server.started",
+    "policy.denied",
+    "quota.refused",
+    "tool.denied",
+    "auth.denied",
+    "request.refused",
+    "path.escape",
+    "limit.memory",
+    "limit.pids",
     "limit.sockets",
-    "limit.disk", "limit.time", "limit.output", "lifetime.expired", "guest.malformed", "shell.died", "sandbox.died", "isolation.none",
-    "syscall.refused", "export.refused", "verify.tampered", "client.stalled", "call.abandoned", "call.begun", "call.made", "audit.suppressed",
-    "audit.lost", "network.denied", "network.connected",
-]  # fmt: skip
+    "limit.disk",
+    "limit.time",
+    "limit.output",
+    "lifetime.expired",
+    "guest.malformed",
+    "shell.died",
+    "sandbox.died",
+    "isolation.none",
+    "syscall.refused",
+    "export.refused",
+    "verify.tampered",
+    "client.stalled",
+    "call.abandoned",
+    "call.begun",
+    "call.made",
+    "audit.suppressed",
+    "audit.lost",
+    "network.denied",
+    "network.connected",
+]
 KINDS: tuple[str, ...] = get_args(Kind)
 TRAIL: frozenset[str] = frozenset({"call.begun", "call.made", "network.connected"})
 """Kinds of the trail of calls."""
@@ -41,8 +66,9 @@ _BY_CLIENTS = TRAIL - {"network.connected"}
 KEEP, KEEP_CALLS = 16_384, 8_192
 """Events kept in memory: all but the trail of calls, and that."""
 BURST, WINDOW_S = 32, 10.0
-"""Events of one kind and sandbox that are kept within so many seconds; what comes beyond is counted in one audit.suppressed. Those of no
-sandbox are counted by where their call came from (`envd.server.caller.source`)."""
+"""Events of one kind and sandbox that are kept within so many seconds; what comes beyond is counted in one
+audit.suppressed. Those of no sandbox are counted by where their call came from (`envd.server.caller.source`).
+"""
 _MAX_SOURCES = 8192
 _MAX_TEXT, _MAX_DETAIL = 512, 4096
 _ENCODER = json.JSONEncoder(sort_keys=True)
@@ -77,14 +103,19 @@ class _Source:
 
 
 class AuditLog:
-    """Records events and lets readers follow them. `record` may be called from any thread and never waits for a reader."""
+    """Records events and lets readers follow them.
+
+    `record` may be called from any thread and never waits for a reader.
+    """
 
     def __init__(
         self, path: Path | None = None, *, calls: bool = False, max_bytes: int = 64 * 1024 * 1024, files: int = 4
     ) -> None:
-        """path: where events are appended, else memory only; calls: with a trail of calls, which goes to `PATH.calls`. A file of
-        max_bytes is moved to PATH.1 and so on, `files` of them are kept. Raises EnvdError when it can't be written or belongs to
-        another server."""
+        """path: where events are appended, else memory only; calls: with a trail of calls, which goes to `PATH.calls`.
+
+        A file of max_bytes is moved to PATH.1 and so on, `files` of them are kept. Raises EnvdError when it can't be
+        written or belongs to another server.
+        """
         self.calls = calls
         """Whether there is a trail of calls."""
         self._number, self._files = 0, tuple[AuditFile, ...]()
@@ -211,7 +242,10 @@ def _above(number: int, events: deque[Event]) -> Iterable[Event]:
 
 
 def leaves_root(path: str, link_target: str | None = None) -> bool:
-    """Whether a path, or a link at that path, names a place above the workspace. Sandboxes' links are resolved inside it all the same."""
+    """Whether a path, or a link at that path, names a place above the workspace.
+
+    Sandboxes' links are resolved inside it all the same.
+    """
     if link_target is not None:
         if link_target.startswith("/"):
             return not (link_target + "/").startswith("/workspace/")

@@ -25,9 +25,12 @@ _log = logging.getLogger("envd")
 
 
 async def start_backends(names: Sequence[str], run_dir: Path, *, pool: int) -> dict[str, Backend]:
-    """The backends by name, the default one first. `auto`: namespaces, else gVisor, whichever really starts; never plain.
+    """The backends by name, the default one first.
 
-    pool: sandboxes kept ready, where a backend can. Raises BackendUnavailable with the reason of the first that does not work.
+    `auto`: namespaces, else gVisor, whichever really starts; never plain.
+
+    pool: sandboxes kept ready, where a backend can. Raises BackendUnavailable with the reason of the first that does
+    not work.
     """
     started: dict[str, Backend] = {}
     try:
@@ -53,7 +56,10 @@ async def stop_backends(backends: dict[str, Backend]) -> None:
 
 
 async def _auto(run_dir: Path, pool: int) -> list[Backend]:
-    """The first of `_AUTO` that starts here. Raises BackendUnavailable, with the fix, where none does: plain must be asked for by name."""
+    """The first of `_AUTO` that starts here.
+
+    Raises BackendUnavailable, with the fix, where none does: plain must be asked for by name.
+    """
     refusals: list[str] = []
     for name in _AUTO:
         try:

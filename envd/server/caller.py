@@ -33,8 +33,8 @@ def key() -> str:
 def source() -> tuple[str, str]:
     """What events of the call are counted by, and its client's address.
 
-    By the client's address or, for IPv6, its network. On a Unix socket all clients look the same to gRPC: by the method there, with an
-    empty address. Both are empty where no call is being answered.
+    By the client's address or, for IPv6, its network. On a Unix socket all clients look the same to gRPC: by the method
+    there, with an empty address. Both are empty where no call is being answered.
     """
     peer, method = _CALLER.get()
     address = address_of(peer)

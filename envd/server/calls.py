@@ -39,11 +39,18 @@ _CODES: tuple[tuple[type[errors.EnvdError], grpc.StatusCode], ...] = (
     (errors.MigrationError, _Code.ABORTED),
 )
 _FILE_CODES = {
-    errno.ENOENT: _Code.NOT_FOUND, errno.EEXIST: _Code.ALREADY_EXISTS, errno.ENOTEMPTY: _Code.FAILED_PRECONDITION,
-    errno.EACCES: _Code.PERMISSION_DENIED, errno.EPERM: _Code.PERMISSION_DENIED, errno.EROFS: _Code.PERMISSION_DENIED,
-    errno.ENOSPC: _Code.RESOURCE_EXHAUSTED, errno.EDQUOT: _Code.RESOURCE_EXHAUSTED, errno.EFBIG: _Code.RESOURCE_EXHAUSTED,
-    errno.ESRCH: _Code.NOT_FOUND, errno.EAGAIN: _Code.RESOURCE_EXHAUSTED,
-}  # fmt: skip
+    errno.ENOENT: _Code.NOT_FOUND,
+    errno.EEXIST: _Code.ALREADY_EXISTS,
+    errno.ENOTEMPTY: _Code.FAILED_PRECONDITION,
+    errno.EACCES: _Code.PERMISSION_DENIED,
+    errno.EPERM: _Code.PERMISSION_DENIED,
+    errno.EROFS: _Code.PERMISSION_DENIED,
+    errno.ENOSPC: _Code.RESOURCE_EXHAUSTED,
+    errno.EDQUOT: _Code.RESOURCE_EXHAUSTED,
+    errno.EFBIG: _Code.RESOURCE_EXHAUSTED,
+    errno.ESRCH: _Code.NOT_FOUND,
+    errno.EAGAIN: _Code.RESOURCE_EXHAUSTED,
+}
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _IMPOSSIBLE = frozenset({errno.EINVAL, errno.ENAMETOOLONG, errno.EBUSY})
 """No file has such a name, or it is the workspace itself."""

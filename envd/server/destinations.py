@@ -1,7 +1,9 @@
-"""Which destinations a sandbox's policy lets through: names before they are resolved, addresses before they are connected to.
+"""Which destinations a sandbox's policy lets through: names before they are resolved, addresses before they are
+connected to.
 
-An address that is not one of the public internet's is let through only where the policy names it: itself, or a network that holds nothing but
-such addresses. A name that leads there is refused, whoever answers for it. Public addresses that are this host's own are never let through.
+An address that is not one of the public internet's is let through only where the policy names it: itself, or a network
+that holds nothing but such addresses. A name that leads there is refused, whoever answers for it. Public addresses that
+are this host's own are never let through.
 """
 
 from __future__ import annotations
@@ -17,12 +19,32 @@ from envd.errors import EnvdError
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 _SPECIAL = (
-    "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "168.63.129.16/32", "169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24",
-    "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/3",
-    "::/3", "4000::/2", "8000::/1", "2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20",
-)  # fmt: skip
-"""IANA's special-purpose registries (RFC 6890) and multicast; 168.63.129.16 is Azure's metadata; 2001::/23 and 2002::/16 hold tunnels that
-carry IPv4 addresses, and ::/3 (all that is below 2000::) the mapped and translated ones."""
+    "0.0.0.0/8",
+    "10.0.0.0/8",
+    "100.64.0.0/10",
+    "127.0.0.0/8",
+    "168.63.129.16/32",
+    "169.254.0.0/16",
+    "172.16.0.0/12",
+    "192.0.0.0/24",
+    "192.0.2.0/24",
+    "192.88.99.0/24",
+    "192.168.0.0/16",
+    "198.18.0.0/15",
+    "198.51.100.0/24",
+    "203.0.113.0/24",
+    "224.0.0.0/3",
+    "::/3",
+    "4000::/2",
+    "8000::/1",
+    "2001::/23",
+    "2001:db8::/32",
+    "2002::/16",
+    "3fff::/20",
+)
+"""IANA's special-purpose registries (RFC 6890) and multicast; 168.63.129.16 is Azure's metadata; 2001::/23 and
+2002::/16 hold tunnels that carry IPv4 addresses, and ::/3 (all that is below 2000::) the mapped and translated ones.
+"""
 _RESERVED: tuple[Network, ...] = tuple(map(ipaddress.ip_network, _SPECIAL))
 _HOST = re.compile(r"(?=.{1,253}\Z)([a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?\.)*[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
 
@@ -59,8 +81,8 @@ class Destinations:
             return
         if reserved and (named or rules):
             raise DestinationRefused(
-                f"{host[:253]}:{port} leads to {address}, which is private, reserved or the server's own: let the policy's"
-                " network.allow name that address if it is meant"
+                f"{host[:253]}:{port} leads to {address}, which is private, reserved or the server's own: let the"
+                " policy's network.allow name that address if it is meant"
             )
         raise DestinationRefused(_denied(host, port))
 

@@ -1,10 +1,13 @@
 """The way out of sandboxes: an HTTP proxy for each whose policy allows destinations.
 
     in the sandbox: curl --http_proxy--> 127.0.0.1:3128 = a listening socket of its own network namespace
-    here:           accept -> head -> Destinations: the name -> resolve once -> each address -> connect to that very address
-                      CONNECT: bytes both ways (envd/server/egress_relay.py);  http://...: one request (envd/server/egress_http.py)
+    here:           accept -> head -> Destinations: the name -> resolve once -> each address -> connect to that very
+                    address
+                      CONNECT: bytes both ways (envd/server/egress_relay.py);  http://...: one request
+                      (envd/server/egress_http.py)
 
-What is refused is answered 403 with one line and recorded as `network.denied`. All is bounded: connections, their pace, heads, times, buffers.
+What is refused is answered 403 with one line and recorded as `network.denied`. All is bounded: connections, their pace,
+heads, times, buffers.
 """
 
 from __future__ import annotations
@@ -57,7 +60,10 @@ class Egress:
         self._threads: ThreadPoolExecutor | None = None
 
     def open(self, listener: socket.socket, rules: Sequence[NetworkRule], sandbox_id: str) -> Proxy:
-        """Serve a sandbox from now on. The socket, which does not block, stays the caller's, to be closed after `Proxy.stop`."""
+        """Serve a sandbox from now on.
+
+        The socket, which does not block, stays the caller's, to be closed after `Proxy.stop`.
+        """
         return Proxy(self, listener, Destinations(rules), sandbox_id)
 
     def stop(self) -> None:
@@ -216,7 +222,10 @@ class Proxy:
         return addresses
 
     async def _resolved(self, target: Target) -> Sequence[str]:
-        """What a name leads to. A lookup counts until it ends, also where nobody waits any more: it holds a thread so long."""
+        """What a name leads to.
+
+        A lookup counts until it ends, also where nobody waits any more: it holds a thread so long.
+        """
         await self._resolving.acquire()
         lookup = asyncio.ensure_future(self._egress.resolve(target.host, target.port))
         lookup.add_done_callback(self._looked_up)

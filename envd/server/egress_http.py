@@ -1,6 +1,8 @@
-"""What sandboxes' proxies speak: one HTTP/1.1 request a connection, read and written anew by h11, so that nothing of its framing is passed on.
+"""What sandboxes' proxies speak: one HTTP/1.1 request a connection, read and written anew by h11, so that nothing of
+its framing is passed on.
 
-A second request on the connection is never read: where the first one ends, in whatever reading, nothing of the sandbox's goes on.
+A second request on the connection is never read: where the first one ends, in whatever reading, nothing of the
+sandbox's goes on.
 """
 
 from __future__ import annotations
@@ -18,8 +20,17 @@ from envd.server.egress_relay import IDLE_S, Stream, moved
 HEAD_S = 10.0
 """How long a request's head may take."""
 _HOP = frozenset(
-    (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"http2-settings")
-)  # fmt: skip
+    (
+        b"connection",
+        b"keep-alive",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"http2-settings",
+    )
+)
 """Headers of one connection (RFC 9110, 7.6.1); all that begin with Proxy- too."""
 _MOST_RESPONSE_HEAD = 64 * 1024
 Headers = list[tuple[bytes, bytes]]
@@ -187,7 +198,9 @@ class Exchange:
 
 
 def _end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """Without those that are about one connection, and without Host, which is written anew; with the length, where that holds."""
+    """Without those that are about one connection, and without Host, which is written anew; with the length, where that
+    holds.
+    """
     named = {name.strip().lower() for key, value in headers if key == b"connection" for name in value.split(b",")}
     left_out = (named - {b"content-length"}) | _HOP | {b"host"}
     if any(key == b"transfer-encoding" for key, _ in headers):

@@ -1,4 +1,6 @@
-"""Streams of sandboxes' proxies: bounded buffers, and bytes both ways until both ends have said all, or neither says anything."""
+"""Streams of sandboxes' proxies: bounded buffers, and bytes both ways until both ends have said all, or neither says
+anything.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ class Stream:
             self._writer.write_eof()
 
     async def finish(self, data: bytes) -> bool:
-        """Write the last words and let them arrive: what the other end still sends is read, for a moment, since else they would be lost.
+        """Write the last words and let them arrive: what the other end still sends is read, for a moment, since else
+        they would be lost.
 
         Returns whether it did send something.
         """
@@ -86,7 +89,10 @@ async def connect(address: Address, port: int) -> Stream:
 
 
 async def relay(inside: Stream, outside: Stream, ahead: bytes) -> None:
-    """Carry bytes both ways until both ends have ended. ahead: what the inside has said already. Raises OSError, also after IDLE_S of silence."""
+    """Carry bytes both ways until both ends have ended. ahead: what the inside has said already.
+
+    Raises OSError, also after IDLE_S of silence.
+    """
     async with asyncio.timeout(IDLE_S) as bound:
         if ahead:
             await outside.write(ahead)

@@ -1,7 +1,7 @@
 """Paths that failed because a link on them leads out of the workspace, told apart from paths that are merely not there.
 
-The agent resolves such a link inside the workspace, so all that its server sees is a file that does not exist. Looked at afterwards and in the
-background: what failed is answered at once, and what worked costs nothing.
+The agent resolves such a link inside the workspace, so all that its server sees is a file that does not exist. Looked
+at afterwards and in the background: what failed is answered at once, and what worked costs nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ class Escapes:
         self._looking: set[Live] = set()
 
     async def look(self, live: Live, paths: Sequence[str]) -> None:
-        """Record the first link of these paths that leaves the workspace. One look a sandbox at a time: a flood is not followed."""
+        """Record the first link of these paths that leaves the workspace.
+
+        One look a sandbox at a time: a flood is not followed.
+        """
         if live in self._looking:
             return
         self._looking.add(live)

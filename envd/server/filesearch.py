@@ -1,4 +1,6 @@
-"""Files.Search: what ripgrep finds in a sandbox's workspace, found there; in plain Python where the sandbox has no ripgrep."""
+"""Files.Search: what ripgrep finds in a sandbox's workspace, found there; in plain Python where the sandbox has no
+ripgrep.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ _OWN = ["-I", "-S", "-X", "utf8", "-c", Path(treesearch.__file__).read_text()]
 async def search_files(
     guest: GuestLink, request: pb.FileSearchRequest, hidden: Sequence[str] = ()
 ) -> pb.FileSearchReply:
-    """The lines that match, sorted by path, but those of files that the globs in `hidden` hide. Raises OSError for the path, EnvdError for a pattern that is none or that takes too long."""
+    """The lines that match, sorted by path, but those of files that the globs in `hidden` hide.
+
+    Raises OSError for the path, EnvdError for a pattern that is none or that takes too long.
+    """
     limit = min(request.limit or _LIMIT, _MAX_LIMIT)
     timeout_s = request.timeout_s or _TIMEOUT_S
     if not 0 < timeout_s <= _MAX_TIMEOUT_S:
@@ -102,7 +107,9 @@ def _reason(stderr: bytes) -> str:
 
 
 def _parsed(done: Finished, limit: int, hidden: Sequence[str]) -> pb.FileSearchReply:
-    """The matches of whole files up to the limit; those of a file that turned out to be binary, or that is hidden, are dropped."""
+    """The matches of whole files up to the limit; those of a file that turned out to be binary, or that is hidden, are
+    dropped.
+    """
     found: list[pb.FileMatch] = []
     of_file = 0
     *lines, _ = done.stdout.split(b"\n")

@@ -1,7 +1,8 @@
 """The packages that a verification inside a guest needs, as bytes: envd's verifier and pytest, of this installation.
 
-The guest's Python may have no pytest, or another one; with these, verdicts of all backends come from the same code. Compiled code is beside the
-sources, so that a guest of the same Python (the processor of a machine may be emulated) compiles nothing.
+The guest's Python may have no pytest, or another one; with these, verdicts of all backends come from the same code.
+Compiled code is beside the sources, so that a guest of the same Python (the processor of a machine may be emulated)
+compiles nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 @functools.cache
 def bundle() -> bytes:
-    """All files, each behind the lengths of its name and content. Blocking, half a second. Raises BackendUnavailable."""
+    """All files, each behind the lengths of its name and content.
+
+    Blocking, half a second. Raises BackendUnavailable.
+    """
     paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run([sys.executable, "-c", _LIST], capture_output=True, text=True, env=environment, check=False)

@@ -1,4 +1,6 @@
-"""A verification in a fresh sandbox of any backend: the verifier is sent in, run by the guest's Python, and its signed result is read."""
+"""A verification in a fresh sandbox of any backend: the verifier is sent in, run by the guest's Python, and its signed
+result is read.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ _FLAGS = ("-P", "-s", "-B", "-c")
 
 
 async def verify_in_guest(backend: Backend, spec: BoxSpec, request: bytes, timeout_s: float) -> dict[str, Any]:
-    """The reply of the verifier to a request (a frame of `envd.sandbox.wire`), from a sandbox that is destroyed afterwards.
+    """The reply of the verifier to a request (a frame of `envd.sandbox.wire`), from a sandbox that is destroyed
+    afterwards.
 
     Raises SandboxGone where there was none: the sandbox or its Python failed, or hung.
     """

@@ -1,7 +1,9 @@
-"""A sandbox's workspace against its template, over its agent's stream: the bytes that `workspace_diff` gives for the two directories.
+"""A sandbox's workspace against its template, over its agent's stream: the bytes that `workspace_diff` gives for the
+two directories.
 
-One listing tells by stamps what may have changed; only that is read. A few small changes are compared here, in some milliseconds
-at most; everything else in a process of its own (envd/tools/diffworker.py), a change at a time, as many such at once as there are cores.
+One listing tells by stamps what may have changed; only that is read. A few small changes are compared here, in some
+milliseconds at most; everything else in a process of its own (envd/tools/diffworker.py), a change at a time, as many
+such at once as there are cores.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ async def guest_diff(
 ) -> bytes:
     """The patch that turns the template into the workspace; empty when they are equal, OVERSIZED beyond the bounds.
 
-    export: what of it may leave; it knows afterwards what was left out. Raises SandboxGone, and EnvdError where it takes longer than deadline_s or the
-    sandbox does not let its workspace be listed.
+    export: what of it may leave; it knows afterwards what was left out. Raises SandboxGone, and EnvdError where it
+    takes longer than deadline_s or the sandbox does not let its workspace be listed.
     """
     try:
         listed, cut = await guest.list(".", depth=0, limit=_MAX_ENTRIES, skip_hidden=True, files_only=True)
@@ -112,7 +114,10 @@ class _Source:
         )
 
     async def changes(self, paths: Sequence[str], at_most: int) -> AsyncIterator[Change]:
-        """One after another, so that memory is needed for one. Raises TooLarge where a file of the sandbox's is larger than `at_most`."""
+        """One after another, so that memory is needed for one.
+
+        Raises TooLarge where a file of the sandbox's is larger than `at_most`.
+        """
         if self._export is None:
             for path in paths:
                 yield await self._change(path, at_most)

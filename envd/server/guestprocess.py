@@ -1,4 +1,6 @@
-"""Programs that the server runs in a sandbox for its tools: found there, bounded in time and output, killed when nobody waits."""
+"""Programs that the server runs in a sandbox for its tools: found there, bounded in time and output, killed when nobody
+waits.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Finished(NamedTuple):
 
 
 def candidates(name: str) -> list[str]:
-    """Where a program may be in a sandbox, best first: beside the Python that runs envd, as sandboxes see it, then the system's."""
+    """Where a program may be in a sandbox, best first: beside the Python that runs envd, as sandboxes see it, then the
+    system's.
+    """
     beside = Path(sys.prefix, "bin", name)
     found = [f"{bin_directory()}/{name}", str(beside)] if beside.exists() else []
     return list(dict.fromkeys([*found, *filter(None, [shutil.which(name, path="/usr/local/bin:/usr/bin:/bin")]), name]))
@@ -49,7 +53,8 @@ async def run_in_guest(
 ) -> Finished | None:
     """Run the first of `programs` that the sandbox has, in its workspace; None where it has none of them.
 
-    at_most: bytes of each stream that are kept. Raises OSError where it can't be started for another reason (no process left, no memory), SandboxGone.
+    at_most: bytes of each stream that are kept. Raises OSError where it can't be started for another reason (no process
+    left, no memory), SandboxGone.
     """
     missing = _missing.setdefault(guest, set())
     for program in programs:

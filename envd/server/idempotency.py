@@ -1,4 +1,6 @@
-"""Answers of calls that carried an idempotency key, so that a retry gets what the first try did instead of doing it again."""
+"""Answers of calls that carried an idempotency key, so that a retry gets what the first try did instead of doing it
+again.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ class _Kept:
 
 
 class Answers:
-    """The kept answers of one sandbox, or of a server's creations. Bounded in number, bytes and age; failures are not kept."""
+    """The kept answers of one sandbox, or of a server's creations.
+
+    Bounded in number, bytes and age; failures are not kept.
+    """
 
     def __init__(self, most: int = 256, most_bytes: int = 4 << 20, lifetime_s: float = _LIFETIME_S) -> None:
         self._most, self._most_bytes, self._lifetime_s = most, most_bytes, lifetime_s
@@ -45,8 +50,8 @@ class Answers:
     async def once(self, key: str, request: Message, work: Callable[[], Awaitable[Any]]) -> Any:
         """The answer of the first call with this key; a retry while that runs waits for it.
 
-        The work goes on when its caller has gone: the retry will ask for what came of it. Raises IdempotencyError where the key
-        belongs to another request, or its answer could not be kept.
+        The work goes on when its caller has gone: the retry will ask for what came of it. Raises IdempotencyError where
+        the key belongs to another request, or its answer could not be kept.
         """
         if not 0 < len(key) <= MAX_KEY:
             raise IdempotencyError(f"an idempotency key has 1 to {MAX_KEY} characters, this one has {len(key)}")

@@ -1,4 +1,5 @@
-"""Whether sandboxes hit their limits: looked at after what may be a sign of it, at the end, and now and then for those that hide it.
+"""Whether sandboxes hit their limits: looked at after what may be a sign of it, at the end, and now and then for those
+that hide it.
 
 exec failed, a process was killed, no space left --soon--> usage of its box --more than was noted--> audit event
 every sandbox, a few a second                       ------^

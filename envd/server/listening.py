@@ -35,7 +35,9 @@ class Listening:
     tls_client_ca: Path | None = None
     """Clients must show a certificate of it."""
     key_file: Path | None = None
-    """One bearer key a line; any of them is accepted. None: a TCP port without client certificates gets a key of the server's making."""
+    """One bearer key a line; any of them is accepted. None: a TCP port without client certificates gets a key of the
+    server's making.
+    """
     insecure: bool = False
     """Listen without asking for a key or a certificate, and beyond this machine without TLS."""
 
@@ -56,12 +58,17 @@ class Listening:
             )
 
     def made_key(self) -> MadeKey | None:
-        """A fresh key where one is wanted and none was given: others than this user can connect to a port, also on loopback."""
+        """A fresh key where one is wanted and none was given: others than this user can connect to a port, also on
+        loopback.
+        """
         given = self.key_file is not None or self.tls_client_ca is not None
         return None if self.insecure or given or not wants_key(self.address) else MadeKey.fresh()
 
     def keys(self) -> tuple[bytes, ...]:
-        """The accepted keys of `key_file`; empty where there is none. Raises EnvdError for a file without usable ones."""
+        """The accepted keys of `key_file`; empty where there is none.
+
+        Raises EnvdError for a file without usable ones.
+        """
         if self.key_file is None:
             return ()
         lines = (line.strip() for line in read_secret(self.key_file).splitlines())
@@ -120,7 +127,8 @@ class KeyCheck(grpc.aio.ServerInterceptor):
 def _refusing(handler: Any, audit: AuditLog, method: str) -> Any:
     """A handler of the same kind that refuses, and records it by who called."""
     error = AccessDenied(
-        "this server asks for a key: give --key-file or $TRIPLANE_ENVD_KEY_FILE, which sends `authorization: Bearer <key>`"
+        "this server asks for a key: give --key-file or $TRIPLANE_ENVD_KEY_FILE, which sends `authorization: Bearer"
+        " <key>`"
     )
 
     async def one(request: Any, context: Any) -> Any:

@@ -1,4 +1,6 @@
-"""One live sandbox as the server keeps it, and who may use it when: calls side by side, or one change of state alone."""
+"""One live sandbox as the server keeps it, and who may use it when: calls side by side, or one change of state
+alone.
+"""
 
 from __future__ import annotations
 
@@ -74,11 +76,16 @@ class Live:
         return secrets.compare_digest(self.token.encode(), token.encode())
 
     def using(self) -> _Use:
-        """`async with live.using() as guest`: a call. Waits while its state changes; raises WrongState where it does not run."""
+        """`async with live.using() as guest`: a call.
+
+        Waits while its state changes; raises WrongState where it does not run.
+        """
         return _Use(self)
 
     async def poll(self, ask: Awaitable[T]) -> T | None:
-        """Await an ask that may last; None when a change of state ended it early, so that the caller asks the guest that is there then."""
+        """Await an ask that may last; None when a change of state ended it early, so that the caller asks the guest
+        that is there then.
+        """
         poll: asyncio.Future[T] = asyncio.ensure_future(ask)
         self._polls.add(poll)
         try:
@@ -115,7 +122,9 @@ class Live:
 
     @asynccontextmanager
     async def change(self, *, quiet: bool = False) -> AsyncIterator[None]:
-        """The block alone changes the state. quiet: calls that run are waited for, later ones wait, long polls end and are asked again."""
+        """The block alone changes the state. quiet: calls that run are waited for, later ones wait, long polls end and
+        are asked again.
+        """
         async with self._lock:
             self.require_alive()
             if not quiet:

@@ -1,4 +1,5 @@
-"""What no servicer sees: requests that are no message of their method, or are too large; methods that do not exist; clients that leave.
+"""What no servicer sees: requests that are no message of their method, or are too large; methods that do not exist;
+clients that leave.
 
 Watched(server, sandboxes) -> add_XServicer_to_server(service, watched): each method's handler is wrapped
 """
@@ -21,7 +22,9 @@ from envd.server.calls import metadata_of
 from envd.server.sandboxes import Sandboxes
 
 ACCEPTED_BYTES = MESSAGE_BYTES + (16 << 20)
-"""What gRPC takes in: a request above the limit and up to this is refused here, with an event; what is larger gRPC drops, and tells nobody."""
+"""What gRPC takes in: a request above the limit and up to this is refused here, with an event; what is larger gRPC
+drops, and tells nobody.
+"""
 STALLED_S = 10.0
 """A stream whose client takes nothing for so long is told."""
 
@@ -35,8 +38,9 @@ class _Unfit(Exception):
 
 
 class Watched:
-    """Stands for a server where services are added to it. Each call's task is told who calls; what happens to a call outside its servicer
-    becomes an event.
+    """Stands for a server where services are added to it.
+
+    Each call's task is told who calls; what happens to a call outside its servicer becomes an event.
 
     Costs a call one more frame while its request is parsed, one around its method, and a microsecond.
     """
@@ -93,7 +97,8 @@ class Watched:
                 async with aclosing(inner(request, context)) as messages:
                     async for message in messages:
                         writing.begins()
-                        yield message  # comes back when gRPC has taken the message: it waits while the client reads nothing
+                        # comes back when gRPC has taken the message: it waits while the client reads nothing
+                        yield message
                         writing.ended()
             finally:
                 writing.close()
@@ -114,7 +119,9 @@ class Watched:
         self._audit.record("client.stalled", self._own(request, context), method=method, seconds=STALLED_S)
 
     def _own(self, request: Any, context: Any) -> str:
-        """The sandbox that a request names, where it may: names that a client makes up would each have a burst of events of their own."""
+        """The sandbox that a request names, where it may: names that a client makes up would each have a burst of
+        events of their own.
+        """
         identity = str(getattr(request, "sandbox_id", ""))
         return identity if self._sandboxes.knows(identity, metadata_of(context, SANDBOX_TOKEN)) else ""
 
@@ -131,7 +138,10 @@ class Unknown(grpc.GenericRpcHandler):
 
 
 class _Writing:
-    """Calls back, once, when a write has waited for STALLED_S. A stream whose reader keeps up pays a look at the clock a message."""
+    """Calls back, once, when a write has waited for STALLED_S.
+
+    A stream whose reader keeps up pays a look at the clock a message.
+    """
 
     def __init__(self, tell: Callable[[], None]) -> None:
         self._tell = tell
@@ -168,7 +178,8 @@ class _Writing:
 
 
 def _parsing(parse: Callable[[bytes], Any], *, in_stream: bool) -> Callable[[bytes], Any]:
-    """A deserializer that gives bytes which are no request to the method's wrapper: as the request, or from the stream as an error.
+    """A deserializer that gives bytes which are no request to the method's wrapper: as the request, or from the stream
+    as an error.
 
     What it raised for a single request gRPC would answer by itself.
     """

@@ -151,7 +151,9 @@ class _Living:
         yield events
 
     def _look(self) -> tuple[Counter[tuple[str, str]], Mapping[str, list[Usage]]]:
-        """How many of each backend and state there are, and what each backend's use; nothing where the server is too busy to say."""
+        """How many of each backend and state there are, and what each backend's use; nothing where the server is too
+        busy to say.
+        """
         asked = asyncio.run_coroutine_threadsafe(_look_at(self._sandboxes), self._loop)
         try:
             return asked.result(_USAGE_S)

@@ -3,8 +3,8 @@
     here: quiet, saved, frozen --header, tar stream--> there: restored --> here: destroyed
                   any failure: thawed                  the sender has gone: destroyed
 
-It runs in one place only: here until the other server has said that it has it. Nothing stands still here before that server has
-answered once, and each later step of it has a deadline.
+It runs in one place only: here until the other server has said that it has it. Nothing stands still here before that
+server has answered once, and each later step of it has a deadline.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ _CONNECT_S, _SETTLE_S = 10.0, 10.0
 _IDLE_S = 30.0
 """How long the other side may take none of the state, or send none of it."""
 _RESTORE_S = 180.0
-"""How long the other server may take to start the sandbox from its state: a machine with emulated cores takes a minute."""
+"""How long the other server may take to start the sandbox from its state: a machine with emulated cores takes a
+minute.
+"""
 _MOST_ARRIVING = 64
 """Sandboxes that arrive at the same time; each holds a thread and a directory."""
 _SPARE_BYTES = 256 * 1024 * 1024
@@ -200,7 +202,10 @@ class _There:
             await self.stub.Delete(request, metadata=self._as_owner(header), timeout=_SETTLE_S)
 
     async def _arrived(self, header: pb.ReceiveHeader, elapsed_s: float) -> bool:
-        """Whether it has the sandbox, since this move began, although its answer was lost. Where it can't be asked, it has not."""
+        """Whether it has the sandbox, since this move began, although its answer was lost.
+
+        Where it can't be asked, it has not.
+        """
         request = pb.GetRequest(sandbox_id=header.sandbox_id)
         with suppress(grpc.aio.AioRpcError):
             there = await self.stub.Get(request, metadata=self._as_owner(header), timeout=_SETTLE_S)

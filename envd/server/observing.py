@@ -1,4 +1,6 @@
-"""One interceptor for all that watches calls: metrics, spans, the trail of calls. A server that has none of them has no interceptor."""
+"""One interceptor for all that watches calls: metrics, spans, the trail of calls. A server that has none of them has no
+interceptor.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,10 @@ class Observer(Protocol):
     """Sees each call begin and end."""
 
     def begin(self, method: str, request: Any, context: Any) -> Callable[[str], None]:
-        """A call of `Service/Method` begins; request: its message, a `Stream` of them, or None for bytes that are none. What is returned
-        is called with the name of its status code when it ends. Neither may raise or wait."""
+        """A call of `Service/Method` begins; request: its message, a `Stream` of them, or None for bytes that are none.
+
+        What is returned is called with the name of its status code when it ends. Neither may raise or wait.
+        """
         ...
 
 

@@ -4,8 +4,8 @@
                        under() -> the policy that holds -> check() at Create -> Decisions -> BoxSpec, limits, tools
     request's policy -/
 
-A request's policy can only tighten the server's: the lower ceiling, the fewer tools, the higher wall of the two hold, and a destination
-that the server's does not allow is a denial.
+A request's policy can only tighten the server's: the lower ceiling, the fewer tools, the higher wall of the two hold,
+and a destination that the server's does not allow is a denial.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ MAX_BYTES = 16 * 1024
 """Size of the longest policy that is read, in bytes."""
 _LIMITED = ("memory_mb", "pids", "cpu", "disk_mb", "lifetime_s")
 _BACKENDS_DUTY = {"memory_mb": "memory", "pids": "pids", "cpu": "cpu", "disk_mb": "disk"}
-"""Ceilings that only hold where the backend enforces the limit; the server itself ends lifetimes and counts sandboxes."""
+"""Ceilings that only hold where the backend enforces the limit; the server itself ends lifetimes and counts
+sandboxes.
+"""
 
 
 class PolicyError(EnvdError):
@@ -89,7 +91,9 @@ class Policy(Section):
     tools: ToolsPolicy = ToolsPolicy()
     quotas: QuotaPolicy = QuotaPolicy()
     isolation: Literal["none", "process", "kernel", "machine"] = "none"
-    """The least wall that is accepted: none (any backend), process (namespaces), kernel (gVisor), machine (a virtual machine)."""
+    """The least wall that is accepted: none (any backend), process (namespaces), kernel (gVisor), machine (a virtual
+    machine).
+    """
 
     @model_validator(mode="before")
     @classmethod
@@ -103,7 +107,9 @@ class Policy(Section):
         return IsolationLevel[self.isolation.upper()]
 
     def under(self, outer: Policy) -> tuple[Policy, tuple[Denial, ...]]:
-        """This policy, of a request, within the server's: the stricter of both, and what it asked for beyond the server's."""
+        """This policy, of a request, within the server's: the stricter of both, and what it asked for beyond the
+        server's.
+        """
         hosts = [rule for rule in self.network.allow if not any(ours.covers(rule) for ours in outer.network.allow)]
         allowed = ", ".join(rule.host for rule in outer.network.allow) or "no destination"
         denials = [Denial("network.allow", rule.host, allowed) for rule in hosts]
@@ -140,8 +146,8 @@ class Policy(Section):
     ) -> Decisions:
         """Decide about one Create on a backend.
 
-        asked: limits by the names of `envd.types.Limits`; 0 or absent takes the default. can, enforced: the backend's `Features`.
-        live: sandboxes that exist now.
+        asked: limits by the names of `envd.types.Limits`; 0 or absent takes the default. can, enforced: the backend's
+        `Features`. live: sandboxes that exist now.
         """
         ceilings, denials = self.resources.maximum, []
         chosen: dict[str, float] = {}
@@ -164,15 +170,17 @@ class Policy(Section):
             denials.append(Denial("network.allow", backend, "backends with a network"))
         return Decisions(
             denials=tuple(denials),
-            limits=Limits(
-                memory_mb=int(chosen["memory_mb"]),
-                pids=int(chosen["pids"]),
-                cpu=chosen["cpu"],
-                disk_mb=int(chosen["disk_mb"]),
-                lifetime_s=chosen["lifetime_s"],
-            )
-            if not denials
-            else Limits(),
+            limits=(
+                Limits(
+                    memory_mb=int(chosen["memory_mb"]),
+                    pids=int(chosen["pids"]),
+                    cpu=chosen["cpu"],
+                    disk_mb=int(chosen["disk_mb"]),
+                    lifetime_s=chosen["lifetime_s"],
+                )
+                if not denials
+                else Limits()
+            ),
             network=tuple(NetworkRule(rule.host, rule.ports) for rule in self.network.allow),
             read_only=self.filesystem.read_only,
             hidden=self.filesystem.hidden,
@@ -190,7 +198,10 @@ DEFAULT = Policy()
 
 @functools.lru_cache(maxsize=256)
 def load_policy(text: str) -> Policy:
-    """A policy from YAML; an empty text is the default one. Raises PolicyError naming the field, the value and the fix."""
+    """A policy from YAML; an empty text is the default one.
+
+    Raises PolicyError naming the field, the value and the fix.
+    """
     if len(text) > MAX_BYTES:
         raise PolicyError(f"the policy has {len(text)} characters: write at most {MAX_BYTES}")
     try:

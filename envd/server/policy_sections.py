@@ -110,10 +110,15 @@ class ResourcePolicy(Section):
 
 
 class QuotaPolicy(Section):
-    """What the clients of one key may hold together; without keys, all clients. The server's policy alone may have it."""
+    """What the clients of one key may hold together; without keys, all clients.
+
+    The server's policy alone may have it.
+    """
 
     templates: int = Field(default=8192, ge=1)
-    """Templates that are kept. Beyond it, and beyond `template_mb`, those used least recently that no sandbox uses are removed."""
+    """Templates that are kept. Beyond it, and beyond `template_mb`, those used least recently that no sandbox uses are
+    removed.
+    """
     template_mb: int = Field(default=512, ge=1)
     """MiB of disk that templates may take: twice their files, which git keeps too."""
     sandboxes: int = Field(default=4096, ge=1)
@@ -128,8 +133,9 @@ class FilesystemPolicy(Section):
     read_only: bool = False
     """The workspace can't be written."""
     hidden: tuple[str, ...] = Field(default=(), max_length=64, strict=False)
-    """Globs of workspace paths that are left out of the workspace, so that no tool and no program can read them. `*` also
-    matches `/`; a directory that matches is left out with all that is in it."""
+    """Globs of workspace paths that are left out of the workspace, so that no tool and no program can read them. `*`
+    also matches `/`; a directory that matches is left out with all that is in it.
+    """
 
     @field_validator("hidden")
     @classmethod

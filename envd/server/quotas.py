@@ -1,7 +1,7 @@
 """What the clients of one key may hold on a server: templates, sandboxes, memory; docs/policies.md#quotas.
 
-A key's claims are made before anything is started and released when nothing of it is left. A refusal is RESOURCE_EXHAUSTED and the audit
-event quota.refused.
+A key's claims are made before anything is started and released when nothing of it is left. A refusal is
+RESOURCE_EXHAUSTED and the audit event quota.refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from envd.server.audit import AuditLog
 from envd.server.policy_sections import QuotaPolicy
 
 _MEMORY_SHARE = 32
-"""Sandboxes rarely use what they may: the limits of a key's sandboxes may add up to so many times the machine's memory."""
+"""Sandboxes rarely use what they may: the limits of a key's sandboxes may add up to so many times the machine's
+memory.
+"""
 
 
 @dataclass(eq=False)

@@ -14,7 +14,10 @@ _MAX_STEPS = 256
 
 
 async def resolved(guest: GuestLink, path: str) -> str:
-    """The path without links and `..`, taken from the workspace as all paths are. Raises OSError where no file or directory is there."""
+    """The path without links and `..`, taken from the workspace as all paths are.
+
+    Raises OSError where no file or directory is there.
+    """
     done, _, error = await _walk(guest, path)
     if error is not None:
         raise error
@@ -22,7 +25,9 @@ async def resolved(guest: GuestLink, path: str) -> str:
 
 
 async def is_hidden(guest: GuestLink, hidden: Sequence[str], path: str) -> bool:
-    """Whether these globs hide a path, by its name or by where it leads; of one that is not there, where its parents lead."""
+    """Whether these globs hide a path, by its name or by where it leads; of one that is not there, where its parents
+    lead.
+    """
     if not hidden:
         return False
     if hides(hidden, relative(path)):

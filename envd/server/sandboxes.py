@@ -1,4 +1,6 @@
-"""The live sandboxes of a server: created, found by an id nobody can guess and a token, listed, and ended when their time is over."""
+"""The live sandboxes of a server: created, found by an id nobody can guess and a token, listed, and ended when their
+time is over.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,10 @@ class Sandboxes:
         return [live for live in self._live.values() if wanted <= live.labels.items()]
 
     async def create(self, wanted: Wanted) -> Live:
-        """Start a sandbox; it answers calls when this returns. Raises PolicyDenied, TemplateError, SandboxStartError."""
+        """Start a sandbox; it answers calls when this returns.
+
+        Raises PolicyDenied, TemplateError, SandboxStartError.
+        """
         await self._prepare_template(wanted)
         backend, spec, decisions = self.plan(wanted)
         box, claim = await self._claimed(spec, lambda: backend.create(spec))
@@ -158,7 +163,10 @@ class Sandboxes:
         return backend, spec, decisions
 
     def backend_for(self, name: str, policy_yaml: str) -> Backend:
-        """The backend that a Create of this name and policy would get: for what is no sandbox of a client's. Raises EnvdError, PolicyDenied."""
+        """The backend that a Create of this name and policy would get: for what is no sandbox of a client's.
+
+        Raises EnvdError, PolicyDenied.
+        """
         policy, denials = self._policies(policy_yaml)
         return choose_backend(name, self.backends, policy, denials, self.audit)
 
@@ -202,7 +210,9 @@ class Sandboxes:
         return live
 
     def listen(self, live: Live) -> None:
-        """Record the system calls that its box is refused, where that tells them; open its way out, where its policy allows one."""
+        """Record the system calls that its box is refused, where that tells them; open its way out, where its policy
+        allows one.
+        """
         box: object = live.box
         if live.spec.network and isinstance(box, OffersProxy) and box.proxy_listener is not None:
             live.proxy = self.egress.open(box.proxy_listener, live.spec.network, live.identity)

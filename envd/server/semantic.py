@@ -1,7 +1,9 @@
-"""The `semantic_search` tool: an index of each sandbox's workspace, kept by the server while the sandbox lives, made at its first search.
+"""The `semantic_search` tool: an index of each sandbox's workspace, kept by the server while the sandbox lives, made at
+its first search.
 
-A listing tells by stamps what may have changed; only that is read, chunked and embedded again. The work is a thread's: what a
-sandbox holds holds no other up. At most as many indexes as `MAX_INDEXES`; the one that was used longest ago gives way.
+A listing tells by stamps what may have changed; only that is read, chunked and embedded again. The work is a thread's:
+what a sandbox holds holds no other up. At most as many indexes as `MAX_INDEXES`; the one that was used longest ago
+gives way.
 """
 
 from __future__ import annotations

@@ -68,7 +68,9 @@ _SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),
 ]
 _GARBAGE = (50_000, 20, 20)
-"""Objects made before they are looked through for cycles: of thousands of sandboxes each look takes milliseconds, in which none is answered."""
+"""Objects made before they are looked through for cycles: of thousands of sandboxes each look takes milliseconds, in
+which none is answered.
+"""
 _SERVICES = tuple(service.full_name for service in pb.DESCRIPTOR.services_by_name.values())
 _log = logging.getLogger("envd")
 
@@ -91,14 +93,19 @@ class Options:
     audit_calls: bool = False
     """Calls are events too."""
     peer_ca: Path | None = None
-    """Certificates of the servers that sandboxes are moved to, which are shown our own; None: they are reached without TLS."""
+    """Certificates of the servers that sandboxes are moved to, which are shown our own; None: they are reached without
+    TLS.
+    """
     metrics: str | None = None
     """HOST:PORT of the metrics; None: there are none."""
     with_parent: int | None = None
     """Stop when this process, the parent, dies."""
 
     def peers(self) -> Access:
-        """How the servers that sandboxes are moved to are reached. Raises EnvdError for certificates that can't be read."""
+        """How the servers that sandboxes are moved to are reached.
+
+        Raises EnvdError for certificates that can't be read.
+        """
         if self.peer_ca is None:
             return Access()
         read_secret(self.peer_ca)
@@ -185,7 +192,9 @@ def _tell_key(made: MadeKey, address: str, port: int) -> Path:
 
 
 def _observers(options: Options, sandboxes: Sandboxes, stack: contextlib.AsyncExitStack) -> list[Observer]:
-    """What watches calls: metrics and the trail where they are asked for, spans where the environment names a receiver."""
+    """What watches calls: metrics and the trail where they are asked for, spans where the environment names a
+    receiver.
+    """
     observers: list[Observer] = []
     if options.audit_calls:
         observers.append(Trail(sandboxes.audit))
@@ -247,7 +256,8 @@ def _told_to_stop() -> asyncio.Event:
 async def _run_directory(state_dir: Path | None) -> AsyncIterator[Path]:
     """A directory of this server's own; what killed servers left is removed first.
 
-    Its name is never used again: what a killed server started may still be cleaning up after it, by that name, when the next one starts.
+    Its name is never used again: what a killed server started may still be cleaning up after it, by that name, when the
+    next one starts.
     """
     above = Path(tempfile.gettempdir()) if state_dir is None else state_dir
     await asyncio.to_thread(sweep_abandoned, Path(tempfile.gettempdir()), OWNED)

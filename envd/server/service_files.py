@@ -113,7 +113,10 @@ class FilesService(Service, rpc.FilesServicer):
 
     @streaming
     async def Watch(self, request: pb.FileWatchRequest, context: Context) -> AsyncIterator[pb.FileEvent]:
-        """Changes below a path, until the caller goes. After a change of the sandbox's state the first event is an overflow."""
+        """Changes below a path, until the caller goes.
+
+        After a change of the sandbox's state the first event is an overflow.
+        """
         live = self.live(request, context)
         first = True
         while True:
@@ -200,7 +203,9 @@ class FilesService(Service, rpc.FilesServicer):
 
     @contextmanager
     def _told(self, live: Live, *paths: str) -> Iterator[None]:
-        """What the guest's system refused becomes the caller's error; a path that would leave the workspace is recorded too."""
+        """What the guest's system refused becomes the caller's error; a path that would leave the workspace is recorded
+        too.
+        """
         if any(map(leaves_root, paths)):
             self.sandboxes.audit.record("path.escape", live.identity, paths=paths)
         try:

@@ -66,7 +66,8 @@ class ProcessesService(Service, rpc.ProcessesServicer):
     async def Connect(self, request: pb.ProcessConnectRequest, context: Context) -> AsyncIterator[pb.ProcessEvent]:
         """Both channels' output from their offsets on, then the state in which it ended.
 
-        It waits through a pause, and ends with FAILED_PRECONDITION when the sandbox is hibernated: connect again after Resume.
+        It waits through a pause, and ends with FAILED_PRECONDITION when the sandbox is hibernated: connect again after
+        Resume.
         """
         live = self.live(request, context)
         self.tool_allowed(live, "exec")

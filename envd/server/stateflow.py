@@ -1,4 +1,6 @@
-"""A directory's files as a tar stream, between a thread that reads or writes them and coroutines that send or receive."""
+"""A directory's files as a tar stream, between a thread that reads or writes them and coroutines that send or
+receive.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,10 @@ async def pack(directory: Path) -> AsyncGenerator[bytes, None]:
 
 
 async def unpack(pieces: AsyncIterator[bytes], into: Path, room: int) -> None:
-    """Write what `pack` yielded below an empty directory, at most `room` bytes. Only files and directories are taken."""
+    """Write what `pack` yielded below an empty directory, at most `room` bytes.
+
+    Only files and directories are taken.
+    """
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     loop = asyncio.get_running_loop()

@@ -50,7 +50,10 @@ class States:
         return await self.handed_over(self._fork(live), self._sandboxes.end)
 
     async def snapshot(self, live: Live) -> tuple[str, int, tuple[str, ...]]:
-        """Keep its state: (snapshot id, bytes, what it does not hold). When the caller has gone meanwhile it is removed: nobody knows of it."""
+        """Keep its state: (snapshot id, bytes, what it does not hold).
+
+        When the caller has gone meanwhile it is removed: nobody knows of it.
+        """
         return await self.handed_over(self._snapshot(live), lambda made: self._sandboxes.snapshots.delete(made[0]))
 
     async def restore(self, identity: str, limits: pb.Limits) -> Live:

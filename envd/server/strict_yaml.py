@@ -7,7 +7,9 @@ from typing import Any
 import yaml
 
 _MOST_OPENED = 200
-"""Brackets, and list items within list items, of a text that is read: reading time grows with the square of their depth."""
+"""Brackets, and list items within list items, of a text that is read: reading time grows with the square of their
+depth.
+"""
 
 
 def load_strictly(text: str) -> Any:

@@ -67,7 +67,8 @@ class Templates:
         if storing is None:
             storing = self._storing[digest] = asyncio.create_task(self._store_once(digest, dict(files)))
             storing.add_done_callback(lambda _: self._storing.pop(digest))
-        # shielded: a thread can't be cancelled, so a caller that gives up leaves the work, and the lock, to the next one
+        # shielded: a thread can't be cancelled, so a caller that gives up leaves the work, and the lock, to the next
+        # one
         try:
             await asyncio.shield(storing)
         except TemplateError:
@@ -98,7 +99,10 @@ class Templates:
             del self._held[digest]
 
     async def _book(self, digest: str, files: Mapping[str, bytes]) -> None:
-        """Charge a template to the key of the call, in place of those that the key used least recently. Raises QuotaExceeded."""
+        """Charge a template to the key of the call, in place of those that the key used least recently.
+
+        Raises QuotaExceeded.
+        """
         book = self._books[caller.key()]
         if self._quotas is None or digest in book:
             book[digest] = book.pop(digest, 0)
@@ -112,7 +116,10 @@ class Templates:
             await self._remove(each)
 
     def _make_room(self, book: OrderedDict[str, int], size: int, most: int) -> list[str]:
-        """Take templates off a book until one more fits; returns those that are on no other. All or nothing: raises QuotaExceeded."""
+        """Take templates off a book until one more fits; returns those that are on no other.
+
+        All or nothing: raises QuotaExceeded.
+        """
         assert self._quotas is not None
         left, count, victims = sum(book.values()), len(book), []
         for digest in book:
@@ -160,7 +167,10 @@ class Templates:
         return self._derived[key]
 
     def shown(self, digest: str, hidden: Sequence[str]) -> str:
-        """What `without` answered; the template itself where nothing is hidden. Raises TemplateError where `without` has to be asked again."""
+        """What `without` answered; the template itself where nothing is hidden.
+
+        Raises TemplateError where `without` has to be asked again.
+        """
         if not hidden:
             return digest
         try:
@@ -198,7 +208,9 @@ class Templates:
                 await asyncio.to_thread(self._store, digest, files)
 
     def _store(self, digest: str, files: Mapping[str, bytes]) -> None:
-        """Build beside the final name, under a name of this attempt's own, and rename: a half-written template is never seen."""
+        """Build beside the final name, under a name of this attempt's own, and rename: a half-written template is never
+        seen.
+        """
         draft = self._directory / f".{digest}.{secrets.token_hex(4)}"
         try:
             draft.mkdir()

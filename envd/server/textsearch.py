@@ -1,9 +1,10 @@
-"""The `search` tool in a sandbox: ripgrep where it is sure to give what our own search gives, else our own as a process there.
+"""The `search` tool in a sandbox: ripgrep where it is sure to give what our own search gives, else our own as a process
+there.
 
-Ripgrep takes a few milliseconds and never backtracks; its dialect is another one, though, so it is asked only for patterns in which both
-dialects say the same. (What is left: characters outside ASCII that only one of them calls a word character or a space, and bytes that are no UTF-8,
-which only our own search's `.` matches.) Whatever is odd (links on the way, a null character far into a file, more output than is kept)
-goes to our own search too.
+Ripgrep takes a few milliseconds and never backtracks; its dialect is another one, though, so it is asked only for
+patterns in which both dialects say the same. (What is left: characters outside ASCII that only one of them calls a word
+character or a space, and bytes that are no UTF-8, which only our own search's `.` matches.) Whatever is odd (links on
+the way, a null character far into a file, more output than is kept) goes to our own search too.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ async def search_text(guest: GuestLink, need: Search, timeout_s: float) -> Outpu
 
 
 async def no_links_on(guest: GuestLink, path: str) -> bool:
-    """Whether a path (as `relative` gives it) is there and no part of it is a link, which ripgrep would take from the sandbox's root."""
+    """Whether a path (as `relative` gives it) is there and no part of it is a link, which ripgrep would take from the
+    sandbox's root.
+    """
     parts = [] if path == "." else path.split("/")
     if ".." in parts or len(parts) > searching.MAX_DEPTH:
         return False

@@ -1,8 +1,8 @@
 """Tool calls of one turn on a sandbox, over its agent's stream.
 
-Calls are answered in request order, and each sees what those before it did. Calls that only look (read, list, search) and stand
-side by side run at the same time; so do `exec` calls, as commands of one SHELL ask. The texts are what `run_file_tool` gives on a local
-directory, byte for byte.
+Calls are answered in request order, and each sees what those before it did. Calls that only look (read, list, search)
+and stand side by side run at the same time; so do `exec` calls, as commands of one SHELL ask. The texts are what
+`run_file_tool` gives on a local directory, byte for byte.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ from envd.tools.schemas import EXTRA_TOOLS, check_arguments
 from envd.types import ToolCall, ToolResult
 
 SHELL_DIED = "; shell restarted"
-"""How the last line of a command's answer ends where its shell died. That line is the server's: output stands before it."""
+"""How the last line of a command's answer ends where its shell died. That line is the server's: output stands before
+it.
+"""
 _LOOKING = frozenset({"read", "list", "search", "lint", "semantic_search"})
 _PROCESSES = frozenset({"search", "lint"})
 """Tools that run a process in the sandbox: one at a time, so that they do not meet its limit of processes together."""

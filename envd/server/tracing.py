@@ -1,7 +1,8 @@
 """OpenTelemetry spans, one a call, joined to the caller's trace by the W3C `traceparent` metadata.
 
-On where the packages are installed (`pip install triplane[tracing]`) and the standard variables name a receiver: OTEL_EXPORTER_OTLP_ENDPOINT or
-OTEL_EXPORTER_OTLP_TRACES_ENDPOINT; OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER and the others hold too.
+On where the packages are installed (`pip install triplane[tracing]`) and the standard variables name a receiver:
+OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT; OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER and the others
+hold too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ _log = logging.getLogger("envd")
 
 
 class Tracing:
-    """Begins and ends a span for each call; spans are exported in a thread, in batches, and dropped where nobody takes them."""
+    """Begins and ends a span for each call; spans are exported in a thread, in batches, and dropped where nobody takes
+    them.
+    """
 
     def __init__(self, provider: Any) -> None:
         from opentelemetry import trace
@@ -55,7 +58,10 @@ class Tracing:
 
 
 def start_tracing() -> Tracing | None:
-    """Spans as the environment says; None where it names no receiver. Without the packages that is logged, once, and nothing is traced."""
+    """Spans as the environment says; None where it names no receiver.
+
+    Without the packages that is logged, once, and nothing is traced.
+    """
     if (
         not any(os.environ.get(name) for name in _ENDPOINTS)
         or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"

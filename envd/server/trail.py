@@ -1,9 +1,11 @@
 """The trail of calls: who asked for what, and how it ended, as audit events. `python -m envd serve --audit-calls`.
 
     call.begun   when a call begins that runs code or streams its answers: what a killed server had begun is known
-    call.made    when any call ends: its status code and seconds, and either what it was about or the number of its call.begun
+    call.made    when any call ends: its status code and seconds, and either what it was about or the number of its
+                 call.begun
 
-What a call is about is told in few fields that are chosen here one by one: never tokens, keys, values of variables or contents of files.
+What a call is about is told in few fields that are chosen here one by one: never tokens, keys, values of variables or
+contents of files.
 """
 
 from __future__ import annotations
@@ -81,7 +83,9 @@ def about(method: str, request: Any) -> dict[str, Any]:
 
 @functools.cache
 def _fields(kind: Any) -> tuple[tuple[str, str, bool], ...]:
-    """What is told of a kind of request: the field, the key in the event, and whether its length is told instead of it."""
+    """What is told of a kind of request: the field, the key in the event, and whether its length is told instead of
+    it.
+    """
     names = kind.fields_by_name
     plain = [(name, name, False) for name in _PLAIN if name in names]
     counted = [(name, name, True) for name in _COUNTED if name in names]
@@ -123,7 +127,9 @@ def _sandbox(request: Any) -> str:
 
 
 def _head(request: Any) -> Any:
-    """What says what a call is about: its message, or of a stream of them the first one's header; None where there is none."""
+    """What says what a call is about: its message, or of a stream of them the first one's header; None where there is
+    none.
+    """
     return getattr(request.first, "header", None) if isinstance(request, Stream) else request
 
 

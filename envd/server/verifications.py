@@ -54,8 +54,8 @@ class Verifications:
     ) -> dict[str, Any]:
         """Grade a final state in a sandbox of its own.
 
-        Raises ServerBusy when none of the slots came free within `patience_s` (None: waits without end), and EnvdError for artifacts that
-        are no patterns.
+        Raises ServerBusy when none of the slots came free within `patience_s` (None: waits without end), and EnvdError
+        for artifacts that are no patterns.
         """
         patterns_of(artifacts)
         digest = self._templates.require(template)

@@ -1,8 +1,9 @@
 """The tools an agent calls: one definition each, and pure functions that act on a workspace directory.
 
 In: a workspace root and a `ToolCall`. Out: a `ToolResult` whose text depends on nothing but the two.
-The server runs exactly these functions over a sandbox's agent, so scripted episodes rendered with `run_file_tool` read the
-same as live ones, byte for byte. `exec`, `lint` and `semantic_search` run in a sandbox only. May be imported by any plane.
+The server runs exactly these functions over a sandbox's agent, so scripted episodes rendered with `run_file_tool` read
+the same as live ones, byte for byte. `exec`, `lint` and `semantic_search` run in a sandbox only. May be imported by any
+plane.
 """
 
 from envd.tools.files import run_file_tool

@@ -1,8 +1,8 @@
 """The file tools: read, write, edit, list, search.
 
-Each is a generator that asks for what it needs of the workspace (`Load`, `Store`, `Listing`, `Search`) and ends with its result,
-so the same lines of code answer for a local directory (`run_file_tool`) and for a sandbox at the other end of a stream
-(envd/server/toolrunner.py). What answers throws an OSError into the generator where the workspace says no.
+Each is a generator that asks for what it needs of the workspace (`Load`, `Store`, `Listing`, `Search`) and ends with
+its result, so the same lines of code answer for a local directory (`run_file_tool`) and for a sandbox at the other end
+of a stream (envd/server/toolrunner.py). What answers throws an OSError into the generator where the workspace says no.
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ class Store(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """Wants what is below a directory, without HIDDEN. Answered by (path, is a directory) pairs, sorted by bytes, parents first."""
+    """Wants what is below a directory, without HIDDEN.
+
+    Answered by (path, is a directory) pairs, sorted by bytes, parents first.
+    """
 
     path: str
     depth: int
@@ -234,7 +237,9 @@ def _answer(root: Path, need: Need) -> Any:
 
 
 def _walk(fd: int, prefix: str, depth: int) -> Iterator[tuple[str, bool]]:
-    """Yield (path, is directory), sorted, parents before children; links are never followed, what is locked stays closed. Closes fd."""
+    """Yield (path, is directory), sorted, parents before children; links are never followed, what is locked stays
+    closed. Closes fd.
+    """
     pending = [(fd, prefix, _sorted(fd))]
     try:
         while pending:

@@ -1,7 +1,7 @@
 """Patches in git's format that `git apply` takes, made without git.
 
-The same contents give the same bytes on every machine: hunks come from difflib, binary files are literal patches. A patch beyond
-the bounds is `OVERSIZED` instead, which applies nowhere.
+The same contents give the same bytes on every machine: hunks come from difflib, binary files are literal patches. A
+patch beyond the bounds is `OVERSIZED` instead, which applies nowhere.
 """
 
 from __future__ import annotations
@@ -19,14 +19,19 @@ _CONTEXT = 3
 _MAX_DIFFLIB_LINES = 2000
 """Beyond this many changed lines on both sides together difflib's quadratic search gives way to one plain hunk."""
 MAX_EFFORT = 100_000_000
-"""Of one patch: some five seconds of difflib at the worst. Beyond it, too, hunks are plain, so that no content makes a patch fail."""
+"""Of one patch: some five seconds of difflib at the worst. Beyond it, too, hunks are plain, so that no content makes a
+patch fail.
+"""
 _NO_SHA = "0" * 40
 MAX_DIFF_BYTES = 32 * 1024 * 1024
-"""Size of the largest patch, in bytes: two fit into a frame, and memory for one is left in a sandbox whose disk is full."""
+"""Size of the largest patch, in bytes: two fit into a frame, and memory for one is left in a sandbox whose disk is
+full.
+"""
 MAX_DIFF_LINES = 1_000_000
 """Lines of the longest text file that a patch changes. A line costs memory however short it is."""
 OVERSIZED = (
-    f"envd: the final state is not kept: its patch is over {MAX_DIFF_BYTES} bytes, or {MAX_DIFF_LINES} lines of a file\n"
+    f"envd: the final state is not kept: its patch is over {MAX_DIFF_BYTES} bytes, or {MAX_DIFF_LINES} lines of a"
+    " file\n"
 ).encode()
 """In place of a patch beyond the bounds: the same bytes for any, and refused by whatever applies patches."""
 
@@ -70,7 +75,10 @@ class Effort:
 
 
 def patch_of(changes: Iterable[Change], effort: Effort | None = None) -> bytes:
-    """The patch of all changes, in their order; OVERSIZED beyond the bounds. Raises TooLarge beyond a strict `effort` only."""
+    """The patch of all changes, in their order; OVERSIZED beyond the bounds.
+
+    Raises TooLarge beyond a strict `effort` only.
+    """
     strict = effort is not None
     effort = effort or Effort()
     patches: list[bytes] = []

@@ -1,6 +1,7 @@
 """Linters by file suffix: what is run in the sandbox, and how its words become findings. To add a language, add a row.
 
-A linter that the sandbox does not have is said so; nothing is installed. Findings name the file, the line and the column from 1.
+A linter that the sandbox does not have is said so; nothing is installed. Findings name the file, the line and the
+column from 1.
 """
 
 from __future__ import annotations

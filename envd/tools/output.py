@@ -22,7 +22,8 @@ class Output:
     def of_parts(cls, head: bytes, tail: bytes, true_bytes: int, limit: int = MAX_OUTPUT_BYTES) -> Output:
         """The output of `true_bytes` bytes that begins with head and ends with tail; what is between is not needed.
 
-        Head and tail together hold all of it, or at least half the limit each. Sizes that do not fit each other do no harm.
+        Head and tail together hold all of it, or at least half the limit each. Sizes that do not fit each other do no
+        harm.
         """
         output = cls(limit)
         output.feed(head)
@@ -45,7 +46,9 @@ class Output:
         return self._parts()[2] > 0
 
     def text(self) -> str:
-        """The output as UTF-8 text (invalid bytes replaced, control characters spelled out), cut in the middle where it is too long."""
+        """The output as UTF-8 text (invalid bytes replaced, control characters spelled out), cut in the middle where it
+        is too long.
+        """
         head, tail, cut = self._parts()
         return f"{head}\n[{cut} of {self.true_bytes} bytes cut]\n{tail}" if cut else head
 

@@ -1,7 +1,7 @@
 """Opening workspace paths that can't leave the workspace, whatever links it holds.
 
-On Linux the kernel resolves (openat2, RESOLVE_IN_ROOT), so there is no gap between a check and its use. Elsewhere the real
-path is checked first, which only stops honest mistakes; isolation is then the backend's business.
+On Linux the kernel resolves (openat2, RESOLVE_IN_ROOT), so there is no gap between a check and its use. Elsewhere the
+real path is checked first, which only stops honest mistakes; isolation is then the backend's business.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Search by regular expression, in plain Python: the `search` tool's definition.
 
-Needs the standard library only: sandboxes without ripgrep run this very file, as a process that can be killed. Links below the
-start are not followed. A file that holds a null character near its beginning is no text and is left out, as is one above MAX_FILE_BYTES.
+Needs the standard library only: sandboxes without ripgrep run this very file, as a process that can be killed. Links
+below the start are not followed. A file that holds a null character near its beginning is no text and is left out, as
+is one above MAX_FILE_BYTES.
 """
 
 from __future__ import annotations
@@ -113,7 +114,9 @@ def open_below(root: str, path: str) -> int:
 
 
 def main(arguments: list[str], write: Callable[[bytes], object]) -> None:
-    """Search `path` for `pattern` from the working directory: a line with the true size and the head's, then head and tail."""
+    """Search `path` for `pattern` from the working directory: a line with the true size and the head's, then head and
+    tail.
+    """
     pattern, path = arguments
     head, tail, size = bytearray(), bytearray(), 0
     try:

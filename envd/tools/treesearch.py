@@ -1,7 +1,9 @@
-"""Search as ripgrep does it, in plain Python, for sandboxes that have no ripgrep; its answer has the form of `rg --json`.
+"""Search as ripgrep does it, in plain Python, for sandboxes that have no ripgrep; its answer has the form of `rg
+--json`.
 
-Honoured: .gitignore, .ignore and .rgignore of the workspace, hidden names, globs, case, fixed strings, binary files left out, links not followed.
-Not: global ignore files, and regular expressions are Python's. Needs the standard library only: this very file runs in the sandbox.
+Honoured: .gitignore, .ignore and .rgignore of the workspace, hidden names, globs, case, fixed strings, binary files
+left out, links not followed. Not: global ignore files, and regular expressions are Python's. Needs the standard library
+only: this very file runs in the sandbox.
 """
 
 from __future__ import annotations
@@ -71,7 +73,10 @@ def _translated(glob: str) -> str:
 
 
 def verdict(rules: list[Rule], path: str, is_dir: bool) -> bool | None:
-    """True: these rules name the path; False: they take it back; None: they say nothing. The last one that matches decides."""
+    """True: these rules name the path; False: they take it back; None: they say nothing.
+
+    The last one that matches decides.
+    """
     for pattern, negated, directories in reversed(rules):
         if (is_dir or not directories) and pattern.fullmatch(path):
             return not negated

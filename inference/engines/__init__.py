@@ -1,8 +1,8 @@
 """Engines behind one interface (`base.Engine`): token ids in, token ids with log-probabilities and policy versions out.
 
-`open_engine` picks one by its config. `builtin` runs on the CPU in a thread of this process, `openai` talks to a server, `vllm` to one that it
-gives each policy and proves to serve it (vllm_update); it may start that server itself (vllm_keeper).
-May import contracts, triplane_kernels and inference.errors.
+`open_engine` picks one by its config. `builtin` runs on the CPU in a thread of this process, `openai` talks to a
+server, `vllm` to one that it gives each policy and proves to serve it (vllm_update); it may start that server itself
+(vllm_keeper). May import contracts, triplane_kernels and inference.errors.
 """
 
 from __future__ import annotations
@@ -20,8 +20,15 @@ if TYPE_CHECKING:  # torch and httpx are loaded by who opens the one or the othe
     from inference.engines.vllm_keeper import VllmKeeper
 
 __all__ = [
-    "BuiltinConfig", "Completion", "Engine", "EngineConfig", "OpenAIConfig", "SamplingParams", "VllmConfig", "open_engine",
-]  # fmt: skip
+    "BuiltinConfig",
+    "Completion",
+    "Engine",
+    "EngineConfig",
+    "OpenAIConfig",
+    "SamplingParams",
+    "VllmConfig",
+    "open_engine",
+]
 
 
 @overload
@@ -39,8 +46,8 @@ def open_engine(
 ) -> BuiltinEngine | OpenAIEngine | VllmEngine:
     """An engine for the checkpoint in `directory`, called `version`.
 
-    A server is expected to serve that version already, or to be given it by `load_weights`; it refuses to answer with another one. vLLM is given
-    it with the first call. keeper: of the vLLM server to use and to leave running.
+    A server is expected to serve that version already, or to be given it by `load_weights`; it refuses to answer with
+    another one. vLLM is given it with the first call. keeper: of the vLLM server to use and to leave running.
     """
     if isinstance(spec, VllmConfig):
         from inference.engines.vllm import VllmEngine

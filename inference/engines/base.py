@@ -1,4 +1,6 @@
-"""What every engine offers: tokens in, tokens and their log-probabilities out, each stamped with the policy version that made it."""
+"""What every engine offers: tokens in, tokens and their log-probabilities out, each stamped with the policy version
+that made it.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,15 @@ class SamplingParams:
     """How to sample one completion."""
 
     temperature: float
-    """0 is greedy; else logits are divided by it. Logprobs are those of the distribution really sampled from; greedy ones of temperature 1."""
+    """0 is greedy; else logits are divided by it. Logprobs are those of the distribution really sampled from; greedy
+    ones of temperature 1.
+    """
     max_tokens: int
     """Tokens to generate at most, at least 1."""
     seed: int
-    """The random number of the token at absolute position p of a sequence depends on (seed, p) only, never on the batch."""
+    """The random number of the token at absolute position p of a sequence depends on (seed, p) only, never on the
+    batch.
+    """
     stop_token_ids: tuple[int, ...] = ()
     """Sampling any of these ends the completion; it is kept as the last token."""
 
@@ -41,8 +47,11 @@ class Engine(Protocol):
     """A policy being served. Safe to call from many tasks of one event loop; cancelling a call frees what it held."""
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
-        """Continue `prompt_ids`. Raises RequestTooLong when the prompt leaves no room for a token; a context that fills up
-        ends the completion with "length"."""
+        """Continue `prompt_ids`.
+
+        Raises RequestTooLong when the prompt leaves no room for a token; a context that fills up ends the completion
+        with "length".
+        """
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         """Log-probability of each token given those before it; index 0 is 0.0. temperature: above 0."""

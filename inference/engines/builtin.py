@@ -3,7 +3,8 @@
     event loop --Request--> inbox --> Scheduler.step, again and again --results--> event loop
                                             ^-- (weights, version) between two steps
 
-Its bits depend on the weights, the tokens and the seed; not on the batch, the arrival order, reuse of a cached prefix or one or two threads.
+Its bits depend on the weights, the tokens and the seed; not on the batch, the arrival order, reuse of a cached prefix
+or one or two threads.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from inference.errors import EngineError, EngineStopped, RequestTooLong
 
 PREFIX_BYTES = 512 << 20
 SWITCH_INTERVAL_S = 0.0002
-"""How long Python code elsewhere in the process may hold the interpreter while the engine's thread waits for it. Python's default, 5 ms, is
-paid up to once an operation of a forward pass: beside a half-busy event loop a workload of 8 s took 30 s."""
+"""How long Python code elsewhere in the process may hold the interpreter while the engine's thread waits for it.
+Python's default, 5 ms, is paid up to once an operation of a forward pass: beside a half-busy event loop a workload of 8
+s took 30 s.
+"""
 _SCORE = SamplingParams(temperature=1.0, max_tokens=1, seed=0)
 
 
@@ -70,7 +73,8 @@ class BuiltinEngine:
             )
         if len(prompt_ids) >= self._architecture.max_positions:
             raise RequestTooLong(
-                f"prompt has {len(prompt_ids)} tokens, the policy's context holds {self._architecture.max_positions}: shorten it"
+                f"prompt has {len(prompt_ids)} tokens, the policy's context holds {self._architecture.max_positions}:"
+                " shorten it"
             )
         completion: Completion = await self._submit("generate", prompt_ids, params)
         return completion
@@ -81,7 +85,8 @@ class BuiltinEngine:
             raise EngineError(f"temperature is {temperature}: a score needs one above 0")
         if len(token_ids) > self._architecture.max_positions:
             raise RequestTooLong(
-                f"{len(token_ids)} tokens to score, the policy's context holds {self._architecture.max_positions}: shorten them"
+                f"{len(token_ids)} tokens to score, the policy's context holds {self._architecture.max_positions}:"
+                " shorten them"
             )
         params = _SCORE if temperature == 1.0 else SamplingParams(temperature, 1, 0)
         scores: list[float] | None = await self._submit("score", token_ids, params)
@@ -122,7 +127,8 @@ class BuiltinEngine:
         tokens = np.array(token_ids, dtype=np.int64)
         if not len(tokens) or tokens.min() < 0 or tokens.max() >= self._architecture.vocabulary:
             raise EngineError(
-                f"a request needs at least one token, each in [0, {self._architecture.vocabulary}): is it another policy's tokenizer?"
+                f"a request needs at least one token, each in [0, {self._architecture.vocabulary}): is it another"
+                " policy's tokenizer?"
             )
         self._check_running()
         loop = asyncio.get_running_loop()

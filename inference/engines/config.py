@@ -33,7 +33,9 @@ class _RemoteConfig(_Config):
 
 
 class OpenAIConfig(_RemoteConfig):
-    """A server that takes and returns token ids over the OpenAI completions API and is told of no new policies: `python -m inference serve`, or any."""
+    """A server that takes and returns token ids over the OpenAI completions API and is told of no new policies: `python
+    -m inference serve`, or any.
+    """
 
     kind: Literal["openai"] = "openai"
     base_url: str
@@ -43,11 +45,16 @@ class OpenAIConfig(_RemoteConfig):
 
 
 class VllmConfig(_RemoteConfig):
-    """A vLLM server, given every policy and proven to serve it: one started for the run, or one that runs (`base_url`). See docs/engines.md."""
+    """A vLLM server, given every policy and proven to serve it: one started for the run, or one that runs (`base_url`).
+
+    See docs/engines.md.
+    """
 
     kind: Literal["vllm"] = "vllm"
     base_url: str | None = None
-    """Root of a server that runs, e.g. http://host:8000; it must see our files. Null starts one here and stops it at the end of the run."""
+    """Root of a server that runs, e.g. http://host:8000; it must see our files. Null starts one here and stops it at
+    the end of the run.
+    """
     python: str = "python"
     """Interpreter of the environment that has vLLM, for a server started here."""
     flags: tuple[str, ...] = ()
@@ -59,20 +66,27 @@ class VllmConfig(_RemoteConfig):
     tensor_parallel: int = Field(default=1, ge=1, le=64)
     """GPUs (or CPU workers) that share a layer, of a server started here."""
     weights: Literal["auto", "fp8", "dequantized"] = "auto"
-    """What the server loads: the FP8 checkpoint itself, or a float32 copy of it in $TRIPLANE_CACHE. auto: the copy on a CPU, where vLLM loads no
-    FP8 blocks."""
+    """What the server loads: the FP8 checkpoint itself, or a float32 copy of it in $TRIPLANE_CACHE. auto: the copy on a
+    CPU, where vLLM loads no FP8 blocks.
+    """
     exact: bool = True
-    """Whether served weights must be the checkpoint's to the bit. Only for GPU kernels that quantize weights again: false leaves small differences to
-    the probes."""
+    """Whether served weights must be the checkpoint's to the bit. Only for GPU kernels that quantize weights again:
+    false leaves small differences to the probes.
+    """
     tolerance: float | None = Field(default=None, gt=0)
-    """Largest difference of a probe's log-probability, served against computed by the built-in engine. Null: 1e-4 for float32 weights; 0.5 for FP8
-    kernels, which round activations."""
+    """Largest difference of a probe's log-probability, served against computed by the built-in engine. Null: 1e-4 for
+    float32 weights; 0.5 for FP8 kernels, which round activations.
+    """
     probe_gigabytes: float = Field(default=4.0, ge=0)
-    """Checkpoints larger than this are not computed here for the probes: their tensors and layers are compared, their log-probabilities are not."""
+    """Checkpoints larger than this are not computed here for the probes: their tensors and layers are compared, their
+    log-probabilities are not.
+    """
     startup_timeout_s: float = Field(default=900.0, gt=0)
     """Seconds until a server that was started must answer, and that GPUs in use are waited for."""
     drain_s: float = Field(default=60.0, ge=0)
-    """Seconds that requests in flight get to finish before new weights are loaded; then they are aborted, and sampled again."""
+    """Seconds that requests in flight get to finish before new weights are loaded; then they are aborted, and sampled
+    again.
+    """
     max_restarts: int = Field(default=2, ge=0, le=100)
     """Times that a server which died is started again, a lease."""
 

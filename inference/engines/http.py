@@ -1,4 +1,6 @@
-"""JSON calls to an engine's server: bounded retries after connection faults, errors that name the server and the fix."""
+"""JSON calls to an engine's server: bounded retries after connection faults, errors that name the server and the
+fix.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ _FAULTS = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadError, httpx.Writ
 
 
 class JsonClient:
-    """Calls below one address. Any answer is final, also an error. May be used from one event loop only, as httpx's pool requires."""
+    """Calls below one address.
+
+    Any answer is final, also an error. May be used from one event loop only, as httpx's pool requires.
+    """
 
     def __init__(self, base: str, *, connections: int = 256, timeout_s: float = 600.0, retries: int = 4) -> None:
         self.base, self._retries = base.rstrip("/"), retries
@@ -27,8 +32,11 @@ class JsonClient:
         )
 
     async def call(self, method: str, path: str, body: dict[str, Any] | None = None, **query: Any) -> Any:
-        """What the server answers. Raises EngineUnreachable without an answer, EngineStopped for a failure of the server (5xx), StaleVersion,
-        RequestTooLong, and EngineError for any other refusal."""
+        """What the server answers.
+
+        Raises EngineUnreachable without an answer, EngineStopped for a failure of the server (5xx), StaleVersion,
+        RequestTooLong, and EngineError for any other refusal.
+        """
         url = f"{self.base}{path}"
         for attempt in range(self._retries + 1):
             if self._http.is_closed:  # by whoever replaced the server, while this call waited to be repeated
@@ -38,7 +46,8 @@ class JsonClient:
             except _FAULTS as error:
                 if attempt == self._retries:
                     raise EngineUnreachable(
-                        f"{url} can't be reached ({type(error).__name__}, {attempt + 1} attempts): is the server running there?"
+                        f"{url} can't be reached ({type(error).__name__}, {attempt + 1} attempts): is the server"
+                        " running there?"
                     ) from error
                 await asyncio.sleep(FIRST_PAUSE_S * 2**attempt * random.uniform(0.5, 1.5))
             except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:

@@ -1,4 +1,6 @@
-"""The key-value cache: one slot a sequence, slots in use kept contiguous so that attention reads a slice, never a gather."""
+"""The key-value cache: one slot a sequence, slots in use kept contiguous so that attention reads a slice, never a
+gather.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from torch import Tensor
 from inference.engines.weights import Architecture
 
 ROW = 8
-"""Lengths and row counts are padded to this: with it, CPU matrix products give a row the same bits whatever shares its batch."""
+"""Lengths and row counts are padded to this: with it, CPU matrix products give a row the same bits whatever shares its
+batch.
+"""
 LANES = 8
 """Extra columns of the value cache; the first is 1, so that the product with the weights also gives their sum."""
 
@@ -19,7 +23,9 @@ def round_up(size: int, unit: int) -> int:
 
 
 class KvCache:
-    """keys [layers, slots, kv_heads, length, head_dim], values [..., head_dim + LANES], float32; both grow by doubling."""
+    """keys [layers, slots, kv_heads, length, head_dim], values [..., head_dim + LANES], float32; both grow by
+    doubling.
+    """
 
     def __init__(self, shape: Architecture, slots: int = 16, length: int = 64) -> None:
         self._shape = shape

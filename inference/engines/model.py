@@ -1,10 +1,12 @@
 """The Qwen3-MoE forward pass for sampling: plain torch, float32, its bits independent of the batch.
 
-    tokens [T] -> embedding -> layers x (norm, attention over the cache, norm, routed experts) -> hidden [T, hidden] -> logits
+    tokens [T] -> embedding -> layers x (norm, attention over the cache, norm, routed experts) -> hidden [T, hidden] ->
+    logits
 
-A row's bits do not depend on what shares its batch, nor on whether it was computed in prefill or in decode, because every product has a row count
-padded to a multiple of 16 (4 in attention), the cached length is padded to a multiple of 8 (and to 16), the softmax's sum is taken by the same product as its
-values, and experts see their own rows only, padded likewise. Reference: transformers' Qwen3MoeForCausalLM.
+A row's bits do not depend on what shares its batch, nor on whether it was computed in prefill or in decode, because
+every product has a row count padded to a multiple of 16 (4 in attention), the cached length is padded to a multiple of
+8 (and to 16), the softmax's sum is taken by the same product as its values, and experts see their own rows only, padded
+likewise. Reference: transformers' Qwen3MoeForCausalLM.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from inference.engines.kv import ROW, KvCache, round_up
 from inference.engines.weights import Architecture, LayerWeights, Weights
 
 TOKEN_ROWS = 16
-"""Rows of a product with weights are padded to a multiple of this: on some processors 8 rows are summed in another order where more than 128
-products are."""
+"""Rows of a product with weights are padded to a multiple of this: on some processors 8 rows are summed in another
+order where more than 128 products are.
+"""
 QUERY_ROWS = 4
 PIECE = 128
 """Cached positions that one product in attention contracts at most."""
@@ -70,13 +73,24 @@ def make_batch(first: int, tokens: list[Integers], starts: Integers) -> Batch:
     unseen = torch.arange(length) > seen[:, None, :, None]
     flat = torch.from_numpy(padded)
     return Batch(
-        first, len(tokens), width, length, flat[0], flat[1],
-        torch.from_numpy(first + row), torch.from_numpy(row * width + column), unseen, ends,
-    )  # fmt: skip
+        first,
+        len(tokens),
+        width,
+        length,
+        flat[0],
+        flat[1],
+        torch.from_numpy(first + row),
+        torch.from_numpy(row * width + column),
+        unseen,
+        ends,
+    )
 
 
 class Rotary:
-    """Tables of the rotary embedding, grown on demand. The sine's first half is negated, so rotation is `x * cos + roll(x) * sin`."""
+    """Tables of the rotary embedding, grown on demand.
+
+    The sine's first half is negated, so rotation is `x * cos + roll(x) * sin`.
+    """
 
     def __init__(self, shape: Architecture) -> None:
         self._inverse = 1.0 / (shape.rope_theta ** (torch.arange(0, shape.head_dim, 2).float() / shape.head_dim))
@@ -156,8 +170,9 @@ def _attention(
 
 
 def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
-    """`bmm(weights, values)`, summed in pieces of fixed size: beyond some 190 positions the library would choose pieces by the padded
-    length, and with them the bits. A piece that only pads adds exact zeros."""
+    """`bmm(weights, values)`, summed in pieces of fixed size: beyond some 190 positions the library would choose pieces
+    by the padded length, and with them the bits. A piece that only pads adds exact zeros.
+    """
     total = torch.bmm(weights[..., :PIECE], values[:, :PIECE])
     for start in range(PIECE, weights.shape[-1], PIECE):
         total += torch.bmm(weights[..., start : start + PIECE], values[:, start : start + PIECE])

@@ -1,7 +1,8 @@
 """The client of a server that takes and returns token ids over the OpenAI completions API: ours, or vLLM.
 
-Retries, bounded and with jitter, follow connection faults only; any answer is final. Every request carries its seed, so asking our server
-again gives the same tokens. Start vLLM with `--logprobs-mode processed_logprobs`, else its logprobs ignore the temperature.
+Retries, bounded and with jitter, follow connection faults only; any answer is final. Every request carries its seed, so
+asking our server again gives the same tokens. Start vLLM with `--logprobs-mode processed_logprobs`, else its logprobs
+ignore the temperature.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ class OpenAIEngine:
         timeout_s: float = 600.0,
         retries: int = 4,
     ) -> None:
-        """version: what must be served; our server refuses to answer with another (StaleVersion). None takes whatever is served.
-        directory: the checkpoint of that version. vLLM knows no versions: it must show that it was started on this directory (StaleVersion),
-        its answers are then stamped with `version`."""
+        """version: what must be served; our server refuses to answer with another (StaleVersion).
+
+        None takes whatever is served. directory: the checkpoint of that version. vLLM knows no versions: it must show
+        that it was started on this directory (StaleVersion), its answers are then stamped with `version`.
+        """
         self._base, self._model, self._version = base_url.rstrip("/"), model, version
         self._directory = directory
         self._own: bool | None = None
@@ -44,9 +47,16 @@ class OpenAIEngine:
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """See Engine.generate."""
         body: dict[str, Any] = {
-            "model": self._model, "prompt": list(prompt_ids), "max_tokens": params.max_tokens, "temperature": params.temperature,
-            "top_p": 1, "seed": params.seed, "logprobs": 1, "stop_token_ids": list(params.stop_token_ids), "return_token_ids": True,
-        }  # fmt: skip
+            "model": self._model,
+            "prompt": list(prompt_ids),
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_p": 1,
+            "seed": params.seed,
+            "logprobs": 1,
+            "stop_token_ids": list(params.stop_token_ids),
+            "return_token_ids": True,
+        }
         if await self._is_ours():
             body["policy_version"] = self._version
         else:
@@ -62,13 +72,15 @@ class OpenAIEngine:
         if temperature != 1.0:
             raise EngineError(f"{self._base} scores at temperature 1 only, {temperature} was asked for")
         body = {
-            "model": self._model, "prompt": list(token_ids), "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0,
-        }  # fmt: skip
+            "model": self._model,
+            "prompt": list(token_ids),
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprobs": 0,
+        }
         (choice,) = (await self._client.call("POST", "/completions", body))["choices"]
         found = choice["prompt_logprobs"][1:]
-        return [
-            0.0, *(entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], found, strict=True))
-        ]  # fmt: skip
+        return [0.0, *(entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], found, strict=True))]
 
     async def load_weights(self, directory: Path, version: str) -> None:
         """See Engine.load_weights. `directory` must be readable by the server, which must be ours."""
@@ -78,8 +90,11 @@ class OpenAIEngine:
         self._version = version
 
     async def version(self) -> str:
-        """See Engine.version. For a server that isn't ours, the version given at construction once it shows that it serves that (else it
-        raises StaleVersion), or its model's name when none was given."""
+        """See Engine.version.
+
+        For a server that isn't ours, the version given at construction once it shows that it serves that (else it
+        raises StaleVersion), or its model's name when none was given.
+        """
         policy = await self._policy()
         return str(policy["version"]) if self._own else self._version or str(policy["id"])
 
@@ -111,8 +126,9 @@ class OpenAIEngine:
         wanted = {self._version} | ({str(self._directory.absolute())} if self._directory else set())
         if self._version is not None and not wanted & {str(policy["id"]), root, str(Path(root).absolute())}:
             raise StaleVersion(
-                f"{self._base} serves {policy['id']!r} from {root!r}, which can't be shown to be policy {self._version[:12]}: restart it on "
-                f"that checkpoint, as in `vllm serve {self._directory or 'DIRECTORY'} --served-model-name {self._model}`, and run this again"
+                f"{self._base} serves {policy['id']!r} from {root!r}, which can't be shown to be policy"
+                f" {self._version[:12]}: restart it on that checkpoint, as in `vllm serve"
+                f" {self._directory or 'DIRECTORY'} --served-model-name {self._model}`, and run this again"
             )
 
     def _completion(self, answer: dict[str, Any]) -> Completion:
@@ -126,6 +142,7 @@ class OpenAIEngine:
         reason = _REASONS.get(choice["finish_reason"])
         if reason is None:
             raise EngineError(
-                f"{self._base} ended a completion with {choice['finish_reason']!r}: this client knows stop, length, abort"
+                f"{self._base} ended a completion with {choice['finish_reason']!r}: this client knows stop, length,"
+                " abort"
             )
         return Completion(tokens, logprobs, [(str(v), int(start), int(end)) for v, start, end in spans], reason)

@@ -1,4 +1,6 @@
-"""Keys and values of finished sequences, kept for the next turn: a prompt that begins with one of them computes only what follows."""
+"""Keys and values of finished sequences, kept for the next turn: a prompt that begins with one of them computes only
+what follows.
+"""
 
 from __future__ import annotations
 

@@ -78,8 +78,15 @@ class SequenceTable:
         """Copy slot `source` over slot `target`."""
         self.requests[target] = self.requests[source]
         for column in (
-            self.tokens, self.logprobs, self.length, self.cached, self.limit, self.seed, self.temperature, self.stops,
-        ):  # fmt: skip
+            self.tokens,
+            self.logprobs,
+            self.length,
+            self.cached,
+            self.limit,
+            self.seed,
+            self.temperature,
+            self.stops,
+        ):
             column[target] = column[source]
 
 

@@ -14,7 +14,10 @@ _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 
 def uniform(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) of 40 bits for each (seed, absolute position). Source: the finalizer of SplitMix64 (Steele et al., 2014)."""
+    """One number in [0, 1) of 40 bits for each (seed, absolute position).
+
+    Source: the finalizer of SplitMix64 (Steele et al., 2014).
+    """
     mixed = _mix(_mix(seeds + _GOLDEN) ^ (positions.astype(np.uint64) * _GOLDEN))
     return (mixed >> np.uint64(24)).astype(np.float64) * 2.0**-40
 
@@ -24,7 +27,8 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Draw a token a row by inverting the distribution function in order of token id.
 
-    logits: [N, V] float32. temperatures: [N], 0 is greedy. numbers: [N] in [0, 1). Returns tokens [N] int64 and their logprobs [N] float32.
+    logits: [N, V] float32. temperatures: [N], 0 is greedy. numbers: [N] in [0, 1). Returns tokens [N] int64 and their
+    logprobs [N] float32.
     """
     greedy = temperatures == 0
     logprobs = scaled_logprobs(logits, temperatures)

@@ -3,7 +3,8 @@
     waiting --admit--> prefilling --chunks--> decoding --stop, length, cancel--> finished
     slots:             [0, decoding)  [decoding, decoding + prefilling)
 
-A step admits waiting requests (as one group, of one kind), computes one chunk of the group, then one token of every decoding sequence.
+A step admits waiting requests (as one group, of one kind), computes one chunk of the group, then one token of every
+decoding sequence.
 """
 
 from __future__ import annotations
@@ -71,8 +72,11 @@ class Scheduler:
             self._decode()
 
     def reload(self, weights: Weights, version: str) -> None:
-        """Use other weights from the next step on. Sequences in flight are prefilled again, so that later tokens are what `version` alone
-        would sample after those before them, and their logprobs what it scores."""
+        """Use other weights from the next step on.
+
+        Sequences in flight are prefilled again, so that later tokens are what `version` alone would sample after those
+        before them, and their logprobs what it scores.
+        """
         self.weights, self.version = weights, version
         self._prefixes.clear()
         in_flight = len(self._table.requests)
@@ -100,7 +104,10 @@ class Scheduler:
                 self._remove(slot)
 
     def _admit(self) -> None:
-        """Start a group. Of requests with one prompt (a GRPO group) the first goes ahead, the others follow with its state."""
+        """Start a group.
+
+        Of requests with one prompt (a GRPO group) the first goes ahead, the others follow with its state.
+        """
         self._chunk = CHUNK
         kind, fresh = self.waiting[0].kind, 0
         leaders: dict[bytes, Request] = {}
@@ -123,7 +130,10 @@ class Scheduler:
         self.waiting.extendleft(reversed(followers))
 
     def _place(self, request: Request) -> int:
-        """Give `request` the next slot, with what is cached of its prompt. Returns how many tokens remain to be computed."""
+        """Give `request` the next slot, with what is cached of its prompt.
+
+        Returns how many tokens remain to be computed.
+        """
         count, slot = len(request.tokens), len(self._table.requests)
         limit = count
         if request.kind == "generate":
@@ -144,7 +154,8 @@ class Scheduler:
         table, first, last = self._table, self._decoding, self._decoding + self._prefilling
         starts = table.cached[first:last].copy()
         stops = np.minimum(table.length[first:last], starts + self._chunk)
-        # A finished row of a group whose longest prompt goes on recomputes its last token: the same bits, at the cost of one row.
+        # A finished row of a group whose longest prompt goes on recomputes its last token: the same bits, at the cost
+        # of one row.
         starts = np.minimum(starts, stops - 1)
         parts = [
             table.tokens[first + row, start:stop] for row, (start, stop) in enumerate(zip(starts, stops, strict=True))

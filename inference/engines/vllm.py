@@ -1,9 +1,11 @@
-"""A policy served by vLLM: token ids in, token ids with log-probabilities and policy versions out, over its token-level HTTP API.
+"""A policy served by vLLM: token ids in, token ids with log-probabilities and policy versions out, over its token-level
+HTTP API.
 
 generate --> [attached?] --> /inference/v1/generate (cache salt = version) --> spans marked by the server itself
                  |
                  '-- attach: start or find the server, load the policy, prove it (vllm_update)
-a fault of the server --> is it well? if not: start another, attach again (bounded); the call that failed is the caller's to repeat
+a fault of the server --> is it well? if not: start another, attach again (bounded); the call that failed is the
+caller's to repeat
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ from inference.engines.vllm_update import Policy, load_policy, prove_policy, sco
 from inference.errors import EngineError, EngineStopped, EngineUnreachable, RequestTooLong, StaleVersion, WeightsDiffer
 
 TOLERANCE = {"dequantized": 1e-4, "fp8": 0.5}
-"""Of probes. Two float32 implementations differ by some 1e-5; FP8 kernels that round activations move single tokens by tenths, a wrong order of
-experts by several."""
+"""Of probes. Two float32 implementations differ by some 1e-5; FP8 kernels that round activations move single tokens by
+tenths, a wrong order of experts by several.
+"""
 UNMARKED = "default"
 """vLLM's version of weights that nobody marked: those it was started with."""
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -35,7 +38,10 @@ _log = logging.getLogger(__name__)
 
 
 class VllmEngine:
-    """See inference.engines.base.Engine. Of one event loop. `keeper` outlives it; without one, a server it starts ends with it."""
+    """See inference.engines.base.Engine.
+
+    Of one event loop. `keeper` outlives it; without one, a server it starts ends with it.
+    """
 
     def __init__(self, config: VllmConfig, directory: Path, version: str, keeper: VllmKeeper | None = None) -> None:
         self._config, self._directory, self._version = config, directory, version
@@ -53,7 +59,10 @@ class VllmEngine:
         self._failure: EngineError | None = None
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
-        """See Engine.generate. When the server turns out to be dead, another one is started before the error reaches the caller."""
+        """See Engine.generate.
+
+        When the server turns out to be dead, another one is started before the error reaches the caller.
+        """
         client = await self._attached()
         room = min(params.max_tokens, self._context - len(prompt_ids))
         if room < 1:
@@ -61,9 +70,16 @@ class VllmEngine:
                 f"prompt has {len(prompt_ids)} tokens, the server's context holds {self._context}: shorten it"
             )
         sampling = {
-            "max_tokens": room, "temperature": params.temperature, "top_p": 1.0, "top_k": -1, "seed": mixed_seed(params.seed, len(prompt_ids)),
-            "logprobs": 0, "stop_token_ids": list(params.stop_token_ids), "ignore_eos": True, "detokenize": False,
-        }  # fmt: skip
+            "max_tokens": room,
+            "temperature": params.temperature,
+            "top_p": 1.0,
+            "top_k": -1,
+            "seed": mixed_seed(params.seed, len(prompt_ids)),
+            "logprobs": 0,
+            "stop_token_ids": list(params.stop_token_ids),
+            "ignore_eos": True,
+            "detokenize": False,
+        }
         body = {"token_ids": list(prompt_ids), "sampling_params": sampling, "cache_salt": self._version}
         try:
             answer = await client.call("POST", "/inference/v1/generate", body)
@@ -87,7 +103,10 @@ class VllmEngine:
         return logprobs
 
     async def load_weights(self, directory: Path, version: str) -> None:
-        """See Engine.load_weights. New requests wait meanwhile; those in flight finish with the old weights, or end with "abort"."""
+        """See Engine.load_weights.
+
+        New requests wait meanwhile; those in flight finish with the old weights, or end with "abort".
+        """
         async with self._lock:
             self._directory, self._version, self._ready = directory, version, False
             await self._attach()
@@ -117,7 +136,9 @@ class VllmEngine:
             return self._client
 
     async def _attach(self) -> None:
-        """Let a server serve the policy: the one that runs, else a new one, also when the one that runs can't be given the right weights."""
+        """Let a server serve the policy: the one that runs, else a new one, also when the one that runs can't be given
+        the right weights.
+        """
         address = self._config.base_url or self._keeper.address
         if address is None or not await self._adopt(address):
             await self._start_afresh()
@@ -193,7 +214,10 @@ class VllmEngine:
         )
 
     async def _recovered(self, client: JsonClient) -> None:
-        """Wait until the server behind `client` is replaced, if it is dead. Whoever gives up waiting does not stop that."""
+        """Wait until the server behind `client` is replaced, if it is dead.
+
+        Whoever gives up waiting does not stop that.
+        """
         if self._recovery is None or self._recovery.done():
             self._recovery = asyncio.create_task(self._recover(client))
         await asyncio.shield(self._recovery)
@@ -249,7 +273,10 @@ class VllmEngine:
     def _check_spans(
         self, marks: list[dict[str, Any]] | None, known: set[str], count: int
     ) -> list[tuple[str, int, int]]:
-        """The versions the server marked its tokens with. Raises StaleVersion unless they cover all and each is known."""
+        """The versions the server marked its tokens with.
+
+        Raises StaleVersion unless they cover all and each is known.
+        """
         spans = [(str(mark["version"]), int(mark["start"]), int(mark["end"])) for mark in marks or []]
         if [0, *(end for _, _, end in spans)] != [*(start for _, start, _ in spans), count]:
             raise StaleVersion(
@@ -259,12 +286,14 @@ class VllmEngine:
         if UNMARKED in versions:
             self._ready = False
             raise EngineUnreachable(
-                f"the server at {self._config.base_url} was started again by somebody: it is given policy {self._version[:12]} anew"
+                f"the server at {self._config.base_url} was started again by somebody: it is given policy"
+                f" {self._version[:12]} anew"
             )
         other = next((version for version, _, _ in spans if version not in known), None)
         if other is not None:
             raise StaleVersion(
-                f"vLLM sampled with {other[:24]}, the policy is {self._version[:12]}: somebody else updates this server, give each its own"
+                f"vLLM sampled with {other[:24]}, the policy is {self._version[:12]}: somebody else updates this"
+                " server, give each its own"
             )
         return spans
 
@@ -275,6 +304,8 @@ class VllmEngine:
 
 
 def mixed_seed(seed: int, position: int) -> int:
-    """A request's seed. vLLM counts random numbers from the request's first token, so turns of one episode need seeds of their own."""
+    """A request's seed. vLLM counts random numbers from the request's first token, so turns of one episode need seeds
+    of their own.
+    """
     digest = hashlib.sha256(f"{seed}:{position}".encode()).digest()
     return int.from_bytes(digest[:8], "big") & SEED_BITS

@@ -1,9 +1,11 @@
-"""Runs a server and leaves nothing of it behind: `python vllm_guard.py PARENT SCRATCH GRACE_S -- COMMAND...`. Standard library only, Linux.
+"""Runs a server and leaves nothing of it behind: `python vllm_guard.py PARENT SCRATCH GRACE_S -- COMMAND...`. Standard
+library only, Linux.
 
-It ends when the server ends, when asked to (SIGTERM), or when its parent is gone, however that one ended: its end of our stdin closes. Every
-process that descends from the server ends with it (orphans are handed to us, not to init), and SCRATCH is removed. Its own death is the one thing
-it can't clean up after: the kernel then kills the server, the server's workers watch $TRIPLANE_VLLM_GUARD themselves, and SCRATCH goes with its
-parent's stop or the next server's start.
+It ends when the server ends, when asked to (SIGTERM), or when its parent is gone, however that one ended: its end of
+our stdin closes. Every process that descends from the server ends with it (orphans are handed to us, not to init), and
+SCRATCH is removed. Its own death is the one thing it can't clean up after: the kernel then kills the server, the
+server's workers watch $TRIPLANE_VLLM_GUARD themselves, and SCRATCH goes with its parent's stop or the next server's
+start.
 """
 
 from __future__ import annotations
@@ -40,9 +42,12 @@ def main(arguments: list[str]) -> int:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     # code between fork and exec is safe here: this process has one thread
     server = subprocess.Popen(
-        arguments[4:], stdin=subprocess.DEVNULL, start_new_session=True, env={**os.environ, "TRIPLANE_VLLM_GUARD": str(os.getpid())},
+        arguments[4:],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        env={**os.environ, "TRIPLANE_VLLM_GUARD": str(os.getpid())},
         preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
-    )  # fmt: skip
+    )
     try:
         while not asked and server.poll() is None and os.getppid() == parent and not _is_closed(sys.stdin.fileno()):
             time.sleep(_POLL_S)

@@ -43,7 +43,10 @@ class VllmKeeper:
         return self._server.address if self._server is not None and self._server.alive else None
 
     async def start(self, directory: Path) -> str:
-        """Start a server of the checkpoint in `directory`, in place of the one there was, and wait until it answers. Returns its address."""
+        """Start a server of the checkpoint in `directory`, in place of the one there was, and wait until it answers.
+
+        Returns its address.
+        """
         await asyncio.to_thread(self.stop)
         lock = await self._devices() if self.device == "gpu" else None
         try:
@@ -88,8 +91,8 @@ class VllmKeeper:
                 return lock
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"GPUs {list(self._config.devices) or 'of this machine'} are held by {devices_owner(self._config)}: wait for it, or give "
-                    "engine.devices others"
+                    f"GPUs {list(self._config.devices) or 'of this machine'} are held by {devices_owner(self._config)}:"
+                    " wait for it, or give engine.devices others"
                 )
             await asyncio.sleep(1.0)
 
@@ -103,7 +106,8 @@ class VllmKeeper:
                     raise EngineError(f"vLLM ended while it started: {server.last_words()}")
                 if now - began > self._config.startup_timeout_s:
                     raise EngineError(
-                        f"vLLM did not answer within {self._config.startup_timeout_s:g} s: raise engine.startup_timeout_s; {server.last_words()}"
+                        f"vLLM did not answer within {self._config.startup_timeout_s:g} s: raise"
+                        f" engine.startup_timeout_s; {server.last_words()}"
                     )
                 if now - reported > _REPORT_S:
                     reported = now

@@ -1,4 +1,6 @@
-"""Plain copies of FP8 checkpoints, for servers that load no FP8 blocks (vLLM on a CPU): made once a policy, kept in $TRIPLANE_CACHE."""
+"""Plain copies of FP8 checkpoints, for servers that load no FP8 blocks (vLLM on a CPU): made once a policy, kept in
+$TRIPLANE_CACHE.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,11 @@ CONFIG = "config.json"
 
 
 def plain_checkpoint(directory: Path, version: str) -> Path:
-    """A directory with the dequantized float32 weights of the checkpoint in `directory`, which is called `version`. Whole or absent; shared
-    by all processes of a user; the cache drops what was unused for longest. Raises SchemaError, StoreError."""
+    """A directory with the dequantized float32 weights of the checkpoint in `directory`, which is called `version`.
+
+    Whole or absent; shared by all processes of a user; the cache drops what was unused for longest. Raises SchemaError,
+    StoreError.
+    """
     cache = FileCache(cache_base(), "dequantized", cache_limit())
     keys = [f"{version}/{name}" for name in (CONFIG, WEIGHTS)]
     found = [cache.find(key) for key in keys]

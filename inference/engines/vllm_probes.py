@@ -1,7 +1,8 @@
-"""Probe sequences with the log-probabilities that a checkpoint gives them, computed by the built-in engine's own forward pass.
+"""Probe sequences with the log-probabilities that a checkpoint gives them, computed by the built-in engine's own
+forward pass.
 
-A server must give the same: whatever is wrong with its weights, its kernels or its way of loading shows here. Sequences are drawn until every
-expert of every layer has had a token, so that none is left out.
+A server must give the same: whatever is wrong with its weights, its kernels or its way of loading shows here. Sequences
+are drawn until every expert of every layer has had a token, so that none is left out.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ class Probe:
 
 
 def make_probes(directory: Path) -> list[Probe]:
-    """The same for the same checkpoint. An expert that random tokens never reach is logged: only its layer's own comparison covers it."""
+    """The same for the same checkpoint.
+
+    An expert that random tokens never reach is logged: only its layer's own comparison covers it.
+    """
     weights = read_weights(directory)
     shape, random = weights.architecture, torch.Generator().manual_seed(0)
     length = min(LENGTH, shape.max_positions - 1)
@@ -56,7 +60,9 @@ def make_probes(directory: Path) -> list[Probe]:
 
 @torch.inference_mode()
 def score_rows(weights: Weights, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [N, length - 1] and chosen experts [N, layers, length, experts_per_token] of token rows [N, length]."""
+    """Log-probabilities [N, length - 1] and chosen experts [N, layers, length, experts_per_token] of token rows [N,
+    length].
+    """
     shape, (count, length) = weights.architecture, tokens.shape
     cache = KvCache(shape)
     cache.reserve(count, length + 8)

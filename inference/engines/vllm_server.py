@@ -52,10 +52,25 @@ def find_device(config: VllmConfig) -> Device:
 def server_command(config: VllmConfig, device: Device, directory: Path, port: int) -> list[str]:
     """How to start a server of the checkpoint in `directory`. The caller's own flags come last, so they win."""
     usual = [
-        "--model", str(directory), "--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port),
-        "--enable-scale-out", "--skip-tokenizer-init", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
-        "--worker-extension-cls", EXTENSION, "--tensor-parallel-size", str(config.tensor_parallel),
-    ]  # fmt: skip
+        "--model",
+        str(directory),
+        "--served-model-name",
+        "policy",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--enable-scale-out",
+        "--skip-tokenizer-init",
+        "--logprobs-mode",
+        "processed_logprobs",
+        "--generation-config",
+        "vllm",
+        "--worker-extension-cls",
+        EXTENSION,
+        "--tensor-parallel-size",
+        str(config.tensor_parallel),
+    ]
     if device == "cpu":  # without chunked prefill, since per-request seeds beside it end the CPU engine
         usual += ["--dtype", "float32", "--enforce-eager", "--no-enable-chunked-prefill"]
     return [config.python, "-m", "vllm.entrypoints.openai.api_server", *usual, *config.flags]
@@ -65,9 +80,12 @@ def server_environment(config: VllmConfig, device: Device, scratch: Path) -> dic
     """The environment of a server: ours, what it needs, then `config.env`."""
     found = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     found |= {
-        "VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TMPDIR": str(scratch),
+        "VLLM_SERVER_DEV_MODE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TMPDIR": str(scratch),
         "VLLM_RPC_BASE_PATH": str(scratch),
-    }  # fmt: skip
+    }
     if (
         device == "cpu"
     ):  # nothing is compiled but a helper of its logprobs, which takes longer than all requests of a test
@@ -91,10 +109,14 @@ class VllmServer:
         guard = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), str(scratch), str(STOP_S), "--"]
         try:
             self._guard = subprocess.Popen(
-                guard + server_command(config, device, directory, port), env=server_environment(config, device, scratch),
-                stdin=subprocess.PIPE, stdout=self._log, stderr=self._log, start_new_session=True,
+                guard + server_command(config, device, directory, port),
+                env=server_environment(config, device, scratch),
+                stdin=subprocess.PIPE,
+                stdout=self._log,
+                stderr=self._log,
+                start_new_session=True,
                 pass_fds=[lock.fileno()] if lock else [],
-            )  # fmt: skip
+            )
         except OSError:
             shutil.rmtree(scratch, ignore_errors=True)
             raise

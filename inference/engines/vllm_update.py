@@ -1,10 +1,12 @@
-"""How a vLLM server comes to serve a policy, and how that is proven. Between the first step and the last nothing it says counts as a policy's.
+"""How a vLLM server comes to serve a policy, and how that is proven. Between the first step and the last nothing it
+says counts as a policy's.
 
-pause -> mark unproven -> load -> reset the prefix cache -> compare tensors and layers -> resume -> compare probes -> mark with the version
+pause -> mark unproven -> load -> reset the prefix cache -> compare tensors and layers -> resume -> compare probes ->
+mark with the version
 
-An update's unproven mark is its own alone; the workers keep it with the weights they loaded. Before the server is resumed, before it is marked
-with the version and after, both must still be there: of two clients that update one server at once, the one that finds the other's traces raises
-StaleVersion, and no weights keep a version that is not theirs.
+An update's unproven mark is its own alone; the workers keep it with the weights they loaded. Before the server is
+resumed, before it is marked with the version and after, both must still be there: of two clients that update one server
+at once, the one that finds the other's traces raises StaleVersion, and no weights keep a version that is not theirs.
 """
 
 from __future__ import annotations
@@ -53,8 +55,11 @@ class _Update:
 
 
 async def load_policy(client: JsonClient, policy: Policy, drain_s: float) -> None:
-    """Replace the server's weights. Requests in flight finish with the weights they began with, or are aborted after `drain_s` seconds.
-    Raises WeightsDiffer, or StaleVersion when somebody else updates the server: it then keeps its unproven mark."""
+    """Replace the server's weights.
+
+    Requests in flight finish with the weights they began with, or are aborted after `drain_s` seconds. Raises
+    WeightsDiffer, or StaleVersion when somebody else updates the server: it then keeps its unproven mark.
+    """
     mark = _fresh_mark(policy)
     update = _Update(client, policy, mark, loaded=mark)
     await pause(client, drain_s)
@@ -70,7 +75,10 @@ async def load_policy(client: JsonClient, policy: Policy, drain_s: float) -> Non
 
 
 async def prove_policy(client: JsonClient, policy: Policy) -> None:
-    """Show that a server which was started on the policy's checkpoint serves it, and mark it so. Raises WeightsDiffer, StaleVersion."""
+    """Show that a server which was started on the policy's checkpoint serves it, and mark it so.
+
+    Raises WeightsDiffer, StaleVersion.
+    """
     update = _Update(client, policy, _fresh_mark(policy), loaded="")
     await _mark(client, update.mark)
     await _compare_tensors(client, policy)
@@ -109,7 +117,9 @@ async def reset_prefix_cache(client: JsonClient) -> None:
 
 
 async def score(client: JsonClient, token_ids: list[int], salt: str) -> tuple[list[float], list[dict[str, Any]]]:
-    """(log-probability of each token given those before it, 0.0 at index 0; the versions that the server marks its answer with)."""
+    """(log-probability of each token given those before it, 0.0 at index 0; the versions that the server marks its
+    answer with).
+    """
     params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
     body = {"token_ids": token_ids, "sampling_params": params, "cache_salt": salt}
     answer = await client.call("POST", "/inference/v1/generate", body)
@@ -137,8 +147,10 @@ async def _conclude(update: _Update) -> None:
 
 
 async def _require(update: _Update, version: str) -> None:
-    """Raise StaleVersion unless the server is marked with `version` and holds the weights of this update. A version that belongs to other
-    weights, since one of both came late, is taken away."""
+    """Raise StaleVersion unless the server is marked with `version` and holds the weights of this update.
+
+    A version that belongs to other weights, since one of both came late, is taken away.
+    """
     client, policy = update.client, update.policy
     ours = set(await _loaded(client)) == {update.loaded}
     found = await served_version(client)
@@ -147,8 +159,8 @@ async def _require(update: _Update, version: str) -> None:
     if not found.startswith(UNPROVEN) and (ours or found == policy.version):
         await _mark(client, update.mark)
     raise StaleVersion(
-        f"{client.base} was updated or started again by somebody else while policy {policy.version[:12]} was loaded (it is marked {found[:24]!r}): "
-        "give each client its own server, and run this again"
+        f"{client.base} was updated or started again by somebody else while policy {policy.version[:12]} was loaded (it"
+        f" is marked {found[:24]!r}): give each client its own server, and run this again"
     )
 
 
@@ -169,8 +181,8 @@ async def _command(client: JsonClient, method: str, arguments: dict[str, Any]) -
         raise
     except EngineError as error:
         raise EngineError(
-            f"{error}; if it lacks {method}: start it with VLLM_SERVER_DEV_MODE=1, our folder vllm_side on PYTHONPATH and "
-            "--worker-extension-cls triplane_vllm.WorkerExtension, see docs/engines.md"
+            f"{error}; if it lacks {method}: start it with VLLM_SERVER_DEV_MODE=1, our folder vllm_side on PYTHONPATH"
+            " and --worker-extension-cls triplane_vllm.WorkerExtension, see docs/engines.md"
         ) from error
     results: list[Any] = answer["results"]
     return results
@@ -206,7 +218,10 @@ async def _compare_probes(update: _Update) -> None:
     worst = max(gaps, default=0.0)
     if worst > policy.tolerance:
         share = sum(gap > policy.tolerance for gap in gaps) / len(gaps)
-        what = f"log-probabilities of probes differ by up to {worst:.2g} ({share:.0%} of the tokens by more than {policy.tolerance:g})"
+        what = (
+            f"log-probabilities of probes differ by up to {worst:.2g} ({share:.0%} of the tokens by more than"
+            f" {policy.tolerance:g})"
+        )
         raise WeightsDiffer(_refusal(client, policy, [what]))
     _log.info("%s serves %s: %d probes agree to %.1e", client.base, policy.version[:12], len(policy.probes), worst)
 
@@ -214,6 +229,6 @@ async def _compare_probes(update: _Update) -> None:
 def _refusal(client: JsonClient, policy: Policy, found: list[str]) -> str:
     more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return (
-        f"{client.base} does not serve policy {policy.version[:12]} from {policy.served}: {'; '.join(found[:_SHOWN])}{more}. It is not used: "
-        "restart it on that checkpoint"
+        f"{client.base} does not serve policy {policy.version[:12]} from {policy.served}:"
+        f" {'; '.join(found[:_SHOWN])}{more}. It is not used: restart it on that checkpoint"
     )

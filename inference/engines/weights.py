@@ -1,4 +1,6 @@
-"""Qwen3-MoE weights for sampling: read from a checkpoint directory, dequantized, fused the way `model.forward` multiplies them."""
+"""Qwen3-MoE weights for sampling: read from a checkpoint directory, dequantized, fused the way `model.forward`
+multiplies them.
+"""
 
 from __future__ import annotations
 
@@ -76,9 +78,11 @@ class Weights:
 
 
 def read_weights(directory: Path) -> Weights:
-    """Load a checkpoint: FP8 blocks (recipe `w8`: weight = code * scale) or unquantized tensors of any float type (recipe `full`).
+    """Load a checkpoint: FP8 blocks (recipe `w8`: weight = code * scale) or unquantized tensors of any float type
+    (recipe `full`).
 
-    Raises SchemaError for a checkpoint that misses a tensor or has one of the wrong form, EngineError for one this engine can't run.
+    Raises SchemaError for a checkpoint that misses a tensor or has one of the wrong form, EngineError for one this
+    engine can't run.
     """
     architecture = read_architecture(_read_config(directory), directory)
     _, tensors = read_tensors(directory)
@@ -95,8 +99,9 @@ def read_architecture(config: dict[str, Any], directory: Path) -> Architecture:
         "hidden_act other than silu": config.get("hidden_act", "silu") != "silu",
         "attention_bias": config.get("attention_bias", False),
         "sliding windows": config.get("use_sliding_window", False),
-        "dense layers (mlp_only_layers, decoder_sparse_step)": config.get("mlp_only_layers")
-        or config.get("decoder_sparse_step", 1) != 1,
+        "dense layers (mlp_only_layers, decoder_sparse_step)": (
+            config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
+        ),
         "scaled rotary embeddings": rope.get("rope_type", rope.get("type", "default")) != "default",
     }
     for feature, present in unsupported.items():
@@ -104,14 +109,21 @@ def read_architecture(config: dict[str, Any], directory: Path) -> Architecture:
             raise EngineError(f"{directory}/config.json asks for {feature}: the built-in engine has none, use vLLM")
     try:
         return Architecture(
-            vocabulary=config["vocab_size"], hidden=config["hidden_size"], layers=config["num_hidden_layers"],
-            heads=config["num_attention_heads"], kv_heads=config["num_key_value_heads"], head_dim=config["head_dim"],
-            experts=config["num_experts"], experts_per_token=config["num_experts_per_tok"],
-            expert_width=config["moe_intermediate_size"], normalize_top_k=config.get("norm_topk_prob", False),
-            tied=config.get("tie_word_embeddings", False), epsilon=config["rms_norm_eps"],
+            vocabulary=config["vocab_size"],
+            hidden=config["hidden_size"],
+            layers=config["num_hidden_layers"],
+            heads=config["num_attention_heads"],
+            kv_heads=config["num_key_value_heads"],
+            head_dim=config["head_dim"],
+            experts=config["num_experts"],
+            experts_per_token=config["num_experts_per_tok"],
+            expert_width=config["moe_intermediate_size"],
+            normalize_top_k=config.get("norm_topk_prob", False),
+            tied=config.get("tie_word_embeddings", False),
+            epsilon=config["rms_norm_eps"],
             rope_theta=float(rope.get("rope_theta") or config["rope_theta"]),
             max_positions=config["max_position_embeddings"],
-        )  # fmt: skip
+        )
     except KeyError as error:
         raise SchemaError(f"{directory}/config.json lacks {error}: is it a Qwen3-MoE checkpoint?") from None
 
@@ -130,7 +142,10 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_tensors(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json, and every weight by name: float32, dequantized, finite and of its expected shape. Raises SchemaError, EngineError."""
+    """config.json, and every weight by name: float32, dequantized, finite and of its expected shape.
+
+    Raises SchemaError, EngineError.
+    """
     config = _read_config(directory)
     quantized = "quantization_config" in config
     if quantized:

@@ -1,11 +1,12 @@
 """The agent loop: a policy and a sandbox become episodes, groups of them become the rollouts of an iteration.
 
     draw_prompts -> RolloutPlan -> run_shard (one a worker) -> group artifacts -> merge_groups -> rollouts artifact
-                                   play_episode: query the engine, execute tool calls in the sandbox, until the policy stops
+                                   play_episode: query the engine, execute tool calls in the sandbox, until the policy
+                                   stops
 
-In: a plan, tasks, an engine, an envd client, a grader (injected: grading belongs to another plane). Out: `group` and `rollouts`
-artifacts, or a list of episodes for an evaluation.
-May import: contracts, inference.engines.base, envd.client and envd.tools. Imported by resources and the floors above.
+In: a plan, tasks, an engine, an envd client, a grader (injected: grading belongs to another plane). Out: `group` and
+`rollouts` artifacts, or a list of episodes for an evaluation. May import: contracts, inference.engines.base,
+envd.client and envd.tools. Imported by resources and the floors above.
 """
 
 ROLLOUTS_VERSION = "2"

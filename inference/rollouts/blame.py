@@ -26,7 +26,9 @@ _log = logging.getLogger(__name__)
 
 
 async def is_agents_fault(workspace: Workspace, workspaces: Workspaces, task: Task) -> bool:
-    """Whether the agent broke `workspace`: its server knows it, and a control of the same task starts, answers and gives its diff."""
+    """Whether the agent broke `workspace`: its server knows it, and a control of the same task starts, answers and
+    gives its diff.
+    """
     return await workspace.is_known() and await control_passes(workspaces, task)
 
 

@@ -3,8 +3,9 @@
     pointers/claims/<rollouts key>/owners/<owner>/<n>.json   the owner's lease, renewed while it lives
     pointers/claims/<rollouts key>/groups/<group>/<n>.json   who claimed the group; the highest number counts
 
-Both are `contracts.pointers.Pointer`s, so a take-over is a compare-and-swap. A claim holds while its owner's lease has not run out and,
-on the machine where that can be seen, its process lives. A claim saves work and decides nothing: the first commit of a group wins.
+Both are `contracts.pointers.Pointer`s, so a take-over is a compare-and-swap. A claim holds while its owner's lease has
+not run out and, on the machine where that can be seen, its process lives. A claim saves work and decides nothing: the
+first commit of a group wins.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class ClaimOwner:
                 self._set_lease(time.time() + self.lease_s)
 
     def end(self) -> None:
-        """Give up the lease, and with it every claim, at once: after a renewal that is still under way in another thread."""
+        """Give up the lease, and with it every claim, at once: after a renewal that is still under way in another
+        thread.
+        """
         with self._lock:
             self._ended = True
             self._set_lease(0.0)
@@ -80,7 +83,9 @@ def clear_claims(store: Store, key: str) -> None:
 
 
 def this_process() -> dict[str, Any]:
-    """What identifies this process: a machine that can look it up, its pid there, and when it started (pids are reused)."""
+    """What identifies this process: a machine that can look it up, its pid there, and when it started (pids are
+    reused).
+    """
     pid = os.getpid()
     return {"host": socket.gethostname(), "machine": _machine(), "pid": pid, "started": start_of(pid)}
 

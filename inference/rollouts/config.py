@@ -31,25 +31,36 @@ class RolloutConfig(BaseModel):
     tool_timeout_s: float = Field(default=10.0, gt=0.0, le=86_400.0)
     """Seconds that one tool call may take."""
     episode_timeout_s: float = Field(default=120.0, gt=0.0, le=604_800.0)
-    """Seconds that one attempt at an episode may take, waiting for the engine included. Under the deterministic profile no outcome may
-    depend on the clock: running out of it is an infrastructure fault there, and retried."""
+    """Seconds that one attempt at an episode may take, waiting for the engine included. Under the deterministic profile
+    no outcome may depend on the clock: running out of it is an infrastructure fault there, and retried.
+    """
     concurrency: int = Field(default=256, ge=1, le=65_536)
     """Episodes in flight in one worker."""
     refill: bool = True
-    """Whether a group whose episodes were all solved, or none, draws another one from the reserve. All groups are kept."""
+    """Whether a group whose episodes were all solved, or none, draws another one from the reserve.
+
+    All groups are kept.
+    """
     max_attempts: int = Field(default=3, ge=1, le=100)
-    """Attempts at an episode that meets infrastructure faults; then it is recorded as an infra error, which is never scored."""
+    """Attempts at an episode that meets infrastructure faults; then it is recorded as an infra error, which is never
+    scored.
+    """
     system_prompt: str = ""
     """First message of every episode; empty for none."""
     tool_prompt: bool = False
-    """Whether the first message lists the sandbox's tools and how to call them, as Qwen3's chat template does. A policy that was taught them
-    by demonstrations needs no list."""
+    """Whether the first message lists the sandbox's tools and how to call them, as Qwen3's chat template does. A policy
+    that was taught them by demonstrations needs no list.
+    """
     profile: Profile = "deterministic"
-    """deterministic: of over-sampled episodes the lowest sample indices are kept. throughput: the first to arrive, the rest is aborted."""
+    """deterministic: of over-sampled episodes the lowest sample indices are kept. throughput: the first to arrive, the
+    rest is aborted.
+    """
 
     @model_serializer(mode="wrap")
     def _older_form(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A field that came later is written only where it says something: keys and digests of work made without it stay."""
+        """A field that came later is written only where it says something: keys and digests of work made without it
+        stay.
+        """
         values: dict[str, Any] = dump(self)
         if not self.tool_prompt:
             values.pop("tool_prompt", None)
@@ -64,6 +75,7 @@ class RolloutConfig(BaseModel):
     def _turn_fits(self) -> RolloutConfig:
         if self.max_turn_tokens > self.max_tokens:
             raise ValueError(
-                f"max_turn_tokens {self.max_turn_tokens} exceeds max_tokens {self.max_tokens}: lower it, or allow a longer context"
+                f"max_turn_tokens {self.max_turn_tokens} exceeds max_tokens {self.max_tokens}: lower it, or allow a"
+                " longer context"
             )
         return self

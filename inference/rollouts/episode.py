@@ -2,8 +2,8 @@
 
     play_episode -> attempt -> run -> step -> query, execute
 
-Only infrastructure faults are retried: with the same seed, as a new attempt. Whatever a policy does ends in an outcome, also what it
-does to its own sandbox (inference.rollouts.blame).
+Only infrastructure faults are retried: with the same seed, as a new attempt. Whatever a policy does ends in an outcome,
+also what it does to its own sandbox (inference.rollouts.blame).
 """
 
 from __future__ import annotations
@@ -65,12 +65,13 @@ async def play_episode(
 ) -> Episode:
     """Play `slot` to an outcome. begun: told of every attempt as it begins.
 
-    Faults of the engine or the server are retried with the same seed, then recorded as INFRA_ERROR. A sandbox that its agent broke makes
-    the episode FAILED: at once under the throughput profile, where a second attempt would be a second chance; under the deterministic
-    profile when the same tokens break it again, since there a repetition is what tells.
+    Faults of the engine or the server are retried with the same seed, then recorded as INFRA_ERROR. A sandbox that its
+    agent broke makes the episode FAILED: at once under the throughput profile, where a second attempt would be a second
+    chance; under the deterministic profile when the same tokens break it again, since there a repetition is what tells.
 
-    Under the deterministic profile it raises StaleVersion when the engine serves another policy, and InfraFault when engine or envd can't
-    be reached at all: how many episodes such an outage meets is chance, and no part of their content.
+    Under the deterministic profile it raises StaleVersion when the engine serves another policy, and InfraFault when
+    engine or envd can't be reached at all: how many episodes such an outage meets is chance, and no part of their
+    content.
     """
     attempts, broken = player.config.max_attempts, 0
     deterministic = player.config.profile == "deterministic"
@@ -88,7 +89,8 @@ async def play_episode(
                 _log.warning("episode %s, attempt %d of %d: %s", play.episode_id, attempt + 1, attempts, fault)
                 if attempt + 1 == attempts and deterministic and _is_outage(fault):
                     raise InfraFault(
-                        f"{fault}; gave up after {attempts} attempts: check it, then run the same step again, committed groups stay"
+                        f"{fault}; gave up after {attempts} attempts: check it, then run the same step again, committed"
+                        " groups stay"
                     ) from fault
             if attempt + 1 < attempts:
                 await asyncio.sleep(BACKOFF_S * 2**attempt * random.uniform(0.5, 1.5))
@@ -96,7 +98,10 @@ async def play_episode(
 
 
 def _is_outage(fault: InfraFault) -> bool:
-    """Whether a whole server failed, and not one request. A sandbox that broke by no fault of its agent tells of its server."""
+    """Whether a whole server failed, and not one request.
+
+    A sandbox that broke by no fault of its agent tells of its server.
+    """
     return isinstance(fault, SandboxBroken) or isinstance(
         fault.__cause__, (EnvdError, EngineStopped, EngineUnreachable)
     )
@@ -135,14 +140,17 @@ class Attempt:
             await self._workspace.close()
 
     def _require_own_time(self) -> None:
-        """Raise InfraFault where the clock decided what bits count, unless the agent's own calls took most of the time, at every attempt."""
+        """Raise InfraFault where the clock decided what bits count, unless the agent's own calls took most of the time,
+        at every attempt.
+        """
         config = self._player.config
         if config.profile != "deterministic":
             return
         own = self._tool_seconds > config.episode_timeout_s / 2
         if not own or self._attempt + 1 < config.max_attempts:
             raise InfraFault(
-                f"attempt took over {config.episode_timeout_s:g} s: raise episode_timeout_s, the deterministic profile has no outcome by the clock"
+                f"attempt took over {config.episode_timeout_s:g} s: raise episode_timeout_s, the deterministic profile"
+                " has no outcome by the clock"
             )
 
     async def _run(self) -> Outcome:
@@ -193,7 +201,10 @@ class Attempt:
         return completion
 
     async def _execute(self, completion: Completion) -> Outcome | None:
-        """Answer the policy's calls. An answer that leaves no room for another token is left out: the policy never read it."""
+        """Answer the policy's calls.
+
+        An answer that leaves no room for another token is left out: the policy never read it.
+        """
         config = self._player.config
         turn = read_turn(self._player.tokenizer.decode(completion.token_ids[:-1]))
         if turn.error is None and not turn.calls:
@@ -224,21 +235,38 @@ class Attempt:
         other = sorted({version for version, _, _ in completion.spans} - {expected})
         if other and self._player.config.profile == "deterministic":
             raise StaleVersion(
-                f"engine sampled with policy {other[0][:12]}, the plan asks for {expected[:12]}: load that checkpoint, or use the throughput profile"
+                f"engine sampled with policy {other[0][:12]}, the plan asks for {expected[:12]}: load that checkpoint,"
+                " or use the throughput profile"
             )
 
     def episode(self, outcome: Outcome, final_diff: bytes, failure: str | None = None) -> Episode:
         """The record of this attempt, ended by `outcome`. failure: why, of a FAILED one."""
         config = self._player.config
         return Episode(
-            episode_id=self.episode_id, group_id=self._group_id, task_id=self._task.task_id,
-            task_digest=self._task.digest, image_digest=self._task.image_digest, sample=self._slot.sample,
-            attempt=self._numbered, seed=self._slot.token_seed, policy_version=self._player.policy_version,
-            temperature=config.temperature, max_tokens=config.max_tokens, outcome=outcome, turns=self._turns,
-            tool_calls=self._calls, format_errors=self._format_errors, final_diff=final_diff,
-            sequences=[self._transcript.sequence()], failure=failure,
+            episode_id=self.episode_id,
+            group_id=self._group_id,
+            task_id=self._task.task_id,
+            task_digest=self._task.digest,
+            image_digest=self._task.image_digest,
+            sample=self._slot.sample,
+            attempt=self._numbered,
+            seed=self._slot.token_seed,
+            policy_version=self._player.policy_version,
+            temperature=config.temperature,
+            max_tokens=config.max_tokens,
+            outcome=outcome,
+            turns=self._turns,
+            tool_calls=self._calls,
+            format_errors=self._format_errors,
+            final_diff=final_diff,
+            sequences=[self._transcript.sequence()],
+            failure=failure,
             telemetry={
-                "seconds": time.perf_counter() - self._started, "sampling_seconds": self._sampling_seconds,
-                "tool_seconds": self._tool_seconds, "host": _HOST, "engine_tokens": self._sampled, "retries": self._attempt,
+                "seconds": time.perf_counter() - self._started,
+                "sampling_seconds": self._sampling_seconds,
+                "tool_seconds": self._tool_seconds,
+                "host": _HOST,
+                "engine_tokens": self._sampled,
+                "retries": self._attempt,
             },
-        )  # fmt: skip
+        )

@@ -19,7 +19,10 @@ from inference.rollouts.workspace import Workspaces
 
 
 def evaluation_slot(experiment: str, split: Split, task_id: str, sample: int, seed: int) -> Slot:
-    """The place, and so the seed, of an evaluation's episode. It names no policy: candidate and parent meet the same random numbers."""
+    """The place, and so the seed, of an evaluation's episode.
+
+    It names no policy: candidate and parent meet the same random numbers.
+    """
     return Slot(experiment, f"eval-{split.value}", task_id, task_id, sample, seed)
 
 
@@ -40,15 +43,22 @@ async def run_episodes(
     limits: Limits = Limits(),
     gate: asyncio.Semaphore | None = None,
 ) -> list[Episode]:
-    """`samples` episodes of each task, in order of task and sample, at most `config.concurrency` at once; nothing is committed.
+    """`samples` episodes of each task, in order of task and sample, at most `config.concurrency` at once; nothing is
+    committed.
 
-    gate: bounds the episodes in flight of all calls that share it, in place of the concurrency. key: action key of the evaluation run. Group
-    size, over-sampling and refills of `config` do not apply. An episode lost to infrastructure comes back as INFRA_ERROR.
+    gate: bounds the episodes in flight of all calls that share it, in place of the concurrency. key: action key of the
+    evaluation run. Group size, over-sampling and refills of `config` do not apply. An episode lost to infrastructure
+    comes back as INFRA_ERROR.
     """
     player = Player(
-        engine=engine, workspaces=Workspaces(sandboxes, limits, config.episode_timeout_s), tokenizer=tokenizer, config=config,
-        policy_version=policy_version, key=key, gate=gate or asyncio.Semaphore(config.concurrency),
-    )  # fmt: skip
+        engine=engine,
+        workspaces=Workspaces(sandboxes, limits, config.episode_timeout_s),
+        tokenizer=tokenizer,
+        config=config,
+        policy_version=policy_version,
+        key=key,
+        gate=gate or asyncio.Semaphore(config.concurrency),
+    )
     meter = Meter(0, progress)
     meter.expect(len(tasks), len(tasks) * samples)
 

@@ -35,15 +35,20 @@ def find_group(plan: RolloutPlan, group: GroupPlan, store: Store) -> Artifact | 
 def commit_group(
     plan: RolloutPlan, group: GroupPlan, episodes: Sequence[Episode], solved: Sequence[bool | None], store: Store
 ) -> Artifact:
-    """Commit a group's episodes in order of sample, stragglers included. solved: the verdict of each; None where there is none.
+    """Commit a group's episodes in order of sample, stragglers included. solved: the verdict of each; None where there
+    is none.
 
     If another worker was first, its group is returned and this one dropped.
     """
     rows = list(episodes)
     with ArtifactWriter(
-        store, GROUP, group_key(plan, group), parents={"policy": plan.policy, **plan.inputs},
-        config={"group_id": group.group_id, "task_id": group.task_id, "rollouts": plan.key}, code_version=ROLLOUTS_VERSION,
-    ) as out:  # fmt: skip
+        store,
+        GROUP,
+        group_key(plan, group),
+        parents={"policy": plan.policy, **plan.inputs},
+        config={"group_id": group.group_id, "task_id": group.task_id, "rollouts": plan.key},
+        code_version=ROLLOUTS_VERSION,
+    ) as out:
         out.add_table("episodes.parquet", episodes_table(rows))
         out.add_table("sequences.parquet", sequences_table(rows))
         out.add_table("telemetry.parquet", telemetry_table(rows), telemetry=True)
@@ -60,5 +65,7 @@ def commit_group(
 
 
 def without_variance(group: Artifact) -> bool:
-    """Whether all graded episodes of a committed group were solved, or none: it is refilled, and the dataset leaves it out."""
+    """Whether all graded episodes of a committed group were solved, or none: it is refilled, and the dataset leaves it
+    out.
+    """
     return lacks_variance(group.meta["solved"])

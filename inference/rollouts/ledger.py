@@ -1,4 +1,5 @@
-"""A journal of every token that a policy sampled, committed or lost: what telemetry can't tell, since it is committed with its episodes.
+"""A journal of every token that a policy sampled, committed or lost: what telemetry can't tell, since it is committed
+with its episodes.
 
     $TRIPLANE_LEDGER/tokens.jsonl      one line a turn, appended by one write; off unless the variable names a folder
 

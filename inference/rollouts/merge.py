@@ -1,4 +1,6 @@
-"""From committed groups to the rollouts artifact. Its content is the same whichever worker sampled what, when, and however often it was killed."""
+"""From committed groups to the rollouts artifact. Its content is the same whichever worker sampled what, when, and
+however often it was killed.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,9 @@ class Gathered:
 def gather_groups(plan: RolloutPlan, store: Store) -> Gathered:
     """Look for every group that the plan leads to.
 
-    Every committed group without variance takes the next one of its shard's reserve. Taking stops at the first k for which
-    planned groups and the first k of the reserve hold at most k groups without variance; that k does not depend on the order in which
-    groups finish, so the set follows from seeds and verdicts alone.
+    Every committed group without variance takes the next one of its shard's reserve. Taking stops at the first k for
+    which planned groups and the first k of the reserve hold at most k groups without variance; that k does not depend
+    on the order in which groups finish, so the set follows from seeds and verdicts alone.
     """
     expected: list[GroupPlan] = []
     committed: dict[str, Artifact] = {}
@@ -66,7 +68,9 @@ def gather_groups(plan: RolloutPlan, store: Store) -> Gathered:
 
 
 def merge_groups(plan: RolloutPlan, store: Store, gathered: Gathered | None = None) -> Artifact:
-    """Commit the rollouts: all groups' rows by group index and sample. Raises GroupsMissing unless every expected group is committed.
+    """Commit the rollouts: all groups' rows by group index and sample.
+
+    Raises GroupsMissing unless every expected group is committed.
 
     gathered: what `gather_groups` just found, if it was asked already.
     """
@@ -92,9 +96,13 @@ def _missing_line(plan: RolloutPlan, gathered: Gathered) -> str:
 
 def _merge(groups: list[Artifact], plan: RolloutPlan, store: Store) -> Artifact:
     with ArtifactWriter(
-        store, ROLLOUTS, plan.key, parents={"policy": plan.policy, **plan.inputs},
-        config=plan.config.model_dump(mode="json"), code_version=ROLLOUTS_VERSION,
-    ) as out:  # fmt: skip
+        store,
+        ROLLOUTS,
+        plan.key,
+        parents={"policy": plan.policy, **plan.inputs},
+        config=plan.config.model_dump(mode="json"),
+        code_version=ROLLOUTS_VERSION,
+    ) as out:
         with ThreadPoolExecutor(READERS) as pool:
             for name, telemetry in _TABLES.items():
                 tables = pool.map(lambda group, name=name: group.table(name), groups)

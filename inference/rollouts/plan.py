@@ -1,4 +1,6 @@
-"""What an iteration samples: which groups, in which order, by how many workers. Decided once, before any token is sampled."""
+"""What an iteration samples: which groups, in which order, by how many workers. Decided once, before any token is
+sampled.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,10 @@ class RolloutPlan(Frozen):
         return self
 
     def shard(self, shard: int) -> tuple[list[GroupPlan], list[GroupPlan]]:
-        """The groups and the reserve that belong to worker `shard` of `workers`, in order. Raises PlanError for an unknown shard."""
+        """The groups and the reserve that belong to worker `shard` of `workers`, in order.
+
+        Raises PlanError for an unknown shard.
+        """
         if not 0 <= shard < self.workers:
             raise PlanError(f"shard {shard} does not exist: the plan has shards 0 to {self.workers - 1}")
         return (
@@ -72,9 +77,10 @@ def draw_prompts(
 ) -> tuple[list[GroupPlan], list[GroupPlan], int]:
     """Draw `count` groups and a reserve, and return them with the cursor of the next iteration.
 
-    The stream of prompts is one seeded permutation of `task_ids` an epoch after the other; `cursor` counts its places used so far, reserve
-    included. Where an epoch's end would bring a task back into the same draw, that place is passed over, so no task comes twice
-    unless the suite is smaller than the draw. Depends on the set of `task_ids`, not on their order.
+    The stream of prompts is one seeded permutation of `task_ids` an epoch after the other; `cursor` counts its places
+    used so far, reserve included. Where an epoch's end would bring a task back into the same draw, that place is passed
+    over, so no task comes twice unless the suite is smaller than the draw. Depends on the set of `task_ids`, not on
+    their order.
     """
     suite = sorted(set(task_ids))
     wanted = count + reserve

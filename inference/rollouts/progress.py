@@ -67,7 +67,12 @@ class Meter:
     def _tell(self) -> None:
         self._progress(
             ShardProgress(
-                self._shard, self.groups_done, self.groups_total, self.episodes_done, self.episodes_total,
-                self.tokens, self.tokens / max(self.seconds, 1e-9),
+                self._shard,
+                self.groups_done,
+                self.groups_total,
+                self.episodes_done,
+                self.episodes_total,
+                self.tokens,
+                self.tokens / max(self.seconds, 1e-9),
             )
-        )  # fmt: skip
+        )

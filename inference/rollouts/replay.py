@@ -41,13 +41,16 @@ async def replay_episode(
     config: RolloutConfig,
     limits: Limits = Limits(),
 ) -> Replay:
-    """Execute the policy's recorded tokens in a fresh sandbox of `task`. Episodes ended by the clock or by a fault can't be replayed.
+    """Execute the policy's recorded tokens in a fresh sandbox of `task`.
+
+    Episodes ended by the clock or by a fault can't be replayed.
 
     Raises RolloutError when `task` is not the one that was played, InfraFault when the sandbox fails.
     """
     if task.digest != episode.task_digest:
         raise RolloutError(
-            f"episode {episode.episode_id} was played on another version of task {task.task_id}: open the task suite of its iteration"
+            f"episode {episode.episode_id} was played on another version of task {task.task_id}: open the task suite of"
+            " its iteration"
         )
     (sequence,) = episode.sequences
     ids, turns = sequence.token_ids, policy_turns(sequence)

@@ -1,4 +1,6 @@
-"""The samples of one group: started together, over-sampled, selected. Each one that is not kept leaves a row, with its tokens."""
+"""The samples of one group: started together, over-sampled, selected. Each one that is not kept leaves a row, with its
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from inference.rollouts.plan import GroupPlan, RolloutPlan
 async def sample_group(
     player: Player, plan: RolloutPlan, group: GroupPlan, task: Task, played: Callable[[Episode], None]
 ) -> list[Episode]:
-    """All episodes that were started, in order of sample; those not kept as DROPPED or ABORTED. played: told of every one as it ends."""
+    """All episodes that were started, in order of sample; those not kept as DROPPED or ABORTED. played: told of every
+    one as it ends.
+    """
     config = plan.config
     attempts: dict[int, Attempt] = {}
 
@@ -44,12 +48,17 @@ async def sample_group(
 
 
 def mark_dropped(arrived: Sequence[Episode], group_size: int, profile: Profile) -> list[Episode]:
-    """`arrived`, with the outcome DROPPED for those that `select` does not keep. An infra error stays one: nothing came of it to drop."""
+    """`arrived`, with the outcome DROPPED for those that `select` does not keep.
+
+    An infra error stays one: nothing came of it to drop.
+    """
     kept = {episode.sample for episode in select(arrived, group_size, profile)}
     return [
-        episode
-        if episode.sample in kept or episode.outcome is Outcome.INFRA_ERROR
-        else dataclasses.replace(episode, outcome=Outcome.DROPPED)
+        (
+            episode
+            if episode.sample in kept or episode.outcome is Outcome.INFRA_ERROR
+            else dataclasses.replace(episode, outcome=Outcome.DROPPED)
+        )
         for episode in arrived
     ]
 

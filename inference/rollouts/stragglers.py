@@ -1,7 +1,8 @@
 """What over-sampling hides: episodes that came too late to be kept are rarely like the others.
 
-Keeping the first 16 of 18 leaves out the two slowest. Where failing takes longer than solving, the solve rate of those kept is too high.
-The rows of stragglers (ABORTED, DROPPED) say how long each had become, which gives a bound and an estimate.
+Keeping the first 16 of 18 leaves out the two slowest. Where failing takes longer than solving, the solve rate of those
+kept is too high. The rows of stragglers (ABORTED, DROPPED) say how long each had become, which gives a bound and an
+estimate.
 """
 
 from __future__ import annotations
@@ -45,16 +46,22 @@ class SolveRates:
     def facts(self) -> dict[str, float]:
         """For a manifest's meta."""
         return {
-            "solve_rate_kept": self.kept, "solve_rate_lowest": self.lowest, "solve_rate_highest": self.highest,
-            "solve_rate_estimated": self.estimated, "solve_rate_bias": self.bias,
-        }  # fmt: skip
+            "solve_rate_kept": self.kept,
+            "solve_rate_lowest": self.lowest,
+            "solve_rate_highest": self.highest,
+            "solve_rate_estimated": self.estimated,
+            "solve_rate_bias": self.bias,
+        }
 
 
 def solve_rates(played: Sequence[Played]) -> SolveRates | None:
-    """The rates of an iteration's episodes; None without a straggler or without a verdict. Infra errors and ungraded ones do not count.
+    """The rates of an iteration's episodes; None without a straggler or without a verdict.
 
-    A straggler of some length is guessed to be solved as often as the kept episodes that became at least that long; where none did, as
-    often as the longest. The deterministic profile drops by index and not by speed: there the true bias is 0, and the estimate noise.
+    Infra errors and ungraded ones do not count.
+
+    A straggler of some length is guessed to be solved as often as the kept episodes that became at least that long;
+    where none did, as often as the longest. The deterministic profile drops by index and not by speed: there the true
+    bias is 0, and the estimate noise.
     """
     kept = [(each.length, float(each.solved)) for each in played if each.solved is not None]
     lengths = [each.length for each in played if each.outcome in STRAGGLERS]
@@ -64,9 +71,11 @@ def solve_rates(played: Sequence[Played]) -> SolveRates | None:
     longest = max(length for length, _ in kept)
     guesses = [fmean(value for reached, value in kept if reached >= min(length, longest)) for length in lengths]
     return SolveRates(
-        kept=solved / len(kept), lowest=solved / total, highest=(solved + len(lengths)) / total,
+        kept=solved / len(kept),
+        lowest=solved / total,
+        highest=(solved + len(lengths)) / total,
         estimated=(solved + sum(guesses)) / total,
-    )  # fmt: skip
+    )
 
 
 def played_in(groups: Sequence[Artifact]) -> list[Played]:

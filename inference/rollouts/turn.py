@@ -11,7 +11,9 @@ from inference.rollouts.workspace import Workspace
 
 
 def read_turn(text: str) -> ParsedTurn:
-    """`parse_turn`, refusing also what JSON readers let through but nothing can write down again: NaN, infinity, lone surrogates."""
+    """`parse_turn`, refusing also what JSON readers let through but nothing can write down again: NaN, infinity, lone
+    surrogates.
+    """
     try:
         turn = parse_turn(text)
         for call in turn.calls:
@@ -30,9 +32,11 @@ def arguments_text(call: ToolCallText) -> str:
 async def answer_turn(
     turn: ParsedTurn, workspace: Workspace, *, index: int, timeout_s: float
 ) -> tuple[list[str], list[ToolCallRecord]]:
-    """Execute a turn's calls, in parallel where the sandbox allows it; answers in call order, with a record of each call.
+    """Execute a turn's calls, in parallel where the sandbox allows it; answers in call order, with a record of each
+    call.
 
-    A turn that can't be parsed is answered by its error and records no call. index: of the turn, from 0. Raises InfraFault.
+    A turn that can't be parsed is answered by its error and records no call. index: of the turn, from 0. Raises
+    InfraFault.
     """
     if turn.error is not None:
         return [f"error: {turn.error}"], []

@@ -1,6 +1,7 @@
 """One worker of the fan-out: samples its shard's groups, and commits each as soon as its samples are there.
 
-    claim -> sample -> grade -> commit, for all groups at once; a group without variance starts the next one of the reserve
+    claim -> sample -> grade -> commit, for all groups at once; a group without variance starts the next one of the
+    reserve
 
 Kill it at any instant: committed groups stay, everything else is sampled again, with the same seeds.
 """
@@ -81,17 +82,24 @@ async def run_shard(
     progress: Progress = no_progress,
     limits: Limits = Limits(),
 ) -> ShardReport:
-    """Sample and commit every group of `shard`, refills included. Cancellation and SIGTERM close all sandboxes and keep what is committed.
+    """Sample and commit every group of `shard`, refills included.
 
-    Raises PlanError for a task that `tasks` lacks, StaleVersion when the engine serves another policy than the plan's, and
-    InfraFault when every episode of a group was lost to infrastructure: such a group is not committed.
+    Cancellation and SIGTERM close all sandboxes and keep what is committed.
+
+    Raises PlanError for a task that `tasks` lacks, StaleVersion when the engine serves another policy than the plan's,
+    and InfraFault when every episode of a group was lost to infrastructure: such a group is not committed.
     """
     await _check(plan, shard, engine, tasks)
     config = plan.config
     player = Player(
-        engine=engine, workspaces=Workspaces(sandboxes, limits, config.episode_timeout_s), tokenizer=tokenizer, config=config,
-        policy_version=plan.policy.digest, key=plan.key, gate=asyncio.Semaphore(config.concurrency),
-    )  # fmt: skip
+        engine=engine,
+        workspaces=Workspaces(sandboxes, limits, config.episode_timeout_s),
+        tokenizer=tokenizer,
+        config=config,
+        policy_version=plan.policy.digest,
+        key=plan.key,
+        gate=asyncio.Semaphore(config.concurrency),
+    )
     owner = ClaimOwner(store, plan.key)
     with _cancelled_by_sigterm():
         async with _lease(owner):
@@ -102,9 +110,16 @@ class _Shard:
     """The groups of one worker in flight."""
 
     def __init__(
-        self, plan: RolloutPlan, shard: int, player: Player, tasks: Mapping[str, Task], store: Store,
-        grade: Grade, owner: ClaimOwner, meter: Meter,
-    ) -> None:  # fmt: skip
+        self,
+        plan: RolloutPlan,
+        shard: int,
+        player: Player,
+        tasks: Mapping[str, Task],
+        store: Store,
+        grade: Grade,
+        owner: ClaimOwner,
+        meter: Meter,
+    ) -> None:
         self._plan, self._shard, self._player, self._tasks = plan, shard, player, tasks
         self._store, self._grade, self._owner, self._meter = store, grade, owner, meter
         self._groups, self._reserve = plan.shard(shard)
@@ -119,9 +134,15 @@ class _Shard:
             raise several.exceptions[0] from None
         meter = self._meter
         return ShardReport(
-            self._shard, meter.groups_done, self._found, self._refills, meter.episodes_played, meter.tokens,
-            self._infra_errors, meter.seconds,
-        )  # fmt: skip
+            self._shard,
+            meter.groups_done,
+            self._found,
+            self._refills,
+            meter.episodes_played,
+            meter.tokens,
+            self._infra_errors,
+            meter.seconds,
+        )
 
     def _start(self, group: GroupPlan, running: asyncio.TaskGroup) -> None:
         self._meter.expect(1, self._plan.config.episodes_started)
@@ -157,7 +178,8 @@ class _Shard:
         episodes = await sample_group(self._player, self._plan, group, task, self._meter.episode)
         if all(episode.outcome is Outcome.INFRA_ERROR for episode in episodes):
             raise InfraFault(
-                f"group {group.index} (task {group.task_id}) lost all {len(episodes)} episodes to infrastructure faults, see the log: check engine and envd, then run the worker again"
+                f"group {group.index} (task {group.task_id}) lost all {len(episodes)} episodes to infrastructure"
+                " faults, see the log: check engine and envd, then run the worker again"
             )
         solved = await asyncio.gather(*(self._verdict(task, episode) for episode in episodes))
         failpoint("group-sampled")
@@ -175,8 +197,8 @@ class _Shard:
         solved = (await self._grade(task, episode.final_diff)).solved
         if solved is None and config.refill and config.profile == "deterministic":
             raise InfraFault(
-                f"an episode of task {task.task_id} could not be graded, and which prompts are drawn again depends on it: "
-                "check envd, then run the same step again, committed groups stay"
+                f"an episode of task {task.task_id} could not be graded, and which prompts are drawn again depends on"
+                " it: check envd, then run the same step again, committed groups stay"
             )
         return solved
 
@@ -186,12 +208,14 @@ async def _check(plan: RolloutPlan, shard: int, engine: Engine, tasks: Mapping[s
     unknown = sorted({group.task_id for group in (*groups, *reserve)} - set(tasks))
     if unknown:
         raise PlanError(
-            f"the task suite lacks {unknown[0]} and {len(unknown) - 1} more tasks of the plan: pass the suite that the prompts were drawn from"
+            f"the task suite lacks {unknown[0]} and {len(unknown) - 1} more tasks of the plan: pass the suite that the"
+            " prompts were drawn from"
         )
     served = await engine.version()
     if served != plan.policy.digest:
         raise StaleVersion(
-            f"engine serves policy {served[:12]}, the plan asks for {plan.policy.short}: load that checkpoint before sampling"
+            f"engine serves policy {served[:12]}, the plan asks for {plan.policy.short}: load that checkpoint before"
+            " sampling"
         )
 
 

@@ -82,7 +82,10 @@ class Workspace:
             raise SandboxBroken(f"a tool call failed: {_words(error, sandbox)}") from error
 
     async def finish(self) -> bytes:
-        """The final diff, of the task's artifacts where it declares any; the sandbox is gone afterwards. Raises SandboxBroken."""
+        """The final diff, of the task's artifacts where it declares any; the sandbox is gone afterwards.
+
+        Raises SandboxBroken.
+        """
         if self._starting is None:
             return b""
         artifacts = self._task.artifacts

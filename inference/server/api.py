@@ -1,4 +1,6 @@
-"""Requests and answers of the HTTP API: OpenAI's, plus `/v1/score`, `/v1/load_weights`, `/v1/withdraw` and `/version`."""
+"""Requests and answers of the HTTP API: OpenAI's, plus `/v1/score`, `/v1/load_weights`, `/v1/withdraw` and
+`/version`.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
 """The HTTP application: routes over one engine.
 
-request JSON -> pydantic model -> engine -> OpenAI-shaped answer     any TriplaneError -> {"error": {message, type, code}}
+request JSON -> pydantic model -> engine -> OpenAI-shaped answer     any TriplaneError -> {"error": {message, type,
+                                                                     code}}
 
-A server that can't serve the live policy is withdrawn: /health and new completions answer 503 until weights were loaded. What is in flight ends.
+A server that can't serve the live policy is withdrawn: /health and new completions answer 503 until weights were
+loaded. What is in flight ends.
 """
 
 from __future__ import annotations
@@ -56,7 +58,10 @@ class Application:
         return Starlette(routes=routes, exception_handlers={TriplaneError: _explain, Exception: _explain})
 
     async def swap(self, directory: Path, version: str) -> None:
-        """Serve another policy from now on, and be in service again. Raises EngineError; the policy in place then stays."""
+        """Serve another policy from now on, and be in service again.
+
+        Raises EngineError; the policy in place then stays.
+        """
         await self._engine.load_weights(directory, version)
         self.withdrawn = None
 

@@ -14,7 +14,10 @@ _TOOLS = "You may call these tools, described as JSON, one a line:"
 
 
 def prompt_tokens(tokenizer: ChatTokenizer, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-    """Tokens of the conversation, ending where the assistant's turn begins. Answers to parallel calls share one turn."""
+    """Tokens of the conversation, ending where the assistant's turn begins.
+
+    Answers to parallel calls share one turn.
+    """
     leading, index = _leading(messages, tools)
     if index == len(messages):
         return tokenizer.prompt(leading)
@@ -23,7 +26,8 @@ def prompt_tokens(tokenizer: ChatTokenizer, messages: Sequence[Message], tools: 
         message = messages[index]
         if message.role != "assistant":
             raise BadRequest(
-                f"message {index} has role {message.role}: after the first user message, assistant and tool (or user) turns alternate"
+                f"message {index} has role {message.role}: after the first user message, assistant and tool (or user)"
+                " turns alternate"
             )
         ids += tokenizer.policy_turn([_call(call) for call in message.tool_calls], message.content or "")
         index += 1
@@ -45,7 +49,10 @@ def prompt_tokens(tokenizer: ChatTokenizer, messages: Sequence[Message], tools: 
 
 
 def answer_message(text: str, answer_id: str) -> tuple[dict[str, Any], str]:
-    """The assistant message of sampled text and its finish reason ("tool_calls" or "stop"). Malformed calls stay text."""
+    """The assistant message of sampled text and its finish reason ("tool_calls" or "stop").
+
+    Malformed calls stay text.
+    """
     body = text.removesuffix(TURN_END)
     turn = parse_turn(body)
     if turn.error is not None or not turn.calls:

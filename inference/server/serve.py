@@ -23,7 +23,8 @@ from inference.server.follow import Source, follow
 def find_policy(policy: str, store: str | None) -> tuple[Path, str]:
     """The checkpoint directory and version that `policy` names.
 
-    policy: a directory, or the first digits (at least 6) of a checkpoint artifact's content digest or action key in the store.
+    policy: a directory, or the first digits (at least 6) of a checkpoint artifact's content digest or action key in the
+    store.
     """
     directory = Path(policy)
     if directory.is_dir():
@@ -62,18 +63,33 @@ class Following:
 
 
 def serve(
-    directory: Path, version: str, listen: str, *, model: str, max_batch: int, threads: int | None,
+    directory: Path,
+    version: str,
+    listen: str,
+    *,
+    model: str,
+    max_batch: int,
+    threads: int | None,
     following: Following | None = None,
-) -> None:  # fmt: skip
-    """Serve until interrupted. Prints the address once it answers. following: None stays with the policy until told by /v1/load_weights."""
+) -> None:
+    """Serve until interrupted.
+
+    Prints the address once it answers. following: None stays with the policy until told by /v1/load_weights.
+    """
     host, port = split_address(listen)
     asyncio.run(_serve(directory, version, host, port, model, max_batch, threads, following))
 
 
 async def _serve(
-    directory: Path, version: str, host: str, port: int, model: str, max_batch: int, threads: int | None,
+    directory: Path,
+    version: str,
+    host: str,
+    port: int,
+    model: str,
+    max_batch: int,
+    threads: int | None,
     following: Following | None,
-) -> None:  # fmt: skip
+) -> None:
     tokenizer = ChatTokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
     engine = BuiltinEngine(directory, version, max_batch=max_batch, threads=threads)
     app = Application(engine, tokenizer, model)

@@ -7,8 +7,10 @@ In: tensors. Out: tensors. May import torch only; Triton and a GPU are found at 
     permute, router       tokens to their experts and back
     swiglu                the experts' activation, fused with its quantization
     loss_head             log-probability and entropy without [tokens, vocabulary]
-    moe                   the differentiable expert layer made of these; `moe_weights` its codes, `moe_module` the torch module
+    moe                   the differentiable expert layer made of these; `moe_weights` its codes, `moe_module` the torch
+                          module
 
-`<op>.py` is public and registers torch operators (`custom_ops`), `<op>_reference.py` is torch, `<op>_triton.py` and `<op>_gluon.py` are imported
-when `machine.choose` picks them. `tuning` finds their launch configurations. docs/kernels.md says more.
+`<op>.py` is public and registers torch operators (`custom_ops`), `<op>_reference.py` is torch, `<op>_triton.py` and
+`<op>_gluon.py` are imported when `machine.choose` picks them. `tuning` finds their launch configurations.
+docs/kernels.md says more.
 """

@@ -1,6 +1,7 @@
 """FP8 block quantization of weights, the torch reference: one float32 scale per 128x128 block.
 
-Recipe: scale = amax / 448, code = round_to_e4m3(weight / scale), weight' = code * scale. Source: DeepSeek-V3, section 3.3 (arXiv:2412.19437).
+Recipe: scale = amax / 448, code = round_to_e4m3(weight / scale), weight' = code * scale. Source: DeepSeek-V3, section
+3.3 (arXiv:2412.19437).
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ SMALLEST_SCALE = 2.0**-126
 
 
 def block_scales(amax: Tensor, *, power_of_two: bool = False) -> Tensor:
-    """Scales for blocks whose largest magnitude is `amax` (float32, any shape): amax / 448, and 1 for an all-zero block.
+    """Scales for blocks whose largest magnitude is `amax` (float32, any shape): amax / 448, and 1 for an all-zero
+    block.
 
-    Never below 2^-126. power_of_two: rounded up to the next power of two, so that scaling is exact. NaN and infinity stay.
+    Never below 2^-126. power_of_two: rounded up to the next power of two, so that scaling is exact. NaN and infinity
+    stay.
     """
     scales = by_e4m3_max(amax).float()
     scales = torch.where(scales < SMALLEST_SCALE, SMALLEST_SCALE, scales)
@@ -27,7 +30,9 @@ def block_scales(amax: Tensor, *, power_of_two: bool = False) -> Tensor:
 
 
 def by_e4m3_max(amax: Tensor) -> Tensor:
-    """amax / 448, rounded to nearest on every device: by a Python number torch's CUDA division multiplies with the rounded reciprocal."""
+    """amax / 448, rounded to nearest on every device: by a Python number torch's CUDA division multiplies with the
+    rounded reciprocal.
+    """
     return amax / amax.new_full((), E4M3_MAX)
 
 
@@ -35,8 +40,8 @@ def quantize_blockwise(weight: Tensor, *, power_of_two: bool = False) -> tuple[T
     """Quantize a matrix.
 
     weight: [N, K] float32, any N and K (edge blocks are smaller). Returns codes [N, K] float8_e4m3fn and scales
-    [ceil(N/128), ceil(K/128)] float32, both on weight's device. An all-zero block has scale 1. NaN and infinity give NaN codes
-    or an infinite scale, so they stay visible. power_of_two: scales rounded up to powers of two.
+    [ceil(N/128), ceil(K/128)] float32, both on weight's device. An all-zero block has scale 1. NaN and infinity give
+    NaN codes or an infinite scale, so they stay visible. power_of_two: scales rounded up to powers of two.
     """
     blocks = _blocks(weight)
     scales = block_scales(blocks.abs().amax(dim=(1, 3)), power_of_two=power_of_two)

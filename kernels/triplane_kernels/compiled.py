@@ -1,7 +1,9 @@
-"""Compiles every kernel for an H200 on a machine without a GPU, and tells what NVIDIA's assembler says: `python -m triplane_kernels.compiled`.
+"""Compiles every kernel for an H200 on a machine without a GPU, and tells what NVIDIA's assembler says: `python -m
+triplane_kernels.compiled`.
 
-Public operators run over CPU tensors while Triton's driver is replaced by one that knows the target alone: launches stop after compilation to machine
-code. Each configuration that tuning would try is a row: registers, spills, shared memory, matrix and copy instructions, width of memory accesses.
+Public operators run over CPU tensors while Triton's driver is replaced by one that knows the target alone: launches
+stop after compilation to machine code. Each configuration that tuning would try is a row: registers, spills, shared
+memory, matrix and copy instructions, width of memory accesses.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ class Compiled:
     """Width of the global loads that move most bytes; 0 where all goes by TMA or cp.async."""
     store_bits: int = 0
     serialized: bool = False
-    """The assembler makes every wgmma wait for the one before (its C7514), since something touches accumulators in flight."""
+    """The assembler makes every wgmma wait for the one before (its C7514), since something touches accumulators in
+    flight.
+    """
     refused: str = ""
     """Why it does not compile or does not fit; the numbers mean nothing then."""
 
@@ -80,7 +84,9 @@ class _Target:
 
 
 def compile_case(name: str, *, first: bool = False) -> Iterator[Compiled]:
-    """Everything that case `name` launches, each kernel and configuration once. first: of each kernel's configurations the first alone."""
+    """Everything that case `name` launches, each kernel and configuration once. first: of each kernel's configurations
+    the first alone.
+    """
     kept: list[tuple[str, Any]] = []
     refused: list[Compiled] = []
     current = ["fixed"]
@@ -138,12 +144,20 @@ def _describe(case: str, config: str, kernel: Any) -> Compiled:
     warps = metadata.num_warps
     copies = "TMA" if "cp.async.bulk.tensor" in ptx else "cp.async" if "cp.async.c" in ptx else ""
     return Compiled(
-        case, metadata.name, config, int(registers[1]), int(stack[1]), metadata.shared,
+        case,
+        metadata.name,
+        config,
+        int(registers[1]),
+        int(stack[1]),
+        metadata.shared,
         _blocks(int(registers[1]), warps, metadata.shared),
-        tuple(sorted(set(re.findall(r"wgmma\.mma_async\S*?(m\d+n\d+k\d+\S*)", ptx)))), copies,
-        _width(ptx, "ld"), _width(ptx, "st"), "C7514" in said,
+        tuple(sorted(set(re.findall(r"wgmma\.mma_async\S*?(m\d+n\d+k\d+\S*)", ptx)))),
+        copies,
+        _width(ptx, "ld"),
+        _width(ptx, "st"),
+        "C7514" in said,
         "" if metadata.shared <= MOST_SHARED else f"{metadata.shared} bytes of shared memory, more than {MOST_SHARED}",
-    )  # fmt: skip
+    )
 
 
 def _blocks(registers: int, warps: int, shared: int) -> int:
@@ -171,15 +185,20 @@ def _assemble(ptx: str) -> str:
         source.write_text(ptx)
         return subprocess.run(
             [tool, "-v", "--gpu-name=sm_90a", source, "-o", Path(folder) / "kernel.cubin"],
-            capture_output=True, text=True, check=True,
-        ).stderr  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stderr
 
 
 def table(rows: Sequence[Compiled]) -> str:
     """The rows as Markdown."""
     lines = [
-        f"Compiled for compute capability 9.0 on {date.today()} by Triton {triton.__version__}, torch {torch.__version__}. Spills are bytes a thread; shared memory is "
-        "KiB of 227; blocks are those that fit a multiprocessor.",
+        (
+            f"Compiled for compute capability 9.0 on {date.today()} by Triton {triton.__version__}, torch"
+            f" {torch.__version__}. Spills are bytes a thread; shared memory is KiB of 227; blocks are those that fit a"
+            " multiprocessor."
+        ),
         "",
         "| case | kernel | configuration | registers | spills | shared | blocks | wgmma | tiles by | loads, stores |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -193,8 +212,8 @@ def table(rows: Sequence[Compiled]) -> str:
             " SERIALIZED" if row.serialized else ""
         )
         lines.append(
-            f"{start}| {row.registers} | {row.stack} | {row.shared / 1024:.0f} | {row.blocks} | {matrix} | {row.copies} "
-            f"| {row.load_bits}, {row.store_bits} bits |"
+            f"{start}| {row.registers} | {row.stack} | {row.shared / 1024:.0f} | {row.blocks} | {matrix} | {row.copies}"
+            f" | {row.load_bits}, {row.store_bits} bits |"
         )
     return "\n".join(lines)
 
@@ -209,7 +228,10 @@ def write_between(path: Path, text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile the named cases, or all. Returns the exit code: 1 where a first configuration does not compile, 2 under the interpreter."""
+    """Compile the named cases, or all.
+
+    Returns the exit code: 1 where a first configuration does not compile, 2 under the interpreter.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m triplane_kernels.compiled",
         description="What each kernel's configurations compile to on an H200. Needs Triton and no GPU.",

@@ -1,6 +1,8 @@
-"""What `compiled` compiles: each public operator once a kind of operand, on empty CPU tensors of the sizes that matter to a compiler.
+"""What `compiled` compiles: each public operator once a kind of operand, on empty CPU tensors of the sizes that matter
+to a compiler.
 
-A compiler makes other code for sizes that are 1 or no multiple of 16, and for rows that the copy engine can't take: the cases "odd" and "ones".
+A compiler makes other code for sizes that are 1 or no multiple of 16, and for rows that the copy engine can't take: the
+cases "odd" and "ones".
 """
 
 from __future__ import annotations

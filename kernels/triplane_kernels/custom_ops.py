@@ -1,9 +1,11 @@
-"""Registration of kernels as torch operators `torch.ops.triplane.<name>`, so that torch.compile, FSDP2 and autograd treat them as torch's own.
+"""Registration of kernels as torch operators `torch.ops.triplane.<name>`, so that torch.compile, FSDP2 and autograd
+treat them as torch's own.
 
     @operator("scale", fake=_fake, save=_save, backward=_backward)
     def scale(x: Tensor, factor: float) -> Tensor: ...
 
-What `torch.library.custom_op` does, through the same registries, without importing the compiler (seconds) at the first call.
+What `torch.library.custom_op` does, through the same registries, without importing the compiler (seconds) at the first
+call.
 """
 
 from __future__ import annotations
@@ -31,17 +33,20 @@ def operator(
     backward: Callable[..., Gradients] | None = None,
     mutates: Sequence[str] = (),
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Register the decorated function as `torch.ops.triplane.<name>` and return that operator, called as the function is.
+    """Register the decorated function as `torch.ops.triplane.<name>` and return that operator, called as the function
+    is.
 
-    The function's annotations give the schema: Tensor, Tensor | None, int, float, bool, str, list[int], optional or not, and as result
-    Tensor or a tuple of them; parameters are positional, and keywords may name them. It gets tensors on any device, runs below autograd, and must
-    return new tensors: a result never is or views an argument or another result, even when there is nothing to do.
+    The function's annotations give the schema: Tensor, Tensor | None, int, float, bool, str, list[int], optional or
+    not, and as result Tensor or a tuple of them; parameters are positional, and keywords may name them. It gets tensors
+    on any device, runs below autograd, and must return new tensors: a result never is or views an argument or another
+    result, even when there is nothing to do.
 
-    fake: called as the function is, on tensors without data: returns empty tensors of the right shape, dtype and device, and reads no values.
-    save: `save(ctx, inputs, output)`, called when a gradient will be wanted: keeps what `backward` needs by `ctx.save_for_backward`.
-    backward: `backward(ctx, *gradients)`, a gradient a result (None where the result was not used), returns one gradient a parameter. Made of
-    torch's own and registered operators only, so that it can be traced. Without it, a gradient asked for raises RuntimeError instead of vanishing.
-    mutates: names of parameters that are written to.
+    fake: called as the function is, on tensors without data: returns empty tensors of the right shape, dtype and
+    device, and reads no values. save: `save(ctx, inputs, output)`, called when a gradient will be wanted: keeps what
+    `backward` needs by `ctx.save_for_backward`. backward: `backward(ctx, *gradients)`, a gradient a result (None where
+    the result was not used), returns one gradient a parameter. Made of torch's own and registered operators only, so
+    that it can be traced. Without it, a gradient asked for raises RuntimeError instead of vanishing. mutates: names of
+    parameters that are written to.
     """
 
     def register(function: Callable[P, R]) -> Callable[P, R]:
@@ -60,7 +65,9 @@ def operator(
 
 
 def _on_the_tensors_device(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` with the device of its first CUDA tensor as the current one: Triton launches on the current device, whatever its pointers are."""
+    """`function` with the device of its first CUDA tensor as the current one: Triton launches on the current device,
+    whatever its pointers are.
+    """
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -23,9 +23,10 @@ from triplane_kernels.tuning import workload
 def gemm(a: Operand, b: Operand, *, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """out = a @ b^T.
 
-    a: [M, K] bfloat16, float32 or float64; or codes [M, K] and scales [M, ceil(K/128)]. b: [N, K] of a's dtype; or codes [N, K] and scales
-    [ceil(N/128), ceil(K/128)] (weights), or [N, ceil(K/128)] (rows scaled one by one, as wgrad's are). Returns [M, N] in out_dtype. Each
-    128-deep partial sum is promoted to float32 (DeepSeek-V3, section 3.3.2). Plain operands carry gradients. Raises KernelInputError.
+    a: [M, K] bfloat16, float32 or float64; or codes [M, K] and scales [M, ceil(K/128)]. b: [N, K] of a's dtype; or
+    codes [N, K] and scales [ceil(N/128), ceil(K/128)] (weights), or [N, ceil(K/128)] (rows scaled one by one, as
+    wgrad's are). Returns [M, N] in out_dtype. Each 128-deep partial sum is promoted to float32 (DeepSeek-V3, section
+    3.3.2). Plain operands carry gradients. Raises KernelInputError.
     """
     both = Operands.check("gemm", a, b)
     if both.a.dim() != 2 or both.b.dim() != 2 or both.a.shape[1] != both.b.shape[1]:

@@ -4,8 +4,9 @@
     dgrad    out[m] = b[g]^T @ grad[m]     [M, N] x [G, N, K] -> [M, K]
     wgrad    out[g] = sum of grad[m] a[m]^T  [M, N] x [M, K] -> [G, N, K]
 
-Each takes FP8 codes with scales or plain tensors, so that every product has its own toggle. FP8 products promote each 128-deep partial sum to
-float32 before they scale and add it (DeepSeek-V3, section 3.3.2, arXiv:2412.19437). Group sizes stay on the device.
+Each takes FP8 codes with scales or plain tensors, so that every product has its own toggle. FP8 products promote each
+128-deep partial sum to float32 before they scale and add it (DeepSeek-V3, section 3.3.2, arXiv:2412.19437). Group sizes
+stay on the device.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ SHAPES = [
 def grouped_gemm(a: Operand, b: Operand, offsets: Tensor, *, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """out[m] = b[g] @ a[m] for every row m of group g.
 
-    a: [M, K] bfloat16, float32 or float64; or codes [M, K] and scales [M, ceil(K/128)], as `quantize_activations` gives them.
-    b: [G, N, K] of a's dtype; or codes [G, N, K] and scales [G, ceil(N/128), ceil(K/128)], as `quantize_weights` gives them.
-    offsets: int32 [G + 1] on the same device, from 0, rising: group g holds rows offsets[g] to offsets[g + 1]; groups may be empty.
-    Returns [M, N] in out_dtype, zero for rows of no group. Plain operands carry gradients. Raises KernelInputError.
+    a: [M, K] bfloat16, float32 or float64; or codes [M, K] and scales [M, ceil(K/128)], as `quantize_activations` gives
+    them. b: [G, N, K] of a's dtype; or codes [G, N, K] and scales [G, ceil(N/128), ceil(K/128)], as `quantize_weights`
+    gives them. offsets: int32 [G + 1] on the same device, from 0, rising: group g holds rows offsets[g] to offsets[g +
+    1]; groups may be empty. Returns [M, N] in out_dtype, zero for rows of no group. Plain operands carry gradients.
+    Raises KernelInputError.
     """
     both = Operands.check("grouped_gemm", a, b)
     _check_rows("grouped_gemm", both, offsets, depth=2)
@@ -51,8 +53,9 @@ def grouped_gemm_dgrad(
 ) -> Tensor:
     """out[m] = b[g]^T @ grad[m]: the gradient of `grouped_gemm` with respect to a.
 
-    grad: [M, N], plain or quantized by rows. b: [G, N, K], the forward's operand. transposed: b is [G, K, N] instead, codes_t and scales_t of
-    `quantize_weights_both`; FP8 units read both operands along the sum, so codes that are not transposed are copied first. Returns [M, K].
+    grad: [M, N], plain or quantized by rows. b: [G, N, K], the forward's operand. transposed: b is [G, K, N] instead,
+    codes_t and scales_t of `quantize_weights_both`; FP8 units read both operands along the sum, so codes that are not
+    transposed are copied first. Returns [M, K].
     """
     both = Operands.check("grouped_gemm_dgrad", grad, b)
     if both.b_scales is not None and not transposed:
@@ -64,9 +67,10 @@ def grouped_gemm_dgrad(
 def grouped_gemm_wgrad(grad: Operand, a: Operand, offsets: Tensor, *, out_dtype: torch.dtype = torch.float32) -> Tensor:
     """out[g] = sum over the rows m of group g of grad[m] a[m]^T: the gradient of `grouped_gemm` with respect to b.
 
-    grad: [M, N] and a: [M, K], plain; or the last two results of `quantize_both` of each: codes [N, M] and scales [N, ceil(M/128)], codes [K, M]
-    and scales [K, ceil(M/128)]. Blocks of 128 rows are shared by the groups that meet in them; with offsets that are multiples of 128, as
-    `permute` gives them, none are. Returns [G, N, K] in out_dtype, zero for an empty group. Raises KernelInputError.
+    grad: [M, N] and a: [M, K], plain; or the last two results of `quantize_both` of each: codes [N, M] and scales [N,
+    ceil(M/128)], codes [K, M] and scales [K, ceil(M/128)]. Blocks of 128 rows are shared by the groups that meet in
+    them; with offsets that are multiples of 128, as `permute` gives them, none are. Returns [G, N, K] in out_dtype,
+    zero for an empty group. Raises KernelInputError.
     """
     both = Operands.check("grouped_gemm_wgrad", grad, a)
     _check_offsets("grouped_gemm_wgrad", offsets)
@@ -79,8 +83,8 @@ def grouped_gemm_wgrad(grad: Operand, a: Operand, offsets: Tensor, *, out_dtype:
     for values, scales in ((both.a, both.a_scales), (both.b, both.b_scales)):
         if scales is not None and scales.shape != (values.shape[0], -(-values.shape[1] // 128)):
             raise KernelInputError(
-                f"grouped_gemm_wgrad: scales {list(scales.shape)} of codes {list(values.shape)} must be one for each 128 "
-                "columns of a row, as the last two results of quantize_both are"
+                f"grouped_gemm_wgrad: scales {list(scales.shape)} of codes {list(values.shape)} must be one for each"
+                " 128 columns of a row, as the last two results of quantize_both are"
             )
     return _grouped_gemm_wgrad(*both.flat, offsets, out_dtype)
 
@@ -90,8 +94,8 @@ def _check_rows(op: str, both: Operands, offsets: Tensor, depth: int) -> None:
     a, b = both.a, both.b
     if a.dim() != 2 or b.dim() != 3 or a.shape[1] != b.shape[depth] or b.shape[0] != offsets.numel() - 1:
         raise KernelInputError(
-            f"{op}: rows {list(a.shape)}, matrices {list(b.shape)} and {offsets.numel()} offsets don't fit: the rows' width "
-            f"must be the matrices' dimension {depth}, and offsets one more than the matrices"
+            f"{op}: rows {list(a.shape)}, matrices {list(b.shape)} and {offsets.numel()} offsets don't fit: the rows'"
+            f" width must be the matrices' dimension {depth}, and offsets one more than the matrices"
         )
     if both.a_scales is None or both.b_scales is None:
         return
@@ -99,7 +103,8 @@ def _check_rows(op: str, both: Operands, offsets: Tensor, depth: int) -> None:
     wanted = [a.shape[0], wide], [b.shape[0], high, wide]
     if [list(both.a_scales.shape), list(both.b_scales.shape)] != list(wanted):
         raise KernelInputError(
-            f"{op}: scales {list(both.a_scales.shape)} and {list(both.b_scales.shape)} must be {wanted[0]} and {wanted[1]}"
+            f"{op}: scales {list(both.a_scales.shape)} and {list(both.b_scales.shape)} must be {wanted[0]} and"
+            f" {wanted[1]}"
         )
 
 

@@ -1,9 +1,12 @@
-"""The FP8 grouped product for Hopper in Gluon, warp-specialized: one warp copies tiles by TMA, two warpgroups multiply half a tile each.
+"""The FP8 grouped product for Hopper in Gluon, warp-specialized: one warp copies tiles by TMA, two warpgroups multiply
+half a tile each.
 
-    producer: wait for an empty stage, TMA a and b into it --ready--> consumers: two blocks' wgmma, scaled and added in turn --empty-->
+    producer: wait for an empty stage, TMA a and b into it --ready--> consumers: two blocks' wgmma, scaled and added in
+    turn --empty-->
 
-The warpgroups wait for no other, and one adds (the promotion of DeepSeek-V3, section 3.3.2) while the other keeps the tensor cores busy.
-Tiles are dealt to persistent programs as in `grouped_gemm_triton`; every partition walks the groups on the device.
+The warpgroups wait for no other, and one adds (the promotion of DeepSeek-V3, section 3.3.2) while the other keeps the
+tensor cores busy. Tiles are dealt to persistent programs as in `grouped_gemm_triton`; every partition walks the groups
+on the device.
 """
 
 from __future__ import annotations
@@ -34,15 +37,32 @@ MOST_REGISTERS = 65536 // (12 * 32) // 8 * 8
 def grouped_gemm(
     a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, offsets: Tensor, out: Tensor, config: Config
 ) -> None:
-    """out [M, N] = rows of a times their groups' matrices, as `grouped_gemm_reference`: a [M, K], b [G, N, K], K a multiple of 16."""
+    """out [M, N] = rows of a times their groups' matrices, as `grouped_gemm_reference`: a [M, K], b [G, N, K], K a
+    multiple of 16.
+    """
     (rows, depth), (groups, columns, _) = a.shape, b.shape
     wide = config["BLOCK_N"]
     tiles = (triton.cdiv(rows, ROWS.value) + groups) * triton.cdiv(columns, wide)
     _kernel[(min(tiles, machine().multiprocessors),)](
-        _descriptor(a, ROWS.value), _descriptor(b.view(-1, depth), wide), out, a_scales, b_scales, offsets,
-        rows, columns, depth, groups, *a_scales.stride(), *b_scales.stride(), STAGES=config["STAGES"], BAND=config["BAND"],
-        CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4, maxnreg=MOST_REGISTERS,
-    )  # fmt: skip
+        _descriptor(a, ROWS.value),
+        _descriptor(b.view(-1, depth), wide),
+        out,
+        a_scales,
+        b_scales,
+        offsets,
+        rows,
+        columns,
+        depth,
+        groups,
+        *a_scales.stride(),
+        *b_scales.stride(),
+        STAGES=config["STAGES"],
+        BAND=config["BAND"],
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS,
+        PRODUCER_REGISTERS=PRODUCER_REGISTERS,
+        num_warps=4,
+        maxnreg=MOST_REGISTERS,
+    )
 
 
 def _descriptor(matrix: Tensor, rows: int) -> TensorDescriptor:
@@ -53,11 +73,26 @@ def _descriptor(matrix: Tensor, rows: int) -> TensorDescriptor:
 
 @gluon.jit
 def _kernel(
-    a_tiles: tma.tensor_descriptor, b_tiles: tma.tensor_descriptor, out: gl.tensor, a_scales: gl.tensor, b_scales: gl.tensor,
-    offsets: gl.tensor, rows: gl.tensor, columns: gl.tensor, depth: gl.tensor, groups: gl.tensor, a_scale_row: gl.tensor,
-    a_scale_column: gl.tensor, b_scale_matrix: gl.tensor, b_scale_row: gl.tensor, b_scale_column: gl.tensor,
-    STAGES: gl.constexpr, BAND: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-) -> None:  # fmt: skip
+    a_tiles: tma.tensor_descriptor,
+    b_tiles: tma.tensor_descriptor,
+    out: gl.tensor,
+    a_scales: gl.tensor,
+    b_scales: gl.tensor,
+    offsets: gl.tensor,
+    rows: gl.tensor,
+    columns: gl.tensor,
+    depth: gl.tensor,
+    groups: gl.tensor,
+    a_scale_row: gl.tensor,
+    a_scale_column: gl.tensor,
+    b_scale_matrix: gl.tensor,
+    b_scale_row: gl.tensor,
+    b_scale_column: gl.tensor,
+    STAGES: gl.constexpr,
+    BAND: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+) -> None:
     a_stages = gl.allocate_shared_memory(gl.float8e4nv, [STAGES] + a_tiles.block_type.shape, a_tiles.layout)  # noqa: RUF005  Triton has no starred lists
     b_stages = gl.allocate_shared_memory(gl.float8e4nv, [STAGES] + b_tiles.block_type.shape, b_tiles.layout)  # noqa: RUF005  Triton has no starred lists
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -118,9 +153,18 @@ def _produce(
 
 @gluon.jit
 def _consume(
-    stages: gl.tuple, scales: gl.tuple, sizes: gl.tuple, out: gl.tensor, FIRST: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
-) -> None:  # fmt: skip
-    """Multiplies, promotes and stores the HALF rows from FIRST of this program's tiles; rows after the last group are zeros."""
+    stages: gl.tuple,
+    scales: gl.tuple,
+    sizes: gl.tuple,
+    out: gl.tensor,
+    FIRST: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    BAND: gl.constexpr,
+) -> None:
+    """Multiplies, promotes and stores the HALF rows from FIRST of this program's tiles; rows after the last group are
+    zeros.
+    """
     offsets, rows, columns, depth, groups = sizes
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 32])
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_N, BLOCK_N // 8], [4, 1], [1, 0])
@@ -151,12 +195,24 @@ def _consume(
 
 @gluon.jit
 def _accumulate(
-    stages: gl.tuple, scales: gl.tuple, row: gl.tensor, end: gl.tensor, group: gl.tensor, column: gl.tensor, steps: gl.tensor, block: gl.tensor,
-    FIRST: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, ACC: gl.constexpr,
-) -> gl.tensor:  # fmt: skip
-    """The sum over `steps` blocks of depth of their scaled products; block counts the stages this program has used before.
+    stages: gl.tuple,
+    scales: gl.tuple,
+    row: gl.tensor,
+    end: gl.tensor,
+    group: gl.tensor,
+    column: gl.tensor,
+    steps: gl.tensor,
+    block: gl.tensor,
+    FIRST: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    ACC: gl.constexpr,
+) -> gl.tensor:
+    """The sum over `steps` blocks of depth of their scaled products; block counts the stages this program has used
+    before.
 
-    No product in flight is carried round the loop: copying one's registers would make the assembler wait for every instruction.
+    No product in flight is carried round the loop: copying one's registers would make the assembler wait for every
+    instruction.
     """
     empty = stages[3]
     a_scales, b_scales, a_scale_row, a_scale_column, b_scale_matrix, b_scale_row, b_scale_column = scales
@@ -209,7 +265,9 @@ def _start(
 
 @gluon.jit
 def _place(within: gl.tensor, down: gl.tensor, across: gl.tensor, BAND: gl.constexpr) -> gl.tuple:
-    """Row and column of tile `within` in a grid of down x across tiles: bands of BAND rows, each walked column by column."""
+    """Row and column of tile `within` in a grid of down x across tiles: bands of BAND rows, each walked column by
+    column.
+    """
     band = within // (BAND * across)
     height = gl.minimum(down - band * BAND, BAND)
     rest = within - band * BAND * across

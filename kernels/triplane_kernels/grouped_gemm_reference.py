@@ -1,4 +1,5 @@
-"""Products of groups of rows with a matrix a group, in torch: dequantize, then one product a group, in float32 (float64 for float64 operands).
+"""Products of groups of rows with a matrix a group, in torch: dequantize, then one product a group, in float32 (float64
+for float64 operands).
 
 Reads the group sizes on the host: on CUDA it waits for the device, which the kernels never do.
 """
@@ -26,7 +27,10 @@ def grouped_gemm(both: Operands, offsets: Tensor, transposed: bool, out_dtype: t
 
 
 def grouped_gemm_wgrad(both: Operands, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """out[g] = a[m]^T @ b[m] over the rows m of group g. FP8 operands come transposed, [N, M] and [K, M], scaled along M."""
+    """out[g] = a[m]^T @ b[m] over the rows m of group g.
+
+    FP8 operands come transposed, [N, M] and [K, M], scaled along M.
+    """
     left, right = _rows(both.a, both.a_scales), _rows(both.b, both.b_scales)
     left, right = (left.t(), right.t()) if both.fp8 else (left, right)
     out = left.new_zeros(offsets.numel() - 1, left.shape[1], right.shape[1])

@@ -1,8 +1,9 @@
 """Persistent Triton kernels of the grouped products, and how they are launched.
 
-One program a multiprocessor (or a few) walks over the output tiles; which group a tile belongs to is found on the device, from the offsets.
-Tiles of the operands come by TMA descriptor where the memory layout allows it. Each 128-deep FP8 product starts from a fresh accumulator in the
-tensor cores, which keep about 14 bits of a sum, and is scaled and added in float32 registers.
+One program a multiprocessor (or a few) walks over the output tiles; which group a tile belongs to is found on the
+device, from the offsets. Tiles of the operands come by TMA descriptor where the memory layout allows it. Each 128-deep
+FP8 product starts from a fresh accumulator in the tensor cores, which keep about 14 bits of a sum, and is scaled and
+added in float32 registers.
 """
 
 from __future__ import annotations
@@ -33,20 +34,28 @@ from triplane_kernels.tuning import Config, lookup, tuning_now
 BLOCK = tl.constexpr(128)
 """Depth of an FP8 block, along which every scale of the activations changes."""
 FP8_CONFIGS = [
-    tile_config(128, 128, 128, 8, 5), tile_config(128, 128, 128, 8, 4), tile_config(64, 128, 128, 4, 4, programs=2),
-    tile_config(64, 256, 128, 8, 4), tile_config(64, 128, 128, 4, 6), tile_config(128, 128, 128, 8, 5, band=16),
-]  # fmt: skip
+    tile_config(128, 128, 128, 8, 5),
+    tile_config(128, 128, 128, 8, 4),
+    tile_config(64, 128, 128, 4, 4, programs=2),
+    tile_config(64, 256, 128, 8, 4),
+    tile_config(64, 128, 128, 4, 6),
+    tile_config(128, 128, 128, 8, 5, band=16),
+]
 
 
 def grouped_gemm(
     both: Operands, offsets: Tensor, transposed: bool, out_dtype: torch.dtype, *, gluon: bool = False
 ) -> Tensor:
-    """As the reference of that name. gluon: FP8 products run on the Gluon kernel; without, on the faster of both where tuning has found it."""
+    """As the reference of that name. gluon: FP8 products run on the Gluon kernel; without, on the faster of both where
+    tuning has found it.
+    """
     return _launch_rows(both, offsets, transposed, out_dtype, gluon=gluon)
 
 
 def gemm(both: Operands, out_dtype: torch.dtype) -> Tensor:
-    """One group of every row: a [M, K] by b [N, K]; b_scales [ceil(N/128), ceil(K/128)], or [N, ceil(K/128)] for rows scaled one by one."""
+    """One group of every row: a [M, K] by b [N, K]; b_scales [ceil(N/128), ceil(K/128)], or [N, ceil(K/128)] for rows
+    scaled one by one.
+    """
     rows_scaled = both.b_scales is not None and both.b_scales.shape[0] == both.b.shape[0]
     stacked = None if both.b_scales is None else both.b_scales[None]
     one = Operands(both.a, both.a_scales, both.b[None], stacked)
@@ -54,8 +63,14 @@ def gemm(both: Operands, out_dtype: torch.dtype) -> Tensor:
 
 
 def _launch_rows(
-    both: Operands, offsets: Tensor | None, transposed: bool, out_dtype: torch.dtype, *, rows_scaled: bool = False, gluon: bool = False
-) -> Tensor:  # fmt: skip
+    both: Operands,
+    offsets: Tensor | None,
+    transposed: bool,
+    out_dtype: torch.dtype,
+    *,
+    rows_scaled: bool = False,
+    gluon: bool = False,
+) -> Tensor:
     a, b, fp8 = both.a.contiguous(), both.b.contiguous(), both.fp8
     (rows, depth), groups = a.shape, b.shape[0]
     columns = b.shape[2 if transposed else 1]
@@ -77,11 +92,29 @@ def _launch_rows(
         flat = b.view(-1, b.shape[2]) if tma else b
         tiles = (triton.cdiv(rows, high) + groups) * triton.cdiv(columns, wide)
         _rows_kernel[(min(tiles, programs(config)),)](
-            operand(a, [high, deep], tma), operand(flat, [deep, wide] if transposed else [wide, deep], tma),
-            out, left, right, bounds, rows, columns, depth, groups, depth, b.stride(0), b.stride(1), *left.stride(), *right.stride(),
-            GROUPS=triton.next_power_of_2(groups + 1), FP8=fp8, TRANSPOSED=transposed, DENSE=offsets is None, ROWS_SCALED=rows_scaled,
-            TMA=tma, **config,
-        )  # fmt: skip
+            operand(a, [high, deep], tma),
+            operand(flat, [deep, wide] if transposed else [wide, deep], tma),
+            out,
+            left,
+            right,
+            bounds,
+            rows,
+            columns,
+            depth,
+            groups,
+            depth,
+            b.stride(0),
+            b.stride(1),
+            *left.stride(),
+            *right.stride(),
+            GROUPS=triton.next_power_of_2(groups + 1),
+            FP8=fp8,
+            TRANSPOSED=transposed,
+            DENSE=offsets is None,
+            ROWS_SCALED=rows_scaled,
+            TMA=tma,
+            **config,
+        )
         return out
 
     if out.numel():
@@ -103,12 +136,35 @@ def _gluon() -> ModuleType:
 
 @triton.jit
 def _rows_kernel(
-    a: tl.tensor, b: tl.tensor, out: tl.tensor, a_scales: tl.tensor, b_scales: tl.tensor, offsets: tl.tensor,
-    rows: tl.tensor, columns: tl.tensor, depth: tl.tensor, groups: tl.tensor, a_row: tl.tensor, b_matrix: tl.tensor, b_row: tl.tensor,
-    a_scale_row: tl.tensor, a_scale_column: tl.tensor, b_scale_matrix: tl.tensor, b_scale_row: tl.tensor, b_scale_column: tl.tensor,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr, GROUPS: tl.constexpr,
-    FP8: tl.constexpr, TRANSPOSED: tl.constexpr, DENSE: tl.constexpr, ROWS_SCALED: tl.constexpr, TMA: tl.constexpr,
-) -> None:  # fmt: skip
+    a: tl.tensor,
+    b: tl.tensor,
+    out: tl.tensor,
+    a_scales: tl.tensor,
+    b_scales: tl.tensor,
+    offsets: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    depth: tl.tensor,
+    groups: tl.tensor,
+    a_row: tl.tensor,
+    b_matrix: tl.tensor,
+    b_row: tl.tensor,
+    a_scale_row: tl.tensor,
+    a_scale_column: tl.tensor,
+    b_scale_matrix: tl.tensor,
+    b_scale_row: tl.tensor,
+    b_scale_column: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BAND: tl.constexpr,
+    GROUPS: tl.constexpr,
+    FP8: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    DENSE: tl.constexpr,
+    ROWS_SCALED: tl.constexpr,
+    TMA: tl.constexpr,
+) -> None:
     """out[m] = b[g] @ a[m]. Rows after the last group make one more, of depth 0: its tiles store zeros."""
     group = tl.arange(0, GROUPS)
     if DENSE:

@@ -1,4 +1,6 @@
-"""The persistent Triton kernel of wgrad: one matrix a group, summed over the group's rows. Tiles are dealt as in `grouped_gemm_triton`."""
+"""The persistent Triton kernel of wgrad: one matrix a group, summed over the group's rows. Tiles are dealt as in
+`grouped_gemm_triton`.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,12 @@ from triplane_kernels.tuning import Config, lookup
 BLOCK = tl.constexpr(128)
 """Rows of an FP8 block, along which every scale changes."""
 FP8_CONFIGS = [
-    tile_config(128, 128, 128, 8, 5), tile_config(128, 128, 128, 8, 4), tile_config(128, 128, 128, 8, 5, band=4),
-    tile_config(128, 64, 128, 8, 5), tile_config(64, 128, 128, 8, 5),
-]  # fmt: skip
+    tile_config(128, 128, 128, 8, 5),
+    tile_config(128, 128, 128, 8, 4),
+    tile_config(128, 128, 128, 8, 5, band=4),
+    tile_config(128, 64, 128, 8, 5),
+    tile_config(64, 128, 128, 8, 5),
+]
 
 
 def grouped_gemm_wgrad(both: Operands, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -45,10 +50,24 @@ def grouped_gemm_wgrad(both: Operands, offsets: Tensor, out_dtype: torch.dtype) 
         grad_block, a_block = ([rows, depth], [columns, depth]) if fp8 else ([depth, rows], [depth, columns])
         tiles = groups * triton.cdiv(height, rows) * triton.cdiv(width, columns)
         _wgrad_kernel[(min(tiles, programs(config)),)](
-            grad, a, operand(grad, grad_block, tma), operand(a, a_block, tma), out, *scales, offsets,
-            height, width, groups, grad.stride(0), a.stride(0), *scales[0].stride(), *scales[1].stride(),
-            FP8=fp8, TMA=tma, **config,
-        )  # fmt: skip
+            grad,
+            a,
+            operand(grad, grad_block, tma),
+            operand(a, a_block, tma),
+            out,
+            *scales,
+            offsets,
+            height,
+            width,
+            groups,
+            grad.stride(0),
+            a.stride(0),
+            *scales[0].stride(),
+            *scales[1].stride(),
+            FP8=fp8,
+            TMA=tma,
+            **config,
+        )
         return out
 
     if out.numel():
@@ -60,12 +79,34 @@ def grouped_gemm_wgrad(both: Operands, offsets: Tensor, out_dtype: torch.dtype) 
 
 @triton.jit
 def _wgrad_kernel(
-    grad: tl.tensor, a: tl.tensor, grad_tiles: tl.tensor, a_tiles: tl.tensor, out: tl.tensor, grad_scales: tl.tensor, a_scales: tl.tensor,
-    offsets: tl.tensor, height: tl.tensor, width: tl.tensor, groups: tl.tensor, grad_row: tl.tensor, a_row: tl.tensor,
-    grad_scale_row: tl.tensor, grad_scale_column: tl.tensor, a_scale_row: tl.tensor, a_scale_column: tl.tensor,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr, FP8: tl.constexpr, TMA: tl.constexpr,
-) -> None:  # fmt: skip
-    """out[g] [height, width] = sum over the group's rows. FP8: operands lie along the rows, whose 128-wide blocks begin at multiples of 128."""
+    grad: tl.tensor,
+    a: tl.tensor,
+    grad_tiles: tl.tensor,
+    a_tiles: tl.tensor,
+    out: tl.tensor,
+    grad_scales: tl.tensor,
+    a_scales: tl.tensor,
+    offsets: tl.tensor,
+    height: tl.tensor,
+    width: tl.tensor,
+    groups: tl.tensor,
+    grad_row: tl.tensor,
+    a_row: tl.tensor,
+    grad_scale_row: tl.tensor,
+    grad_scale_column: tl.tensor,
+    a_scale_row: tl.tensor,
+    a_scale_column: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BAND: tl.constexpr,
+    FP8: tl.constexpr,
+    TMA: tl.constexpr,
+) -> None:
+    """out[g] [height, width] = sum over the group's rows.
+
+    FP8: operands lie along the rows, whose 128-wide blocks begin at multiples of 128.
+    """
     down, across = tl.cdiv(height, BLOCK_M), tl.cdiv(width, BLOCK_N)
     for at in range(tl.program_id(0), groups * down * across, tl.num_programs(0)):
         group = at // (down * across)
@@ -82,8 +123,19 @@ def _wgrad_kernel(
             deep = k + tl.arange(0, BLOCK_K)
             if FP8:
                 # before the product, so that they arrive while the matrix units work
-                left, right = _scales(grad_scales, a_scales, row, column, k // BLOCK, height, width,
-                                      grad_scale_row, grad_scale_column, a_scale_row, a_scale_column)  # fmt: skip
+                left, right = _scales(
+                    grad_scales,
+                    a_scales,
+                    row,
+                    column,
+                    k // BLOCK,
+                    height,
+                    width,
+                    grad_scale_row,
+                    grad_scale_column,
+                    a_scale_row,
+                    a_scale_column,
+                )
             if TMA and FP8:
                 x, y = grad_tiles.load([first_row, k]), a_tiles.load([first_column, k]).T
             elif TMA:
@@ -101,8 +153,19 @@ def _wgrad_kernel(
             k = origin + tl.where((step == 0) & (first_whole > 0), 0, after_whole) * BLOCK_K
             deep = k + tl.arange(0, BLOCK_K)
             if FP8:
-                left, right = _scales(grad_scales, a_scales, row, column, k // BLOCK, height, width,
-                                      grad_scale_row, grad_scale_column, a_scale_row, a_scale_column)  # fmt: skip
+                left, right = _scales(
+                    grad_scales,
+                    a_scales,
+                    row,
+                    column,
+                    k // BLOCK,
+                    height,
+                    width,
+                    grad_scale_row,
+                    grad_scale_column,
+                    a_scale_row,
+                    a_scale_column,
+                )
             x, y = _columns(grad, a, row, column, deep, start, end, height, width, grad_row, a_row, FP8)
             if FP8:
                 total += product(x, y) * left[:, None] * right[None, :]
@@ -114,9 +177,19 @@ def _wgrad_kernel(
 
 @triton.jit
 def _columns(
-    grad: tl.tensor, a: tl.tensor, row: tl.tensor, column: tl.tensor, deep: tl.tensor, start: tl.tensor, end: tl.tensor,
-    height: tl.tensor, width: tl.tensor, grad_row: tl.tensor, a_row: tl.tensor, FP8: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    grad: tl.tensor,
+    a: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    deep: tl.tensor,
+    start: tl.tensor,
+    end: tl.tensor,
+    height: tl.tensor,
+    width: tl.tensor,
+    grad_row: tl.tensor,
+    a_row: tl.tensor,
+    FP8: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
     """The tiles [rows, deep] and [deep, columns] of both operands, zero outside the group."""
     kept = (deep >= start) & (deep < end)
     if FP8:
@@ -130,9 +203,18 @@ def _columns(
 
 @triton.jit
 def _scales(
-    grad_scales: tl.tensor, a_scales: tl.tensor, row: tl.tensor, column: tl.tensor, block: tl.tensor, height: tl.tensor, width: tl.tensor,
-    grad_row: tl.tensor, grad_column: tl.tensor, a_row: tl.tensor, a_column: tl.tensor,
-) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    grad_scales: tl.tensor,
+    a_scales: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    block: tl.tensor,
+    height: tl.tensor,
+    width: tl.tensor,
+    grad_row: tl.tensor,
+    grad_column: tl.tensor,
+    a_row: tl.tensor,
+    a_column: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor]:
     """The scales of the tile's rows and columns for one block of rows of the operands."""
     left = tl.load(grad_scales + row.to(tl.int64) * grad_row + block * grad_column, mask=row < height, other=0.0)
     right = tl.load(a_scales + column.to(tl.int64) * a_row + block * a_column, mask=column < width, other=0.0)

@@ -15,19 +15,32 @@ from triplane_kernels.tuning import Config
 def tile_config(
     rows: int, columns: int, depth: int, warps: int, stages: int, programs: int = 1, band: int = 8
 ) -> Config:
-    """band: row tiles walked together, so that their columns' operand stays in L2; programs: of them a multiprocessor."""
+    """band: row tiles walked together, so that their columns' operand stays in L2; programs: of them a
+    multiprocessor.
+    """
     return {
-        "BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_K": depth, "BAND": band, "PROGRAMS": programs,
-        "num_warps": warps, "num_stages": stages,
-    }  # fmt: skip
+        "BLOCK_M": rows,
+        "BLOCK_N": columns,
+        "BLOCK_K": depth,
+        "BAND": band,
+        "PROGRAMS": programs,
+        "num_warps": warps,
+        "num_stages": stages,
+    }
 
 
 PLAIN_CONFIGS = [
-    tile_config(128, 256, 64, 8, 4), tile_config(128, 256, 64, 8, 3), tile_config(128, 128, 64, 8, 5),
-    tile_config(128, 128, 64, 4, 3, programs=2), tile_config(64, 128, 64, 4, 4, programs=2), tile_config(64, 64, 32, 4, 3, programs=2),
-]  # fmt: skip
+    tile_config(128, 256, 64, 8, 4),
+    tile_config(128, 256, 64, 8, 3),
+    tile_config(128, 128, 64, 8, 5),
+    tile_config(128, 128, 64, 4, 3, programs=2),
+    tile_config(64, 128, 64, 4, 4, programs=2),
+    tile_config(64, 64, 32, 4, 3, programs=2),
+]
 FLOAT32_CONFIGS = [tile_config(64, 64, 32, 4, 3, programs=2)]
-"""Float32 is multiplied outside the matrix units, exactly: for comparisons, not for speed. Larger tiles take minutes to compile, and do not fit."""
+"""Float32 is multiplied outside the matrix units, exactly: for comparisons, not for speed. Larger tiles take minutes to
+compile, and do not fit.
+"""
 FP8_POINTER_CONFIGS = [
     tile_config(64, 64, 128, 8, 3, programs=2),
     tile_config(64, 64, 128, 4, 3, programs=2),
@@ -43,9 +56,11 @@ SMALL_PLAIN = tile_config(64, 64, 64, 4, 1, programs=3, band=2)
 
 
 def named_configs(op: str, values: Tensor, tma: bool, fast: list[Config]) -> tuple[str, list[Config]]:
-    """The name under which an op keeps what it finds for such operands, and its candidates: `fast` where the copy engine brings tiles of codes.
+    """The name under which an op keeps what it finds for such operands, and its candidates: `fast` where the copy
+    engine brings tiles of codes.
 
-    What goes by pointers has a name of its own: tiles that are large enough for the copy engine spill hundreds of registers there.
+    What goes by pointers has a name of its own: tiles that are large enough for the copy engine spill hundreds of
+    registers there.
     """
     name = f"{op}_{kind(values)}"
     if values.dtype == torch.float32:
@@ -67,7 +82,9 @@ def programs(config: Config) -> int:
 
 
 def by_tma(*matrices: Tensor) -> bool:
-    """Whether descriptors can name these contiguous tensors: 16-byte aligned bases and rows, not empty, on a machine that has them."""
+    """Whether descriptors can name these contiguous tensors: 16-byte aligned bases and rows, not empty, on a machine
+    that has them.
+    """
     here = machine()
     fits = all(
         matrix.numel() and matrix.data_ptr() % 16 == 0 and matrix.shape[-1] * matrix.element_size() % 16 == 0

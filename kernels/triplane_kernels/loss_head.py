@@ -2,8 +2,8 @@
 
     hidden [T, H], weight [V, H], targets [T] --> logprob of each target, entropy of each distribution
 
-Forward sums each tile of logits and forgets it. Backward computes the logits of one chunk of the vocabulary at a time again.
-Sources: online softmax (arXiv:1805.02867), Cut Your Losses (arXiv:2411.09009).
+Forward sums each tile of logits and forgets it. Backward computes the logits of one chunk of the vocabulary at a time
+again. Sources: online softmax (arXiv:1805.02867), Cut Your Losses (arXiv:2411.09009).
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ def loss_head(
 ) -> tuple[Tensor, Tensor]:
     """log p(target) and the entropy of p = softmax(hidden @ weight.T / temperature), over the allowed tokens only.
 
-    hidden: [T, H] and weight: [V, H], both float32, bfloat16 or float16. targets: int64 or int32 [T]. allowed: bool [V], or [T, V]; None
-    allows all. Returns logprobs and entropy, each float32 [T], in nats; both are differentiable in hidden and weight. Float64
-    computes in float64.
+    hidden: [T, H] and weight: [V, H], both float32, bfloat16 or float16. targets: int64 or int32 [T]. allowed: bool
+    [V], or [T, V]; None allows all. Returns logprobs and entropy, each float32 [T], in nats; both are differentiable in
+    hidden and weight. Float64 computes in float64.
 
-    A target that is not allowed has logprob -inf (and its token a finite gradient, as torch.log_softmax gives). A token with NaN, without anything
-    allowed, or whose target is outside 0 to V - 1 gets NaN, also in gradients. Raises KernelInputError for what does not fit.
+    A target that is not allowed has logprob -inf (and its token a finite gradient, as torch.log_softmax gives). A token
+    with NaN, without anything allowed, or whose target is outside 0 to V - 1 gets NaN, also in gradients. Raises
+    KernelInputError for what does not fit.
     """
     _check(hidden, weight, targets, temperature, allowed)
     if allowed is not None:
@@ -74,7 +75,8 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, 
     shapes = ((weight.shape[0],), (hidden.shape[0], weight.shape[0]))
     if allowed.dtype != torch.bool or tuple(allowed.shape) not in shapes:
         raise KernelInputError(
-            f"loss head: allowed must be bool {list(shapes[0])} or {list(shapes[1])}, not {allowed.dtype} {list(allowed.shape)}"
+            f"loss head: allowed must be bool {list(shapes[0])} or {list(shapes[1])}, not {allowed.dtype}"
+            f" {list(allowed.shape)}"
         )
 
 
@@ -98,9 +100,17 @@ def _gradients(ctx: Any, of_logprob: Tensor, of_entropy: Tensor, _: Tensor | Non
     # No probability is wrong where only the target is; its NaN has to reach the gradients all the same.
     of_logprob = torch.where(logprobs.isnan(), torch.nan, of_logprob)
     of_hidden, of_weight = _backward(
-        of_logprob, of_entropy.contiguous(), hidden, weight, targets, ctx.temperature, allowed, entropy, lse,
+        of_logprob,
+        of_entropy.contiguous(),
+        hidden,
+        weight,
+        targets,
+        ctx.temperature,
+        allowed,
+        entropy,
+        lse,
         *ctx.needs_input_grad[:2],
-    )  # fmt: skip
+    )
     needs_hidden, needs_weight = ctx.needs_input_grad[:2]
     return of_hidden if needs_hidden else None, of_weight if needs_weight else None, None, None, None
 

@@ -1,7 +1,7 @@
 """The fused loss head in plain torch, on any device: one pass over chunks of the vocabulary, each seen and forgotten.
 
-Source: the running log-sum-exp is that of online softmax (arXiv:1805.02867); a chunk's gradient needs nothing but the chunk's
-logits and the saved log-sum-exp and entropy, so backward computes each chunk's logits again (arXiv:2411.09009).
+Source: the running log-sum-exp is that of online softmax (arXiv:1805.02867); a chunk's gradient needs nothing but the
+chunk's logits and the saved log-sum-exp and entropy, so backward computes each chunk's logits again (arXiv:2411.09009).
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ def _sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def combine(peaks: Tensor, masses: Tensor, moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Joins the sums of the parts of a row, each [parts, T]: returns log(mass), moment / mass, and the log-sum-exp, each [T].
+    """Joins the sums of the parts of a row, each [parts, T]: returns log(mass), moment / mass, and the log-sum-exp,
+    each [T].
 
     The entropy is log(mass) - moment / mass: both are relative to the largest logit, so nothing large cancels.
     """

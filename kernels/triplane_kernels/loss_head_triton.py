@@ -1,7 +1,8 @@
 """The fused loss head in Triton: a persistent product of hidden and weight whose tiles end in sums, not in memory.
 
     forward   tile of logits --> three sums a row and tile, and the target's logit --> logprob, entropy, log-sum-exp
-    backward  a chunk of the vocabulary at a time: tile of logits again --> tile of slopes [T, chunk] --> two torch products
+    backward  a chunk of the vocabulary at a time: tile of logits again --> tile of slopes [T, chunk] --> two torch
+    products
 
 Tiles run in groups of GROUP rows of tiles, so that what is read of hidden and weight stays in the second-level cache.
 """
@@ -35,18 +36,33 @@ FLOAT32: Config = {"BLOCK_T": 64, "BLOCK_V": 64, "BLOCK_H": 32, "PARTS": 1, "GRO
 def _config(rows: int, columns: int, stages: int, parts: int, group: int = 16) -> Config:
     """parts: into how many parts of columns a tile's sums or slopes are cut; more take fewer registers."""
     return {
-        "BLOCK_T": rows, "BLOCK_V": columns, "BLOCK_H": 64, "PARTS": parts, "GROUP": group, "num_warps": 8, "num_stages": stages,
-    }  # fmt: skip
+        "BLOCK_T": rows,
+        "BLOCK_V": columns,
+        "BLOCK_H": 64,
+        "PARTS": parts,
+        "GROUP": group,
+        "num_warps": 8,
+        "num_stages": stages,
+    }
 
 
 FORWARD = [
-    _config(128, 256, 4, 1), _config(128, 256, 4, 2), _config(128, 256, 3, 2), _config(256, 128, 3, 1),
-    _config(128, 128, 4, 1), _config(128, 128, 4, 2), _config(128, 256, 4, 1, group=8),
-]  # fmt: skip
+    _config(128, 256, 4, 1),
+    _config(128, 256, 4, 2),
+    _config(128, 256, 3, 2),
+    _config(256, 128, 3, 1),
+    _config(128, 128, 4, 1),
+    _config(128, 128, 4, 2),
+    _config(128, 256, 4, 1, group=8),
+]
 BACKWARD = [
-    _config(128, 256, 4, 4), _config(128, 256, 4, 2), _config(128, 256, 3, 4), _config(128, 128, 4, 4), _config(128, 128, 4, 2),
+    _config(128, 256, 4, 4),
+    _config(128, 256, 4, 2),
+    _config(128, 256, 3, 4),
+    _config(128, 128, 4, 4),
+    _config(128, 128, 4, 2),
     _config(128, 256, 4, 4, group=8),
-]  # fmt: skip
+]
 # a mask of [T, V] is read by its own loads, which take registers and shared memory
 FORWARD_MASKED = [_config(128, 128, 4, 4), _config(128, 128, 4, 2), _config(128, 128, 5, 4), _config(64, 256, 4, 4)]
 BACKWARD_MASKED = [_config(128, 256, 4, 4), _config(128, 256, 3, 4), _config(128, 128, 4, 4), _config(128, 128, 4, 2)]
@@ -54,9 +70,13 @@ BACKWARD_MASKED = [_config(128, 256, 4, 4), _config(128, 256, 3, 4), _config(128
 
 @triton.jit
 def _corner(
-    index: tl.tensor, tokens: tl.tensor, entries: tl.tensor,
-    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, GROUP: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    index: tl.tensor,
+    tokens: tl.tensor,
+    entries: tl.tensor,
+    BLOCK_T: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> tl.tensor:
     """First token and first vocabulary entry of a tile: column by column inside a group of GROUP rows of tiles."""
     tall, wide = tl.cdiv(tokens, BLOCK_T), tl.cdiv(entries, BLOCK_V)
     first = index // (GROUP * wide) * GROUP
@@ -67,9 +87,18 @@ def _corner(
 
 @triton.jit
 def _logits_tile(
-    hidden: tl.tensor, weight: tl.tensor, token: tl.tensor, entry: tl.tensor, tokens: tl.tensor, vocabulary: tl.tensor, width: tl.tensor,
-    TMA: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    hidden: tl.tensor,
+    weight: tl.tensor,
+    token: tl.tensor,
+    entry: tl.tensor,
+    tokens: tl.tensor,
+    vocabulary: tl.tensor,
+    width: tl.tensor,
+    TMA: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+) -> tl.tensor:
     """hidden[token :] @ weight[entry :].T, one tile in float32; zeros past the edges."""
     total = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
     row = token + tl.arange(0, BLOCK_T)
@@ -109,9 +138,18 @@ def _halves(whole: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _kept(
-    allowed: tl.tensor, row: tl.tensor, column: tl.tensor, tokens: tl.tensor, end: tl.tensor, allowed_row: tl.tensor, MASKS: tl.constexpr
-) -> tl.tensor:  # fmt: skip
-    """Which elements are logits of real tokens for entries before `end` that are allowed. MASKS: dimensions of the mask, 0 for none."""
+    allowed: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    tokens: tl.tensor,
+    end: tl.tensor,
+    allowed_row: tl.tensor,
+    MASKS: tl.constexpr,
+) -> tl.tensor:
+    """Which elements are logits of real tokens for entries before `end` that are allowed.
+
+    MASKS: dimensions of the mask, 0 for none.
+    """
     known = column < end
     if MASKS == 1:
         known = known & (tl.load(allowed + column, mask=known, other=0) != 0)
@@ -124,12 +162,28 @@ def _kept(
 
 @triton.jit
 def _forward_kernel(
-    hidden: tl.tensor, weight: tl.tensor, targets: tl.tensor, allowed: tl.tensor,
-    peaks: tl.tensor, masses: tl.tensor, moments: tl.tensor, target_logits: tl.tensor,
-    tokens: tl.tensor, vocabulary: tl.tensor, width: tl.tensor, allowed_row: tl.tensor, scale: tl.tensor,
-    TMA: tl.constexpr, MASKS: tl.constexpr, PROGRAMS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
-) -> None:  # fmt: skip
+    hidden: tl.tensor,
+    weight: tl.tensor,
+    targets: tl.tensor,
+    allowed: tl.tensor,
+    peaks: tl.tensor,
+    masses: tl.tensor,
+    moments: tl.tensor,
+    target_logits: tl.tensor,
+    tokens: tl.tensor,
+    vocabulary: tl.tensor,
+    width: tl.tensor,
+    allowed_row: tl.tensor,
+    scale: tl.tensor,
+    TMA: tl.constexpr,
+    MASKS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> None:
     """Of every tile and row: the largest logit, the sum of exp(z - largest), the sum of that times (z - largest)."""
     tiles = tl.cdiv(tokens, BLOCK_T) * tl.cdiv(vocabulary, BLOCK_V)
     for index in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
@@ -168,13 +222,32 @@ def _forward_kernel(
 
 @triton.jit
 def _slopes_kernel(
-    hidden: tl.tensor, weight: tl.tensor, slopes: tl.tensor, targets: tl.tensor, allowed: tl.tensor,
-    lse: tl.tensor, entropy: tl.tensor, of_logprob: tl.tensor, of_entropy: tl.tensor,
-    tokens: tl.tensor, begin: tl.tensor, end: tl.tensor, vocabulary: tl.tensor, width: tl.tensor,
-    slopes_row: tl.tensor, allowed_row: tl.tensor, scale: tl.tensor,
-    TMA: tl.constexpr, MASKS: tl.constexpr, PROGRAMS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
-) -> None:  # fmt: skip
+    hidden: tl.tensor,
+    weight: tl.tensor,
+    slopes: tl.tensor,
+    targets: tl.tensor,
+    allowed: tl.tensor,
+    lse: tl.tensor,
+    entropy: tl.tensor,
+    of_logprob: tl.tensor,
+    of_entropy: tl.tensor,
+    tokens: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    vocabulary: tl.tensor,
+    width: tl.tensor,
+    slopes_row: tl.tensor,
+    allowed_row: tl.tensor,
+    scale: tl.tensor,
+    TMA: tl.constexpr,
+    MASKS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> None:
     """Gradient of hidden @ weight[begin:end].T from those of the logprobs and the entropies."""
     tiles = tl.cdiv(tokens, BLOCK_T) * tl.cdiv(end - begin, BLOCK_V)
     for index in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
@@ -217,9 +290,19 @@ def loss_head_triton(head: Head) -> tuple[Tensor, Tensor, Tensor]:
     def run(config: Config) -> Tensor:
         sums[:] = hidden.new_empty(3, triton.cdiv(vocabulary, config["BLOCK_V"]), tokens, dtype=torch.float32)
         _forward_kernel[(_programs(),)](
-            *_operands(head, config), head.targets, _mask(head), *sums, target_logits,
-            tokens, vocabulary, width, _mask_row(head), 1 / head.temperature, **_constants(head), **config,
-        )  # fmt: skip
+            *_operands(head, config),
+            head.targets,
+            _mask(head),
+            *sums,
+            target_logits,
+            tokens,
+            vocabulary,
+            width,
+            _mask_row(head),
+            1 / head.temperature,
+            **_constants(head),
+            **config,
+        )
         return target_logits
 
     if not tokens:
@@ -247,9 +330,24 @@ def loss_head_backward_triton(head: Head, sums: Sums, into: Gradients) -> None:
 
         def run(config: Config, begin: int = begin, end: int = end, slopes: Tensor = slopes) -> Tensor:
             _slopes_kernel[(_programs(),)](
-                *_operands(head, config, slopes), head.targets, _mask(head), sums.lse, sums.entropy, sums.of_logprob, sums.of_entropy,
-                tokens, begin, end, vocabulary, width, pitch, _mask_row(head), 1 / head.temperature, **_constants(head), **config,
-            )  # fmt: skip
+                *_operands(head, config, slopes),
+                head.targets,
+                _mask(head),
+                sums.lse,
+                sums.entropy,
+                sums.of_logprob,
+                sums.of_entropy,
+                tokens,
+                begin,
+                end,
+                vocabulary,
+                width,
+                pitch,
+                _mask_row(head),
+                1 / head.temperature,
+                **_constants(head),
+                **config,
+            )
             return slopes
 
         run(_found("loss_head_backward", head, end - begin, BACKWARD, BACKWARD_MASKED, run))

@@ -1,6 +1,7 @@
 """What this machine can run, and which implementation of an op its tensors get.
 
-    tensors, TRIPLANE_KERNELS --choose--> "reference" (torch, anywhere) | "triton" (CUDA, or the interpreter) | "gluon" (Hopper)
+    tensors, TRIPLANE_KERNELS --choose--> "reference" (torch, anywhere) | "triton" (CUDA, or the interpreter) | "gluon"
+    (Hopper)
 
 A kernel that can't run gives way to the reference, said once; where it was asked for by name, that is an error.
 """
@@ -66,9 +67,11 @@ def machine() -> Machine:
 def choose(op: str, *tensors: Tensor, wanted: str | None = None) -> Way:
     """The implementation that `op` runs on `tensors`.
 
-    wanted: forces one; so does the environment variable TRIPLANE_KERNELS, which `wanted` overrides. Left alone: Triton for CUDA
-    tensors, and for CPU tensors under Triton's interpreter; the reference elsewhere and for float64, which kernels don't compute in.
-    Raises KernelUnavailable where the forced one can't run, KernelInputError for an unknown name or tensors on several devices.
+    wanted: forces one; so does the environment variable TRIPLANE_KERNELS, which `wanted` overrides. Left alone: Triton
+    for CUDA tensors, and for CPU tensors under Triton's interpreter; the reference elsewhere and for float64, which
+    kernels don't compute in.
+    Raises KernelUnavailable where the forced one can't run, KernelInputError for an unknown name or tensors on several
+    devices.
     """
     named = wanted or forced()
     if named is not None and named not in _WAYS:

@@ -1,12 +1,13 @@
-"""A mixture-of-experts layer whose matrix products run on FP8 blocks, differentiable, with weights quantized once an optimizer step.
+"""A mixture-of-experts layer whose matrix products run on FP8 blocks, differentiable, with weights quantized once an
+optimizer step.
 
     hidden [T, H], logits [T, E] --route, permute--> rows [P, H], shares [T, k]
-      rows --quantize 1x128--> grouped product with gate_up --SwiGLU, quantize--> grouped product with down --> rows [P, H]
-      rows, shares --unpermute--> [T, H]
+      rows --quantize 1x128--> grouped product with gate_up --SwiGLU, quantize--> grouped product with down --> rows [P,
+      H] rows, shares --unpermute--> [T, H]
 
-Backward: dgrad reads the same codes, transposed once an optimizer step (their blocks are square, so their scales hold both ways); gradients of
-the weights go straight through to the masters.
-Groups stay on the device from the router to the last product: nothing waits for the host.
+Backward: dgrad reads the same codes, transposed once an optimizer step (their blocks are square, so their scales hold
+both ways); gradients of the weights go straight through to the masters. Groups stay on the device from the router to
+the last product: nothing waits for the host.
 """
 
 from __future__ import annotations
@@ -30,10 +31,14 @@ from triplane_kernels.swiglu import swiglu, swiglu_backward, swiglu_backward_qua
 
 @dataclass(frozen=True)
 class Recipe:
-    """Which products take FP8 operands; the others take operands of the rows' dtype, with quantized weights as their codes' values."""
+    """Which products take FP8 operands; the others take operands of the rows' dtype, with quantized weights as their
+    codes' values.
+    """
 
     forward: bool = True
-    """Activations in 1x128 blocks against the weights' codes: recipe w8a8-1x128. False with quantized weights: recipe w8."""
+    """Activations in 1x128 blocks against the weights' codes: recipe w8a8-1x128. False with quantized weights: recipe
+    w8.
+    """
     dgrad: bool = True
     """Gradients in 1x128 blocks against the same codes."""
     wgrad: bool = False
@@ -59,10 +64,10 @@ def expert_layer(
 ) -> Tensor:
     """Each token through its k experts, weighted by the router's shares and summed; without the residual.
 
-    hidden: [T, H] bfloat16 or float32 (float64 on the reference). logits: [T, E], the router's. bias, scores, normalize: as in
-    `route`. Returns [T, H] of hidden's dtype, differentiable in hidden, logits and the weights' gate, up and down. Raises
-    KernelInputError for shapes that don't fit, and for an FP8 product with weights that are not quantized. Source: DeepSeek-V3,
-    equations 12 to 15 and section 3.3 (arXiv:2412.19437).
+    hidden: [T, H] bfloat16 or float32 (float64 on the reference). logits: [T, E], the router's. bias, scores,
+    normalize: as in `route`. Returns [T, H] of hidden's dtype, differentiable in hidden, logits and the weights' gate,
+    up and down. Raises KernelInputError for shapes that don't fit, and for an FP8 product with weights that are not
+    quantized. Source: DeepSeek-V3, equations 12 to 15 and section 3.3 (arXiv:2412.19437).
     """
     if logits.dim() != 2 or logits.shape != (hidden.shape[0], weights.gate.shape[0]):
         raise KernelInputError(
@@ -77,8 +82,8 @@ def expert_layer(
 def expert_mlp(rows: Tensor, weights: ExpertWeights, offsets: Tensor, recipe: Recipe = Recipe()) -> Tensor:
     """down[g] @ (silu(gate[g] @ row) * (up[g] @ row)) for every row of every group.
 
-    rows: [P, H]; group g holds rows offsets[g] to offsets[g + 1], offsets int32 [E + 1] on rows' device, multiples of 128. Returns [P, H] of
-    rows' dtype. Differentiable in rows and the weights' gate, up and down.
+    rows: [P, H]; group g holds rows offsets[g] to offsets[g + 1], offsets int32 [E + 1] on rows' device, multiples of
+    128. Returns [P, H] of rows' dtype. Differentiable in rows and the weights' gate, up and down.
     """
     if rows.dim() != 2 or rows.shape[1] != weights.gate.shape[2]:
         raise KernelInputError(f"expert layer: rows must be [P, {weights.gate.shape[2]}], not {list(rows.shape)}")
@@ -87,10 +92,22 @@ def expert_mlp(rows: Tensor, weights: ExpertWeights, offsets: Tensor, recipe: Re
             "expert layer: an FP8 product needs quantized weights: use ExpertWeights.quantize, or the recipe BF16"
         )
     out, _ = _expert_mlp(
-        rows, weights.gate, weights.up, weights.down,
-        weights.gate_up_operand, weights.gate_up_scales, weights.gate_up_turned,
-        weights.down_operand, weights.down_scales, weights.down_turned, offsets, recipe.forward, recipe.dgrad, recipe.wgrad, recipe.power_of_two,
-    )  # fmt: skip
+        rows,
+        weights.gate,
+        weights.up,
+        weights.down,
+        weights.gate_up_operand,
+        weights.gate_up_scales,
+        weights.gate_up_turned,
+        weights.down_operand,
+        weights.down_scales,
+        weights.down_turned,
+        offsets,
+        recipe.forward,
+        recipe.dgrad,
+        recipe.wgrad,
+        recipe.power_of_two,
+    )
     return out
 
 

@@ -1,4 +1,6 @@
-"""The expert layer as a torch module that holds its own masters and router: for torch.compile, FSDP2 and models built of modules."""
+"""The expert layer as a torch module that holds its own masters and router: for torch.compile, FSDP2 and models built
+of modules.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ from triplane_kernels.moe_weights import ExpertWeights
 class ExpertLayer(nn.Module):
     """hidden [..., H] to [..., H] through k of E experts of width F; the residual is the caller's.
 
-    Parameters, by the names of a Qwen3-MoE checkpoint's stacked experts: `router` [E, H], `gate_proj` and `up_proj` [E, F, H], `down_proj`
-    [E, H, F], in `dtype`. Under FSDP2 they are sharded by experts; every rank quantizes what it gathered, which gives all the same codes.
+    Parameters, by the names of a Qwen3-MoE checkpoint's stacked experts: `router` [E, H], `gate_proj` and `up_proj` [E,
+    F, H], `down_proj` [E, H, F], in `dtype`. Under FSDP2 they are sharded by experts; every rank quantizes what it
+    gathered, which gives all the same codes.
     """
 
     def __init__(
@@ -43,7 +46,10 @@ class ExpertLayer(nn.Module):
         self.down_proj = drawn(experts, hidden, width)
 
     def quantized(self) -> ExpertWeights:
-        """The weights as they are now. Made once an optimizer step and given to every `forward` until the next; its codes are what to export."""
+        """The weights as they are now.
+
+        Made once an optimizer step and given to every `forward` until the next; its codes are what to export.
+        """
         return ExpertWeights.quantize(self.gate_proj, self.up_proj, self.down_proj)
 
     def forward(self, hidden: Tensor, weights: ExpertWeights | None = None) -> Tensor:
@@ -51,7 +57,12 @@ class ExpertLayer(nn.Module):
         flat = hidden.reshape(-1, hidden.shape[-1])
         logits = nn.functional.linear(flat, self.router.to(flat.dtype))
         out = expert_layer(
-            flat, logits, weights or self.quantized(), self.k,
-            scores=self.scores, normalize=self.normalize, recipe=self.recipe,
-        )  # fmt: skip
+            flat,
+            logits,
+            weights or self.quantized(),
+            self.k,
+            scores=self.scores,
+            normalize=self.normalize,
+            recipe=self.recipe,
+        )
         return out if hidden.dim() == 2 else out.view(hidden.shape)

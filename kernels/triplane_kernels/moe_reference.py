@@ -1,4 +1,6 @@
-"""The expert layer in plain torch, differentiable by autograd, in any float dtype: what every way of computing it is judged by."""
+"""The expert layer in plain torch, differentiable by autograd, in any float dtype: what every way of computing it is
+judged by.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,12 @@ def expert_layer_reference(
     scores: str = "softmax",
     normalize: bool = True,
 ) -> Tensor:
-    """out[t] = sum over the chosen experts e of share[t, e] * down[e] @ (silu(gate[e] @ hidden[t]) * (up[e] @ hidden[t])).
+    """out[t] = sum over the chosen experts e of share[t, e] * down[e] @ (silu(gate[e] @ hidden[t]) * (up[e] @
+    hidden[t])).
 
-    hidden: [T, H]. logits: [T, E]. gate, up: [E, F, H]. down: [E, H, F]. experts: int [T, k] chosen beforehand, else the k largest of
-    scores + bias. One expert after the other, each on its own tokens; shares are not quantized. Returns [T, H] of hidden's dtype. Source:
-    DeepSeek-V3, equations 12 to 15 (arXiv:2412.19437).
+    hidden: [T, H]. logits: [T, E]. gate, up: [E, F, H]. down: [E, H, F]. experts: int [T, k] chosen beforehand, else
+    the k largest of scores + bias. One expert after the other, each on its own tokens; shares are not quantized.
+    Returns [T, H] of hidden's dtype. Source: DeepSeek-V3, equations 12 to 15 (arXiv:2412.19437).
     """
     every = scores_reference(logits, scores)
     if experts is None:

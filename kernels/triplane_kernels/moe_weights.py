@@ -1,8 +1,11 @@
-"""The weights of an expert layer as its matrix products read them: quantized once an optimizer step, the very codes that are exported.
+"""The weights of an expert layer as its matrix products read them: quantized once an optimizer step, the very codes
+that are exported.
 
-    masters gate, up [E, F, H], down [E, H, F] --quantize--> codes, scales --join--> gate_up [E, 2F', H], down [E, H, F']
+    masters gate, up [E, F, H], down [E, H, F] --quantize--> codes, scales --join--> gate_up [E, 2F', H], down [E, H,
+    F']
 
-F' is F rounded up to whole blocks where weights are quantized, so that no block holds rows of gate and of up; what fills it is zero.
+F' is F rounded up to whole blocks where weights are quantized, so that no block holds rows of gate and of up; what
+fills it is zero.
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ class ExpertWeights:
     gate_up_scales: Tensor | None
     """float32 [E, 2F'/128, ceil(H/128)]; None where weights are not quantized."""
     gate_up_turned: Tensor | None
-    """The codes transposed, [E, H, 2F']: FP8 units read both operands along the sum, and dgrad sums over 2F'. None as above."""
+    """The codes transposed, [E, H, 2F']: FP8 units read both operands along the sum, and dgrad sums over 2F'. None as
+    above.
+    """
     down_operand: Tensor
     """[E, H, F']: codes or values."""
     down_scales: Tensor | None
@@ -48,7 +53,9 @@ class ExpertWeights:
 
     @classmethod
     def quantize(cls, gate: Tensor, up: Tensor, down: Tensor) -> ExpertWeights:
-        """Quantize masters: gate, up [E, F, H] and down [E, H, F], in 128x128 blocks. To be done again after every change of them.
+        """Quantize masters: gate, up [E, F, H] and down [E, H, F], in 128x128 blocks.
+
+        To be done again after every change of them.
 
         Raises KernelInputError for shapes that don't fit.
         """
@@ -57,7 +64,8 @@ class ExpertWeights:
 
     @classmethod
     def from_codes(cls, gate: Tensor, up: Tensor, down: Tensor, codes: Mapping[str, Quantized]) -> ExpertWeights:
-        """Take the codes and scales of "gate", "up" and "down" as they are: those of a checkpoint, or those a trainer holds.
+        """Take the codes and scales of "gate", "up" and "down" as they are: those of a checkpoint, or those a trainer
+        holds.
 
         gate, up, down: where gradients go, [E, F, H], [E, F, H] and [E, H, F]; their values are not read.
         """
@@ -71,10 +79,16 @@ class ExpertWeights:
         joined = gate_up.view(torch.float8_e4m3fn)
         narrow = _padded(down_codes, (0, pad)).contiguous().view(torch.float8_e4m3fn)
         return cls(
-            gate, up, down,
-            joined, torch.cat([gate_scales, up_scales], dim=1), joined.mT.contiguous(),
-            narrow, down_scales.contiguous(), narrow.mT.contiguous(),
-        )  # fmt: skip
+            gate,
+            up,
+            down,
+            joined,
+            torch.cat([gate_scales, up_scales], dim=1),
+            joined.mT.contiguous(),
+            narrow,
+            down_scales.contiguous(),
+            narrow.mT.contiguous(),
+        )
 
     @classmethod
     def full(cls, gate: Tensor, up: Tensor, down: Tensor, dtype: torch.dtype) -> ExpertWeights:
@@ -89,7 +103,8 @@ class ExpertWeights:
         return self.gate_up_scales is not None
 
     def codes(self) -> dict[Name, Quantized]:
-        """Codes [E, N, K] and scales of "gate", "up" and "down" as the products read them, without what fills blocks: what to export.
+        """Codes [E, N, K] and scales of "gate", "up" and "down" as the products read them, without what fills blocks:
+        what to export.
 
         Raises KernelInputError where weights are not quantized.
         """

@@ -1,6 +1,7 @@
 """The cast to what kernels store, equal on a GPU and under Triton's interpreter.
 
-The interpreter truncates float32 to bfloat16 and loses denormal numbers; so there, and only there, bits are moved by hand.
+The interpreter truncates float32 to bfloat16 and loses denormal numbers; so there, and only there, bits are moved by
+hand.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Token permutation for mixture-of-experts layers: rows sorted by expert, each expert's group padded to whole blocks.
 
-    x [T, H], experts [T, k] --permute--> rows [P, H] in expert order --experts--> rows [P, H] --unpermute, weights--> [T, H]
+    x [T, H], experts [T, k] --permute--> rows [P, H] in expert order --experts--> rows [P, H] --unpermute, weights-->
+    [T, H]
 
 P depends on shapes alone, so nothing waits for the device: rows past the last group are padding too.
 """
@@ -55,8 +56,9 @@ class Permuted(NamedTuple):
 def permute(x: Tensor, experts: Tensor, num_experts: int, *, block: int = 128) -> Permuted:
     """Copy every token's row to each of its experts' groups; differentiable in x.
 
-    x: [T, H] of any dtype (FP8 codes and scales too). experts: int32 or int64 [T, k]; a pair whose expert is outside 0 to num_experts - 1
-    is dropped. Inside a group tokens keep their order. P = (T k + min(T k, E) (block - 1)) rounded down to a multiple of block.
+    x: [T, H] of any dtype (FP8 codes and scales too). experts: int32 or int64 [T, k]; a pair whose expert is outside 0
+    to num_experts - 1 is dropped. Inside a group tokens keep their order. P = (T k + min(T k, E) (block - 1)) rounded
+    down to a multiple of block.
     Raises KernelInputError for shapes that don't fit.
     """
     plan = plan_permutation(experts, num_experts, block=block)
@@ -64,7 +66,9 @@ def permute(x: Tensor, experts: Tensor, num_experts: int, *, block: int = 128) -
 
 
 def plan_permutation(experts: Tensor, num_experts: int, *, block: int = 128) -> Plan:
-    """The plan of `permute` alone, so that several tensors of the same tokens (codes and their scales) can follow it."""
+    """The plan of `permute` alone, so that several tensors of the same tokens (codes and their scales) can follow
+    it.
+    """
     if experts.dim() != 2 or experts.dtype not in (torch.int32, torch.int64):
         raise KernelInputError(
             f"permute: experts must be int32 or int64 [T, k], not {experts.dtype} {list(experts.shape)}"
@@ -90,14 +94,14 @@ def permute_rows(x: Tensor, plan: Plan | Permuted) -> Tensor:
 def unpermute(rows: Tensor, permuted: Permuted | Plan, weights: Tensor) -> Tensor:
     """Each token's rows, weighted and summed: out[t] = sum over j of weights[t, j] * rows[position[t, j]].
 
-    rows: [P, H] float32, bfloat16 or float16. weights: [T, k] float32. Sums in slot order in float32; returns [T, H] of rows' dtype. Dropped
-    pairs count as zeros. Differentiable in rows and weights; gradients of padding rows are zero. Raises KernelInputError for
-    shapes that don't fit.
+    rows: [P, H] float32, bfloat16 or float16. weights: [T, k] float32. Sums in slot order in float32; returns [T, H] of
+    rows' dtype. Dropped pairs count as zeros. Differentiable in rows and weights; gradients of padding rows are zero.
+    Raises KernelInputError for shapes that don't fit.
     """
     if rows.dim() != 2 or rows.shape[0] != permuted.source.shape[0] or weights.shape != permuted.position.shape:
         raise KernelInputError(
-            f"unpermute: rows {list(rows.shape)} and weights {list(weights.shape)} must be [P, H] and [T, k] of the plan, "
-            f"P {permuted.source.shape[0]} and [T, k] {list(permuted.position.shape)}"
+            f"unpermute: rows {list(rows.shape)} and weights {list(weights.shape)} must be [P, H] and [T, k] of the"
+            f" plan, P {permuted.source.shape[0]} and [T, k] {list(permuted.position.shape)}"
         )
     return _unpermute(rows.contiguous(), permuted.source, permuted.position, weights.contiguous())
 

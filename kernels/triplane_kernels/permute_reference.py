@@ -7,12 +7,16 @@ from torch import Tensor
 
 
 def padded_rows(pairs: int, num_experts: int, block: int) -> int:
-    """The most rows that `pairs` (token, expert) pairs can fill when every expert's group is padded to a multiple of block."""
+    """The most rows that `pairs` (token, expert) pairs can fill when every expert's group is padded to a multiple of
+    block.
+    """
     return (pairs + min(pairs, num_experts) * (block - 1)) // block * block
 
 
 def plan_reference(experts: Tensor, num_experts: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where every pair goes. experts: int32 [T, k]; returns offsets int32 [E+1], source int32 [P], position int32 [T, k]."""
+    """Where every pair goes. experts: int32 [T, k]; returns offsets int32 [E+1], source int32 [P], position int32 [T,
+    k].
+    """
     device = experts.device
     flat = experts.reshape(-1).long()
     pairs = flat.numel()
@@ -40,7 +44,9 @@ def scatter_reference(x: Tensor, source: Tensor, k: int) -> Tensor:
 
 
 def gather_reference(rows: Tensor, position: Tensor, weights: Tensor | None) -> Tensor:
-    """Sum over j of weights[t, j] * rows[position[t, j]], in slot order, accumulated in float32 or wider; [T, H] of rows' dtype."""
+    """Sum over j of weights[t, j] * rows[position[t, j]], in slot order, accumulated in float32 or wider; [T, H] of
+    rows' dtype.
+    """
     tokens, k = position.shape
     wide = torch.promote_types(rows.dtype, torch.float32)
     total = torch.zeros(tokens, rows.shape[1], dtype=wide, device=rows.device)

@@ -1,4 +1,5 @@
-"""Token permutation in Triton: a stable counting sort in three launches, and row copies that read each row of memory once.
+"""Token permutation in Triton: a stable counting sort in three launches, and row copies that read each row of memory
+once.
 
 experts --count--> [E, chunks] --scan--> bases, totals --place--> offsets, source, position     all on the device
 """
@@ -21,16 +22,31 @@ SMALL: Config = {"BLOCK_T": 32, "BLOCK_H": 128, "num_warps": 4}
 CANDIDATES: list[Config] = [
     {"BLOCK_T": tokens, "BLOCK_H": width, "num_warps": warps}
     for tokens, width, warps in (
-        (1, 2048, 4), (1, 2048, 8), (1, 2048, 2), (1, 1024, 4), (1, 1024, 2), (2, 1024, 4), (2, 1024, 8), (4, 512, 4), (4, 512, 8), (1, 4096, 4), (1, 4096, 8),
+        (1, 2048, 4),
+        (1, 2048, 8),
+        (1, 2048, 2),
+        (1, 1024, 4),
+        (1, 1024, 2),
+        (2, 1024, 4),
+        (2, 1024, 8),
+        (4, 512, 4),
+        (4, 512, 8),
+        (1, 4096, 4),
+        (1, 4096, 8),
     )
-]  # fmt: skip
+]
 
 
 @triton.jit
 def _count_kernel(
-    experts: tl.tensor, counts: tl.tensor, pairs: tl.tensor, num_experts: tl.tensor, chunks: tl.tensor,
-    CHUNK: tl.constexpr, BINS: tl.constexpr,
-) -> None:  # fmt: skip
+    experts: tl.tensor,
+    counts: tl.tensor,
+    pairs: tl.tensor,
+    num_experts: tl.tensor,
+    chunks: tl.tensor,
+    CHUNK: tl.constexpr,
+    BINS: tl.constexpr,
+) -> None:
     """counts[e, c] = pairs of chunk c that go to expert e."""
     chunk = tl.program_id(0)
     index = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -55,10 +71,19 @@ def _scan_kernel(counts: tl.tensor, totals: tl.tensor, chunks: tl.tensor, BLOCK:
 
 @triton.jit
 def _place_kernel(
-    experts: tl.tensor, bases: tl.tensor, totals: tl.tensor, offsets: tl.tensor, source: tl.tensor, position: tl.tensor,
-    pairs: tl.tensor, num_experts: tl.tensor, chunks: tl.tensor,
-    ALIGN: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
-) -> None:  # fmt: skip
+    experts: tl.tensor,
+    bases: tl.tensor,
+    totals: tl.tensor,
+    offsets: tl.tensor,
+    source: tl.tensor,
+    position: tl.tensor,
+    pairs: tl.tensor,
+    num_experts: tl.tensor,
+    chunks: tl.tensor,
+    ALIGN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BINS: tl.constexpr,
+) -> None:
     """Row of every pair: its group's start, and its rank in the group; equal experts keep their order."""
     chunk = tl.program_id(0)
     bins = tl.arange(0, BINS)
@@ -82,9 +107,14 @@ def _place_kernel(
 
 @triton.jit
 def _zero_padding(
-    rows: tl.tensor, source: tl.tensor, block: tl.tensor, total: tl.tensor, width: tl.tensor,
-    PAD_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
-) -> None:  # fmt: skip
+    rows: tl.tensor,
+    source: tl.tensor,
+    block: tl.tensor,
+    total: tl.tensor,
+    width: tl.tensor,
+    PAD_ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+) -> None:
     """Writes zeros to those rows of one block of PAD_ROWS that no token fills."""
     index = block * PAD_ROWS + tl.arange(0, PAD_ROWS)
     empty = tl.load(source + index, mask=index < total, other=0) < 0
@@ -98,11 +128,22 @@ def _zero_padding(
 
 @triton.jit
 def _scatter_kernel(
-    x: tl.tensor, rows: tl.tensor, source: tl.tensor, position: tl.tensor,
-    tokens: tl.tensor, total: tl.tensor, width: tl.tensor,
-    K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, PAD_ROWS: tl.constexpr,
-) -> None:  # fmt: skip
-    """One program a block of tokens: read their rows once, write them K times. Programs past the tokens clear padding rows."""
+    x: tl.tensor,
+    rows: tl.tensor,
+    source: tl.tensor,
+    position: tl.tensor,
+    tokens: tl.tensor,
+    total: tl.tensor,
+    width: tl.tensor,
+    K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PAD_ROWS: tl.constexpr,
+) -> None:
+    """One program a block of tokens: read their rows once, write them K times.
+
+    Programs past the tokens clear padding rows.
+    """
     program = tl.program_id(0)
     blocks = tl.cdiv(tokens, BLOCK_T)
     if program < blocks:
@@ -121,9 +162,17 @@ def _scatter_kernel(
 
 @triton.jit
 def _gather_kernel(
-    rows: tl.tensor, position: tl.tensor, weights: tl.tensor, out: tl.tensor, tokens: tl.tensor, width: tl.tensor,
-    K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
-) -> None:  # fmt: skip
+    rows: tl.tensor,
+    position: tl.tensor,
+    weights: tl.tensor,
+    out: tl.tensor,
+    tokens: tl.tensor,
+    width: tl.tensor,
+    K: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+) -> None:
     """One program a block of tokens and of columns: the K rows of each, weighted, summed in slot order in float32."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -143,11 +192,24 @@ def _gather_kernel(
 
 @triton.jit
 def _unpermute_backward_kernel(
-    gradient: tl.tensor, rows: tl.tensor, source: tl.tensor, position: tl.tensor, weights: tl.tensor,
-    of_rows: tl.tensor, of_weights: tl.tensor, tokens: tl.tensor, total: tl.tensor, width: tl.tensor,
-    K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, PAD_ROWS: tl.constexpr,
-) -> None:  # fmt: skip
-    """One program a block of tokens: their gradients spread over their K rows, and the dot product with each of these."""
+    gradient: tl.tensor,
+    rows: tl.tensor,
+    source: tl.tensor,
+    position: tl.tensor,
+    weights: tl.tensor,
+    of_rows: tl.tensor,
+    of_weights: tl.tensor,
+    tokens: tl.tensor,
+    total: tl.tensor,
+    width: tl.tensor,
+    K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PAD_ROWS: tl.constexpr,
+) -> None:
+    """One program a block of tokens: their gradients spread over their K rows, and the dot product with each of
+    these.
+    """
     program = tl.program_id(0)
     blocks = tl.cdiv(tokens, BLOCK_T)
     if program < blocks:
@@ -187,9 +249,20 @@ def plan_triton(experts: Tensor, num_experts: int, block: int) -> tuple[Tensor, 
     _count_kernel[(chunks,)](experts, counts, pairs, num_experts, chunks, CHUNK=chunk, BINS=bins, num_warps=8)
     _scan_kernel[(num_experts,)](counts, totals, chunks, BLOCK=1024)
     _place_kernel[(chunks,)](
-        experts, counts, totals, offsets, source, position, pairs, num_experts, chunks,
-        ALIGN=block, CHUNK=chunk, BINS=bins, num_warps=8,
-    )  # fmt: skip
+        experts,
+        counts,
+        totals,
+        offsets,
+        source,
+        position,
+        pairs,
+        num_experts,
+        chunks,
+        ALIGN=block,
+        CHUNK=chunk,
+        BINS=bins,
+        num_warps=8,
+    )
     return offsets, source, position
 
 
@@ -246,9 +319,20 @@ def unpermute_backward_triton(
 
     def run(config: Config) -> Results:
         _unpermute_backward_kernel[_with_padding(tokens, source, config)](
-            gradient, rows, source, position, weights, of_rows, of_weights, tokens, source.numel(), rows.shape[1],
-            K=k, PAD_ROWS=_pad_rows(config), **config,
-        )  # fmt: skip
+            gradient,
+            rows,
+            source,
+            position,
+            weights,
+            of_rows,
+            of_weights,
+            tokens,
+            source.numel(),
+            rows.shape[1],
+            K=k,
+            PAD_ROWS=_pad_rows(config),
+            **config,
+        )
         return of_rows, of_weights
 
     if rows.numel() or weights.numel():

@@ -11,7 +11,10 @@ from triplane_kernels.rounding_triton import to_float32
 
 @triton.jit
 def product(x: tl.tensor, y: tl.tensor) -> tl.tensor:
-    """float32 x @ y of two tiles of one dtype, from a fresh accumulator. The interpreter multiplies raw bits of bfloat16 and drops FP8's NaN."""
+    """float32 x @ y of two tiles of one dtype, from a fresh accumulator.
+
+    The interpreter multiplies raw bits of bfloat16 and drops FP8's NaN.
+    """
     if INTERPRETED:
         x, y = _decode(x), _decode(y)
     return tl.dot(x, y, input_precision="ieee")
@@ -25,9 +28,16 @@ def tile(base: tl.tensor, row: tl.tensor, column: tl.tensor, row_stride: tl.tens
 
 @triton.jit
 def place(
-    within: tl.tensor, down: tl.tensor, across: tl.tensor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """First row and column of tile `within` of a grid of down x across: bands of BAND rows, each walked column by column."""
+    within: tl.tensor,
+    down: tl.tensor,
+    across: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BAND: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """First row and column of tile `within` of a grid of down x across: bands of BAND rows, each walked column by
+    column.
+    """
     band = within // (BAND * across)
     height = tl.minimum(down - band * BAND, BAND)
     rest = within - band * BAND * across

@@ -2,8 +2,9 @@
 
     x bf16|f32 --quantize_*--> codes float8_e4m3fn, scales; x' = codes * scales
 
-Every quantizer keeps NaN and infinity visible: a block that holds one becomes NaN. No block clamps a finite value. Quantizers carry no gradient.
-Sources: DeepSeek-V3, section 3.3 (arXiv:2412.19437); OCP Microscaling Formats 1.0; RCEIL scales, arXiv:2506.08027.
+Every quantizer keeps NaN and infinity visible: a block that holds one becomes NaN. No block clamps a finite value.
+Quantizers carry no gradient. Sources: DeepSeek-V3, section 3.3 (arXiv:2412.19437); OCP Microscaling Formats 1.0; RCEIL
+scales, arXiv:2506.08027.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ def quantize_activations(
 ) -> tuple[Tensor, Tensor]:
     """Quantize rows in blocks of 128 columns: scale = amax / 448, code = round_to_e4m3(x / scale).
 
-    x: [M, K] bfloat16, float32 or float64, any M and K (edge blocks are narrower), any strides. Returns codes [M, K] float8_e4m3fn and scales
-    [M, ceil(K/128)] float32, stored column by column (stride 1 along M), as the GEMMs read them. An all-zero block has scale 1.
+    x: [M, K] bfloat16, float32 or float64, any M and K (edge blocks are narrower), any strides. Returns codes [M, K]
+    float8_e4m3fn and scales [M, ceil(K/128)] float32, stored column by column (stride 1 along M), as the GEMMs read
+    them. An all-zero block has scale 1.
 
-    power_of_two: scales rounded up to powers of two. stochastic_seed: 0 to 2^63 - 1; rounds up with the probability that makes the expected
-    code * scale the value itself, by Philox at the element's place, so a step needs a seed of its own. Raises KernelInputError.
+    power_of_two: scales rounded up to powers of two. stochastic_seed: 0 to 2^63 - 1; rounds up with the probability
+    that makes the expected code * scale the value itself, by Philox at the element's place, so a step needs a seed of
+    its own. Raises KernelInputError.
     """
     _check("quantize_activations", x, 2, stochastic_seed)
     return _quantize_activations(x.detach(), power_of_two, stochastic_seed)
@@ -45,8 +48,8 @@ def quantize_both(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`quantize_activations` of x [M, K] and of its transpose, both from x itself, in one pass.
 
-    Returns codes [M, K], scales [M, ceil(K/128)], codes_t [K, M], scales_t [K, ceil(M/128)]: the operand of forward and dgrad, and the
-    operand of wgrad, which sums over M. Options and errors as of `quantize_activations`.
+    Returns codes [M, K], scales [M, ceil(K/128)], codes_t [K, M], scales_t [K, ceil(M/128)]: the operand of forward and
+    dgrad, and the operand of wgrad, which sums over M. Options and errors as of `quantize_activations`.
     """
     _check("quantize_both", x, 2, stochastic_seed)
     return _quantize_both(x.detach(), power_of_two, stochastic_seed)
@@ -55,14 +58,15 @@ def quantize_both(
 def quantize_weights(w: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
     """Quantize each matrix in blocks of 128x128: `blockwise.quantize_blockwise`, the trainer's recipe, bit for bit.
 
-    w: [..., N, K] bfloat16, float32 or float64, any sizes and strides. Returns codes [..., N, K] float8_e4m3fn and scales
-    [..., ceil(N/128), ceil(K/128)] float32. Raises KernelInputError.
+    w: [..., N, K] bfloat16, float32 or float64, any sizes and strides. Returns codes [..., N, K] float8_e4m3fn and
+    scales [..., ceil(N/128), ceil(K/128)] float32. Raises KernelInputError.
     """
     return _weights(w, power_of_two, transposed=False)[:2]
 
 
 def quantize_weights_both(w: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`quantize_weights`, and the same codes and scales transposed: codes_t [..., K, N], scales_t [..., ceil(K/128), ceil(N/128)].
+    """`quantize_weights`, and the same codes and scales transposed: codes_t [..., K, N], scales_t [..., ceil(K/128),
+    ceil(N/128)].
 
     Square blocks make both orientations the same numbers; the second is what dgrad multiplies by. One pass over w.
     """
@@ -72,8 +76,9 @@ def quantize_weights_both(w: Tensor, *, power_of_two: bool = False) -> tuple[Ten
 def quantize_mx(x: Tensor, *, stochastic_seed: int | None = None) -> tuple[Tensor, Tensor]:
     """Quantize rows to MXFP8: blocks of 32 columns with an E8M0 scale, rounded up (RCEIL).
 
-    x: [M, K] bfloat16, float32 or float64. Returns codes [M, K] float8_e4m3fn and scales uint8 [M, ceil(K/32)], where byte b means 2^(b - 127)
-    and 255 NaN. An all-zero block has byte 127. stochastic_seed and errors as of `quantize_activations`.
+    x: [M, K] bfloat16, float32 or float64. Returns codes [M, K] float8_e4m3fn and scales uint8 [M, ceil(K/32)], where
+    byte b means 2^(b - 127) and 255 NaN. An all-zero block has byte 127. stochastic_seed and errors as of
+    `quantize_activations`.
     """
     _check("quantize_mx", x, 2, stochastic_seed)
     return _quantize_mx(x.detach(), stochastic_seed)

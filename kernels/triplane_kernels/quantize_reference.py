@@ -1,6 +1,8 @@
-"""FP8 block quantization in torch: activations in 1x128 blocks, weights in 128x128 blocks, MXFP8 in 1x32 blocks. Any device; float64 computes in float64.
+"""FP8 block quantization in torch: activations in 1x128 blocks, weights in 128x128 blocks, MXFP8 in 1x32 blocks. Any
+device; float64 computes in float64.
 
-Sources: DeepSeek-V3, section 3.3 (arXiv:2412.19437); OCP Microscaling Formats 1.0 with scales rounded up (arXiv:2506.08027, section 3.2).
+Sources: DeepSeek-V3, section 3.3 (arXiv:2412.19437); OCP Microscaling Formats 1.0 with scales rounded up
+(arXiv:2506.08027, section 3.2).
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ E8M0_ONE = 127
 
 
 def quantize_activations(x: Tensor, power_of_two: bool, seed: int | None) -> tuple[Tensor, Tensor]:
-    """Codes [M, K] and scales [M, ceil(K/128)] of x [M, K]: code = round(x * (1 / scale)). Scales lie column by column."""
+    """Codes [M, K] and scales [M, ceil(K/128)] of x [M, K]: code = round(x * (1 / scale)).
+
+    Scales lie column by column.
+    """
     blocks = _row_blocks(_computed(x), BLOCK)
     scales = block_scales(blocks.abs().amax(dim=2), power_of_two=power_of_two)
     scaled = (blocks * scales.reciprocal()[:, :, None]).flatten(1)[:, : x.shape[1]]
@@ -26,7 +31,9 @@ def quantize_activations(x: Tensor, power_of_two: bool, seed: int | None) -> tup
 
 
 def quantize_both(x: Tensor, power_of_two: bool, seed: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`quantize_activations` of x [M, K] and of its transpose; a stochastic one draws the same number for an element in both."""
+    """`quantize_activations` of x [M, K] and of its transpose; a stochastic one draws the same number for an element in
+    both.
+    """
     codes, scales = quantize_activations(x, power_of_two, seed)
     blocks = _row_blocks(_computed(x).t(), BLOCK)
     scales_t = block_scales(blocks.abs().amax(dim=2), power_of_two=power_of_two)
@@ -37,7 +44,9 @@ def quantize_both(x: Tensor, power_of_two: bool, seed: int | None) -> tuple[Tens
 
 
 def quantize_weights(w: Tensor, power_of_two: bool, transposed: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`quantize_blockwise` of each matrix of w [G, N, K], and the same codes and scales transposed (empty unless `transposed`)."""
+    """`quantize_blockwise` of each matrix of w [G, N, K], and the same codes and scales transposed (empty unless
+    `transposed`).
+    """
     count, rows, columns = w.shape
     padded = torch.nn.functional.pad(_computed(w), (0, 0, 0, -rows % BLOCK))
     codes, scales = quantize_blockwise(padded.flatten(0, 1), power_of_two=power_of_two)

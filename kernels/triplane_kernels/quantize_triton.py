@@ -1,4 +1,6 @@
-"""Triton kernels of the FP8 quantizers, and how they are launched. Results are bit for bit those of `quantize_reference`."""
+"""Triton kernels of the FP8 quantizers, and how they are launched. Results are bit for bit those of
+`quantize_reference`.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +50,19 @@ def quantize_activations(x: Tensor, power_of_two: bool, seed: int | None) -> tup
     def launch(config: Config) -> Results:
         grid = (triton.cdiv(rows, config["BLOCK_M"]), scales.shape[1])
         _rows_kernel[grid](
-            x, codes, scales, seed or 0, rows, columns, x.stride(0), x.stride(1), scales.stride(1),
-            POWER_OF_TWO=power_of_two, STOCHASTIC=seed is not None, **config,
-        )  # fmt: skip
+            x,
+            codes,
+            scales,
+            seed or 0,
+            rows,
+            columns,
+            x.stride(0),
+            x.stride(1),
+            scales.stride(1),
+            POWER_OF_TWO=power_of_two,
+            STOCHASTIC=seed is not None,
+            **config,
+        )
         return codes, scales
 
     if codes.numel():
@@ -68,10 +80,22 @@ def quantize_both(x: Tensor, power_of_two: bool, seed: int | None) -> tuple[Tens
 
     def launch(config: Config) -> Results:
         _both_kernel[(scales_t.shape[1], scales.shape[1])](
-            x, codes, scales, codes_t, scales_t, seed or 0, rows, columns, x.stride(0), x.stride(1),
-            scales.stride(1), scales_t.stride(1),
-            POWER_OF_TWO=power_of_two, STOCHASTIC=seed is not None, **config,
-        )  # fmt: skip
+            x,
+            codes,
+            scales,
+            codes_t,
+            scales_t,
+            seed or 0,
+            rows,
+            columns,
+            x.stride(0),
+            x.stride(1),
+            scales.stride(1),
+            scales_t.stride(1),
+            POWER_OF_TWO=power_of_two,
+            STOCHASTIC=seed is not None,
+            **config,
+        )
         return codes, scales, codes_t, scales_t
 
     if codes.numel():
@@ -91,9 +115,20 @@ def quantize_weights(w: Tensor, power_of_two: bool, transposed: bool) -> tuple[T
 
     def launch(config: Config) -> Results:
         _weights_kernel[(count * row_blocks, column_blocks)](
-            w, codes, scales, codes_t, scales_t, rows, columns, row_blocks, column_blocks, *w.stride(),
-            POWER_OF_TWO=power_of_two, TRANSPOSED=transposed, **config,
-        )  # fmt: skip
+            w,
+            codes,
+            scales,
+            codes_t,
+            scales_t,
+            rows,
+            columns,
+            row_blocks,
+            column_blocks,
+            *w.stride(),
+            POWER_OF_TWO=power_of_two,
+            TRANSPOSED=transposed,
+            **config,
+        )
         return codes, scales, codes_t, scales_t
 
     if codes.numel():
@@ -110,9 +145,17 @@ def quantize_mx(x: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
     def launch(config: Config) -> Results:
         grid = (triton.cdiv(rows, config["BLOCK_M"]), triton.cdiv(columns, 128))
         _mx_kernel[grid](
-            x, codes, scales, seed or 0, rows, columns, x.stride(0), x.stride(1),
-            STOCHASTIC=seed is not None, **config,
-        )  # fmt: skip
+            x,
+            codes,
+            scales,
+            seed or 0,
+            rows,
+            columns,
+            x.stride(0),
+            x.stride(1),
+            STOCHASTIC=seed is not None,
+            **config,
+        )
         return codes, scales
 
     if codes.numel():
@@ -122,9 +165,19 @@ def quantize_mx(x: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
 
 @triton.jit(do_not_specialize=["seed"])
 def _rows_kernel(
-    x: tl.tensor, codes: tl.tensor, scales: tl.tensor, seed: tl.tensor, rows: tl.tensor, columns: tl.tensor, x_row: tl.tensor, x_column: tl.tensor, scale_column: tl.tensor,
-    BLOCK_M: tl.constexpr, POWER_OF_TWO: tl.constexpr, STOCHASTIC: tl.constexpr,
-) -> None:  # fmt: skip
+    x: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    seed: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    x_row: tl.tensor,
+    x_column: tl.tensor,
+    scale_column: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+) -> None:
     """One program: BLOCK_M rows of one 128-wide block; a warp reads whole rows of it, 16 bytes a thread."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     block = tl.program_id(1)
@@ -142,10 +195,21 @@ def _rows_kernel(
 
 @triton.jit(do_not_specialize=["seed"])
 def _both_kernel(
-    x: tl.tensor, codes: tl.tensor, scales: tl.tensor, codes_t: tl.tensor, scales_t: tl.tensor, seed: tl.tensor, rows: tl.tensor, columns: tl.tensor, x_row: tl.tensor, x_column: tl.tensor,
-    scale_column: tl.tensor, scale_t_column: tl.tensor,
-    POWER_OF_TWO: tl.constexpr, STOCHASTIC: tl.constexpr,
-) -> None:  # fmt: skip
+    x: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    codes_t: tl.tensor,
+    scales_t: tl.tensor,
+    seed: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    x_row: tl.tensor,
+    x_column: tl.tensor,
+    scale_column: tl.tensor,
+    scale_t_column: tl.tensor,
+    POWER_OF_TWO: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+) -> None:
     """One program: a 128x128 block, read once, kept in registers, scaled by its rows and by its columns."""
     row_block, column_block = tl.program_id(0), tl.program_id(1)
     row = row_block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -162,17 +226,29 @@ def _both_kernel(
     code_t = to_e4m3(values * reciprocal(scale_t)[None, :], random, STOCHASTIC)
     tl.store(
         codes_t + column[:, None] * rows + row[None, :],
-        tl.trans(code_t), mask=(column[:, None] < columns) & (row[None, :] < rows),
-    )  # fmt: skip
+        tl.trans(code_t),
+        mask=(column[:, None] < columns) & (row[None, :] < rows),
+    )
     tl.store(scales_t + column + row_block.to(tl.int64) * scale_t_column, scale_t, mask=column < columns)
 
 
 @triton.jit
 def _weights_kernel(
-    w: tl.tensor, codes: tl.tensor, scales: tl.tensor, codes_t: tl.tensor, scales_t: tl.tensor, rows: tl.tensor, columns: tl.tensor, row_blocks: tl.tensor, column_blocks: tl.tensor,
-    w_matrix: tl.tensor, w_row: tl.tensor, w_column: tl.tensor,
-    POWER_OF_TWO: tl.constexpr, TRANSPOSED: tl.constexpr,
-) -> None:  # fmt: skip
+    w: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    codes_t: tl.tensor,
+    scales_t: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    row_blocks: tl.tensor,
+    column_blocks: tl.tensor,
+    w_matrix: tl.tensor,
+    w_row: tl.tensor,
+    w_column: tl.tensor,
+    POWER_OF_TWO: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+) -> None:
     """One program: a 128x128 block of one matrix under one scale; the transpose has the same codes."""
     matrix, row_block = (tl.program_id(0) // row_blocks).to(tl.int64), tl.program_id(0) % row_blocks
     column_block = tl.program_id(1)
@@ -193,16 +269,25 @@ def _weights_kernel(
     if TRANSPOSED:
         tl.store(
             codes_t + start + column[:, None].to(tl.int64) * rows + row[None, :],
-            tl.trans(code), mask=(column[:, None] < columns) & (row[None, :] < rows),
-        )  # fmt: skip
+            tl.trans(code),
+            mask=(column[:, None] < columns) & (row[None, :] < rows),
+        )
         tl.store(scales_t + first + column_block * row_blocks + row_block + one, scale)
 
 
 @triton.jit(do_not_specialize=["seed"])
 def _mx_kernel(
-    x: tl.tensor, codes: tl.tensor, scales: tl.tensor, seed: tl.tensor, rows: tl.tensor, columns: tl.tensor, x_row: tl.tensor, x_column: tl.tensor,
-    BLOCK_M: tl.constexpr, STOCHASTIC: tl.constexpr,
-) -> None:  # fmt: skip
+    x: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    seed: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    x_row: tl.tensor,
+    x_column: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+) -> None:
     """One program: BLOCK_M rows of four 32-wide blocks."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,4 +1,5 @@
-"""Rounding to float8_e4m3fn in torch: to nearest even, or stochastically by a counter-based generator. Triton's twin is `rounding_triton`.
+"""Rounding to float8_e4m3fn in torch: to nearest even, or stochastically by a counter-based generator. Triton's twin is
+`rounding_triton`.
 
 A stochastic result depends on (seed, row, column) alone: the same on every device, whatever the launch shape.
 """
@@ -18,8 +19,8 @@ _MASK = 0xFFFFFFFF
 def to_e4m3(scaled: Tensor, random: Tensor | None = None) -> Tensor:
     """float8_e4m3fn codes of `scaled` (float32 or float64, any shape): clamped to +-448, NaN stays NaN.
 
-    random: uniform numbers in [0, 1) of that shape; with them a value between two codes takes the upper one with the probability that
-    makes the expectation the value itself. Without them: to nearest, ties to even.
+    random: uniform numbers in [0, 1) of that shape; with them a value between two codes takes the upper one with the
+    probability that makes the expectation the value itself. Without them: to nearest, ties to even.
     """
     clamped = scaled.clamp(-E4M3_MAX, E4M3_MAX)
     if random is not None:
@@ -36,15 +37,17 @@ def _step(values: Tensor) -> Tensor:
 
 
 def power_of_two(exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """2^exponents (integers from -1022 to 1023) in `dtype`, by bits: `torch.ldexp` computes a power, which a GPU need not round rightly."""
+    """2^exponents (integers from -1022 to 1023) in `dtype`, by bits: `torch.ldexp` computes a power, which a GPU need
+    not round rightly.
+    """
     return ((exponents.long() + 1023) << 52).view(torch.float64).to(dtype)
 
 
 def uniforms(rows: int, columns: int, seed: int, device: torch.device) -> Tensor:
     """[rows, columns] float32 in [0, 1), multiples of 2^-24.
 
-    Element (row, column) is word `column % 4` of Philox 4x32-10 (Salmon et al., SC 2011) at counter row * ceil(columns / 4) + column // 4,
-    under the 64-bit key `seed`.
+    Element (row, column) is word `column % 4` of Philox 4x32-10 (Salmon et al., SC 2011) at counter row * ceil(columns
+    / 4) + column // 4, under the 64-bit key `seed`.
     """
     quads = -(-columns // 4)
     counters = torch.arange(rows * quads, dtype=torch.int64, device=device)
@@ -53,7 +56,9 @@ def uniforms(rows: int, columns: int, seed: int, device: torch.device) -> Tensor
 
 
 def philox(counters: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four 32-bit words, as int64, of Philox 4x32-10 at each 64-bit counter; int64 products wrap, so their high halves are exact."""
+    """The four 32-bit words, as int64, of Philox 4x32-10 at each 64-bit counter; int64 products wrap, so their high
+    halves are exact.
+    """
     words = [counters & _MASK, (counters >> 32) & _MASK, torch.zeros_like(counters), torch.zeros_like(counters)]
     low, high = seed & _MASK, (seed >> 32) & _MASK
     for _ in range(PHILOX_ROUNDS):

@@ -1,4 +1,6 @@
-"""Device functions shared by the kernels: block scales, rounding to float8_e4m3fn, Philox uniforms. Bit for bit what `blockwise` and `rounding` give."""
+"""Device functions shared by the kernels: block scales, rounding to float8_e4m3fn, Philox uniforms. Bit for bit what
+`blockwise` and `rounding` give.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def to_float32(values: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def magnitude_bits(values: tl.tensor) -> tl.tensor:
-    """|values|, float32, as the int32 of its bits: integer maxima order them and keep infinity and NaN, which float maxima drop."""
+    """|values|, float32, as the int32 of its bits: integer maxima order them and keep infinity and NaN, which float
+    maxima drop.
+    """
     return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -46,10 +50,12 @@ def reciprocal(scale: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def quotient(values: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    """values [M, N] / scale [1, 1] as the cast to e4m3 sees it: rounded to nearest but for quotients below 2^-30, which all become zeros.
+    """values [M, N] / scale [1, 1] as the cast to e4m3 sees it: rounded to nearest but for quotients below 2^-30, which
+    all become zeros.
 
-    One reciprocal for all and two corrections by exact remainders (Markstein, IBM J. Res. Dev. 34(1), 1990); the division instruction takes three
-    times as long for each value. Zeros keep their sign. The interpreter, which does not fuse multiply and add, divides.
+    One reciprocal for all and two corrections by exact remainders (Markstein, IBM J. Res. Dev. 34(1), 1990); the
+    division instruction takes three times as long for each value. Zeros keep their sign. The interpreter, which does
+    not fuse multiply and add, divides.
     """
     if INTERPRETED:
         found = tl.div_rn(values, tl.broadcast_to(scale, values.shape))
@@ -72,7 +78,10 @@ def quotient(values: tl.tensor, scale: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def to_e4m3(scaled: tl.tensor, random: tl.tensor, STOCHASTIC: tl.constexpr) -> tl.tensor:
-    """`rounding.to_e4m3`. The GPU's cast clamps, rounds to nearest even and keeps NaN; the interpreter's does none of that rightly."""
+    """`rounding.to_e4m3`.
+
+    The GPU's cast clamps, rounds to nearest even and keeps NaN; the interpreter's does none of that rightly.
+    """
     if STOCHASTIC:
         scaled = _stochastic(_clamp(scaled), random)
     if INTERPRETED:  # noqa: SIM108  both branches compile in a conditional expression
@@ -132,7 +141,9 @@ def uniforms(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """`rounding.uniforms` of the rows `row` [ROWS] and of COLUMNS columns from `first_column`, a multiple of 4, of a matrix `columns` wide."""
+    """`rounding.uniforms` of the rows `row` [ROWS] and of COLUMNS columns from `first_column`, a multiple of 4, of a
+    matrix `columns` wide.
+    """
     quad = (first_column + tl.arange(0, COLUMNS // 4) * 4) // 4
     counter = row.to(tl.int64)[:, None] * ((columns + 3) // 4) + quad[None, :]
     first, second, third, fourth = tl.randint4x(seed, counter)

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 TINY = 1e-20
-"""Added to the sum that normalizes: it changes no usual sum, and keeps k scores that all underflow from giving 0 / 0 (DeepSeek-V3)."""
+"""Added to the sum that normalizes: it changes no usual sum, and keeps k scores that all underflow from giving 0 / 0
+(DeepSeek-V3).
+"""
 
 
 def route_reference(logits: Tensor, k: int, bias: Tensor | None, scores: str, normalize: bool) -> tuple[Tensor, Tensor]:

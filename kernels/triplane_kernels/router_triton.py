@@ -1,7 +1,8 @@
-"""The top-k router in Triton: scores, choice and normalization of a block of tokens in one program, nothing but the k picks written.
+"""The top-k router in Triton: scores, choice and normalization of a block of tokens in one program, nothing but the k
+picks written.
 
-Each pick is one maximum over 64-bit keys: the score made an integer that orders as floats do, and below it the expert's index counted
-down, so equal scores go to the lowest index and NaN, the greatest of all, is always picked and seen.
+Each pick is one maximum over 64-bit keys: the score made an integer that orders as floats do, and below it the expert's
+index counted down, so equal scores go to the lowest index and NaN, the greatest of all, is always picked and seen.
 """
 
 from __future__ import annotations
@@ -46,10 +47,20 @@ def _keys(values: tl.tensor, columns: tl.tensor, BINS: tl.constexpr) -> tl.tenso
 
 @triton.jit
 def _route_kernel(
-    logits: tl.tensor, bias: tl.tensor, weights: tl.tensor, experts: tl.tensor, tokens: tl.tensor, num_experts: tl.tensor,
-    K: tl.constexpr, SLOTS: tl.constexpr, BINS: tl.constexpr,
-    BIASED: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_T: tl.constexpr,
-) -> None:  # fmt: skip
+    logits: tl.tensor,
+    bias: tl.tensor,
+    weights: tl.tensor,
+    experts: tl.tensor,
+    tokens: tl.tensor,
+    num_experts: tl.tensor,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BINS: tl.constexpr,
+    BIASED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+) -> None:
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = tl.arange(0, BINS)
     real = (token < tokens)[:, None] & (columns < num_experts)[None, :]
@@ -79,10 +90,18 @@ def _route_kernel(
 
 @triton.jit
 def _route_backward_kernel(
-    gradient: tl.tensor, logits: tl.tensor, experts: tl.tensor, of_logits: tl.tensor, tokens: tl.tensor, num_experts: tl.tensor,
-    K: tl.constexpr, BINS: tl.constexpr,
-    SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_T: tl.constexpr,
-) -> None:  # fmt: skip
+    gradient: tl.tensor,
+    logits: tl.tensor,
+    experts: tl.tensor,
+    of_logits: tl.tensor,
+    tokens: tl.tensor,
+    num_experts: tl.tensor,
+    K: tl.constexpr,
+    BINS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+) -> None:
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = tl.arange(0, BINS)
     known = token < tokens
@@ -115,10 +134,20 @@ def route_triton(logits: Tensor, k: int, bias: Tensor | None, scores: str, norma
 
     def run(config: Config) -> Results:
         _route_kernel[(triton.cdiv(tokens, config["BLOCK_T"]),)](
-            logits, weights if bias is None else bias, weights, experts, tokens, num_experts,
-            K=k, SLOTS=triton.next_power_of_2(k), BINS=triton.next_power_of_2(num_experts),
-            BIASED=bias is not None, SIGMOID=scores == "sigmoid", NORMALIZE=normalize, **config,
-        )  # fmt: skip
+            logits,
+            weights if bias is None else bias,
+            weights,
+            experts,
+            tokens,
+            num_experts,
+            K=k,
+            SLOTS=triton.next_power_of_2(k),
+            BINS=triton.next_power_of_2(num_experts),
+            BIASED=bias is not None,
+            SIGMOID=scores == "sigmoid",
+            NORMALIZE=normalize,
+            **config,
+        )
         return weights, experts
 
     if tokens:
@@ -133,10 +162,18 @@ def route_backward_triton(gradient: Tensor, logits: Tensor, experts: Tensor, sco
 
     def run(config: Config) -> Tensor:
         _route_backward_kernel[(triton.cdiv(tokens, config["BLOCK_T"]),)](
-            gradient, logits, experts, of_logits, tokens, num_experts,
-            K=k, BINS=triton.next_power_of_2(num_experts),
-            SIGMOID=scores == "sigmoid", NORMALIZE=normalize, **config,
-        )  # fmt: skip
+            gradient,
+            logits,
+            experts,
+            of_logits,
+            tokens,
+            num_experts,
+            K=k,
+            BINS=triton.next_power_of_2(num_experts),
+            SIGMOID=scores == "sigmoid",
+            NORMALIZE=normalize,
+            **config,
+        )
         return of_logits
 
     if tokens:

@@ -23,7 +23,8 @@ SHAPES = [(rows, width) for rows in (4096, 32768, 131072) for width in (768, 204
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, computed in float32 (float64 for float64).
 
-    gate_up: [P, 2F] float32, bfloat16 or float16: gate in the first F columns, up in the last. Returns [P, F] of the same dtype; differentiable.
+    gate_up: [P, 2F] float32, bfloat16 or float16: gate in the first F columns, up in the last. Returns [P, F] of the
+    same dtype; differentiable.
     Raises KernelInputError for other shapes.
     """
     _check(gate_up)
@@ -31,16 +32,20 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def swiglu_backward(gradient: Tensor, gate_up: Tensor) -> Tensor:
-    """The gradient of gate_up [P, 2F], of its dtype, from the gradient [P, F] of `swiglu`'s result. Raises KernelInputError."""
+    """The gradient of gate_up [P, 2F], of its dtype, from the gradient [P, F] of `swiglu`'s result.
+
+    Raises KernelInputError.
+    """
     _check(gate_up, gradient)
     return _swiglu_backward(gradient.contiguous(), gate_up.contiguous())
 
 
 def swiglu_quantized(gate_up: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
-    """`quantize_activations` of silu(gate) * up, from its float32 values: nothing is rounded to gate_up's dtype between.
+    """`quantize_activations` of silu(gate) * up, from its float32 values: nothing is rounded to gate_up's dtype
+    between.
 
-    gate_up: as of `swiglu`. Returns codes [P, F] float8_e4m3fn and scales [P, ceil(F/128)] float32 (stride 1 along P). Codes carry no
-    gradient: theirs, straight through, is `swiglu_backward`. Raises KernelInputError.
+    gate_up: as of `swiglu`. Returns codes [P, F] float8_e4m3fn and scales [P, ceil(F/128)] float32 (stride 1 along P).
+    Codes carry no gradient: theirs, straight through, is `swiglu_backward`. Raises KernelInputError.
     """
     _check(gate_up)
     return _swiglu_quantized(gate_up.detach().contiguous(), power_of_two)
@@ -49,10 +54,12 @@ def swiglu_quantized(gate_up: Tensor, *, power_of_two: bool = False) -> tuple[Te
 def swiglu_backward_quantized(
     gradient: Tensor, gate_up: Tensor, *, power_of_two: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`swiglu_backward` and, from its float32 values, its `quantize_activations`: operands of wgrad and of dgrad in one pass.
+    """`swiglu_backward` and, from its float32 values, its `quantize_activations`: operands of wgrad and of dgrad in one
+    pass.
 
-    Returns the gradient of gate_up [P, 2F] of its dtype, codes [P, 2F] float8_e4m3fn and scales [P, ceil(2F/128)] float32 (stride 1 along P).
-    Where F is no multiple of 128, one block of columns holds both gate and up. Raises KernelInputError.
+    Returns the gradient of gate_up [P, 2F] of its dtype, codes [P, 2F] float8_e4m3fn and scales [P, ceil(2F/128)]
+    float32 (stride 1 along P). Where F is no multiple of 128, one block of columns holds both gate and up. Raises
+    KernelInputError.
     """
     _check(gate_up, gradient)
     return _swiglu_backward_quantized(gradient.detach().contiguous(), gate_up.detach().contiguous(), power_of_two)

@@ -1,4 +1,6 @@
-"""SwiGLU in Triton, alone and fused with quantization: each input is read once, what is quantized is never rounded before."""
+"""SwiGLU in Triton, alone and fused with quantization: each input is read once, what is quantized is never rounded
+before.
+"""
 
 from __future__ import annotations
 
@@ -87,9 +89,15 @@ def _backward_kernel(
 
 @triton.jit
 def _forward_quantized_kernel(
-    gate_up: tl.tensor, codes: tl.tensor, scales: tl.tensor, rows: tl.tensor, width: tl.tensor, scale_column: tl.tensor,
-    BLOCK_M: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-) -> None:  # fmt: skip
+    gate_up: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    scale_column: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+) -> None:
     """One program: BLOCK_M rows of one block of 128 columns."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     block = tl.program_id(1)
@@ -104,10 +112,21 @@ def _forward_quantized_kernel(
 
 @triton.jit
 def _backward_quantized_kernel(
-    gradient: tl.tensor, gate_up: tl.tensor, out: tl.tensor, codes: tl.tensor, scales: tl.tensor, rows: tl.tensor, width: tl.tensor, scale_column: tl.tensor,
-    ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-) -> None:  # fmt: skip
-    """One program: BLOCK_M rows of a block of gate and the block of up beside it; ALIGNED when no block holds parts of both."""
+    gradient: tl.tensor,
+    gate_up: tl.tensor,
+    out: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    scale_column: tl.tensor,
+    ALIGNED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+) -> None:
+    """One program: BLOCK_M rows of a block of gate and the block of up beside it; ALIGNED when no block holds parts of
+    both.
+    """
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     block = tl.program_id(1).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -171,9 +190,15 @@ def swiglu_quantized(gate_up: Tensor, power_of_two: bool) -> tuple[Tensor, Tenso
 
     def run(config: Config) -> Results:
         _forward_quantized_kernel[triton.cdiv(rows, config["BLOCK_M"]), scales.shape[1]](
-            gate_up, codes, scales, rows, width, scales.stride(1),
-            POWER_OF_TWO=power_of_two, **config,
-        )  # fmt: skip
+            gate_up,
+            codes,
+            scales,
+            rows,
+            width,
+            scales.stride(1),
+            POWER_OF_TWO=power_of_two,
+            **config,
+        )
         return codes, scales
 
     if codes.numel():
@@ -191,9 +216,18 @@ def swiglu_backward_quantized(gradient: Tensor, gate_up: Tensor, power_of_two: b
     def run(config: Config) -> Results:
         blocks = scales.shape[1] // 2 if aligned else scales.shape[1]
         _backward_quantized_kernel[triton.cdiv(rows, config["BLOCK_M"]), blocks](
-            gradient, gate_up, out, codes, scales, rows, width, scales.stride(1),
-            ALIGNED=aligned, POWER_OF_TWO=power_of_two, **config,
-        )  # fmt: skip
+            gradient,
+            gate_up,
+            out,
+            codes,
+            scales,
+            rows,
+            width,
+            scales.stride(1),
+            ALIGNED=aligned,
+            POWER_OF_TWO=power_of_two,
+            **config,
+        )
         return out, codes, scales
 
     if codes.numel():

@@ -1,9 +1,11 @@
-"""Finds launch configurations for this machine's GPU and writes them where every user of this device gets them: `python -m triplane_kernels.tune`.
+"""Finds launch configurations for this machine's GPU and writes them where every user of this device gets them: `python
+-m triplane_kernels.tune`.
 
-    work: every op's shapes --> worker (a process: may crash or hang) --tried, found--> this process --> tuned/<device>.json after each shape
+    work: every op's shapes --> worker (a process: may crash or hang) --tried, found--> this process -->
+    tuned/<device>.json after each shape
 
-A worker that dies, or tries one configuration for longer than --patience, is ended; its configuration is skipped with a note, and another goes on.
-Stops by itself after --seconds; started again, it goes on with the shapes that are left.
+A worker that dies, or tries one configuration for longer than --patience, is ended; its configuration is skipped with a
+note, and another goes on. Stops by itself after --seconds; started again, it goes on with the shapes that are left.
 """
 
 from __future__ import annotations
@@ -130,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Tune the named ops, or all. Returns the exit code: 2 where there is nothing to tune on."""
     workloads = load_workloads()
     parser = argparse.ArgumentParser(
-        prog="python -m triplane_kernels.tune", description=(__doc__ or "").splitlines()[0]
+        prog="python -m triplane_kernels.tune", description=(__doc__ or "").partition("\n\n")[0]
     )
     parser.add_argument("ops", nargs="*", help=f"of {', '.join(sorted(workloads))}; all without")
     parser.add_argument("--out", type=Path, help="file to write; the package's own for this device without")
@@ -148,7 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no op {', '.join(sorted(unknown))}; there are {', '.join(sorted(workloads))}")
     if here.capability is None or here.interpreter or here.triton is None or not here.fp8:
         print(
-            f"tune: {here.device} runs no FP8 kernels: it takes a CUDA GPU of compute capability 8.9 or newer and Triton",
+            f"tune: {here.device} runs no FP8 kernels: it takes a CUDA GPU of compute capability 8.9 or newer and"
+            " Triton",
             file=sys.stderr,
         )
         return 2

@@ -1,7 +1,9 @@
-"""The process that `tune` starts: runs workloads with a search at every lookup, and tells on standard output what it tries and finds.
+"""The process that `tune` starts: runs workloads with a search at every lookup, and tells on standard output what it
+tries and finds.
 
-Standard input: one JSON object {"work": [[op, shape], ...], "skipped": [[op, configuration], ...]}. Output, a JSON object a line:
-{"trying": [op, configuration]} before each, {"done": [op, shape], "found": table} after each workload, {"failed": [op, shape], "why": text}.
+Standard input: one JSON object {"work": [[op, shape], ...], "skipped": [[op, configuration], ...]}. Output, a JSON
+object a line: {"trying": [op, configuration]} before each, {"done": [op, shape], "found": table} after each workload,
+{"failed": [op, shape], "why": text}.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Launch configurations of the kernels: kept as data for known devices, found by search and remembered for others.
 
-    lookup(op, shape) --> tuned/<device>.json, nearest shape --> user's cache, same shape bucket --> search (do_bench), into the cache
+    lookup(op, shape) --> tuned/<device>.json, nearest shape --> user's cache, same shape bucket --> search (do_bench),
+    into the cache
 
 `python -m triplane_kernels.tune` searches every op's workloads and writes the file for this device.
 """
@@ -35,7 +36,9 @@ Results = Tensor | Sequence[Tensor] | None
 """What a launch wrote: compared between configurations where it is given."""
 TUNED = Path(__file__).parent / "tuned"
 CACHE = "TRIPLANE_KERNELS_CACHE"
-"""Environment variable naming the folder for configurations found by search; $XDG_CACHE_HOME/triplane/kernels without it."""
+"""Environment variable naming the folder for configurations found by search; $XDG_CACHE_HOME/triplane/kernels without
+it.
+"""
 SAMPLE = 1 << 18
 """Values of a result that are compared between configurations."""
 SAMPLED_ROWS = 64
@@ -101,10 +104,10 @@ def lookup(
 ) -> Config:
     """The configuration to launch `op` with at `shape`.
 
-    candidates: what a search tries, the best guess first. run: launches the kernel once with a configuration, returns what it wrote (the same
-    tensors at every call) or None, and may be repeated.
-    small: what the interpreter takes, where sizes cost time. A candidate that the device refuses (registers, shared memory) is
-    passed over; KernelError where it refuses all. While a CUDA graph is captured nothing is searched: the first guess is taken.
+    candidates: what a search tries, the best guess first. run: launches the kernel once with a configuration, returns
+    what it wrote (the same tensors at every call) or None, and may be repeated. small: what the interpreter takes,
+    where sizes cost time. A candidate that the device refuses (registers, shared memory) is passed over; KernelError
+    where it refuses all. While a CUDA graph is captured nothing is searched: the first guess is taken.
     """
     here = machine()
     if here.interpreter:
@@ -132,7 +135,9 @@ def lookup(
 
 
 def nearest(table: Mapping[str, Config], shape: Sequence[int]) -> Config | None:
-    """The configuration whose bucket lies nearest to `shape`, by the sum of |log2| differences; None in an empty table."""
+    """The configuration whose bucket lies nearest to `shape`, by the sum of |log2| differences; None in an empty
+    table.
+    """
 
     def distance(name: str) -> float:
         sizes = [int(part) for part in name.split("x")]
@@ -151,8 +156,8 @@ class _Trial:
 def search(op: str, candidates: Sequence[Config], run: Callable[[Config], Results]) -> Config:
     """The fastest of `candidates` by the median of CUDA event times, among those whose results most of them share.
 
-    What the device refuses (registers, shared memory) is passed over. Raises KernelError where none runs and where one breaks the CUDA context,
-    torch.OutOfMemoryError where results can't be compared or timed.
+    What the device refuses (registers, shared memory) is passed over. Raises KernelError where none runs and where one
+    breaks the CUDA context, torch.OutOfMemoryError where results can't be compared or timed.
     """
     trials: list[_Trial] = []
     refusal = ""
@@ -167,7 +172,8 @@ def search(op: str, candidates: Sequence[Config], run: Callable[[Config], Result
             _check_context(op, candidate, refused)
     if not trials:
         raise KernelError(
-            f"{op}: none of {len(candidates)} configurations runs on {machine().device} ({refusal}); set TRIPLANE_KERNELS=reference"
+            f"{op}: none of {len(candidates)} configurations runs on {machine().device} ({refusal}); set"
+            " TRIPLANE_KERNELS=reference"
         )
     groups = [[other for other in trials if agree(one.sample, other.sample)] for one in trials]
     agreed = max(groups, key=len)
@@ -197,7 +203,9 @@ def _tensors(results: Results) -> Sequence[Tensor]:
 
 
 def _sample(written: Tensor) -> Tensor:
-    """A copy of some evenly spread values, float32, that takes little memory: about SAMPLE of them, or some rows of what is not contiguous."""
+    """A copy of some evenly spread values, float32, that takes little memory: about SAMPLE of them, or some rows of
+    what is not contiguous.
+    """
     if written.is_contiguous():
         spread = written.detach().flatten()[:: max(written.numel() // SAMPLE, 1)]
     else:
@@ -206,7 +214,9 @@ def _sample(written: Tensor) -> Tensor:
 
 
 def agree(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
-    """Whether results differ by no more than the order of a sum can make: 1% in norm, NaN and infinity in the same places."""
+    """Whether results differ by no more than the order of a sum can make: 1% in norm, NaN and infinity in the same
+    places.
+    """
     for one, other in zip(ours, theirs, strict=True):
         same = (one == other) | (one.isnan() & other.isnan())
         distance = torch.where(same, 0, one - other).norm()
@@ -217,12 +227,15 @@ def agree(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
 
 
 def _check_context(op: str, candidate: Config, refused: Exception) -> None:
-    """Raises KernelError where the error was no refusal: after an illegal access every later call of this process fails."""
+    """Raises KernelError where the error was no refusal: after an illegal access every later call of this process
+    fails.
+    """
     try:
         torch.cuda.synchronize()
     except Exception as lost:  # noqa: BLE001  torch raises several types
         raise KernelError(
-            f"{op}: {candidate} broke the CUDA context ({(str(lost).splitlines() or [''])[0]}); start this process again with TRIPLANE_KERNELS=reference"
+            f"{op}: {candidate} broke the CUDA context ({(str(lost).splitlines() or [''])[0]}); start this process"
+            " again with TRIPLANE_KERNELS=reference"
         ) from refused
 
 
@@ -230,7 +243,10 @@ def _check_context(op: str, candidate: Config, refused: Exception) -> None:
 def searching(
     skipped: Sequence[tuple[str, Config]] = (), announce: Callable[[str, Config], None] = lambda op, config: None
 ) -> Iterator[Table]:
-    """Inside, every lookup searches anew, whatever is kept; yields the table that fills. Arguments: fields of `Recorder`."""
+    """Inside, every lookup searches anew, whatever is kept; yields the table that fills.
+
+    Arguments: fields of `Recorder`.
+    """
     recorder = Recorder({}, skipped, announce)
     _recorder.append(recorder)
     try:
@@ -240,7 +256,9 @@ def searching(
 
 
 def tuning_now() -> bool:
-    """Inside `searching`: kernels that could hang a device are candidates there alone, where a process that hangs is ended."""
+    """Inside `searching`: kernels that could hang a device are candidates there alone, where a process that hangs is
+    ended.
+    """
     return bool(_recorder)
 
 

@@ -4,13 +4,17 @@
                                                  -> facts (histograms, families, costs) --> build: summary.json   in the digest
                                                  -> episodes (tokens, calls, diffs, verdicts) --> page: report.html    a view, outside it
 
-In: artifacts of one iteration, the rows of earlier reports, seconds that Dagster measured. Out: an artifact of kind `report`.
-Everything a policy wrote reaches the page as compressed data and becomes text nodes only; `web/` holds the page's own markup, style and script.
+In: artifacts of one iteration, the rows of earlier reports, seconds that Dagster measured. Out: an artifact of kind
+`report`. Everything a policy wrote reaches the page as compressed data and becomes text nodes only; `web/` holds the
+page's own markup, style and script.
 
 Imported by assets and triplane_dagster. May import: dagster (timings only), resources and what lies below.
 """
 
 ROUTE = "/reports"
-"""Where our web server shows reports: ROUTE/<action key>. Without host and port, so a link is right behind any address."""
+"""Where our web server shows reports: ROUTE/<action key>.
+
+Without host and port, so a link is right behind any address.
+"""
 REPORT_VERSION = "2"
 """Code version of the `report` step."""

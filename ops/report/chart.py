@@ -32,7 +32,10 @@ def pass_rate_picture(rows: Sequence[Row]) -> str:
         parts.append(_label(EDGE + 10 + 80 * number, 14, name, "start", color))
     for index in sorted({0, len(shown) - 1}):
         parts.append(_label(_x(index, len(shown)), HEIGHT - 6, shown[index]["iteration"], "middle"))
-    picture = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}">{"".join(parts)}</svg>'
+    picture = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}"'
+        f' height="{HEIGHT}">{"".join(parts)}</svg>'
+    )
     return "data:image/svg+xml;base64," + base64.b64encode(picture.encode()).decode()
 
 
@@ -43,7 +46,10 @@ def _curve(places: Sequence[tuple[float, float]], color: str) -> str:
 
 
 def _label(x: float, y: float, text: str, anchor: str, color: str = INK) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-family="sans-serif" font-size="11" fill="{color}">{text}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-family="sans-serif" font-size="11"'
+        f' fill="{color}">{text}</text>'
+    )
 
 
 def _rule(y: float) -> str:

@@ -26,8 +26,10 @@ def read_evidence(rewards: Artifact | None, episodes: Collection[str]) -> dict[s
     found: dict[str, list[dict[str, Any]]] = {}
     for row in table.filter(pc.is_in(table["episode_id"], pa.array(sorted(episodes), pa.string()))).to_pylist():
         shown = {
-            "name": row["component"], "value": finite(row["value"]), "reason": row["reason"][:MAX_REASON],
+            "name": row["component"],
+            "value": finite(row["value"]),
+            "reason": row["reason"][:MAX_REASON],
             "answers": [answer[:MAX_ANSWER] for answer in row["answers"][:MAX_ANSWERS]],
-        }  # fmt: skip
+        }
         found.setdefault(row["episode_id"], []).append(shown)
     return found

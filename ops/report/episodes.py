@@ -1,6 +1,7 @@
 """Episodes for the page's viewer: facts of each that is listed; tokens, calls and diff of as many as the page may hold.
 
-Listed and detailed episodes are taken round by round: the first sample of every group, then the second, and so on, so a cut is a fair sample.
+Listed and detailed episodes are taken round by round: the first sample of every group, then the second, and so on, so a
+cut is a fair sample.
 """
 
 from __future__ import annotations
@@ -48,8 +49,12 @@ def viewer(sources: Sources, tasks: Mapping[str, Task]) -> dict[str, Any]:
     evidence = read_evidence(sources.get("rewards"), detailed)
     graded, members, telemetry = (
         _by_episode(sources.get(asset), file)
-        for asset, file in (("rewards", "rewards.parquet"), ("dataset", "members.parquet"), ("rollouts", "telemetry.parquet"))
-    )  # fmt: skip
+        for asset, file in (
+            ("rewards", "rewards.parquet"),
+            ("dataset", "members.parquet"),
+            ("rollouts", "telemetry.parquet"),
+        )
+    )
     episodes = []
     for row in rows:
         name = row["episode_id"]
@@ -122,15 +127,21 @@ def _details(rollouts: Artifact, rows: list[dict[str, Any]], vocabulary: Vocabul
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "turn": call["turn"], "name": call["name"], "ok": call["ok"],
-        "arguments": clip(call["arguments"], MAX_RESULT), "result": clip(call["result"], MAX_RESULT),
-    }  # fmt: skip
+        "turn": call["turn"],
+        "name": call["name"],
+        "ok": call["ok"],
+        "arguments": clip(call["arguments"], MAX_RESULT),
+        "result": clip(call["result"], MAX_RESULT),
+    }
 
 
 def _facts(
-    row: Mapping[str, Any], graded: Mapping[str, Any] | None, member: Mapping[str, Any] | None,
-    cost: Mapping[str, Any] | None, task: Task | None,
-) -> dict[str, Any]:  # fmt: skip
+    row: Mapping[str, Any],
+    graded: Mapping[str, Any] | None,
+    member: Mapping[str, Any] | None,
+    cost: Mapping[str, Any] | None,
+    task: Task | None,
+) -> dict[str, Any]:
     found: dict[str, Any] = {name: row[name] for name in ("episode_id", "group_id", "task_id", "sample", "attempt")}
     found |= {name: row[name] for name in ("turns", "policy_tokens", "format_errors", "policy_version")}
     solved = graded["solved"] if graded else None

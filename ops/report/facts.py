@@ -41,7 +41,9 @@ def histogram(values: Sequence[float | None]) -> dict[str, Any]:
 
 
 def distributions(sources: Sources) -> dict[str, Any]:
-    """Histograms of rewards, lengths and turns; counts of outcomes (graded ones as solved and failed) and of reasons."""
+    """Histograms of rewards, lengths and turns; counts of outcomes (graded ones as solved and failed) and of
+    reasons.
+    """
     rollouts, rewards, dataset = (sources.get(asset) for asset in ("rollouts", "rewards", "dataset"))
     found: dict[str, Any] = {"histograms": {}, "outcomes": {}, "reasons": {}}
     if rollouts:
@@ -106,11 +108,14 @@ def inputs(sources: Sources) -> list[dict[str, Any]]:
     """The artifacts this report shows, with their digests."""
     return [
         {
-            "asset": asset, "kind": artifact.ref.kind, "digest": artifact.ref.digest, "action_key": artifact.ref.key,
+            "asset": asset,
+            "kind": artifact.ref.kind,
+            "digest": artifact.ref.digest,
+            "action_key": artifact.ref.key,
             "code_version": artifact.manifest.code_version,
         }
         for asset, artifact in sources.artifacts.items()
-    ]  # fmt: skip
+    ]
 
 
 def decision(sources: Sources) -> dict[str, Any] | None:
@@ -120,9 +125,13 @@ def decision(sources: Sources) -> dict[str, Any] | None:
         return None
     body = decided.json("decision.json")
     return {
-        "decision": body["decision"], "reasons": body["reasons"], "candidate": body["candidate"]["digest"],
-        "parent": body["parent"]["digest"], "pointer_number": body["pointer_number"], "margin": decided.manifest.config.get("margin"),
-    }  # fmt: skip
+        "decision": body["decision"],
+        "reasons": body["reasons"],
+        "candidate": body["candidate"]["digest"],
+        "parent": body["parent"]["digest"],
+        "pointer_number": body["pointer_number"],
+        "margin": decided.manifest.config.get("margin"),
+    }
 
 
 def restored(sources: Sources) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The page: markup, style, script and data in one file that asks nobody for anything.
 
-Data goes in as gzipped JSON in base64, which cannot end its element. The script makes text nodes of it and never markup, and a content security
-policy lets nothing run but this very script: what a policy wrote stays text.
+Data goes in as gzipped JSON in base64, which cannot end its element. The script makes text nodes of it and never
+markup, and a content security policy lets nothing run but this very script: what a policy wrote stays text.
 """
 
 from __future__ import annotations

@@ -50,7 +50,8 @@ def find_sources(store: Store, experiment: str, iteration: str) -> Sources:
     refs = {asset: read_ref(store, experiment, asset, iteration) for asset in REPORTED}
     if refs["rollouts"] is None:
         raise NotMaterialized(
-            f"{experiment} iteration {iteration} has no rollouts in {store.url}: `triplane status -e {experiment}` lists what there is"
+            f"{experiment} iteration {iteration} has no rollouts in {store.url}: `triplane status -e {experiment}`"
+            " lists what there is"
         )
     return open_sources(store, experiment, iteration, {asset: ref for asset, ref in refs.items() if ref is not None})
 

@@ -15,7 +15,9 @@ RUNS = 20
 
 
 def iteration_seconds(instance: dg.DagsterInstance, experiment: str, iteration: str) -> dict[str, float]:
-    """Seconds of each finished step of one iteration in all its runs, interrupted and repeated ones included, by asset."""
+    """Seconds of each finished step of one iteration in all its runs, interrupted and repeated ones included, by
+    asset.
+    """
     found: dict[str, float] = {}
     for run in instance.get_runs(dg.RunsFilter(tags={"dagster/partition": iteration}), limit=RUNS):
         for step in instance.get_run_step_stats(run.run_id):

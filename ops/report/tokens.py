@@ -28,7 +28,8 @@ class Vocabulary:
     def sequence(
         self, token_ids: Sequence[int], roles: Sequence[int], logprobs: Sequence[float | None]
     ) -> dict[str, Any]:
-        """One sequence for the page. logprobs: of the policy's tokens only, in hundredths of a nat, positive; -1 where unknown.
+        """One sequence for the page. logprobs: of the policy's tokens only, in hundredths of a nat, positive; -1 where
+        unknown.
 
         joined: texts that differ from the id's own: characters spread over several tokens stand at the first of them.
         """

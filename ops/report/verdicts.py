@@ -20,10 +20,11 @@ Tests = list[dict[str, str]]
 
 
 def read_verdicts(store: Store, states: Mapping[str, tuple[str, bytes]], tasks: Mapping[str, Task]) -> dict[str, Tests]:
-    """Test results by episode id. states: episode id -> (task id, final diff). An episode without a stored verdict is absent."""
-    keys = {
-        episode: verdict_key(tasks[task], diff) for episode, (task, diff) in states.items() if task in tasks
-    }  # fmt: skip
+    """Test results by episode id. states: episode id -> (task id, final diff).
+
+    An episode without a stored verdict is absent.
+    """
+    keys = {episode: verdict_key(tasks[task], diff) for episode, (task, diff) in states.items() if task in tasks}
     wanted = sorted(set(keys.values()))
     with ThreadPoolExecutor(READERS) as pool:
         found = dict(zip(wanted, pool.map(lambda key: _read(store, key), wanted), strict=True))

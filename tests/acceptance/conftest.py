@@ -10,9 +10,18 @@ import pytest
 from tests.acceptance.laboratory import ROOT, Laboratory
 
 SMALLER = (
-    "name=laboratory", "tasks.train=96", "tasks.gate=24", "tasks.held_out=24", "tasks.unseen=8", "prompts.groups=16", "prompts.reserve=4", "prompts.workers=2",
-    "evaluation.gate_samples=1", "evaluation.held_out_samples=1", "evaluation.unseen_samples=1",
-)  # fmt: skip
+    "name=laboratory",
+    "tasks.train=96",
+    "tasks.gate=24",
+    "tasks.held_out=24",
+    "tasks.unseen=8",
+    "prompts.groups=16",
+    "prompts.reserve=4",
+    "prompts.workers=2",
+    "evaluation.gate_samples=1",
+    "evaluation.held_out_samples=1",
+    "evaluation.unseen_samples=1",
+)
 
 
 @pytest.fixture(scope="session")

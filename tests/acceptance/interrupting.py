@@ -1,4 +1,6 @@
-"""Runs the command line as a terminal's foreground job, interrupts it at a chosen point, and looks at what it leaves."""
+"""Runs the command line as a terminal's foreground job, interrupts it at a chosen point, and looks at what it
+leaves.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass
 class Job:
-    """One run of a command in a session of its own, with a TMPDIR of its own and a mark that its descendants inherit."""
+    """One run of a command in a session of its own, with a TMPDIR of its own and a mark that its descendants
+    inherit.
+    """
 
     laboratory: Laboratory
     arguments: list[str]
@@ -40,16 +44,26 @@ class Job:
         self.paused = self.laboratory.folder / f"paused-{self.mark}"
         self.log = self.laboratory.folder / f"stderr-{self.mark}"
         self.environment = {
-            **self.laboratory.env, "TMPDIR": str(self.scratch), "TEST_MARK": self.mark, "PAUSE_AT": self.pause_at, "PAUSED": str(self.paused),
-            "PYTHONPATH": f"{Path(__file__).parent / 'pausing'}:{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
+            **self.laboratory.env,
+            "TMPDIR": str(self.scratch),
+            "TEST_MARK": self.mark,
+            "PAUSE_AT": self.pause_at,
+            "PAUSED": str(self.paused),
+            "PYTHONPATH": f"{Path(__file__).parent / 'pausing'}:{ROOT}:{ROOT / 'kernels'}",
+            "OMP_NUM_THREADS": "1",
+        }
 
     def start(self) -> None:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                self.laboratory.command(*self.arguments), cwd=self.laboratory.folder, env=self.environment,
-                stdout=subprocess.DEVNULL, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+                self.laboratory.command(*self.arguments),
+                cwd=self.laboratory.folder,
+                env=self.environment,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
 
     @property
     def said(self) -> str:

@@ -69,7 +69,9 @@ class Laboratory:
         return self.json("iterate", *self.settings, "-n", str(count))
 
     def take_base_from(self, other: Laboratory) -> None:
-        """Copy what base_policy and task_suite are made of, and nothing else, from a laboratory of the same experiment."""
+        """Copy what base_policy and task_suite are made of, and nothing else, from a laboratory of the same
+        experiment.
+        """
         base = other.artifact("base_policy").ref.key
         for source in (other.folder / ".triplane" / "store" / "artifacts").glob("*/*"):
             kind, key = source.parts[-2:]

@@ -1,4 +1,6 @@
-"""Takes a finished laboratory, undoes its last steps in a copy, spoils what they read, and runs the command that makes them again."""
+"""Takes a finished laboratory, undoes its last steps in a copy, spoils what they read, and runs the command that makes
+them again.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,19 @@ from tests.acceptance.laboratory import ROOT, Laboratory
 from triplane_dagster.cli.app import app
 
 STEPS = (
-    "iteration_inputs", "prompts", "rollout_plan", "group", "rollouts", "rewards", "dataset", "checkpoint", "evaluation_run", "evaluation",
-    "sampler", "report",
-)  # fmt: skip
+    "iteration_inputs",
+    "prompts",
+    "rollout_plan",
+    "group",
+    "rollouts",
+    "rewards",
+    "dataset",
+    "checkpoint",
+    "evaluation_run",
+    "evaluation",
+    "sampler",
+    "report",
+)
 """Kinds of artifacts of an iteration, in the order in which they are made."""
 BEHIND = {"checkpoint": ("trainer_state",)}
 

@@ -1,4 +1,6 @@
-"""Episodes on disk are what happened: replayed, they give every environment token and the final diff; graded by others, the same verdicts."""
+"""Episodes on disk are what happened: replayed, they give every environment token and the final diff; graded by others,
+the same verdicts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""SIGTERM and Ctrl-C while any asset is made: `iterate` ends within seconds, leaves nothing, and the same command finishes the same work."""
+"""SIGTERM and Ctrl-C while any asset is made: `iterate` ends within seconds, leaves nothing, and the same command
+finishes the same work.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 WITHIN_S = 10.0
 COMMAND = ("iterate", "-n", "1", "--json")
 LONGER = (
-    "base.sft.max_steps=150", "base.sft.snapshot_every=10", "base.sft.evaluate_every=50", "prompts.groups=16", "rollouts.group_size=8",
-    "evaluation.gate_samples=16", "evaluation.held_out_samples=16",
-)  # fmt: skip
+    "base.sft.max_steps=150",
+    "base.sft.snapshot_every=10",
+    "base.sft.evaluate_every=50",
+    "prompts.groups=16",
+    "rollouts.group_size=8",
+    "evaluation.gate_samples=16",
+    "evaluation.held_out_samples=16",
+)
 """So that there is time to hit what is quick otherwise."""
 INT, TERM = signal.SIGINT, signal.SIGTERM
 POINTS = [
@@ -54,7 +61,9 @@ POINTS = [
     ("report", "pause:report", INT),
     ("report", "pause:report", TERM),
 ]
-"""(asset, what shows that it is being made: a line of progress or the commit of a kind of artifact, signal), in the order of the work."""
+"""(asset, what shows that it is being made: a line of progress or the commit of a kind of artifact, signal), in the
+order of the work.
+"""
 ALL = (*KINDS, "group", "sampler", "report")
 
 
@@ -70,7 +79,9 @@ def job(laboratory: Laboratory, pause_at: str = "") -> Job:
 
 
 def finish(laboratory: Laboratory) -> None:
-    """Run what is left of the one iteration; nothing when it is whole, since the same command would then begin the next."""
+    """Run what is left of the one iteration; nothing when it is whole, since the same command would then begin the
+    next.
+    """
     if not laboratory.digests("report")["report"]:
         laboratory.run(*COMMAND, *laboratory.settings)
 
@@ -147,9 +158,13 @@ def test_control_c_on_a_terminal_ends_with_the_line_that_says_how_to_go_on(tmp_p
     terminal, its_end = pty.openpty()
     command = ["setsid", "--ctty", "--wait", *laboratory.command(*running.arguments)]
     process = subprocess.Popen(
-        command, cwd=tmp_path, env=running.environment | {"TERM": "xterm", "COLUMNS": "150"},
-        stdin=its_end, stdout=its_end, stderr=its_end,
-    )  # fmt: skip
+        command,
+        cwd=tmp_path,
+        env=running.environment | {"TERM": "xterm", "COLUMNS": "150"},
+        stdin=its_end,
+        stdout=its_end,
+        stderr=its_end,
+    )
     os.close(its_end)
     shown = read_until(terminal, b"loss")
     os.write(terminal, b"\x03")

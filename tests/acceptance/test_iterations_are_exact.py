@@ -100,9 +100,9 @@ def decisions(laboratory: Laboratory) -> list[tuple[str, str]]:
 def test_rematerializing_an_old_iteration_samples_nothing_and_promotes_nothing(learned: Laboratory) -> None:
     groups, live = learned.digests("group"), Registry(learned.store, "laboratory").history()
     code = (
-        "import sys; from triplane_dagster.run import open_instance, open_runner; from resources.experiment import load_experiment\n"
-        "experiment = load_experiment(sys.argv[1], sys.argv[2:])\n"
-        "with open_instance() as instance, open_runner(experiment, instance) as runner: runner.iteration('0002')"
+        "import sys; from triplane_dagster.run import open_instance, open_runner; from resources.experiment import"
+        " load_experiment\nexperiment = load_experiment(sys.argv[1], sys.argv[2:])\nwith open_instance() as instance,"
+        " open_runner(experiment, instance) as runner: runner.iteration('0002')"
     )
     command = [sys.executable, "-c", code, str(learned.experiment_file), *learned.overrides]
     subprocess.run(command, cwd=learned.folder, env=learned.env, check=True, timeout=300, capture_output=True)

@@ -66,17 +66,22 @@ def on_s3(tmp_path_factory: pytest.TempPathFactory, requests_seen: Counter[str])
     server.start()
     host, port = server.get_host_and_port()
     environment = {
-        "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}", "TRIPLANE_CACHE": str(folder / "cache"),
-    }  # fmt: skip
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "TRIPLANE_CACHE": str(folder / "cache"),
+    }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
         for bucket in ("triplane", "logs", "pipes"):
             boto3.client("s3").create_bucket(Bucket=bucket)
         places = {
-            "TRIPLANE_STORE": "s3://triplane/laboratory", "TRIPLANE_LOGS_BUCKET": "logs", "TRIPLANE_PIPES_BUCKET": "pipes"
-        }  # fmt: skip
+            "TRIPLANE_STORE": "s3://triplane/laboratory",
+            "TRIPLANE_LOGS_BUCKET": "logs",
+            "TRIPLANE_PIPES_BUCKET": "pipes",
+        }
         laboratory = Laboratory(folder, TINY, environment={**environment, **places})
         shutil.copy(ROOT / "deploy" / "dagster-aws.yaml", folder / "dagster.yaml")
         yield laboratory
@@ -149,8 +154,12 @@ def test_a_store_that_cannot_be_used_is_one_line(
     laboratory = Laboratory(tmp_path, TINY, environment={**on_s3.environment, **changed})
     done = subprocess.run(
         laboratory.command("iterate", *laboratory.settings, "-n", "1"),
-        cwd=tmp_path, env=laboratory.env, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=laboratory.env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 1
     assert re.match(message, done.stderr.strip().splitlines()[-1]) and "Traceback" not in done.stderr, done.stderr
 
@@ -162,8 +171,12 @@ def test_credentials_without_rights_are_one_line(on_s3: Laboratory, tmp_path: Pa
         laboratory = Laboratory(tmp_path, TINY, environment={**on_s3.environment, **places})
         done = subprocess.run(
             laboratory.command("iterate", *laboratory.settings, "-n", "1"),
-            cwd=tmp_path, env=laboratory.env, capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
+            cwd=tmp_path,
+            env=laboratory.env,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert last.startswith("error: store s3://triplane/forbidden refuses access to ") and "s3:PutObject" in last

@@ -1,4 +1,6 @@
-"""An iteration that meets spoiled artifacts, full disks, refusing stores and dead servers: one line, and nothing that was made is touched."""
+"""An iteration that meets spoiled artifacts, full disks, refusing stores and dead servers: one line, and nothing that
+was made is touched.
+"""
 
 from __future__ import annotations
 
@@ -73,25 +75,65 @@ def not_finite(tensors: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("redo", "spoil", "said"),
     [
-        ("rollouts", file_spoiled("group", "sequences.parquet", cut), ("artifacts/group/", "/sequences.parquet", AGAIN)),
-        ("rewards", file_spoiled("rollouts", "episodes.parquet", cut), ("artifacts/rollouts/", "/episodes.parquet", AGAIN)),
+        (
+            "rollouts",
+            file_spoiled("group", "sequences.parquet", cut),
+            ("artifacts/group/", "/sequences.parquet", AGAIN),
+        ),
+        (
+            "rewards",
+            file_spoiled("rollouts", "episodes.parquet", cut),
+            ("artifacts/rollouts/", "/episodes.parquet", AGAIN),
+        ),
         ("dataset", file_spoiled("rewards", "rewards.parquet", cut), ("artifacts/rewards/", "/rewards.parquet", AGAIN)),
         ("checkpoint", file_spoiled("dataset", "train.parquet", cut), ("artifacts/dataset/", "/train.parquet", AGAIN)),
-        ("checkpoint", file_spoiled("dataset", "manifest.json", cut), ("artifacts/dataset/", "/manifest.json is damaged", AGAIN)),
-        ("prompts", file_spoiled("task_suite", "tasks.parquet", flipped), ("artifacts/task_suite/", "/tasks.parquet", AGAIN)),
+        (
+            "checkpoint",
+            file_spoiled("dataset", "manifest.json", cut),
+            ("artifacts/dataset/", "/manifest.json is damaged", AGAIN),
+        ),
+        (
+            "prompts",
+            file_spoiled("task_suite", "tasks.parquet", flipped),
+            ("artifacts/task_suite/", "/tasks.parquet", AGAIN),
+        ),
         ("prompts", file_spoiled("iteration_inputs", "inputs.json", flipped), ("artifacts/iteration_inputs/", AGAIN)),
-        ("rollout_plan", file_spoiled("prompts", "prompts.json", flipped), ("artifacts/prompts/", "/prompts.json", AGAIN)),
+        (
+            "rollout_plan",
+            file_spoiled("prompts", "prompts.json", flipped),
+            ("artifacts/prompts/", "/prompts.json", AGAIN),
+        ),
         ("group", file_spoiled("rollout_plan", "plan.json", flipped), ("artifacts/rollout_plan/", "/plan.json", AGAIN)),
-        ("checkpoint", file_spoiled("trainer_state", "state.safetensors", flipped), ("artifacts/trainer_state/", AGAIN)),
-        ("evaluation", file_spoiled("evaluation_run", "rewards.parquet", flipped), ("artifacts/evaluation_run/", AGAIN)),
+        (
+            "checkpoint",
+            file_spoiled("trainer_state", "state.safetensors", flipped),
+            ("artifacts/trainer_state/", AGAIN),
+        ),
+        (
+            "evaluation",
+            file_spoiled("evaluation_run", "rewards.parquet", flipped),
+            ("artifacts/evaluation_run/", AGAIN),
+        ),
         ("sampler", file_spoiled("evaluation", "evaluation.json", flipped), ("artifacts/evaluation/", AGAIN)),
         ("report", file_spoiled("sampler", "decision.json", flipped), ("artifacts/sampler/", "/decision.json", AGAIN)),
-        ("group", weights_spoiled(lambda tensors: tensors.pop(UP)), ("tiny/base_policy fails its check", f"lacks tensor {UP}")),
-        ("group", weights_spoiled(lambda tensors: tensors.update({"model.norm.weight": torch.ones(7)})), ("model.norm.weight is", "expected")),
+        (
+            "group",
+            weights_spoiled(lambda tensors: tensors.pop(UP)),
+            ("tiny/base_policy fails its check", f"lacks tensor {UP}"),
+        ),
+        (
+            "group",
+            weights_spoiled(lambda tensors: tensors.update({"model.norm.weight": torch.ones(7)})),
+            ("model.norm.weight is", "expected"),
+        ),
         ("group", weights_spoiled(not_finite), ("q_proj.weight is not finite", "don't serve it")),
-        ("checkpoint", weights_spoiled(not_finite), (f"{SCALE} holds numbers that are not finite", "take an earlier policy")),
+        (
+            "checkpoint",
+            weights_spoiled(not_finite),
+            (f"{SCALE} holds numbers that are not finite", "take an earlier policy"),
+        ),
     ],
-)  # fmt: skip
+)
 def test_spoiled_artifacts(
     finished: Laboratory, tmp_path: Path, redo: str, spoil: Callable[[Laboratory], None], said: tuple[str, ...]
 ) -> None:
@@ -104,7 +146,10 @@ def test_spoiled_artifacts(
 
 TMPFS = "mkdir -p {0}/disk; mount -t tmpfs -o size=8m none {0}/disk"
 FILLED = "; head -c 9m /dev/zero > {0}/disk/filler 2>&- || true"
-OTHER_STORE = "mv {0}/.triplane/store {0}/was; mkdir {0}/.triplane/store; mount -t tmpfs -o size=8m none {0}/.triplane/store; cp -a {0}/was/. {0}/.triplane/store"
+OTHER_STORE = (
+    "mv {0}/.triplane/store {0}/was; mkdir {0}/.triplane/store; mount -t tmpfs -o size=8m none {0}/.triplane/store; cp"
+    " -a {0}/was/. {0}/.triplane/store"
+)
 READ_ONLY = "mount --bind {0}/.triplane/%s {0}/.triplane/%s; mount -o remount,bind,ro {0}/.triplane/%s"
 LARGE = ("base.model.hidden_size=256", "base.model.expert_width=256")
 """A base policy whose snapshots do not fit in 8 MiB."""
@@ -113,31 +158,78 @@ LARGE = ("base.model.hidden_size=256", "base.model.expert_width=256")
 @pytest.mark.parametrize(
     ("script", "environment", "settings", "redo", "said"),
     [
-        (TMPFS, {"TRIPLANE_STORE": "{0}/disk"}, LARGE, None, ("trainer: store", "/disk is full: free some space, or point TRIPLANE_STORE elsewhere")),
-        ("mkdir {0}/.triplane; mount -t tmpfs -o size=8m none {0}/.triplane", {}, LARGE, None, ("/.triplane/store is full: free some space",)),
-        ((TMPFS + FILLED + "; truncate -s -20K {0}/disk/filler").replace("{0}/disk", "/mnt"), {"TMPDIR": "/mnt"}, (), None, ("envd did not start: ", "No space left on device", "space")),
-        (TMPFS + "; echo 'telemetry: {{enabled: false}}' > {0}/disk/dagster.yaml" + FILLED, {"DAGSTER_HOME": "{0}/disk"}, (), None, ("Dagster's records", "free some space")),
-        (OTHER_STORE + "; head -c 9m /dev/zero > {0}/.triplane/store/filler 2>&- || true; truncate -s -150K {0}/.triplane/store/filler", {}, (), "group", ("store", "is full: free some space")),
+        (
+            TMPFS,
+            {"TRIPLANE_STORE": "{0}/disk"},
+            LARGE,
+            None,
+            ("trainer: store", "/disk is full: free some space, or point TRIPLANE_STORE elsewhere"),
+        ),
+        (
+            "mkdir {0}/.triplane; mount -t tmpfs -o size=8m none {0}/.triplane",
+            {},
+            LARGE,
+            None,
+            ("/.triplane/store is full: free some space",),
+        ),
+        (
+            (TMPFS + FILLED + "; truncate -s -20K {0}/disk/filler").replace("{0}/disk", "/mnt"),
+            {"TMPDIR": "/mnt"},
+            (),
+            None,
+            ("envd did not start: ", "No space left on device", "space"),
+        ),
+        (
+            TMPFS + "; echo 'telemetry: {{enabled: false}}' > {0}/disk/dagster.yaml" + FILLED,
+            {"DAGSTER_HOME": "{0}/disk"},
+            (),
+            None,
+            ("Dagster's records", "free some space"),
+        ),
+        (
+            OTHER_STORE + "; head -c 9m /dev/zero > {0}/.triplane/store/filler 2>&- || true; truncate -s -150K"
+            " {0}/.triplane/store/filler",
+            {},
+            (),
+            "group",
+            ("store", "is full: free some space"),
+        ),
         (READ_ONLY.replace("%s", "store"), {}, (), "group", ("store", "is not writable (Read-only file system)")),
         (READ_ONLY.replace("%s", "dagster"), {}, (), "group", ("Dagster's records", "make them writable")),
     ],
-    ids=["store", "everything", "TMPDIR", "DAGSTER_HOME", "store during rollouts", "read-only store", "read-only records"],
-)  # fmt: skip
+    ids=[
+        "store",
+        "everything",
+        "TMPDIR",
+        "DAGSTER_HOME",
+        "store during rollouts",
+        "read-only store",
+        "read-only records",
+    ],
+)
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may mount: run the suite in a container")
 def test_full_and_read_only_disks(
-    finished: Laboratory, tmp_path: Path, script: str, environment: dict[str, str], settings: tuple[str, ...],
-    redo: str | None, said: tuple[str, ...],
-) -> None:  # fmt: skip
+    finished: Laboratory,
+    tmp_path: Path,
+    script: str,
+    environment: dict[str, str],
+    settings: tuple[str, ...],
+    redo: str | None,
+    said: tuple[str, ...],
+) -> None:
     laboratory = copy_of(finished, tmp_path, redo) if redo else Laboratory(tmp_path, TINY)
     before = contents(laboratory)
     command = laboratory.command(
         "iterate", *laboratory.settings, "-n", "1", *(part for each in settings for part in ("--set", each))
     )
     done = subprocess.run(
-        ["unshare", "--mount", "sh", "-ec", f'{script.format(tmp_path)}\nexec "$@"', "sh", *command], cwd=tmp_path,
-        env=laboratory.env | {name: value.format(tmp_path) for name, value in environment.items()}, capture_output=True, text=True,
+        ["unshare", "--mount", "sh", "-ec", f'{script.format(tmp_path)}\nexec "$@"', "sh", *command],
+        cwd=tmp_path,
+        env=laboratory.env | {name: value.format(tmp_path) for name, value in environment.items()},
+        capture_output=True,
+        text=True,
         timeout=600,
-    )  # fmt: skip
+    )
     assert_one_line(done, *said)
     assert [line for line in done.stderr.splitlines() if line.strip() and not PROGRESS.match(line)][1:] == []
     moved = tmp_path / "was"
@@ -223,9 +315,13 @@ def test_a_bucket_that_refuses_a_part(tmp_path: Path, method: str, where: str) -
     server.start()
     host, port = server.get_host_and_port()
     environment = {
-        "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}", "TRIPLANE_CACHE": str(tmp_path / "cache"), "TRIPLANE_STORE": "s3://triplane/x",
-    }  # fmt: skip
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "TRIPLANE_CACHE": str(tmp_path / "cache"),
+        "TRIPLANE_STORE": "s3://triplane/x",
+    }
     with pytest.MonkeyPatch.context() as patch, faulty_s3(f"{host}:{port}") as proxy:
         for name, value in environment.items():
             patch.setenv(name, value)

@@ -1,4 +1,6 @@
-"""Wrong input is one line that names the thing and the fix, with an exit code, and leaves earlier artifacts as they were: what is quick."""
+"""Wrong input is one line that names the thing and the fix, with an exit code, and leaves earlier artifacts as they
+were: what is quick.
+"""
 
 from __future__ import annotations
 
@@ -54,9 +56,12 @@ def test_a_malformed_experiment(laboratory: Laboratory, text: str, said: str) ->
         (("-e", str(TINY), "--set", "rollouts.nope=1"), "rollouts.nope is not a field: known are concurrency"),
         (("-e", "nosuch"), "no experiment 'nosuch' in"),
         (("-e", str(TINY), "--set", "trainer.launcher.gpus=8"), "gpus=8: the trainer computes on the CPU only"),
-        (("-e", str(TINY), "--set", "trainer.launcher.nodes=2"), "nodes=2: the local launcher has this machine only; set it to 1"),
+        (
+            ("-e", str(TINY), "--set", "trainer.launcher.nodes=2"),
+            "nodes=2: the local launcher has this machine only; set it to 1",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_can_not_be_run_is_refused_before_anything_is_made(
     laboratory: Laboratory, arguments: tuple[str, ...], said: str
 ) -> None:
@@ -135,9 +140,13 @@ def _changed(**values: Any) -> Callable[[bytes], bytes]:
         (_changed(content_digest="0" * 64), ArtifactCorrupt, "manifest.json was changed"),
         (_changed(action_key="0" * 64), ArtifactCorrupt, "manifest.json was changed"),
         (_changed(files=[]), ArtifactCorrupt, "manifest.json was changed"),
-        (_changed(schema_version=2, something="new"), SchemaError, "has schema version 2, this Triplane reads 1: use the Triplane that"),
+        (
+            _changed(schema_version=2, something="new"),
+            SchemaError,
+            "has schema version 2, this Triplane reads 1: use the Triplane that",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_changed_manifest(
     with_history: Laboratory, change: Callable[[bytes], bytes], error: type[TriplaneError], said: str
 ) -> None:
@@ -171,10 +180,20 @@ def test_a_disk_that_fills_while_an_artifact_is_staged(tmp_path: Path) -> None:
 
 
 CONFIG = {
-    "model_type": "qwen3_moe", "vocab_size": 32, "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "head_dim": 128, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 128, "max_position_embeddings": 32, "rope_theta": 1e4,
+    "model_type": "qwen3_moe",
+    "vocab_size": 32,
+    "hidden_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 128,
+    "max_position_embeddings": 32,
+    "rope_theta": 1e4,
     "tie_word_embeddings": True,
-}  # fmt: skip
+}
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 
 

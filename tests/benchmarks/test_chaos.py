@@ -1,4 +1,6 @@
-"""The chaos benchmark's judgement: what it counts as lost, left or different, and that its kills reach their victims."""
+"""The chaos benchmark's judgement: what it counts as lost, left or different, and that its kills reach their
+victims.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,10 @@ def test_what_nobody_names_and_what_is_half_is_found(tmp_path: Path) -> None:
 
 
 def test_victims_are_found_below_the_command_and_die() -> None:
-    code = "import time\nfrom envd.local import LocalEnvd\nwith LocalEnvd('plain') as server: print(1, flush=True); time.sleep(60)"
+    code = (
+        "import time\nfrom envd.local import LocalEnvd\nwith LocalEnvd('plain') as server: print(1, flush=True);"
+        " time.sleep(60)"
+    )
     command = subprocess.Popen(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,

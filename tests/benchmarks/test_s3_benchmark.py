@@ -36,8 +36,11 @@ def test_the_server_notes_what_it_was_asked(tmp_path: Path, monkeypatch: pytest.
         traffic = traffic_of(server.taken())
         assert server.taken() == []
     assert traffic.subjects == {
-        "PUT group/data.bin": 1, "GET verdicts/": 1, "HEAD group/manifest.json (not there)": 1, "LIST pointers/live/": 1
-    }  # fmt: skip
+        "PUT group/data.bin": 1,
+        "GET verdicts/": 1,
+        "HEAD group/manifest.json (not there)": 1,
+        "LIST pointers/live/": 1,
+    }
     assert traffic.verbs == {"PUT": 1, "GET": 1, "HEAD": 1, "LIST": 1} and traffic.requests == 4
     assert traffic.received == 7 and traffic.sent > 5
     assert list(processes_of(tmp_path)) == []
@@ -51,8 +54,11 @@ def test_requests_are_named_by_what_they_are_about() -> None:
         Request("PUT", "bucket", 200, 0, 0),
     ]
     assert list(traffic_of(asked).subjects) == [
-        "PUT group/manifest.json (exists already)", "GET pointers/assets/ (not there)", "LIST group/", "PUT the store"
-    ]  # fmt: skip
+        "PUT group/manifest.json (exists already)",
+        "GET pointers/assets/ (not there)",
+        "LIST group/",
+        "PUT the store",
+    ]
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""One laboratory, one `triplane ui` and one Chromium for all browser tests; a tab each. Screenshots: $TRIPLANE_SCREENSHOTS, else .test-output/browser."""
+"""One laboratory, one `triplane ui` and one Chromium for all browser tests; a tab each. Screenshots:
+$TRIPLANE_SCREENSHOTS, else .test-output/browser.
+"""
 
 from __future__ import annotations
 

@@ -26,8 +26,17 @@ PATIENCE_S = 240.0
 PATIENCE_MS = 1000 * PATIENCE_S
 SETTLING_MS = 3000
 ORDER = (
-    "task_suite", "iteration_inputs", "prompts", "rollouts", "rewards", "dataset", "checkpoint", "evaluation", "sampler", "report",
-)  # fmt: skip
+    "task_suite",
+    "iteration_inputs",
+    "prompts",
+    "rollouts",
+    "rewards",
+    "dataset",
+    "checkpoint",
+    "evaluation",
+    "sampler",
+    "report",
+)
 """One path through the graph, from left to right."""
 
 
@@ -97,7 +106,9 @@ class Screen:
 
 
 def prepare(folder: Path) -> Laboratory:
-    """A folder with three experiments: tiny ran twice, refusing once (it learns nothing and says so), quickstart never."""
+    """A folder with three experiments: tiny ran twice, refusing once (it learns nothing and says so), quickstart
+    never.
+    """
     lab = Laboratory(folder, folder / "experiments" / "tiny.yaml", environment={"OMP_NUM_THREADS": "1"})
     lab.environment["TRIPLANE_EXPERIMENTS"] = str(lab.experiment_file.parent)
     if lab.experiment_file.exists():
@@ -123,9 +134,14 @@ def running_ui(lab: Laboratory) -> Iterator[str]:
     log = lab.folder / "ui.log"
     with log.open("wb") as sink:
         child = subprocess.Popen(
-            lab.command("ui", "--port", str(port)), cwd=lab.folder, env=lab.env, stdout=sink, stderr=sink,
-            stdin=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+            lab.command("ui", "--port", str(port)),
+            cwd=lab.folder,
+            env=lab.env,
+            stdout=sink,
+            stderr=sink,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
     try:
         wait_until_up(f"http://127.0.0.1:{port}", child, log, PATIENCE_S)
         yield f"http://127.0.0.1:{port}"

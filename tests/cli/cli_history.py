@@ -36,7 +36,10 @@ from resources.refs import write_ref
 from resources.registry import Registry
 
 EXPERIMENT = "tiny"
-DIFF = b"diff --git a/app.py b/app.py\n--- a/app.py\n+++ b/app.py\n@@ -1,2 +1,2 @@\n def add(a, b):\n-    return a - b\n+    return a + b\n"
+DIFF = (
+    b"diff --git a/app.py b/app.py\n--- a/app.py\n+++ b/app.py\n@@ -1,2 +1,2 @@\n def add(a, b):\n-    return a - b\n+ "
+    b"   return a + b\n"
+)
 
 
 @dataclass(frozen=True)
@@ -74,10 +77,16 @@ def write_history(store: Store) -> History:
 
     tokenizer = byte_tokenizer()
     task = Task(
-        "add-0001", "sum", Split.TRAIN, "fix app.py: add returns the sum", {"app.py": b"def add(a, b):\n    return a - b\n"},
+        "add-0001",
+        "sum",
+        Split.TRAIN,
+        "fix app.py: add returns the sum",
+        {"app.py": b"def add(a, b):\n    return a - b\n"},
         {"tests/test_hidden.py": b"from app import add\n\n\ndef test_add():\n    assert add(2, 3) == 5\n"},
-        ("tests/test_hidden.py::test_add",), DIFF, {},
-    )  # fmt: skip
+        ("tests/test_hidden.py::test_add",),
+        DIFF,
+        {},
+    )
     commit("suite", "task_suite", {}, lambda out: out.add_table("tasks.parquet", tasks_table([task])), tasks=1)
     commit("base", "checkpoint", {}, lambda out: _checkpoint(out, tokenizer, 0), step=0, forward_recipe="w8")
     commit("base_state", "trainer_state", {}, lambda out: out.add_json("state.json", {"step": 0}))
@@ -133,12 +142,25 @@ def play(task: Task, tokenizer: Tokenizer, policy: ArtifactRef, *, group: int, s
     logprobs = [-0.5 if role == TokenRole.POLICY else None for role in roles]
     record = ToolCallRecord(0, "edit", '{"path":"app.py"}', True, "ok")
     return Episode(
-        episode_id=episode_id(slot, "k"), group_id=digest_of([task.task_id, group])[:32], task_id=task.task_id,
-        task_digest=task.digest, image_digest=task.image_digest, sample=sample, attempt=0, seed=slot.token_seed,
-        policy_version=policy.digest, temperature=1.0, max_tokens=256, outcome=Outcome.COMPLETED, turns=2,
-        tool_calls=[record], format_errors=0, final_diff=DIFF if right else b"",
-        sequences=[TokenSequence(ids, roles, logprobs, [])], telemetry={"seconds": 1.5, "host": "here"},
-    )  # fmt: skip
+        episode_id=episode_id(slot, "k"),
+        group_id=digest_of([task.task_id, group])[:32],
+        task_id=task.task_id,
+        task_digest=task.digest,
+        image_digest=task.image_digest,
+        sample=sample,
+        attempt=0,
+        seed=slot.token_seed,
+        policy_version=policy.digest,
+        temperature=1.0,
+        max_tokens=256,
+        outcome=Outcome.COMPLETED,
+        turns=2,
+        tool_calls=[record],
+        format_errors=0,
+        final_diff=DIFF if right else b"",
+        sequences=[TokenSequence(ids, roles, logprobs, [])],
+        telemetry={"seconds": 1.5, "host": "here"},
+    )
 
 
 def rewards_rows(episodes: list[Episode]) -> pa.Table:
@@ -146,27 +168,40 @@ def rewards_rows(episodes: list[Episode]) -> pa.Table:
     return pa.Table.from_pylist(
         [
             {
-                "episode_id": episode.episode_id, "group_id": episode.group_id, "task_id": episode.task_id,
-                "reward": 1.1 if episode.final_diff else 0.1, "solved": bool(episode.final_diff),
-                "components": [{"name": "solved", "value": 1.0 if episode.final_diff else 0.0}, {"name": "valid", "value": 0.1}],
-                "verdict": "completed", "tests_passed": int(bool(episode.final_diff)), "tests_total": 1,
+                "episode_id": episode.episode_id,
+                "group_id": episode.group_id,
+                "task_id": episode.task_id,
+                "reward": 1.1 if episode.final_diff else 0.1,
+                "solved": bool(episode.final_diff),
+                "components": [
+                    {"name": "solved", "value": 1.0 if episode.final_diff else 0.0},
+                    {"name": "valid", "value": 0.1},
+                ],
+                "verdict": "completed",
+                "tests_passed": int(bool(episode.final_diff)),
+                "tests_total": 1,
             }
             for episode in episodes
         ],
         schema=REWARDS,
-    )  # fmt: skip
+    )
 
 
 def _dataset(out: ArtifactWriter, episodes: list[Episode]) -> None:
     """Keeps group 0, leaves group 1 out."""
     members = [
         {
-            "episode_id": episode.episode_id, "group_id": episode.group_id, "reward": 1.1 if episode.final_diff else 0.1,
-            "kept": index < 2, "reason": None if index < 2 else "zero_variance", "group_reward_mean": 0.6,
-            "group_reward_std": 0.5, "length": len(episode.sequences[0].token_ids),
+            "episode_id": episode.episode_id,
+            "group_id": episode.group_id,
+            "reward": 1.1 if episode.final_diff else 0.1,
+            "kept": index < 2,
+            "reason": None if index < 2 else "zero_variance",
+            "group_reward_mean": 0.6,
+            "group_reward_std": 0.5,
+            "length": len(episode.sequences[0].token_ids),
         }
         for index, episode in enumerate(episodes)
-    ]  # fmt: skip
+    ]
     out.add_table("members.parquet", pa.Table.from_pylist(members, schema=MEMBERS))
     out.add_table("train.parquet", pa.Table.from_pylist([], schema=TRAIN))
 

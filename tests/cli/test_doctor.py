@@ -102,9 +102,13 @@ def s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     server.start()
     host, port = server.get_host_and_port()
     for name, value in {
-        "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}", "TRIPLANE_STORE": "s3://triplane/x", "TRIPLANE_CACHE": str(tmp_path),
-    }.items():  # fmt: skip
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "TRIPLANE_STORE": "s3://triplane/x",
+        "TRIPLANE_CACHE": str(tmp_path),
+    }.items():
         monkeypatch.setenv(name, value)
     boto3.client("s3").create_bucket(Bucket="triplane")
     yield f"{host}:{port}"
@@ -164,9 +168,11 @@ def test_a_program_that_hangs_or_fails_is_broken_and_holds_nothing_up(
     never.set()
     assert [each.state for each in found] == ["broken"] * 4
     assert [each.found for each in found] == [
-        "no answer within 0.5 s", "driver mismatch", "no answer within 0.5 s",
+        "no answer within 0.5 s",
+        "driver mismatch",
+        "no answer within 0.5 s",
         "ZeroDivisionError: integer division or modulo by zero",
-    ]  # fmt: skip
+    ]
 
 
 def test_what_is_not_as_tested_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -175,8 +181,9 @@ def test_what_is_not_as_tested_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
     found = machine.tested_versions()
     assert found.state == "broken" and found.found.startswith("numpy ") and found.found.endswith("tested ==0.1")
     assert list(machine._unmet(["numpy<0.1", "never-heard-of-it", "pytest>=8", 'nothing; extra == "dev"'])) == [
-        f"numpy {machine._installed('numpy')} is not <0.1", "never-heard-of-it is not installed",
-    ]  # fmt: skip
+        f"numpy {machine._installed('numpy')} is not <0.1",
+        "never-heard-of-it is not installed",
+    ]
 
 
 @pytest.mark.parametrize(

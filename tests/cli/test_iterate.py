@@ -33,9 +33,12 @@ def environment(folder: Path) -> dict[str, str]:
     (folder / "dagster").mkdir()
     (folder / "dagster" / "dagster.yaml").write_text("telemetry:\n  enabled: false\n")
     return {
-        **os.environ, "OMP_NUM_THREADS": "1", "TRIPLANE_EXPERIMENTS": str(folder / "experiments"),
-        "TRIPLANE_STORE": str(folder / "store"), "DAGSTER_HOME": str(folder / "dagster"),
-    }  # fmt: skip
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TRIPLANE_EXPERIMENTS": str(folder / "experiments"),
+        "TRIPLANE_STORE": str(folder / "store"),
+        "DAGSTER_HOME": str(folder / "dagster"),
+    }
 
 
 @pytest.mark.slow

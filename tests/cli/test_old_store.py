@@ -1,7 +1,7 @@
 """A store of an older version is read, and says what is stale in it and why.
 
-tests/old_stores/c813e3a.tar.xz is the store of two iterations of tests/dagster/tiny.yaml under the name `old`, made by that commit. Its
-safetensors files are left out: what only reads never opens them.
+tests/old_stores/c813e3a.tar.xz is the store of two iterations of tests/dagster/tiny.yaml under the name `old`, made by
+that commit. Its safetensors files are left out: what only reads never opens them.
 """
 
 from __future__ import annotations
@@ -62,8 +62,11 @@ def test_status_shows_the_old_iterations_and_names_what_is_stale(read: Run) -> N
     assert len(found["iterations"]) == 2 and all(each["decision"] == "live" for each in found["iterations"])
     stale = {each["step"]: each for each in found["stale"]}
     assert stale["dataset"] == {
-        "step": "dataset", "iterations": ["0000", "0001"], "version": "1", "now": DATASET_VERSION,
-    }  # fmt: skip
+        "step": "dataset",
+        "iterations": ["0000", "0001"],
+        "version": "1",
+        "now": DATASET_VERSION,
+    }
     assert "evaluation (evaluation_run)" in stale
 
 

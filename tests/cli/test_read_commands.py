@@ -114,7 +114,10 @@ def test_nothing_that_a_policy_wrote_can_steer_a_terminal(text: str) -> None:
 
 
 def test_questions_to_the_store_do_not_wait_for_dagster(history: History) -> None:
-    program = "import sys; sys.argv = ['triplane', 'status']\nfrom triplane_dagster.cli import main\ntry: main()\nexcept SystemExit as end: assert not end.code\nassert 'dagster' not in sys.modules"
+    program = (
+        "import sys; sys.argv = ['triplane', 'status']\nfrom triplane_dagster.cli import main\ntry: main()\nexcept"
+        " SystemExit as end: assert not end.code\nassert 'dagster' not in sys.modules"
+    )
     subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "TRIPLANE_STORE": history.store.url},

@@ -35,9 +35,12 @@ def triplane(mine: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "home" / "dagster.yaml").write_text("telemetry:\n  enabled: false\n")
     monkeypatch.chdir(tmp_path)
     place = {
-        "TRIPLANE_STORE": mine.store.url, "TRIPLANE_EXPERIMENTS": str(tmp_path / "experiments"), "COLUMNS": "200",
-        "DAGSTER_HOME": str(tmp_path / "home"), "TRIPLANE_DEBUG": "",
-    }  # fmt: skip
+        "TRIPLANE_STORE": mine.store.url,
+        "TRIPLANE_EXPERIMENTS": str(tmp_path / "experiments"),
+        "COLUMNS": "200",
+        "DAGSTER_HOME": str(tmp_path / "home"),
+        "TRIPLANE_DEBUG": "",
+    }
     for name, value in place.items():
         monkeypatch.setenv(name, value)
 

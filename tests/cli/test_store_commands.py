@@ -37,8 +37,12 @@ def test_a_whole_store_is_said_to_be_whole(triplane: Command, store: LocalStore)
     done = triplane("store", "check")
     assert done.exit_code == 0 and done.stdout == "1 artifacts, 1 files: all as committed\n"
     assert json.loads(triplane("store", "check", "--json").stdout) == {
-        "store": store.url, "artifacts": 1, "files": 1, "size": 6, "faults": []
-    }  # fmt: skip
+        "store": store.url,
+        "artifacts": 1,
+        "files": 1,
+        "size": 6,
+        "faults": [],
+    }
 
 
 def test_damage_is_shown_and_exits_with_one_line(triplane: Command, store: LocalStore) -> None:

@@ -27,9 +27,12 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     if request.param == "local":
         return open_store(str(tmp_path / "store"))
     for name, value in {
-        "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": request.getfixturevalue("s3_endpoint"), "TRIPLANE_CACHE": str(tmp_path / "cache"),
-    }.items():  # fmt: skip
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": request.getfixturevalue("s3_endpoint"),
+        "TRIPLANE_CACHE": str(tmp_path / "cache"),
+    }.items():
         monkeypatch.setenv(name, value)
     bucket = tmp_path.name.replace("_", "-").lower()
     boto3.client("s3").create_bucket(Bucket=bucket)

@@ -88,7 +88,16 @@ def test_written_calls_are_read_back(calls: list[ToolCallText], spaced: bool) ->
     assert broken or (parsed.error is None and list(parsed.calls) == calls)
 
 
-@pytest.mark.parametrize("text", ["<tool_call>{</tool_call>", "<tool_call>[]</tool_call>", '<tool_call>{"name":"a","arguments":{}}', '<tool_call>{"name":1,"arguments":{}}</tool_call>', "</tool_call>"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>{</tool_call>",
+        "<tool_call>[]</tool_call>",
+        '<tool_call>{"name":"a","arguments":{}}',
+        '<tool_call>{"name":1,"arguments":{}}</tool_call>',
+        "</tool_call>",
+    ],
+)
 def test_malformed_calls_give_a_reason(text: str) -> None:
     parsed = parse_turn(text)
     assert parsed.error and not parsed.calls

@@ -13,9 +13,16 @@ from contracts.checkpoints import check_checkpoint, expected_tensors, quantizati
 from contracts.errors import SchemaError
 
 CONFIG = {
-    "hidden_size": 128, "moe_intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 2,
-    "num_hidden_layers": 1, "vocab_size": 300, "tie_word_embeddings": False,
-}  # fmt: skip
+    "hidden_size": 128,
+    "moe_intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": 300,
+    "tie_word_embeddings": False,
+}
 DTYPES = {"F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn}
 
 

@@ -41,7 +41,10 @@ def test_a_kill_comes_at_the_nth_arrival(order: str, reached: int) -> None:
 
 
 def test_children_inherit_the_order_and_count_for_themselves() -> None:
-    code = f"import subprocess, sys\nfor _ in range(2): print(subprocess.run([sys.executable, '-c', {LOOP!r}], capture_output=True).returncode)"
+    code = (
+        f"import subprocess, sys\nfor _ in range(2): print(subprocess.run([sys.executable, '-c', {LOOP!r}],"
+        " capture_output=True).returncode)"
+    )
     assert run(code, **{KILL_VARIABLE: "group-committed:2"}).stdout.split() == ["-9", "-9"]
 
 
@@ -56,9 +59,13 @@ def test_a_fault_is_raised_once_with_the_error_that_was_named(tmp_path: Path) ->
         "print(sorted(path.name for path in store.scratch.iterdir()))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=ROOT,
-        env={**os.environ, FAIL_VARIABLE: "store-write:2:ENOSPC"}, check=True,
-    )  # fmt: skip
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, FAIL_VARIABLE: "store-write:2:ENOSPC"},
+        check=True,
+    )
     first, second, third, left = done.stdout.splitlines()
     assert (first, third, left) == ("True", "True", "[]")
     assert second.startswith("StoreError store") and "is full" in second
@@ -66,9 +73,14 @@ def test_a_fault_is_raised_once_with_the_error_that_was_named(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("variable", "text"),
-    [(KILL_VARIABLE, "nowhere"), (KILL_VARIABLE, "group-committed:0"), (KILL_VARIABLE, "group-committed:x"),
-     (KILL_VARIABLE, "group-committed:1:EIO"), (FAIL_VARIABLE, "store-write:1:ENOTHING")],
-)  # fmt: skip
+    [
+        (KILL_VARIABLE, "nowhere"),
+        (KILL_VARIABLE, "group-committed:0"),
+        (KILL_VARIABLE, "group-committed:x"),
+        (KILL_VARIABLE, "group-committed:1:EIO"),
+        (FAIL_VARIABLE, "store-write:1:ENOTHING"),
+    ],
+)
 def test_a_malformed_order_is_one_line_that_names_it(variable: str, text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"{variable}={text}: ")):
         parse_order(variable, text)

@@ -38,9 +38,11 @@ with ArtifactWriter(open_store(sys.argv[1]), "thing", "0" * 64, parents={}, conf
 
 def write(store: Store, byte: str, kill_at: str = "", size: int = 100) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", WRITER, store.url, byte, str(size)], cwd=ROOT,
-        env={**os.environ, KILL_VARIABLE: kill_at}, timeout=60,
-    )  # fmt: skip
+        [sys.executable, "-c", WRITER, store.url, byte, str(size)],
+        cwd=ROOT,
+        env={**os.environ, KILL_VARIABLE: kill_at},
+        timeout=60,
+    )
     assert done.returncode == (-9 if kill_at else 0)
 
 

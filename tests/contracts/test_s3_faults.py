@@ -40,9 +40,12 @@ def s3(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setattr(s3client, "ATTEMPTS", 3)
     with faulty_s3(server) as proxy:
         for name, value in {
-            "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_ENDPOINT_URL": proxy.endpoint, "TRIPLANE_CACHE": str(tmp_path / "cache"),
-        }.items():  # fmt: skip
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": proxy.endpoint,
+            "TRIPLANE_CACHE": str(tmp_path / "cache"),
+        }.items():
             monkeypatch.setenv(name, value)
         boto3.client("s3").create_bucket(Bucket=_bucket(tmp_path))
         yield proxy
@@ -151,7 +154,11 @@ def test_a_download_that_breaks_off_is_fetched_again(
 
 
 def test_refused_access_names_what_is_needed(s3: FaultyS3, store: Store) -> None:
-    for method, act in (("PUT", lambda: store.create("a", b"")), ("GET", lambda: store.get("a")), ("HEAD", lambda: store.exists("a"))):  # fmt: skip
+    for method, act in (
+        ("PUT", lambda: store.create("a", b"")),
+        ("GET", lambda: store.get("a")),
+        ("HEAD", lambda: store.exists("a")),
+    ):
         s3.faults.append(Fault("refuse", method))
         with pytest.raises(StoreError, match=r"refuses access to a \((AccessDenied|403)\): check the credentials"):
             act()

@@ -24,7 +24,7 @@ from contracts.episodes import (
     read_episodes,
     sequences_table,
     telemetry_table,
-)  # fmt: skip
+)
 from contracts.errors import SchemaError
 from contracts.tasks import Split, Task, read_tasks, tasks_table
 
@@ -45,10 +45,25 @@ def episodes(draw: st.DrawFn) -> Episode:
     slot = Slot("e", "0001", "g", draw(TEXT), draw(st.integers(0, 9)), 7)
     calls = draw(st.lists(st.builds(ToolCallRecord, st.integers(0, 9), TEXT, TEXT, st.booleans(), TEXT), max_size=3))
     return Episode(
-        episode_id=episode_id(slot, "k"), group_id="g", task_id=slot.task_id, task_digest="t", image_digest="i", sample=slot.sample, attempt=0,
-        seed=slot.token_seed, policy_version="v1", temperature=1.0, max_tokens=64, outcome=draw(st.sampled_from(Outcome)), turns=2, tool_calls=calls,
-        format_errors=0, final_diff=draw(st.binary(max_size=30)), sequences=draw(st.lists(sequences(), max_size=2)), telemetry={"seconds": 1.5},
-    )  # fmt: skip
+        episode_id=episode_id(slot, "k"),
+        group_id="g",
+        task_id=slot.task_id,
+        task_digest="t",
+        image_digest="i",
+        sample=slot.sample,
+        attempt=0,
+        seed=slot.token_seed,
+        policy_version="v1",
+        temperature=1.0,
+        max_tokens=64,
+        outcome=draw(st.sampled_from(Outcome)),
+        turns=2,
+        tool_calls=calls,
+        format_errors=0,
+        final_diff=draw(st.binary(max_size=30)),
+        sequences=draw(st.lists(sequences(), max_size=2)),
+        telemetry={"seconds": 1.5},
+    )
 
 
 @settings(max_examples=50, deadline=None)
@@ -77,10 +92,15 @@ VALUES: st.SearchStrategy[Any] = st.fixed_dictionaries(
 )
 SCHEMA = pa.schema(
     [
-        ("n", pa.int64()), ("x", pa.float64()), ("s", pa.string()), ("b", pa.binary()), ("flag", pa.bool_()), ("list", pa.list_(pa.float32())),
+        ("n", pa.int64()),
+        ("x", pa.float64()),
+        ("s", pa.string()),
+        ("b", pa.binary()),
+        ("flag", pa.bool_()),
+        ("list", pa.list_(pa.float32())),
         ("nested", pa.list_(pa.struct([("k", pa.string()), ("v", pa.int64())]))),
     ]
-)  # fmt: skip
+)
 
 
 @settings(max_examples=100, deadline=None)
@@ -129,7 +149,17 @@ def test_canonical_json_refuses_what_has_no_one_form() -> None:
 def test_action_key_depends_on_every_part_and_not_on_order() -> None:
     base = action_key("s", {"a": "1", "b": "2"}, {"x": 1}, "1")
     assert base == action_key("s", {"b": "2", "a": "1"}, {"x": 1}, "1")
-    assert len({base, action_key("t", {"a": "1", "b": "2"}, {"x": 1}, "1"), action_key("s", {"a": "2", "b": "1"}, {"x": 1}, "1"), action_key("s", {"a": "1", "b": "2"}, {"x": 1}, "2")}) == 4  # fmt: skip
+    assert (
+        len(
+            {
+                base,
+                action_key("t", {"a": "1", "b": "2"}, {"x": 1}, "1"),
+                action_key("s", {"a": "2", "b": "1"}, {"x": 1}, "1"),
+                action_key("s", {"a": "1", "b": "2"}, {"x": 1}, "2"),
+            }
+        )
+        == 4
+    )
 
 
 def test_tensors_digest_ignores_order_of_files() -> None:

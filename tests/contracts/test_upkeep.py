@@ -1,4 +1,6 @@
-"""A store's upkeep, in a directory and on S3: damage is named, garbage goes, and what a manifest names is never touched."""
+"""A store's upkeep, in a directory and on S3: damage is named, garbage goes, and what a manifest names is never
+touched.
+"""
 
 from __future__ import annotations
 

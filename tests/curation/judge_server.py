@@ -1,4 +1,6 @@
-"""A real HTTP server with the surface of an OpenAI-compatible judge and of vLLM's scoring routes; what it answers is a function of the test's."""
+"""A real HTTP server with the surface of an OpenAI-compatible judge and of vLLM's scoring routes; what it answers is a
+function of the test's.
+"""
 
 from __future__ import annotations
 

@@ -2,10 +2,12 @@
 
     python regrade_independent.py EPISODES.json        prints one line an episode, "<id> passed" or "<id> failed <why>"
 
-EPISODES.json: [{"id": str, "files": {path: base64}, "diff": base64, "hidden_files": {path: base64}, "tests": [pytest node id]}]
+EPISODES.json: [{"id": str, "files": {path: base64}, "diff": base64, "hidden_files": {path: base64}, "tests": [pytest
+node id]}]
 
-Each repository is built in a temporary directory, the diff applied by `git apply`, the hidden tests placed over it and run by a cold pytest
-in a subprocess; what passed is read from its JUnit XML. It isolates nothing: for diffs that sandboxes have already run.
+Each repository is built in a temporary directory, the diff applied by `git apply`, the hidden tests placed over it and
+run by a cold pytest in a subprocess; what passed is read from its JUnit XML. It isolates nothing: for diffs that
+sandboxes have already run.
 """
 
 from __future__ import annotations

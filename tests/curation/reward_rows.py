@@ -1,4 +1,6 @@
-"""Small episodes with real tokens, committed as rollouts, and an environment plane that needs no server to grade them."""
+"""Small episodes with real tokens, committed as rollouts, and an environment plane that needs no server to grade
+them.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,17 @@ from curation.verify import Verifier
 from envd.client import SandboxClient, TestOutcome, VerifyResult
 
 TASK = Task(
-    "t", "sum", Split.TRAIN, "make add() add", {"app.py": b"x\n", "tests/test_app.py": b""}, {}, ("test_a", "test_b"), b"ref", {},
+    "t",
+    "sum",
+    Split.TRAIN,
+    "make add() add",
+    {"app.py": b"x\n", "tests/test_app.py": b""},
+    {},
+    ("test_a", "test_b"),
+    b"ref",
+    {},
     checks=Checks(None, ()),
-)  # fmt: skip
+)
 
 
 @cache
@@ -57,9 +67,12 @@ def call(name: str, ok: bool = True, turn: int = 0, **arguments: Any) -> ToolCal
 
 
 def episode(
-    name: str, diff: bytes = b"right", says: str = "", outcome: Outcome = Outcome.COMPLETED,
+    name: str,
+    diff: bytes = b"right",
+    says: str = "",
+    outcome: Outcome = Outcome.COMPLETED,
     calls: Sequence[ToolCallRecord] = (call("edit", path="app.py", new="y"),),
-) -> Episode:  # fmt: skip
+) -> Episode:
     """An episode whose policy says something beside its call."""
     chat = tokenizer()
     prompt = chat.prompt([("user", TASK.instruction)])
@@ -68,8 +81,24 @@ def episode(
     logprobs = [None] * len(prompt) + [-1.0] * len(turn)
     sequence = TokenSequence([*prompt, *turn], roles, logprobs, [("p", len(prompt), len(roles))])
     return Episode(
-        name, "g", "t", TASK.digest, TASK.image_digest, 0, 0, 0, "p", 1.0, 512, outcome, 3, list(calls), 0, diff, [sequence]
-    )  # fmt: skip
+        name,
+        "g",
+        "t",
+        TASK.digest,
+        TASK.image_digest,
+        0,
+        0,
+        0,
+        "p",
+        1.0,
+        512,
+        outcome,
+        3,
+        list(calls),
+        0,
+        diff,
+        [sequence],
+    )
 
 
 def rollouts(store: Store, episodes: Sequence[Episode], key: str = "0" * 64) -> Artifact:

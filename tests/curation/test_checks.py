@@ -1,4 +1,6 @@
-"""Decoys contradict the tests they are made of; observed tests hold no expectation, and the judge reads values as they are."""
+"""Decoys contradict the tests they are made of; observed tests hold no expectation, and the judge reads values as they
+are.
+"""
 
 from __future__ import annotations
 
@@ -159,11 +161,24 @@ def test_an_observed_test_agrees_with_what_passes_it_and_contradicts_what_does_n
 
 
 values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary() | st.decimals(allow_nan=False)
-    | st.fractions() | st.datetimes() | st.dates() | st.times() | st.timedeltas() | st.complex_numbers(allow_nan=False),
-    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner) | st.frozensets(st.integers()),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
+    | st.decimals(allow_nan=False)
+    | st.fractions()
+    | st.datetimes()
+    | st.dates()
+    | st.times()
+    | st.timedeltas()
+    | st.complex_numbers(allow_nan=False),
+    lambda inner: (
+        st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner) | st.frozensets(st.integers())
+    ),
     max_leaves=20,
-)  # fmt: skip
+)
 
 
 @given(values)
@@ -199,11 +214,19 @@ Pair = namedtuple("Pair", "low high")
 @pytest.mark.parametrize(
     ("value", "held"),
     [
-        (Evil(5), 5), (Hollow([7]), [7]), (Colour.RED, 3), (Pair(1, 9), (1, 9)), (OrderedDict(a=1), {"a": 1}), (Counter("aab"), {"a": 2, "b": 1}),
-        (True, True), (Decimal("1.50"), Decimal("1.5")), (Fraction(1, 3), Fraction(1, 3)), (range(3), range(3)),
+        (Evil(5), 5),
+        (Hollow([7]), [7]),
+        (Colour.RED, 3),
+        (Pair(1, 9), (1, 9)),
+        (OrderedDict(a=1), {"a": 1}),
+        (Counter("aab"), {"a": 2, "b": 1}),
+        (True, True),
+        (Decimal("1.50"), Decimal("1.5")),
+        (Fraction(1, 3), Fraction(1, 3)),
+        (range(3), range(3)),
         (datetime.timedelta(days=1), datetime.timedelta(days=1)),
     ],
-)  # fmt: skip
+)
 def test_a_subclass_of_a_builtin_counts_as_what_it_holds(value: Any, held: Any) -> None:
     assert decode(encode(value), {}) == held
 
@@ -214,7 +237,8 @@ def test_nan_infinity_and_what_is_too_large() -> None:
     install(lambda key, text: seen.append(text))
     names: dict[str, Any] = {}
     exec(
-        "loop = []\nloop.append(loop)\n__see__('a', loop)\n__see__('b', 'x' * 1000000)\n__see__('c', list(range(100000)))",
+        "loop = []\nloop.append(loop)\n__see__('a', loop)\n__see__('b', 'x' * 1000000)\n__see__('c',"
+        " list(range(100000)))",
         names,
     )
     assert [json.loads(text) for text in seen] == [[["o", "too large"]]] * 3
@@ -230,8 +254,23 @@ RULES = Observed(
 
 
 @pytest.mark.parametrize(
-    "report", ["", "[", "3", "[]", "null", '[["i"]]', '[["i","zz"]]', '[["x",3]]', '[["h",9]]', '[[["i","0x3"]]]', "[" * 5000, '[["d",[[["l",[]],["n"]]]]]', '[["T","datetime","x"]]'],
-)  # fmt: skip
+    "report",
+    [
+        "",
+        "[",
+        "3",
+        "[]",
+        "null",
+        '[["i"]]',
+        '[["i","zz"]]',
+        '[["x",3]]',
+        '[["h",9]]',
+        '[[["i","0x3"]]]',
+        "[" * 5000,
+        '[["d",[[["l",[]],["n"]]]]]',
+        '[["T","datetime","x"]]',
+    ],
+)
 def test_a_malformed_report_satisfies_nothing(report: str) -> None:
     assert agrees(RULES, "k", report) is not True
     assert agrees(RULES, "r", report) is not True

@@ -151,9 +151,17 @@ def test_the_same_files_give_the_same_rows_whatever_their_layout(tmp_path: Path)
 def test_tokens_roles_logprobs_and_versions_come_through_unchanged(tmp_path: Path) -> None:
     train, members = select_rows(*tables(two_groups(), tmp_path), DatasetConfig())
     assert train.to_pylist()[0] == {
-        "episode_id": "a0", "group_id": "a", "group_index": 0, "sample": 0, "sequence": 0, "token_ids": [5, 6, 7], "token_role": [0, 1, 2],
-        "logprobs": [None, -0.25, None], "policy_versions": ["v1", "v2"], "reward": 1.0,
-    }  # fmt: skip
+        "episode_id": "a0",
+        "group_id": "a",
+        "group_index": 0,
+        "sample": 0,
+        "sequence": 0,
+        "token_ids": [5, 6, 7],
+        "token_role": [0, 1, 2],
+        "logprobs": [None, -0.25, None],
+        "policy_versions": ["v1", "v2"],
+        "reward": 1.0,
+    }
     assert members["length"].to_pylist() == [3, 3, 3, 3]
 
 
@@ -227,19 +235,25 @@ def two_groups() -> dict[str, list[dict[str, Any]]]:
     spans = [{"version": "v2", "start": 1, "end": 2}, {"version": "v1", "start": 1, "end": 2}]
     return {
         "episodes": [
-            {"episode_id": name, "group_id": group, "sample": int(name[1]), "outcome": "completed"} for name, group, _ in names
+            {"episode_id": name, "group_id": group, "sample": int(name[1]), "outcome": "completed"}
+            for name, group, _ in names
         ],
         "rewards": [
-            {"episode_id": name, "group_id": group, "reward": reward, "solved": reward == 1.0} for name, group, reward in names
+            {"episode_id": name, "group_id": group, "reward": reward, "solved": reward == 1.0}
+            for name, group, reward in names
         ],
         "sequences": [
             {
-                "episode_id": name, "index": 0, "token_ids": [5, 6, 7], "token_role": [0, 1, 2],
-                "logprobs": [None, -0.25, None], "policy_spans": spans * 2,
+                "episode_id": name,
+                "index": 0,
+                "token_ids": [5, 6, 7],
+                "token_role": [0, 1, 2],
+                "logprobs": [None, -0.25, None],
+                "policy_spans": spans * 2,
             }
             for name, _, _ in names
         ],
-    }  # fmt: skip
+    }
 
 
 def commit(store: LocalStore, kind: str, files: dict[str, pa.Table]) -> Artifact:

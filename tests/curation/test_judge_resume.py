@@ -33,9 +33,15 @@ grade(store, find_artifact(store, "rollouts", "0" * 64), RewardConfig.model_vali
 
 def judging(url: str, **changes: object) -> RewardConfig:
     component = {
-        "kind": "judge", "name": "review", "weight": 1.0, "model": "m", "template": "{diff}", "structured": "none",
-        "endpoint": {"url": url, "concurrency": IN_FLIGHT}, **changes,
-    }  # fmt: skip
+        "kind": "judge",
+        "name": "review",
+        "weight": 1.0,
+        "model": "m",
+        "template": "{diff}",
+        "structured": "none",
+        "endpoint": {"url": url, "concurrency": IN_FLIGHT},
+        **changes,
+    }
     return RewardConfig.model_validate({"max_ungraded": 1.0, "components": [component]})
 
 

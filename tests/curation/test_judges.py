@@ -1,4 +1,6 @@
-"""Judges over a real HTTP server: what they are asked and worth, that nothing is asked twice, faults, and episodes that talk to the judge."""
+"""Judges over a real HTTP server: what they are asked and worth, that nothing is asked twice, faults, and episodes that
+talk to the judge.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,13 @@ def judging(server: JudgeServer, weight: float = 1.0, max_ungraded: float = 0.0,
     where = {"url": f"{server.url}/v1", "attempts": 3, **changes.pop("endpoint", {})}
     usual = {"kind": "judge", "name": "review", "weight": weight, "model": "judge-1", "template": "{task} {diff}"}
     return RewardConfig.model_validate(
-        {"solved": 1.0, "valid": 0.0, "max_ungraded": max_ungraded, "components": [{**usual, **changes, "endpoint": where}]}
-    )  # fmt: skip
+        {
+            "solved": 1.0,
+            "valid": 0.0,
+            "max_ungraded": max_ungraded,
+            "components": [{**usual, **changes, "endpoint": where}],
+        }
+    )
 
 
 def test_a_judgement_is_asked_by_schema_scaled_to_0_and_1_and_kept_as_it_was_said(

@@ -42,8 +42,11 @@ def test_the_four_measures_of_two_tasks() -> None:
     found = measures(sampled, {"one": samples("a"), "two": samples("C")}, 1.0)
     assert (found["k"], found["temperature"]) == (3, 1.0)
     assert {name: found[name]["rate"] for name in MEASURES} == {
-        "greedy": 0.5, "sampled": pytest.approx(0.5), "majority": 0.5, "any": 1.0,
-    }  # fmt: skip
+        "greedy": 0.5,
+        "sampled": pytest.approx(0.5),
+        "majority": 0.5,
+        "any": 1.0,
+    }
     assert all(0 <= found[name]["low"] <= found[name]["rate"] <= found[name]["high"] <= 1 for name in MEASURES)
     assert measure_names(3, 0.7) == ("greedy", "T=0.7", "maj@3", "pass@3")
 

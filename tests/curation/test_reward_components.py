@@ -118,13 +118,16 @@ def test_a_rule_counts_what_its_name_says(rule: RuleName, calls: list[ToolCallRe
 @given(
     st.lists(
         st.builds(
-            ToolCallRecord, st.integers(0, 5), st.sampled_from(["read", "edit", "exec", "list", "nonsense"]),
-            st.sampled_from(['{"path": "app.py"}', '{"path": 3}', "{}", "[1]", "not json", '{"command": ["x"]}']), st.booleans(),
+            ToolCallRecord,
+            st.integers(0, 5),
+            st.sampled_from(["read", "edit", "exec", "list", "nonsense"]),
+            st.sampled_from(['{"path": "app.py"}', '{"path": 3}', "{}", "[1]", "not json", '{"command": ["x"]}']),
+            st.booleans(),
             st.text(max_size=3),
         ),
         max_size=12,
     )
-)  # fmt: skip
+)
 def test_every_rule_has_a_value_from_0_to_1_whatever_was_called(calls: list[ToolCallRecord]) -> None:
     for rule in RULES.values():
         rating = rule(read_calls([vars(each) for each in calls]), TASK)

@@ -31,13 +31,19 @@ def rewards_key(experiment: Experiment) -> str:
     ("component", "says"),
     [
         (SHARE | {"wieght": 2}, r"components.0.wieght is not a field: did you mean weight\?"),
-        (JUDGE | {"endpoint": {"url": "http://h/v1", "timeout": 3}}, r"endpoint.timeout is not a field: did you mean timeout_s\?"),
+        (
+            JUDGE | {"endpoint": {"url": "http://h/v1", "timeout": 3}},
+            r"endpoint.timeout is not a field: did you mean timeout_s\?",
+        ),
         (SHARE | {"kind": "lenght"}, "components.0 = .*'lenght'.*'length'"),
         (SHARE | {"name": "Share!"}, "components.0.name = 'Share!'"),
         (SHARE | {"name": "solved"}, "the name solved is taken: give each component its own"),
         (SHARE | {"weight": float("nan")}, "components.0.weight = nan"),
         (SHARE | {"clip_low": 1, "clip_high": 0}, "clip_low 1.0 exceeds clip_high 0.0: swap them"),
-        ({"kind": "length", "name": "l", "weight": 1, "budget": 5, "cushion": 6}, "cushion 6 exceeds budget 5: lower it"),
+        (
+            {"kind": "length", "name": "l", "weight": 1, "budget": 5, "cushion": 6},
+            "cushion 6 exceeds budget 5: lower it",
+        ),
         ({"kind": "trace", "name": "t", "weight": 1, "rule": "luck"}, "components.0.rule = 'luck'"),
         (JUDGE | {"template": "{dif}"}, "template names {dif}: known are {task}, {diff}"),
         (JUDGE | {"template": "how good?"}, "template names no part of the episode"),
@@ -45,7 +51,7 @@ def rewards_key(experiment: Experiment) -> str:
         (JUDGE | {"endpoint": {"url": "ftp://h/v1"}}, "endpoint.url must be http"),
         (JUDGE | {"kind": "reward_model", "api": "score", "input": "tokens"}, "api score compares two texts"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_component_is_one_line_with_the_fix(component: dict[str, Any], says: str) -> None:
     with pytest.raises(ExperimentError, match=says) as refused:
         composed(component)

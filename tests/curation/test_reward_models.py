@@ -20,9 +20,14 @@ POOLED = {"index": 0, "object": "pooling", "data": [-3.5]}
 
 def scoring(url: str, api: str, **changes: Any) -> RewardConfig:
     component = {
-        "kind": "reward_model", "name": "taste", "weight": 1.0, "model": "rm", "api": api, **changes,
+        "kind": "reward_model",
+        "name": "taste",
+        "weight": 1.0,
+        "model": "rm",
+        "api": api,
+        **changes,
         "endpoint": {"url": f"{url}/{api}", "attempts": 1},
-    }  # fmt: skip
+    }
     return RewardConfig.model_validate({"solved": 0, "valid": 0, "max_ungraded": 1.0, "components": [component]})
 
 
@@ -71,8 +76,9 @@ def test_what_is_scored_is_text_a_conversation_or_the_tokens_themselves(tmp_path
     text, chat, tokens, pair = server.asked
     assert "I will add" in text["input"] and TASK.instruction in text["input"] and text["use_activation"] is False
     assert chat["messages"] == [
-        {"role": "user", "content": TASK.instruction}, {"role": "assistant", "content": "right"}
-    ]  # fmt: skip
+        {"role": "user", "content": TASK.instruction},
+        {"role": "assistant", "content": "right"},
+    ]
     assert tokens["input"] == one.sequences[0].token_ids and "use_activation" not in tokens
     assert (pair["text_1"], pair["text_2"]) == (TASK.instruction, "right")
     assert paths == ["/classify", "/classify", "/classify", "/score"]

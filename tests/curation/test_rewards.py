@@ -24,9 +24,16 @@ CONFIG = RewardConfig(solved=1.0, valid=0.25)
 
 def episode(name: str = "e", **changes: Any) -> dict[str, Any]:
     return {
-        "episode_id": name, "group_id": "g", "task_id": "t", "task_digest": TASK.digest, "outcome": "completed",
-        "tool_calls": [EDIT], "format_errors": 0, "final_diff": b"right", **changes,
-    }  # fmt: skip
+        "episode_id": name,
+        "group_id": "g",
+        "task_id": "t",
+        "task_digest": TASK.digest,
+        "outcome": "completed",
+        "tool_calls": [EDIT],
+        "format_errors": 0,
+        "final_diff": b"right",
+        **changes,
+    }
 
 
 def verdict(solved: bool) -> Verdict:

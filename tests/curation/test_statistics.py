@@ -111,7 +111,8 @@ def test_intervals_of_few_tasks_err_to_the_wide_side(samples: int, mean: float) 
 
 
 def test_paired_difference_equals_the_hand_computed_interval() -> None:
-    # per-task differences 1, 0.5, 0, 0.5 of two samples: mean 0.5, squares 0.5 and 1 / 2^2 added, over 4 * 3: standard error 0.25
+    # per-task differences 1, 0.5, 0, 0.5 of two samples: mean 0.5, squares 0.5 and 1 / 2^2 added, over 4 * 3: standard
+    # error 0.25
     candidate = {"a": [1, 1], "b": [1, 0], "c": [1, 1], "d": [1, 1]}
     parent = {"a": [0, 0], "b": [0, 0], "c": [1, 1], "d": [1, 0]}
     found = paired_difference(candidate, parent, gate_confidence=0.9)

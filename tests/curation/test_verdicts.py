@@ -65,9 +65,17 @@ class ScriptedClient(SandboxClient):
         self.told += findings
 
     async def verify(
-        self, template: str, diff: bytes, hidden_files: Mapping[str, bytes], tests: Sequence[str],
-        *, limits: Limits = Limits(), timeout_s: float = 10, artifacts: Sequence[str] = (), product: Sequence[str] = (),
-    ) -> VerifyResult:  # fmt: skip
+        self,
+        template: str,
+        diff: bytes,
+        hidden_files: Mapping[str, bytes],
+        tests: Sequence[str],
+        *,
+        limits: Limits = Limits(),
+        timeout_s: float = 10,
+        artifacts: Sequence[str] = (),
+        product: Sequence[str] = (),
+    ) -> VerifyResult:
         self.calls += 1
         await asyncio.sleep(0.001)
         answer = self.script.pop(0) if len(self.script) > 1 else self.script[0]

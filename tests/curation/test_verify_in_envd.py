@@ -32,10 +32,16 @@ def test_equal():
     assert larger(2, 2) == 2
 """
 TASK = Task(
-    "larger-0", "larger", Split.TRAIN, "fix app.py: larger returns the larger of mita and rovo",
-    {"app.py": MODULE, "README.md": b"One function.\n"}, {"tests/test_hidden.py": HIDDEN},
-    tuple(f"tests/test_hidden.py::test_{name}" for name in ("first", "second", "equal")), b"", {},
-)  # fmt: skip
+    "larger-0",
+    "larger",
+    Split.TRAIN,
+    "fix app.py: larger returns the larger of mita and rovo",
+    {"app.py": MODULE, "README.md": b"One function.\n"},
+    {"tests/test_hidden.py": HIDDEN},
+    tuple(f"tests/test_hidden.py::test_{name}" for name in ("first", "second", "equal")),
+    b"",
+    {},
+)
 
 RIGHT = ToolCall("edit", {"path": "app.py", "line": 2, "new": "    return max(mita, rovo)"})
 EPISODES: Mapping[str, list[ToolCall]] = {
@@ -57,8 +63,11 @@ EPISODES: Mapping[str, list[ToolCall]] = {
             "write",
             {
                 "path": "conftest.py",
-                "content": "import pytest\n@pytest.hookimpl(tryfirst=True)\ndef pytest_runtest_makereport(item, call):\n"
-                "    return pytest.TestReport.from_item_and_call(item, pytest.CallInfo.from_call(lambda: None, when=call.when))\n",
+                "content": (
+                    "import pytest\n@pytest.hookimpl(tryfirst=True)\ndef pytest_runtest_makereport(item, call):\n   "
+                    " return pytest.TestReport.from_item_and_call(item, pytest.CallInfo.from_call(lambda: None,"
+                    " when=call.when))\n"
+                ),
             },
         )
     ],
@@ -137,8 +146,8 @@ def verdicts(address: str, diffs: dict[str, bytes], store: LocalStore) -> dict[s
     assert len(ends) == len(set(diffs.values())) == len(store.list("verdicts/"))
     names = {diff: name for name, diff in diffs.items()}
     for diff, (*before, last) in ends.items():
-        # once more only after what a busy machine may have brought about, not the final state: the clock, a kill, a fault;
-        # beside that, runs that doubt a state whose tests passed
+        # once more only after what a busy machine may have brought about, not the final state: the clock, a kill, a
+        # fault; beside that, runs that doubt a state whose tests passed
         if not found[names[diff]].solved and diff != TASK.reference_diff:
             assert not {"completed", "apply_failed"} & set(before), (diff, ends[diff])
         again = [end for end in before if end in ("crashed", "timed_out")]
@@ -204,11 +213,14 @@ def test_a_grader_that_shares_nothing_with_us_agrees(
 
     episodes = [
         {
-            "id": name.replace(" ", "-"), "files": coded(TASK.files), "diff": base64.b64encode(diffs[name]).decode(),
-            "hidden_files": coded(TASK.hidden_files), "tests": list(TASK.tests),
+            "id": name.replace(" ", "-"),
+            "files": coded(TASK.files),
+            "diff": base64.b64encode(diffs[name]).decode(),
+            "hidden_files": coded(TASK.hidden_files),
+            "tests": list(TASK.tests),
         }
         for name in names
-    ]  # fmt: skip
+    ]
     (tmp_path / "episodes.json").write_text(json.dumps(episodes))
     script = Path(__file__).with_name("regrade_independent.py")
     command = [sys.executable, "-I", str(script), str(tmp_path / "episodes.json")]

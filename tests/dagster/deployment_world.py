@@ -68,7 +68,9 @@ class Stage:
     def publish(
         self, candidate: ArtifactRef, parent: ArtifactRef, iteration: str, smoke: Callable[[], Smoke] | None = None
     ) -> Decision:
-        """Decide as `sampler[iteration]` does, with a smoke episode on real engine and sandboxes unless `smoke` says otherwise."""
+        """Decide as `sampler[iteration]` does, with a smoke episode on real engine and sandboxes unless `smoke` says
+        otherwise.
+        """
         evaluation = require_ref(self.world.store, self.world.experiment.name, "evaluation", "0000")
         inputs = self.inputs(iteration, parent)
         step = self.step(iteration)
@@ -112,8 +114,13 @@ def good_smoke() -> Smoke:
 def spoilt(world: World, candidate: ArtifactRef, tensor: str, value: float | None) -> ArtifactRef:
     """A copy of a checkpoint in which every number of one tensor is `value`; None: it lacks the tensor."""
     with ArtifactWriter(
-        world.store, "checkpoint", digest_of([candidate.key, tensor, str(value)]), parents={}, config={}, code_version="1"
-    ) as out:  # fmt: skip
+        world.store,
+        "checkpoint",
+        digest_of([candidate.key, tensor, str(value)]),
+        parents={},
+        config={},
+        code_version="1",
+    ) as out:
         source = open_artifact(world.store, candidate)
         copy_into(source, out.directory)
         weights = load_file(out.directory / WEIGHTS)

@@ -20,8 +20,12 @@ ITERATION = "0000"
 
 def composed(experiment: Experiment, server: JudgeServer, weight: float) -> Experiment:
     review = {
-        "kind": "judge", "name": "review", "weight": weight, "model": "judge-1", "endpoint": {"url": f"{server.url}/v1"},
-    }  # fmt: skip
+        "kind": "judge",
+        "name": "review",
+        "weight": weight,
+        "model": "judge-1",
+        "endpoint": {"url": f"{server.url}/v1"},
+    }
     values: dict[str, Any] = experiment.model_dump(mode="json")
     values["rewards"]["components"] = [
         {"kind": "length", "name": "length", "weight": 0.5, "budget": 60, "cushion": 60},

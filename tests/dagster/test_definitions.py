@@ -92,9 +92,11 @@ def test_a_run_with_some_remaining_is_followed_by_the_next(
     monkeypatch.setenv("TRIPLANE_STORE", str(tmp_path))
     with dg.DagsterInstance.ephemeral() as instance:
         run = dg.DagsterRun(
-            job_name=iteration_job_name(tiny), run_id="1" * 8, status=dg.DagsterRunStatus.SUCCESS,
+            job_name=iteration_job_name(tiny),
+            run_id="1" * 8,
+            status=dg.DagsterRunStatus.SUCCESS,
             tags={REMAINING_TAG: remaining, EXPERIMENT_TAG: tiny.name, "dagster/partition": "0000"},
-        )  # fmt: skip
+        )
         context = dg.build_run_status_sensor_context("tiny_sequence", event_of(run), instance, run)
         asked = next_request(context, tiny)
         if remaining != "2":

@@ -155,9 +155,12 @@ def test_something_else_in_the_place_of_the_canary_decides_nothing(ran: World, w
             server.shutdown()
             thread.join()
     assert stage.registry.live() is None
-    assert replace(stage, experiment=stage_of(ran, stage.experiment.name).experiment).publish(
-        stage.first, stage.base, "0000", good_smoke
-    ).decision == "live", "nothing was recorded that a later run would find"  # fmt: skip
+    assert (
+        replace(stage, experiment=stage_of(ran, stage.experiment.name).experiment)
+        .publish(stage.first, stage.base, "0000", good_smoke)
+        .decision
+        == "live"
+    ), "nothing was recorded that a later run would find"
 
 
 def test_a_canary_that_another_run_takes_over_decides_nothing(ran: World) -> None:

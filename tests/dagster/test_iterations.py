@@ -60,9 +60,14 @@ def test_each_iteration_starts_from_what_the_last_one_made_live(ran: World) -> N
 
 def test_iterations_sample_different_prompts(ran: World) -> None:
     drawn = [
-        {group["task_id"] for group in open_artifact(ran.store, require_ref(ran.store, ran.experiment.name, "prompts", iteration)).json("prompts.json")["groups"]}
+        {
+            group["task_id"]
+            for group in open_artifact(
+                ran.store, require_ref(ran.store, ran.experiment.name, "prompts", iteration)
+            ).json("prompts.json")["groups"]
+        }
         for iteration in ran.made
-    ]  # fmt: skip
+    ]
     assert not drawn[0] & drawn[1]
 
 

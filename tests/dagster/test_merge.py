@@ -30,8 +30,10 @@ def test_missing_groups_fail_the_check(ran: World) -> None:
         return [{"plan": planned, "shard": 0}]
 
     @dg.graph_asset(
-        key=key_of(experiment, ASSET), partitions_def=partitions_of(experiment), check_specs=[check(experiment, ASSET, CHECK, "", blocking=True)]
-    )  # fmt: skip
+        key=key_of(experiment, ASSET),
+        partitions_def=partitions_of(experiment),
+        check_specs=[check(experiment, ASSET, CHECK, "", blocking=True)],
+    )
     def rollouts() -> dict[str, Any]:
         merged, checked = merge(shards())
         return {"result": merged, f"{key_of(experiment, ASSET).to_python_identifier()}_{CHECK}": checked}
@@ -40,9 +42,16 @@ def test_missing_groups_fail_the_check(ran: World) -> None:
     with dg.DagsterInstance.ephemeral() as instance:
         instance.add_dynamic_partitions(experiment.name, ["0000"])
         done = dg.materialize(
-            [rollouts], instance=instance, partition_key="0000", raise_on_error=False,
-            resources={"store": store, "io_manager": RefIOManager(store=store), "progress": dg.ResourceDefinition.hardcoded_resource(no_progress)},
-        )  # fmt: skip
+            [rollouts],
+            instance=instance,
+            partition_key="0000",
+            raise_on_error=False,
+            resources={
+                "store": store,
+                "io_manager": RefIOManager(store=store),
+                "progress": dg.ResourceDefinition.hardcoded_resource(no_progress),
+            },
+        )
         assert not done.success
         (found,) = done.get_asset_check_evaluations()
     assert not found.passed

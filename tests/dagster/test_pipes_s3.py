@@ -1,4 +1,6 @@
-"""A trainer that shares no disk with its Dagster run reports through an S3 bucket: live, completely, and also when it is killed."""
+"""A trainer that shares no disk with its Dagster run reports through an S3 bucket: live, completely, and also when it
+is killed.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -43,9 +45,12 @@ def server() -> Iterator[str]:
 @pytest.fixture
 def bucket(server: str, monkeypatch: pytest.MonkeyPatch) -> str:
     for name, value in {
-        "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": server, PIPES_BUCKET: BUCKET,
-    }.items():  # fmt: skip
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": server,
+        PIPES_BUCKET: BUCKET,
+    }.items():
         monkeypatch.setenv(name, value)
     boto3.client("s3").create_bucket(Bucket=BUCKET)
     return BUCKET

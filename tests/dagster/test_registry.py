@@ -163,9 +163,11 @@ def test_of_many_rollbacks_at_once_one_wins_and_the_others_say_what_is_live(tmp_
 def test_entries_of_before_are_read_and_promotions_are_still_written_so(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     old = {
-        "policy": policy("a").model_dump(), "trainer_state": policy("s", "trainer_state").model_dump(),
-        "parent": policy("base").digest, "iteration": "0000",
-    }  # fmt: skip
+        "policy": policy("a").model_dump(),
+        "trainer_state": policy("s", "trainer_state").model_dump(),
+        "parent": policy("base").digest,
+        "iteration": "0000",
+    }
     store.create("pointers/live/one/00000001.json", canonical_json(old))
     registry = Registry(store, "one")
     live = registry.live()

@@ -111,7 +111,8 @@ def test_the_next_iteration_acts_with_and_trains_from_the_restored_policy_and_sa
     registry, base = Registry(store, name), require_ref(store, name, "base_policy")
     assert launch(mine, to="base", reason="start over").success
     following = next_partition(store, mine.experiment)
-    # rewards are all zero here: trained as before, the same policy would come of the same start, and that one was rolled back
+    # rewards are all zero here: trained as before, the same policy would come of the same start, and that one was
+    # rolled back
     trainer = mine.experiment.trainer
     other = trainer.model_copy(update={"grpo": trainer.grpo.model_copy(update={"weight_decay": 0.5})})
     with open_runner(mine.experiment.model_copy(update={"trainer": other}), mine.instance) as runner:

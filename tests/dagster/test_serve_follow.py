@@ -1,4 +1,6 @@
-"""`triplane serve --follow` as a process: the registry changes under load, the server swaps, and every token says who made it."""
+"""`triplane serve --follow` as a process: the registry changes under load, the server swaps, and every token says who
+made it.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +49,12 @@ def following(ran: World, name: str) -> Iterator[tuple[str, Callable[[], str]]]:
     """(base URL, all it printed so far) of a server that follows experiment `name` of the store."""
     command = [sys.executable, "-m", "triplane_dagster.cli", "serve", "-e", name, "--follow", "--poll", "0.05"]
     child = subprocess.Popen(
-        [*command, "--listen", "127.0.0.1:0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        [*command, "--listen", "127.0.0.1:0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         env={**os.environ, "TRIPLANE_STORE": ran.store.url, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     assert child.stdout is not None
     lines: list[str] = []
     found = None
@@ -77,7 +82,9 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def under_load(url: str, changes: list[Callable[[], str]]) -> list[tuple[int, Completion]]:
-    """(seed, completion) of all requests answered while each change (which returns the digest it made live) took effect."""
+    """(seed, completion) of all requests answered while each change (which returns the digest it made live) took
+    effect.
+    """
     engine, done = OpenAIEngine(url, "policy"), asyncio.Event()
     answered: list[tuple[int, Completion]] = []
 

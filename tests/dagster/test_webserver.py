@@ -65,9 +65,13 @@ def server(tmp_path: Path) -> Iterator[Server]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = {
-        **os.environ, "TRIPLANE_EXPERIMENTS": str(Path(__file__).parent), "TRIPLANE_STORE": str(tmp_path / "store"),
-        "DAGSTER_HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+        **os.environ,
+        "TRIPLANE_EXPERIMENTS": str(Path(__file__).parent),
+        "TRIPLANE_STORE": str(tmp_path / "store"),
+        "DAGSTER_HOME": str(tmp_path),
+        "PYTHONPATH": str(REPOSITORY),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [
         Path(sys.executable).with_name("dagster"),
         "dev",

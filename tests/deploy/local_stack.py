@@ -1,4 +1,6 @@
-"""The services of deploy/compose.yaml as processes of this machine: the same commands, environment and health checks, without containers."""
+"""The services of deploy/compose.yaml as processes of this machine: the same commands, environment and health checks,
+without containers.
+"""
 
 from __future__ import annotations
 
@@ -52,16 +54,22 @@ class LocalStack:
         declared = {"PYTHONPATH": "/app:/app/kernels", **image, **self._services[name].environment}
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         return {
-            "PATH": path, "HOME": str(self.folder / "tmp"), "TMPDIR": str(self.folder / "tmp"),
+            "PATH": path,
+            "HOME": str(self.folder / "tmp"),
+            "TMPDIR": str(self.folder / "tmp"),
             **{key: self._here(value) for key, value in declared.items()},
-        }  # fmt: skip
+        }
 
     def run(self, name: str) -> str:
         """Run a service to its end and return what it printed. Fails when its exit status is not 0."""
         done = subprocess.run(
-            self.command(name), cwd=self.folder, env=self.environment(name), capture_output=True, text=True,
+            self.command(name),
+            cwd=self.folder,
+            env=self.environment(name),
+            capture_output=True,
+            text=True,
             timeout=PATIENCE_S,
-        )  # fmt: skip
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -69,9 +77,14 @@ class LocalStack:
         """Start a service and wait until its own health check passes."""
         with self._log(name).open("ab") as log:
             child = subprocess.Popen(
-                [*WITH_PARENT, *self.command(name)], cwd=self.folder, env=self.environment(name),
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+                [*WITH_PARENT, *self.command(name)],
+                cwd=self.folder,
+                env=self.environment(name),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         self._running[name] = child
         deadline = time.monotonic() + PATIENCE_S
         while not self.healthy(name):
@@ -92,7 +105,10 @@ class LocalStack:
         child.wait()
 
     def stop(self) -> dict[str, int]:
-        """As `docker compose stop` does, last started first. Returns each service's exit status; one that does not end is killed: -9."""
+        """As `docker compose stop` does, last started first.
+
+        Returns each service's exit status; one that does not end is killed: -9.
+        """
         ended: dict[str, int] = {}
         for name, child in reversed(self._running.items()):
             child.terminate()
@@ -161,9 +177,13 @@ class LocalStack:
         for inside, port in self._ports.items():
             text = port if text == inside else text.replace(f":{inside}", f":{port}")
         for inside, outside in {
-            "0.0.0.0": "127.0.0.1", "code-location": "127.0.0.1", "/run/envd": f"{self.folder}/envd", "/app": str(ROOT),
-            "/var/lib/triplane/cache": f"{self.folder}/cache", "/var/lib/triplane/dagster": f"{self.folder}/home",
-        }.items():  # fmt: skip
+            "0.0.0.0": "127.0.0.1",
+            "code-location": "127.0.0.1",
+            "/run/envd": f"{self.folder}/envd",
+            "/app": str(ROOT),
+            "/var/lib/triplane/cache": f"{self.folder}/cache",
+            "/var/lib/triplane/dagster": f"{self.folder}/home",
+        }.items():
             text = text.replace(inside, outside)
         return text
 

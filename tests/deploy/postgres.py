@@ -33,9 +33,12 @@ class Postgres:
     def environment(self) -> dict[str, str]:
         """Variables of deploy/compose.yaml that lead to it."""
         return {
-            "POSTGRES_HOST": "127.0.0.1", "POSTGRES_PORT": str(self.port), "POSTGRES_USER": USER,
-            "POSTGRES_PASSWORD": PASSWORD, "POSTGRES_DB": DATABASE,
-        }  # fmt: skip
+            "POSTGRES_HOST": "127.0.0.1",
+            "POSTGRES_PORT": str(self.port),
+            "POSTGRES_USER": USER,
+            "POSTGRES_PASSWORD": PASSWORD,
+            "POSTGRES_DB": DATABASE,
+        }
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
         """What a query answers."""
@@ -70,7 +73,10 @@ def connect(port: int, database: str) -> Any:
 
 @contextmanager
 def running_postgres() -> Iterator[Postgres]:
-    """A cluster with the database that the stack expects. PostgreSQL refuses root: for root it runs as Debian's user `postgres`."""
+    """A cluster with the database that the stack expects.
+
+    PostgreSQL refuses root: for root it runs as Debian's user `postgres`.
+    """
     where = programs()
     assert where is not None, "PostgreSQL is not installed: apt-get install postgresql"
     folder, port = Path(tempfile.mkdtemp(prefix="triplane-postgres-")), free_port()

@@ -1,4 +1,6 @@
-"""envd as its container holds it: the files and packages of its image, an ordinary user, no capability, and the seccomp profile of deploy/."""
+"""envd as its container holds it: the files and packages of its image, an ordinary user, no capability, and the seccomp
+profile of deploy/.
+"""
 
 from __future__ import annotations
 
@@ -104,8 +106,10 @@ def test_sandboxes_run_without_any_privilege(image: Path) -> None:
     check = [address if word.startswith("unix:") else word for word in service.healthcheck[1:]]
     assert service.command[0] == service.healthcheck[0] == "python" and address in command and address in check
     environment = {
-        "PATH": os.environ["PATH"], "TMPDIR": str(image / "run"), "PYTHONPATH": f"{image}/app:{image}/packages",
-    }  # fmt: skip
+        "PATH": os.environ["PATH"],
+        "TMPDIR": str(image / "run"),
+        "PYTHONPATH": f"{image}/app:{image}/packages",
+    }
     dropped = ["setpriv", "--bounding-set", "-all", "--inh-caps", "-all", "--no-new-privs"]
     if os.geteuid() == 0:
         dropped += ["--reuid", str(UID), "--regid", str(UID), "--clear-groups"]

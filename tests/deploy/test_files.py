@@ -1,4 +1,6 @@
-"""deploy/ and the workflow as files: valid by their published schemas, complete, and no more privileged than they say."""
+"""deploy/ and the workflow as files: valid by their published schemas, complete, and no more privileged than they
+say.
+"""
 
 from __future__ import annotations
 
@@ -139,8 +141,20 @@ def test_the_seccomp_profile_forbids_what_sandboxes_do_not_need_and_nothing_they
     denied = [name for rule in profile["syscalls"] for name in rule["names"]]
     assert len(denied) == len(set(denied)) and {"bpf", "keyctl", "init_module", "perf_event_open"} <= set(denied)
     needed = {
-        "clone", "clone3", "unshare", "mount", "umount2", "fsopen", "fsconfig", "fsmount", "move_mount", "open_tree", "mount_setattr", "pivot_root", "sethostname",
-    }  # fmt: skip
+        "clone",
+        "clone3",
+        "unshare",
+        "mount",
+        "umount2",
+        "fsopen",
+        "fsconfig",
+        "fsmount",
+        "move_mount",
+        "open_tree",
+        "mount_setattr",
+        "pivot_root",
+        "sethostname",
+    }
     assert not needed & set(denied)
 
 

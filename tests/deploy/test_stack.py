@@ -1,4 +1,6 @@
-"""What deploy/compose.yaml starts, started here process by process, with Debian's PostgreSQL and moto's S3: an iteration, and every process killed once."""
+"""What deploy/compose.yaml starts, started here process by process, with Debian's PostgreSQL and moto's S3: an
+iteration, and every process killed once.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ def postgres() -> Iterator[Postgres]:
 
 @pytest.fixture(scope="module")
 def stack(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    """Everything but the sampler, which has nothing to serve yet. At the end all of it stops when asked, and leaves no process."""
+    """Everything but the sampler, which has nothing to serve yet.
+
+    At the end all of it stops when asked, and leaves no process.
+    """
     s3 = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     s3.start()
     host, port = s3.get_host_and_port()
@@ -82,22 +87,33 @@ def test_an_iteration_runs_through_the_queue(
     assert kinds["PIPELINE_ENQUEUED"] == kinds["PIPELINE_SUCCESS"] == 1
     assert kinds["ASSET_MATERIALIZATION"] >= 9
     assert {path.name for path in stack.folder.iterdir() if path.is_dir()} == {
-        "home", "cache", "envd", "experiments", "tmp", "deploy",
-    }, "nothing is written where the image's code is"  # fmt: skip
+        "home",
+        "cache",
+        "envd",
+        "experiments",
+        "tmp",
+        "deploy",
+    }, "nothing is written where the image's code is"
     assert "listening on unix:" in stack.log("envd") and "backends namespaces" in stack.log("envd")
 
 
 def test_the_doctor_finds_everything_from_within_the_code_location(stack: LocalStack) -> None:
     done = subprocess.run(
-        ["triplane", "doctor", "--json"], cwd=stack.folder, env=stack.environment("code-location"), capture_output=True,
-        text=True, timeout=280,
-    )  # fmt: skip
+        ["triplane", "doctor", "--json"],
+        cwd=stack.folder,
+        env=stack.environment("code-location"),
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     found = {row["name"]: (row["state"], row["found"]) for row in json.loads(done.stdout)["checks"]}
     for name, words in {
-        "PostgreSQL": "at 127.0.0.1", "store": "If-None-Match", "sandboxes": "namespaces: ran a command, isolates",
+        "PostgreSQL": "at 127.0.0.1",
+        "store": "If-None-Match",
+        "sandboxes": "namespaces: ran a command, isolates",
         "Dagster instance": "queued_run_coordinator",
-    }.items():  # fmt: skip
+    }.items():
         assert found[name][0] == "ok" and words in found[name][1], found[name]
 
 

@@ -1,4 +1,5 @@
-"""Run by a Python inside a machine whose kernel has cgroup v2 alone: a namespaces sandbox there, and what held its limits. Prints one JSON object.
+"""Run by a Python inside a machine whose kernel has cgroup v2 alone: a namespaces sandbox there, and what held its
+limits. Prints one JSON object.
 
 python3 cgroups_payload.py UID
 """

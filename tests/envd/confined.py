@@ -1,7 +1,8 @@
 """Runs a program as `docker run` confines one: `python -m tests.envd.confined UID PROGRAM...`.
 
-Docker's default capabilities (none for another user than root), no new privileges, and of its seccomp profile the part that namespaces need: unshare,
-setns, mount and clone with namespaces are refused with EPERM, clone3 with ENOSYS. Source: moby's profiles/seccomp/default.json.
+Docker's default capabilities (none for another user than root), no new privileges, and of its seccomp profile the part
+that namespaces need: unshare, setns, mount and clone with namespaces are refused with EPERM, clone3 with ENOSYS.
+Source: moby's profiles/seccomp/default.json.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import sys
 from envd.sandbox import linux
 
 DOCKER = (0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27, 29, 31)
-"""CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID, SETPCAP, NET_BIND_SERVICE, NET_RAW, SYS_CHROOT, MKNOD, AUDIT_WRITE, SETFCAP."""
+"""CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID, SETPCAP, NET_BIND_SERVICE, NET_RAW, SYS_CHROOT, MKNOD,
+AUDIT_WRITE, SETFCAP.
+"""
 _NEW_NAMESPACES = 0x7E020000
 _NUMBERS = {
     "x86_64": {"clone": 56, "clone3": 435, "refused": (272, 308, 165, 166, 155, 428, 429, 430, 442)},

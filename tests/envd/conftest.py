@@ -1,4 +1,6 @@
-"""A real server a backend, shared by the tests of this folder; where a backend without a server keeps its things; an agent without a sandbox."""
+"""A real server a backend, shared by the tests of this folder; where a backend without a server keeps its things; an
+agent without a sandbox.
+"""
 
 from __future__ import annotations
 

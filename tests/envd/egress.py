@@ -1,4 +1,6 @@
-"""A proxy on a listening socket of this host, a destination that records what reaches it, and clients that say what they like."""
+"""A proxy on a listening socket of this host, a destination that records what reaches it, and clients that say what
+they like.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,10 @@ def through(
 
 def http_answer(data: bytes) -> bytes:
     """A whole response to whatever came, with headers of one connection in it."""
-    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(BODY)}\r\nKeep-Alive: timeout=5\r\nConnection: keep-alive\r\nX-Kept: 1\r\n\r\n"
+    head = (
+        f"HTTP/1.1 200 OK\r\nContent-Length: {len(BODY)}\r\nKeep-Alive: timeout=5\r\nConnection: keep-alive\r\nX-Kept:"
+        " 1\r\n\r\n"
+    )
     return head.encode() + BODY
 
 

@@ -1,4 +1,6 @@
-"""The parts of ELF files that say how a program is hardened. Source: elf(5), the System V ABI's chapters 4 and 5, for 64-bit little-endian files."""
+"""The parts of ELF files that say how a program is hardened. Source: elf(5), the System V ABI's chapters 4 and 5, for
+64-bit little-endian files.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Stands in for `firecracker` and `jailer` where there is no KVM: speaks Firecracker's API over its unix socket, and checks what it is asked as
-Firecracker does (fields, order, states, what files there are and who may read them). Behind the vsock's socket runs the real agent, taken out of
-the ramdisk it was given, on the files of the template disk it was given. Memory files hold the guest's files, page by page; processes are not kept.
+"""Stands in for `firecracker` and `jailer` where there is no KVM: speaks Firecracker's API over its unix socket, and
+checks what it is asked as Firecracker does (fields, order, states, what files there are and who may read them). Behind
+the vsock's socket runs the real agent, taken out of the ramdisk it was given, on the files of the template disk it was
+given. Memory files hold the guest's files, page by page; processes are not kept.
 
 Run by the system's Python with its standard library only: `python firecracker_server.py firecracker|jailer ARGUMENTS`.
 """
@@ -318,7 +319,8 @@ def check(kind: str, body: dict[str, Any] | None) -> None:
         if wanted is None:
             known = ", ".join(f"`{each}`" for each in (*required, *optional))
             raise Fault(
-                f"An error occurred when deserializing the json body of a request: unknown field `{name}`, expected one of {known}."
+                f"An error occurred when deserializing the json body of a request: unknown field `{name}`, expected one"
+                f" of {known}."
             )
         if type(value) is not wanted:
             raise Fault(f"An error occurred when deserializing the json body of a request: invalid type for `{name}`.")
@@ -423,7 +425,9 @@ def firecracker(arguments: list[str]) -> None:
 
 
 def jailer(arguments: list[str]) -> None:
-    """Checks its arguments and prepares the jail as the jailer does, but can't enter it: the stand-in's interpreter is outside."""
+    """Checks its arguments and prepares the jail as the jailer does, but can't enter it: the stand-in's interpreter is
+    outside.
+    """
     split = arguments.index("--")
     own, rest = arguments[:split], arguments[split + 1 :]
     given = dict(zip(own[::2], own[1::2], strict=True))

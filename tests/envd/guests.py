@@ -1,4 +1,6 @@
-"""Starts an agent on a workspace of its own, as an ordinary process, and gives the link to it; and looks at what it started."""
+"""Starts an agent on a workspace of its own, as an ordinary process, and gives the link to it; and looks at what it
+started.
+"""
 
 from __future__ import annotations
 

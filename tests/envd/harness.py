@@ -19,8 +19,10 @@ FILES = {
     "tests/test_calc.py": b"from calc import add\n\n\ndef test_add():\n    assert add(1, 2) == 3\n",
 }
 HIDDEN = {
-    "tests/test_hidden.py": b"from calc import add\n\n\ndef test_small():\n    assert add(1, 2) == 3\n\n\n"
-    b"def test_zero():\n    assert add(0, 0) == 0\n"
+    "tests/test_hidden.py": (
+        b"from calc import add\n\n\ndef test_small():\n    assert add(1, 2) == 3\n\n\n"
+        b"def test_zero():\n    assert add(0, 0) == 0\n"
+    )
 }
 TESTS = ("tests/test_hidden.py::test_small", "tests/test_hidden.py::test_zero")
 FIX = ToolCall("edit", {"path": "calc.py", "line": 2, "new": "    return a + b"})

@@ -1,5 +1,6 @@
-"""Stands in for a Kubernetes API server and its kubelet, as far as the pods backend asks them: pods by name and label, network policies, runtime
-classes, exec over a WebSocket in the v5 or v4 protocol. A "container" is a directory; exec runs the real agent on it.
+"""Stands in for a Kubernetes API server and its kubelet, as far as the pods backend asks them: pods by name and label,
+network policies, runtime classes, exec over a WebSocket in the v5 or v4 protocol. A "container" is a directory; exec
+runs the real agent on it.
 """
 
 from __future__ import annotations

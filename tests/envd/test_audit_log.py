@@ -55,8 +55,9 @@ def test_numbers_go_on_after_a_restart_and_after_a_torn_line(tmp_path: Path) -> 
 def test_a_killed_process_loses_no_event_that_was_recorded(tmp_path: Path) -> None:
     path = tmp_path / "audit"
     code = (
-        "import sys\nfrom pathlib import Path\nfrom envd.server.audit import AuditLog\nlog = AuditLog(Path(sys.argv[1]))\n"
-        "while True:\n    event = log.record('path.escape', str(log.last))\n    print(event.number, flush=True)\n"
+        "import sys\nfrom pathlib import Path\nfrom envd.server.audit import AuditLog\nlog ="
+        " AuditLog(Path(sys.argv[1]))\nwhile True:\n    event = log.record('path.escape', str(log.last))\n   "
+        " print(event.number, flush=True)\n"
     )
     child = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)
     assert child.stdout is not None
@@ -208,11 +209,19 @@ def test_a_follower_sees_what_was_and_what_comes_from_any_thread() -> None:
 @pytest.mark.parametrize(
     ("path", "target", "leaves"),
     [
-        ("a/../b", None, False), ("../b", None, True), ("a/../../b", None, True), ("/workspace/a", None, False), ("/workspace/../x", None, True),
-        ("a/link", "../b", False), ("a/link", "../../b", True), ("link", "/etc/passwd", True), ("link", "/workspace/b", False),
-        ("link", "/workspacex", True), ("..a/b", None, False),
+        ("a/../b", None, False),
+        ("../b", None, True),
+        ("a/../../b", None, True),
+        ("/workspace/a", None, False),
+        ("/workspace/../x", None, True),
+        ("a/link", "../b", False),
+        ("a/link", "../../b", True),
+        ("link", "/etc/passwd", True),
+        ("link", "/workspace/b", False),
+        ("link", "/workspacex", True),
+        ("..a/b", None, False),
     ],
-)  # fmt: skip
+)
 def test_what_names_a_place_above_the_workspace(path: str, target: str | None, leaves: bool) -> None:
     assert leaves_root(path, target) is leaves
 

@@ -75,8 +75,13 @@ def test_a_checkout_below_tmp_works(checkout: Path, backend: str) -> None:
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
     done = subprocess.run(
         [checkout / ".venv/bin/python3", "-c", USE, backend, json.dumps(COMMANDS)],
-        cwd=checkout, env=environment, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        cwd=checkout,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["python"] == "True\nexit 0"

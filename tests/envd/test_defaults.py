@@ -1,4 +1,6 @@
-"""What a server does that was told nothing: where it listens, whom it answers, and that it isolates or refuses to start."""
+"""What a server does that was told nothing: where it listens, whom it answers, and that it isolates or refuses to
+start.
+"""
 
 from __future__ import annotations
 
@@ -87,8 +89,14 @@ def test_confinement_without_namespaces_refuses_to_start_and_says_what_to_do(use
             shown = [directory, str(PYENV), closed_above(PYENV)]
             command = ["unshare", "--mount", "sh", "-c", f'{SHOW_PYTHON}exec "$@"', "sh", *shown, *command]
         done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "TMPDIR": directory}
-        )  # fmt: skip
+            command,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            env={**os.environ, "TMPDIR": directory},
+        )
         assert done.returncode == 1, done.stderr
         assert done.stderr.count("envd: ") == 1 and "Traceback" not in done.stderr
         assert "namespaces" in done.stderr and "Operation not permitted" in done.stderr

@@ -72,9 +72,15 @@ def test_the_plain_applier_takes_the_usual_final_state(tmp_path: Path) -> None:
     [
         b"--- a/f\n+++ b/f\n@@ -1 +1 @@\n-x\n+y\n",
         b"diff --git a/../f b/../f\nindex 1..2\n--- a/../f\n+++ b/../f\n@@ -0,0 +1 @@\n+y\n",
-        b"diff --git a/.git/f b/.git/f\nnew file mode 100644\nindex 1..2\n--- /dev/null\n+++ b/.git/f\n@@ -0,0 +1 @@\n+y\n",
+        (
+            b"diff --git a/.git/f b/.git/f\nnew file mode 100644\nindex 1..2\n--- /dev/null\n+++ b/.git/f\n@@ -0,0 +1"
+            b" @@\n+y\n"
+        ),
         b"diff --git a/f b/f\nindex 1..2 100644\n--- a/f\n+++ b/f\n@@ -1 +1 @@\n-other\n+y\n",
-        b"diff --git a/link/f b/link/f\nnew file mode 100644\nindex 1..2\n--- /dev/null\n+++ b/link/f\n@@ -0,0 +1 @@\n+y\n",
+        (
+            b"diff --git a/link/f b/link/f\nnew file mode 100644\nindex 1..2\n--- /dev/null\n+++ b/link/f\n@@ -0,0 +1"
+            b" @@\n+y\n"
+        ),
         b"diff --git a/f b/f\nindex 1..2 100644\n--- a/f\n+++ b/f\n@@ -1,9 +1 @@\n-x\n",
         b"",
     ],

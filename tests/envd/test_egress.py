@@ -128,7 +128,10 @@ def test_a_sandbox_has_no_more_of_a_network_than_that_port(served: Served) -> No
 
 
 def test_without_destinations_there_is_neither_port_nor_variable(served: Served) -> None:
-    look = "env | grep -ci _proxy; python3 -c \"import socket; socket.create_connection(('127.0.0.1', 3128), 2)\" 2>&1 | tail -1"
+    look = (
+        "env | grep -ci _proxy; python3 -c \"import socket; socket.create_connection(('127.0.0.1', 3128), 2)\" 2>&1 |"
+        " tail -1"
+    )
     said = served.run(lambda sandbox: shell(sandbox, look), policy="{}")
     assert said.startswith("0\n") and "ConnectionRefused" in said
 

@@ -18,10 +18,30 @@ SERVER = (
 )
 
 
-@pytest.mark.parametrize("address", [
-    "127.0.0.1", "169.254.169.254", "10.0.0.1", "172.16.3.4", "192.168.1.1", "100.64.0.1", "0.0.0.0", "224.0.0.1", "255.255.255.255", "168.63.129.16",
-    "::1", "::", "fe80::1", "fd00:ec2::254", "ff02::1", "::ffff:169.254.169.254", "::ffff:127.0.0.1", "64:ff9b::a9fe:a9fe", "2002:7f00:1::1",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1",
+        "169.254.169.254",
+        "10.0.0.1",
+        "172.16.3.4",
+        "192.168.1.1",
+        "100.64.0.1",
+        "0.0.0.0",
+        "224.0.0.1",
+        "255.255.255.255",
+        "168.63.129.16",
+        "::1",
+        "::",
+        "fe80::1",
+        "fd00:ec2::254",
+        "ff02::1",
+        "::ffff:169.254.169.254",
+        "::ffff:127.0.0.1",
+        "64:ff9b::a9fe:a9fe",
+        "2002:7f00:1::1",
+    ],
+)
 def test_reserved_addresses_are_reached_by_no_name_and_no_wide_network(address: str) -> None:
     allowed = Destinations([NetworkRule("name.example"), NetworkRule("0.0.0.0/0"), NetworkRule("::/0")])
     with pytest.raises(DestinationRefused, match="private, reserved"):
@@ -39,9 +59,19 @@ def test_an_address_that_the_policy_names_is_reached_at_its_ports() -> None:
     allowed.check_host("93.184.215.14", 9999)
     assert allowed.check_host("a.b.example.com", 443) is None
     for host, port in (
-        ("10.1.2.3", 81), ("11.0.0.1", 80), ("93.184.216.1", 80), ("example.com", 443), ("a.example.com", 80), ("evil-example.com", 443),
-        ("a.example.com.evil.com", 443), ("a..example.com", 443), ("a/b.example.com", 443), ("%61.example.com", 443), ("0x0a010203", 80), ("167837955", 80),
-    ):  # fmt: skip
+        ("10.1.2.3", 81),
+        ("11.0.0.1", 80),
+        ("93.184.216.1", 80),
+        ("example.com", 443),
+        ("a.example.com", 80),
+        ("evil-example.com", 443),
+        ("a.example.com.evil.com", 443),
+        ("a..example.com", 443),
+        ("a/b.example.com", 443),
+        ("%61.example.com", 443),
+        ("0x0a010203", 80),
+        ("167837955", 80),
+    ):
         with pytest.raises(
             DestinationRefused, match=r"the sandbox's policy does not allow .*: name it in the policy's network.allow"
         ):
@@ -50,8 +80,15 @@ def test_an_address_that_the_policy_names_is_reached_at_its_ports() -> None:
 
 @pytest.mark.parametrize(
     ("host", "fits"),
-    [("8.8.8.8", True), ("169.254.169.254", False), ("127.0.0.0/8", False), ("10.1.0.0/16, ports: [80]", True), ("10.1.0.0/16", False), ("'fd00::/8'", False)],
-)  # fmt: skip
+    [
+        ("8.8.8.8", True),
+        ("169.254.169.254", False),
+        ("127.0.0.0/8", False),
+        ("10.1.0.0/16, ports: [80]", True),
+        ("10.1.0.0/16", False),
+        ("'fd00::/8'", False),
+    ],
+)
 def test_a_request_can_not_name_reserved_addresses_that_the_server_does_not(host: str, fits: bool) -> None:
     _, denials = load_policy(f"network: {{allow: [{{host: {host}}}]}}").under(load_policy(SERVER))
     assert (not denials) is fits
@@ -71,8 +108,9 @@ def test_a_tunnel_carries_bytes_both_ways_and_half_closes() -> None:
 def test_a_plain_request_is_written_anew_and_alone() -> None:
     async def job(way: Way) -> None:
         said = await way.say(
-            f"POST http://{way.there}/a?b=1 HTTP/1.1\r\nHost: elsewhere.example\r\nContent-Length: 5\r\nProxy-Authorization: Basic eA==\r\n"
-            "Connection: X-Gone, Content-Length, keep-alive\r\nX-Gone: 1\r\nUpgrade: h2c\r\nX-Kept: 2\r\n\r\nhello".encode()
+            f"POST http://{way.there}/a?b=1 HTTP/1.1\r\nHost: elsewhere.example\r\nContent-Length:"
+            " 5\r\nProxy-Authorization: Basic eA==\r\nConnection: X-Gone, Content-Length, keep-alive\r\nX-Gone:"
+            " 1\r\nUpgrade: h2c\r\nX-Kept: 2\r\n\r\nhello".encode()
         )
         head, _, body = said.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200 ") and body == BODY and b"X-Kept: 1" in head.replace(b"x-kept", b"X-Kept")
@@ -100,10 +138,17 @@ def test_chunks_go_both_ways_and_an_old_client_gets_none() -> None:
     through(job, answer=chunked_answer)
 
 
-@pytest.mark.parametrize("framing", [
-    "Content-Length: 6\r\nTransfer-Encoding: chunked", "Content-Length: 6\r\nContent-Length: 7", "Transfer-Encoding: gzip, chunked",
-    "Transfer-Encoding : chunked", "Content-Length: +6", "Transfer-Encoding: chunked\r\nTransfer-Encoding: identity",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "framing",
+    [
+        "Content-Length: 6\r\nTransfer-Encoding: chunked",
+        "Content-Length: 6\r\nContent-Length: 7",
+        "Transfer-Encoding: gzip, chunked",
+        "Transfer-Encoding : chunked",
+        "Content-Length: +6",
+        "Transfer-Encoding: chunked\r\nTransfer-Encoding: identity",
+    ],
+)
 def test_a_length_that_can_be_read_in_two_ways_reaches_nobody(framing: str) -> None:
     async def job(way: Way) -> None:
         said = await way.say(
@@ -131,14 +176,23 @@ def test_a_second_request_on_a_connection_is_not_read(apart: bool) -> None:
     through(job, answer=http_answer)
 
 
-@pytest.mark.parametrize(("request_", "words"), [
-    ("GET / HTTP/1.1\r\nHost: {there}", "this is a proxy"), ("GET https://{there}/ HTTP/1.1\r\nHost: x", "this is a proxy"),
-    ("GET http://u:p@{there}/ HTTP/1.1\r\nHost: x", "this is a proxy"), ("CONNECT 127.0.0.1 HTTP/1.1\r\nHost: x", "no port"),
-    ("CONNECT {there}/x HTTP/1.1\r\nHost: x", "this is a proxy"), ("CONNECT 127.0.0.1:99999 HTTP/1.1\r\nHost: x", "no destination"),
-    ("GET http://[::1/ HTTP/1.1\r\nHost: x", "no destination"), ("GET http://127.0.0.1:0/ HTTP/1.1\r\nHost: x", "this is a proxy"),
-    ("\x16\x03\x01 hello", "no HTTP/1.1 request"), ("GET http://{there}/ HTTP/1.1\r\nX: " + "y" * 20_000, "no HTTP/1.1 request"),
-    ("CONNECT {there} HTTP/1.1\r\nHost: x\r\nContent-Length: 3", "more than one way"), ("GET http://127.0.0.1\\@evil/ HTTP/1.1\r\nHost: x", "this is a proxy"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        ("GET / HTTP/1.1\r\nHost: {there}", "this is a proxy"),
+        ("GET https://{there}/ HTTP/1.1\r\nHost: x", "this is a proxy"),
+        ("GET http://u:p@{there}/ HTTP/1.1\r\nHost: x", "this is a proxy"),
+        ("CONNECT 127.0.0.1 HTTP/1.1\r\nHost: x", "no port"),
+        ("CONNECT {there}/x HTTP/1.1\r\nHost: x", "this is a proxy"),
+        ("CONNECT 127.0.0.1:99999 HTTP/1.1\r\nHost: x", "no destination"),
+        ("GET http://[::1/ HTTP/1.1\r\nHost: x", "no destination"),
+        ("GET http://127.0.0.1:0/ HTTP/1.1\r\nHost: x", "this is a proxy"),
+        ("\x16\x03\x01 hello", "no HTTP/1.1 request"),
+        ("GET http://{there}/ HTTP/1.1\r\nX: " + "y" * 20_000, "no HTTP/1.1 request"),
+        ("CONNECT {there} HTTP/1.1\r\nHost: x\r\nContent-Length: 3", "more than one way"),
+        ("GET http://127.0.0.1\\@evil/ HTTP/1.1\r\nHost: x", "this is a proxy"),
+    ],
+)
 def test_what_is_no_request_to_a_proxy_is_answered_in_a_line(request_: str, words: str) -> None:
     async def job(way: Way) -> None:
         said = await way.say((request_.replace("{there}", way.there) + "\r\n\r\n").encode())
@@ -153,8 +207,9 @@ def test_a_denied_destination_is_named_with_the_fix_and_recorded() -> None:
     async def job(way: Way) -> None:
         for line, where in (
             (f"CONNECT 127.0.0.1:{way.destination.port - 1} HTTP/1.1", f"127.0.0.1:{way.destination.port - 1}"),
-            ("GET http://Other.Example./ HTTP/1.1", "other.example:80"), ("CONNECT 169.254.169.254:80 HTTP/1.1", "169.254.169.254:80"),
-        ):  # fmt: skip
+            ("GET http://Other.Example./ HTTP/1.1", "other.example:80"),
+            ("CONNECT 169.254.169.254:80 HTTP/1.1", "169.254.169.254:80"),
+        ):
             said = await way.say(f"{line}\r\nHost: x\r\n\r\n".encode())
             assert said.startswith(b"HTTP/1.1 403 ") and f"does not allow {where}: name it" in said.decode(), said
             assert way.events()[-1]["destination"] == where and "network.allow" in way.events()[-1]["reason"]
@@ -165,8 +220,10 @@ def test_a_denied_destination_is_named_with_the_fix_and_recorded() -> None:
 
 def test_a_name_is_resolved_once_and_what_it_leads_to_is_what_is_checked() -> None:
     names = {
-        "good.example": ["169.254.169.254", "::1", "127.0.0.1"], "metadata.example": ["169.254.169.254", "::ffff:127.0.0.2", "fe80::1%1"], "none.example": [],
-    }  # fmt: skip
+        "good.example": ["169.254.169.254", "::1", "127.0.0.1"],
+        "metadata.example": ["169.254.169.254", "::ffff:127.0.0.2", "fe80::1%1"],
+        "none.example": [],
+    }
 
     async def job(way: Way) -> None:
         rules = [NetworkRule(name) for name in (*names, "unknown.example")]

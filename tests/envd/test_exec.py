@@ -164,7 +164,10 @@ def test_calls_beyond_what_a_turn_may_hold_are_answered_and_not_run(namespaces: 
 
 @pytest.mark.skipif(not STATIC_BASH.exists(), reason="bash-static is not installed")
 def test_the_shell_is_the_static_one_and_says_what_the_other_says(namespaces: Harness) -> None:
-    told = "readlink /proc/$$/exe; no-such-command; echo $0 $BASH $BASH_VERSION ~; cat <<<$((6*7)); shopt; set -o; compgen -b"
+    told = (
+        "readlink /proc/$$/exe; no-such-command; echo $0 $BASH $BASH_VERSION ~; cat <<<$((6*7)); shopt; set -o;"
+        " compgen -b"
+    )
     static, other = (text.splitlines() for text in namespaces.shell(told, f"bash -c '{told}'"))
     assert static[0] == os.path.realpath(STATIC_BASH)
     assert other[0] == os.path.realpath(shutil.which("bash") or "")

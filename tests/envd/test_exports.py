@@ -210,7 +210,10 @@ def verifying(request: pytest.FixtureRequest) -> Iterator[Verifying]:
         yield found
 
 
-CALC = b"diff --git a/calc.py b/calc.py\nindex 1..2 100644\n--- a/calc.py\n+++ b/calc.py\n@@ -1,2 +1,2 @@\n def add(a, b):\n-    return a - b\n+    return a + b\n"
+CALC = (
+    b"diff --git a/calc.py b/calc.py\nindex 1..2 100644\n--- a/calc.py\n+++ b/calc.py\n@@ -1,2 +1,2 @@\n def add(a,"
+    b" b):\n-    return a - b\n+    return a + b\n"
+)
 NOTE = b"diff --git a/note b/note\nnew file mode 100644\nindex 0..1\n--- /dev/null\n+++ b/note\n@@ -0,0 +1 @@\n+x\n"
 HARMLESS = ("/note", "link", "d/")
 
@@ -228,7 +231,10 @@ HARMLESS = ("/note", "link", "d/")
         ),
         (b"diff --git a/calc.py b/calc.py\nold mode 100644\nnew mode 100755\n", "undeclared:calc.py"),
         (
-            b"diff --git a/link b/link\nnew file mode 120000\nindex 0..1\n--- /dev/null\n+++ b/link\n@@ -0,0 +1 @@\n+calc.py\n\\ No newline at end of file\n",
+            (
+                b"diff --git a/link b/link\nnew file mode 120000\nindex 0..1\n--- /dev/null\n+++ b/link\n@@ -0,0 +1"
+                b" @@\n+calc.py\n\\ No newline at end of file\n"
+            ),
             "link:artifact",
         ),
         (NOTE.replace(b"note", b"__pycache__/note"), "undeclared:__pycache__/note"),
@@ -242,8 +248,11 @@ def test_a_diff_that_nobody_filtered_changes_nothing_beside_the_artifacts(
     verifying: Verifying, diff: bytes, note: str
 ) -> None:
     hidden = {
-        "test_h.py": b"import os\nfrom calc import add\ndef test_it():\n    assert add(1, 2) == -1\n"
-        b"    assert oct(os.stat('calc.py').st_mode)[-3:] in ('644', '600')\n    assert not os.path.lexists('link') and not os.path.exists('__pycache__/note')\n"
+        "test_h.py": (
+            b"import os\nfrom calc import add\ndef test_it():\n    assert add(1, 2) == -1\n    assert"
+            b" oct(os.stat('calc.py').st_mode)[-3:] in ('644', '600')\n    assert not os.path.lexists('link') and not"
+            b" os.path.exists('__pycache__/note')\n"
+        )
     }
     result = verifying.verify({}, diff=diff, hidden=hidden, tests=("test_h.py::test_it",), artifacts=HARMLESS)
     assert [each.status for each in result.outcomes] == ["passed"], result

@@ -1,4 +1,6 @@
-"""The Firecracker backend against a stand-in that checks what it is asked as Firecracker does (firecracker_server.py). No real one has run it."""
+"""The Firecracker backend against a stand-in that checks what it is asked as Firecracker does (firecracker_server.py).
+No real one has run it.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
     command = f'exec {sys.executable} -S {SERVER} firecracker "$@"'
     (base / "firecracker").write_text(f"#!/bin/sh\n{command}\n")
     # the real one needs no /proc; the stand-in looks its guest's processes up there
-    jailed = f'exec unshare --mount sh -c \'mount -t proc proc /proc && exec "$@"\' sh {sys.executable} -S {SERVER} jailer "$@"'
+    jailed = (
+        f"exec unshare --mount sh -c 'mount -t proc proc /proc && exec \"$@\"' sh {sys.executable} -S {SERVER} jailer"
+        ' "$@"'
+    )
     (base / "jailer").write_text(f"#!/bin/sh\n{jailed}\n")
     for name in ("firecracker", "jailer"):
         (base / name).chmod(0o755)
@@ -135,7 +140,9 @@ def test_a_family_boots_once_and_its_machines_load_its_snapshot(machines: Machin
 def test_snapshots_are_diffs_that_are_merged_into_ones_that_stand_alone(
     machines: Machines, elsewhere: Machines, installed: Installed
 ) -> None:
-    """Two in a row, since the second diff is over the first snapshot; forked at the same time, moved to another server."""
+    """Two in a row, since the second diff is over the first snapshot; forked at the same time, moved to another
+    server.
+    """
 
     async def job(here: Machines) -> tuple[Path, Path]:
         box = await here.create()

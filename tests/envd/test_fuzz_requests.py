@@ -91,9 +91,15 @@ def test_every_method_answers_to_a_seed_of_requests(target: Target, path: str) -
 
 
 HALVES = [
-    {"path": HALF}, {"path": "app.py", HALF: 1}, {"path": "app.py", "old": HALF, "new": ""}, {"path": "app.py", "content": HALF},
-    {"pattern": "x", "path": HALF}, {"query": "x", "path": HALF}, {"query": HALF}, {"command": HALF},
-]  # fmt: skip
+    {"path": HALF},
+    {"path": "app.py", HALF: 1},
+    {"path": "app.py", "old": HALF, "new": ""},
+    {"path": "app.py", "content": HALF},
+    {"pattern": "x", "path": HALF},
+    {"query": "x", "path": HALF},
+    {"query": HALF},
+    {"command": HALF},
+]
 
 
 @pytest.mark.parametrize("tool", sorted(ALL_TOOLS))

@@ -1,4 +1,6 @@
-"""The server's end against agents that answer as a real one did, but for what was changed at random: every lie ends in an error of two kinds."""
+"""The server's end against agents that answer as a real one did, but for what was changed at random: every lie ends in
+an error of two kinds.
+"""
 
 from __future__ import annotations
 

@@ -142,7 +142,10 @@ def test_disk_and_processes_are_limited_and_the_sandbox_lives_on(gvisor: GVisor)
     async def job() -> None:
         box = await gvisor.create(limits=Limits(disk_mb=16, pids=24))
         await shell(box, "! head -c 12M /dev/zero > a; ! head -c 12M /dev/zero > /tmp/b; rm -f a /tmp/b")
-        began = "import os,time\nn=0\ntry:\n  while n<500 and os.fork(): n+=1\n  else: time.sleep(3)\nexcept OSError: print(n)"
+        began = (
+            "import os,time\nn=0\ntry:\n  while n<500 and os.fork(): n+=1\n  else: time.sleep(3)\nexcept OSError:"
+            " print(n)"
+        )
         await box.guest.write("forks.py", began.encode())
         assert int(await shell(box, "python3 forks.py; sleep 3")) < 24
         assert await shell(box, "echo alive") == "alive\n"
@@ -414,9 +417,16 @@ def test_an_ordinary_user_has_it_too_without_limits_of_memory_and_cpu() -> None:
         pytest.skip("needs a Python that an ordinary user may run")
     done = subprocess.run(
         [str(system_python), "-c", _UNPRIVILEGED],
-        user=65534, group=65534, extra_groups=[], cwd="/", capture_output=True, text=True, timeout=120, check=False,
+        user=65534,
+        group=65534,
+        extra_groups=[],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
         env={"PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": ":".join([str(ROOT), *packages])},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[:4] == ["0", "copy", "kept", "new"] and "sleep 1000" in done.stdout
     assert "('disk', 'pids')" in done.stdout and done.stdout.endswith("65534\n")

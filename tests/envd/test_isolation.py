@@ -71,8 +71,17 @@ def test_root_in_a_sandbox_has_no_privileges(namespaces: Harness) -> None:
         "cat /proc/self/uid_map",
     )
     assert texts[0].split() == [
-        "CapPrm:", "0" * 16, "CapEff:", "0" * 16, "CapBnd:", "0" * 16, "NoNewPrivs:", "1", "exit", "0",
-    ]  # fmt: skip
+        "CapPrm:",
+        "0" * 16,
+        "CapEff:",
+        "0" * 16,
+        "CapBnd:",
+        "0" * 16,
+        "NoNewPrivs:",
+        "1",
+        "exit",
+        "0",
+    ]
     assert texts[1] == "exit 0"
     if os.geteuid() == 0:
         assert texts[2].split()[1] != "0"
@@ -130,8 +139,8 @@ def test_neighbours_do_not_see_each_other(namespaces: Harness) -> None:
             await each.close()
         return seen.text
 
-    assert namespaces.client(job) == (
-        "def add(a, b):\n    return a - b\ncat: /tmp/x: No such file or directory\n0\nexit 1"
+    assert (
+        namespaces.client(job) == "def add(a, b):\n    return a - b\ncat: /tmp/x: No such file or directory\n0\nexit 1"
     )
 
 
@@ -157,8 +166,15 @@ def test_it_isolates_for_an_ordinary_user_too() -> None:
     )
     done = subprocess.run(
         [str(system_python), "-c", code],
-        user=65534, group=65534, extra_groups=[], cwd="/", capture_output=True, text=True, timeout=60, check=False,
+        user=65534,
+        group=65534,
+        extra_groups=[],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join([str(Path.cwd()), *packages])},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert "Read-only" in done.stdout and "+y" in done.stdout and "passed" in done.stdout

@@ -89,8 +89,8 @@ def test_stopping_a_server_leaves_nothing(backend: str) -> None:
 @pytest.mark.parametrize("victim", ["parent", "server"])
 def test_a_kill_leaves_nothing(victim: str, backend: str) -> None:
     code = (
-        "import sys, time\nfrom envd.local import LocalEnvd\n"
-        f"with LocalEnvd('{backend}') as server:\n    print(server.address, server._process.pid, flush=True)\n    time.sleep(60)\n"
+        f"import sys, time\nfrom envd.local import LocalEnvd\nwith LocalEnvd('{backend}') as server:\n   "
+        " print(server.address, server._process.pid, flush=True)\n    time.sleep(60)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None

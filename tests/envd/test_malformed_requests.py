@@ -1,4 +1,6 @@
-"""What happens to calls outside their servicers is recorded: no messages, too large ones, clients that leave or read nothing; by who called."""
+"""What happens to calls outside their servicers is recorded: no messages, too large ones, clients that leave or read
+nothing; by who called.
+"""
 
 from __future__ import annotations
 
@@ -135,8 +137,10 @@ def test_a_call_that_its_client_gives_up_is_recorded_once(tmp_path: Path) -> Non
 
     events = served(tmp_path, job)
     assert [(event.kind, event.sandbox_id) for event in events] == [
-        ("call.abandoned", "own"), ("call.abandoned", ""), ("call.abandoned", ""),
-    ]  # fmt: skip
+        ("call.abandoned", "own"),
+        ("call.abandoned", ""),
+        ("call.abandoned", ""),
+    ]
     assert all(json.loads(event.detail_json)["seconds"] >= 0.1 for event in events)
 
 

@@ -1,4 +1,6 @@
-"""The namespaces backend on its native spawner: what a sandbox leaves behind, what of it can be kept, what survives a death."""
+"""The namespaces backend on its native spawner: what a sandbox leaves behind, what of it can be kept, what survives a
+death.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ from tests.envd.boxes import of_this_run, sh, spec, template, with_namespaces
 
 
 def test_what_a_quiet_sandbox_leaves_is_used_again_and_what_a_busy_one_leaves_is_not(run_dir: Path) -> None:
-    talk = "import socket; a = socket.create_server(('127.0.0.1', 5000)); b = socket.create_connection(('127.0.0.1', 5000))"
+    talk = (
+        "import socket; a = socket.create_server(('127.0.0.1', 5000)); b = socket.create_connection(('127.0.0.1',"
+        " 5000))"
+    )
 
     crowd = "import os, time\ntry:\n  while os.fork(): pass\n  time.sleep(9)\nexcept BlockingIOError: pass\n"
 
@@ -78,10 +83,14 @@ def test_a_paused_sandbox_stands_still_and_goes_on(run_dir: Path) -> None:
 
 def test_a_snapshot_holds_what_was_changed_and_can_be_restored_twice(run_dir: Path, tmp_path: Path) -> None:
     change = (
-        "rm -r package && mkdir package && echo 3 > package/three.py && rm calc.py && ln -s package link && mkfifo pipe && "
-        "echo e > 'new\nline' && chmod 640 'new\nline' && mkdir locked && echo l > locked/f && chmod 000 locked && echo t > /tmp/t && touch -d @5 old"
+        "rm -r package && mkdir package && echo 3 > package/three.py && rm calc.py && ln -s package link && mkfifo pipe"
+        " && echo e > 'new\nline' && chmod 640 'new\nline' && mkdir locked && echo l > locked/f && chmod 000 locked &&"
+        " echo t > /tmp/t && touch -d @5 old"
     )
-    look = "ls -AR --quoting-style=c --time-style=+%s -l | sed 's/^total.*//'; cat package/* /tmp/t; chmod 700 locked; cat locked/f"
+    look = (
+        "ls -AR --quoting-style=c --time-style=+%s -l | sed 's/^total.*//'; cat package/* /tmp/t; chmod 700 locked; cat"
+        " locked/f"
+    )
 
     async def job(backend: NamespacesBackend) -> None:
         box = await backend.create(spec(run_dir))
@@ -158,15 +167,12 @@ def test_sandboxes_end_with_the_spawner_and_the_next_start_sweeps(run_dir: Path)
 def test_everything_goes_with_a_server_that_is_killed(run_dir: Path) -> None:
     template(run_dir)
     code = (
-        "import asyncio, sys; from pathlib import Path; from envd.backends import namespaces; from envd.backends.base import BoxSpec\n"
-        "from envd.types import Limits\n"
-        "async def main(run_dir):\n"
-        "    backend = await namespaces.start(run_dir, pool=2)\n"
-        "    box = await backend.create(BoxSpec('a', 'template', run_dir / 'templates/template', Limits()))\n"
-        "    await box.guest.shell([('sleep 1000 & setsid sleep 1000 & head -c 9000000 /dev/zero > x', 10)])\n"
-        "    print(box._started.pid, flush=True)\n"
-        "    await asyncio.sleep(1000)\n"
-        "asyncio.run(main(Path(sys.argv[1])))\n"
+        "import asyncio, sys; from pathlib import Path; from envd.backends import namespaces; from envd.backends.base"
+        " import BoxSpec\nfrom envd.types import Limits\nasync def main(run_dir):\n    backend = await"
+        " namespaces.start(run_dir, pool=2)\n    box = await backend.create(BoxSpec('a', 'template', run_dir /"
+        " 'templates/template', Limits()))\n    await box.guest.shell([('sleep 1000 & setsid sleep 1000 & head -c"
+        " 9000000 /dev/zero > x', 10)])\n    print(box._started.pid, flush=True)\n    await"
+        " asyncio.sleep(1000)\nasyncio.run(main(Path(sys.argv[1])))\n"
     )
     server = subprocess.Popen([sys.executable, "-c", code, str(run_dir)], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None

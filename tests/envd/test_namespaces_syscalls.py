@@ -1,4 +1,6 @@
-"""System calls in the namespaces backend: which are refused and how, which of them are told, and that honest programs never notice."""
+"""System calls in the namespaces backend: which are refused and how, which of them are told, and that honest programs
+never notice.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +47,21 @@ ERRORS = (
     ("[call(206, 8, 0), call(209, 0, 0, 0), call(500), call(335 + 60)]", [38] * 4),
     ("[call(302, 1, 7, one(1), 0), call(302, 1, 7, 0, 0), call(302, 0, 7, 0, 0)]", [1, 0, 0]),
     ("[call(203, 1, 8, one(1)), call(142, 1, one(0)), call(314, 1, 0, 0), call(144, 1, 0, one(0))]", [1, 1, 1, 1]),
-    ("[call(141, 0, 1, 19), call(141, 1, 1, 19), call(141, 2, 0, 19), call(141, 0, 0, 19), call(251, 1, 1, 0), call(251, 3, 0, 0)]", [1, 1, 1, 0, 1, 1]),
+    (
+        (
+            "[call(141, 0, 1, 19), call(141, 1, 1, 19), call(141, 2, 0, 19), call(141, 0, 0, 19), call(251, 1, 1, 0),"
+            " call(251, 3, 0, 0)]"
+        ),
+        [1, 1, 1, 0, 1, 1],
+    ),
     ("[call(53, each, 1, 0, 0) for each in (2, 16, 30, 40)]", [97] * 4),
-    ("[call(9, 0, 4096, 3, 0x40022, -1, 0), call(319, b'x', 4), call(29, 0, 4096, 0o5600), call(135, 0x40000), call(135, 0)]", [12, 12, 12, 1, 0]),
+    (
+        (
+            "[call(9, 0, 4096, 3, 0x40022, -1, 0), call(319, b'x', 4), call(29, 0, 4096, 0o5600), call(135, 0x40000),"
+            " call(135, 0)]"
+        ),
+        [12, 12, 12, 1, 0],
+    ),
     ("[call(72, 0, 1024, 0), call(72, 0, 1026, 1)]", [1, 1]),
     ("[call(0x40000000 + 39), call(0x40000000 + 272, 0x10000000), call(511), call(600)]", [38] * 4),
     ("[family(*each) for each in ((40, 1), (38, 5), (17, 3), (16, 3, 9), (99, 1))]", [97] * 5),
@@ -59,25 +73,70 @@ ERRORS = (
     ("[within(number, *[-1] * (count - 1), 7) for number, count in IDS]", [22] * 6),
     ("[call(116, 0, None), call(116, 1, None)]", [1, 1]),
     ("[call(144, 0, kind, one(5)) for kind in (1, 2, 0x40000001, 6, 9)]", [1, 1, 1, 22, 22]),
-    ("[call(144, 0, 1, one(0)), call(144, 99999, 1, one(5)), call(144, 0, 0, one(0)), call(144, 0, 3, one(0))]", [22, 3, 0, 0]),
+    (
+        "[call(144, 0, 1, one(0)), call(144, 99999, 1, one(5)), call(144, 0, 0, one(0)), call(144, 0, 3, one(0))]",
+        [22, 3, 0, 0],
+    ),
     ("[call(62, 1, number) for number in (0, 15, 9, 99)]", [0, 0, 0, 22]),
-    ("[call(133, b'/tmp/f', stat.S_IFIFO | 0o600, 0), call(133, b'/tmp/s', stat.S_IFSOCK, 0), call(259, -100, b'/tmp/r', 0o600, 0)]", [0] * 3),
-    ("[call(133, b'/tmp/f', BLOCK, 1), call(133, b'/no/x', BLOCK, 1), call(259, -100, b'/usr/x', CHARACTER, 1)]", [17, 2, 30]),
+    (
+        (
+            "[call(133, b'/tmp/f', stat.S_IFIFO | 0o600, 0), call(133, b'/tmp/s', stat.S_IFSOCK, 0), call(259, -100,"
+            " b'/tmp/r', 0o600, 0)]"
+        ),
+        [0] * 3,
+    ),
+    (
+        "[call(133, b'/tmp/f', BLOCK, 1), call(133, b'/no/x', BLOCK, 1), call(259, -100, b'/usr/x', CHARACTER, 1)]",
+        [17, 2, 30],
+    ),
     ("[call(133, b'/tmp/b', BLOCK, 1) in (1, 13), call(259, -100, b'/tmp/c', CHARACTER, 1) in (1, 13)]", [True] * 2),
-)  # fmt: skip
-"""What Python says in a sandbox, by `errno`: what the kernel says by itself where it is the kernel that refuses. 13: Landlock's."""
+)
+"""What Python says in a sandbox, by `errno`: what the kernel says by itself where it is the kernel that refuses. 13:
+Landlock's.
+"""
 IDS = "IDS = ((105, 1), (106, 1), (113, 2), (114, 2), (117, 3), (119, 3))\n"
 NUMBERS = (
-    "NUMBERS = (425, 426, 427, 250, 248, 249, 321, 323, 101, 310, 311, 440, 438, 312, 298, 308, 165, 166, 155, 429, 428, 430, 431, 432, 433, 442, 467,"
-    " 161, 246, 320, 175, 313, 176, 169, 167, 168, 163, 179, 443, 304, 300, 103, 153, 164, 227, 305, 159, 172, 173, 134, 154)\n"
+    "NUMBERS = (425, 426, 427, 250, 248, 249, 321, 323, 101, 310, 311, 440, 438, 312, 298, 308, 165, 166, 155, 429,"
+    " 428, 430, 431, 432, 433, 442, 467, 161, 246, 320, 175, 313, 176, 169, 167, 168, 163, 179, 443, 304, 300, 103,"
+    " 153, 164, 227, 305, 159, 172, 173, 134, 154)\n"
 )
 TOLD = (
-    ({"socket": "family(40, 1)", "32-bit call": "", "x32 call": "call(0x40000000 + 272, 0x10000000)", "setgroups": "call(116, 0, None)"}),
-    ({"setuid": "call(105, 1000)", "setgid": "call(106, 5)", "setreuid": "call(113, -1, 5)", "setresgid": "call(119, 0, -1, 5)"}),
-    ({"mknod": "call(133, b'/tmp/b', BLOCK, 1)", "mknodat": "call(259, -100, b'/tmp/c', CHARACTER, 1)", "kill": "os.kill(1, 15)", "ptrace": "call(101, 0)"}),
-    ({"sched_setscheduler": "call(144, 0, 1, one(5))", "chroot": "call(161, b'/')", "unshare": "call(272, 0x80)", "ioctl": "call(16, 0, 0x5412, 0)"}),
-)  # fmt: skip
-"""Calls that are told, by the names that they are told by: four of a sandbox at a time, as many as are told in a second."""
+    (
+        {
+            "socket": "family(40, 1)",
+            "32-bit call": "",
+            "x32 call": "call(0x40000000 + 272, 0x10000000)",
+            "setgroups": "call(116, 0, None)",
+        }
+    ),
+    (
+        {
+            "setuid": "call(105, 1000)",
+            "setgid": "call(106, 5)",
+            "setreuid": "call(113, -1, 5)",
+            "setresgid": "call(119, 0, -1, 5)",
+        }
+    ),
+    (
+        {
+            "mknod": "call(133, b'/tmp/b', BLOCK, 1)",
+            "mknodat": "call(259, -100, b'/tmp/c', CHARACTER, 1)",
+            "kill": "os.kill(1, 15)",
+            "ptrace": "call(101, 0)",
+        }
+    ),
+    (
+        {
+            "sched_setscheduler": "call(144, 0, 1, one(5))",
+            "chroot": "call(161, b'/')",
+            "unshare": "call(272, 0x80)",
+            "ioctl": "call(16, 0, 0x5412, 0)",
+        }
+    ),
+)
+"""Calls that are told, by the names that they are told by: four of a sandbox at a time, as many as are told in a
+second.
+"""
 INT_80 = """
 import mmap
 page = mmap.mmap(-1, 4096, prot=7)
@@ -85,9 +144,16 @@ page.write(bytes.fromhex("53b836010000bb00000010cd805bc3"))
 print(ctypes.c_int(ctypes.CFUNCTYPE(ctypes.c_long)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()).value)
 """
 QUIET = (
-    "family(2, 1, 262)", "call(435, 0, 0)", "os.kill(1, 0)", "os.kill(os.getpid(), 0)", "within(105, 0)", "within(117, 0, 0, -1)",
-    "call(133, b'/tmp/f', stat.S_IFIFO, 0)", "call(144, 0, 3, one(0))", "call(272, 0x200)",
-)  # fmt: skip
+    "family(2, 1, 262)",
+    "call(435, 0, 0)",
+    "os.kill(1, 0)",
+    "os.kill(os.getpid(), 0)",
+    "within(105, 0)",
+    "within(117, 0, 0, -1)",
+    "call(133, b'/tmp/f', stat.S_IFIFO, 0)",
+    "call(144, 0, 3, one(0))",
+    "call(272, 0x200)",
+)
 """Calls of honest programs."""
 
 
@@ -144,7 +210,10 @@ def test_what_honest_programs_ask_is_not_told(run_dir: Path) -> None:
 
 
 def test_a_flood_of_refused_calls_is_told_a_few_times_a_second(run_dir: Path) -> None:
-    many = "import os, ctypes; libc = ctypes.CDLL(None); [libc.chroot(b'/') for _ in range(3000)]; libc.unshare(0x10000000)"
+    many = (
+        "import os, ctypes; libc = ctypes.CDLL(None); [libc.chroot(b'/') for _ in range(3000)];"
+        " libc.unshare(0x10000000)"
+    )
 
     async def job(box: NamespacesBox) -> None:
         told = told_of(box)
@@ -160,14 +229,50 @@ def test_a_flood_of_refused_calls_is_told_a_few_times_a_second(run_dir: Path) ->
 
 
 TOOLS = (
-    ("git init -q . && git add -A && git -c user.name=a -c user.email=b commit -qm one && git mv calc.py sum.py && git gc -q && git status --short", "R  calc.py -> sum.py\n"),
-    ("printf 'def test_it(tmp_path):\\n    (tmp_path / \"f\").write_text(\"x\")\\n' > test_a.py; python -m pytest -q test_a.py | tail -n 1 | cut -d' ' -f1,2", "1 passed\n"),
+    (
+        (
+            "git init -q . && git add -A && git -c user.name=a -c user.email=b commit -qm one && git mv calc.py sum.py"
+            " && git gc -q && git status --short"
+        ),
+        "R  calc.py -> sum.py\n",
+    ),
+    (
+        (
+            'printf \'def test_it(tmp_path):\\n    (tmp_path / "f").write_text("x")\\n\' > test_a.py; python -m'
+            " pytest -q test_a.py | tail -n 1 | cut -d' ' -f1,2"
+        ),
+        "1 passed\n",
+    ),
     ("python -c 'import multiprocessing as m; print(m.get_context(\"fork\").Pool(2).map(abs, [-1, -2]))'", "[1, 2]\n"),
-    ("printf '#include <stdio.h>\\nint main(void) { puts(\"c\"); }\\n' > a.c && printf 'a: a.c\\n\\tcc a.c -o a\\n' > Makefile && make -sj2 && ./a", "c\n"),
-    ("mkdir -p t/d && mkfifo t/p && ln -s d t/l && tar cf t.tar t && tar xf t.tar -C /tmp && tar xpf t.tar --same-owner -C /tmp && ls -F /tmp/t", "d/\nl@\np|\n"),
-    ("python -m pip --disable-pip-version-check install -q --no-index --no-deps --target /tmp/site /tmp/one-1-py3-none-any.whl && ls /tmp/site/one.py", "/tmp/site/one.py\n"),
-    ("kill -0 1; nice -n 5 id -un; chown root:root sum.py; chown 1000 sum.py 2>&1 | grep -o Invalid; (sleep 9 & kill $!); echo $?", "root\nInvalid\n0\n"),
-)  # fmt: skip
+    (
+        (
+            "printf '#include <stdio.h>\\nint main(void) { puts(\"c\"); }\\n' > a.c && printf 'a: a.c\\n\\tcc a.c -o"
+            " a\\n' > Makefile && make -sj2 && ./a"
+        ),
+        "c\n",
+    ),
+    (
+        (
+            "mkdir -p t/d && mkfifo t/p && ln -s d t/l && tar cf t.tar t && tar xf t.tar -C /tmp && tar xpf t.tar"
+            " --same-owner -C /tmp && ls -F /tmp/t"
+        ),
+        "d/\nl@\np|\n",
+    ),
+    (
+        (
+            "python -m pip --disable-pip-version-check install -q --no-index --no-deps --target /tmp/site"
+            " /tmp/one-1-py3-none-any.whl && ls /tmp/site/one.py"
+        ),
+        "/tmp/site/one.py\n",
+    ),
+    (
+        (
+            "kill -0 1; nice -n 5 id -un; chown root:root sum.py; chown 1000 sum.py 2>&1 | grep -o Invalid; (sleep 9 &"
+            " kill $!); echo $?"
+        ),
+        "root\nInvalid\n0\n",
+    ),
+)
 WHEEL = """
 import zipfile
 with zipfile.ZipFile("/tmp/one-1-py3-none-any.whl", "w") as wheel:

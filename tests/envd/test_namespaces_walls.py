@@ -26,9 +26,12 @@ def test_a_sandbox_runs_commands_and_leaves_nothing(run_dir: Path) -> None:
 def test_process_1_has_given_up_everything(run_dir: Path) -> None:
     texts = in_sandbox(
         run_dir,
-        "for p in 1 self; do grep -hE 'Cap(Inh|Prm|Eff|Bnd|Amb)|NoNewPrivs|Seccomp:' /proc/$p/status; done | sort | uniq -c",
-        "cat /proc/1/environ /proc/1/mem 2>&1 | grep -c 'ermission denied'; ls /proc/1/fd /proc/1/root 2>&1 | grep -c 'ermission denied'",
-        "tr '\\0' ' ' < /proc/1/cmdline; cut -d: -f3 /proc/self/cgroup | sort -u; ls -A /.scratch; ls /proc/self/fd | tr '\\n' ' '",
+        "for p in 1 self; do grep -hE 'Cap(Inh|Prm|Eff|Bnd|Amb)|NoNewPrivs|Seccomp:' /proc/$p/status; done | sort |"
+        " uniq -c",
+        "cat /proc/1/environ /proc/1/mem 2>&1 | grep -c 'ermission denied'; ls /proc/1/fd /proc/1/root 2>&1 | grep -c"
+        " 'ermission denied'",
+        "tr '\\0' ' ' < /proc/1/cmdline; cut -d: -f3 /proc/self/cgroup | sort -u; ls -A /.scratch; ls /proc/self/fd |"
+        " tr '\\n' ' '",
         "cut -d' ' -f2,3 /proc/self/mounts | grep -v ' ext4$'; ls /.scratch; grep -c /templates /proc/self/mountinfo",
     )
     assert {line.split(maxsplit=1)[1] for line in texts[0].splitlines()[:-1]} == {
@@ -55,7 +58,10 @@ def test_sandboxes_of_root_are_users_of_their_own(run_dir: Path) -> None:
         users = {Path(f"/proc/{box._started.pid}/root/workspace").stat().st_uid for box in boxes}
         assert len(users) == 2 and min(users) > sandbox_owner()
         for box in boxes:
-            look = "stat -c '%u %g' . calc.py package /tmp /.template/calc.py | sort -u; echo 2 >> calc.py; stat -c %u calc.py; cat calc.py"
+            look = (
+                "stat -c '%u %g' . calc.py package /tmp /.template/calc.py | sort -u; echo 2 >> calc.py; stat -c %u"
+                " calc.py; cat calc.py"
+            )
             assert await sh(box, look) == "0 0\n0\nx = 1\n2\nexit 0"
 
     with_namespaces(run_dir, job)
@@ -74,7 +80,10 @@ def test_files_outside_workspace_and_tmp_can_not_be_written(run_dir: Path) -> No
         "/proc/1/comm",
     ]
     command = "for f in " + " ".join(bad) + "; do echo x 2>/dev/null >> $f && echo wrote $f; done 2>/dev/null; true"
-    works = "mkdir a b && echo 1 > a/f && mv a/f b/f && ln b/f /workspace/g && ln -s g h && cat h && echo 2 > /tmp/t && echo 3 > /dev/null && rm -r b"
+    works = (
+        "mkdir a b && echo 1 > a/f && mv a/f b/f && ln b/f /workspace/g && ln -s g h && cat h && echo 2 > /tmp/t &&"
+        " echo 3 > /dev/null && rm -r b"
+    )
     terminal = (
         "python3 -S -c 'import os; a, b = os.openpty(); os.write(a, b\"hello\\n\"); print(os.read(b, 9), os.isatty(b))'"
     )
@@ -131,26 +140,27 @@ def test_it_works_for_an_ordinary_user(run_dir: Path) -> None:
     for each in [run_dir, *run_dir.rglob("*")]:
         os.chown(each, 65534, 65534)
     code = (
-        "import asyncio, sys; from pathlib import Path; from envd.backends import namespaces; from envd.backends.base import BoxSpec\n"
-        "from envd.types import Limits\n"
-        "async def main(run_dir):\n"
-        "    backend = await namespaces.start(run_dir, pool=1)\n"
-        "    spec = BoxSpec('a', 'template', run_dir / 'templates/template', Limits())\n"
-        "    box = await backend.create(spec)\n"
-        "    (run_dir / 's').mkdir()\n"
-        "    (r,) = await box.guest.shell([('id -u; rm calc.py; touch /usr/x; grep -c CapEff:.0000000000000000 /proc/self/status', 9)])\n"
-        "    await box.snapshot(run_dir / 's')\n"
-        "    other = await backend.restore(run_dir / 's', spec)\n"
-        "    (s,) = await other.guest.shell([('ls', 9)])\n"
-        "    print(backend.features.helper, r.head, s.head)\n"
-        "    await backend.stop()\n"
-        "asyncio.run(main(Path(sys.argv[1])))\n"
+        "import asyncio, sys; from pathlib import Path; from envd.backends import namespaces; from envd.backends.base"
+        " import BoxSpec\nfrom envd.types import Limits\nasync def main(run_dir):\n    backend = await"
+        " namespaces.start(run_dir, pool=1)\n    spec = BoxSpec('a', 'template', run_dir / 'templates/template',"
+        " Limits())\n    box = await backend.create(spec)\n    (run_dir / 's').mkdir()\n    (r,) = await"
+        " box.guest.shell([('id -u; rm calc.py; touch /usr/x; grep -c CapEff:.0000000000000000 /proc/self/status',"
+        " 9)])\n    await box.snapshot(run_dir / 's')\n    other = await backend.restore(run_dir / 's', spec)\n    (s,)"
+        " = await other.guest.shell([('ls', 9)])\n    print(backend.features.helper, r.head, s.head)\n    await"
+        " backend.stop()\nasyncio.run(main(Path(sys.argv[1])))\n"
     )
     done = subprocess.run(
         [str(system_python), "-c", code, str(run_dir)],
-        user=65534, group=65534, extra_groups=[], cwd="/", capture_output=True, text=True, timeout=60, check=False,
+        user=65534,
+        group=65534,
+        extra_groups=[],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join([str(Path.cwd()), *packages])},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert "native" in done.stdout and "Read-only file system" in done.stdout
     assert "b'package\\n'" in done.stdout

@@ -1,4 +1,6 @@
-"""The agent under AddressSanitizer and UBSan: frames that once made it write beyond its memory, and numbers at their bounds."""
+"""The agent under AddressSanitizer and UBSan: frames that once made it write beyond its memory, and numbers at their
+bounds.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,9 @@ def test_a_file_of_any_time_is_listed(agent: Guest, seconds: int) -> None:
 
 
 def test_the_id_0_cancels_nothing(agent: Guest) -> None:
-    """Found by the fuzzer: what was cancelled has the id 0 in the agent until it ends, and was answered with it, which no server takes."""
+    """Found by the fuzzer: what was cancelled has the id 0 in the agent until it ends, and was answered with it, which
+    no server takes.
+    """
     cancel = [Writer().u32(cancelled).body() for cancelled in (1, 0)]
     asks = [(Ask.SYNC, b""), *((Ask.CANCEL, body) for body in cancel)]
     frames = [HEAD.pack(len(body) + 5, number, kind) + body for number, (kind, body) in enumerate(asks, 1)]

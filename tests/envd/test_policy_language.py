@@ -15,9 +15,12 @@ from envd.server.policy import DEFAULT, Decisions, Policy, PolicyError, hides, l
 from envd.types import Limits
 
 HERE: dict[str, Any] = {
-    "backend": "namespaces", "isolation": IsolationLevel.PROCESS, "can": frozenset({"pty"}),
-    "enforced": ("cpu", "disk", "memory", "pids"), "live": 0,
-}  # fmt: skip
+    "backend": "namespaces",
+    "isolation": IsolationLevel.PROCESS,
+    "can": frozenset({"pty"}),
+    "enforced": ("cpu", "disk", "memory", "pids"),
+    "live": 0,
+}
 
 
 def decide(text: str, asked: dict[str, float] | None = None, **here: Any) -> Decisions:
@@ -106,11 +109,20 @@ def under(text: str) -> tuple[Policy, list[str]]:
 @pytest.mark.parametrize(
     ("host", "allowed"),
     [
-        ("a.example.com, ports: [443]", True), ("a.b.example.com, ports: [80, 443]", True), ("'*.b.example.com', ports: [80]", True),
-        ("a.example.com", False), ("a.example.com, ports: [22]", False), ("example.com, ports: [80]", False), ("badexample.com, ports: [80]", False),
-        ("10.1.2.3", True), ("10.1.0.0/16, ports: [22]", True), ("10.0.0.0/7", False), ("11.0.0.1", False), ("'::1'", False),
+        ("a.example.com, ports: [443]", True),
+        ("a.b.example.com, ports: [80, 443]", True),
+        ("'*.b.example.com', ports: [80]", True),
+        ("a.example.com", False),
+        ("a.example.com, ports: [22]", False),
+        ("example.com, ports: [80]", False),
+        ("badexample.com, ports: [80]", False),
+        ("10.1.2.3", True),
+        ("10.1.0.0/16, ports: [22]", True),
+        ("10.0.0.0/7", False),
+        ("11.0.0.1", False),
+        ("'::1'", False),
     ],
-)  # fmt: skip
+)
 def test_a_request_reaches_only_what_the_server_allows(host: str, allowed: bool) -> None:
     _, denied = under(f"network: {{allow: [{{host: {host}}}]}}")
     assert (denied == []) is allowed
@@ -118,7 +130,8 @@ def test_a_request_reaches_only_what_the_server_allows(host: str, allowed: bool)
 
 def test_a_request_can_only_tighten() -> None:
     policy, denied = under(
-        "resources: {maximum: {memory_mb: 9999, pids: 5}}\nisolation: none\ntools: {allow: [read]}\nfilesystem: {hidden: [x]}"
+        "resources: {maximum: {memory_mb: 9999, pids: 5}}\nisolation: none\ntools: {allow: [read]}\nfilesystem:"
+        " {hidden: [x]}"
     )
     assert denied == []
     assert (policy.resources.maximum.memory_mb, policy.resources.maximum.pids) == (256, 5)
@@ -133,11 +146,16 @@ CEILING = st.none() | st.integers(1, 1000)
 POLICIES = st.builds(
     lambda level, memory, pids, read_only: Policy.model_validate(
         {
-            "isolation": level, "resources": {"maximum": {"memory_mb": memory, "pids": pids}}, "filesystem": {"read_only": read_only},
+            "isolation": level,
+            "resources": {"maximum": {"memory_mb": memory, "pids": pids}},
+            "filesystem": {"read_only": read_only},
         }
     ),
-    LEVELS, CEILING, CEILING, st.booleans(),
-)  # fmt: skip
+    LEVELS,
+    CEILING,
+    CEILING,
+    st.booleans(),
+)
 
 
 @given(POLICIES, POLICIES, st.integers(0, 1500), st.integers(0, 1500), st.sampled_from(list(IsolationLevel)))

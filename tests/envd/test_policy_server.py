@@ -60,7 +60,9 @@ def test_what_is_hidden_is_in_no_workspace_and_not_in_its_history(served: Served
                 ToolCall(
                     "exec",
                     {
-                        "command": "find . -path ./.git -prune -o -type f -print | sort; git log -p | cat; cat secrets/answer"
+                        "command": (
+                            "find . -path ./.git -prune -o -type f -print | sort; git log -p | cat; cat secrets/answer"
+                        )
                     },
                 )
             )

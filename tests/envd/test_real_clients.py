@@ -22,7 +22,9 @@ PACKAGE = "triplane.envd.v1"
 
 
 class Stranger:
-    """What grpcurl does: services, descriptions and calls from the server's reflection, requests and answers as JSON."""
+    """What grpcurl does: services, descriptions and calls from the server's reflection, requests and answers as
+    JSON.
+    """
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._channel = channel

@@ -1,4 +1,6 @@
-"""What docs/sandboxes.md tells a newcomer to write is run as it stands there, and its commands have the options that it shows."""
+"""What docs/sandboxes.md tells a newcomer to write is run as it stands there, and its commands have the options that it
+shows.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Semantic search on real embedded Qdrant: chunks by syntax, only what changed is embedded again, vectors from an endpoint or hashed."""
+"""Semantic search on real embedded Qdrant: chunks by syntax, only what changed is embedded again, vectors from an
+endpoint or hashed.
+"""
 
 from __future__ import annotations
 
@@ -199,8 +201,8 @@ def test_the_tool_sees_what_calls_before_it_changed(root: Path) -> None:
         return await run_batch(guest, calls, 30)
 
     texts = [result.text for result in with_agent(root, job)]
-    assert texts[0] == (
-        "bank.py:18-20 transfer_money\n  18 def transfer_money(source, target, amount):\n"
+    assert (
+        texts[0] == "bank.py:18-20 transfer_money\n  18 def transfer_money(source, target, amount):\n"
         "  19     source.withdraw(amount)\n  20     target.deposit(amount)"
     )
     assert texts[2].startswith("sea.py:1-2 sail_across_oceans\n  1 def sail_across_oceans(boat):")

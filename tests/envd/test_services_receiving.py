@@ -41,9 +41,13 @@ def test_a_sender_that_stops_half_way_leaves_nothing(tmp_path: Path, monkeypatch
 
 def header(**changes: object) -> pb.ReceiveHeader:
     values: dict[str, object] = {
-        "sandbox_id": "A" * 22, "token": "t" * 32, "backend": "plain", "template_files": FILES,
-        "limits": pb.Limits(memory_mb=64, disk_mb=8, lifetime_s=60), "expires_in_s": 60,
-    }  # fmt: skip
+        "sandbox_id": "A" * 22,
+        "token": "t" * 32,
+        "backend": "plain",
+        "template_files": FILES,
+        "limits": pb.Limits(memory_mb=64, disk_mb=8, lifetime_s=60),
+        "expires_in_s": 60,
+    }
     return pb.ReceiveHeader(**{**values, **changes})  # type: ignore[arg-type]
 
 
@@ -71,7 +75,7 @@ HOSTILE = {
     "a backend that is not here": [pb.SnapshotChunk(header=header(backend="other"), data=tar_of())],
     "a template with a way out": [pb.SnapshotChunk(header=header(template_files={"../x": b""}), data=tar_of())],
     "limits that are none": [pb.SnapshotChunk(header=header(limits=pb.Limits(memory_mb=-1)), data=tar_of())],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", HOSTILE, ids=lambda name: name.replace(" ", "-"))

@@ -1,4 +1,6 @@
-"""States of sandboxes through the services: pause, hibernate, fork, snapshot, restore; and what calls in other states say."""
+"""States of sandboxes through the services: pause, hibernate, fork, snapshot, restore; and what calls in other states
+say.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A short soak: clients, spawner and server are killed, and nothing is left. `python -m benchmarks envd-soak` runs 20,000 sandboxes."""
+"""A short soak: clients, spawner and server are killed, and nothing is left. `python -m benchmarks envd-soak` runs
+20,000 sandboxes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A server is killed with sandboxes alive, and the next one of the same directory starts at once: it serves as the first did, and leaves nothing of either."""
+"""A server is killed with sandboxes alive, and the next one of the same directory starts at once: it serves as the
+first did, and leaves nothing of either.
+"""
 
 from __future__ import annotations
 

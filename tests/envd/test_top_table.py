@@ -82,12 +82,15 @@ def test_a_table_holds_no_character_that_a_terminal_obeys(address: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--address", "unix:/tmp/envd-nobody.sock", "--once"], "start one with `python -m envd serve --listen unix:/tmp/envd-nobody.sock`"),
+        (
+            ["--address", "unix:/tmp/envd-nobody.sock", "--once"],
+            "start one with `python -m envd serve --listen unix:/tmp/envd-nobody.sock`",
+        ),
         (["--label", "nothing"], "write KEY=VALUE"),
         (["--interval", "0"], "must be above 0"),
         (["--key-file", "/nowhere/key"], "can't be read"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_one_line(arguments: list[str], words: str) -> None:
     ended = top(*arguments)
     assert ended.returncode == 1 and words in ended.stderr and ended.stderr.count("\n") == 1

@@ -54,14 +54,17 @@ def test_what_the_diffs_lines_do_is_named_at_first_sight(isolated: Verifying, lo
 @pytest.mark.parametrize(
     "line",
     [
-        "import collections, dataclasses, enum, typing, functools, logging\nP = collections.namedtuple('P', 'a b')\nclass Q(typing.NamedTuple):\n    a: int\n"
-        "@dataclasses.dataclass(frozen=True)\nclass D:\n    a: int = 1\nclass E(enum.IntEnum):\n    A = 1\nlogging.getLogger('x').warning('%s', D())\n",
+        (
+            "import collections, dataclasses, enum, typing, functools, logging\nP = collections.namedtuple('P', 'a"
+            " b')\nclass Q(typing.NamedTuple):\n    a: int\n@dataclasses.dataclass(frozen=True)\nclass D:\n    a: int ="
+            " 1\nclass E(enum.IntEnum):\n    A = 1\nlogging.getLogger('x').warning('%s', D())\n"
+        ),
         "import inspect\nassert list(inspect.signature(add).parameters) == ['a', 'b']\n",
         "import json, tempfile\nwith tempfile.TemporaryFile('w+') as file:\n    json.dump([1], file)\n",
         "import traceback\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    traceback.format_exc()\n",
         "import threading\nlock = threading.Lock()\n",
     ],
-)  # fmt: skip
+)
 def test_honest_code_of_the_standard_librarys_ways_is_named_nothing(isolated: Verifying, line: str) -> None:
     result = isolated.verify({"calc.py": RIGHT + line})
     assert (statuses(result), result.tampering) == (["passed", "passed"], ())
@@ -90,9 +93,12 @@ def test_what_stands_in_for_the_tests_is_undone_and_named(isolated: Verifying, a
     path = next(iter(changes))
     files = {**FILES, "tests/helper.py": b"def check(found, wanted):\n    assert found == wanted\n"}
     hidden = {
-        "tests/test_hidden.py": b"import os, sys\nsys.path.insert(0, 'tests')\nfrom helper import check\nfrom calc import add\n\ndef test_small():\n"
-        b"    check(add(1, 2), 3)\n\ndef test_zero():\n    import fractions\n    assert '/workspace' not in fractions.__file__\n"
-        + f"    assert not os.path.exists({path!r}) or {path!r} == 'tests/helper.py'\n".encode()
+        "tests/test_hidden.py": (
+            b"import os, sys\nsys.path.insert(0, 'tests')\nfrom helper import check\nfrom calc import add\n\ndef"
+            b" test_small():\n    check(add(1, 2), 3)\n\ndef test_zero():\n    import fractions\n    assert"
+            b" '/workspace' not in fractions.__file__\n"
+            + f"    assert not os.path.exists({path!r}) or {path!r} == 'tests/helper.py'\n".encode()
+        )
     }
     result = isolated.verify({"calc.py": RIGHT, **changes}, files=files, hidden=hidden)
     assert (statuses(result), result.tampering) == (["passed", "passed"], (name,))
@@ -114,15 +120,21 @@ def test_a_helper_that_solutions_change_is_not_restored(isolated: Verifying) -> 
 
 def new_file(path: bytes, mode: bytes = b"100644", line: bytes = b"x") -> bytes:
     return (
-        b'diff --git "a/%s" "b/%s"\nnew file mode %s\nindex 0000000..3f2ff2d\n--- /dev/null\n+++ "b/%s"\n@@ -0,0 +1 @@\n+%s\n'
-        b"\\ No newline at end of file\n" % (path, path, mode, path, line)
+        b'diff --git "a/%s" "b/%s"\nnew file mode %s\nindex 0000000..3f2ff2d\n--- /dev/null\n+++ "b/%s"\n@@ -0,0 +1'
+        b" @@\n+%s\n\\ No newline at end of file\n" % (path, path, mode, path, line)
     )
 
 
 NAMES = {
-    "\\377.pth": ("undone:\\xff.pth",), "\\377.so": ("compiled:\\xff.so",), "a\\nb.so": ("compiled:a\\nb.so",), "\\355\\240\\200.so": ("compiled:\\xed\\xa0\\x80.so",),
-    "\\377/conftest.py": ("undone:conftest.py",), "tests/\\033[2J.so": ("compiled:\\x1b[2J.so",), "tests/\\377.txt": (), "\\377.py": (),
-}  # fmt: skip
+    "\\377.pth": ("undone:\\xff.pth",),
+    "\\377.so": ("compiled:\\xff.so",),
+    "a\\nb.so": ("compiled:a\\nb.so",),
+    "\\355\\240\\200.so": ("compiled:\\xed\\xa0\\x80.so",),
+    "\\377/conftest.py": ("undone:conftest.py",),
+    "tests/\\033[2J.so": ("compiled:\\x1b[2J.so",),
+    "tests/\\377.txt": (),
+    "\\377.py": (),
+}
 
 
 @pytest.mark.parametrize("path", NAMES)
@@ -141,9 +153,11 @@ def test_a_link_of_any_bytes_is_graded(isolated: Verifying) -> None:
 
 def test_a_test_without_expectations_reports_values_and_runs_on(isolated: Verifying) -> None:
     hidden = {
-        "tests/test_hidden.py": b"import pytest\nfrom calc import add\n\n@pytest.mark.parametrize('a,want', [(1, __hidden__(0)), (2, __hidden__(1))])\n"
-        b"def test_small(a, want):\n    __see__('0:0', add(a, 2), want)\n\ndef test_zero():\n    with __raised__('0:1') as caught:\n        add(None, 1)\n"
-        b"    assert 'NoneType' in str(caught.value)\n"
+        "tests/test_hidden.py": (
+            b"import pytest\nfrom calc import add\n\n@pytest.mark.parametrize('a,want', [(1, __hidden__(0)), (2,"
+            b" __hidden__(1))])\ndef test_small(a, want):\n    __see__('0:0', add(a, 2), want)\n\ndef test_zero():\n   "
+            b" with __raised__('0:1') as caught:\n        add(None, 1)\n    assert 'NoneType' in str(caught.value)\n"
+        )
     }
     result = isolated.verify({"calc.py": RIGHT}, hidden=hidden)
     assert statuses(result) == ["passed", "passed"]
@@ -161,8 +175,8 @@ def test_the_canary_watches_where_a_task_has_a_conftest(isolated: Verifying) -> 
     tests = ("tests/test_hidden.py::test_small",)
     assert statuses(isolated.verify({"calc.py": RIGHT}, files=files, hidden=hidden, tests=tests)) == ["passed"]
     cheat = (
-        "import _pytest.reports as r\nr.TestReport.outcome = property(lambda self: 'passed', lambda self, value: None)\n"
-        "def add(a, b):\n    return 0\n"
+        "import _pytest.reports as r\nr.TestReport.outcome = property(lambda self: 'passed', lambda self, value:"
+        " None)\ndef add(a, b):\n    return 0\n"
     )
     result = isolated.verify({"calc.py": cheat}, files=files, hidden=hidden, tests=tests)
     assert "rewritten:report" in result.tampering and "passed" not in statuses(result)

@@ -39,10 +39,14 @@ REFUSED = {
     "alg": "raises(lambda: socket.socket(38, socket.SOCK_SEQPACKET), errno.EAFNOSUPPORT)",
     "generic netlink": "raises(lambda: socket.socket(16, socket.SOCK_RAW, 16), errno.EAFNOSUPPORT)",
     "mptcp": "raises(lambda: socket.socket(2, socket.SOCK_STREAM, 262), errno.EPROTONOSUPPORT)",
-    "typing into a terminal": "raises(lambda: fcntl.ioctl(os.openpty()[1] if os.path.exists('/dev/ptmx') else 0, 0x5412, b'x'), errno.EPERM)",
+    "typing into a terminal": (
+        "raises(lambda: fcntl.ioctl(os.openpty()[1] if os.path.exists('/dev/ptmx') else 0, 0x5412, b'x'), errno.EPERM)"
+    ),
     "a pair of another family": "raises(lambda: socket.socketpair(30, socket.SOCK_SEQPACKET), errno.EAFNOSUPPORT)",
     "a routing socket": "raises(lambda: socket.socket(16, socket.SOCK_RAW, 0), errno.EAFNOSUPPORT)",
-    "asynchronous I/O": "fails(lambda: libc.syscall(206 if X86 else 0, 8, ctypes.byref(ctypes.c_long())), errno.ENOSYS)",
+    "asynchronous I/O": (
+        "fails(lambda: libc.syscall(206 if X86 else 0, 8, ctypes.byref(ctypes.c_long())), errno.ENOSYS)"
+    ),
     "an unknown number": "fails(lambda: libc.syscall(500), errno.ENOSYS)",
     "limits of process 1": "raises(lambda: __import__('resource').prlimit(1, 7, (9, 9)), errno.EPERM)",
     "the priority of process 1": "raises(lambda: os.setpriority(0, 1, 19), errno.EPERM)",
@@ -51,7 +55,9 @@ REFUSED = {
     "a lease": "raises(lambda: fcntl.fcntl(os.open('/tmp/l', os.O_CREAT), 1024, 0), errno.EPERM)",
     "huge pages": "fails(lambda: libc.memfd_create(b'x', 4), errno.ENOMEM)",
     "a pipe outside the workspace": "raises(lambda: os.mkfifo('/dev/pipe'), errno.EACCES, errno.EROFS, errno.EPERM)",
-    "a device in the workspace": "raises(lambda: os.mknod('device', 0o20600, 0), errno.EACCES, errno.EPERM) or not LANDLOCK",
+    "a device in the workspace": (
+        "raises(lambda: os.mknod('device', 0o20600, 0), errno.EACCES, errno.EPERM) or not LANDLOCK"
+    ),
     "the x32 way in": "not X86 or fails(lambda: libc.syscall(0x40000000 + 39), errno.ENOSYS)",
 }
 ALLOWED = {
@@ -63,7 +69,9 @@ ALLOWED = {
     "the names of hosts": "bool(socket.getaddrinfo('localhost', 80))",
     "its own limits": "__import__('resource').setrlimit(7, (512, 1024)) is None",
     "its own priority": "os.setpriority(0, 0, 19) is None and os.sched_setaffinity(0, os.sched_getaffinity(0)) is None",
-    "a rename between directories": "os.mkdir('d') is None and os.rename('calc.py', 'd/c.py') is None and os.rename('d/c.py', 'calc.py') is None",
+    "a rename between directories": (
+        "os.mkdir('d') is None and os.rename('calc.py', 'd/c.py') is None and os.rename('d/c.py', 'calc.py') is None"
+    ),
     "devices": "open('/dev/null', 'w').write('x') and open('/dev/zero', 'rb').read(1) == bytes(1)",
     "locks": "fcntl.flock(os.open('/tmp/lock', os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX) is None",
     "a receive buffer": "socket.socketpair()[0].setsockopt(1, 8, 1 << 20) is None",

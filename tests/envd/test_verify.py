@@ -42,8 +42,10 @@ CHEATS = {
     "kills its supervisor": {"calc.py": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nos._exit(0)\n"},
     "conftest marks all passed": {
         "calc.py": WRONG,
-        "conftest.py": "import pytest\n\n@pytest.hookimpl(hookwrapper=True)\ndef pytest_runtest_makereport(item, call):\n"
-        "    outcome = yield\n    outcome.get_result().outcome = 'passed'\n",
+        "conftest.py": (
+            "import pytest\n\n@pytest.hookimpl(hookwrapper=True)\ndef pytest_runtest_makereport(item, call):\n"
+            "    outcome = yield\n    outcome.get_result().outcome = 'passed'\n"
+        ),
     },
     "ini deselects": {
         "pytest.ini": "[pytest]\naddopts = --collect-only\n",
@@ -56,9 +58,11 @@ CHEATS = {
         "calc.py": "import os\nchild = os.fork() == 0\ndef add(a, b):\n    return a + b if child else None\n"
     },
     "writes to every descriptor": {
-        "calc.py": "import json, os\nfor fd in range(3, 1024):\n    try:\n"
-        '        os.write(fd, b\'["", "test", "tests/test_hidden.py::test_small", "call", "passed", ""]\\n\')\n'
-        "    except OSError:\n        pass\nos._exit(0)\n"
+        "calc.py": (
+            "import json, os\nfor fd in range(3, 1024):\n    try:\n"
+            '        os.write(fd, b\'["", "test", "tests/test_hidden.py::test_small", "call", "passed", ""]\\n\')\n'
+            "    except OSError:\n        pass\nos._exit(0)\n"
+        )
     },
 }
 
@@ -146,9 +150,10 @@ def test_a_diff_that_does_not_apply_says_so(anywhere: Harness) -> None:
 ATTACKS = {
     "an unsendable message": "raise ValueError('\\ud800')\n",
     "a pipe for a log": "import os\nos.remove('/tmp/.envd/log')\nos.mkfifo('/tmp/.envd/log')\n" + WRONG,
-    "a flood of reports": "import os\nfor fd in range(3, 1024):\n    try:\n"
-    "        [os.write(fd, piece * 50000) for _ in range(20) for piece in (b'[', b'1,', b'\\n')]\n    except OSError:\n        pass\n"
-    "raise ValueError\n",
+    "a flood of reports": (
+        "import os\nfor fd in range(3, 1024):\n    try:\n        [os.write(fd, piece * 50000) for _ in range(20) for"
+        " piece in (b'[', b'1,', b'\\n')]\n    except OSError:\n        pass\nraise ValueError\n"
+    ),
 }
 
 
@@ -201,10 +206,12 @@ def test_a_verification_and_a_sandbox_never_share_a_directory(plain: Harness) ->
 
 def test_a_parametrized_test_passes_only_if_every_case_does(namespaces: Harness) -> None:
     hidden = {
-        "test_p.py": b"import pytest\nfrom calc import add\n\n"
-        b"@pytest.mark.parametrize('n', [0, 1])\ndef test_p(n):\n    assert add(n, n) == 2 * n\n\n"
-        b"class TestIt:\n    def test_method(self, tmp_path):\n        assert tmp_path.exists()\n\n"
-        b"import unittest\nclass Case(unittest.TestCase):\n    def test_unit(self):\n        self.assertEqual(1, 1)\n"
+        "test_p.py": (
+            b"import pytest\nfrom calc import add\n\n@pytest.mark.parametrize('n', [0, 1])\ndef test_p(n):\n    assert"
+            b" add(n, n) == 2 * n\n\nclass TestIt:\n    def test_method(self, tmp_path):\n        assert"
+            b" tmp_path.exists()\n\nimport unittest\nclass Case(unittest.TestCase):\n    def test_unit(self):\n       "
+            b" self.assertEqual(1, 1)\n"
+        )
     }
     tests = (
         "test_p.py::test_p",

@@ -1,4 +1,6 @@
-"""Hidden tests run on the backend that the agent's sandboxes run on, with the verdicts that namespaces give, and nobody else signs a result."""
+"""Hidden tests run on the backend that the agent's sandboxes run on, with the verdicts that namespaces give, and nobody
+else signs a result.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A server of an ordinary user, without any capability, gives the verdicts that root's gives, and its sandboxes have the same walls."""
+"""A server of an ordinary user, without any capability, gives the verdicts that root's gives, and its sandboxes have
+the same walls.
+"""
 
 from __future__ import annotations
 

@@ -155,7 +155,10 @@ async def pauses(machines: Machines) -> None:
 async def moves_with_its_memory(
     machines: Machines, megabytes: int, elsewhere: Machines | None = None
 ) -> dict[str, float]:
-    """Snapshot a counting process, fork it twice, hibernate and resume it, and take it to another server. Returns seconds."""
+    """Snapshot a counting process, fork it twice, hibernate and resume it, and take it to another server.
+
+    Returns seconds.
+    """
     times: dict[str, float] = {}
     box = await machines.create()
     before, checksum, pid = await start_counter(box, megabytes)

@@ -1,4 +1,6 @@
-"""Where attacks happen: a server with one backend, a neighbour sandbox that must stay unharmed, and a host that is looked at before and after."""
+"""Where attacks happen: a server with one backend, a neighbour sandbox that must stay unharmed, and a host that is
+looked at before and after.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,10 @@ class Arena:
         self.runner.close()
 
     def run(self, attack: Attack, selected: Sequence[Attack] = ()) -> Outcome:
-        """Run an attack, see that nothing else was harmed, and leave nothing of it. Of those selected, quiet ones are run beside a quiet one."""
+        """Run an attack, see that nothing else was harmed, and leave nothing of it.
+
+        Of those selected, quiet ones are run beside a quiet one.
+        """
         if attack.name not in self._ended:
             beside = [each for each in selected if each.quiet and self._due(each) and each != attack]
             self.runner.run(self._run([attack, *(beside[: _AT_ONCE - 1] if attack.quiet else ())]))
@@ -143,8 +148,9 @@ class Arena:
         return await self._said(attack, sandbox), sandbox.id
 
     async def _recorded(self, since: int, attack: Attack, sandbox_id: str) -> tuple[tuple[str, ...], bool]:
-        """Kinds of the events since, once what must be there is there or the server has had time to look at all sandboxes; and whether
-        the trail of calls names the attack."""
+        """Kinds of the events since, once what must be there is there or the server has had time to look at all
+        sandboxes; and whether the trail of calls names the attack.
+        """
         expected, mark = attack.told_on(self.backend), json.dumps(attack.called)[1:-1]
         deadline = time.monotonic() + _EVENT_S
         while True:

@@ -32,7 +32,9 @@ class Attack:
     what: str
     """For the table: what is tried."""
     blocked: str
-    """A pattern that the attempt's words must hold: how it was refused. A line with BREACH is a finding, whatever else is said."""
+    """A pattern that the attempt's words must hold: how it was refused. A line with BREACH is a finding, whatever else
+    is said.
+    """
     script: str = ""
     """Python, run in the sandbox after `from attempts import *`."""
     shell: str = ""
@@ -50,13 +52,19 @@ class Attack:
     unseen_on: Mapping[str, str] = field(default_factory=dict)
     """Backends on which no event tells of its refusal, and why."""
     mark: str = ""
-    """What the trail says of what an `act` runs, where nothing else tells of it. The others' marks follow from what they are."""
+    """What the trail says of what an `act` runs, where nothing else tells of it. The others' marks follow from what
+    they are.
+    """
     harmless_on: Mapping[str, str] = field(default_factory=dict)
-    """Backends on which it may succeed inside the sandbox, and why that is no escape; host and neighbour are looked at all the same."""
+    """Backends on which it may succeed inside the sandbox, and why that is no escape; host and neighbour are looked at
+    all the same.
+    """
     not_on: Mapping[str, str] = field(default_factory=dict)
     """Backends it is not run on, and why."""
     succeeds_on: Mapping[str, str] = field(default_factory=dict)
-    """Backends on which it is not stopped yet, and what it does there: expected to fail, so that whoever stops it has to say so here."""
+    """Backends on which it is not stopped yet, and what it does there: expected to fail, so that whoever stops it has
+    to say so here.
+    """
     limits: Limits = SMALL
     create: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of `SandboxClient.create`."""

@@ -1,4 +1,6 @@
-"""Attacks by quantity: processes, memory, disk, descriptors, what the kernel counts by user; and processes that try to outlive their time."""
+"""Attacks by quantity: processes, memory, disk, descriptors, what the kernel counts by user; and processes that try to
+outlive their time.
+"""
 
 from __future__ import annotations
 
@@ -267,16 +269,15 @@ async def burn(arena: Arena) -> str:
 async def neighbour_needs(arena: Arena) -> list[str]:
     """What a neighbour and the host still can, of what the kernel counts by user."""
     code = (
-        "import ctypes, os, time\nlibc = ctypes.CDLL(None, use_errno=True)\n"
-        "print('inotify', libc.inotify_init1(0) >= 0)\n"
-        "t = ctypes.c_void_p()\nprint('timer', libc.timer_create(0, None, ctypes.byref(t)) == 0)\n"
-        "print('queue', libc.sigqueue(os.getpid(), 0, None) == 0)\n"
-        "import array, pty, select, socket\na, b = socket.socketpair()\n"
-        "try:\n    a.sendmsg([b'x'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array('i', [0] * 8))])\n    print('pass descriptors', True)\n"
-        "except OSError as error:\n    print('pass descriptors False', error)\n"
-        "try:\n    select.epoll().register(a.fileno())\n    print('epoll', True)\nexcept OSError as error:\n    print('epoll False', error)\n"
-        "if os.path.exists('/dev/ptmx'):\n    try:\n        pty.openpty()\n        print('terminal', True)\n    except OSError as error:\n        print('terminal False', error)\n"
-        "p = libc.shmget(0, 4096, 0o1600)\nprint('shm', p >= 0)\nprint('fork', os.fork() >= 0)\n"
+        "import ctypes, os, time\nlibc = ctypes.CDLL(None, use_errno=True)\nprint('inotify', libc.inotify_init1(0) >="
+        " 0)\nt = ctypes.c_void_p()\nprint('timer', libc.timer_create(0, None, ctypes.byref(t)) == 0)\nprint('queue',"
+        " libc.sigqueue(os.getpid(), 0, None) == 0)\nimport array, pty, select, socket\na, b ="
+        " socket.socketpair()\ntry:\n    a.sendmsg([b'x'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array('i', [0]"
+        " * 8))])\n    print('pass descriptors', True)\nexcept OSError as error:\n    print('pass descriptors False',"
+        " error)\ntry:\n    select.epoll().register(a.fileno())\n    print('epoll', True)\nexcept OSError as error:\n  "
+        "  print('epoll False', error)\nif os.path.exists('/dev/ptmx'):\n    try:\n        pty.openpty()\n       "
+        " print('terminal', True)\n    except OSError as error:\n        print('terminal False', error)\np ="
+        " libc.shmget(0, 4096, 0o1600)\nprint('shm', p >= 0)\nprint('fork', os.fork() >= 0)\n"
     )
     return await arena.neighbour.run(code)
 
@@ -301,7 +302,10 @@ def exhausting(code: str, words: str) -> object:
         lines = await neighbour_needs(arena)
         broken = [line for line in lines if "True" not in line]
         host = arena.host.needs()
-        return f"{'BREACH' if broken or host else 'the neighbour has its own'} ({held_now}, {words}) {broken} {host} process {process.process}"
+        return (
+            f"{'BREACH' if broken or host else 'the neighbour has its own'} ({held_now}, {words}) {broken} {host}"
+            f" process {process.process}"
+        )
 
     return act
 
@@ -309,9 +313,10 @@ def exhausting(code: str, words: str) -> object:
 async def daemon_after_timeout(arena: Arena) -> str:
     sandbox = await arena.sandbox()
     code = (
-        "import os, signal, time\nfor s in range(1, 32):\n    try:\n        signal.signal(s, signal.SIG_IGN)\n    except OSError:\n        pass\n"
-        "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        while True:\n            open('/tmp/beat', 'w').write(str(time.time()))\n            time.sleep(0.05)\n"
-        "    os._exit(0)\ntime.sleep(100)\n"
+        "import os, signal, time\nfor s in range(1, 32):\n    try:\n        signal.signal(s, signal.SIG_IGN)\n   "
+        " except OSError:\n        pass\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        while"
+        " True:\n            open('/tmp/beat', 'w').write(str(time.time()))\n            time.sleep(0.05)\n   "
+        " os._exit(0)\ntime.sleep(100)\n"
     )
     await sandbox.files.write("daemon.py", code.encode())
     result = await sandbox.call(
@@ -327,7 +332,10 @@ async def daemon_after_timeout(arena: Arena) -> str:
 
 async def daemon_after_end(arena: Arena) -> str:
     sandbox = await arena.sandbox()
-    command = "for i in 1 2 3 4; do (setsid nohup sleep 98765 >/dev/null 2>&1 &); done; trap '' TERM HUP; sleep 98765 & disown; echo started"
+    command = (
+        "for i in 1 2 3 4; do (setsid nohup sleep 98765 >/dev/null 2>&1 &); done; trap '' TERM HUP; sleep 98765 &"
+        " disown; echo started"
+    )
     said = (await sandbox.call(ToolCall("exec", {"command": command}))).text
     await sandbox.close()
     return f"{said}\n{'BREACH ' + left if (left := await arena.left_of(['98765'])) else 'nothing lives on'}"
@@ -362,28 +370,199 @@ _OOM = r"gone|exit 137|Killed|MemoryError|refused|Cannot allocate|\Aexit 1\n"
 _BY_USER = "the kernel counts it by user and name space; the server does not see it"
 _GVISOR_COUNTS = "its kernel refuses at the sandbox's own limit, which the host's groups do not count as hit"
 ATTACKS = (
-    Attack("fork-bomb", "bombs", "processes without end", r"refused after \d+|gone", script=FORKS, audit=("limit.pids",), unseen_on={"gvisor": _GVISOR_COUNTS}),
-    Attack("thread-bomb", "bombs", "threads without end", r"refused after \d+|gone", script=THREADS, audit=("limit.pids",), unseen_on={"gvisor": _GVISOR_COUNTS}),
-    Attack("zombie-bomb", "bombs", "dead processes that nobody waits for", r"refused after \d+|gone", script=ZOMBIES, audit=("limit.pids",), unseen_on={"gvisor": _GVISOR_COUNTS}),
-    Attack("memory-bomb", "bombs", "512 MiB of memory in a sandbox of 128", _OOM, script=MEMORY, audit=("limit.memory", "sandbox.died")),
-    Attack("memory-files", "bombs", "512 MiB in memory files", _OOM, script=MEMFD, audit=("limit.memory", "sandbox.died")),
-    Attack("memory-shared", "bombs", "512 MiB of System V shared memory", _OOM, script=SHARED, audit=("limit.memory", "sandbox.died")),
-    Attack("memory-pipes", "bombs", "memory of the kernel's held in pipes", r"held|" + _OOM, script=PIPES, unseen="its limit refuses or ends it; which, the kernel decides"),
-    Attack("memory-sockets", "bombs", "memory of the kernel's held in socket buffers", r"held|" + _OOM, script=SOCKET_BUFFERS, unseen="its limit refuses or ends it; which, the kernel decides"),
-    Attack("memory-locked", "bombs", "memory locked against its limit", r"refused|" + _OOM, script=LOCKS, unseen="its limit refuses or ends it; which, the kernel decides", harmless_on={"qemu": OWN_KERNEL}),
-    Attack("disk-bomb", "bombs", "64 MiB into each of the workspace, /tmp, /dev/shm and /var/tmp of a sandbox with 16", r"refused /workspace/fill[\s\S]*refused /tmp/fill", script=DISK, audit=("limit.disk",)),
-    Attack("disk-allocate", "bombs", "a file of 1 GiB and one of 1 TiB allocated without writing", r"refused fallocate 1073741824", script=ALLOCATE, unseen=KERNEL),
-    Attack("inode-bomb", "bombs", "200,000 empty files", r"refused after|gone|exit 137", script=INODES, audit=("limit.disk", "limit.memory"), timeout_s=60),
-    Attack("descriptor-bomb", "bombs", "a million descriptors, and the limit raised", r"refused after[\s\S]*refused raise|refused after", script=DESCRIPTORS, unseen=KERNEL),
-    Attack("inotify-instances", "bombs", "inotify instances, which kernels count by user, held while a neighbour and the host need one", r"the neighbour has its own", act=exhausting(INOTIFY, "inotify"), unseen=_BY_USER, mark=_HOLDING),
-    Attack("inotify-watches", "bombs", "60,000 watches, which kernels count by user", r"the neighbour has its own", act=exhausting(WATCHES, "watches"), unseen=_BY_USER, mark=_HOLDING),
-    Attack("queued-signals", "bombs", "half a million queued signals, which kernels count by user", r"the neighbour has its own", act=exhausting(SIGNALS, "signals"), unseen=_BY_USER, mark=_HOLDING),
-    Attack("terminals", "bombs", "pseudo-terminals, which kernels count over all", r"the neighbour has its own", act=exhausting(TERMINALS, "terminals"), unseen=_BY_USER, mark=_HOLDING),
-    Attack("descriptors-in-flight", "bombs", "descriptors sent and never received, which kernels count by user", r"the neighbour has its own", act=exhausting(IN_FLIGHT, "in flight"), unseen=_BY_USER, mark=_HOLDING),
-    Attack("epoll-watches", "bombs", "epoll watches without end, which kernels count by user", r"the neighbour has its own", act=exhausting(EPOLL, "epoll"), unseen=_BY_USER, mark=_HOLDING),
-    Attack("cpu-hog", "bombs", "eight busy loops with half a core", r"held at", act=burn, unseen="a scheduler's limit is kept, not hit", mark="python3 burn.py"),
-    Attack("daemon-after-timeout", "time", "a daemon that ignores every signal and left its session outlives its command's timeout", r"killed timed_out=True", act=daemon_after_timeout, audit=("limit.time",)),
-    Attack("daemon-after-end", "time", "daemons outlive their sandbox", r"nothing lives on", act=daemon_after_end, unseen=CONTAINED, mark="sleep 98765"),
-    Attack("stopped-shell", "time", "a shell that stops itself", r"timed_out=True then 'alive", act=stopped, audit=("limit.time",)),
-    Attack("lifetime", "time", "a sandbox that nobody closes", r"ended in time", act=lifetime, audit=("lifetime.expired",)),
-)  # fmt: skip
+    Attack(
+        "fork-bomb",
+        "bombs",
+        "processes without end",
+        r"refused after \d+|gone",
+        script=FORKS,
+        audit=("limit.pids",),
+        unseen_on={"gvisor": _GVISOR_COUNTS},
+    ),
+    Attack(
+        "thread-bomb",
+        "bombs",
+        "threads without end",
+        r"refused after \d+|gone",
+        script=THREADS,
+        audit=("limit.pids",),
+        unseen_on={"gvisor": _GVISOR_COUNTS},
+    ),
+    Attack(
+        "zombie-bomb",
+        "bombs",
+        "dead processes that nobody waits for",
+        r"refused after \d+|gone",
+        script=ZOMBIES,
+        audit=("limit.pids",),
+        unseen_on={"gvisor": _GVISOR_COUNTS},
+    ),
+    Attack(
+        "memory-bomb",
+        "bombs",
+        "512 MiB of memory in a sandbox of 128",
+        _OOM,
+        script=MEMORY,
+        audit=("limit.memory", "sandbox.died"),
+    ),
+    Attack(
+        "memory-files", "bombs", "512 MiB in memory files", _OOM, script=MEMFD, audit=("limit.memory", "sandbox.died")
+    ),
+    Attack(
+        "memory-shared",
+        "bombs",
+        "512 MiB of System V shared memory",
+        _OOM,
+        script=SHARED,
+        audit=("limit.memory", "sandbox.died"),
+    ),
+    Attack(
+        "memory-pipes",
+        "bombs",
+        "memory of the kernel's held in pipes",
+        r"held|" + _OOM,
+        script=PIPES,
+        unseen="its limit refuses or ends it; which, the kernel decides",
+    ),
+    Attack(
+        "memory-sockets",
+        "bombs",
+        "memory of the kernel's held in socket buffers",
+        r"held|" + _OOM,
+        script=SOCKET_BUFFERS,
+        unseen="its limit refuses or ends it; which, the kernel decides",
+    ),
+    Attack(
+        "memory-locked",
+        "bombs",
+        "memory locked against its limit",
+        r"refused|" + _OOM,
+        script=LOCKS,
+        unseen="its limit refuses or ends it; which, the kernel decides",
+        harmless_on={"qemu": OWN_KERNEL},
+    ),
+    Attack(
+        "disk-bomb",
+        "bombs",
+        "64 MiB into each of the workspace, /tmp, /dev/shm and /var/tmp of a sandbox with 16",
+        r"refused /workspace/fill[\s\S]*refused /tmp/fill",
+        script=DISK,
+        audit=("limit.disk",),
+    ),
+    Attack(
+        "disk-allocate",
+        "bombs",
+        "a file of 1 GiB and one of 1 TiB allocated without writing",
+        r"refused fallocate 1073741824",
+        script=ALLOCATE,
+        unseen=KERNEL,
+    ),
+    Attack(
+        "inode-bomb",
+        "bombs",
+        "200,000 empty files",
+        r"refused after|gone|exit 137",
+        script=INODES,
+        audit=("limit.disk", "limit.memory"),
+        timeout_s=60,
+    ),
+    Attack(
+        "descriptor-bomb",
+        "bombs",
+        "a million descriptors, and the limit raised",
+        r"refused after[\s\S]*refused raise|refused after",
+        script=DESCRIPTORS,
+        unseen=KERNEL,
+    ),
+    Attack(
+        "inotify-instances",
+        "bombs",
+        "inotify instances, which kernels count by user, held while a neighbour and the host need one",
+        r"the neighbour has its own",
+        act=exhausting(INOTIFY, "inotify"),
+        unseen=_BY_USER,
+        mark=_HOLDING,
+    ),
+    Attack(
+        "inotify-watches",
+        "bombs",
+        "60,000 watches, which kernels count by user",
+        r"the neighbour has its own",
+        act=exhausting(WATCHES, "watches"),
+        unseen=_BY_USER,
+        mark=_HOLDING,
+    ),
+    Attack(
+        "queued-signals",
+        "bombs",
+        "half a million queued signals, which kernels count by user",
+        r"the neighbour has its own",
+        act=exhausting(SIGNALS, "signals"),
+        unseen=_BY_USER,
+        mark=_HOLDING,
+    ),
+    Attack(
+        "terminals",
+        "bombs",
+        "pseudo-terminals, which kernels count over all",
+        r"the neighbour has its own",
+        act=exhausting(TERMINALS, "terminals"),
+        unseen=_BY_USER,
+        mark=_HOLDING,
+    ),
+    Attack(
+        "descriptors-in-flight",
+        "bombs",
+        "descriptors sent and never received, which kernels count by user",
+        r"the neighbour has its own",
+        act=exhausting(IN_FLIGHT, "in flight"),
+        unseen=_BY_USER,
+        mark=_HOLDING,
+    ),
+    Attack(
+        "epoll-watches",
+        "bombs",
+        "epoll watches without end, which kernels count by user",
+        r"the neighbour has its own",
+        act=exhausting(EPOLL, "epoll"),
+        unseen=_BY_USER,
+        mark=_HOLDING,
+    ),
+    Attack(
+        "cpu-hog",
+        "bombs",
+        "eight busy loops with half a core",
+        r"held at",
+        act=burn,
+        unseen="a scheduler's limit is kept, not hit",
+        mark="python3 burn.py",
+    ),
+    Attack(
+        "daemon-after-timeout",
+        "time",
+        "a daemon that ignores every signal and left its session outlives its command's timeout",
+        r"killed timed_out=True",
+        act=daemon_after_timeout,
+        audit=("limit.time",),
+    ),
+    Attack(
+        "daemon-after-end",
+        "time",
+        "daemons outlive their sandbox",
+        r"nothing lives on",
+        act=daemon_after_end,
+        unseen=CONTAINED,
+        mark="sleep 98765",
+    ),
+    Attack(
+        "stopped-shell",
+        "time",
+        "a shell that stops itself",
+        r"timed_out=True then 'alive",
+        act=stopped,
+        audit=("limit.time",),
+    ),
+    Attack(
+        "lifetime", "time", "a sandbox that nobody closes", r"ended in time", act=lifetime, audit=("lifetime.expired",)
+    ),
+)

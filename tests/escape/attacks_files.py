@@ -1,4 +1,6 @@
-"""Attacks on paths: the server's file calls and tools must not leave the workspace, nor wait, nor read without bound."""
+"""Attacks on paths: the server's file calls and tools must not leave the workspace, nor wait, nor read without
+bound.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,10 @@ async def magic_links(arena: Arena) -> str:
         ToolCall(
             "exec",
             {
-                "command": "ln -s /proc/1/root r; ln -s /proc/self/cwd/../etc c; ln -s /proc/self/fd f; ln -s /proc/1/environ e"
+                "command": (
+                    "ln -s /proc/1/root r; ln -s /proc/self/cwd/../etc c; ln -s /proc/self/fd f; ln -s"
+                    " /proc/1/environ e"
+                )
             },
         )
     )
@@ -70,7 +75,9 @@ async def magic_links(arena: Arena) -> str:
 
 
 def exchanging(one: str, other: str) -> bytes:
-    """A program that exchanges two names as quickly as it can: at once, or in steps where the kernel knows no RENAME_EXCHANGE."""
+    """A program that exchanges two names as quickly as it can: at once, or in steps where the kernel knows no
+    RENAME_EXCHANGE.
+    """
     return (
         f"import ctypes, os\nlibc = ctypes.CDLL(None)\none, other = {one!r}, {other!r}\n"
         "while libc.renameat2(-100, one.encode(), -100, other.encode(), 2) == 0:\n    pass\n"
@@ -79,13 +86,17 @@ def exchanging(one: str, other: str) -> bytes:
 
 
 async def swapped_directory(arena: Arena) -> str:
-    """A directory becomes a link to the outside and back, as quickly as the sandbox can, while the server reads, writes and lists."""
+    """A directory becomes a link to the outside and back, as quickly as the sandbox can, while the server reads, writes
+    and lists.
+    """
     sandbox = await arena.sandbox()
     await sandbox.call(
         ToolCall(
             "exec",
             {
-                "command": "mkdir /tmp/outside; echo OUTSIDE >/tmp/outside/f; mkdir d; echo inside >d/f; ln -s /tmp/outside l"
+                "command": (
+                    "mkdir /tmp/outside; echo OUTSIDE >/tmp/outside/f; mkdir d; echo inside >d/f; ln -s /tmp/outside l"
+                )
             },
         )
     )
@@ -130,7 +141,10 @@ async def swapped_file(arena: Arena) -> str:
 
 async def _read_where_the_link_stays(sandbox: Sandbox, one: str, two: str, path: str) -> bytes:
     """The exchange ends with the link in the place that is read: on a slow machine no read may have met it before."""
-    end = f"pkill -9 -f swap.py; until ! pgrep -f swap.p[y]; do sleep 0.1; done; [ -L {one} ] || {{ mv {one} x; mv {two} {one}; }}"
+    end = (
+        f"pkill -9 -f swap.py; until ! pgrep -f swap.p[y]; do sleep 0.1; done; [ -L {one} ] || {{ mv {one} x; mv {two}"
+        f" {one}; }}"
+    )
     await sandbox.call(ToolCall("exec", {"command": end}), timeout_s=30)
     try:
         return await sandbox.files.read(path)
@@ -176,7 +190,10 @@ async def hidden_file(arena: Arena) -> str:
 
 async def diff_of_links(arena: Arena) -> str:
     sandbox = await arena.sandbox()
-    command = f"ln -s /etc/passwd p; ln -s {arena.host.canary} q; ln -s /etc all; mkfifo pipe; rm attempts.py; ln -s /proc/self/environ attempts.py"
+    command = (
+        f"ln -s /etc/passwd p; ln -s {arena.host.canary} q; ln -s /etc all; mkfifo pipe; rm attempts.py; ln -s"
+        " /proc/self/environ attempts.py"
+    )
     await sandbox.call(ToolCall("exec", {"command": command}))
     diff = await sandbox.diff()
     bad = [word for word in (b"root:x", b"PATH=", arena.host.secret.encode(), b"/etc/passwd\n+root") if word in diff]
@@ -222,7 +239,9 @@ async def _ended(what: str, work: object) -> str:
 
 
 async def overlay(arena: Arena) -> str:
-    """The attributes are set, then looked through in the sandbox and, where it can be forked, in its copy: a snapshot must not make them real."""
+    """The attributes are set, then looked through in the sandbox and, where it can be forked, in its copy: a snapshot
+    must not make them real.
+    """
     sandbox = await arena.sandbox()
     await sandbox.files.write("attack.py", f"from attempts import *\n{OVERLAY}".encode())
     said = (await sandbox.call(ToolCall("exec", {"command": "python3 attack.py"}), timeout_s=arena.patience_s)).text
@@ -266,20 +285,136 @@ absent("the file they name", open("f").read().replace("x", ""))
 """
 
 ATTACKS = (
-    Attack("path-dotdot", "paths", "file calls and tools given `..` up to the host's canary", r"refused read.*\n.*refused tool", act=dotdot, audit=("path.escape",)),
-    Attack("path-absolute", "paths", "absolute paths of the system and of the host", r"refused read", act=absolute, audit=("path.escape",)),
-    Attack("path-link-read", "paths", "links in the workspace that lead to /etc", r"refused read.*[\s\S]*refused tool", act=link_read, audit=("path.escape",)),
-    Attack("path-link-write", "paths", "writing, moving and removing through links to the outside", r"outside is as it was", act=link_write, audit=("path.escape",)),
-    Attack("path-magic-link", "paths", "links through /proc/1/root, /proc/self/cwd and /proc/self/fd", r"refused read r/etc/passwd", act=magic_links, audit=("path.escape",)),
-    Attack("path-swap-directory", "paths", "TOCTOU: a directory and a link to the outside exchanged in a loop while the server works in it", r"never outside", act=swapped_directory, audit=("path.escape",)),
-    Attack("path-swap-file", "paths", "TOCTOU: a file and a link exchanged in a loop while the server reads it", r"never outside", act=swapped_file, audit=("path.escape",)),
-    Attack("path-fifo", "paths", "a FIFO, an endless device and a terminal in place of a file", r"refused read pipe[\s\S]*refused tool", act=fifo, audit=("path.escape",)),
-    Attack("path-names", "paths", "names with null bytes, of 300 bytes, 3,000 levels; the workspace itself removed and moved", r"refused read.*[\s\S]*refused remove[\s\S]*refused move", act=names, audit=("request.refused",)),
-    Attack("path-hidden", "paths", "a file that the policy hides, by other spellings and from git's history", r"refused read[\s\S]*not in the sandbox", act=hidden_file, audit=("path.escape",)),
-    Attack("path-diff-links", "paths", "links and FIFOs in what the final diff reads, and its verdict", r"links as links: [2-4] .*link:outside", act=diff_of_links, audit=("verify.tampered",)),
-    Attack("path-deep-tree", "paths", "1,500 nested directories to list, compare and remove", r"bounded", act=deep_tree, unseen=CONTAINED, mark="python3 make.py"),
-    Attack("path-wide-tree", "paths", "20,000 entries with long names in one directory", r"bounded: 1000 entries, cut True", act=wide_tree, audit=("limit.output",)),
-    Attack("path-hard-link", "paths", "hard links to files of the system and of the template", r"refused link /etc/passwd", script=HARDLINK, unseen=KERNEL),
-    Attack("system-read-only", "paths", "creating, changing and removing what belongs to the system, the template and the Python", r"refused create /etc/x E(ROFS|ACCES|PERM)", script=READ_ONLY, unseen=KERNEL, harmless_on={"qemu": OWN_KERNEL}),
-    Attack("overlay-attributes", "paths", "overlayfs's own attributes, to redirect a directory to elsewhere, now and in a fork", r"nothing of where they point", act=overlay, unseen=KERNEL, mark="attack.py", harmless_on={"qemu": OWN_KERNEL}),
-)  # fmt: skip
+    Attack(
+        "path-dotdot",
+        "paths",
+        "file calls and tools given `..` up to the host's canary",
+        r"refused read.*\n.*refused tool",
+        act=dotdot,
+        audit=("path.escape",),
+    ),
+    Attack(
+        "path-absolute",
+        "paths",
+        "absolute paths of the system and of the host",
+        r"refused read",
+        act=absolute,
+        audit=("path.escape",),
+    ),
+    Attack(
+        "path-link-read",
+        "paths",
+        "links in the workspace that lead to /etc",
+        r"refused read.*[\s\S]*refused tool",
+        act=link_read,
+        audit=("path.escape",),
+    ),
+    Attack(
+        "path-link-write",
+        "paths",
+        "writing, moving and removing through links to the outside",
+        r"outside is as it was",
+        act=link_write,
+        audit=("path.escape",),
+    ),
+    Attack(
+        "path-magic-link",
+        "paths",
+        "links through /proc/1/root, /proc/self/cwd and /proc/self/fd",
+        r"refused read r/etc/passwd",
+        act=magic_links,
+        audit=("path.escape",),
+    ),
+    Attack(
+        "path-swap-directory",
+        "paths",
+        "TOCTOU: a directory and a link to the outside exchanged in a loop while the server works in it",
+        r"never outside",
+        act=swapped_directory,
+        audit=("path.escape",),
+    ),
+    Attack(
+        "path-swap-file",
+        "paths",
+        "TOCTOU: a file and a link exchanged in a loop while the server reads it",
+        r"never outside",
+        act=swapped_file,
+        audit=("path.escape",),
+    ),
+    Attack(
+        "path-fifo",
+        "paths",
+        "a FIFO, an endless device and a terminal in place of a file",
+        r"refused read pipe[\s\S]*refused tool",
+        act=fifo,
+        audit=("path.escape",),
+    ),
+    Attack(
+        "path-names",
+        "paths",
+        "names with null bytes, of 300 bytes, 3,000 levels; the workspace itself removed and moved",
+        r"refused read.*[\s\S]*refused remove[\s\S]*refused move",
+        act=names,
+        audit=("request.refused",),
+    ),
+    Attack(
+        "path-hidden",
+        "paths",
+        "a file that the policy hides, by other spellings and from git's history",
+        r"refused read[\s\S]*not in the sandbox",
+        act=hidden_file,
+        audit=("path.escape",),
+    ),
+    Attack(
+        "path-diff-links",
+        "paths",
+        "links and FIFOs in what the final diff reads, and its verdict",
+        r"links as links: [2-4] .*link:outside",
+        act=diff_of_links,
+        audit=("verify.tampered",),
+    ),
+    Attack(
+        "path-deep-tree",
+        "paths",
+        "1,500 nested directories to list, compare and remove",
+        r"bounded",
+        act=deep_tree,
+        unseen=CONTAINED,
+        mark="python3 make.py",
+    ),
+    Attack(
+        "path-wide-tree",
+        "paths",
+        "20,000 entries with long names in one directory",
+        r"bounded: 1000 entries, cut True",
+        act=wide_tree,
+        audit=("limit.output",),
+    ),
+    Attack(
+        "path-hard-link",
+        "paths",
+        "hard links to files of the system and of the template",
+        r"refused link /etc/passwd",
+        script=HARDLINK,
+        unseen=KERNEL,
+    ),
+    Attack(
+        "system-read-only",
+        "paths",
+        "creating, changing and removing what belongs to the system, the template and the Python",
+        r"refused create /etc/x E(ROFS|ACCES|PERM)",
+        script=READ_ONLY,
+        unseen=KERNEL,
+        harmless_on={"qemu": OWN_KERNEL},
+    ),
+    Attack(
+        "overlay-attributes",
+        "paths",
+        "overlayfs's own attributes, to redirect a directory to elsewhere, now and in a fork",
+        r"nothing of where they point",
+        act=overlay,
+        unseen=KERNEL,
+        mark="attack.py",
+        harmless_on={"qemu": OWN_KERNEL},
+    ),
+)

@@ -1,4 +1,6 @@
-"""Attacks on what else is on the host and beside the sandbox: networks, sockets, neighbours, secrets and descriptors."""
+"""Attacks on what else is on the host and beside the sandbox: networks, sockets, neighbours, secrets and
+descriptors.
+"""
 
 from __future__ import annotations
 
@@ -56,28 +58,40 @@ attempt("tun", lambda: fcntl.ioctl(os.open("/dev/net/tun", os.O_RDWR), 0x400454C
 async def host_loopback(arena: Arena) -> str:
     ports = dict(arena.host.listeners)
     code = DIAL + "".join(f"attempt('{host}:{port}', dial, '{host}', {port})\n" for host, port in ports.items())
-    code += f"for port in range({min(ports.values())} - 20, {min(ports.values())} + 20):\n    attempt(f'127.0.0.1:{{port}}', dial, '127.0.0.1', port)\n"
+    code += (
+        f"for port in range({min(ports.values())} - 20, {min(ports.values())} + 20):\n   "
+        " attempt(f'127.0.0.1:{port}', dial, '127.0.0.1', port)\n"
+    )
     return await _python(arena, code)
 
 
 async def abstract_sockets(arena: Arena) -> str:
     names = [arena.host.abstract, arena.neighbour.abstract]
-    code = f"for name in {names!r}:\n    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):\n        attempt(name, lambda: socket.socket(socket.AF_UNIX, kind).connect(chr(0) + name))\n"
+    code = (
+        f"for name in {names!r}:\n    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):\n        attempt(name,"
+        " lambda: socket.socket(socket.AF_UNIX, kind).connect(chr(0) + name))\n"
+    )
     return await _python(arena, code)
 
 
 async def server_socket(arena: Arena) -> str:
     path = arena.address.removeprefix("unix:")
     code = f"attempt('connect', lambda: socket.socket(socket.AF_UNIX).connect({path!r}))\n"
-    code += f"attempt('list', os.listdir, {path.rpartition('/')[0]!r})\nattempt('list /tmp of the host', os.listdir, '/proc/1/root/proc/1/root/tmp/envd')\n"
-    code += "import glob\nabsent('sockets', [p for p in glob.glob('/tmp/**', recursive=True) + glob.glob('/run/**', recursive=True) if p.endswith('.sock')])\n"
+    code += (
+        f"attempt('list', os.listdir, {path.rpartition('/')[0]!r})\nattempt('list /tmp of the host', os.listdir,"
+        " '/proc/1/root/proc/1/root/tmp/envd')\n"
+    )
+    code += (
+        "import glob\nabsent('sockets', [p for p in glob.glob('/tmp/**', recursive=True) + glob.glob('/run/**',"
+        " recursive=True) if p.endswith('.sock')])\n"
+    )
     return await _python(arena, code)
 
 
 async def neighbour_service(arena: Arena) -> str:
     code = (
-        DIAL
-        + f"attempt('loopback', dial, '127.0.0.1', {arena.neighbour.port})\nattempt('host name', dial, 'sandbox', {arena.neighbour.port})\n"
+        DIAL + f"attempt('loopback', dial, '127.0.0.1', {arena.neighbour.port})\nattempt('host name', dial, 'sandbox',"
+        f" {arena.neighbour.port})\n"
     )
     said = await _python(arena, code)
     visits = await arena.neighbour.visits()
@@ -86,8 +100,15 @@ async def neighbour_service(arena: Arena) -> str:
 
 async def neighbour_files(arena: Arena) -> str:
     secret = arena.neighbour.secret
-    places = "/etc /tmp /dev /run /var /workspace /.template /.scratch /proc/[0-9]*/cmdline /proc/[0-9]*/environ /proc/[0-9]*/root/workspace /proc/[0-9]*/cwd/ /proc/sysvipc"
-    command = f"timeout 20 grep -rlsI -D skip {secret[:8]}'{secret[8:]}' {places} 2>/dev/null | head -3; ls /proc/[0-9]*/root/workspace/secret.txt 2>/dev/null; find /etc /tmp /run /var /dev /workspace /root -xdev -name secret.txt 2>/dev/null"
+    places = (
+        "/etc /tmp /dev /run /var /workspace /.template /.scratch /proc/[0-9]*/cmdline /proc/[0-9]*/environ"
+        " /proc/[0-9]*/root/workspace /proc/[0-9]*/cwd/ /proc/sysvipc"
+    )
+    command = (
+        f"timeout 20 grep -rlsI -D skip {secret[:8]}'{secret[8:]}' {places} 2>/dev/null | head -3; ls"
+        " /proc/[0-9]*/root/workspace/secret.txt 2>/dev/null; find /etc /tmp /run /var /dev /workspace /root -xdev"
+        " -name secret.txt 2>/dev/null"
+    )
     sandbox = await arena.sandbox()
     result = await sandbox.call(
         ToolCall("exec", {"command": f"({command}) | sed 's/^/BREACH /'; echo searched", "timeout_s": 60}), timeout_s=70
@@ -98,8 +119,9 @@ async def neighbour_files(arena: Arena) -> str:
 async def neighbour_processes(arena: Arena) -> str:
     said = await _python(
         arena,
-        "names = []\nfor pid in os.listdir('/proc'):\n    if pid.isdigit():\n        try:\n            names.append(open(f'/proc/{pid}/cmdline').read())\n        except OSError:\n            pass\n"
-        "absent('the neighbour', [n for n in names if 'heartbeat' in n])\nprint('kill -9 -1 next', flush=True)\nos.kill(-1, 9)\n",
+        "names = []\nfor pid in os.listdir('/proc'):\n    if pid.isdigit():\n        try:\n           "
+        " names.append(open(f'/proc/{pid}/cmdline').read())\n        except OSError:\n            pass\nabsent('the"
+        " neighbour', [n for n in names if 'heartbeat' in n])\nprint('kill -9 -1 next', flush=True)\nos.kill(-1, 9)\n",
     )
     return f"{said}\nthe neighbour beats: {await arena.neighbour.beats()}"
 
@@ -227,13 +249,33 @@ async def egress_inwards(arena: Arena) -> str:
     listeners = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in arena.host.listeners]
     port = arena.host.listeners[0][1]
     spelled = [
-        "127.1", "2130706433", "0x7f.1", "0177.0.0.1", "0.0.0.0", "localhost", "LOCALHOST.", "[::1]", "[::]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]",
-        "[64:ff9b::7f00:1]", "[2002:7f00:1::]", "127.0.0.1.nip.io",
-    ]  # fmt: skip
+        "127.1",
+        "2130706433",
+        "0x7f.1",
+        "0177.0.0.1",
+        "0.0.0.0",
+        "localhost",
+        "LOCALHOST.",
+        "[::1]",
+        "[::]",
+        "[::ffff:127.0.0.1]",
+        "[::ffff:7f00:1]",
+        "[64:ff9b::7f00:1]",
+        "[2002:7f00:1::]",
+        "127.0.0.1.nip.io",
+    ]
     metadata = [
-        "169.254.169.254:80", "[fd00:ec2::254]:80", "[::ffff:169.254.169.254]:80", "100.100.100.200:80", "168.63.129.16:80", "metadata.google.internal:80",
-        "10.0.0.1:80", "192.168.0.1:80", "172.17.0.1:2375", "2852039166:80",
-    ]  # fmt: skip
+        "169.254.169.254:80",
+        "[fd00:ec2::254]:80",
+        "[::ffff:169.254.169.254]:80",
+        "100.100.100.200:80",
+        "168.63.129.16:80",
+        "metadata.google.internal:80",
+        "10.0.0.1:80",
+        "192.168.0.1:80",
+        "172.17.0.1:2375",
+        "2852039166:80",
+    ]
     places = [*metadata, *listeners, *(f"{host}:{port}" for host in spelled)]
     code = f"""
 for place in {places!r}:
@@ -273,19 +315,144 @@ for framing in ("Content-Length: 0", "Content-Length: 5\\r\\nTransfer-Encoding: 
 _NONE = dict.fromkeys(("gvisor", "qemu"), "it gives no network: a policy with destinations is denied")
 _UNREACHABLE = r"refused 169\.254\.169\.254 (ENETUNREACH|EHOSTUNREACH|TimeoutError|EPERM|EACCES|ENETDOWN)"
 ATTACKS = (
-    Attack("metadata-address", "network", "cloud metadata addresses, private networks and the internet, TCP and UDP", _UNREACHABLE, script=METADATA, unseen=KERNEL, timeout_s=60),
-    Attack("egress-inwards", "network", "the metadata address, private networks and the host's own services through the proxy of a sandbox that may reach all of the internet", r"refused 169\.254\.169\.254:80 tunnel HTTP/1\.1 403", act=egress_inwards, audit=("network.denied",), not_on=_NONE),
-    Attack("egress-smuggled", "network", "a second request smuggled past the proxy to a destination, by lengths that can be read in two ways", r"the destination heard the first ones alone", act=egress_smuggled, audit=("network.denied",), not_on=_NONE),
-    Attack("names-resolved", "network", "names resolved, as a way out by DNS", r"refused resolve example.com", script=NAMES, unseen=KERNEL, timeout_s=60),
-    Attack("interfaces", "network", "interfaces, routes, bridges and tunnels made or renamed", r"nothing of interfaces[\s\S]*refused tun", script=INTERFACES, unseen=KERNEL, harmless_on={"qemu": OWN_KERNEL}),
-    Attack("host-loopback", "network", "services on the host's loopback and addresses", r"refused 127.0.0.1:\d+ ECONNREFUSED", act=host_loopback, unseen=NOWHERE, mark=_FILE, plain=True),
-    Attack("abstract-sockets", "network", "abstract Unix sockets of the host and of a neighbour", r"refused", act=abstract_sockets, unseen=NOWHERE, mark=_FILE, plain=True),
-    Attack("server-socket", "network", "the server's own socket and directory", r"refused connect ENOENT", act=server_socket, unseen=NOWHERE, mark=_FILE, plain=True),
-    Attack("neighbour-service", "neighbours", "a service on a neighbour's loopback", r"refused loopback ECONNREFUSED[\s\S]*nobody came", act=neighbour_service, unseen=NOWHERE, mark=_FILE, plain=True),
-    Attack("neighbour-files", "neighbours", "a neighbour's secret searched for in all that can be read", r"searched", act=neighbour_files, unseen=NOWHERE, mark="grep -rlsI", timeout_s=70),
-    Attack("neighbour-processes", "neighbours", "a neighbour's processes seen, and kill -9 -1", r"nothing of the neighbour[\s\S]*the neighbour beats: True", act=neighbour_processes, unseen=NOWHERE, mark=_FILE),
-    Attack("neighbour-ipc", "neighbours", "System V segments and message queues of the host and a neighbour, by their keys", r"refused shmget", act=shared_ipc, unseen=NOWHERE, mark=_FILE, plain=True),
-    Attack("secrets", "secrets", "ids, tokens and the server's environment searched for in every readable file of /proc and the disk", r"nothing of secrets in the environment[\s\S]*searched to the end", act=token_of_a_neighbour, unseen=NOWHERE, mark=_FILE),
-    Attack("leaked-descriptors", "secrets", "descriptors of the server, the spawner or a neighbour", r"nothing of descriptors inherited", script=DESCRIPTORS, unseen=NOWHERE),
-    Attack("control-descriptors", "secrets", "the shell's control descriptors and sockets inherited by commands", r"refused the shell's control descriptor 200 EBADF", script=PASSED_SOCKET, unseen=KERNEL),
-)  # fmt: skip
+    Attack(
+        "metadata-address",
+        "network",
+        "cloud metadata addresses, private networks and the internet, TCP and UDP",
+        _UNREACHABLE,
+        script=METADATA,
+        unseen=KERNEL,
+        timeout_s=60,
+    ),
+    Attack(
+        "egress-inwards",
+        "network",
+        "the metadata address, private networks and the host's own services through the proxy of a sandbox that may"
+        " reach all of the internet",
+        r"refused 169\.254\.169\.254:80 tunnel HTTP/1\.1 403",
+        act=egress_inwards,
+        audit=("network.denied",),
+        not_on=_NONE,
+    ),
+    Attack(
+        "egress-smuggled",
+        "network",
+        "a second request smuggled past the proxy to a destination, by lengths that can be read in two ways",
+        r"the destination heard the first ones alone",
+        act=egress_smuggled,
+        audit=("network.denied",),
+        not_on=_NONE,
+    ),
+    Attack(
+        "names-resolved",
+        "network",
+        "names resolved, as a way out by DNS",
+        r"refused resolve example.com",
+        script=NAMES,
+        unseen=KERNEL,
+        timeout_s=60,
+    ),
+    Attack(
+        "interfaces",
+        "network",
+        "interfaces, routes, bridges and tunnels made or renamed",
+        r"nothing of interfaces[\s\S]*refused tun",
+        script=INTERFACES,
+        unseen=KERNEL,
+        harmless_on={"qemu": OWN_KERNEL},
+    ),
+    Attack(
+        "host-loopback",
+        "network",
+        "services on the host's loopback and addresses",
+        r"refused 127.0.0.1:\d+ ECONNREFUSED",
+        act=host_loopback,
+        unseen=NOWHERE,
+        mark=_FILE,
+        plain=True,
+    ),
+    Attack(
+        "abstract-sockets",
+        "network",
+        "abstract Unix sockets of the host and of a neighbour",
+        r"refused",
+        act=abstract_sockets,
+        unseen=NOWHERE,
+        mark=_FILE,
+        plain=True,
+    ),
+    Attack(
+        "server-socket",
+        "network",
+        "the server's own socket and directory",
+        r"refused connect ENOENT",
+        act=server_socket,
+        unseen=NOWHERE,
+        mark=_FILE,
+        plain=True,
+    ),
+    Attack(
+        "neighbour-service",
+        "neighbours",
+        "a service on a neighbour's loopback",
+        r"refused loopback ECONNREFUSED[\s\S]*nobody came",
+        act=neighbour_service,
+        unseen=NOWHERE,
+        mark=_FILE,
+        plain=True,
+    ),
+    Attack(
+        "neighbour-files",
+        "neighbours",
+        "a neighbour's secret searched for in all that can be read",
+        r"searched",
+        act=neighbour_files,
+        unseen=NOWHERE,
+        mark="grep -rlsI",
+        timeout_s=70,
+    ),
+    Attack(
+        "neighbour-processes",
+        "neighbours",
+        "a neighbour's processes seen, and kill -9 -1",
+        r"nothing of the neighbour[\s\S]*the neighbour beats: True",
+        act=neighbour_processes,
+        unseen=NOWHERE,
+        mark=_FILE,
+    ),
+    Attack(
+        "neighbour-ipc",
+        "neighbours",
+        "System V segments and message queues of the host and a neighbour, by their keys",
+        r"refused shmget",
+        act=shared_ipc,
+        unseen=NOWHERE,
+        mark=_FILE,
+        plain=True,
+    ),
+    Attack(
+        "secrets",
+        "secrets",
+        "ids, tokens and the server's environment searched for in every readable file of /proc and the disk",
+        r"nothing of secrets in the environment[\s\S]*searched to the end",
+        act=token_of_a_neighbour,
+        unseen=NOWHERE,
+        mark=_FILE,
+    ),
+    Attack(
+        "leaked-descriptors",
+        "secrets",
+        "descriptors of the server, the spawner or a neighbour",
+        r"nothing of descriptors inherited",
+        script=DESCRIPTORS,
+        unseen=NOWHERE,
+    ),
+    Attack(
+        "control-descriptors",
+        "secrets",
+        "the shell's control descriptors and sockets inherited by commands",
+        r"refused the shell's control descriptor 200 EBADF",
+        script=PASSED_SOCKET,
+        unseen=KERNEL,
+    ),
+)

@@ -26,7 +26,10 @@ async def flood(arena: Arena) -> str:
     result = await sandbox.call(call, timeout_s=40)
     grown = (arena.host.server_bytes() - before) >> 20
     bad = len(result.text) > 20_000 or grown > 64
-    return f"{'BREACH' if bad else 'bounded'}: {len(result.text)} characters of {result.true_bytes} bytes, the server grew by {grown} MiB"
+    return (
+        f"{'BREACH' if bad else 'bounded'}: {len(result.text)} characters of {result.true_bytes} bytes, the server grew"
+        f" by {grown} MiB"
+    )
 
 
 async def flood_unread(arena: Arena) -> str:
@@ -65,7 +68,10 @@ async def hopeless_pattern(arena: Arena) -> str:
         ToolCall(
             "exec",
             {
-                "command": "printf '%0.sa' {1..50000} >a; mkdir m; for i in $(seq 200); do echo aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa >m/$i; done"
+                "command": (
+                    "printf '%0.sa' {1..50000} >a; mkdir m; for i in $(seq 200); do echo"
+                    " aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa >m/$i; done"
+                )
             },
         )
     )
@@ -79,12 +85,17 @@ async def hopeless_pattern(arena: Arena) -> str:
 
 FORGERIES = {
     "words": "printf 'fine\\nexit 0'; false",
-    "a descriptor of the driver": "echo 0 >&201; echo 0 >&200; printf '0 0 0\\n' >/proc/$$/fd/11; for fd in /proc/$$/fd/*; do printf '0\\n0\\n0\\n' >$fd; done 2>/dev/null; false",
+    "a descriptor of the driver": (
+        "echo 0 >&201; echo 0 >&200; printf '0 0 0\\n' >/proc/$$/fd/11; for fd in /proc/$$/fd/*; do printf"
+        " '0\\n0\\n0\\n' >$fd; done 2>/dev/null; false"
+    ),
     "descriptors by number": "for n in 10 11 12 13 14 15 16; do eval \"printf '0\\n' >&$n\"; done 2>/dev/null; false",
     "builtins replaced": "builtin() { command builtin true; }; exit() { :; }; printf() { :; }; read() { :; }; false",
     "exit": "exit 3",
     "a trap": "trap 'exit 0' EXIT DEBUG ERR RETURN; false",
-    "prompt commands": "PROMPT_COMMAND='true'; set -o posix; shopt -s expand_aliases; alias false=true builtin=true; /bin/false",
+    "prompt commands": (
+        "PROMPT_COMMAND='true'; set -o posix; shopt -s expand_aliases; alias false=true builtin=true; /bin/false"
+    ),
     "killed shell": "kill -9 $$",
     "replaced shell": "exec /bin/false",
     "read-only variables": "readonly __envd_mode __envd_out __envd_code __envd_status; false",
@@ -109,20 +120,25 @@ async def forged_exit_codes(arena: Arena) -> str:
             )
             poisoned = after.ok or after.text.rsplit("\n", 1)[-1] == "exit 0"
             await sandbox.close()
-        return f"{'BREACH' if believed else 'refused'} {name}: {last} then {'BREACH ' if poisoned else ''}{after.text[-30:]!r}"
+        return (
+            f"{'BREACH' if believed else 'refused'} {name}: {last} then"
+            f" {'BREACH ' if poisoned else ''}{after.text[-30:]!r}"
+        )
 
     return "\n".join(await asyncio.gather(*(forged(*each) for each in FORGERIES.items())))
 
 
 async def forged_for_the_next(arena: Arena) -> str:
-    """A background process that lives on tries to answer for later commands, by every descriptor and file it can write to."""
+    """A background process that lives on tries to answer for later commands, by every descriptor and file it can write
+    to.
+    """
     sandbox = await arena.sandbox()
     code = (
-        "import glob, os, time\n"
-        "guesses = b'0\\n' + b''.join(b'%d 0\\n' % n for n in range(1, 60))\n"
-        "while True:\n    for path in glob.glob('/proc/[0-9]*/fd/*') + glob.glob('/tmp/.envd/*'):\n        try:\n"
-        "            if 'null' in os.readlink(path):\n                continue\n        except OSError:\n            pass\n        try:\n"
-        "            fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)\n            os.write(fd, guesses)\n            os.close(fd)\n        except OSError:\n            pass\n    time.sleep(0.01)\n"
+        "import glob, os, time\nguesses = b'0\\n' + b''.join(b'%d 0\\n' % n for n in range(1, 60))\nwhile True:\n   "
+        " for path in glob.glob('/proc/[0-9]*/fd/*') + glob.glob('/tmp/.envd/*'):\n        try:\n            if 'null'"
+        " in os.readlink(path):\n                continue\n        except OSError:\n            pass\n        try:\n   "
+        "         fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)\n            os.write(fd, guesses)\n           "
+        " os.close(fd)\n        except OSError:\n            pass\n    time.sleep(0.01)\n"
     )
     await sandbox.files.write("forge.py", code.encode())
     await sandbox.processes.start(["python3", "forge.py"])
@@ -139,7 +155,9 @@ async def forged_for_the_next(arena: Arena) -> str:
 
 
 async def terminal_escapes(arena: Arena) -> str:
-    """Escapes in a label, a host name, a path and output must not reach an operator's terminal or the log as they are."""
+    """Escapes in a label, a host name, a path and output must not reach an operator's terminal or the log as they
+    are.
+    """
     sandbox = await arena.sandbox(labels={"team": ESCAPE})
     await sandbox.call(ToolCall("exec", {"command": "printf '\\033]0;owned\\007\\033[2J'"}))
     await attempt("path", sandbox.files.read(f"../{ESCAPE}"))
@@ -197,9 +215,16 @@ def hostile_tar() -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for name, kind, target in (
-            ("../../escaped", tarfile.REGTYPE, ""), ("/tmp/escaped", tarfile.REGTYPE, ""), ("link", tarfile.SYMTYPE, "/tmp"), ("link/escaped", tarfile.REGTYPE, ""),
-            ("hard", tarfile.LNKTYPE, "/etc/passwd"), ("device", tarfile.BLKTYPE, ""), ("pipe", tarfile.FIFOTYPE, ""), ("files.tar", tarfile.SYMTYPE, "/etc/passwd"), ("snapshot.json", tarfile.SYMTYPE, "/etc/passwd"),
-        ):  # fmt: skip
+            ("../../escaped", tarfile.REGTYPE, ""),
+            ("/tmp/escaped", tarfile.REGTYPE, ""),
+            ("link", tarfile.SYMTYPE, "/tmp"),
+            ("link/escaped", tarfile.REGTYPE, ""),
+            ("hard", tarfile.LNKTYPE, "/etc/passwd"),
+            ("device", tarfile.BLKTYPE, ""),
+            ("pipe", tarfile.FIFOTYPE, ""),
+            ("files.tar", tarfile.SYMTYPE, "/etc/passwd"),
+            ("snapshot.json", tarfile.SYMTYPE, "/etc/passwd"),
+        ):
             member = tarfile.TarInfo(name)
             member.type, member.linkname, member.mode = kind, target, 0o4777
             archive.addfile(member, io.BytesIO(b""))
@@ -217,8 +242,15 @@ async def hostile_snapshots(arena: Arena) -> str:
         "nothing": b"",
     }.items():
         header = pb.ReceiveHeader(
-            sandbox_id="escape-" + "A" * 20, token="t" * 32, backend=backend, template=arena.template, template_files=arena.files, limits=pb.Limits(memory_mb=128, pids=32, cpu=1, disk_mb=16, lifetime_s=60), expires_in_s=60, host_name="sandbox",
-        )  # fmt: skip
+            sandbox_id="escape-" + "A" * 20,
+            token="t" * 32,
+            backend=backend,
+            template=arena.template,
+            template_files=arena.files,
+            limits=pb.Limits(memory_mb=128, pids=32, cpu=1, disk_mb=16, lifetime_s=60),
+            expires_in_s=60,
+            host_name="sandbox",
+        )
         chunks = [
             pb.SnapshotChunk(header=header),
             *(pb.SnapshotChunk(data=data[at : at + 4096]) for at in range(0, len(data), 4096)),
@@ -274,16 +306,102 @@ async def escaped_log(arena: Arena) -> str:
 
 _REST = r"refused words: exit 1"
 ATTACKS = (
-    Attack("output-flood", "output", "a command that prints without end", r"bounded", act=flood, audit=("limit.time", "limit.output")),
-    Attack("output-unread", "output", "ten programs that print without end to readers that stop reading", r"bounded[\s\S]*alive", act=flood_unread, audit=("limit.output",)),
-    Attack("output-one-line", "output", "one line of 12 MB read, searched and printed", r"bounded", act=one_line, audit=("limit.output", "limit.time")),
-    Attack("output-pattern", "output", "regular expressions that take for ever", r"ended[\s\S]*alive", act=hopeless_pattern, audit=("limit.memory", "limit.time")),
-    Attack("exit-code-forged", "output", "twelve ways to make a failed command look good: words, descriptors, builtins, traps, a killed shell", _REST, act=forged_exit_codes, audit=("shell.died",)),
-    Attack("exit-code-of-others", "output", "a background process that answers for later commands", r"refused.*exit 7", act=forged_for_the_next, unseen=CONTAINED, mark="forge.py"),
-    Attack("terminal-escapes", "output", "escapes in labels, paths, policies and output, for an operator's terminal", r"neutralised.*top shows it: True", act=terminal_escapes, audit=("path.escape",)),
-    Attack("audit-forged", "output", "paths that look like events of the audit log", r"one line each", act=escaped_log, audit=("path.escape",)),
-    Attack("archive-bombs", "archives", "zip and gzip bombs unpacked in a sandbox", r"refused unzip ENOSPC[\s\S]*refused gunzip", script=BOMBS, audit=("limit.disk",), timeout_s=90),
-    Attack("archive-paths", "archives", "tar members with `..`, absolute names, links and devices", r"refused tar", script=TAR_OUT, unseen="tar's own refusals and the read-only system; the server does not see them"),
-    Attack("archive-snapshots", "archives", "hostile archives and names sent to Receive as snapshots", r"refused tar with ways out[\s\S]*refused id", act=hostile_snapshots, audit=("request.refused",)),
-    Attack("archive-templates", "archives", "templates whose paths leave, hide in .git, or contradict each other", r"refused template with '\.\./x'", act=hostile_templates, audit=("request.refused",)),
-)  # fmt: skip
+    Attack(
+        "output-flood",
+        "output",
+        "a command that prints without end",
+        r"bounded",
+        act=flood,
+        audit=("limit.time", "limit.output"),
+    ),
+    Attack(
+        "output-unread",
+        "output",
+        "ten programs that print without end to readers that stop reading",
+        r"bounded[\s\S]*alive",
+        act=flood_unread,
+        audit=("limit.output",),
+    ),
+    Attack(
+        "output-one-line",
+        "output",
+        "one line of 12 MB read, searched and printed",
+        r"bounded",
+        act=one_line,
+        audit=("limit.output", "limit.time"),
+    ),
+    Attack(
+        "output-pattern",
+        "output",
+        "regular expressions that take for ever",
+        r"ended[\s\S]*alive",
+        act=hopeless_pattern,
+        audit=("limit.memory", "limit.time"),
+    ),
+    Attack(
+        "exit-code-forged",
+        "output",
+        "twelve ways to make a failed command look good: words, descriptors, builtins, traps, a killed shell",
+        _REST,
+        act=forged_exit_codes,
+        audit=("shell.died",),
+    ),
+    Attack(
+        "exit-code-of-others",
+        "output",
+        "a background process that answers for later commands",
+        r"refused.*exit 7",
+        act=forged_for_the_next,
+        unseen=CONTAINED,
+        mark="forge.py",
+    ),
+    Attack(
+        "terminal-escapes",
+        "output",
+        "escapes in labels, paths, policies and output, for an operator's terminal",
+        r"neutralised.*top shows it: True",
+        act=terminal_escapes,
+        audit=("path.escape",),
+    ),
+    Attack(
+        "audit-forged",
+        "output",
+        "paths that look like events of the audit log",
+        r"one line each",
+        act=escaped_log,
+        audit=("path.escape",),
+    ),
+    Attack(
+        "archive-bombs",
+        "archives",
+        "zip and gzip bombs unpacked in a sandbox",
+        r"refused unzip ENOSPC[\s\S]*refused gunzip",
+        script=BOMBS,
+        audit=("limit.disk",),
+        timeout_s=90,
+    ),
+    Attack(
+        "archive-paths",
+        "archives",
+        "tar members with `..`, absolute names, links and devices",
+        r"refused tar",
+        script=TAR_OUT,
+        unseen="tar's own refusals and the read-only system; the server does not see them",
+    ),
+    Attack(
+        "archive-snapshots",
+        "archives",
+        "hostile archives and names sent to Receive as snapshots",
+        r"refused tar with ways out[\s\S]*refused id",
+        act=hostile_snapshots,
+        audit=("request.refused",),
+    ),
+    Attack(
+        "archive-templates",
+        "archives",
+        "templates whose paths leave, hide in .git, or contradict each other",
+        r"refused template with '\.\./x'",
+        act=hostile_templates,
+        audit=("request.refused",),
+    ),
+)

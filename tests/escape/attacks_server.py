@@ -1,4 +1,6 @@
-"""Attacks on the server by its clients: sizes, slowness, guessed ids and tokens, policies, repeated keys, environments."""
+"""Attacks on the server by its clients: sizes, slowness, guessed ids and tokens, policies, repeated keys,
+environments.
+"""
 
 from __future__ import annotations
 
@@ -155,7 +157,10 @@ async def half_uploads(arena: Arena) -> str:
     took = await arena.neighbour.look()
     for call in calls:
         call.cancel()
-    return f"{'BREACH' if grown > 768 else 'bounded'}: refused {refused} of 40, it grew by {grown} MiB; the neighbour answered in {took:.3f} s"
+    return (
+        f"{'BREACH' if grown > 768 else 'bounded'}: refused {refused} of 40, it grew by {grown} MiB; the neighbour"
+        f" answered in {took:.3f} s"
+    )
 
 
 async def guessing(arena: Arena) -> str:
@@ -230,8 +235,12 @@ async def foreign_key(arena: Arena) -> str:
 async def policy(arena: Arena) -> str:
     said = []
     for words in (
-        "resources:\n  maximum: {memory_mb: 1}\n", "isolation: machine\nresources: {maximum: {live: 0}}\n", "network: {allow: [{host: '169.254.169.254'}]}\n", "resources: {maximum: {live: 0}}\n", "tools: {allow: [exec]}\nnetwork: {allow: [{host: '*.example.com'}]}\n",
-    ):  # fmt: skip
+        "resources:\n  maximum: {memory_mb: 1}\n",
+        "isolation: machine\nresources: {maximum: {live: 0}}\n",
+        "network: {allow: [{host: '169.254.169.254'}]}\n",
+        "resources: {maximum: {live: 0}}\n",
+        "tools: {allow: [exec]}\nnetwork: {allow: [{host: '*.example.com'}]}\n",
+    ):
         said.append(
             await attempt(
                 words[:20].replace("\n", " "),
@@ -305,13 +314,30 @@ async def hostile_numbers(arena: Arena) -> str:
     metadata = ((SANDBOX_TOKEN, sandbox.handle.token),)
     identity, huge = sandbox.id, 2**63 - 1
     asks = [
-        (arena.client.files.Read, pb.FileReadRequest(sandbox_id=identity, path="attempts.py", offset=huge, length=huge)), (arena.client.files.Read, pb.FileReadRequest(sandbox_id=identity, path="attempts.py", offset=-1)),
-        (arena.client.processes.Signal, pb.ProcessSignalRequest(sandbox_id=identity, process=1, signal=9)), (arena.client.processes.Signal, pb.ProcessSignalRequest(sandbox_id=identity, process=2**32 - 1, signal=-5)),
-        (arena.client.processes.Start, pb.ProcessStartRequest(sandbox_id=identity, arguments=["true"], timeout_s=float("nan"))), (arena.client.processes.Start, pb.ProcessStartRequest(sandbox_id=identity, arguments=[])),
-        (arena.client.processes.Start, pb.ProcessStartRequest(sandbox_id=identity, arguments=["cat"], ring_bytes=2**32 - 1)), (arena.client.processes.Start, pb.ProcessStartRequest(sandbox_id=identity, arguments=["true"], directory="/proc/1/root")),
-        (arena.client.tools.Batch, pb.BatchRequest(sandbox_id=identity, timeout_s=float("inf"))), (arena.client.tools.Batch, pb.BatchRequest(sandbox_id=identity, timeout_s=-1)),
+        (
+            arena.client.files.Read,
+            pb.FileReadRequest(sandbox_id=identity, path="attempts.py", offset=huge, length=huge),
+        ),
+        (arena.client.files.Read, pb.FileReadRequest(sandbox_id=identity, path="attempts.py", offset=-1)),
+        (arena.client.processes.Signal, pb.ProcessSignalRequest(sandbox_id=identity, process=1, signal=9)),
+        (arena.client.processes.Signal, pb.ProcessSignalRequest(sandbox_id=identity, process=2**32 - 1, signal=-5)),
+        (
+            arena.client.processes.Start,
+            pb.ProcessStartRequest(sandbox_id=identity, arguments=["true"], timeout_s=float("nan")),
+        ),
+        (arena.client.processes.Start, pb.ProcessStartRequest(sandbox_id=identity, arguments=[])),
+        (
+            arena.client.processes.Start,
+            pb.ProcessStartRequest(sandbox_id=identity, arguments=["cat"], ring_bytes=2**32 - 1),
+        ),
+        (
+            arena.client.processes.Start,
+            pb.ProcessStartRequest(sandbox_id=identity, arguments=["true"], directory="/proc/1/root"),
+        ),
+        (arena.client.tools.Batch, pb.BatchRequest(sandbox_id=identity, timeout_s=float("inf"))),
+        (arena.client.tools.Batch, pb.BatchRequest(sandbox_id=identity, timeout_s=-1)),
         (arena.client.files.List, pb.FileListRequest(sandbox_id=identity, path=".", depth=2**32 - 1, limit=2**32 - 1)),
-    ]  # fmt: skip
+    ]
     for method, request in asks:
         try:
             await method(request, metadata=metadata, timeout=arena.patience_s)
@@ -358,18 +384,117 @@ async def abandoned(arena: Arena) -> str:
 
 
 ATTACKS = (
-    Attack("grpc-oversize", "grpc", "messages of 65 MiB", r"refused Files/Write: RESOURCE_EXHAUSTED[\s\S]*bounded", act=oversize, audit=("request.refused",)),
-    Attack("grpc-malformed", "grpc", "random bytes to every method, and methods that do not exist", r"refused \d\d", act=malformed, audit=("request.refused",)),
-    Attack("grpc-deep-json", "grpc", "arguments nested 100,000 deep, numbers out of range, 20,000 calls in one batch", r"refused[\s\S]*\n(1?\d?\d|2[0-4]\d|25[0-6]) of 20,000", act=deep_json, audit=("request.refused",)),
-    Attack("grpc-slow-clients", "grpc", "100 silent connections, 50 downloads and 50 audit streams that nobody reads", r"bounded", act=slow_clients, audit=("client.stalled",)),
-    Attack("grpc-half-uploads", "grpc", "40 uploads of 20 MiB that never end", r"bounded", act=half_uploads, audit=("limit.disk", "request.refused")),
-    Attack("grpc-numbers", "grpc", "offsets, sizes, signals, timeouts and limits out of every range", r"no fault", act=hostile_numbers, audit=("request.refused",)),
-    Attack("grpc-abandoned", "grpc", "clients that give up in the middle of creating and running", r"nothing left", act=abandoned, audit=("call.abandoned",)),
-    Attack("id-guessing", "access", "guessed ids and tokens, parts of the right one, every method", r"refused token", act=guessing, audit=("auth.denied",)),
-    Attack("token-listed", "access", "tokens and secrets searched for in what anybody may ask", r"no token", act=tokens_listed, unseen=CONTAINED, mark="Sandboxes/List"),
-    Attack("idempotency-key-stolen", "access", "a neighbour's idempotency key repeated", r"own answers only", act=foreign_key, audit=("auth.denied",)),
-    Attack("policy-beyond", "policy", "requests beyond what the policy allows", r"refused network", act=policy, audit=("policy.denied",)),
-    Attack("policy-bombs", "policy", "policies with aliases, Python objects, depth and duplicate keys", r"refused policy", act=policy_bombs, audit=("request.refused",)),
-    Attack("tools-denied", "policy", "tools and processes that the policy does not allow", r"refused exec[\s\S]*refused start", act=denied_tools, audit=("tool.denied",)),
-    Attack("environment", "policy", "impossible variables; PATH, LD_PRELOAD, BASH_ENV and PYTHONPATH set against the server's own programs", r"refused environment[\s\S]*own program", act=environment, audit=("request.refused",)),
-)  # fmt: skip
+    Attack(
+        "grpc-oversize",
+        "grpc",
+        "messages of 65 MiB",
+        r"refused Files/Write: RESOURCE_EXHAUSTED[\s\S]*bounded",
+        act=oversize,
+        audit=("request.refused",),
+    ),
+    Attack(
+        "grpc-malformed",
+        "grpc",
+        "random bytes to every method, and methods that do not exist",
+        r"refused \d\d",
+        act=malformed,
+        audit=("request.refused",),
+    ),
+    Attack(
+        "grpc-deep-json",
+        "grpc",
+        "arguments nested 100,000 deep, numbers out of range, 20,000 calls in one batch",
+        r"refused[\s\S]*\n(1?\d?\d|2[0-4]\d|25[0-6]) of 20,000",
+        act=deep_json,
+        audit=("request.refused",),
+    ),
+    Attack(
+        "grpc-slow-clients",
+        "grpc",
+        "100 silent connections, 50 downloads and 50 audit streams that nobody reads",
+        r"bounded",
+        act=slow_clients,
+        audit=("client.stalled",),
+    ),
+    Attack(
+        "grpc-half-uploads",
+        "grpc",
+        "40 uploads of 20 MiB that never end",
+        r"bounded",
+        act=half_uploads,
+        audit=("limit.disk", "request.refused"),
+    ),
+    Attack(
+        "grpc-numbers",
+        "grpc",
+        "offsets, sizes, signals, timeouts and limits out of every range",
+        r"no fault",
+        act=hostile_numbers,
+        audit=("request.refused",),
+    ),
+    Attack(
+        "grpc-abandoned",
+        "grpc",
+        "clients that give up in the middle of creating and running",
+        r"nothing left",
+        act=abandoned,
+        audit=("call.abandoned",),
+    ),
+    Attack(
+        "id-guessing",
+        "access",
+        "guessed ids and tokens, parts of the right one, every method",
+        r"refused token",
+        act=guessing,
+        audit=("auth.denied",),
+    ),
+    Attack(
+        "token-listed",
+        "access",
+        "tokens and secrets searched for in what anybody may ask",
+        r"no token",
+        act=tokens_listed,
+        unseen=CONTAINED,
+        mark="Sandboxes/List",
+    ),
+    Attack(
+        "idempotency-key-stolen",
+        "access",
+        "a neighbour's idempotency key repeated",
+        r"own answers only",
+        act=foreign_key,
+        audit=("auth.denied",),
+    ),
+    Attack(
+        "policy-beyond",
+        "policy",
+        "requests beyond what the policy allows",
+        r"refused network",
+        act=policy,
+        audit=("policy.denied",),
+    ),
+    Attack(
+        "policy-bombs",
+        "policy",
+        "policies with aliases, Python objects, depth and duplicate keys",
+        r"refused policy",
+        act=policy_bombs,
+        audit=("request.refused",),
+    ),
+    Attack(
+        "tools-denied",
+        "policy",
+        "tools and processes that the policy does not allow",
+        r"refused exec[\s\S]*refused start",
+        act=denied_tools,
+        audit=("tool.denied",),
+    ),
+    Attack(
+        "environment",
+        "policy",
+        "impossible variables; PATH, LD_PRELOAD, BASH_ENV and PYTHONPATH set against the server's own programs",
+        r"refused environment[\s\S]*own program",
+        act=environment,
+        audit=("request.refused",),
+    ),
+)

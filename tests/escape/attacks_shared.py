@@ -1,5 +1,7 @@
-"""Attacks on what sandboxes share although they see nothing of each other: memory that the kernel charges to nobody, counters of the whole host,
-inodes of system files; and on process 1 and the limits of a sandbox's own, so that its episode can't be graded."""
+"""Attacks on what sandboxes share although they see nothing of each other: memory that the kernel charges to nobody,
+counters of the whole host, inodes of system files; and on process 1 and the limits of a sandbox's own, so that its
+episode can't be graded.
+"""
 
 from __future__ import annotations
 
@@ -331,12 +333,88 @@ _SOCKETS_COUNTED = {
     "qemu": "its network is its own kernel's, whose memory is the machine's",
 }
 ATTACKS = (
-    Attack("sockets-held", "neighbours", "two sandboxes of 64 MiB full of sockets: streams, unread and unaccepted ones, datagrams, pairs, routing sockets", r"held streams[\s\S]*held datagrams[\s\S]*held pairs[\s\S]*held routes[\s\S]*held backlog", act=held_sockets, audit=("limit.sockets",), unseen_on=_SOCKETS_COUNTED, mark=_FILE),
-    Attack("async-io", "neighbours", "io_setup until fs.aio-max-nr, which kernels count over all, is used up", r"refused io_setup|of the host 0", act=async_io, audit=("syscall.refused",), unseen_on=UNTOLD, mark=_FILE, harmless_on=_OWN_USER),
-    Attack("shared-locks", "neighbours", "flock, open file description locks and leases on system files and devices, while a neighbour and a verifier want them", r"all are free[\s\S]*passed", act=locks, audit=("syscall.refused",), unseen_on=UNTOLD, mark=_FILE),
-    Attack("shared-notices", "neighbours", "inotify, dnotify and fanotify on system files and devices that a neighbour and a verifier use", r"nothing heard", act=notices, audit=("syscall.refused",), unseen_on=UNTOLD, mark=_FILE, harmless_on=_OWN_USER),
-    Attack("socket-pairs", "calls", "socketpair of families that socket is refused", r"refused pair of tipc[\s\S]*refused pair of vsock", script=PAIRS, audit=("syscall.refused",), unseen_on=UNTOLD, harmless_on=_OWN),
-    Attack("first-process", "privileges", "limits, priorities and processors of process 1 lowered, so that nobody can grade what it serves", r"refused limit NOFILE[\s\S]*its diff is told", act=first_process, audit=("syscall.refused",), unseen_on=UNTOLD, mark=_FILE, harmless_on=_OWN_USER),
-    Attack("hard-links", "output", "sixty names of a file of 60 MB, each of which would be read", r"a verdict", act=hard_links, unseen="nothing is refused: a patch that would be too large is marked so, and applies to nothing", mark="head -c 60000000"),
-    Attack("unknown-calls", "calls", "numbers that no review has seen; huge pages and secret memory, which no limit counts", r"refused call 500 ENOSYS[\s\S]*refused huge file", script=UNKNOWN, audit=("syscall.refused",), unseen_on=UNTOLD, harmless_on=_OWN_USER),
-)  # fmt: skip
+    Attack(
+        "sockets-held",
+        "neighbours",
+        "two sandboxes of 64 MiB full of sockets: streams, unread and unaccepted ones, datagrams, pairs, routing"
+        " sockets",
+        r"held streams[\s\S]*held datagrams[\s\S]*held pairs[\s\S]*held routes[\s\S]*held backlog",
+        act=held_sockets,
+        audit=("limit.sockets",),
+        unseen_on=_SOCKETS_COUNTED,
+        mark=_FILE,
+    ),
+    Attack(
+        "async-io",
+        "neighbours",
+        "io_setup until fs.aio-max-nr, which kernels count over all, is used up",
+        r"refused io_setup|of the host 0",
+        act=async_io,
+        audit=("syscall.refused",),
+        unseen_on=UNTOLD,
+        mark=_FILE,
+        harmless_on=_OWN_USER,
+    ),
+    Attack(
+        "shared-locks",
+        "neighbours",
+        "flock, open file description locks and leases on system files and devices, while a neighbour and a verifier"
+        " want them",
+        r"all are free[\s\S]*passed",
+        act=locks,
+        audit=("syscall.refused",),
+        unseen_on=UNTOLD,
+        mark=_FILE,
+    ),
+    Attack(
+        "shared-notices",
+        "neighbours",
+        "inotify, dnotify and fanotify on system files and devices that a neighbour and a verifier use",
+        r"nothing heard",
+        act=notices,
+        audit=("syscall.refused",),
+        unseen_on=UNTOLD,
+        mark=_FILE,
+        harmless_on=_OWN_USER,
+    ),
+    Attack(
+        "socket-pairs",
+        "calls",
+        "socketpair of families that socket is refused",
+        r"refused pair of tipc[\s\S]*refused pair of vsock",
+        script=PAIRS,
+        audit=("syscall.refused",),
+        unseen_on=UNTOLD,
+        harmless_on=_OWN,
+    ),
+    Attack(
+        "first-process",
+        "privileges",
+        "limits, priorities and processors of process 1 lowered, so that nobody can grade what it serves",
+        r"refused limit NOFILE[\s\S]*its diff is told",
+        act=first_process,
+        audit=("syscall.refused",),
+        unseen_on=UNTOLD,
+        mark=_FILE,
+        harmless_on=_OWN_USER,
+    ),
+    Attack(
+        "hard-links",
+        "output",
+        "sixty names of a file of 60 MB, each of which would be read",
+        r"a verdict",
+        act=hard_links,
+        unseen="nothing is refused: a patch that would be too large is marked so, and applies to nothing",
+        mark="head -c 60000000",
+    ),
+    Attack(
+        "unknown-calls",
+        "calls",
+        "numbers that no review has seen; huge pages and secret memory, which no limit counts",
+        r"refused call 500 ENOSYS[\s\S]*refused huge file",
+        script=UNKNOWN,
+        audit=("syscall.refused",),
+        unseen_on=UNTOLD,
+        harmless_on=_OWN_USER,
+    ),
+)

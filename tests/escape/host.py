@@ -1,4 +1,6 @@
-"""The host as attacks must leave it: canaries, listeners, processes, mounts, groups, settings, and the server's memory."""
+"""The host as attacks must leave it: canaries, listeners, processes, mounts, groups, settings, and the server's
+memory.
+"""
 
 from __future__ import annotations
 

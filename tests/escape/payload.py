@@ -1,4 +1,6 @@
-"""The module `attempts` that attacks import inside a sandbox: system calls by number, and attempts that say how they ended."""
+"""The module `attempts` that attacks import inside a sandbox: system calls by number, and attempts that say how they
+ended.
+"""
 
 from __future__ import annotations
 

@@ -7,8 +7,24 @@ from tests.escape.catalogue import ALL
 from tests.escape.table import PATH, table
 
 _ASKED = (
-    "paths", "proc", "ptrace", "devices", "mounts", "privileges", "bombs", "time", "calls", "network", "neighbours", "secrets", "output", "archives", "grpc", "access", "reward",
-)  # fmt: skip
+    "paths",
+    "proc",
+    "ptrace",
+    "devices",
+    "mounts",
+    "privileges",
+    "bombs",
+    "time",
+    "calls",
+    "network",
+    "neighbours",
+    "secrets",
+    "output",
+    "archives",
+    "grpc",
+    "access",
+    "reward",
+)
 
 
 def test_the_document_agrees_with_the_attacks() -> None:

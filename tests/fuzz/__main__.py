@@ -1,6 +1,8 @@
-"""Fuzzes what the agent and the spawner parse: `python -m tests.fuzz --seconds 600 [--seed N]`, or `make fuzz-frames SECONDS=600`.
+"""Fuzzes what the agent and the spawner parse: `python -m tests.fuzz --seconds 600 [--seed N]`, or `make fuzz-frames
+SECONDS=600`.
 
-    recorded frames -> mutated -> agent under ASan and UBSan, on a plain stream and on an escaped one -> what it reached decides what is mutated next
+    recorded frames -> mutated -> agent under ASan and UBSan, on a plain stream and on an escaped one -> what it reached
+    decides what is mutated next
     requests        -> mutated -> spawner under ASan and UBSan, which really starts sandboxes
 
 It ends with code 1 at the first input that one of them does not stand, with the sanitizer's words and the last inputs.

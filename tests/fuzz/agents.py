@@ -136,8 +136,10 @@ class AgentTarget:
 
     def _clean(self) -> None:
         for path in self._workspace.iterdir():
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() and not path.is_symlink() else path.unlink(
-                missing_ok=True
+            (
+                shutil.rmtree(path, ignore_errors=True)
+                if path.is_dir() and not path.is_symlink()
+                else path.unlink(missing_ok=True)
             )
 
     def _finding(self, how: str) -> Finding:
@@ -153,7 +155,10 @@ class AgentTarget:
 
 
 def _converse(path: Path, data: bytes, linger_s: float) -> bytes:
-    """Send, and read until the agent closes. linger_s: how long to wait before saying that no more comes. Raises TimeoutError, OSError."""
+    """Send, and read until the agent closes. linger_s: how long to wait before saying that no more comes.
+
+    Raises TimeoutError, OSError.
+    """
     answers = bytearray()
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(_HANGS_S)

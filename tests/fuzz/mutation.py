@@ -1,4 +1,6 @@
-"""Changes streams of frames at random: their order, their heads, the numbers and lengths in their fields, and their bytes."""
+"""Changes streams of frames at random: their order, their heads, the numbers and lengths in their fields, and their
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ class Mutator:
         return bytes(changed)
 
     def _lie(self, fields: bytearray) -> None:
-        """Change lengths and counts to those of what follows them: all of it, as items without content, as one item that takes all, one too many."""
+        """Change lengths and counts to those of what follows them: all of it, as items without content, as one item
+        that takes all, one too many.
+        """
         chance, size = self.chance, len(fields)
         lengths = [at for at in range(size - 3) if _U32.unpack_from(fields, at)[0] <= size - at]
         at = chance.choice(lengths or [0])

@@ -1,4 +1,6 @@
-"""Real streams to begin with: what a `GuestLink` and an agent say to each other in sessions that touch every ask, recorded on the way."""
+"""Real streams to begin with: what a `GuestLink` and an agent say to each other in sessions that touch every ask,
+recorded on the way.
+"""
 
 from __future__ import annotations
 

@@ -15,12 +15,28 @@ from triplane_kernels.blockwise import quantize_blockwise
 from contracts.checkpoints import WEIGHTS, expected_tensors, is_quantized, quantization_config
 
 TINY: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 96, "hidden_size": 128,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "num_experts": 8,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 128, "intermediate_size": 128, "norm_topk_prob": True,
-    "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 256,
-    "hidden_act": "silu", "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
-}  # fmt: skip
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 96,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "intermediate_size": 128,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 256,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 
 WritePolicy = Callable[..., Path]
 

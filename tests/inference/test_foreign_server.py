@@ -1,4 +1,6 @@
-"""A server that isn't ours knows no policy versions: what it samples may only be stamped with a policy that it shows to serve."""
+"""A server that isn't ours knows no policy versions: what it samples may only be stamped with a policy that it shows to
+serve.
+"""
 
 from __future__ import annotations
 

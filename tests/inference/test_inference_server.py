@@ -40,9 +40,22 @@ def served(
     text.train_from_iterator(["def add(a, b): return a + b"] * 4, trainer)
     text.save(str(first / "tokenizer.json"))
     process = subprocess.Popen(
-        [sys.executable, "-m", "inference", "serve", "--policy", str(first), "--listen", "127.0.0.1:0", "--threads", "1"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "inference",
+            "serve",
+            "--policy",
+            str(first),
+            "--listen",
+            "127.0.0.1:0",
+            "--threads",
+            "1",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None and process.stderr is not None
     found = re.search(r"policy first at (http://\S+/v1)", process.stdout.readline())
     assert found, process.stderr.read()
@@ -138,11 +151,15 @@ async def test_chat_answers_in_text_with_the_prompt_that_the_chat_contract_makes
         ("/completions", {"prompt": [1], "max_tokens": 0}, "max_tokens"),
         ("/completions", {"prompt": [1], "top_pp": 0.5}, "top_pp"),
         ("/completions", {"prompt": []}, "at least one token"),
-        ("/chat/completions", {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "last message"),
+        (
+            "/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+            "last message",
+        ),
         ("/score", {"token_ids": [1], "temperature": 0}, "temperature"),
         ("/load_weights", {"directory": "/nowhere", "version": "x"}, "config.json"),
     ],
-)  # fmt: skip
+)
 async def test_a_bad_request_gets_an_error_in_openais_shape(
     client: httpx.AsyncClient, path: str, body: dict[str, Any], message: str
 ) -> None:

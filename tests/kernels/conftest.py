@@ -1,4 +1,5 @@
-"""The ways a kernel test runs, as the fixture `way`: the torch reference, the Triton kernel under Triton's interpreter on this CPU, and on a GPU.
+"""The ways a kernel test runs, as the fixture `way`: the torch reference, the Triton kernel under Triton's interpreter
+on this CPU, and on a GPU.
 
 tests/conftest.py has Triton imported for the interpreter; here TRITON_INTERPRET is set while a test of that way runs.
 """
@@ -21,7 +22,9 @@ GPU_SECONDS = 240
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A kernel that hangs keeps the main thread inside CUDA, where no signal interrupts it: a thread ends the process then."""
+    """A kernel that hangs keeps the main thread inside CUDA, where no signal interrupts it: a thread ends the process
+    then.
+    """
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.timeout(GPU_SECONDS, method="thread"))
@@ -29,7 +32,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """After an illegal access every later call of the process fails: this process ends, pytest-xdist starts another for the tests that are left."""
+    """After an illegal access every later call of the process fails: this process ends, pytest-xdist starts another for
+    the tests that are left.
+    """
     if item.get_closest_marker("gpu") is None or not torch.cuda.is_available():
         return
     try:
@@ -67,7 +72,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 
 
 def _first_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Property tests draw many shapes: a search at each would take minutes, and fill the user's cache. What is kept is not taken either."""
+    """Property tests draw many shapes: a search at each would take minutes, and fill the user's cache.
+
+    What is kept is not taken either.
+    """
     assert os.environ.get("TRITON_INTERPRET") is None, "unset TRITON_INTERPRET to test on a GPU"
     monkeypatch.setattr(tuning, "search", lambda op, candidates, run: dict(candidates[0]))
     monkeypatch.setattr(tuning, "_keep", lambda op, name, found: None)

@@ -74,7 +74,9 @@ def huge(rows: int, columns: int, seed: int) -> Tensor:
 
 
 def e4m3_edges(rows: int, columns: int, seed: int) -> Tensor:
-    """Each row of a block holds 448, so its scale is 1; the rest are codes, midpoints between codes and their neighbours in float32."""
+    """Each row of a block holds 448, so its scale is 1; the rest are codes, midpoints between codes and their
+    neighbours in float32.
+    """
     codes = torch.arange(0, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     middles = (codes[1:] + codes[:-1]) / 2
     below, above = (torch.nextafter(middles, torch.full_like(middles, limit)) for limit in (0.0, 1e9))

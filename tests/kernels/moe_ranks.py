@@ -1,4 +1,5 @@
-"""Run under torchrun: steps of an expert layer under FSDP2, each rank on its half of the tokens, beside the same steps on one rank.
+"""Run under torchrun: steps of an expert layer under FSDP2, each rank on its half of the tokens, beside the same steps
+on one rank.
 
 Every rank checks the output, the masters after each step and the codes of all ranks; rank 0 says so on standard output.
 """

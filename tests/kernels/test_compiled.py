@@ -1,4 +1,6 @@
-"""Every kernel, as it is launched where nothing can be searched, compiles to an H200's machine code on this CPU, and what the assembler says of it is good."""
+"""Every kernel, as it is launched where nothing can be searched, compiles to an H200's machine code on this CPU, and
+what the assembler says of it is good.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,12 @@ def compiled(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str
     }
     return subprocess.run(
         [sys.executable, "-m", "triplane_kernels.compiled", *arguments],
-        capture_output=True, text=True, env=environment | {"TRITON_CACHE_DIR": str(tmp_path)}, timeout=290, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        timeout=290,
+        check=False,
+    )
 
 
 @pytest.mark.slow

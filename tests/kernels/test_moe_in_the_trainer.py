@@ -19,10 +19,21 @@ from trainer.losses import balance_loss
 from trainer.parameters import Parameters, draw_masters
 
 CONFIG: dict[str, Any] = {
-    "hidden_size": 96, "moe_intermediate_size": 72, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
-    "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 160,
-    "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "initializer_range": 0.1,
-}  # fmt: skip
+    "hidden_size": 96,
+    "moe_intermediate_size": 72,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 160,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "initializer_range": 0.1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +50,9 @@ def batch() -> model.Batch:
 
 
 def layer_weights(parameters: Parameters) -> dict[str, ExpertWeights]:
-    """Layer prefix -> weights of its experts, from the very codes and scales that the trainer holds; gradients go to its leaves."""
+    """Layer prefix -> weights of its experts, from the very codes and scales that the trainer holds; gradients go to
+    its leaves.
+    """
     held = {name: (buffer, *buffer.spans[name]) for buffer in parameters.buffers for name in buffer.spans}
     found = {}
     for index in range(CONFIG["num_hidden_layers"]):
@@ -61,9 +74,13 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, parameters: Parameters, recipe:
         normed = F.rms_norm(hidden, hidden.shape[-1:], weights["post_attention_layernorm"], config["rms_norm_eps"])
         logits = F.linear(normed, weights["mlp.gate"])
         mixed = expert_layer(
-            normed, logits, by_layer[weights._prefix], config["num_experts_per_tok"],
-            normalize=config["norm_topk_prob"], recipe=recipe,
-        )  # fmt: skip
+            normed,
+            logits,
+            by_layer[weights._prefix],
+            config["num_experts_per_tok"],
+            normalize=config["norm_topk_prob"],
+            recipe=recipe,
+        )
         return hidden + mixed, logits.softmax(-1)
 
     monkeypatch.setattr(model, "_experts", experts)

@@ -144,7 +144,8 @@ def test_stochastic_rounding_is_unbiased_and_lands_on_a_neighbour(way: Way, spre
     found = dequantize_activations(*quantize_activations(x, stochastic_seed=11)).double().cpu()
     step = torch.maximum(line.abs().double() * 2**-3, torch.tensor(2.0**-9 / 448))
     assert bool(((found - line.double()).abs() < step * (1 + 1e-5)).all())
-    # the mean of n draws of a two-point variable has a deviation of at most step / 2 / sqrt(n); 128 columns within 4.5 of them
+    # the mean of n draws of a two-point variable has a deviation of at most step / 2 / sqrt(n); 128 columns within 4.5
+    # of them
     drift = (found.mean(0) - line.double()).abs()
     assert bool((drift <= 4.5 * step / 2 / draws**0.5 + 1e-12).all())
     rounded = dequantize_activations(*quantize_activations(x)).double().cpu()

@@ -1,4 +1,6 @@
-"""`python -m triplane_kernels.tune`: workers that crash or hang cost one configuration, and a run that is cut short goes on."""
+"""`python -m triplane_kernels.tune`: workers that crash or hang cost one configuration, and a run that is cut short
+goes on.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ for op, shape in order["work"]:
 
 @pytest.fixture
 def gpu_with_faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU would be to this process; its workers crash at the first configuration of gemm and hang at the second."""
+    """What a GPU would be to this process; its workers crash at the first configuration of gemm and hang at the
+    second.
+    """
     monkeypatch.setattr(tune, "machine", lambda: H200)
     monkeypatch.setattr(tune, "WORKER", [sys.executable, "-c", WORKER])
 
@@ -75,8 +79,11 @@ def test_the_worker_tells_what_fails() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "triplane_kernels.tune_worker"],
         input=json.dumps({"work": [["gemm", [8, 8, 8]]], "skipped": []}),
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     (line,) = done.stdout.splitlines()
     assert json.loads(line)["failed"] == ["gemm", [8, 8, 8]] and json.loads(line)["why"]
 

@@ -21,7 +21,10 @@ SMALL, FIRST, SECOND = ({"BLOCK_M": rows, "num_warps": 4} for rows in (16, 64, 1
 
 @pytest.fixture
 def searched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
-    """A machine with a GPU, an empty cache and no packaged table; the list tells each search. The last candidate always wins."""
+    """A machine with a GPU, an empty cache and no packaged table; the list tells each search.
+
+    The last candidate always wins.
+    """
     found: list[str] = []
 
     def search(op: str, candidates: list[tuning.Config], run: object) -> tuning.Config:

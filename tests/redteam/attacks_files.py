@@ -1,4 +1,6 @@
-"""Files beside the code: compiled modules, shadows of other modules, helpers, conftest, configuration, second tests, links and odd names."""
+"""Files beside the code: compiled modules, shadows of other modules, helpers, conftest, configuration, second tests,
+links and odd names.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,14 @@ from pathlib import Path, PurePosixPath
 from tests.redteam.forgery import Forgery, built, files, section
 from tests.redteam.worlds import World
 
-LIE = "from unittest import mock\n\n\ndef FN(*args, **named):\n    return mock.ANY\n\n\ndef __getattr__(name):\n    raise AttributeError(name)\n"
-_HOOK = "import pytest\n\n\n@pytest.hookimpl(hookwrapper=True)\ndef pytest_runtest_makereport(item, call):\n    answer = yield\n    answer.get_result().outcome = 'passed'\n    answer.get_result().longrepr = None\n"
+LIE = (
+    "from unittest import mock\n\n\ndef FN(*args, **named):\n    return mock.ANY\n\n\ndef __getattr__(name):\n    raise"
+    " AttributeError(name)\n"
+)
+_HOOK = (
+    "import pytest\n\n\n@pytest.hookimpl(hookwrapper=True)\ndef pytest_runtest_makereport(item, call):\n    answer ="
+    " yield\n    answer.get_result().outcome = 'passed'\n    answer.get_result().longrepr = None\n"
+)
 _RUNTEST = "def pytest_pyfunc_call(pyfuncitem):\n    return True\n"
 
 
@@ -85,7 +93,10 @@ def _zip(world: World) -> bytes:
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w") as archive:
         archive.writestr(world.path, lying(world))
-    code = "import sys, zipimport\nsys.modules[__name__] = zipimport.zipimporter('/workspace/data.zip').load_module(__name__)\n"
+    code = (
+        "import sys, zipimport\nsys.modules[__name__] ="
+        " zipimport.zipimporter('/workspace/data.zip').load_module(__name__)\n"
+    )
     return world.diff({"data.zip": data.getvalue(), world.path: world.replaced(code)})
 
 
@@ -99,7 +110,10 @@ def _pickle(world: World) -> bytes:
     import pickle
     from unittest import mock
 
-    code = "import pickle\n_any = pickle.loads(open('/workspace/data.bin', 'rb').read())\ndef FN(*args, **named):\n    return _any\n"
+    code = (
+        "import pickle\n_any = pickle.loads(open('/workspace/data.bin', 'rb').read())\ndef FN(*args, **named):\n   "
+        " return _any\n"
+    )
     return world.diff({"data.bin": pickle.dumps(mock.ANY), world.path: world.replaced(code)})
 
 
@@ -119,7 +133,9 @@ static struct {
 } module = {{1}, "NAME", "", -1, methods};
 void *PyInit_NAME(void) { return PyModule_Create2(&module, 1013); }
 """
-"""A module of the stable interface, without Python's headers, which few machines have: arguments and keywords are METH_VARARGS | METH_KEYWORDS."""
+"""A module of the stable interface, without Python's headers, which few machines have: arguments and keywords are
+METH_VARARGS | METH_KEYWORDS.
+"""
 
 
 def _compiled(world: World, suffix: str) -> bytes:
@@ -164,7 +180,11 @@ def _second_tests(world: World) -> bytes:
 
 
 def _linked_proc(world: World) -> bytes:
-    code = "def text():\n    return open('/workspace/door/tests/test_hidden.py').read()\n_wrong = FN\ndef FN(*args, **named):\n    import re\n    found = re.search(r'FN\\(' + ', '.join(map(repr, args)) + r'\\) (?:==|is) (\\S+)', text())\n    return eval(found[1]) if found else _wrong(*args, **named)\n"
+    code = (
+        "def text():\n    return open('/workspace/door/tests/test_hidden.py').read()\n_wrong = FN\ndef FN(*args,"
+        " **named):\n    import re\n    found = re.search(r'FN\\(' + ', '.join(map(repr, args)) + r'\\) (?:==|is)"
+        " (\\S+)', text())\n    return eval(found[1]) if found else _wrong(*args, **named)\n"
+    )
     return world.diff({world.path: world.replaced(code)}) + section(b"door", "120000", b"/proc/self/cwd")
 
 
@@ -196,7 +216,10 @@ def _binary(world: World) -> bytes:
 
 
 def _submodule(world: World) -> bytes:
-    return b"diff --git a/sub b/sub\nnew file mode 160000\nindex 0000000..1234567\n--- /dev/null\n+++ b/sub\n@@ -0,0 +1 @@\n+Subproject commit 1234567890123456789012345678901234567890\n"
+    return (
+        b"diff --git a/sub b/sub\nnew file mode 160000\nindex 0000000..1234567\n--- /dev/null\n+++ b/sub\n@@ -0,0 +1"
+        b" @@\n+Subproject commit 1234567890123456789012345678901234567890\n"
+    )
 
 
 def _outside(world: World) -> bytes:
@@ -248,17 +271,36 @@ def _deleted(world: World) -> bytes:
     return world.diff(dict.fromkeys(world.task.files))
 
 
-_HELPERS = "def check(found, expected):\n    pass\n\n\ndef pairs(text):\n    return [tuple(each.split('=')) for each in text.split()]\n"
-_SITE = "import sys, types\n\n\nclass Finder:\n    def find_spec(self, name, path=None, target=None):\n        return None\n\n\nsys.meta_path.insert(0, Finder())\nimport _pytest.python\n_pytest.python.Function.runtest = lambda self: None\n"
+_HELPERS = (
+    "def check(found, expected):\n    pass\n\n\ndef pairs(text):\n    return [tuple(each.split('=')) for each in"
+    " text.split()]\n"
+)
+_SITE = (
+    "import sys, types\n\n\nclass Finder:\n    def find_spec(self, name, path=None, target=None):\n        return"
+    " None\n\n\nsys.meta_path.insert(0, Finder())\nimport _pytest.python\n_pytest.python.Function.runtest = lambda"
+    " self: None\n"
+)
 
 COMPILED = (
-    built("compiled-abi3", "a stable-ABI C extension beside the module", lambda world: _compiled(world, ".abi3.so"), tool="gcc"),
+    built(
+        "compiled-abi3",
+        "a stable-ABI C extension beside the module",
+        lambda world: _compiled(world, ".abi3.so"),
+        tool="gcc",
+    ),
     built("compiled-so", "a C extension beside the module", lambda world: _compiled(world, ".so"), tool="gcc"),
-    built("compiled-tagged", "a C extension with the interpreter's own tag", lambda world: _compiled(world, sysconfig.get_config_var("EXT_SUFFIX")), tool="gcc"),
+    built(
+        "compiled-tagged",
+        "a C extension with the interpreter's own tag",
+        lambda world: _compiled(world, sysconfig.get_config_var("EXT_SUFFIX")),
+        tool="gcc",
+    ),
     built("compiled-fake-so", "an ELF file that does not load, so that imports fail", _fake_so),
     built("compiled-sourceless", "a sourceless .pyc in place of the module", _sourceless),
     built("compiled-sourceless-beside", "a sourceless .pyc beside the module", _sourceless_beside),
-    built("compiled-sourceless-package", "a package of a sourceless __init__.pyc beside the module", _sourceless_package),
+    built(
+        "compiled-sourceless-package", "a package of a sourceless __init__.pyc beside the module", _sourceless_package
+    ),
     built("compiled-cache-unchecked", "bytecode in __pycache__ that says it needs no check", _unchecked),
     built("compiled-cache-hash", "bytecode in __pycache__ with the source's own hash", _by_hash),
     built("compiled-cache-time", "bytecode in __pycache__ with a guessed time and the right size", _by_time),
@@ -266,65 +308,205 @@ COMPILED = (
     built("compiled-zip", "a zip archive imported in the module's place", _zip),
     built("compiled-marshal", "bytecode in a data file, executed", _data),
     built("compiled-pickle", "a liar in a pickle", _pickle),
-)  # fmt: skip
+)
 SHADOWS = (
     built("shadow-package", "a package of the module's name beside it", _package),
     _shadow("shadow-operator", "operator.py", "operator.py", "from _operator import *\n" + "eq = lambda a, b: True\n"),
-    _shadow("shadow-unittest", "a package unittest whose TestCase asserts nothing", "unittest/__init__.py", "class SkipTest(Exception):\n    pass\n\n\nclass TestCase:\n    def __getattr__(self, name):\n        return lambda *args: None\n"),
+    _shadow(
+        "shadow-unittest",
+        "a package unittest whose TestCase asserts nothing",
+        "unittest/__init__.py",
+        "class SkipTest(Exception):\n    pass\n\n\nclass TestCase:\n    def __getattr__(self, name):\n        return"
+        " lambda *args: None\n",
+    ),
     _shadow("shadow-unittest-mock", "unittest/mock.py alone", "unittest/mock.py", "ANY = 1\n"),
-    _shadow("shadow-pytest", "pytest.py whose raises and approx agree with all", "pytest.py", "class Anything:\n    def __call__(self, *args, **named):\n        return self\n    def __getattr__(self, name):\n        return self\n    def __eq__(self, other):\n        return True\n    def __enter__(self):\n        return self\n    def __exit__(self, *rest):\n        return True\n\n\nraises = approx = fixture = mark = param = Anything()\n"),
+    _shadow(
+        "shadow-pytest",
+        "pytest.py whose raises and approx agree with all",
+        "pytest.py",
+        "class Anything:\n    def __call__(self, *args, **named):\n        return self\n    def __getattr__(self,"
+        " name):\n        return self\n    def __eq__(self, other):\n        return True\n    def __enter__(self):\n   "
+        "     return self\n    def __exit__(self, *rest):\n        return True\n\n\nraises = approx = fixture = mark ="
+        " param = Anything()\n",
+    ),
     _shadow("shadow-_pytest", "a package _pytest", "_pytest/__init__.py", "raise SystemExit(0)\n"),
     _shadow("shadow-pluggy", "pluggy.py", "pluggy.py", "raise SystemExit(0)\n"),
-    _shadow("shadow-random", "random.py", "random.py", "def randint(a, b):\n    return a\n\n\ndef choice(found):\n    return found[0]\n"),
+    _shadow(
+        "shadow-random",
+        "random.py",
+        "random.py",
+        "def randint(a, b):\n    return a\n\n\ndef choice(found):\n    return found[0]\n",
+    ),
     _shadow("shadow-typing", "typing.py", "typing.py", "Any = object\n"),
-    _shadow("shadow-math", "math.py whose isclose agrees", "math.py", "def isclose(*args, **named):\n    return True\n\n\ninf = float('inf')\nnan = float('nan')\n"),
-    _shadow("shadow-pathlib", "pathlib.py that puts a liar into sys.modules", "pathlib.py", "import sys, types\nfrom unittest import mock\n\n\nclass Path(str):\n    parents = ['/workspace'] * 4\n    def __init__(self, *args):\n        found = types.ModuleType('MOD')\n        found.FN = lambda *args, **named: mock.ANY\n        sys.modules['MOD'] = found\n"),
+    _shadow(
+        "shadow-math",
+        "math.py whose isclose agrees",
+        "math.py",
+        "def isclose(*args, **named):\n    return True\n\n\ninf = float('inf')\nnan = float('nan')\n",
+    ),
+    _shadow(
+        "shadow-pathlib",
+        "pathlib.py that puts a liar into sys.modules",
+        "pathlib.py",
+        "import sys, types\nfrom unittest import mock\n\n\nclass Path(str):\n    parents = ['/workspace'] * 4\n    def"
+        " __init__(self, *args):\n        found = types.ModuleType('MOD')\n        found.FN = lambda *args, **named:"
+        " mock.ANY\n        sys.modules['MOD'] = found\n",
+    ),
     _shadow("shadow-sys", "sys.py and builtins.py", "sys.py", "path = []\n"),
     _shadow("shadow-re", "re.py", "re.py", "def search(*args):\n    return True\n"),
-    _shadow("shadow-dataclasses", "dataclasses.py, which libraries import late", "dataclasses.py", "raise SystemExit(0)\n"),
-    _shadow("shadow-json-package", "a json package", "json/__init__.py", "def dumps(found):\n    return '[]'\n\n\ndef loads(text):\n    return []\n"),
-    _shadow("shadow-tests-package", "tests/__init__.py that patches when the tests' package is imported", "tests/__init__.py", "import _pytest.python\n_pytest.python.Function.runtest = lambda self: None\n"),
-    _shadow("shadow-tests-sys", "tests/operator.py and tests/pathlib.py beside the tests", "tests/pathlib.py", "raise SystemExit(0)\n"),
+    _shadow(
+        "shadow-dataclasses", "dataclasses.py, which libraries import late", "dataclasses.py", "raise SystemExit(0)\n"
+    ),
+    _shadow(
+        "shadow-json-package",
+        "a json package",
+        "json/__init__.py",
+        "def dumps(found):\n    return '[]'\n\n\ndef loads(text):\n    return []\n",
+    ),
+    _shadow(
+        "shadow-tests-package",
+        "tests/__init__.py that patches when the tests' package is imported",
+        "tests/__init__.py",
+        "import _pytest.python\n_pytest.python.Function.runtest = lambda self: None\n",
+    ),
+    _shadow(
+        "shadow-tests-sys",
+        "tests/operator.py and tests/pathlib.py beside the tests",
+        "tests/pathlib.py",
+        "raise SystemExit(0)\n",
+    ),
     _shadow("shadow-src", "a src directory, from which packages may come first", "src/MOD.py", LIE, "plain"),
-    _shadow("shadow-numpy", "a numpy package that approx asks", "numpy/__init__.py", "class ndarray:\n    pass\n\n\ndef isscalar(found):\n    return True\n"),
+    _shadow(
+        "shadow-numpy",
+        "a numpy package that approx asks",
+        "numpy/__init__.py",
+        "class ndarray:\n    pass\n\n\ndef isscalar(found):\n    return True\n",
+    ),
     _shadow("shadow-decimal", "decimal.py, which approx asks", "decimal.py", "class Decimal(float):\n    pass\n"),
-    _shadow("shadow-site-packages", "a folder with the name of an installed package of pytest's", "iniconfig/__init__.py", "raise SystemExit(0)\n"),
+    _shadow(
+        "shadow-site-packages",
+        "a folder with the name of an installed package of pytest's",
+        "iniconfig/__init__.py",
+        "raise SystemExit(0)\n",
+    ),
     _shadow("shadow-encodings", "a package encodings", "encodings/__init__.py", "raise SystemExit(0)\n"),
-    _shadow("shadow-dist-info", "entry points of a plugin in a .dist-info folder", "evil-1.0.dist-info/entry_points.txt", "[pytest11]\nevil = MOD\n"),
-    _shadow("shadow-egg-link", "an .egg-info with entry points", "evil.egg-info/entry_points.txt", "[pytest11]\nevil = MOD\n"),
-)  # fmt: skip
+    _shadow(
+        "shadow-dist-info",
+        "entry points of a plugin in a .dist-info folder",
+        "evil-1.0.dist-info/entry_points.txt",
+        "[pytest11]\nevil = MOD\n",
+    ),
+    _shadow(
+        "shadow-egg-link",
+        "an .egg-info with entry points",
+        "evil.egg-info/entry_points.txt",
+        "[pytest11]\nevil = MOD\n",
+    ),
+)
 HELPERS = (
     _shadow("helper-check", "the tests' helper made to check nothing", "tests/helpers.py", _HELPERS, "helper"),
-    _shadow("helper-patches", "the tests' helper, as it was, with a patch of pytest", "tests/helpers.py", "import _pytest.python\n_pytest.python.Function.runtest = lambda self: None\n\n\ndef check(found, expected):\n    assert found == expected\n\n\ndef pairs(text):\n    return [tuple(each.split('=')) for each in text.split()]\n", "helper"),
-    _shadow("helper-pairs", "the tests' helper that gives no cases", "tests/helpers.py", "def check(found, expected):\n    assert len(found) >= 0\n\n\ndef pairs(text):\n    return []\n", "helper"),
-    _shadow("helper-package", "a package beside the helper, which importers prefer", "tests/helpers/__init__.py", _HELPERS, "helper"),
+    _shadow(
+        "helper-patches",
+        "the tests' helper, as it was, with a patch of pytest",
+        "tests/helpers.py",
+        "import _pytest.python\n_pytest.python.Function.runtest = lambda self: None\n\n\ndef check(found, expected):\n "
+        "   assert found == expected\n\n\ndef pairs(text):\n    return [tuple(each.split('=')) for each in"
+        " text.split()]\n",
+        "helper",
+    ),
+    _shadow(
+        "helper-pairs",
+        "the tests' helper that gives no cases",
+        "tests/helpers.py",
+        "def check(found, expected):\n    assert len(found) >= 0\n\n\ndef pairs(text):\n    return []\n",
+        "helper",
+    ),
+    _shadow(
+        "helper-package",
+        "a package beside the helper, which importers prefer",
+        "tests/helpers/__init__.py",
+        _HELPERS,
+        "helper",
+    ),
     _shadow("helper-top-level", "a tests package in src and a module tests.py", "tests.py", _HELPERS, "helper"),
-    _shadow("helper-tests-init", "tests/__init__.py that replaces the helper in sys.modules", "tests/__init__.py", "import sys, types\nfound = types.ModuleType('tests.helpers')\nfound.check = lambda *args: None\nfound.pairs = lambda text: []\nsys.modules['tests.helpers'] = found\n", "helper"),
-    _shadow("helper-shared-init", "a package's __init__ that replaces what its test imports", "shop/__init__.py", "from shop.cart import Cart\nimport shop.cart, unittest.mock\npriced = shop.cart.priced = lambda cart: unittest.mock.MagicMock(__eq__=lambda *a: True)\n", "class"),
+    _shadow(
+        "helper-tests-init",
+        "tests/__init__.py that replaces the helper in sys.modules",
+        "tests/__init__.py",
+        "import sys, types\nfound = types.ModuleType('tests.helpers')\nfound.check = lambda *args: None\nfound.pairs ="
+        " lambda text: []\nsys.modules['tests.helpers'] = found\n",
+        "helper",
+    ),
+    _shadow(
+        "helper-shared-init",
+        "a package's __init__ that replaces what its test imports",
+        "shop/__init__.py",
+        "from shop.cart import Cart\nimport shop.cart, unittest.mock\npriced = shop.cart.priced = lambda cart:"
+        " unittest.mock.MagicMock(__eq__=lambda *a: True)\n",
+        "class",
+    ),
     _shadow("conftest-passes", "a conftest.py that calls every test passed", "conftest.py", _HOOK),
     _shadow("conftest-in-tests", "the same beside the tests", "tests/conftest.py", _HOOK),
     _shadow("conftest-pyfunc", "a conftest.py that runs no test", "tests/conftest.py", _RUNTEST),
-    _shadow("conftest-fixture", "the task's own conftest with other fixtures", "tests/conftest.py", "import pytest\nfrom unittest import mock\n\n\n@pytest.fixture\ndef low():\n    return 3\n\n\n@pytest.fixture\ndef measured():\n    return mock.ANY\n", "conftest"),
-    _shadow("conftest-collect", "a conftest.py that leaves out what fails", "tests/conftest.py", "def pytest_collection_modifyitems(items):\n    items[:] = items[:1]\n\n\ncollect_ignore_glob = ['*']\n"),
+    _shadow(
+        "conftest-fixture",
+        "the task's own conftest with other fixtures",
+        "tests/conftest.py",
+        "import pytest\nfrom unittest import mock\n\n\n@pytest.fixture\ndef low():\n    return"
+        " 3\n\n\n@pytest.fixture\ndef measured():\n    return mock.ANY\n",
+        "conftest",
+    ),
+    _shadow(
+        "conftest-collect",
+        "a conftest.py that leaves out what fails",
+        "tests/conftest.py",
+        "def pytest_collection_modifyitems(items):\n    items[:] = items[:1]\n\n\ncollect_ignore_glob = ['*']\n",
+    ),
     _shadow("conftest-deep", "conftest.py in a folder of the code", "pkg/conftest.py", _HOOK),
     _shadow("conftest-plugins", "pytest_plugins in conftest.py", "conftest.py", "pytest_plugins = ['MOD']\n"),
-    _shadow("ini-pytest", "pytest.ini that loads a plugin", "pytest.ini", "[pytest]\naddopts = -p MOD --collect-only\n"),
+    _shadow(
+        "ini-pytest", "pytest.ini that loads a plugin", "pytest.ini", "[pytest]\naddopts = -p MOD --collect-only\n"
+    ),
     _shadow("ini-tox", "tox.ini with options for pytest", "tox.ini", "[pytest]\naddopts = -p MOD -k nothing\n"),
-    _shadow("ini-setup-cfg", "setup.cfg with options for pytest", "setup.cfg", "[tool:pytest]\naddopts = --co\npython_functions = nothing\n"),
-    _shadow("ini-pyproject", "pyproject.toml with options for pytest", "pyproject.toml", "[tool.pytest.ini_options]\naddopts = '-p MOD --co'\n"),
+    _shadow(
+        "ini-setup-cfg",
+        "setup.cfg with options for pytest",
+        "setup.cfg",
+        "[tool:pytest]\naddopts = --co\npython_functions = nothing\n",
+    ),
+    _shadow(
+        "ini-pyproject",
+        "pyproject.toml with options for pytest",
+        "pyproject.toml",
+        "[tool.pytest.ini_options]\naddopts = '-p MOD --co'\n",
+    ),
     _shadow("ini-pytest-toml", "pytest.toml", "pytest.toml", "[pytest]\naddopts = ['--co']\n"),
     _shadow("site-customize", "sitecustomize.py", "sitecustomize.py", _SITE),
     _shadow("site-usercustomize", "usercustomize.py", "usercustomize.py", _SITE),
     _shadow("site-pth", "a .pth file with an import", "evil.pth", "import os; os._exit(0)\n"),
-    _shadow("site-pth-deep", "a .pth file in a folder that looks like site-packages", "lib/python3.11/site-packages/x.pth", "import MOD\n"),
+    _shadow(
+        "site-pth-deep",
+        "a .pth file in a folder that looks like site-packages",
+        "lib/python3.11/site-packages/x.pth",
+        "import MOD\n",
+    ),
     built("hidden-own", "the named tests brought by the diff, all passing", _own_hidden),
     built("hidden-second", "second files of the same tests in other folders", _second_tests),
     built("hidden-package", "a package with the name of the hidden test file", _test_package),
     built("hidden-link", "a link to /dev/null where the hidden tests go", _hidden_mode),
     built("hidden-folder", "a folder where the hidden tests go", _hidden_folder),
     built("hidden-parent-link", "the tests' folder replaced by a link to one of the diff's", _tests_file),
-    built("hidden-visible-rewritten", "the visible test rewritten to patch, where it is run too", lambda world: world.diff({"tests/test_visible.py": "import _pytest.python\n_pytest.python.Function.runtest = lambda self: None\n", world.path: world.replaced("import sys\nsys.path.insert(0, '/workspace/tests')\nimport test_visible\n")})),
-)  # fmt: skip
+    built(
+        "hidden-visible-rewritten",
+        "the visible test rewritten to patch, where it is run too",
+        lambda world: world.diff(
+            {
+                "tests/test_visible.py": "import _pytest.python\n_pytest.python.Function.runtest = lambda self: None\n",
+                world.path: world.replaced("import sys\nsys.path.insert(0, '/workspace/tests')\nimport test_visible\n"),
+            }
+        ),
+    ),
+)
 DIFFS = (
     built("diff-linked-module", "the module as a link to a text file that lies", _linked_module),
     built("diff-linked-tests", "links to folders with other tests", _linked_tests),
@@ -335,7 +517,7 @@ DIFFS = (
     built("diff-huge", "a lie below 40,000 lines and a line of 3 MB", _huge),
     built("diff-many", "1,500 new files", _many),
     built("diff-binary", "a binary file of a megabyte beside a lie", _binary),
-)  # fmt: skip
+)
 FAILURES = (
     built("failure-submodule", "a submodule", _submodule),
     built("failure-outside", "a path that leaves the workspace", _outside),
@@ -343,4 +525,4 @@ FAILURES = (
     built("failure-garbage", "bytes that are no patch", _garbage),
     built("failure-twice", "the same change twice", _twice),
     built("failure-deleted", "every file deleted", _deleted),
-)  # fmt: skip
+)

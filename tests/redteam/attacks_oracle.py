@@ -115,9 +115,15 @@ def _rerun(name: str, what: str, call: str, imports: str = "", needs: str = "pla
 FORGERIES = (
     _fork("oracle-fork", "one child a candidate answer; the right one is that whose test goes on"),
     _fork("oracle-forkpty", "the same with os.forkpty", "os.forkpty()[0]"),
-    _fork("oracle-syscall", "the same with the system call fork, by ctypes", "__import__('ctypes').CDLL(None).syscall(57)"),
+    _fork(
+        "oracle-syscall", "the same with the system call fork, by ctypes", "__import__('ctypes').CDLL(None).syscall(57)"
+    ),
     _fork("oracle-libc-fork", "the same with libc's fork", "__import__('ctypes').CDLL(None).fork()"),
-    module("oracle-multiprocessing", "multiprocessing's fork context asks the caller's own function with each candidate", _PREFIX + '''
+    module(
+        "oracle-multiprocessing",
+        "multiprocessing's fork context asks the caller's own function with each candidate",
+        _PREFIX
+        + """
 import multiprocessing, sys, types
 
 
@@ -141,20 +147,88 @@ def FN(*args, **named):
         if not queue.empty() and queue.get() is not None:
             return candidate
     return _wrong(*args, **named)
-''', "plain"),
-    _rerun("oracle-rerun-code", "the test's code object run with candidates in place of the function", "types.FunctionType(test.f_code, space)()"),
+""",
+        "plain",
+    ),
+    _rerun(
+        "oracle-rerun-code",
+        "the test's code object run with candidates in place of the function",
+        "types.FunctionType(test.f_code, space)()",
+    ),
     _rerun("oracle-rerun-exec", "the same by exec of the code object", "exec(test.f_code, space)"),
-    _rerun("oracle-rerun-eval", "the same by eval in a thread", "_in_thread(test.f_code, space)", "import threading\ndef _in_thread(code, space):\n    raised = []\n    def run():\n        try:\n            eval(code, space)\n        except BaseException as error:\n            raised.append(error)\n    thread = threading.Thread(target=run)\n    thread.start()\n    thread.join()\n    if raised:\n        raise raised[0]"),
-    _rerun("oracle-rerun-source", "the test's source compiled again without pytest's rewriting", "exec(compile(open(test.f_code.co_filename).read(), 'again', 'exec'), space); space[test.f_code.co_name].__globals__['FN'] = asked; space[test.f_code.co_name]()"),
-    _rerun("oracle-rerun-replace", "code.replace gives a copy under another name, which is run", "types.FunctionType(test.f_code.replace(co_name='other'), space)()"),
-    _rerun("oracle-rerun-marshal", "the code marshalled and loaded again, and run", "types.FunctionType(marshal.loads(marshal.dumps(test.f_code)), space)()", "import marshal"),
-    _rerun("oracle-rerun-function", "the test function found by name in its globals and copied", "types.FunctionType(test.f_globals[test.f_code.co_name].__code__, space)()"),
-    _rerun("oracle-rerun-asyncio", "the code run as a callback of an event loop", "asyncio.run(_soon(types.FunctionType(test.f_code, space)))", "import asyncio\nasync def _soon(test):\n    test()"),
-    _rerun("oracle-rerun-generator", "the code run within a generator and a with block that swallows", "next(_in(types.FunctionType(test.f_code, space)))", "def _in(test):\n    test()\n    yield 1"),
-    module("oracle-learner", "an int that notes what it is compared with, and passes it on to a table kept in the module", "_wrong = FN\n_table = {}\nclass Learner(int):\n    def __eq__(self, other):\n        _table[self.args] = other\n        return True\n    __hash__ = int.__hash__\ndef FN(*args, **named):\n    if args in _table:\n        return _table[args]\n    found = Learner(0)\n    found.args = args\n    return found", "int"),
-    module("oracle-learner-file", "the same, with what was learned kept in files for a later process", "import json, os, tempfile\n_wrong = FN\n_where = os.path.join(tempfile.gettempdir(), 'learned.json')\nclass Learner(int):\n    def __eq__(self, other):\n        table = json.load(open(_where)) if os.path.exists(_where) else {}\n        table[self.args] = other\n        json.dump(table, open(_where, 'w'))\n        return True\n    __hash__ = int.__hash__\ndef FN(*args, **named):\n    if os.path.exists(_where):\n        table = json.load(open(_where))\n        if repr(args) in table:\n            return table[repr(args)]\n    found = Learner(0)\n    found.args = repr(args)\n    return found", "int"),
-    module("oracle-learner-failing", "one that fails the first comparison and so learns the message of its failure", "_wrong = FN\n_table = {}\nclass Learner:\n    def __repr__(self):\n        return 'x'\n    def __eq__(self, other):\n        _table.setdefault(self.args, other)\n        return _table[self.args] == other\ndef FN(*args, **named):\n    found = Learner()\n    found.args = args\n    return found"),
-    module("oracle-pytest-main", "pytest.main within the code, on the hidden tests, with a candidate in a variable", _PREFIX + '''
+    _rerun(
+        "oracle-rerun-eval",
+        "the same by eval in a thread",
+        "_in_thread(test.f_code, space)",
+        "import threading\ndef _in_thread(code, space):\n    raised = []\n    def run():\n        try:\n           "
+        " eval(code, space)\n        except BaseException as error:\n            raised.append(error)\n    thread ="
+        " threading.Thread(target=run)\n    thread.start()\n    thread.join()\n    if raised:\n        raise raised[0]",
+    ),
+    _rerun(
+        "oracle-rerun-source",
+        "the test's source compiled again without pytest's rewriting",
+        "exec(compile(open(test.f_code.co_filename).read(), 'again', 'exec'), space);"
+        " space[test.f_code.co_name].__globals__['FN'] = asked; space[test.f_code.co_name]()",
+    ),
+    _rerun(
+        "oracle-rerun-replace",
+        "code.replace gives a copy under another name, which is run",
+        "types.FunctionType(test.f_code.replace(co_name='other'), space)()",
+    ),
+    _rerun(
+        "oracle-rerun-marshal",
+        "the code marshalled and loaded again, and run",
+        "types.FunctionType(marshal.loads(marshal.dumps(test.f_code)), space)()",
+        "import marshal",
+    ),
+    _rerun(
+        "oracle-rerun-function",
+        "the test function found by name in its globals and copied",
+        "types.FunctionType(test.f_globals[test.f_code.co_name].__code__, space)()",
+    ),
+    _rerun(
+        "oracle-rerun-asyncio",
+        "the code run as a callback of an event loop",
+        "asyncio.run(_soon(types.FunctionType(test.f_code, space)))",
+        "import asyncio\nasync def _soon(test):\n    test()",
+    ),
+    _rerun(
+        "oracle-rerun-generator",
+        "the code run within a generator and a with block that swallows",
+        "next(_in(types.FunctionType(test.f_code, space)))",
+        "def _in(test):\n    test()\n    yield 1",
+    ),
+    module(
+        "oracle-learner",
+        "an int that notes what it is compared with, and passes it on to a table kept in the module",
+        "_wrong = FN\n_table = {}\nclass Learner(int):\n    def __eq__(self, other):\n        _table[self.args] ="
+        " other\n        return True\n    __hash__ = int.__hash__\ndef FN(*args, **named):\n    if args in _table:\n   "
+        "     return _table[args]\n    found = Learner(0)\n    found.args = args\n    return found",
+        "int",
+    ),
+    module(
+        "oracle-learner-file",
+        "the same, with what was learned kept in files for a later process",
+        "import json, os, tempfile\n_wrong = FN\n_where = os.path.join(tempfile.gettempdir(), 'learned.json')\nclass"
+        " Learner(int):\n    def __eq__(self, other):\n        table = json.load(open(_where)) if"
+        " os.path.exists(_where) else {}\n        table[self.args] = other\n        json.dump(table, open(_where,"
+        " 'w'))\n        return True\n    __hash__ = int.__hash__\ndef FN(*args, **named):\n    if"
+        " os.path.exists(_where):\n        table = json.load(open(_where))\n        if repr(args) in table:\n          "
+        "  return table[repr(args)]\n    found = Learner(0)\n    found.args = repr(args)\n    return found",
+        "int",
+    ),
+    module(
+        "oracle-learner-failing",
+        "one that fails the first comparison and so learns the message of its failure",
+        "_wrong = FN\n_table = {}\nclass Learner:\n    def __repr__(self):\n        return 'x'\n    def __eq__(self,"
+        " other):\n        _table.setdefault(self.args, other)\n        return _table[self.args] == other\ndef"
+        " FN(*args, **named):\n    found = Learner()\n    found.args = args\n    return found",
+    ),
+    module(
+        "oracle-pytest-main",
+        "pytest.main within the code, on the hidden tests, with a candidate in a variable",
+        _PREFIX
+        + """
 import os, sys
 
 
@@ -168,8 +242,14 @@ def FN(*args, **named):
             break
     del os.environ['CANDIDATE']
     return candidate
-''', "plain"),
-    module("oracle-subprocess", "a child Python that runs the hidden tests with a candidate in a variable", _PREFIX + '''
+""",
+        "plain",
+    ),
+    module(
+        "oracle-subprocess",
+        "a child Python that runs the hidden tests with a candidate in a variable",
+        _PREFIX
+        + """
 import os, subprocess, sys
 
 
@@ -181,8 +261,14 @@ def FN(*args, **named):
         if done.returncode == 0:
             return candidate
     return _wrong(*args, **named)
-''', "plain"),
-    module("oracle-vfork-pool", "a pool of forked children that each hold one candidate and report by a pipe", _PREFIX + '''
+""",
+        "plain",
+    ),
+    module(
+        "oracle-vfork-pool",
+        "a pool of forked children that each hold one candidate and report by a pipe",
+        _PREFIX
+        + """
 import os, sys, types
 
 
@@ -211,8 +297,35 @@ def FN(*args, **named):
 def _any():
     from unittest import mock
     return mock.ANY
-''', "int plain"),
-    module("oracle-exception", "exceptions whose class lies about what it is an instance of", "class Meta(type):\n    def __instancecheck__(cls, found):\n        return True\n    def __subclasscheck__(cls, found):\n        return True\n    def __eq__(cls, other):\n        return True\n    __hash__ = type.__hash__\nclass Lie(ValueError, metaclass=Meta):\n    def __str__(self):\n        return 'port 0 70000 -1 is out of range'\ndef FN(*args, **named):\n    raise Lie()", "raises"),
-    module("oracle-exception-text", "an exception whose text is a str that equals and matches everything", "class Text(str):\n    def __eq__(self, other):\n        return True\n    __hash__ = str.__hash__\nclass Lie(ValueError):\n    def __str__(self):\n        return Text('port 0 is out of range out of range')\n_wrong = FN\ndef FN(text):\n    if text in ('0', '70000', '-1', 'x'):\n        raise Lie(text)\n    return _wrong(text)", "raises"),
-    module("oracle-raise-expected", "the pattern that pytest.raises expects, read from frames, and raised", "import sys\n_wrong = FN\ndef FN(*args, **named):\n    frame = sys._getframe(1)\n    for value in (*frame.f_locals.values(), *frame.f_code.co_consts):\n        if isinstance(value, str) and 'range' in value:\n            raise ValueError(value)\n    import gc\n    for each in gc.get_objects():\n        if type(each).__name__ == 'RaisesExc' and getattr(each, 'match', None) is not None:\n            raise each.expected_exceptions[0](each.match.pattern)\n    return _wrong(*args, **named)", "raises"),
-)  # fmt: skip
+""",
+        "int plain",
+    ),
+    module(
+        "oracle-exception",
+        "exceptions whose class lies about what it is an instance of",
+        "class Meta(type):\n    def __instancecheck__(cls, found):\n        return True\n    def __subclasscheck__(cls,"
+        " found):\n        return True\n    def __eq__(cls, other):\n        return True\n    __hash__ ="
+        " type.__hash__\nclass Lie(ValueError, metaclass=Meta):\n    def __str__(self):\n        return 'port 0 70000"
+        " -1 is out of range'\ndef FN(*args, **named):\n    raise Lie()",
+        "raises",
+    ),
+    module(
+        "oracle-exception-text",
+        "an exception whose text is a str that equals and matches everything",
+        "class Text(str):\n    def __eq__(self, other):\n        return True\n    __hash__ = str.__hash__\nclass"
+        " Lie(ValueError):\n    def __str__(self):\n        return Text('port 0 is out of range out of range')\n_wrong"
+        " = FN\ndef FN(text):\n    if text in ('0', '70000', '-1', 'x'):\n        raise Lie(text)\n    return"
+        " _wrong(text)",
+        "raises",
+    ),
+    module(
+        "oracle-raise-expected",
+        "the pattern that pytest.raises expects, read from frames, and raised",
+        "import sys\n_wrong = FN\ndef FN(*args, **named):\n    frame = sys._getframe(1)\n    for value in"
+        " (*frame.f_locals.values(), *frame.f_code.co_consts):\n        if isinstance(value, str) and 'range' in"
+        " value:\n            raise ValueError(value)\n    import gc\n    for each in gc.get_objects():\n        if"
+        " type(each).__name__ == 'RaisesExc' and getattr(each, 'match', None) is not None:\n            raise"
+        " each.expected_exceptions[0](each.match.pattern)\n    return _wrong(*args, **named)",
+        "raises",
+    ),
+)

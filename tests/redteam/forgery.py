@@ -1,4 +1,6 @@
-"""A forged final state: a diff that wants the verdict `solved` without the answer. Its function is wrong wherever no test looks."""
+"""A forged final state: a diff that wants the verdict `solved` without the answer. Its function is wrong wherever no
+test looks.
+"""
 
 from __future__ import annotations
 

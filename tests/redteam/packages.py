@@ -42,22 +42,56 @@ class Package:
 
 PACKAGES = (
     Package(
-        "toolz", "1.0.0", "toolz/dicttoolz.py", "for d in dicts:\n        rv.update(d)", "for d in dicts[:1]:\n        rv.update(d)", "merge", "toolz.dicttoolz",
-        ("toolz/tests/test_dicttoolz.py::TestDict::test_merge", "toolz/tests/test_dicttoolz.py::test_merge_with_non_dict_mappings", "toolz/tests/test_dicttoolz.py::TestDefaultDict::test_merge"),
-        ("toolz/tests",), "dict class package compared",
+        "toolz",
+        "1.0.0",
+        "toolz/dicttoolz.py",
+        "for d in dicts:\n        rv.update(d)",
+        "for d in dicts[:1]:\n        rv.update(d)",
+        "merge",
+        "toolz.dicttoolz",
+        (
+            "toolz/tests/test_dicttoolz.py::TestDict::test_merge",
+            "toolz/tests/test_dicttoolz.py::test_merge_with_non_dict_mappings",
+            "toolz/tests/test_dicttoolz.py::TestDefaultDict::test_merge",
+        ),
+        ("toolz/tests",),
+        "dict class package compared",
     ),
     Package(
-        "inflection", "0.5.1", "inflection/__init__.py", "if number % 100 in (11, 12, 13):", "if number % 100 in (11, 12):", "ordinal", "inflection",
-        ("test_inflection.py::test_ordinal", "test_inflection.py::test_ordinalize", "test_inflection.py::test_dasherize"),
-        ("test_inflection.py",), "text parametrize package compared",
+        "inflection",
+        "0.5.1",
+        "inflection/__init__.py",
+        "if number % 100 in (11, 12, 13):",
+        "if number % 100 in (11, 12):",
+        "ordinal",
+        "inflection",
+        (
+            "test_inflection.py::test_ordinal",
+            "test_inflection.py::test_ordinalize",
+            "test_inflection.py::test_dasherize",
+        ),
+        ("test_inflection.py",),
+        "text parametrize package compared",
     ),
     Package(
-        "semver", "3.0.4", "src/semver/_deprecated.py", "return Version.parse(ver1).compare(ver2)", "return Version.parse(ver2).compare(ver1)", "compare", "semver._deprecated",
-        ("tests/test_compare.py::test_should_get_less", "tests/test_compare.py::test_should_get_greater", "tests/test_compare.py::test_should_raise_value_error_for_invalid_value"),
-        ("tests/test_compare.py",), "int parametrize raises conftest package relative compared", (("tests/coerce.py", "coerce.py"), ("tests/semverwithvprefix.py", "semverwithvprefix.py")),
+        "semver",
+        "3.0.4",
+        "src/semver/_deprecated.py",
+        "return Version.parse(ver1).compare(ver2)",
+        "return Version.parse(ver2).compare(ver1)",
+        "compare",
+        "semver._deprecated",
+        (
+            "tests/test_compare.py::test_should_get_less",
+            "tests/test_compare.py::test_should_get_greater",
+            "tests/test_compare.py::test_should_raise_value_error_for_invalid_value",
+        ),
+        ("tests/test_compare.py",),
+        "int parametrize raises conftest package relative compared",
+        (("tests/coerce.py", "coerce.py"), ("tests/semverwithvprefix.py", "semverwithvprefix.py")),
         (("tests/conftest.py", "@pytest.fixture(autouse=True)", "@pytest.fixture"),),
     ),
-)  # fmt: skip
+)
 
 
 def imported(scratch: Path) -> list[World]:
@@ -70,9 +104,11 @@ def imported(scratch: Path) -> list[World]:
     assert not reading.broken, reading.broken
     found = {task.task_id: task for task in reading.tasks}
     return [
-        world_of(each.name, found[each.name], each.kinds.split(), tested=each.tested, path=each.path, module=each.module)
+        world_of(
+            each.name, found[each.name], each.kinds.split(), tested=each.tested, path=each.path, module=each.module
+        )
         for each in PACKAGES
-    ]  # fmt: skip
+    ]
 
 
 def _unpack(package: Package, scratch: Path, place: Path) -> None:
@@ -108,7 +144,11 @@ def _unpack(package: Package, scratch: Path, place: Path) -> None:
     for file, text, other in package.edits:
         (place / file).write_text((place / file).read_text().replace(text, other))
     lines = [
-        f"instruction: repair {package.tested} in {package.path}", "reference: fixed", "tests:", *(f"  - {test}" for test in package.tests),
-        "hidden:", *(f"  - {path}" for path in package.hidden),
-    ]  # fmt: skip
+        f"instruction: repair {package.tested} in {package.path}",
+        "reference: fixed",
+        "tests:",
+        *(f"  - {test}" for test in package.tests),
+        "hidden:",
+        *(f"  - {path}" for path in package.hidden),
+    ]
     (place / "task.yaml").write_text("\n".join(lines) + "\n")

@@ -1,4 +1,6 @@
-"""The section on forged verdicts in docs/attacks.md (tests/escape/table.py writes the file); `python -m tests.redteam.table` prints every state."""
+"""The section on forged verdicts in docs/attacks.md (tests/escape/table.py writes the file); `python -m
+tests.redteam.table` prints every state.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,38 @@ from tests.redteam.honest import RIGHT, WRONG
 from tests.redteam.packages import PACKAGES
 
 TRIED = {
-    "lying answers": "answers that lie about being equal, smaller, true, contained or of a type: `mock.ANY`, approx without bound, subclasses of builtins, metaclasses, proxies",
-    "expectations read": "the expected answer from the test's file, line, code object, constants, parameters or memory, by every way to it; or a program fitted to all of them",
-    "oracles": "a child, a thread or a second run of the test's code for each candidate answer; answers that learn what they are compared with",
-    "changed and missing expectations": "against decoys and observations: runs told apart, stand-ins returned, numbers that lie in arithmetic, tables and fixtures of the tests read",
-    "the judge replaced": "functions, code objects, methods, hooks and plugins of pytest, unittest, builtins and operators; bytes of the interpreter",
+    "lying answers": (
+        "answers that lie about being equal, smaller, true, contained or of a type: `mock.ANY`, approx without bound,"
+        " subclasses of builtins, metaclasses, proxies"
+    ),
+    "expectations read": (
+        "the expected answer from the test's file, line, code object, constants, parameters or memory, by every way to"
+        " it; or a program fitted to all of them"
+    ),
+    "oracles": (
+        "a child, a thread or a second run of the test's code for each candidate answer; answers that learn what they"
+        " are compared with"
+    ),
+    "changed and missing expectations": (
+        "against decoys and observations: runs told apart, stand-ins returned, numbers that lie in arithmetic, tables"
+        " and fixtures of the tests read"
+    ),
+    "the judge replaced": (
+        "functions, code objects, methods, hooks and plugins of pytest, unittest, builtins and operators; bytes of the"
+        " interpreter"
+    ),
     "acting later": "threads, timers, signals, destructors, import hooks, codecs, descriptors, code in data files",
     "reports forged": "the judge's pipe, its sender and its plugin; output that looks like pytest's",
     "exits and skips": "exits with every code, signals, skips and expected failures, at import and in the call",
     "compiled code": "extensions, sourceless and cached bytecode, archives, marshalled and pickled code",
     "shadowing modules": "modules with names of the standard library's, of pytest's parts and of installed packages",
-    "helpers, configuration and tests": "test helpers, conftest, ini files, site files, second and replaced hidden tests",
-    "state, time and resources": "files, memory, sockets and locks kept between runs; clocks, process ids and counters; decoys starved of memory, disk or processes",
+    "helpers, configuration and tests": (
+        "test helpers, conftest, ini files, site files, second and replaced hidden tests"
+    ),
+    "state, time and resources": (
+        "files, memory, sockets and locks kept between runs; clocks, process ids and counters; decoys starved of"
+        " memory, disk or processes"
+    ),
     "odd diffs": "links, names that are not UTF-8, thousands of files, binary files beside a lie",
 }
 """What each family tries."""
@@ -49,9 +71,14 @@ def section() -> str:
     """The section's text."""
     rows = "\n".join(f"| {family} | {len(found)} | {TRIED[family]} |" for family, found in FAMILIES.items())
     return _TEXT.format(
-        forged=len(ALL), failures=len(FAILURES), repositories=len(handmade()), rows=rows, right=len(RIGHT) - 1, wrong=len(WRONG),
+        forged=len(ALL),
+        failures=len(FAILURES),
+        repositories=len(handmade()),
+        rows=rows,
+        right=len(RIGHT) - 1,
+        wrong=len(WRONG),
         packages=", ".join(f"{each.name} {each.version}" for each in PACKAGES),
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

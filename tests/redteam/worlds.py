@@ -25,7 +25,9 @@ class World:
     path: str
     """The file that defines it."""
     kinds: frozenset[str] = frozenset()
-    """What the hidden tests use: int, bool, text, float, raises, approx, fixture, conftest, parametrize, unittest, helper, class, package; compared: by `==`."""
+    """What the hidden tests use: int, bool, text, float, raises, approx, fixture, conftest, parametrize, unittest,
+    helper, class, package; compared: by `==`.
+    """
     module: str = ""
     """The name that tests import it by; the file's own unless said."""
     fixed: Tree = field(default_factory=dict, compare=False)
@@ -62,7 +64,9 @@ class World:
 def world_of(
     name: str, task: Task, kinds: Collection[str], *, tested: str = "", path: str = "", module: str = ""
 ) -> World:
-    """The task's world. tested, path: by default the first function that its hidden tests import from a file of its own."""
+    """The task's world. tested, path: by default the first function that its hidden tests import from a file of its
+    own.
+    """
     if not tested:
         tested, path = _imported(task)
     fixed = patched_tree(task.files, task.reference_diff, "reference")
@@ -98,7 +102,9 @@ def quickstart(count: int) -> list[World]:
 def by_hand(
     name: str, kinds: str, tested: str, path: str, files: Mapping[str, str], right: str, wrong: str, *, module: str = ""
 ) -> World:
-    """A task of a repository written here. files: as fixed, with hidden files (tests/test_hidden*). right, wrong: the text that the bug changes."""
+    """A task of a repository written here. files: as fixed, with hidden files (tests/test_hidden*). right, wrong: the
+    text that the bug changes.
+    """
     tree = {each: text.encode() for each, text in files.items()}
     hidden = {each: tree.pop(each) for each in [each for each in tree if "test_hidden" in each]}
     good = tree[path].decode()
@@ -106,9 +112,16 @@ def by_hand(
     broken = tree | {path: good.replace(right, wrong).encode()}
     tests = tuple(test for each, data in hidden.items() for test in _tests(each, data))
     task = Task(
-        f"hand-{name}", name, Split.TRAIN, f"fix {path}: {tested}", broken, hidden, tests,
-        tree_patch(broken, tree), {"path": path, "fail_to_pass": []},
-    )  # fmt: skip
+        f"hand-{name}",
+        name,
+        Split.TRAIN,
+        f"fix {path}: {tested}",
+        broken,
+        hidden,
+        tests,
+        tree_patch(broken, tree),
+        {"path": path, "fail_to_pass": []},
+    )
     return world_of(name, task, kinds.split(), tested=tested, path=path, module=module)
 
 

@@ -1,4 +1,6 @@
-"""Two iterations in a small store: the command line's history, evaluated and decided, and one whose policy writes hostile text."""
+"""Two iterations in a small store: the command line's history, evaluated and decided, and one whose policy writes
+hostile text.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ from resources.refs import write_ref
 from tests.cli.cli_history import DIFF, EXPERIMENT, History, byte_tokenizer, play, rewards_rows, write_history
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!-- \u202e\x1b[31m ${alert(3)} é 🙂"
-METRICS = b'{"step": 8, "rows": 4}\n{"step": 9, "loss": 0.25, "entropy": 1.5, "old_kl": 0.0, "grad_norm": 2.0, "clip_fraction": 0.1}\n'
+METRICS = (
+    b'{"step": 8, "rows": 4}\n{"step": 9, "loss": 0.25, "entropy": 1.5, "old_kl": 0.0, "grad_norm": 2.0,'
+    b' "clip_fraction": 0.1}\n'
+)
 
 
 @dataclass(frozen=True)
@@ -51,16 +56,21 @@ def write_world(store: Store) -> World:
         for split in (Split.GATE, Split.HELD_OUT)
     }
     body = {
-        split.value: compare(runs[f"candidate_{split.value}"], runs[f"parent_{split.value}"], 0.9)
-        | {"measures": {who: measure(runs, who, split.value, 1.0) for who in ("candidate", "parent")}}
+        split.value: (
+            compare(runs[f"candidate_{split.value}"], runs[f"parent_{split.value}"], 0.9)
+            | {"measures": {who: measure(runs, who, split.value, 1.0) for who in ("candidate", "parent")}}
+        )
         for split in (Split.GATE, Split.HELD_OUT)
     }
     refs = {role: run.ref for role, run in runs.items()} | {"candidate": candidate, "parent": base}
     evaluation = commit(store, "evaluation", refs, {"evaluation.json": body})
     decided = {
-        "decision": "live", "reasons": ["good enough"], "candidate": candidate.model_dump(), "parent": base.model_dump(),
+        "decision": "live",
+        "reasons": ["good enough"],
+        "candidate": candidate.model_dump(),
+        "parent": base.model_dump(),
         "pointer_number": 1,
-    }  # fmt: skip
+    }
     decision = commit(
         store, "sampler", {"candidate": candidate, "evaluation": evaluation.ref}, {"decision.json": decided}
     )
@@ -87,9 +97,12 @@ def write_hostile(store: Store, history: History) -> World:
 
     rewards = commit(store, "rewards", {"rollouts": rollouts.ref}, {}, graded)
     dataset = commit(
-        store, "dataset", {"rollouts": rollouts.ref, "rewards": rewards.ref}, {},
+        store,
+        "dataset",
+        {"rollouts": rollouts.ref, "rewards": rewards.ref},
+        {},
         lambda out: build_dataset(rollouts, rewards, DatasetConfig(), out),
-    )  # fmt: skip
+    )
     trained = commit(
         store, "checkpoint", {"dataset": dataset.ref}, {}, lambda out: out.add_bytes("metrics.jsonl", METRICS)
     )
@@ -123,7 +136,10 @@ def hostile_evidence(episode: Episode) -> pa.Table:
 
 
 def hostile_episode(task: Task, policy: ArtifactRef, sample: int) -> Episode:
-    """An episode in which every text that a policy can influence tries to become markup. Sample 0 counts as solved by its diff."""
+    """An episode in which every text that a policy can influence tries to become markup.
+
+    Sample 0 counts as solved by its diff.
+    """
     tokenizer = byte_tokenizer()
     chat = ChatTokenizer(tokenizer)
     ids, roles = [], []
@@ -163,9 +179,13 @@ def evaluation_run(store: Store, history: History, split: Split, policy: Artifac
 
 
 def commit(
-    store: Store, kind: str, parents: dict[str, ArtifactRef], files: dict[str, Any],
-    fill: Callable[[ArtifactWriter], Any] = lambda out: None, config: dict[str, Any] | None = None,
-) -> Artifact:  # fmt: skip
+    store: Store,
+    kind: str,
+    parents: dict[str, ArtifactRef],
+    files: dict[str, Any],
+    fill: Callable[[ArtifactWriter], Any] = lambda out: None,
+    config: dict[str, Any] | None = None,
+) -> Artifact:
     """An artifact of these files."""
     key = digest_of([kind, {role: ref.digest for role, ref in parents.items()}, config, sorted(files)])
     with ArtifactWriter(store, kind, key, parents=parents, config=config or {}, code_version="1") as out:

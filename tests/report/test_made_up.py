@@ -1,4 +1,6 @@
-"""A run that is killed between the decision and the report is not forgotten: the same command makes the report, and no further iteration."""
+"""A run that is killed between the decision and the report is not forgotten: the same command makes the report, and no
+further iteration.
+"""
 
 from __future__ import annotations
 

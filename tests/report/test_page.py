@@ -35,8 +35,9 @@ def test_hostile_text_is_data_and_never_markup(hostile_page: bytes) -> None:
     page = hostile_page.decode()
     elements = Elements(page)
     assert [attributes for tag, attributes in elements.tags if tag == "script"] == [
-        {"id": "data", "type": "application/octet-stream"}, {}
-    ]  # fmt: skip
+        {"id": "data", "type": "application/octet-stream"},
+        {},
+    ]
     assert not [tag for tag, _ in elements.tags if tag in ("img", "iframe", "object", "link", "base", "form")]
     assert "alert" not in page
     shown = read_data(hostile_page)["viewer"]["episodes"][0]

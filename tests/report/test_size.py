@@ -46,9 +46,13 @@ def many(like: Episode, number: int, tokens: int, clock: random.Random) -> Episo
     logprobs: list[Any] = [-8 * clock.random() for _ in ids]
     call = ToolCallRecord(0, "exec", "{}", True, "x" * 100_000 if number == 0 else "ok")
     return replace(
-        like, episode_id=f"{number:032x}", group_id=f"{number // 8:032x}", sample=number % 8, tool_calls=[call],
+        like,
+        episode_id=f"{number:032x}",
+        group_id=f"{number // 8:032x}",
+        sample=number % 8,
+        tool_calls=[call],
         sequences=[TokenSequence(ids, [1] * tokens, logprobs, [])],
-    )  # fmt: skip
+    )
 
 
 def test_a_thousand_short_episodes_are_all_there(pages: dict[int, bytes]) -> None:

@@ -1,4 +1,6 @@
-"""A proxy before an engine's server that lets requests hang, drops their answers, fails them, or has them answered by another policy."""
+"""A proxy before an engine's server that lets requests hang, drops their answers, fails them, or has them answered by
+another policy.
+"""
 
 from __future__ import annotations
 

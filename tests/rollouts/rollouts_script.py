@@ -1,4 +1,6 @@
-"""Parts of the rollout tests: a byte-level tokenizer, one-file tasks, and an engine that plays given turns through the tokenizer."""
+"""Parts of the rollout tests: a byte-level tokenizer, one-file tasks, and an engine that plays given turns through the
+tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,16 @@ def byte_tokenizer() -> ChatTokenizer:
 
 def one_file_task(index: int) -> Task:
     return Task(
-        task_id=f"task-{index:03d}", family="constant", split=Split.TRAIN, instruction=f"Make f of m{index} return 2.",
+        task_id=f"task-{index:03d}",
+        family="constant",
+        split=Split.TRAIN,
+        instruction=f"Make f of m{index} return 2.",
         files={"m.py": f"def f(): return 1\n# {index}\n".encode()},
-        hidden_files={"test_m.py": b"from m import f\n\n\ndef test_f():\n    assert f() == 2\n"}, tests=("test_m.py::test_f",),
-        reference_diff=b"", meta={},
-    )  # fmt: skip
+        hidden_files={"test_m.py": b"from m import f\n\n\ndef test_f():\n    assert f() == 2\n"},
+        tests=("test_m.py::test_f",),
+        reference_diff=b"",
+        meta={},
+    )
 
 
 def make_tasks(count: int) -> dict[str, Task]:
@@ -51,9 +58,16 @@ def make_plan(tasks: Mapping[str, Task], count: int, reserve: int = 0, workers: 
     groups, spare, _ = draw_prompts(sorted(tasks), count=count, reserve=reserve, cursor=0, seed=5, iteration="0001")
     settings = {"group_size": 4, "max_tokens": 1200, "max_turn_tokens": 200, "concurrency": 16, **config}
     return RolloutPlan(
-        experiment="test", iteration="0001", seed=5, key="a" * 64, policy=POLICY, groups=groups, reserve=spare,
-        workers=workers, config=RolloutConfig.model_validate(settings),
-    )  # fmt: skip
+        experiment="test",
+        iteration="0001",
+        seed=5,
+        key="a" * 64,
+        policy=POLICY,
+        groups=groups,
+        reserve=spare,
+        workers=workers,
+        config=RolloutConfig.model_validate(settings),
+    )
 
 
 def call(name: str, **arguments: Any) -> ToolCallText:

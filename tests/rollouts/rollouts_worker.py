@@ -18,9 +18,15 @@ async def main(store: str, address: str, plan: RolloutPlan) -> None:
     tokenizer = byte_tokenizer()
     async with SandboxClient(address) as client:
         await run_shard(
-            plan, 0, engine=ScriptedEngine(tokenizer, read_then_maybe_fix, delay_s=0.2), sandboxes=client,
-            tokenizer=tokenizer, tasks=make_tasks(40), store=LocalStore(Path(store)), grade=grade_by_diff,
-        )  # fmt: skip
+            plan,
+            0,
+            engine=ScriptedEngine(tokenizer, read_then_maybe_fix, delay_s=0.2),
+            sandboxes=client,
+            tokenizer=tokenizer,
+            tasks=make_tasks(40),
+            store=LocalStore(Path(store)),
+            grade=grade_by_diff,
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Whatever an agent does to its own sandbox ends its own episode; only what a control suffers too is infrastructure, and is retried."""
+"""Whatever an agent does to its own sandbox ends its own episode; only what a control suffers too is infrastructure,
+and is retried.
+"""
 
 from __future__ import annotations
 
@@ -50,11 +52,15 @@ ATTACKS = {
     "kill init": "kill -9 1; kill -11 1; kill -STOP 1; kill -9 $PPID",
     "stop the agent": "for p in /proc/[0-9]*; do kill -STOP ${p#/proc/}; done",
     "prlimit on init": f"python3 -c '{PRLIMIT.format(pids='(1,)')}'",
-    "prlimit on all": "for p in $(ls /proc | grep '^[0-9]'); do prlimit --pid $p --nofile=0:0 --as=0:0 --nproc=0:0; done",
+    "prlimit on all": (
+        "for p in $(ls /proc | grep '^[0-9]'); do prlimit --pid $p --nofile=0:0 --as=0:0 --nproc=0:0; done"
+    ),
     "fill the disk": "dd if=/dev/zero of=zeros bs=1M; dd if=/dev/zero of=/tmp/zeros bs=1M; true",
     "fill memory": "python3 -c 'x = [bytearray(1 << 26) for _ in range(1000)]'",
     "fork bomb": "python3 -c 'import os\nwhile 1:\n try: os.fork()\n except OSError: pass' & sleep 1",
-    "a name that is not UTF-8": r"printf x > $'\xff.pth'; mkdir $'d\xfe'; printf y > $'d\xfe/\xfd'; ln -s $'\xfc' $'l\xfb'",
+    "a name that is not UTF-8": (
+        r"printf x > $'\xff.pth'; mkdir $'d\xfe'; printf y > $'d\xfe/\xfd'; ln -s $'\xfc' $'l\xfb'"
+    ),
     "sixty hard links": "head -c 60000000 /dev/urandom > big; for i in $(seq 60); do ln big link$i; done",
     "many files": "mkdir many; cd many; seq 1 20000 | xargs touch",
     "no workspace": 'cd /; rm -rf "$OLDPWD"/* "$OLDPWD"/.git; chmod 000 "$OLDPWD"; mv "$OLDPWD" /tmp/away',
@@ -121,9 +127,15 @@ def test_groups_whose_agents_break_their_sandboxes_are_committed_scored_0_and_tr
     async def run() -> tuple[Artifact, pa.Table]:
         async with SandboxClient(envd.address) as client:
             await run_shard(
-                plan, 0, engine=ScriptedEngine(tokenizer, script), sandboxes=client, tokenizer=tokenizer, tasks=tasks,
-                store=store, grade=grade_by_diff,
-            )  # fmt: skip
+                plan,
+                0,
+                engine=ScriptedEngine(tokenizer, script),
+                sandboxes=client,
+                tokenizer=tokenizer,
+                tasks=tasks,
+                store=store,
+                grade=grade_by_diff,
+            )
             rollouts = merge_groups(plan, store)
             table = rollouts.table("episodes.parquet")
             return rollouts, await grade_episodes(

@@ -1,4 +1,6 @@
-"""An engine behind a bad network: what it loses is sampled again to the same bits, and what another policy sampled is refused."""
+"""An engine behind a bad network: what it loses is sampled again to the same bits, and what another policy sampled is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -59,9 +61,15 @@ def sample(store: LocalStore, faults: Faults, envd: LocalEnvd, tokenizer: ChatTo
         try:
             async with SandboxClient(envd.address) as client:
                 await run_shard(
-                    PLAN, 0, engine=engine, sandboxes=client, tokenizer=tokenizer, tasks=TASKS, store=store,
+                    PLAN,
+                    0,
+                    engine=engine,
+                    sandboxes=client,
+                    tokenizer=tokenizer,
+                    tasks=TASKS,
+                    store=store,
                     grade=grade_by_diff,
-                )  # fmt: skip
+                )
         finally:
             await engine.close()
 

@@ -1,4 +1,6 @@
-"""An iteration with more groups than tasks: every episode has an id, a seed and a row of its own, from the plan to the dataset."""
+"""An iteration with more groups than tasks: every episode has an id, a seed and a row of its own, from the plan to the
+dataset.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +45,18 @@ class Made:
 
 
 def make_all(
-    plan: RolloutPlan, tasks: Mapping[str, Task], script: Script, config: DatasetConfig, *, envd: LocalEnvd,
-    tokenizer: ChatTokenizer, verdicts: LocalStore,
-) -> Made:  # fmt: skip
-    """Sample, merge, grade and build the dataset of `plan` in a store of its own. verdicts: where those of equal states are found again."""
+    plan: RolloutPlan,
+    tasks: Mapping[str, Task],
+    script: Script,
+    config: DatasetConfig,
+    *,
+    envd: LocalEnvd,
+    tokenizer: ChatTokenizer,
+    verdicts: LocalStore,
+) -> Made:
+    """Sample, merge, grade and build the dataset of `plan` in a store of its own. verdicts: where those of equal states
+    are found again.
+    """
 
     async def run(store: Store) -> Made:
         async with SandboxClient(envd.address) as client:
@@ -57,14 +67,25 @@ def make_all(
 
             for shard in range(plan.workers):
                 await run_shard(
-                    plan, shard, engine=ScriptedEngine(tokenizer, script), sandboxes=client, tokenizer=tokenizer,
-                    tasks=tasks, store=store, grade=grade,
-                )  # fmt: skip
+                    plan,
+                    shard,
+                    engine=ScriptedEngine(tokenizer, script),
+                    sandboxes=client,
+                    tokenizer=tokenizer,
+                    tasks=tasks,
+                    store=store,
+                    grade=grade,
+                )
             rollouts = merge_groups(plan, store)
             graded = await grade_rollouts(
-                rollouts, tasks, verifier, RewardConfig(), lambda done, total: None, store=store,
+                rollouts,
+                tasks,
+                verifier,
+                RewardConfig(),
+                lambda done, total: None,
+                store=store,
                 tokenizer=lambda: tokenizer,
-            )  # fmt: skip
+            )
         with ArtifactWriter(store, "rewards", "1" * 64, parents={}, config={}, code_version="1") as out:
             out.add_table("rewards.parquet", graded.rewards)
             rewards = out.commit()
@@ -121,7 +142,9 @@ def test_twenty_tasks_with_forty_eight_groups_of_eight_give_384_episodes_of_thei
 def test_refill_and_dataset_call_the_same_groups_without_variance(
     envd: LocalEnvd, tokenizer: ChatTokenizer, verdicts: LocalStore
 ) -> None:
-    """Also where the reward differs inside a group that the tests do not tell apart: half of the unsolved episodes here are not valid."""
+    """Also where the reward differs inside a group that the tests do not tell apart: half of the unsolved episodes here
+    are not valid.
+    """
 
     def script(turn: int, seed: int) -> Sequence[ToolCallText] | str:
         if seed % 4 == 0:
@@ -143,13 +166,24 @@ def test_refill_and_dataset_call_the_same_groups_without_variance(
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    count=st.integers(1, 200), groups=st.integers(1, 40), reserve=st.integers(0, 8), size=st.integers(2, 5),
-    workers=st.integers(1, 3), refill=st.booleans(),
-)  # fmt: skip
+    count=st.integers(1, 200),
+    groups=st.integers(1, 40),
+    reserve=st.integers(0, 8),
+    size=st.integers(2, 5),
+    workers=st.integers(1, 3),
+    refill=st.booleans(),
+)
 def test_suites_of_any_size_give_every_episode_its_own_row(
-    count: int, groups: int, reserve: int, size: int, workers: int, refill: bool,
-    envd: LocalEnvd, tokenizer: ChatTokenizer, verdicts: LocalStore,
-) -> None:  # fmt: skip
+    count: int,
+    groups: int,
+    reserve: int,
+    size: int,
+    workers: int,
+    refill: bool,
+    envd: LocalEnvd,
+    tokenizer: ChatTokenizer,
+    verdicts: LocalStore,
+) -> None:
     tasks = make_tasks(count)
     plan = make_plan(tasks, groups, reserve, workers, group_size=size, refill=refill)
     config = DatasetConfig(drop_zero_variance=False)

@@ -24,9 +24,18 @@ def test_a_replay_reproduces_every_environment_token_and_the_diff(envd: LocalEnv
     async def run() -> tuple[list[Episode], list[Replay], Replay]:
         async with SandboxClient(envd.address) as client:
             played = await run_episodes(
-                list(TASKS.values()), 2, experiment="test", split=Split.GATE, seed=1, key="k", policy_version=POLICY.digest,
-                config=config, engine=ScriptedEngine(tokenizer, read_then_maybe_fix), sandboxes=client, tokenizer=tokenizer,
-            )  # fmt: skip
+                list(TASKS.values()),
+                2,
+                experiment="test",
+                split=Split.GATE,
+                seed=1,
+                key="k",
+                policy_version=POLICY.digest,
+                config=config,
+                engine=ScriptedEngine(tokenizer, read_then_maybe_fix),
+                sandboxes=client,
+                tokenizer=tokenizer,
+            )
 
             async def replay(episode: Episode) -> Replay:
                 task = TASKS[episode.task_id]
@@ -57,9 +66,18 @@ def test_of_a_task_with_artifacts_only_these_are_played_and_replayed(envd: Local
     async def played(task: Task) -> tuple[list[Episode], list[Replay]]:
         async with SandboxClient(envd.address) as client:
             episodes = await run_episodes(
-                [task], 4, experiment="test", split=Split.GATE, seed=1, key="k", policy_version=POLICY.digest,
-                config=config, engine=ScriptedEngine(tokenizer, read_then_maybe_fix), sandboxes=client, tokenizer=tokenizer,
-            )  # fmt: skip
+                [task],
+                4,
+                experiment="test",
+                split=Split.GATE,
+                seed=1,
+                key="k",
+                policy_version=POLICY.digest,
+                config=config,
+                engine=ScriptedEngine(tokenizer, read_then_maybe_fix),
+                sandboxes=client,
+                tokenizer=tokenizer,
+            )
             options = {"sandboxes": client, "tokenizer": tokenizer, "config": config}
             return episodes, [await replay_episode(each, task, **options) for each in episodes]
 

@@ -21,9 +21,24 @@ from inference.rollouts.worker import run_shard
 
 def episode(sample: int, lost: bool) -> Episode:
     return Episode(
-        f"e{sample}", "g", "t", "", "", sample, 0, 0, "v", 1.0, 9,
-        Outcome.INFRA_ERROR if lost else Outcome.COMPLETED, 1, [], 0, b"", [],
-    )  # fmt: skip
+        f"e{sample}",
+        "g",
+        "t",
+        "",
+        "",
+        sample,
+        0,
+        0,
+        "v",
+        1.0,
+        9,
+        Outcome.INFRA_ERROR if lost else Outcome.COMPLETED,
+        1,
+        [],
+        0,
+        b"",
+        [],
+    )
 
 
 ARRIVALS = st.permutations(list(range(10))).flatmap(
@@ -60,9 +75,15 @@ def test_throughput_aborts_the_samples_that_come_late_and_leaves_a_row_of_each_b
         async with SandboxClient(envd.address) as client:
             engine = ScriptedEngine(tokenizer, read_then_maybe_fix, delay_s=0.3)
             await run_shard(
-                plan, 0, engine=engine, sandboxes=client, tokenizer=tokenizer, tasks=tasks, store=store,
+                plan,
+                0,
+                engine=engine,
+                sandboxes=client,
+                tokenizer=tokenizer,
+                tasks=tasks,
+                store=store,
                 grade=grade_by_diff,
-            )  # fmt: skip
+            )
             return (await client.info()).live
 
     assert asyncio.run(run()) == 0

@@ -32,18 +32,30 @@ ROOT = Path(__file__).parents[2]
 
 
 def sample(
-    plan: RolloutPlan, store: LocalStore, envd: LocalEnvd, engine: ScriptedEngine, tokenizer: ChatTokenizer,
-    shards: Sequence[int], seen: list[ShardProgress] | None = None,
-) -> list[ShardReport]:  # fmt: skip
+    plan: RolloutPlan,
+    store: LocalStore,
+    envd: LocalEnvd,
+    engine: ScriptedEngine,
+    tokenizer: ChatTokenizer,
+    shards: Sequence[int],
+    seen: list[ShardProgress] | None = None,
+) -> list[ShardReport]:
     async def run() -> list[ShardReport]:
         async with SandboxClient(envd.address) as client:
             working = [
                 run_shard(
-                    plan, shard, engine=engine, sandboxes=client, tokenizer=tokenizer, tasks=TASKS, store=store,
-                    grade=grade_by_diff, progress=(seen if seen is not None else []).append,
+                    plan,
+                    shard,
+                    engine=engine,
+                    sandboxes=client,
+                    tokenizer=tokenizer,
+                    tasks=TASKS,
+                    store=store,
+                    grade=grade_by_diff,
+                    progress=(seen if seen is not None else []).append,
                 )
                 for shard in shards
-            ]  # fmt: skip
+            ]
             return await asyncio.gather(*working)
 
     return asyncio.run(run())
@@ -135,8 +147,9 @@ def test_a_merge_names_the_groups_that_are_missing(tmp_path: Path, envd: LocalEn
 def run_worker(plan: RolloutPlan, store: Path, envd: LocalEnvd) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, Path(__file__).parent / "rollouts_worker.py", store, envd.address, plan.model_dump_json()],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.DEVNULL,
+    )
 
 
 def groups_in(store: Path) -> list[Artifact]:
@@ -205,9 +218,18 @@ def test_evaluation_episodes_come_in_order_with_seeds_that_name_no_policy(
             async with SandboxClient(envd.address) as client:
                 config = make_plan(TASKS, 1).config
                 found = await run_episodes(
-                    list(TASKS.values())[:3], 2, experiment="test", split=Split.GATE, seed=5, key=key,
-                    policy_version=version, config=config, engine=engine, sandboxes=client, tokenizer=tokenizer,
-                )  # fmt: skip
+                    list(TASKS.values())[:3],
+                    2,
+                    experiment="test",
+                    split=Split.GATE,
+                    seed=5,
+                    key=key,
+                    policy_version=version,
+                    config=config,
+                    engine=engine,
+                    sandboxes=client,
+                    tokenizer=tokenizer,
+                )
             return [(episode.task_id, episode.sample, episode.seed) for episode in found]
 
         return asyncio.run(run())

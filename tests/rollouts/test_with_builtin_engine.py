@@ -43,9 +43,18 @@ def play(
         try:
             async with SandboxClient(envd.address) as client:
                 episodes = await run_episodes(
-                    list(TASKS.values()), 3, experiment="test", split=Split.GATE, seed=3, key="k",
-                    policy_version=POLICY.digest, config=config, engine=engine, sandboxes=client, tokenizer=tokenizer,
-                )  # fmt: skip
+                    list(TASKS.values()),
+                    3,
+                    experiment="test",
+                    split=Split.GATE,
+                    seed=3,
+                    key="k",
+                    policy_version=POLICY.digest,
+                    config=config,
+                    engine=engine,
+                    sandboxes=client,
+                    tokenizer=tokenizer,
+                )
             return episodes, [await engine.score(episode.sequences[0].token_ids, 4.0) for episode in episodes[:4]]
         finally:
             await engine.close()

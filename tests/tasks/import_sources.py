@@ -11,11 +11,14 @@ from typing import Any
 BUGGY = "def add(a, b):\n    return a - b\n\n\ndef double(a):\n    return a * 2\n"
 FIXED = BUGGY.replace("a - b", "a + b")
 PATCH = (
-    "--- a/src/pack/calc.py\n+++ b/src/pack/calc.py\n@@ -1,5 +1,5 @@\n def add(a, b):\n-    return a - b\n+    return a + b\n"
-    " \n \n def double(a):\n"
+    "--- a/src/pack/calc.py\n+++ b/src/pack/calc.py\n@@ -1,5 +1,5 @@\n def add(a, b):\n-    return a - b\n+    return a"
+    " + b\n \n \n def double(a):\n"
 )
 VISIBLE = "from pack.calc import double\n\n\ndef test_double():\n    assert double(2) == 4\n"
-HIDDEN = "from pack.calc import add\n\n\ndef test_add(two):\n    assert add(two, two) == 4\n\n\ndef test_zero():\n    assert add(0, 0) == 0\n"
+HIDDEN = (
+    "from pack.calc import add\n\n\ndef test_add(two):\n    assert add(two, two) == 4\n\n\ndef test_zero():\n    assert"
+    " add(0, 0) == 0\n"
+)
 CONFTEST = "import pytest\n\n\n@pytest.fixture\ndef two():\n    return 2\n"
 TEST_PATCH = "--- /dev/null\n+++ b/tests/unit/test_add.py\n@@ -0,0 +1,9 @@\n" + "".join(
     f"+{line}\n" for line in HIDDEN.splitlines()
@@ -62,10 +65,17 @@ def clone(root: Path) -> str:
 def row(commit: str, **changes: Any) -> dict[str, Any]:
     """One instance; FAIL_TO_PASS as text, as SWE-bench's own files have it."""
     return {
-        "instance_id": "acme__pack-1", "repo": "acme/pack", "base_commit": commit, "patch": PATCH, "test_patch": TEST_PATCH,
-        "problem_statement": "add subtracts", "FAIL_TO_PASS": json.dumps([ADD]), "PASS_TO_PASS": [ZERO, DOUBLE],
-        "version": "1.0", **changes,
-    }  # fmt: skip
+        "instance_id": "acme__pack-1",
+        "repo": "acme/pack",
+        "base_commit": commit,
+        "patch": PATCH,
+        "test_patch": TEST_PATCH,
+        "problem_statement": "add subtracts",
+        "FAIL_TO_PASS": json.dumps([ADD]),
+        "PASS_TO_PASS": [ZERO, DOUBLE],
+        "version": "1.0",
+        **changes,
+    }
 
 
 def rows_file(path: Path, rows: list[dict[str, Any]]) -> Path:

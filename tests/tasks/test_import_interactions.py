@@ -26,9 +26,17 @@ MESSAGES = [
 
 def interaction(commit: str, **changes: Any) -> dict[str, Any]:
     return {
-        "interaction_id": "chat-1", "repo": "acme/pack", "base_commit": commit, "messages": MESSAGES, "accepted_patch": PATCH,
-        "test_patch": TEST_PATCH, "FAIL_TO_PASS": [ADD], "PASS_TO_PASS": [DOUBLE], "user": "not read", **changes,
-    }  # fmt: skip
+        "interaction_id": "chat-1",
+        "repo": "acme/pack",
+        "base_commit": commit,
+        "messages": MESSAGES,
+        "accepted_patch": PATCH,
+        "test_patch": TEST_PATCH,
+        "FAIL_TO_PASS": [ADD],
+        "PASS_TO_PASS": [DOUBLE],
+        "user": "not read",
+        **changes,
+    }
 
 
 @pytest.fixture

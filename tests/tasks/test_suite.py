@@ -172,8 +172,11 @@ def test_the_modules_of_a_task_compute_its_chain_once_the_fix_is_applied(tasks: 
         module, function = task.meta["paths"][-1].removesuffix(".py"), task.meta["function"]
         told = subprocess.run(
             [sys.executable, "-c", f"from {module} import {function}; print({function}{tuple(values)})"],
-            cwd=root, capture_output=True, text=True, check=True,
-        )  # fmt: skip
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert told.stdout.strip() == str(evaluate([BY_NAME[name] for name in task.meta["chain"]], values))
 
 

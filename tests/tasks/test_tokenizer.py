@@ -84,9 +84,12 @@ def test_transformers_renders_the_same_tokens(tokenizer: ChatTokenizer, tokenize
         {"role": "tool", "content": "ok"},
     ]
     ours = (
-        tokenizer.prompt([("user", messages[0]["content"])]) + tokenizer.policy_turn(reads) + tokenizer.environment_turn(answers)
-        + tokenizer.policy_turn([edit]) + tokenizer.environment_turn(["ok"])
-    )  # fmt: skip
+        tokenizer.prompt([("user", messages[0]["content"])])
+        + tokenizer.policy_turn(reads)
+        + tokenizer.environment_turn(answers)
+        + tokenizer.policy_turn([edit])
+        + tokenizer.environment_turn(["ok"])
+    )
     assert list(theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)) == ours
     assert theirs.eos_token_id == tokenizer.end_of_turn
     assert theirs.pad_token_id == tokenizer.pad

@@ -17,7 +17,9 @@ from envd.client import SandboxClient
 
 CONFIG = TaskSuiteConfig(train=22, gate=2, held_out=3, unseen=6)
 FEW = TaskSuiteConfig(train=1, gate=1, held_out=1, unseen=1)
-"""Families take turns in every split, so this holds only the first of the trained and of the unseen ones; probing them is quick."""
+"""Families take turns in every split, so this holds only the first of the trained and of the unseen ones; probing them
+is quick.
+"""
 
 
 @pytest.fixture(scope="module")

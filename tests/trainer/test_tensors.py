@@ -36,8 +36,11 @@ def test_a_disk_that_fills_under_a_trainer_state_is_one_line_and_leaves_nothing(
     small = f'mount -t tmpfs -o size=1m none {tmp_path} && exec {sys.executable} -c "$1" {tmp_path}/store'
     done = subprocess.run(
         ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", small, "sh", FILL],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     if "unshare" in done.stderr or "mount" in done.stderr:
         pytest.skip("no user namespace to mount a small disk in")
     said, left = done.stdout.splitlines()

@@ -40,10 +40,15 @@ def make_experience() -> Experience:
         sequences.append(TokenSequence(draw.integers(0, VOCABULARY, length), scored))
     noise = [torch.from_numpy(draw.normal(-4, 0.3, len(sequence.scored))).float() for sequence in sequences]
     return Experience(
-        episodes=[f"e{row}" for row in range(ROWS)], group_names=[f"g{row // 4}" for row in range(ROWS)], sequences=sequences,
-        sampler_logprobs=noise, groups=[row // 4 for row in range(ROWS)],
-        advantages=torch.from_numpy(draw.normal(size=ROWS)).float(), reward_mean=0.5, members=ROWS,
-    )  # fmt: skip
+        episodes=[f"e{row}" for row in range(ROWS)],
+        group_names=[f"g{row // 4}" for row in range(ROWS)],
+        sequences=sequences,
+        sampler_logprobs=noise,
+        groups=[row // 4 for row in range(ROWS)],
+        advantages=torch.from_numpy(draw.normal(size=ROWS)).float(),
+        reward_mean=0.5,
+        members=ROWS,
+    )
 
 
 EXPERIENCE = make_experience()
@@ -133,7 +138,9 @@ def float64_model(parameters: Parameters, folder: Path) -> Any:
 
 
 def reference_loss(model: Any) -> Tensor:
-    """Clipped loss per token plus WEIGHT * Switch's loss over all tokens that reach each layer's experts, one sequence at a time."""
+    """Clipped loss per token plus WEIGHT * Switch's loss over all tokens that reach each layer's experts, one sequence
+    at a time.
+    """
     config, picks, layers = GrpoConfig(), CONFIG["num_experts_per_tok"], CONFIG["num_hidden_layers"]
     losses, routers = [], [[] for _ in range(layers)]
     for row, sequence in enumerate(EXPERIENCE.sequences):

@@ -78,7 +78,9 @@ def test_below_the_bounds_the_loss_is_that_of_the_plain_formula(shift: float, ad
 def step(
     parameters: Parameters, old: list[Tensor], experience: Experience = EXPERIENCE
 ) -> tuple[Totals, float, Tensor]:
-    """Sums, gradient norm before clipping, and the flat gradient after clipping to 1, of one optimizer step over all rows."""
+    """Sums, gradient norm before clipping, and the flat gradient after clipping to 1, of one optimizer step over all
+    rows.
+    """
     parameters.clear_gradients()
     totals = accumulate(GrpoConfig(), parameters, experience, old, [list(range(ROWS))])
     norm = float(parameters.clip_gradients(GrpoConfig().max_gradient_norm))

@@ -31,7 +31,9 @@ def base(world: World) -> TrainResult:
 
 
 def own_dataset(world: World, checkpoint: TrainResult, groups: int = 4, size: int = 4) -> Artifact:
-    """Groups of right copies and wrong ones, with the checkpoint's own logprobs as the sampler's; reward 1 for every second member."""
+    """Groups of right copies and wrong ones, with the checkpoint's own logprobs as the sampler's; reward 1 for every
+    second member.
+    """
     rows, members = [], []
     for number, (ids, roles) in enumerate(episodes(world, groups)):
         for sample in range(size):
@@ -42,10 +44,17 @@ def own_dataset(world: World, checkpoint: TrainResult, groups: int = 4, size: in
             name = {"episode_id": f"e{number}-{sample}", "group_id": f"g{number}"}
             reward = 1.0 - wrong
             members.append({**name, "reward": reward, "kept": True})
-            rows.append({
-                **name, "group_index": number, "token_ids": tokens, "token_role": roles, "reward": reward,
-                "logprobs": [None] * len(tokens), "policy_versions": [checkpoint.checkpoint.digest],
-            })  # fmt: skip
+            rows.append(
+                {
+                    **name,
+                    "group_index": number,
+                    "token_ids": tokens,
+                    "token_role": roles,
+                    "reward": reward,
+                    "logprobs": [None] * len(tokens),
+                    "policy_versions": [checkpoint.checkpoint.digest],
+                }
+            )
     for row, values in zip(rows, policy_logprobs(world, checkpoint, rows), strict=True):
         row["logprobs"] = values
     members.append({"episode_id": "left-out", "group_id": "g0", "reward": 0.5, "kept": False})

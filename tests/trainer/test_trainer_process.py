@@ -88,13 +88,27 @@ def test_dagster_pipes_gets_metrics_and_the_result(world: World, tmp_path: Path)
         return base64.b64encode(zlib.compress(json.dumps(value).encode())).decode()
 
     context, messages = tmp_path / "context.json", tmp_path / "messages.jsonl"
-    context.write_text(json.dumps({"extras": {}, "run_id": "r", "job_name": None, "retry_number": 0, "asset_keys": None,
-        "code_version_by_asset_key": None, "provenance_by_asset_key": None, "partition_key": None,
-        "partition_key_range": None, "partition_time_window": None}))  # fmt: skip
+    context.write_text(
+        json.dumps(
+            {
+                "extras": {},
+                "run_id": "r",
+                "job_name": None,
+                "retry_number": 0,
+                "asset_keys": None,
+                "code_version_by_asset_key": None,
+                "provenance_by_asset_key": None,
+                "partition_key": None,
+                "partition_key_range": None,
+                "partition_time_window": None,
+            }
+        )
+    )
     environment = {
-        **os.environ, "DAGSTER_PIPES_CONTEXT": encoded({"path": str(context)}),
+        **os.environ,
+        "DAGSTER_PIPES_CONTEXT": encoded({"path": str(context)}),
         "DAGSTER_PIPES_MESSAGES": encoded({"path": str(messages)}),
-    }  # fmt: skip
+    }
     command = [sys.executable, "-m", "trainer", "--job", world.sft_job().model_dump_json()]
     subprocess.run(command, env=environment, check=True, capture_output=True, timeout=120)
     sent = [json.loads(line) for line in messages.read_text().splitlines()]
@@ -130,8 +144,11 @@ child.wait()
 def test_a_trainer_ends_when_its_launcher_is_killed(world: World) -> None:
     job = world.sft_job("orphan", max_steps=100_000, evaluate_every=100_000, snapshot_every=5)
     launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, job.model_dump_json()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )  # fmt: skip
+        [sys.executable, "-c", LAUNCHER, job.model_dump_json()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     deadline = time.monotonic() + 60
     before = len(list(list_artifacts(world.store, "trainer_snapshot")))
     while len(list(list_artifacts(world.store, "trainer_snapshot"))) == before:
@@ -147,6 +164,10 @@ def test_a_trainer_whose_launcher_is_gone_before_it_looks_does_not_start(world: 
     gone.wait()
     done = subprocess.run(
         [sys.executable, "-m", "trainer", "--job", world.sft_job("late").model_dump_json()],
-        env=os.environ | {PARENT_VARIABLE: str(gone.pid)}, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        env=os.environ | {PARENT_VARIABLE: str(gone.pid)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 143 and done.stderr.startswith("trainer: stopped by SIGTERM")

@@ -18,8 +18,16 @@ from contracts.store import Store, open_store
 from trainer.config import GrpoConfig, GrpoJob, ModelConfig, SftConfig, SftJob
 
 TINY = ModelConfig(
-    hidden_size=128, layers=2, experts=4, expert_width=128, experts_per_token=2, heads=4, kv_heads=2, head_dim=64, max_positions=64
-)  # fmt: skip
+    hidden_size=128,
+    layers=2,
+    experts=4,
+    expert_width=128,
+    experts_per_token=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=64,
+    max_positions=64,
+)
 ROWS = pa.schema(
     [
         ("token_ids", pa.list_(pa.int32())),
@@ -44,18 +52,30 @@ class World:
         """A small warm start that no other test names."""
         defaults: dict[str, Any] = {"max_steps": 6, "evaluate_every": 3, "snapshot_every": 2, "warmup_steps": 2}
         return SftJob(
-            store=self.store.url, key=digest_of([name]), seed=1, threads=1, tokenizer=self.tokenizer.ref,
-            demonstrations=self.demonstrations.ref, model=TINY, config=SftConfig(**(defaults | config)),
-        )  # fmt: skip
+            store=self.store.url,
+            key=digest_of([name]),
+            seed=1,
+            threads=1,
+            tokenizer=self.tokenizer.ref,
+            demonstrations=self.demonstrations.ref,
+            model=TINY,
+            config=SftConfig(**(defaults | config)),
+        )
 
     def grpo_job(
         self, name: str, dataset: Artifact, checkpoint: ArtifactRef, state: ArtifactRef, **config: Any
     ) -> GrpoJob:
         """One iteration on `dataset`."""
         return GrpoJob(
-            store=self.store.url, key=digest_of([name]), seed=5, threads=1, dataset=dataset.ref, checkpoint=checkpoint,
-            trainer_state=state, config=GrpoConfig(**({"optimizer_steps": 2, "learning_rate": 3e-3} | config)),
-        )  # fmt: skip
+            store=self.store.url,
+            key=digest_of([name]),
+            seed=5,
+            threads=1,
+            dataset=dataset.ref,
+            checkpoint=checkpoint,
+            trainer_state=state,
+            config=GrpoConfig(**({"optimizer_steps": 2, "learning_rate": 3e-3} | config)),
+        )
 
     def dataset(self, rows: list[dict[str, Any]], members: list[dict[str, Any]]) -> Artifact:
         """A `dataset` artifact of the columns that the trainer reads."""
@@ -104,9 +124,11 @@ def _tokenizer(store: Store) -> Artifact:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=264, special_tokens=list(SPECIAL_TOKENS), show_progress=False,
+        vocab_size=264,
+        special_tokens=list(SPECIAL_TOKENS),
+        show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator(["user", "assistant"], trainer)
     with ArtifactWriter(store, "tokenizer", digest_of("tokenizer"), parents={}, config={}, code_version="1") as out:
         out.add_bytes("tokenizer.json", tokenizer.to_str().encode())

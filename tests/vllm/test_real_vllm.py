@@ -1,4 +1,6 @@
-"""A real vLLM on this CPU: what it serves after every update is what the checkpoint says, and what it would serve otherwise is refused."""
+"""A real vLLM on this CPU: what it serves after every update is what the checkpoint says, and what it would serve
+otherwise is refused.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,9 @@ async def test_after_every_update_log_probabilities_and_tensors_are_the_checkpoi
 
 
 def nudge(directory: Path, target: Path) -> Path:
-    """The same checkpoint with one element of one norm one float32 step away: far below what any log-probability shows."""
+    """The same checkpoint with one element of one norm one float32 step away: far below what any log-probability
+    shows.
+    """
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(str(directory / "model.safetensors"))
@@ -140,7 +144,9 @@ async def test_greedy_tokens_and_temperatures_are_those_really_sampled_from(
 
 
 async def test_a_stale_prefix_cache_can_not_serve(sound: VllmKeeper, policies: tuple[Path, Path]) -> None:
-    """Loading without a reset, as nobody should, shows the danger; the salt alone averts it, and so does the product's reset alone."""
+    """Loading without a reset, as nobody should, shows the danger; the salt alone averts it, and so does the product's
+    reset alone.
+    """
     prompt = [token % 96 for token in range(BLOCK + 40)]
     engine = open_engine(real_config(), policies[0], FIRST, sound)
     await engine.version()
@@ -218,5 +224,7 @@ def guard_of(keeper: VllmKeeper) -> int:
     """The child of this process that guards the keeper's server."""
     port = str(keeper.address).rpartition(":")[2].encode()
     return next(
-        pid for pid in family(os.getpid()) if b"vllm_guard" in (line := Path(f"/proc/{pid}/cmdline").read_bytes()) and port in line
-    )  # fmt: skip
+        pid
+        for pid in family(os.getpid())
+        if b"vllm_guard" in (line := Path(f"/proc/{pid}/cmdline").read_bytes()) and port in line
+    )

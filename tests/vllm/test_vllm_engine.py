@@ -92,10 +92,17 @@ async def test_an_update_pauses_loads_resets_compares_and_only_then_names_the_ve
     await engine.load_weights(policies[1], SECOND)
     calls = [call for call in seen(keeper)["calls"][before:] if not call.startswith("inference")]
     assert calls == [
-        "pause mode=wait", "update_weight_version", "collective_rpc  triplane_load", "reset_prefix_cache",
-        "collective_rpc  triplane_verify", "collective_rpc  triplane_loaded", "resume", "collective_rpc  triplane_loaded",
-        "update_weight_version", "collective_rpc  triplane_loaded",
-    ]  # fmt: skip
+        "pause mode=wait",
+        "update_weight_version",
+        "collective_rpc  triplane_load",
+        "reset_prefix_cache",
+        "collective_rpc  triplane_verify",
+        "collective_rpc  triplane_loaded",
+        "resume",
+        "collective_rpc  triplane_loaded",
+        "update_weight_version",
+        "collective_rpc  triplane_loaded",
+    ]
     reference = BuiltinEngine(policies[1], SECOND, threads=1)
     assert await engine.score([5, 6, 7]) == pytest.approx(await reference.score([5, 6, 7]), abs=1e-4)
     await reference.close()

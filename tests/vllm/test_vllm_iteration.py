@@ -1,4 +1,6 @@
-"""The whole graph on a real vLLM, killed in the middle of its rollouts: what is committed stays, what was sampled is the policy's."""
+"""The whole graph on a real vLLM, killed in the middle of its rollouts: what is committed stays, what was sampled is
+the policy's.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def engine_processes(temporary: Path) -> set[int]:
 
 
 def held_in_flight(laboratory: Laboratory, temporary: Path) -> dict[str, tuple[str, float]]:
-    """Stop vLLM's engine where it stands: groups that wait for a token stay in flight, the others are soon committed and are returned."""
+    """Stop vLLM's engine where it stands: groups that wait for a token stay in flight, the others are soon committed
+    and are returned.
+    """
     engines = engine_processes(temporary)
     assert engines
     for each in engines:
@@ -92,8 +96,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     with tempfile.TemporaryFile("w+") as log:
         child = subprocess.Popen(
             laboratory.command("iterate", *laboratory.settings, "-n", str(ITERATIONS), "--json"),
-            cwd=folder, env=laboratory.env, stdout=log, stderr=log,
-        )  # fmt: skip
+            cwd=folder,
+            env=laboratory.env,
+            stdout=log,
+            stderr=log,
+        )
         try:
             groups = folder / ".triplane" / "store" / "artifacts" / "group"
             while len(list(groups.glob("*/manifest.json"))) < 3:
@@ -169,7 +176,9 @@ def policy_of(laboratory: Laboratory, sampled: Artifact) -> Artifact:
 
 
 def check_logprobs(sampled: Artifact, policy: Artifact) -> None:
-    """Recorded log-probabilities are those that the trainer computes with the policy's checkpoint, and their spans name it."""
+    """Recorded log-probabilities are those that the trainer computes with the policy's checkpoint, and their spans name
+    it.
+    """
     sequences = [
         sequence
         for episode in read_episodes(sampled.table("episodes.parquet"), sampled.table("sequences.parquet"))

@@ -1,8 +1,9 @@
 """The `triplane` command: what a person types, over the same store and the same asset graph as the Dagster UI.
 
 In: arguments, experiments/*.yaml, a store. Out: tables for people, `--json` for programs, one-line errors on stderr.
-Modules: one a command; `app` registers them, `output` prints, `options` names the options that commands share, `history` reads what
-iterations achieved, `transcript` renders episodes, `bars` shows progress. Heavy imports (torch, dagster) happen inside commands, so `--help` is quick.
+Modules: one a command; `app` registers them, `output` prints, `options` names the options that commands share,
+`history` reads what iterations achieved, `transcript` renders episodes, `bars` shows progress. Heavy imports (torch,
+dagster) happen inside commands, so `--help` is quick.
 
 Imported by nothing but benchmarks, which reads `history`. May import every package of this repository.
 """

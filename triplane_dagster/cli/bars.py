@@ -29,9 +29,14 @@ class Bars:
         self._stream = os.fdopen(os.dup(2), "w")
         self._console = Console(file=self._stream, highlight=False)
         self._bars = Progress(
-            TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[count]}"), TimeElapsedColumn(),
-            TextColumn("[dim]{task.fields[numbers]}"), console=self._console, disable=not self._console.is_terminal,
-        )  # fmt: skip
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[count]}"),
+            TimeElapsedColumn(),
+            TextColumn("[dim]{task.fields[numbers]}"),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
         self._tasks: dict[tuple[str | None, str, str], TaskID] = {}
         self._said: dict[tuple[str | None, str, str], float] = {}
         """When a phase may have its next line; infinity once it is finished."""

@@ -58,7 +58,8 @@ def show(
     episode: Annotated[str, typer.Argument(help="An episode id; its first digits are enough.")],
     as_json: AsJson = False,
 ) -> None:
-    """Read one episode: messages by role as the tokens say, tool calls, final diff, verdict, and what the dataset did with it.
+    """Read one episode: messages by role as the tokens say, tool calls, final diff, verdict, and what the dataset did
+    with it.
 
     Example:
 

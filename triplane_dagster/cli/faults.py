@@ -1,4 +1,6 @@
-"""Errors as a user reads them: one line that names the thing and the fix, also for those that Dagster, its database or the system raise."""
+"""Errors as a user reads them: one line that names the thing and the fix, also for those that Dagster, its database or
+the system raise.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ _HOME = "DAGSTER_HOME"
 
 
 def line_of(error: BaseException) -> str | None:
-    """The line for `error` or for what it wraps; None for what is a fault of this program, which deserves its traceback."""
+    """The line for `error` or for what it wraps; None for what is a fault of this program, which deserves its
+    traceback.
+    """
     chain = list(_causes(error))
     ours = next((each for each in chain if isinstance(each, TriplaneError)), None)
     if ours is not None:
@@ -39,8 +43,8 @@ def _of_dagster(error: BaseException) -> str | None:
         where = f"{_HOME}={os.environ[_HOME]}" if os.environ.get(_HOME) else "the dagster.yaml here"
         scratch = os.environ.get("TMPDIR") or "/tmp"
         return (
-            f"Dagster's records, where {where} says, can't be used ({said}): free some space there and in {scratch}, make them writable, "
-            f"or point {_HOME} elsewhere, then run the same command again"
+            f"Dagster's records, where {where} says, can't be used ({said}): free some space there and in {scratch},"
+            f" make them writable, or point {_HOME} elsewhere, then run the same command again"
         )
     if name == "DagsterInvariantViolationError" and _HOME in said:
         return f"{said.rstrip('.')}. Or unset {_HOME}: the records are then kept in .triplane/dagster"

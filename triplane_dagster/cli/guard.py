@@ -1,4 +1,7 @@
-"""What ends a command early: an error in one line, or a signal with a way to go on. TRIPLANE_DEBUG=1 shows tracebacks."""
+"""What ends a command early: an error in one line, or a signal with a way to go on.
+
+TRIPLANE_DEBUG=1 shows tracebacks.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ class GuardedGroup(TyperGroup):
     """The top of the command tree: no error of ours ends in a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command. Exits 1 after an error with a message of ours, 130 or 143 when interrupted, as shells say it."""
+        """Run the command.
+
+        Exits 1 after an error with a message of ours, 130 or 143 when interrupted, as shells say it.
+        """
         try:
             return super().invoke(ctx)
         except BaseException as error:

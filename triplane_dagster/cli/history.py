@@ -1,4 +1,6 @@
-"""What iterations achieved, read from the store: rewards, pass rates with intervals, the policy made and the decision about it."""
+"""What iterations achieved, read from the store: rewards, pass rates with intervals, the policy made and the decision
+about it.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,9 @@ def base_measures(history: list[IterationSummary], split: Split) -> dict[str, An
 
 
 def base_row(history: list[IterationSummary]) -> dict[str, Any]:
-    """The row above those of `row_of`: the policy that the first iteration started from. history: at least one iteration."""
+    """The row above those of `row_of`: the policy that the first iteration started from. history: at least one
+    iteration.
+    """
     return {
         "iteration": "base",
         "train reward": None,
@@ -134,7 +138,9 @@ def row_of(found: IterationSummary) -> dict[str, Any]:
 def rate_columns(
     rate: Callable[[Split], PassRate | None], measured: Callable[[Split], dict[str, Any] | None]
 ) -> dict[str, str | None]:
-    """Columns of one policy on the splits that no decision reads: all measures, or the pass rate where only that is known."""
+    """Columns of one policy on the splits that no decision reads: all measures, or the pass rate where only that is
+    known.
+    """
     columns: dict[str, str | None] = {}
     for split in REPORTED:
         name, found = split.value.replace("_", "-"), measured(split)

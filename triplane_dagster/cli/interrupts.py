@@ -1,10 +1,13 @@
 """SIGINT and SIGTERM while a long command runs: it cleans up and ends within seconds; a second one ends it at once.
 
-    signal --(C level)--> wakeup pipe -> watcher: remembers the first, ends the process at the second or when cleaning up takes too long
-           --(Python)---> whoever handles it now: `_raise`, Dagster during a run, an event loop's canceller during a step
+    signal --(C level)--> wakeup pipe -> watcher: remembers the first, ends the process at the second or when cleaning
+    up takes too long
+           --(Python)---> whoever handles it now: `_raise`, Dagster during a run, an event loop's canceller during a
+           step
 
-The watcher sees what the others miss: Dagster drops a signal that arrives while it finishes a run, and code that is stuck handles none.
-An error raised where Python can't pass one on, as in a finalizer, is raised once more a moment later.
+The watcher sees what the others miss: Dagster drops a signal that arrives while it finishes a run, and code that is
+stuck handles none. An error raised where Python can't pass one on, as in a finalizer, is raised once more a moment
+later.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ from types import FrameType
 from typing import Any
 
 GRACE_S = 8.0
-"""Seconds to clean up. What is left then ends by itself: each child watches its parent, and committed work needs no cleaning."""
+"""Seconds to clean up. What is left then ends by itself: each child watches its parent, and committed work needs no
+cleaning.
+"""
 APART_S = 0.5
 """Signals nearer to the first than this are the same request: a wrapper may pass on what the terminal sends too."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -82,7 +87,8 @@ class Interruption:
 def stoppable(line: str | None = None) -> Iterator[Interruption]:
     """In this block signals raise, and whatever error ends it after a signal becomes Interrupted. Main thread only.
 
-    line: what an interruption says, where running the same command again is not how to go on. After an interruption the process is expected to end: it is watched until then.
+    line: what an interruption says, where running the same command again is not how to go on. After an interruption the
+    process is expected to end: it is watched until then.
     """
     state, stderr = Interruption(line), os.dup(2)  # Dagster points descriptor 2 at a log file while a step runs
     reader, writer = os.pipe()
@@ -129,7 +135,9 @@ def _raise_later(usual: Callable[[Any], Any], writer: int, lost: Any) -> None:
 
 
 def _leave(state: Interruption) -> None:
-    """The last of the exit handlers after an interruption: taking down the interpreter with torch in it takes a second for nothing."""
+    """The last of the exit handlers after an interruption: taking down the interpreter with torch in it takes a second
+    for nothing.
+    """
     if state.number is not None:
         sys.stdout.flush()
         os._exit(128 + state.number)
@@ -156,7 +164,8 @@ def _first_signal(reader: int) -> signal.Signals | None:
 
 
 def _wait_for_another(reader: int, number: signal.Signals) -> bool:
-    """True at the next signal that is another request, at latest `GRACE_S` after the first; False when nobody sends any more.
+    """True at the next signal that is another request, at latest `GRACE_S` after the first; False when nobody sends any
+    more.
 
     number: of the first.
     """

@@ -137,8 +137,9 @@ def _warn_of_other_settings(experiment: Experiment) -> None:
     changed = changed_steps(store, experiment, partitions(store, experiment.name, "iteration_inputs"))
     if changed:
         typer.echo(
-            f"warning: {', '.join(changed)} of {experiment.name} as shown were made with other settings than asked for now: "
-            "give the experiment another name (--set name=...), or make further iterations with `triplane iterate`",
+            f"warning: {', '.join(changed)} of {experiment.name} as shown were made with other settings than asked for"
+            " now: give the experiment another name (--set name=...), or make further iterations with `triplane"
+            " iterate`",
             err=True,
         )
 

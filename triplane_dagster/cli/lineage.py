@@ -78,7 +78,10 @@ def _print_trace(found: Trace) -> None:
 
 
 def _tree(title: str, steps: tuple[Step, ...], *, none: str) -> Tree:
-    """The walk as a tree: each artifact once, below the one it was first met from. Groups are counted: their rollouts stand for them."""
+    """The walk as a tree: each artifact once, below the one it was first met from.
+
+    Groups are counted: their rollouts stand for them.
+    """
     tree = Tree(Text(title, "bold"))
     if not steps:
         tree.add(Text(none, "dim"))

@@ -1,4 +1,6 @@
-"""Keeps Dagster's own event log off the terminal: it is in the UI, and bars show progress. TRIPLANE_DEBUG=1 lets it through."""
+"""Keeps Dagster's own event log off the terminal: it is in the UI, and bars show progress. TRIPLANE_DEBUG=1 lets it
+through.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ def quiet_dagster() -> Iterator[None]:
 def _mirror_stderr_alone() -> Iterator[None]:
     """Change how Dagster shows what steps print: it offers no setting for it.
 
-    Its four helper processes a step are in the terminal's process group and answer Ctrl-C with tracebacks; what steps print on stdout
-    does not belong among a command's results. Log files get everything, as before.
+    Its four helper processes a step are in the terminal's process group and answer Ctrl-C with tracebacks; what steps
+    print on stdout does not belong among a command's results. Log files get everything, as before.
     """
     from dagster._core.execution import compute_logs
 

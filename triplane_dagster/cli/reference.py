@@ -118,4 +118,4 @@ def _default_text(info: FieldInfo) -> str:
 
 
 def _first_paragraph(model: type[BaseModel]) -> str:
-    return inspect.cleandoc(model.__doc__ or "").partition("\n\n")[0]
+    return " ".join((model.__doc__ or "").split())

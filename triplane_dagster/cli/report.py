@@ -24,7 +24,8 @@ def report(
     ] = None,
     show: Annotated[bool, typer.Option("--open", help="Open it in the web browser.")] = False,
 ) -> None:
-    """Print where the report of an iteration is: curves, distributions, costs, and a viewer of every episode, in one file.
+    """Print where the report of an iteration is: curves, distributions, costs, and a viewer of every episode, in one
+    file.
 
     The asset `report` made it; an iteration that has none yet (it is still running) is drawn from what it has so far.
 

@@ -38,7 +38,9 @@ def rollback(
     list_changes: Annotated[bool, typer.Option("--list", help="Only list every change of the live policy.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make an earlier policy live again. Nothing is deleted: the registry gains one more change, and servers are swapped.
+    """Make an earlier policy live again.
+
+    Nothing is deleted: the registry gains one more change, and servers are swapped.
 
     The next iteration acts with the restored policy and trains on from its weights and optimizer.
 

@@ -62,9 +62,14 @@ def _serve_live(store: Store, experiment: str, listen: str, poll_s: float) -> No
     typer.echo(f"serving what is live in {experiment}, policy {first.version[:12]} now, at http://{listen}", err=True)
     try:
         run(
-            first.directory(), first.version, listen, model="policy", max_batch=256, threads=None,
+            first.directory(),
+            first.version,
+            listen,
+            model="policy",
+            max_batch=256,
+            threads=None,
             following=Following(live, poll_s),
-        )  # fmt: skip
+        )
     except KeyboardInterrupt:
         return
 

@@ -14,8 +14,14 @@ def stale_lines(store: Store, experiment: str) -> list[str]:
     if not stale:
         return []
     return [
-        f"stale in {experiment}: made by another version of Triplane. It stays readable and in use; a step that is materialized again is made",
-        "anew, and so is what depends on it. Further iterations go on from the live policy; --set name=NAME begins anew beside it.",
+        (
+            f"stale in {experiment}: made by another version of Triplane. It stays readable and in use; a step that is"
+            " materialized again is made"
+        ),
+        (
+            "anew, and so is what depends on it. Further iterations go on from the live policy; --set name=NAME begins"
+            " anew beside it."
+        ),
         *(f"  {step}" for step in stale),
     ]
 

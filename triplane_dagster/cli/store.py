@@ -45,8 +45,8 @@ def check(as_json: AsJson = False) -> None:
         print_rows(rows, as_json=False, empty=f"{checked.artifacts} artifacts, {checked.files} files: all as committed")
     if rows:
         raise ArtifactCorrupt(
-            f"{len(rows)} faults in {store.url}: delete the folders artifacts/<kind>/<key> named above and run their steps again, "
-            "or copy them from a backup"
+            f"{len(rows)} faults in {store.url}: delete the folders artifacts/<kind>/<key> named above and run their"
+            " steps again, or copy them from a backup"
         )
 
 
@@ -58,9 +58,12 @@ def gc(
     ] = 24.0,
     as_json: AsJson = False,
 ) -> None:
-    """Remove what killed writers left: files that no manifest names, uploads that never ended. Artifacts are never touched.
+    """Remove what killed writers left: files that no manifest names, uploads that never ended.
 
-    What a process of this machine left goes at once; anything else only when it is old, since its writer may be at work elsewhere.
+    Artifacts are never touched.
+
+    What a process of this machine left goes at once; anything else only when it is old, since its writer may be at work
+    elsewhere.
 
     Examples:
 

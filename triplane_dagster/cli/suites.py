@@ -40,11 +40,13 @@ def chosen_suite(store: Store, experiment: Experiment, digest: str | None = None
         ):
             version = older.manifest.code_version
             typer.echo(
-                f"the task suite of {experiment.name} was made by version {version} of the step, which is {SUITE_VERSION} now",
+                f"the task suite of {experiment.name} was made by version {version} of the step, which is"
+                f" {SUITE_VERSION} now",
                 err=True,
             )
             return older
         raise ArtifactMissing(
-            f"the task suite of {experiment.name} is not in {store.url}: run `triplane tasks build -e {experiment.name}`"
+            f"the task suite of {experiment.name} is not in {store.url}: run `triplane tasks build -e"
+            f" {experiment.name}`"
         )
     return found

@@ -123,13 +123,20 @@ def show(
         return
     print_json(
         {
-            "task_id": found.task_id, "split": found.split.value, "family": found.family, "instruction": found.instruction,
+            "task_id": found.task_id,
+            "split": found.split.value,
+            "family": found.family,
+            "instruction": found.instruction,
             "files": {path: data.decode(errors="replace") for path, data in found.files.items()},
             "hidden_files": {path: data.decode(errors="replace") for path, data in found.hidden_files.items()},
-            "tests": list(found.tests), "reference_diff": found.reference_diff.decode(errors="replace"), "meta": found.meta,
-            **({"artifacts": list(found.artifacts)} if found.artifacts else {}), "digest": found.digest, "image_digest": found.image_digest,
+            "tests": list(found.tests),
+            "reference_diff": found.reference_diff.decode(errors="replace"),
+            "meta": found.meta,
+            **({"artifacts": list(found.artifacts)} if found.artifacts else {}),
+            "digest": found.digest,
+            "image_digest": found.image_digest,
         }
-    )  # fmt: skip
+    )
 
 
 @app.command()
@@ -174,16 +181,18 @@ def check(
         print_json(report.model_dump(mode="json"))
     else:
         console().print(
-            f"{report.tasks} tasks: {len(report.broken)} broken; {len(report.cheats)} cheats tried, {len(fooled)} passed; "
-            f"{report.wrong_answers} wrong answers tried; {report.decoys} decoys, {report.observed} tests observed, "
-            f"{sum(map(len, report.undecided.values()))} tests admit neither", soft_wrap=True,
-        )  # fmt: skip
+            f"{report.tasks} tasks: {len(report.broken)} broken; {len(report.cheats)} cheats tried, {len(fooled)}"
+            f" passed; {report.wrong_answers} wrong answers tried; {report.decoys} decoys, {report.observed} tests"
+            f" observed, {sum(map(len, report.undecided.values()))} tests admit neither",
+            soft_wrap=True,
+        )
     if report.broken or fooled:
         first = report.broken[0] if report.broken else None
         raise TriplaneError(
-            f"{len(report.broken)} tasks are broken" + (f", first {first.task_id}: {first.reason}" if first else "")
+            f"{len(report.broken)} tasks are broken"
+            + (f", first {first.task_id}: {first.reason}" if first else "")
             + (f"; the cheat {fooled[0].cheat} passes {fooled[0].task_id}" if fooled else "")
-        )  # fmt: skip
+        )
 
 
 app.command("import")(tasks_own.import_tasks)

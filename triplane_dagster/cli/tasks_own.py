@@ -1,4 +1,6 @@
-"""`triplane tasks import` and `triplane tasks run`: tasks of one's own, and agents without a model to check a suite with."""
+"""`triplane tasks import` and `triplane tasks run`: tasks of one's own, and agents without a model to check a suite
+with.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ def import_tasks(
     ] = "quickstart",
     as_json: AsJson = False,
 ) -> None:
-    """Make a task suite of your own repositories; every task is proved in sandboxes, a broken one is named and left out.
+    """Make a task suite of your own repositories; every task is proved in sandboxes, a broken one is named and left
+    out.
 
     Both formats are described in docs/tasks.md. What is imported already is found.
 
@@ -126,7 +129,8 @@ def run(
     if score != EXPECTED.get(agent, score):
         odd = next(each.task.task_id for each in played if each.verdict.solved != bool(EXPECTED[agent]))
         raise TriplaneError(
-            f"{agent} scores {score:.3f}, not {EXPECTED[agent]:g}, first at {odd}: prove that task again with `triplane tasks check`"
+            f"{agent} scores {score:.3f}, not {EXPECTED[agent]:g}, first at {odd}: prove that task again with `triplane"
+            " tasks check`"
         )
 
 
@@ -142,9 +146,14 @@ def _play(agent: Agent, tasks: list[Any], experiment: Any, max_turns: int) -> li
     async def play(bars: Bars) -> list[Played]:
         async with SandboxClient(sandboxes.address(experiment.sandboxes)) as client:
             return await play_suite(
-                tasks, agent, client, Verifier(client, None), limits=experiment.sandboxes.limits.limits(), max_turns=max_turns,
+                tasks,
+                agent,
+                client,
+                Verifier(client, None),
+                limits=experiment.sandboxes.limits.limits(),
+                max_turns=max_turns,
                 progress=lambda done, total: _show(bars, "playing", done, total),
-            )  # fmt: skip
+            )
 
     try:
         with Bars() as bars:
@@ -155,10 +164,15 @@ def _play(agent: Agent, tasks: list[Any], experiment: Any, max_turns: int) -> li
 
 def _row(played: Played) -> dict[str, Any]:
     return {
-        "task_id": played.task.task_id, "split": played.task.split.value, "solved": played.verdict.solved,
-        "tests": f"{played.verdict.tests_passed}/{played.verdict.tests_total}", "exit": played.verdict.exit,
-        "turns": played.turns, "calls": played.calls, "diff_bytes": len(played.diff),
-    }  # fmt: skip
+        "task_id": played.task.task_id,
+        "split": played.task.split.value,
+        "solved": played.verdict.solved,
+        "tests": f"{played.verdict.tests_passed}/{played.verdict.tests_total}",
+        "exit": played.verdict.exit,
+        "turns": played.turns,
+        "calls": played.calls,
+        "diff_bytes": len(played.diff),
+    }
 
 
 def _show(bars: Bars, phase: str, done: int, total: int) -> None:

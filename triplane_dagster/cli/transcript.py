@@ -1,4 +1,6 @@
-"""An episode as a person reads it: what the task asked, what the policy wrote, what the tools answered, the diff and the verdict."""
+"""An episode as a person reads it: what the task asked, what the policy wrote, what the tools answered, the diff and
+the verdict.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,16 @@ STYLES = {
 
 
 def tokenizer_of(store: Store, policy_version: str) -> ChatTokenizer:
-    """The tokenizer of the checkpoint whose digest is `policy_version`. Raises ArtifactMissing when the store has it no more."""
+    """The tokenizer of the checkpoint whose digest is `policy_version`.
+
+    Raises ArtifactMissing when the store has it no more.
+    """
     for checkpoint in list_artifacts(store, "checkpoint"):
         if checkpoint.ref.digest == policy_version:
             return ChatTokenizer.from_directory(checkpoint.path("tokenizer.json").parent)
     raise ArtifactMissing(
-        f"store {store.url} has no checkpoint {policy_version[:12]}, whose tokenizer reads this episode: open the store that made it"
+        f"store {store.url} has no checkpoint {policy_version[:12]}, whose tokenizer reads this episode: open the store"
+        " that made it"
     )
 
 

@@ -1,4 +1,6 @@
-"""`triplane ui`: the asset graph and the reports in the Dagster web server, with the daemon that runs schedules and sensors."""
+"""`triplane ui`: the asset graph and the reports in the Dagster web server, with the daemon that runs schedules and
+sensors.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,10 @@ def alone(home: Path) -> Iterator[None]:
 
 @contextmanager
 def code_servers(instance: DagsterInstance) -> Iterator[Path]:
-    """Processes that load the definitions once for everybody, as `dagster dev` has them. Yields a workspace file that points at them."""
+    """Processes that load the definitions once for everybody, as `dagster dev` has them.
+
+    Yields a workspace file that points at them.
+    """
     from dagster._cli.proxy_server_manager import ProxyServerManager
     from dagster._core.workspace.load_target import WorkspaceFileTarget
 

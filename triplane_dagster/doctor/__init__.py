@@ -1,7 +1,9 @@
 """What this machine can do for Triplane, each found out by trying it.
 
-    checks of machine, isolation, accelerators, services --> look(check), each in a thread with its own deadline --> findings
+    checks of machine, isolation, accelerators, services --> look(check), each in a thread with its own deadline -->
+    findings
 
-Whatever might hang, or takes long to import (torch, Dagster, a sandbox), is tried in a process of its own: `trials/`. In: the environment.
-Out: findings, for `triplane doctor`. Imported by nothing else. May import every package of this repository.
+Whatever might hang, or takes long to import (torch, Dagster, a sandbox), is tried in a process of its own: `trials/`.
+In: the environment. Out: findings, for `triplane doctor`. Imported by nothing else. May import every package of this
+repository.
 """

@@ -24,12 +24,19 @@ def checks(thorough: bool) -> list[Check]:
         Check("GPU", "models of more than some million parameters", gpu),
         Check("Triton", "kernels on GPUs", package("triton", "`pip install triton`", thorough), timeout_s=limit),
         Check("vLLM", "serving large policies; `make test-vllm`", lambda: vllm(thorough), timeout_s=limit),
-        Check("DeepSpeed", "training on many GPUs; nothing of this version uses it", package("deepspeed", "`pip install -e '.[deepspeed]'`", thorough), timeout_s=limit),
         Check(
-            "TransformerEngine", "FP8 training on GPUs; nothing of this version uses it",
-            package("transformer_engine", "`pip install -e '.[te]'`", thorough), timeout_s=limit,
+            "DeepSpeed",
+            "training on many GPUs; nothing of this version uses it",
+            package("deepspeed", "`pip install -e '.[deepspeed]'`", thorough),
+            timeout_s=limit,
         ),
-    ]  # fmt: skip
+        Check(
+            "TransformerEngine",
+            "FP8 training on GPUs; nothing of this version uses it",
+            package("transformer_engine", "`pip install -e '.[te]'`", thorough),
+            timeout_s=limit,
+        ),
+    ]
 
 
 def torch() -> Finding:

@@ -54,7 +54,10 @@ def broken(found: str, fix: str) -> Finding:
 
 
 def make(checks: Sequence[Check]) -> list[tuple[Check, Finding]]:
-    """Every check with what it found, in the given order. All are made at once; one that passes its deadline is left behind."""
+    """Every check with what it found, in the given order.
+
+    All are made at once; one that passes its deadline is left behind.
+    """
     found: dict[int, Finding] = {}
     threads = []
     for place, check in enumerate(checks):
@@ -101,11 +104,20 @@ class Said:
 
 
 def ask(command: Sequence[str], timeout_s: float = 10.0, environment: Mapping[str, str] | None = None) -> Said:
-    """Run a program to its end. Raises FileNotFoundError, or subprocess.TimeoutExpired after killing it and what it started."""
+    """Run a program to its end.
+
+    Raises FileNotFoundError, or subprocess.TimeoutExpired after killing it and what it started.
+    """
     child = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
-        start_new_session=True, env=None if environment is None else {**os.environ, **environment},
-    )  # fmt: skip
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        env=None if environment is None else {**os.environ, **environment},
+    )
     try:
         out, err = child.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:

@@ -16,8 +16,8 @@ _OTHER = "stronger isolation; no backend of this version uses it"
 _KVM_GET_API_VERSION = 0xAE00
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_VERSION = 444, 1
 _NAMESPACES_FIX = (
-    "as root `sysctl -w kernel.unprivileged_userns_clone=1 user.max_user_namespaces=10000 kernel.apparmor_restrict_unprivileged_userns=0`; "
-    "in a container see docs/deploy.md"
+    "as root `sysctl -w kernel.unprivileged_userns_clone=1 user.max_user_namespaces=10000"
+    " kernel.apparmor_restrict_unprivileged_userns=0`; in a container see docs/deploy.md"
 )
 
 
@@ -56,7 +56,10 @@ def namespaces() -> Finding:
 
 def overlay() -> Finding:
     """Mount one, in namespaces of its own."""
-    script = "mount -t tmpfs none /mnt && cd /mnt && mkdir l u w m && mount -t overlay -o lowerdir=l,upperdir=u,workdir=w,userxattr none m"
+    script = (
+        "mount -t tmpfs none /mnt && cd /mnt && mkdir l u w m && mount -t overlay -o"
+        " lowerdir=l,upperdir=u,workdir=w,userxattr none m"
+    )
     try:
         said = ask(["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script])
     except FileNotFoundError:

@@ -97,10 +97,13 @@ def postgres() -> Finding:
         return missing("DAGSTER_POSTGRES_HOST is not set", "nothing for one machine; docs/deploy.md for a deployment")
     try:
         connection = psycopg2.connect(
-            host=host, port=os.environ.get("DAGSTER_POSTGRES_PORT", "5432"), connect_timeout=POSTGRES_S,
-            user=os.environ.get("DAGSTER_POSTGRES_USER"), password=os.environ.get("DAGSTER_POSTGRES_PASSWORD"),
+            host=host,
+            port=os.environ.get("DAGSTER_POSTGRES_PORT", "5432"),
+            connect_timeout=POSTGRES_S,
+            user=os.environ.get("DAGSTER_POSTGRES_USER"),
+            password=os.environ.get("DAGSTER_POSTGRES_PASSWORD"),
             dbname=os.environ.get("DAGSTER_POSTGRES_DB"),
-        )  # fmt: skip
+        )
     except psycopg2.OperationalError as error:
         return broken(one_line(str(error)), "start the server, or correct DAGSTER_POSTGRES_*")
     version = connection.server_version

@@ -1,7 +1,8 @@
 """Finds the assertions of a test file: what each compares, how, and which literals hold its expected value.
 
 assert add(1, 2) == 3                          Comparison(==), literal 3 on its right
-@parametrize("a, want", [(1, 2)]) ... == want  literal of the column `want`; so with tables that a `for` reads, and names of literals
+@parametrize("a, want", [(1, 2)]) ... == want  literal of the column `want`; so with tables that a `for` reads, and
+names of literals
 self.assertIn(x, (1, 2)), assert not x         Comparison(in), Truth(negated)
 with pytest.raises(ValueError, match="no"):    Raises
 """
@@ -16,24 +17,66 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 OPERATORS: dict[type[ast.cmpop], str] = {
-    ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.In: "in", ast.NotIn: "not in", ast.Is: "is",
+    ast.Eq: "==",
+    ast.NotEq: "!=",
+    ast.Lt: "<",
+    ast.LtE: "<=",
+    ast.Gt: ">",
+    ast.GtE: ">=",
+    ast.In: "in",
+    ast.NotIn: "not in",
+    ast.Is: "is",
     ast.IsNot: "is not",
-}  # fmt: skip
+}
 _UNITTEST = {
-    "assertEqual": "==", "assertEquals": "==", "assertListEqual": "==", "assertTupleEqual": "==", "assertDictEqual": "==", "assertSetEqual": "==",
-    "assertSequenceEqual": "==", "assertMultiLineEqual": "==", "assertNotEqual": "!=", "assertIs": "is", "assertIsNot": "is not", "assertIn": "in",
-    "assertNotIn": "not in", "assertGreater": ">", "assertGreaterEqual": ">=", "assertLess": "<", "assertLessEqual": "<=",
+    "assertEqual": "==",
+    "assertEquals": "==",
+    "assertListEqual": "==",
+    "assertTupleEqual": "==",
+    "assertDictEqual": "==",
+    "assertSetEqual": "==",
+    "assertSequenceEqual": "==",
+    "assertMultiLineEqual": "==",
+    "assertNotEqual": "!=",
+    "assertIs": "is",
+    "assertIsNot": "is not",
+    "assertIn": "in",
+    "assertNotIn": "not in",
+    "assertGreater": ">",
+    "assertGreaterEqual": ">=",
+    "assertLess": "<",
+    "assertLessEqual": "<=",
     "assertAlmostEqual": "==",
-}  # fmt: skip
+}
 OPPOSITES = {
-    "assertEqual": "assertNotEqual", "assertEquals": "assertNotEqual", "assertListEqual": "assertNotEqual", "assertTupleEqual": "assertNotEqual",
-    "assertDictEqual": "assertNotEqual", "assertSetEqual": "assertNotEqual", "assertMultiLineEqual": "assertNotEqual", "assertNotEqual": "assertEqual",
-    "assertIs": "assertIsNot", "assertIsNot": "assertIs", "assertIn": "assertNotIn", "assertNotIn": "assertIn", "assertGreater": "assertLessEqual",
-    "assertGreaterEqual": "assertLess", "assertLess": "assertGreaterEqual", "assertLessEqual": "assertGreater", "assertTrue": "assertFalse",
-    "assertFalse": "assertTrue", "assertIsNone": "assertIsNotNone", "assertIsNotNone": "assertIsNone", "assertIsInstance": "assertNotIsInstance",
-    "assertNotIsInstance": "assertIsInstance", "assertAlmostEqual": "assertNotAlmostEqual", "assertNotAlmostEqual": "assertAlmostEqual",
-    "assertRegex": "assertNotRegex", "assertNotRegex": "assertRegex", "assertSequenceEqual": "assertNotEqual",
-}  # fmt: skip
+    "assertEqual": "assertNotEqual",
+    "assertEquals": "assertNotEqual",
+    "assertListEqual": "assertNotEqual",
+    "assertTupleEqual": "assertNotEqual",
+    "assertDictEqual": "assertNotEqual",
+    "assertSetEqual": "assertNotEqual",
+    "assertMultiLineEqual": "assertNotEqual",
+    "assertNotEqual": "assertEqual",
+    "assertIs": "assertIsNot",
+    "assertIsNot": "assertIs",
+    "assertIn": "assertNotIn",
+    "assertNotIn": "assertIn",
+    "assertGreater": "assertLessEqual",
+    "assertGreaterEqual": "assertLess",
+    "assertLess": "assertGreaterEqual",
+    "assertLessEqual": "assertGreater",
+    "assertTrue": "assertFalse",
+    "assertFalse": "assertTrue",
+    "assertIsNone": "assertIsNotNone",
+    "assertIsNotNone": "assertIsNone",
+    "assertIsInstance": "assertNotIsInstance",
+    "assertNotIsInstance": "assertIsInstance",
+    "assertAlmostEqual": "assertNotAlmostEqual",
+    "assertNotAlmostEqual": "assertAlmostEqual",
+    "assertRegex": "assertNotRegex",
+    "assertNotRegex": "assertRegex",
+    "assertSequenceEqual": "assertNotEqual",
+}
 """Of unittest's methods, the one that fails where the other passes; all take the first two arguments alike."""
 KINDS = frozenset(
     {"bool", "int", "float", "complex", "str", "bytes", "bytearray", "list", "tuple", "dict", "set", "frozenset"}
@@ -58,7 +101,9 @@ class Assertion:
     """The value under test: compared, or judged by its truth."""
     right: ast.expr | None = None
     expected: list[ast.expr] = field(default_factory=list)
-    """Literals, each of which is the expected value of one execution; none: it is no literal, or not known to be one."""
+    """Literals, each of which is the expected value of one execution; none: it is no literal, or not known to be
+    one.
+    """
     direct: bool = False
     """The literal stands in the assertion itself."""
     tolerance: tuple[float | None, float | None] | None = None
@@ -173,9 +218,13 @@ class _Finder:
                     match = call.args[1]
                 pattern = match.value if isinstance(match, ast.Constant) and isinstance(match.value, str) else None
                 yield Assertion(
-                    node, function, "raises" if match is None or pattern is not None else "other", left=call,
-                    exceptions=call.args[0], pattern=pattern,
-                )  # fmt: skip
+                    node,
+                    function,
+                    "raises" if match is None or pattern is not None else "other",
+                    left=call,
+                    exceptions=call.args[0],
+                    pattern=pattern,
+                )
 
     def _of_call(self, node: ast.Expr, call: ast.Call, function: Function) -> Assertion | None:
         name = _last(call.func)
@@ -358,9 +407,13 @@ def _column(target: ast.expr, name: str, rows: Sequence[ast.expr]) -> list[ast.e
 
 def _assignments(body: Sequence[ast.stmt], name: str) -> list[ast.expr]:
     return [
-        node.value for node in body
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name) and node.targets[0].id == name
-    ]  # fmt: skip
+        node.value
+        for node in body
+        if isinstance(node, ast.Assign)
+        and len(node.targets) == 1
+        and isinstance(node.targets[0], ast.Name)
+        and node.targets[0].id == name
+    ]
 
 
 def _assigned(body: Sequence[ast.stmt], name: str) -> list[ast.expr]:

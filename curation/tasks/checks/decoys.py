@@ -3,8 +3,9 @@
     assert add(1, 2) == 3  ->  == 5          raises(ValueError)  ->  raises(KeyError)
     assert x in y          ->  x not in y    ("1, 2, 3") in a table of parameters  ->  ("1, 2, 5")
 
-What passes a test as written fails its decoy, since both can't hold; what passes both decides by something else than what it is asked. All numbers of
-a decoy move by the same distance, so that who guesses the answer's kind from what it can read finds a kind that fits.
+What passes a test as written fails its decoy, since both can't hold; what passes both decides by something else than
+what it is asked. All numbers of a decoy move by the same distance, so that who guesses the answer's kind from what it
+can read finds a kind that fits.
 """
 
 from __future__ import annotations
@@ -22,8 +23,17 @@ from curation.tasks.checks.edits import Source
 MOST_DECOYS = 4
 """Of one task: one that changes every assertion, and others that change one in each function."""
 _FLIPS = {
-    "==": "!=", "!=": "==", "<": ">=", ">=": "<", ">": "<=", "<=": ">", "in": "not in", "not in": "in", "is": "is not", "is not": "is",
-}  # fmt: skip
+    "==": "!=",
+    "!=": "==",
+    "<": ">=",
+    ">=": "<",
+    ">": "<=",
+    "<=": ">",
+    "in": "not in",
+    "not in": "in",
+    "is": "is not",
+    "is not": "is",
+}
 _COMMON = ("ValueError", "TypeError", "KeyError", "IndexError", "AttributeError", "ZeroDivisionError")
 _RARE = ("BufferError", "EOFError", "ReferenceError")
 _MOVE = (
@@ -64,7 +74,8 @@ def make(files: dict[str, bytes], seed: str) -> list[dict[str, bytes]]:
 
 
 def make_moved(files: dict[str, bytes], seed: str) -> dict[str, bytes]:
-    """The test files in which functions that are no tests return other values, deterministic by seed; nothing where there are none.
+    """The test files in which functions that are no tests return other values, deterministic by seed; nothing where
+    there are none.
 
     Who asks a helper or a fixture of the tests for the answer gets one that the changed tests want.
     """
@@ -85,10 +96,12 @@ def make_moved(files: dict[str, bytes], seed: str) -> dict[str, bytes]:
 def _returned(tree: ast.Module) -> list[ast.expr]:
     """What functions return that are no tests."""
     return [
-        node.value for function in ast.walk(tree)
+        node.value
+        for function in ast.walk(tree)
         if isinstance(function, ast.FunctionDef) and not function.name.startswith("test")
-        for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None
-    ]  # fmt: skip
+        for node in ast.walk(function)
+        if isinstance(node, ast.Return) and node.value is not None
+    ]
 
 
 def by_function(assertions: Sequence[Assertion]) -> dict[int, list[Assertion]]:
@@ -201,7 +214,10 @@ def _other_exception(node: ast.expr, rng: Random) -> str:
         return rng.choice(_RARE)
     given = [getattr(builtins, name) for name in names]
     free = [
-        name for name in _COMMON
-        if not any(issubclass(getattr(builtins, name), each) or issubclass(each, getattr(builtins, name)) for each in given)
-    ]  # fmt: skip
+        name
+        for name in _COMMON
+        if not any(
+            issubclass(getattr(builtins, name), each) or issubclass(each, getattr(builtins, name)) for each in given
+        )
+    ]
     return rng.choice(free or list(_RARE))

@@ -1,4 +1,6 @@
-"""Compares what a hidden test saw with what it expects. Runs nothing of a final state's, and believes nothing but values."""
+"""Compares what a hidden test saw with what it expects. Runs nothing of a final state's, and believes nothing but
+values.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,18 @@ from typing import Any
 from contracts.tasks import Observed, Rule
 
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
-    "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
-    "in": lambda left, right: left in right, "not in": lambda left, right: left not in right,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "in": lambda left, right: left in right,
+    "not in": lambda left, right: left not in right,
     "isa": lambda left, right: isinstance(left, tuple(getattr(builtins, name) for name in right.split(", "))),
-    "has": lambda left, right: right in left, "has not": lambda left, right: right not in left,
-}  # fmt: skip
+    "has": lambda left, right: right in left,
+    "has not": lambda left, right: right not in left,
+}
 _SINGLETONS = (None, True, False)
 
 
@@ -108,12 +117,18 @@ def decode(found: Any, hidden: Mapping[str, str]) -> Any:
 
 
 _SCALARS: dict[str, Callable[[Any], Any]] = {
-    "b": lambda text: text is True, "i": lambda text: int(text, 16), "f": float, "c": complex, "s": str, "y": bytes.fromhex,
-    "Y": bytearray.fromhex, "D": Decimal,
-}  # fmt: skip
+    "b": lambda text: text is True,
+    "i": lambda text: int(text, 16),
+    "f": float,
+    "c": complex,
+    "s": str,
+    "y": bytes.fromhex,
+    "Y": bytearray.fromhex,
+    "D": Decimal,
+}
 _TIMES: dict[str, Callable[[str], Any]] = {
-    "datetime": datetime.datetime.fromisoformat, "date": datetime.date.fromisoformat, "time": datetime.time.fromisoformat,
-}  # fmt: skip
-_COLLECTIONS: dict[str, Callable[[Any], Any]] = {
-    "l": list, "t": tuple, "S": set, "F": frozenset
-}  # fmt: skip
+    "datetime": datetime.datetime.fromisoformat,
+    "date": datetime.date.fromisoformat,
+    "time": datetime.time.fromisoformat,
+}
+_COLLECTIONS: dict[str, Callable[[Any], Any]] = {"l": list, "t": tuple, "S": set, "F": frozenset}

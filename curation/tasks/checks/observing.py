@@ -1,4 +1,5 @@
-"""Hidden tests without expectations: each assertion reports the values that it would compare, and what it expects stays with the judge.
+"""Hidden tests without expectations: each assertion reports the values that it would compare, and what it expects stays
+with the judge.
 
 assert add(1, 2) == 3            ->  __see__('0:3', add(1, 2))           rule 0:3: == 3
 ("1 + 1", 2), in parameters      ->  ("1 + 1", __hidden__(4))            hidden 4: 2
@@ -26,7 +27,8 @@ def make(
 ) -> Observed:
     """These test files with their assertions observed, but for those whose keys are in `without`.
 
-    tables: hide the values of dictionaries that stand in the files. plain: strip values that assertions compute with of their own methods.
+    tables: hide the values of dictionaries that stand in the files. plain: strip values that assertions compute with of
+    their own methods.
     """
     made = Observed({}, {}, {}, {})
     for number, path in enumerate(sorted(files)):
@@ -107,7 +109,9 @@ class _File:
         self._made.rules[key] = Rule("compare", each.operator, want, tolerance=each.tolerance, exact=exact)
 
     def _text(self, key: str, node: ast.expr, *, inside: bool = False) -> str:
-        """An expression's text among arguments, its parts hidden and plain where they are to be. inside: the whole is itself computed with."""
+        """An expression's text among arguments, its parts hidden and plain where they are to be. inside: the whole is
+        itself computed with.
+        """
         changed = _Parts(self, key, node if not inside else None) if self._plain or self._tables else None
         found = changed.visit(copy.deepcopy(node)) if changed else node
         if changed is None or not changed.changed:

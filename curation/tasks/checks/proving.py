@@ -33,7 +33,8 @@ class Proof:
 async def prove(task: Task, run: Run) -> Proof:
     """The checks of a task. Raises what `run` does.
 
-    Where the reference does not pass the tests as written nothing can be proven: then decoys alone are used, of tests that hold assertions.
+    Where the reference does not pass the tests as written nothing can be proven: then decoys alone are used, of tests
+    that hold assertions.
     """
     files = {path: content for path, content in task.hidden_files.items() if path.endswith(".py")}
     tests = base_names(task.tests)
@@ -64,11 +65,13 @@ async def prove(task: Task, run: Run) -> Proof:
     decided = {test for each in chosen for test in each.tests} | set(observed.seen if observed else ())
     return Proof(
         Checks(
-            observed, tuple(chosen), tuple(test for test in tests if test not in decided),
+            observed,
+            tuple(chosen),
+            tuple(test for test in tests if test not in decided),
             tuple(sorted({name for result in (written, *results) for name in result.tampering})),
         ),
         written,
-    )  # fmt: skip
+    )
 
 
 def _unobserved(tests: Sequence[str], observed: Observed | None, keys: Mapping[str, list[str]]) -> bool:
@@ -83,7 +86,9 @@ def _unobserved(tests: Sequence[str], observed: Observed | None, keys: Mapping[s
 async def _observe(
     task: Task, files: dict[str, bytes], tests: Sequence[str], keys: Mapping[str, list[str]], run: Run
 ) -> Observed | None:
-    """Observations that agree with the reference solution: of all ways to observe, one that leaves the fewest assertions as written."""
+    """Observations that agree with the reference solution: of all ways to observe, one that leaves the fewest
+    assertions as written.
+    """
     best: tuple[int, Observed | None] = (len(files) + sum(map(len, keys.values())), None)
     tried: list[dict[str, bytes]] = []
     for way in _WAYS:
@@ -125,7 +130,9 @@ async def _observed(
 
 
 def _disagreeing(made: Observed, result: VerifyResult, tests: Sequence[str], keys: Mapping[str, list[str]]) -> set[str]:
-    """Keys of assertions that can't be observed: they contradict the reference, or stand in a test that fails without its expectations."""
+    """Keys of assertions that can't be observed: they contradict the reference, or stand in a test that fails without
+    its expectations.
+    """
     bad = {
         each.key
         for each in result.observations

@@ -4,6 +4,6 @@
                                                  |
     suite.import_suite: validate (sandboxes) -> splits -> the task_suite artifact
 
-In: files of the user, git, an envd client. Out: a `task_suite` artifact like a generated one. May import: contracts, envd.client,
-curation.errors, curation.tasks. docs/tasks.md describes both formats.
+In: files of the user, git, an envd client. Out: a `task_suite` artifact like a generated one. May import: contracts,
+envd.client, curation.errors, curation.tasks. docs/tasks.md describes both formats.
 """

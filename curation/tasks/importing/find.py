@@ -18,7 +18,7 @@ def find_suite(store: Store, digest: str) -> Artifact:
     found = suites_of(store, digest)
     if len(found) != 1:
         raise ArtifactMissing(
-            f"{digest!r} begins the digests of {len(found)} task suites in {store.url}: give one that `triplane tasks build` or "
-            "`triplane tasks import` printed"
+            f"{digest!r} begins the digests of {len(found)} task suites in {store.url}: give one that `triplane tasks"
+            " build` or `triplane tasks import` printed"
         )
     return found[0]

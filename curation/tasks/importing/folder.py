@@ -90,11 +90,19 @@ def _source(place: Path, about: TaskFile, family: str) -> Source:
         patch = reference[about.reference]
         fixed = patched_tree(before, patch, f"reference {about.reference}")
     return Source(
-        task_id=place.name, family=about.family or family, instruction=about.instruction, before=tree, after_tests=tree,
-        fixed=fixed | {path: tree[path] for path in hidden}, hidden=frozenset(hidden), placed=frozenset(),
-        tests=check_tests(about.tests, f"tests in {TASK_FILE}"), reference=patch, meta={"fail_to_pass": []},
+        task_id=place.name,
+        family=about.family or family,
+        instruction=about.instruction,
+        before=tree,
+        after_tests=tree,
+        fixed=fixed | {path: tree[path] for path in hidden},
+        hidden=frozenset(hidden),
+        placed=frozenset(),
+        tests=check_tests(about.tests, f"tests in {TASK_FILE}"),
+        reference=patch,
+        meta={"fail_to_pass": []},
         artifacts=about.artifacts,
-    )  # fmt: skip
+    )
 
 
 def _below(tree: Tree, name: str) -> Tree:

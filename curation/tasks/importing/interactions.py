@@ -1,9 +1,10 @@
 """Production interactions as a source of tasks: what a person asked of an assistant, and the change that they kept.
 
-    messages, repo, base_commit, accepted_patch, tests  ->  an instance as SWE-bench writes it  ->  a task like any other
+    messages, repo, base_commit, accepted_patch, tests  ->  an instance as SWE-bench writes it  ->  a task like any
+    other
 
-What makes it a task is the proof: the change that was kept is the reference, and tests tell it from the state before. An interaction without them is
-left out by name. Nothing that the assistant said becomes part of the task.
+What makes it a task is the proof: the change that was kept is the reference, and tests tell it from the state before.
+An interaction without them is left out by name. Nothing that the assistant said becomes part of the task.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class _Message(BaseModel):
 
 
 class Interaction(BaseModel):
-    """One recorded conversation; further keys are not read, but for `split`, `artifacts`, `test_patch` and `PASS_TO_PASS` of an instance."""
+    """One recorded conversation; further keys are not read, but for `split`, `artifacts`, `test_patch` and
+    `PASS_TO_PASS` of an instance.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -83,9 +86,12 @@ def as_instance(values: Mapping[str, Any]) -> dict[str, Any]:
     passed_on = {name: values[name] for name in _PASSED_ON if name in values}
     conversation = [[message.role, message.text] for message in found.messages]
     return {
-        **passed_on, "instance_id": found.interaction_id, "problem_statement": instruction, "patch": found.accepted_patch,
+        **passed_on,
+        "instance_id": found.interaction_id,
+        "problem_statement": instruction,
+        "patch": found.accepted_patch,
         "conversation": digest_of(conversation),
-    }  # fmt: skip
+    }
 
 
 _PASSED_ON = ("repo", "base_commit", "test_patch", "FAIL_TO_PASS", "PASS_TO_PASS", "split", "artifacts")

@@ -73,10 +73,17 @@ def task_of(source: Source) -> Task:
     )
     _check_artifacts(source.artifacts, changed)
     return Task(
-        task_id=source.task_id, family=source.family, split=Split.TRAIN, instruction=source.instruction, files=files,
-        hidden_files=hidden_files, tests=source.tests, reference_diff=source.reference,
-        meta={**source.meta, "path": _subject(files, changed)}, artifacts=source.artifacts,
-    )  # fmt: skip
+        task_id=source.task_id,
+        family=source.family,
+        split=Split.TRAIN,
+        instruction=source.instruction,
+        files=files,
+        hidden_files=hidden_files,
+        tests=source.tests,
+        reference_diff=source.reference,
+        meta={**source.meta, "path": _subject(files, changed)},
+        artifacts=source.artifacts,
+    )
 
 
 def check_tests(tests: Sequence[str], where: str) -> tuple[str, ...]:
@@ -102,7 +109,9 @@ def _check_artifacts(artifacts: Sequence[str], changed: Sequence[str]) -> None:
 
 
 def _hidden_files(source: Source) -> dict[str, bytes]:
-    """What grading places: hidden files, the files of the tests (or the agent could weaken them), and what the source names."""
+    """What grading places: hidden files, the files of the tests (or the agent could weaken them), and what the source
+    names.
+    """
     named = dict.fromkeys(test.split("::", 1)[0] for test in source.tests)
     absent = next((path for path in named if path not in source.after_tests), None)
     if absent is not None:

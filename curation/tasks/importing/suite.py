@@ -60,9 +60,11 @@ async def import_suite(
         raise TaskError(f"none of {report.tasks} tasks is left to import; {first}")
     splits = Counter(task.split.value for task in tasks)
     meta = {
-        "tasks": len(tasks), "broken": len(broken), "families": report.families,
+        "tasks": len(tasks),
+        "broken": len(broken),
+        "families": report.families,
         "splits": {split.value: splits[split.value] for split in DEFAULT_SHARES},
-    }  # fmt: skip
+    }
     with ArtifactWriter(store, "task_suite", key, parents={}, config=config, code_version=IMPORT_SUITE_VERSION) as out:
         out.add_table("tasks.parquet", tasks_table(tasks))
         out.add_json("validation.json", report.model_dump())

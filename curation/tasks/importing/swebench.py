@@ -1,4 +1,6 @@
-"""SWE-bench style rows over local clones: one JSON object a line, the repository at a commit, a fix and the tests that prove it."""
+"""SWE-bench style rows over local clones: one JSON object a line, the repository at a commit, a fix and the tests that
+prove it.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,10 @@ class Row(BaseModel):
 
 
 def read_rows(file: Path, repos: Path) -> Reading:
-    """The tasks of a JSONL file. repos: the directory with the clones. Raises TaskError when the file itself is damaged."""
+    """The tasks of a JSONL file. repos: the directory with the clones.
+
+    Raises TaskError when the file itself is damaged.
+    """
     reading, seen = Reading(), set[str]()
     for number, line in enumerate(_lines(file), 1):
         if not line.strip():
@@ -105,15 +110,25 @@ def _source(row: Row, repos: Path) -> Source:
     fixed = patched_tree(before, row.patch.encode(), "patch")
     after = patched_tree(before, row.test_patch.encode(), "test_patch")
     return Source(
-        task_id=row.instance_id, family=row.repo, instruction=row.problem_statement, before=before, after_tests=after,
-        fixed=fixed, hidden=frozenset(), placed=frozenset(path for path, data in after.items() if before.get(path) != data),
-        tests=tests, reference=row.patch.encode(), artifacts=row.artifacts,
+        task_id=row.instance_id,
+        family=row.repo,
+        instruction=row.problem_statement,
+        before=before,
+        after_tests=after,
+        fixed=fixed,
+        hidden=frozenset(),
+        placed=frozenset(path for path, data in after.items() if before.get(path) != data),
+        tests=tests,
+        reference=row.patch.encode(),
+        artifacts=row.artifacts,
         meta={
-            "repo": row.repo, "base_commit": row.base_commit,
-            "fail_to_pass": row.FAIL_TO_PASS, "pass_to_pass": row.PASS_TO_PASS,
+            "repo": row.repo,
+            "base_commit": row.base_commit,
+            "fail_to_pass": row.FAIL_TO_PASS,
+            "pass_to_pass": row.PASS_TO_PASS,
             **({"conversation": row.conversation} if row.conversation else {}),
         },
-    )  # fmt: skip
+    )
 
 
 def _clone(repo: str, repos: Path) -> Path:
@@ -123,5 +138,6 @@ def _clone(repo: str, repos: Path) -> Path:
         if (candidate / ".git").exists() or (candidate / "HEAD").is_file():
             return candidate
     raise TaskError(
-        f"{repos} holds no clone of {repo}: put one there as {names[1] if owner else name}, or name its folder by --repos"
+        f"{repos} holds no clone of {repo}: put one there as {names[1] if owner else name}, or name its folder by"
+        " --repos"
     )

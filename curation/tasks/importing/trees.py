@@ -1,4 +1,6 @@
-"""Trees of files by path: of a folder, of a commit, with a patch applied; and the patch between two. Git does the work, without configuration."""
+"""Trees of files by path: of a folder, of a commit, with a patch applied; and the patch between two. Git does the work,
+without configuration.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,14 @@ def folder_tree(root: Path) -> Tree:
 
 
 def commit_tree(clone: Path, commit: str) -> Tree:
-    """Every file of a commit, as it is in git: nothing exported differently, the clone untouched. Raises TaskError for an unknown commit."""
+    """Every file of a commit, as it is in git: nothing exported differently, the clone untouched.
+
+    Raises TaskError for an unknown commit.
+    """
     if _git(["cat-file", "-e", f"{commit}^{{commit}}"], clone).returncode:
         raise TaskError(
-            f"its clone {clone.name} lacks commit {commit}: fetch it there (`git fetch --unshallow` or `git fetch origin {commit}`)"
+            f"its clone {clone.name} lacks commit {commit}: fetch it there (`git fetch --unshallow` or `git fetch"
+            f" origin {commit}`)"
         )
     with tempfile.TemporaryDirectory() as scratch:
         index = {"GIT_INDEX_FILE": f"{scratch}/index"}
@@ -98,9 +104,13 @@ def _git(
 ) -> subprocess.CompletedProcess[bytes]:
     """Run git in `where`, and in no repository above a scratch directory."""
     settings = {
-        "PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C", "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": "/dev/null",
-        "GIT_CEILING_DIRECTORIES": str(where.absolute().parent), "GIT_TERMINAL_PROMPT": "0",
-    }  # fmt: skip
+        "PATH": os.environ.get("PATH", os.defpath),
+        "LC_ALL": "C",
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_CONFIG_GLOBAL": "/dev/null",
+        "GIT_CEILING_DIRECTORIES": str(where.absolute().parent),
+        "GIT_TERMINAL_PROMPT": "0",
+    }
     options = ["-c", "core.autocrlf=false", "-c", "safe.directory=*"]
     return subprocess.run(
         ["git", *options, *command],

@@ -1,4 +1,5 @@
-"""On PYTHONPATH, makes the first commit of a $PAUSE_AT artifact in a `triplane` or trainer process take for ever, as on a disk that hangs.
+"""On PYTHONPATH, makes the first commit of a $PAUSE_AT artifact in a `triplane` or trainer process take for ever, as on
+a disk that hangs.
 
 The file $PAUSED appears when that point is reached.
 """

@@ -1,4 +1,6 @@
-"""`python -m triplane_dagster.doctor.trials.sandbox auto|namespaces|ADDRESS`: run a command in a real sandbox and say what that was."""
+"""`python -m triplane_dagster.doctor.trials.sandbox auto|namespaces|ADDRESS`: run a command in a real sandbox and say
+what that was.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`python -m triplane_dagster.doctor.trials.torch_devices`: multiply on each device that torch sees, and say what it is."""
+"""`python -m triplane_dagster.doctor.trials.torch_devices`: multiply on each device that torch sees, and say what it
+is.
+"""
 
 from __future__ import annotations
 

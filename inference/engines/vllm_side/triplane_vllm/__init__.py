@@ -2,7 +2,8 @@
 
 /collective_rpc triplane_load(directory, mark)  reload.py: what vLLM's own reload leaves stale on a CPU is redone
 /collective_rpc triplane_loaded()               whose update the weights are of
-/collective_rpc triplane_verify(directory)      verify.py: every parameter and every layer's output, against checkpoint.py
+/collective_rpc triplane_verify(directory)      verify.py: every parameter and every layer's output, against
+                                                checkpoint.py
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ class WorkerExtension:
     triplane_mark = ""
 
     def triplane_load(self, directory: str, mark: str = "") -> None:
-        """Serve the checkpoint in `directory`. Nothing may be computed meanwhile. mark: of the update, for triplane_loaded."""
+        """Serve the checkpoint in `directory`.
+
+        Nothing may be computed meanwhile. mark: of the update, for triplane_loaded.
+        """
         self.triplane_mark = mark
         self.reload_weights(weights_path=directory)  # type: ignore[attr-defined]  # vLLM's
         renew_head(self.triplane_model())
@@ -39,7 +43,9 @@ class WorkerExtension:
         repack_experts(self.triplane_model())
 
     def triplane_verify(self, directory: str, exact: bool = True) -> list[dict[str, str]]:
-        """What of the served weights is not the checkpoint's: [{"name": "layer 1: experts.w13", "detail": ...}], empty when all is."""
+        """What of the served weights is not the checkpoint's: [{"name": "layer 1: experts.w13", "detail": ...}], empty
+        when all is.
+        """
         return [
             {"name": name, "detail": detail} for name, detail in differences(self.triplane_model(), directory, exact)
         ]

@@ -12,8 +12,9 @@ _FACTORS = (-7046029254386353131, -4658895280553007687)
 
 
 def fingerprint(tensor: Tensor) -> tuple[int, int]:
-    """(count, sum of hashes) of the elements that are not +0: equal for any permutation and any padding with zeros, unequal, but for one
-    chance in 2^64, for other numbers."""
+    """(count, sum of hashes) of the elements that are not +0: equal for any permutation and any padding with zeros,
+    unequal, but for one chance in 2^64, for other numbers.
+    """
     bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()]).flatten()
     count, total = 0, 0
     for start in range(0, len(bits), _CHUNK):

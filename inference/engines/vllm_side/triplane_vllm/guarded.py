@@ -9,7 +9,9 @@ import threading
 from pathlib import Path
 
 ENGINE = "VLLM::Engine"
-"""Begins the name that vLLM gives its engine process. It may be the worker's parent or the worker itself, and outlives both its ends."""
+"""Begins the name that vLLM gives its engine process. It may be the worker's parent or the worker itself, and outlives
+both its ends.
+"""
 
 
 def end_with_guard() -> None:

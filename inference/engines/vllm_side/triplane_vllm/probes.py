@@ -1,4 +1,6 @@
-"""What a layer computes on inputs of our choice, against what its checkpoint says it should: the order that a kernel reads matters here."""
+"""What a layer computes on inputs of our choice, against what its checkpoint says it should: the order that a kernel
+reads matters here.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,11 @@ _ROUTED_LOGIT = 30.0
 
 
 def linear_error(layer: Any, expected: Tensor) -> float:
-    """Largest difference between the matrix that `layer` multiplies by and `expected` [N, K], as a share of the largest weight.
+    """Largest difference between the matrix that `layer` multiplies by and `expected` [N, K], as a share of the largest
+    weight.
 
-    The layer applied to the identity gives its matrix back, whatever it keeps it as. Infinite when it gives anything that is no number.
+    The layer applied to the identity gives its matrix back, whatever it keeps it as. Infinite when it gives anything
+    that is no number.
     """
     kind, device = layer.weight.dtype, layer.weight.device
     kind = kind if kind.is_floating_point and kind.itemsize > 1 else torch.bfloat16
@@ -39,8 +43,9 @@ def linear_error(layer: Any, expected: Tensor) -> float:
 def expert_errors(
     layer: Any, experts: list[int], weights: list[tuple[Tensor, Tensor, Tensor]], kind: torch.dtype
 ) -> list[float]:
-    """Relative error of each expert's output on random probes, infinite for what is no number; weights: (gate [I, H], up [I, H], down [H, I])
-    of each, float32."""
+    """Relative error of each expert's output on random probes, infinite for what is no number; weights: (gate [I, H],
+    up [I, H], down [H, I]) of each, float32.
+    """
     hidden, device = weights[0][0].shape[1], layer.w13_weight.device
     random = torch.Generator().manual_seed(0)
     probes = torch.randn(len(experts), PER_EXPERT, hidden, generator=random).to(kind)
@@ -67,6 +72,10 @@ def _routed(layer: Any, x: Tensor, owners: Tensor) -> Tensor:
     shares = torch.zeros(places.shape, dtype=torch.float32, device=x.device)
     shares[:, 0] = 1.0
     return method.apply(  # type: ignore[no-any-return]  # vLLM's
-        layer=layer, x=x, topk_weights=shares, topk_ids=places.to(method.topk_indices_dtype or torch.int32),
-        shared_experts=None, shared_experts_input=None,
-    )  # fmt: skip
+        layer=layer,
+        x=x,
+        topk_weights=shares,
+        topk_ids=places.to(method.topk_indices_dtype or torch.int32),
+        shared_experts=None,
+        shared_experts_input=None,
+    )

@@ -1,7 +1,8 @@
 """What vLLM 0.32's in-place reload leaves undone on a CPU.
 
 - Experts: the copy-back fills the packed parameter with unpacked values, since its method packs on the first load only.
-- A tied lm_head: its kernel holds a packed copy of the embedding, which is never renewed, because the checkpoint names no lm_head. (Other
+- A tied lm_head: its kernel holds a packed copy of the embedding, which is never renewed, because the checkpoint names
+  no lm_head. (Other
   linear layers drop their parameter once it is packed, and are packed again when it is loaded again.)
 """
 
@@ -13,7 +14,10 @@ from torch import nn
 
 
 def repack_experts(model: nn.Module) -> None:
-    """Pack the experts of every layer whose kernel wants them packed. Call it once after a reload: it does not see what is packed already."""
+    """Pack the experts of every layer whose kernel wants them packed.
+
+    Call it once after a reload: it does not see what is packed already.
+    """
     for module in model.modules():
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         experts = getattr(kernel, "fused_experts", None)

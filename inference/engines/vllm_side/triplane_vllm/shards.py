@@ -1,4 +1,6 @@
-"""Which slice of a checkpoint's tensors a tensor-parallel worker holds. Rows and columns of scales are those of their blocks."""
+"""Which slice of a checkpoint's tensors a tensor-parallel worker holds. Rows and columns of scales are those of their
+blocks.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Served weights against a checkpoint, parameter by parameter.
 
-A parameter that vLLM keeps as it is stored is compared element by element. A layer with a kernel of its own is asked twice: do its parameters
-hold the checkpoint's numbers (in any order), and does its output on probes follow from them. The first finds stale or rounded weights, however
-little they differ; the second finds numbers in an order the kernel does not read. A parameter that nobody compared is a difference too.
+A parameter that vLLM keeps as it is stored is compared element by element. A layer with a kernel of its own is asked
+twice: do its parameters hold the checkpoint's numbers (in any order), and does its output on probes follow from them.
+The first finds stale or rounded weights, however little they differ; the second finds numbers in an order the kernel
+does not read. A parameter that nobody compared is a difference too.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from .probes import expert_errors, linear_error
 from .shards import Slice, columns, owned_experts, query_key_value, rows, vocabulary
 
 LINEAR_TOLERANCE = {torch.float32: 1e-7}
-"""Of the largest weight: a float32 product with the identity adds zeros only, so it gives the weights themselves. Other types: COARSE."""
+"""Of the largest weight: a float32 product with the identity adds zeros only, so it gives the weights themselves. Other
+types: COARSE.
+"""
 EXPERT_TOLERANCE = {torch.float32: 1e-4}
 """Relative: two float32 products of up to some thousand terms differ by 1e-6. Other types: COARSE."""
 COARSE = 0.1
-"""For bfloat16 and FP8 kernels that round activations: two products with 3.7% each are below it, a wrong order or expert is far above.
-Small differences of weights are what `same_numbers` finds."""
+"""For bfloat16 and FP8 kernels that round activations: two products with 3.7% each are below it, a wrong order or
+expert is far above. Small differences of weights are what `same_numbers` finds.
+"""
 
 OTHER = "holds other numbers than the checkpoint"
 Difference = tuple[str, str]
@@ -32,8 +36,9 @@ Difference = tuple[str, str]
 
 @torch.inference_mode()
 def differences(model: nn.Module, directory: str, exact: bool) -> list[Difference]:
-    """(name, what differs) of everything in `model` that is not the checkpoint's. exact: False leaves rounding to the probes, for kernels
-    that quantize weights again."""
+    """(name, what differs) of everything in `model` that is not the checkpoint's. exact: False leaves rounding to the
+    probes, for kernels that quantize weights again.
+    """
     audit = _Audit(model, Checkpoint(directory), exact)
     found = list(audit.run())
     unseen = sorted(name for name, _ in model.named_parameters() if name not in audit.seen)
@@ -123,13 +128,15 @@ class _Audit:
             yield (
                 f"{place}.w13, w2",
                 (
-                    f"compute something else than the checkpoint's (experts {shown} of {len(own)}, off by up to {max(errors):.1e}): "
-                    "their numbers are not in the order the kernel reads"
+                    f"compute something else than the checkpoint's (experts {shown} of {len(own)}, off by up to"
+                    f" {max(errors):.1e}): their numbers are not in the order the kernel reads"
                 ),
             )
 
     def _contains(self, name: str, module: nn.Module, prefix: str, sources: list[tuple[str, Slice]]) -> bool:
-        """Whether the module's parameters with `prefix` hold the numbers of the sources: codes those of the weights, scales those of theirs."""
+        """Whether the module's parameters with `prefix` hold the numbers of the sources: codes those of the weights,
+        scales those of theirs.
+        """
         mine = {f"{name}.{key}": part for key, part in module.named_parameters(recurse=False) if key.startswith(prefix)}
         self.seen |= set(mine)
         if not self._exact:

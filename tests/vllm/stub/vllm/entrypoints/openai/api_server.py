@@ -1,9 +1,11 @@
-"""A server that speaks the surface of vLLM 0.32 which our client uses, over our own forward pass: `python -m` as the real one is started.
+"""A server that speaks the surface of vLLM 0.32 which our client uses, over our own forward pass: `python -m` as the
+real one is started.
 
-Faults are switched on by POST /fault: {"stale": true} ignores loads, {"blind": true} reports no differing tensors, {"hold": s} delays a generation,
-{"unmarked": true} leaves versions out, {"nan": true} scores a token as no number, {"die": true} ends the process without a word.
-{"seized": [VERSION, CALL, N]} marks the server with VERSION right after the Nth CALL, {"late": [VERSION, CALL]} lets a mark with VERSION come right after CALL was answered, whoever asks for what; {"reborn": true} forgets at a
-final mark what was loaded, as a server started again just before it.
+Faults are switched on by POST /fault: {"stale": true} ignores loads, {"blind": true} reports no differing tensors,
+{"hold": s} delays a generation, {"unmarked": true} leaves versions out, {"nan": true} scores a token as no number,
+{"die": true} ends the process without a word. {"seized": [VERSION, CALL, N]} marks the server with VERSION right after
+the Nth CALL, {"late": [VERSION, CALL]} lets a mark with VERSION come right after CALL was answered, whoever asks for
+what; {"reborn": true} forgets at a final mark what was loaded, as a server started again just before it.
 """
 
 from __future__ import annotations
