@@ -67,3 +67,9 @@ class Pointer:
             raise ArtifactCorrupt(
                 f"pointer entry {key} is not readable ({error}): restore it from a backup of the store"
             ) from None
+
+
+def pointer_folders(store: Store, folder: str) -> list[str]:
+    """First parts of the names of all pointers below `folder`, sorted, e.g. the partitions of an asset."""
+    prefix = f"pointers/{folder}/"
+    return sorted({key.removeprefix(prefix).split("/")[0] for key in store.list(prefix)})

@@ -49,7 +49,9 @@ def speed_before(step: Step) -> dict[str, Any]:
     """The speed that an earlier materialization of this partition had: a repeat samples nothing, and its plot keeps the
     point.
     """
-    wanted = dg.AssetRecordsFilter(dg.AssetKey([step.experiment.name, step.asset]), asset_partitions=[step.iteration])
+    wanted = dg.AssetRecordsFilter(
+        dg.AssetKey([step.experiment.name, step.spec.name]), asset_partitions=[step.iteration]
+    )
     for record in step.context.instance.fetch_materializations(wanted, limit=1).records:
         made = record.asset_materialization
         value = made.metadata.get(label(SPEED)) if made else None

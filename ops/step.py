@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import dagster as dg
 
+from contracts.artifacts import ArtifactRef
 from contracts.store import Store
+from ops.inputs import read_inputs
 from ops.results import present
+from ops.spec import StepSpec, Work
+from ops.state import IterationInputs, IterationState
 from resources.experiment import Experiment
 from resources.progress import Progress, ProgressSink
 
@@ -43,23 +49,54 @@ class StepProgress:
 class Step:
     """What the functions of this package are told."""
 
-    experiment: Experiment
-    asset: str
-    partition: str | None
-    """Iteration key such as "0003", or None for unpartitioned assets."""
-    store: Store
+    spec: StepSpec
+    state: IterationState
     progress: StepProgress
     context: Context
 
     @property
+    def experiment(self) -> Experiment:
+        """The experiment that the step belongs to."""
+        return self.state.experiment
+
+    @property
+    def store(self) -> Store:
+        """Where artifacts are."""
+        return self.state.store
+
+    @property
     def iteration(self) -> str:
         """The iteration key of a partitioned asset."""
-        assert self.partition is not None, f"{self.asset} is not partitioned"
-        return self.partition
+        return self.state.iteration
+
+    @property
+    def inputs(self) -> IterationInputs:
+        """What the iteration was pinned to, for a step that is given `iteration_inputs`."""
+        return self.state.inputs
+
+    @cached_property
+    def work(self) -> Work:
+        """The work of this step, all of whose inputs are there."""
+        work = self.spec.work(self.state)
+        assert work is not None, f"{self.spec.name} is run without its inputs"
+        return work
+
+    def parent(self, role: str) -> ArtifactRef:
+        """The input of this role, as the step declares it."""
+        return self.work.parents[role]
 
 
-def begin(context: Context, experiment: Experiment, asset: str, store: Store, sink: ProgressSink) -> Step:
-    """The step that `context` runs."""
+def begin(
+    context: Context,
+    experiment: Experiment,
+    spec: StepSpec,
+    store: Store,
+    sink: ProgressSink,
+    given: Mapping[str, ArtifactRef] | None = None,
+) -> Step:
+    """The step that `context` runs. given: the artifacts of the assets upstream, by asset."""
     partition = context.partition_key if context.has_partition_key else None
-    progress = StepProgress(context, experiment.name, asset, partition, sink)
-    return Step(experiment, asset, partition, store, progress, context)
+    made = {asset: given[asset] for asset in spec.upstream} if given else {}  # Dagster gives them in order of name
+    pinned = read_inputs(store, made["iteration_inputs"]) if "iteration_inputs" in made else None
+    progress = StepProgress(context, experiment.name, spec.name, partition, sink)
+    return Step(spec, IterationState(experiment, store, partition, made, pinned), progress, context)

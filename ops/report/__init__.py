@@ -1,8 +1,8 @@
 """The report of an iteration: one self-contained HTML page that needs no network, from committed artifacts.
 
-    store -> sources (artifacts of an iteration) -> history (a row an iteration)  --.
-                                                 -> facts (histograms, families, costs) --> build: summary.json   in the digest
-                                                 -> episodes (tokens, calls, diffs, verdicts) --> page: report.html    a view, outside it
+    store -> sources (artifacts of an iteration) -> history (a row an iteration)   --.
+                                                 -> facts (histograms, costs)      ----> summary.json, in the digest
+                                                 -> episodes (tokens, calls, diffs) ---> report.html, outside it
 
 In: artifacts of one iteration, the rows of earlier reports, seconds that Dagster measured. Out: an artifact of kind
 `report`. Everything a policy wrote reaches the page as compressed data and becomes text nodes only; `web/` holds the
@@ -16,5 +16,3 @@ ROUTE = "/reports"
 
 Without host and port, so a link is right behind any address.
 """
-REPORT_VERSION = "2"
-"""Code version of the `report` step."""

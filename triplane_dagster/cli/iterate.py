@@ -130,7 +130,7 @@ def _warn_of_other_versions(experiment: Experiment) -> None:
 
 def _warn_of_other_settings(experiment: Experiment) -> None:
     """One line on stderr when what is about to be shown was not made with these settings."""
-    from triplane_dagster.cli.history import partitions
+    from resources.refs import partitions
     from triplane_dagster.settings import changed_steps
 
     store = open_store()
