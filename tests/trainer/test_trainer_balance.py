@@ -121,7 +121,7 @@ def float64_model(parameters: Parameters, folder: Path) -> Any:
     """The same weights in transformers' own Qwen3-MoE, every operation in float64."""
     from safetensors.torch import save_file
 
-    from trainer.export import expert_names
+    from contracts.qwen3_moe import expert_names
 
     tensors = {}
     for name, leaf in parameters.leaves.items():
