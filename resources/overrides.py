@@ -1,4 +1,4 @@
-"""`--set a.b=c` for experiments, and errors that a person can act on."""
+"""Apply `--set a.b=c` to experiments, and explain validation errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KINDS: dict[int | str, tuple[str, ...]] = {
 
 
 def apply_overrides(values: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
-    """A copy of nested `values` with each "a.b=c" set; c is read as YAML.
+    """Copy of nested `values` with each "a.b=c" applied; c is parsed as YAML.
 
     Raises ExperimentError for one without `=`.
     """
@@ -39,7 +39,7 @@ def apply_overrides(values: dict[str, Any], overrides: list[str]) -> dict[str, A
                 place[parent] = {}
             place = place[parent]
             if not isinstance(place, dict):
-                raise ExperimentError(f"override {override!r}: {parent} is {place!r}, which has no fields below it")
+                raise ExperimentError(f"override {override!r}: {parent} is {place!r}, which has no fields")
         place[last] = _value(text, override)
     return result
 
@@ -58,7 +58,7 @@ def _value(text: str, override: str) -> Any:
 
 
 def explain(error: ValidationError, model: type[BaseModel], source: str) -> str:
-    """One line a fault: the field, the value, what is wrong, and for an unknown key the nearest known one."""
+    """One line for each fault: field, value, problem and, for an unknown key, the nearest known one."""
     lines = []
     for fault in error.errors():
         path = _without_tag(fault["loc"])
@@ -72,14 +72,14 @@ def explain(error: ValidationError, model: type[BaseModel], source: str) -> str:
 
 
 def _shown(where: str, value: Any) -> str:
-    """A value as an error repeats it: not where people put secrets by mistake."""
+    """Value as an error shows it; hidden where people put secrets by mistake."""
     secret = ".endpoint" in where and (where.endswith("api_key_env") or "@" in repr(value))
     return "(not shown)" if secret else f"{value!r:.60}"
 
 
 def _without_tag(path: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """A fault's place as the file writes it: pydantic inserts the chosen kind after `base`, `engine`, `tasks` and each
-    of `rewards.components`.
+    """Path of a fault as in the file: pydantic inserts the chosen kind after `base`, `engine`, `tasks` and each
+    component.
     """
     if path[:2] == ("rewards", "components") and len(path) > 3:
         return path[:3] + path[4:]
