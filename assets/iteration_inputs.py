@@ -1,4 +1,4 @@
-"""iteration_inputs[i]: what an iteration starts from, written once. Here iteration i meets i-1, through the live
+"""iteration_inputs[i]: inputs of an iteration, written once. They connect iteration i with i-1 through the live
 pointer.
 """
 
@@ -74,6 +74,6 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
 
 
 def _restored(meta: Mapping[str, Any]) -> dict[str, str]:
-    """Says that the acting policy was brought back, where it was."""
+    """Note that the acting policy was restored by a rollback, if it was."""
     rollback = meta.get("rollback")
     return {"restored by": f"a rollback (change {rollback['number']}): {rollback['reason']}"} if rollback else {}

@@ -1,4 +1,4 @@
-"""Keys, partitions and labels that all assets of an experiment share."""
+"""Keys, partitions and labels shared by all assets of an experiment."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ PLANES = {
 
 
 def key_of(experiment: Experiment, asset: str) -> dg.AssetKey:
-    """E.g. quickstart/rollouts."""
+    """Asset key, e.g. quickstart/rollouts."""
     return dg.AssetKey([experiment.name, asset])
 
 
 def partitions_of(experiment: Experiment) -> dg.DynamicPartitionsDefinition:
-    """The iterations of an experiment: 0000, 0001, ..."""
+    """Partitions definition of an experiment: 0000, 0001, ..."""
     return dg.DynamicPartitionsDefinition(name=experiment.name)
 
 
 def inputs_of(experiment: Experiment, *assets: str) -> dict[str, dg.AssetIn]:
-    """Inputs called like the assets they come from."""
+    """Asset inputs with the names of the assets they come from."""
     return {asset: dg.AssetIn(key=key_of(experiment, asset)) for asset in assets}
 
 
 def tags_of(asset: str) -> dict[str, str]:
-    """What the asset catalog may be filtered by."""
+    """Tags by which the asset catalog can be filtered."""
     return {"plane": PLANES[asset]} if asset in PLANES else {}
 
 
@@ -68,7 +68,7 @@ def define(
     ins: Sequence[str] = (),
     checks: Sequence[dg.AssetCheckSpec] = (),
 ) -> Callable[[Callable[..., Any]], dg.AssetsDefinition]:
-    """Decorates the one function that makes an asset.
+    """Decorate the function that makes an asset.
 
     ins: the assets whose references it is given, under their names.
     """
@@ -88,5 +88,5 @@ def define(
 
 
 def check(experiment: Experiment, asset: str, name: str, description: str, *, blocking: bool) -> dg.AssetCheckSpec:
-    """A check of an asset. blocking: for corrupt data only, since it fails the run."""
+    """Decorate a check of an asset. blocking: only for corrupt data, since it fails the run."""
     return dg.AssetCheckSpec(name, asset=key_of(experiment, asset), description=description, blocking=blocking)

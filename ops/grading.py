@@ -1,4 +1,4 @@
-"""Episodes to rewards to dataset: the curation plane, given sandboxes."""
+"""Grade episodes and make the dataset: the curation plane with sandboxes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from resources.sandboxes import SandboxesResource
 
 
 def grade(step: Step, sandboxes: SandboxesResource, inputs: IterationInputs, rollouts: ArtifactRef) -> Artifact:
-    """The `rewards` artifact of an iteration's rollouts."""
+    """Make the `rewards` artifact of an iteration's rollouts."""
     key = keys.rewards_key(step.experiment, rollouts, inputs.task_suite)
     found = find_artifact(step.store, "rewards", key)
     if found is not None:
@@ -65,7 +65,7 @@ async def _grade(step: Step, sandboxes: SandboxesResource, inputs: IterationInpu
 
 
 def ungraded_allowed(experiment: Experiment) -> float:
-    """Share of the episodes that may stay ungraded.
+    """Share of the episodes that may remain ungraded.
 
     None where the same rollouts must always get the same rewards: deterministic, no judges.
     """
@@ -92,7 +92,7 @@ def _facts(table: pa.Table, config: RewardConfig) -> dict[str, Any]:
 
 
 def recomputation(config: RewardConfig) -> str:
-    """What grading the same rollouts once more in another store would give."""
+    """Whether grading the same rollouts again in another store gives identical or equivalent rewards."""
     if not config.asked:
         return "identical"
     names = ", ".join(f"{each.name} (model {each.model})" for each in config.asked)
@@ -100,7 +100,7 @@ def recomputation(config: RewardConfig) -> str:
 
 
 def make_dataset(step: Step, rollouts: ArtifactRef, rewards: ArtifactRef) -> Artifact:
-    """The `dataset` artifact of an iteration."""
+    """Make the `dataset` artifact of an iteration."""
     config = step.experiment.dataset
     key = keys.dataset_key(step.experiment, rollouts, rewards)
     found = find_artifact(step.store, "dataset", key)

@@ -1,4 +1,4 @@
-"""What an iteration starts from: resolved once, pinned for ever. This is how iteration i meets i-1."""
+"""Inputs of an iteration, resolved once and pinned. They connect iteration i with i-1."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from resources.registry import Registry
 
 
 class Start(Frozen):
-    """What training goes on from."""
+    """Checkpoint and trainer state that training continues from."""
 
     checkpoint: ArtifactRef
     trainer_state: ArtifactRef
 
 
 class IterationInputs(Frozen):
-    """What one iteration starts from, by digest."""
+    """Digests of everything that one iteration starts from."""
 
     experiment: str
     iteration: str
@@ -52,7 +52,7 @@ class IterationInputs(Frozen):
 
 
 class PromptsDrawn(Frozen):
-    """The tasks of one iteration."""
+    """Tasks that one iteration samples."""
 
     groups: list[GroupPlan]
     reserve: list[GroupPlan]
@@ -75,19 +75,19 @@ def trainer_state_of(store: Store, checkpoint: ArtifactRef) -> ArtifactRef:
 
 
 def find_inputs(store: Store, experiment: Experiment, iteration: str) -> IterationInputs | None:
-    """What an iteration was pinned to, or None when it never began."""
+    """Pinned inputs of an iteration, or None if it has not begun."""
     artifact = find_artifact(store, "iteration_inputs", keys.inputs_key(experiment, iteration))
     return IterationInputs.model_validate(artifact.json("inputs.json")) if artifact else None
 
 
 def read_inputs(store: Store, ref: ArtifactRef) -> IterationInputs:
-    """The content of an `iteration_inputs` artifact."""
+    """Content of an `iteration_inputs` artifact."""
     return IterationInputs.model_validate(open_artifact(store, ref).json("inputs.json"))
 
 
 def pin_inputs(step: Step, base: ArtifactRef, suite: ArtifactRef, policy: str) -> Artifact:
-    """The inputs this iteration was pinned to; pins them first when it begins. policy: "live", "base" or a checkpoint's
-    digest prefix.
+    """Inputs of this iteration; they are pinned if it has not begun. policy: "live", "base" or a digest prefix of a
+    checkpoint.
     """
     key = keys.inputs_key(step.experiment, step.iteration)
     found = find_artifact(step.store, "iteration_inputs", key)
@@ -115,7 +115,7 @@ def pin_inputs(step: Step, base: ArtifactRef, suite: ArtifactRef, policy: str) -
 
 
 def restoring_rollback(store: Store, experiment: str, policy: ArtifactRef) -> dict[str, Any]:
-    """Why this policy is live, where it is so by a rollback: {"rollback": {number, to, reason}}; else nothing."""
+    """Rollback that made this policy live, as {"rollback": {number, to, reason}}; empty if there was none."""
     live = Registry(store, experiment).live()
     if live is None or live.rollback is None or live.policy != policy:
         return {}
@@ -123,7 +123,7 @@ def restoring_rollback(store: Store, experiment: str, policy: ArtifactRef) -> di
 
 
 def resolve_start(store: Store, experiment: str, base: ArtifactRef, policy: str) -> Start:
-    """The policy asked for. Raises RegistryError for an unknown or ambiguous digest prefix."""
+    """Start for the requested policy. Raises RegistryError for an unknown or ambiguous digest prefix."""
     if policy == "live":
         live = Registry(store, experiment).live()
         if live is not None:
@@ -145,8 +145,8 @@ def find_checkpoint(store: Store, prefix: str) -> ArtifactRef:
 
 
 def cursor_before(store: Store, experiment: Experiment, iteration: str) -> int:
-    """Prompts drawn before this iteration, as the previous one recorded it: its draw is repeated only when it committed
-    none.
+    """Number of prompts drawn before this iteration, as the previous one recorded it; its draw is repeated if it
+    committed none.
     """
     if int(iteration) == 0:
         return 0
@@ -169,7 +169,7 @@ def split_tasks(tasks: dict[str, Task], split: Split) -> list[Task]:
 
 
 def draw(store: Store, experiment: Experiment, inputs: IterationInputs) -> PromptsDrawn:
-    """The tasks an iteration samples. Deterministic."""
+    """Draw the tasks that an iteration samples. Deterministic."""
     tasks = split_tasks(load_tasks(store, inputs.task_suite), Split.TRAIN)
     groups, reserve, after = draw_prompts(
         [task.task_id for task in tasks],
@@ -183,7 +183,7 @@ def draw(store: Store, experiment: Experiment, inputs: IterationInputs) -> Promp
 
 
 def draw_and_commit(step: Step, inputs_ref: ArtifactRef) -> Artifact:
-    """The `prompts` artifact of this iteration."""
+    """Make the `prompts` artifact of this iteration."""
     inputs = read_inputs(step.store, inputs_ref)
     key = keys.prompts_key(step.experiment, step.iteration, inputs.task_suite, inputs.cursor)
     found = find_artifact(step.store, "prompts", key)

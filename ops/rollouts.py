@@ -1,4 +1,4 @@
-"""The fan-out: plan -> map(shard) -> merge, as Dagster ops with ONE map.
+"""Fan-out of rollouts: plan -> map(shard) -> merge, as Dagster ops with one map.
 
 The plan is committed before anything is sampled; merge raises unless every group it leads to is committed. So a shard
 that silently did not run is an error, and a re-run repeats only what is missing.
@@ -42,7 +42,7 @@ CHECK = "every_group_committed"
 
 
 def make_plan(step: Step, inputs_ref: ArtifactRef, prompts_ref: ArtifactRef) -> Artifact:
-    """The `rollout_plan` artifact: everything a worker must know."""
+    """Make the `rollout_plan` artifact, which holds everything that a worker needs."""
     inputs = read_inputs(step.store, inputs_ref)
     drawn = PromptsDrawn.model_validate(open_artifact(step.store, prompts_ref).json("prompts.json"))
     key = keys.rollouts_key(step.experiment, step.iteration, inputs.policy, prompts_ref, inputs.task_suite)
@@ -74,14 +74,14 @@ def make_plan(step: Step, inputs_ref: ArtifactRef, prompts_ref: ArtifactRef) -> 
 
 
 def read_plan(artifact: Artifact) -> RolloutPlan:
-    """The content of a `rollout_plan` artifact."""
+    """Content of a `rollout_plan` artifact."""
     return RolloutPlan.model_validate(artifact.json("plan.json"))
 
 
 async def sample_shard(
     step: Step, plan: RolloutPlan, shard: int, sampler: SamplerResource, sandboxes: SandboxesResource
 ) -> dict[str, Any]:
-    """Sample and commit what is missing of one shard.
+    """Sample and commit the missing groups of one shard.
 
     Returns its counts, and when it began and ended in Unix seconds.
     """
@@ -134,7 +134,7 @@ def _show(step: Step, now: ShardProgress) -> None:
 
 
 def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinition, dg.OpDefinition]:
-    """(plan, shard, merge) of one experiment, for the rollouts graph."""
+    """Ops (plan, shard, merge) of one experiment for its rollouts graph."""
     prefix = f"{experiment.name}_{ASSET}"
 
     @dg.op(
@@ -209,7 +209,7 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
 
 
 def groups_lacking(plan: RolloutPlan, gathered: Gathered, store: Store) -> list[GroupPlan]:
-    """The groups that the plan leads to and that are neither committed nor among the merged rollouts."""
+    """Groups that the plan requires and that are neither committed nor merged."""
     if not gathered.missing:
         return []
     merged = find_artifact(store, ASSET, plan.key)

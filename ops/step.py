@@ -1,4 +1,4 @@
-"""One step of one iteration while it is being made, and its progress."""
+"""Context of a step that is being run, and its progress."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Context = dg.OpExecutionContext | dg.AssetExecutionContext
 
 
 class StepProgress:
-    """Tells the sink everything and Dagster something every few seconds."""
+    """Reports every update to the sink and some to Dagster, every few seconds."""
 
     def __init__(
         self, context: Context, experiment: str, asset: str, partition: str | None, sink: ProgressSink
@@ -30,7 +30,7 @@ class StepProgress:
         self._observed = time.monotonic()
 
     def update(self, phase: str, done: float, total: float | None, **numbers: float) -> None:
-        """Report where the step is. numbers: measurements worth a plot."""
+        """Report progress. numbers: measurements for plots."""
         self._sink(Progress(self._asset, self._partition, phase, done, total, numbers))
         now = time.monotonic()
         if now - self._observed >= OBSERVE_EVERY_S:
@@ -41,7 +41,7 @@ class StepProgress:
 
 @dataclass(frozen=True)
 class Step:
-    """What the functions of this package are told."""
+    """Context that the functions of this package receive."""
 
     experiment: Experiment
     asset: str
@@ -53,13 +53,13 @@ class Step:
 
     @property
     def iteration(self) -> str:
-        """The iteration key of a partitioned asset."""
+        """Iteration key of a partitioned asset."""
         assert self.partition is not None, f"{self.asset} is not partitioned"
         return self.partition
 
 
 def begin(context: Context, experiment: Experiment, asset: str, store: Store, sink: ProgressSink) -> Step:
-    """The step that `context` runs."""
+    """Begin the step that `context` runs."""
     partition = context.partition_key if context.has_partition_key else None
     progress = StepProgress(context, experiment.name, asset, partition, sink)
     return Step(experiment, asset, partition, store, progress, context)

@@ -1,4 +1,4 @@
-"""`--set a.b=c` for experiments, and errors that a person can act on."""
+"""Apply `--set a.b=c` to experiments, and explain validation errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from resources.errors import ExperimentError
 
 
 def apply_overrides(values: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
-    """A copy of nested `values` with each "a.b=c" set; c is read as YAML.
+    """Copy of nested `values` with each "a.b=c" applied; c is parsed as YAML.
 
     Raises ExperimentError for one without `=`.
     """
@@ -34,7 +34,7 @@ def apply_overrides(values: dict[str, Any], overrides: list[str]) -> dict[str, A
                 place[parent] = {}
             place = place[parent]
             if not isinstance(place, dict):
-                raise ExperimentError(f"override {override!r}: {parent} is {place!r}, which has no fields below it")
+                raise ExperimentError(f"override {override!r}: {parent} is {place!r}, which has no fields")
         place[last] = _value(text, override)
     return result
 
@@ -53,7 +53,7 @@ def _value(text: str, override: str) -> Any:
 
 
 def explain(error: ValidationError, model: type[BaseModel], source: str) -> str:
-    """One line a fault: the field, the value, what is wrong, and for an unknown key the nearest known one."""
+    """One line for each fault: field, value, problem and, for an unknown key, the nearest known one."""
     lines = []
     for fault in error.errors():
         path = _without_tags(model, fault["loc"])
@@ -67,13 +67,13 @@ def explain(error: ValidationError, model: type[BaseModel], source: str) -> str:
 
 
 def _shown(where: str, value: Any) -> str:
-    """A value as an error repeats it: not where people put secrets by mistake."""
+    """Value as an error shows it; hidden where people put secrets by mistake."""
     secret = ".endpoint" in where and (where.endswith("api_key_env") or "@" in repr(value))
     return "(not shown)" if secret else f"{value!r:.60}"
 
 
 def _without_tags(model: type[BaseModel], path: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """A fault's place as the file writes it: pydantic inserts the chosen kind after every discriminated union."""
+    """Path of a fault as in the file: pydantic inserts the chosen kind after every discriminated union."""
     kept: list[int | str] = []
     places: list[Any] = [model]
     tag_follows = False
@@ -83,7 +83,7 @@ def _without_tags(model: type[BaseModel], path: tuple[int | str, ...]) -> tuple[
             continue
         kept.append(part)
         if isinstance(part, int):
-            places = [item for each in places for item in get_args(each.annotation)[:1]]
+            places = [item for each in places for item in get_args(getattr(each, "annotation", each))[:1]]
         else:
             fields = [found.model_fields.get(part) for each in places for found in _models(each)]
             places = [field for field in fields if field is not None]

@@ -1,6 +1,4 @@
-"""Runs whose process was killed: Dagster would show them as running for ever, and count them against the runs that may
-run at once.
-"""
+"""Find runs whose process was killed; Dagster would show them as running and count them against the run limit."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ _UNFINISHED = [
 
 
 def process_name(pid: int) -> str | None:
-    """What identifies a process of this machine, also after its pid is reused; None when it is gone, or there is no
-    /proc.
-    """
+    """Identifier of a process on this machine that stays unique when its pid is reused; None if it is gone."""
     boot, started = boot_id(), start_of(pid)
     return None if boot is None or started is None else f"{socket.gethostname()}/{boot}/{pid}/{started}"
 

@@ -1,5 +1,4 @@
-"""What a store holds that this version would make differently: artifacts name the code version of the step that made
-them.
+"""Find artifacts whose step has another code version now.
 
 Stale work stays readable and in use. A step that is materialized again is made anew, under another key, and so is what
 depends on it.
@@ -42,7 +41,7 @@ _OF_PARENTS = {
 
 @dataclass(frozen=True)
 class StaleStep:
-    """One step whose code is another version now."""
+    """One step whose code version has changed."""
 
     step: str
     iterations: tuple[str, ...]
@@ -59,7 +58,7 @@ class StaleStep:
 
 
 def stale_steps(store: Store, experiment: str) -> list[StaleStep]:
-    """Steps of everything that `experiment` last materialized whose version has changed, in graph order."""
+    """Steps of everything that `experiment` materialized last whose version has changed, in graph order."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for step, iteration, version, now in _versions(store, experiment):
         if version != now:
@@ -70,7 +69,7 @@ def stale_steps(store: Store, experiment: str) -> list[StaleStep]:
 
 
 def _versions(store: Store, experiment: str) -> Iterator[tuple[str, str | None, str, str]]:
-    """(step, iteration, version that made it, version now)."""
+    """(step, iteration, version that made it, current version) of each materialized asset."""
     suite, base = (read_artifact(store, experiment, step) for step in ("task_suite", "base_policy"))
     if suite is not None:
         imported = suite.manifest.config.get("kind") == "import"
@@ -90,7 +89,7 @@ def _versions(store: Store, experiment: str) -> Iterator[tuple[str, str | None, 
 def _of_parents(
     store: Store, step: str, iteration: str | None, made: Artifact
 ) -> Iterator[tuple[str, str | None, str, str]]:
-    """The parts of a step that are artifacts of their own."""
+    """Versions of parts of a step that are artifacts of their own."""
     for ref in made.manifest.parents.values():
         part = find_artifact(store, ref.kind, ref.key) if ref.kind in _OF_PARENTS and step != ref.kind else None
         if part is not None:

@@ -1,4 +1,4 @@
-"""What one iteration looks like: histograms, outcomes, reasons, families, costs, the decision and its inputs."""
+"""Summaries of one iteration: histograms, outcomes, reasons, families, costs, the decision and its inputs."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def families(sources: Sources, tasks: Mapping[str, Task]) -> dict[str, list[dict
 
 
 def costs(sources: Sources) -> list[dict[str, Any]]:
-    """Sums of telemetry: of the rollouts and of each evaluation run. Not deterministic."""
+    """Sums of telemetry of the rollouts and of each evaluation run. Not deterministic."""
     evaluation = sources.get("evaluation")
     parts = {"rollouts": sources.get("rollouts")}
     for role in sorted(evaluation.manifest.parents if evaluation else ()):
@@ -105,7 +105,7 @@ def costs(sources: Sources) -> list[dict[str, Any]]:
 
 
 def inputs(sources: Sources) -> list[dict[str, Any]]:
-    """The artifacts this report shows, with their digests."""
+    """Artifacts that this report shows, with their digests."""
     return [
         {
             "asset": asset,
@@ -119,7 +119,7 @@ def inputs(sources: Sources) -> list[dict[str, Any]]:
 
 
 def decision(sources: Sources) -> dict[str, Any] | None:
-    """What was decided about the candidate and why, or None before it was."""
+    """Decision about the candidate with its reasons, or None if there is none yet."""
     decided = sources.get("sampler")
     if decided is None:
         return None
@@ -135,7 +135,7 @@ def decision(sources: Sources) -> dict[str, Any] | None:
 
 
 def restored(sources: Sources) -> dict[str, Any]:
-    """The rollback that brought the acting policy back, where one did: {"rollback": {number, to, reason}}."""
+    """Rollback that restored the acting policy, as {"rollback": {number, to, reason}}, if there was one."""
     pinned = sources.get("iteration_inputs")
     rollback = pinned.meta.get("rollback") if pinned else None
     return {"rollback": rollback} if rollback else {}
@@ -159,6 +159,6 @@ def _column(table: pa.Table, name: str) -> dict[str, Any]:
 
 
 def _round_width(width: float) -> float:
-    """The least of 1, 2, 2.5, 5 and 10 times a power of ten that is at least `width`."""
+    """Smallest of 1, 2, 2.5, 5 and 10 times a power of ten that is at least `width`."""
     power = 10.0 ** math.floor(math.log10(width))
     return next(step * power for step in (1, 2, 2.5, 5, 10) if step * power >= width * (1 - 1e-9))

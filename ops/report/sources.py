@@ -1,4 +1,4 @@
-"""Where a report's numbers come from: the artifacts that the assets of one iteration last produced."""
+"""Sources of a report: the artifacts that the assets of one iteration produced last."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REPORTED = ("iteration_inputs", "prompts", "rollouts", "rewards", "dataset", "ch
 
 @dataclass(frozen=True)
 class Sources:
-    """The artifacts of one iteration, by asset; an asset it has not reached yet is absent."""
+    """Artifacts of one iteration by asset; an asset that it has not reached is absent."""
 
     store: Store
     experiment: str
@@ -25,17 +25,17 @@ class Sources:
     artifacts: Mapping[str, Artifact]
 
     def get(self, asset: str) -> Artifact | None:
-        """What an asset produced, or None."""
+        """Artifact of an asset, or None."""
         return self.artifacts.get(asset)
 
     def parent(self, asset: str, role: str) -> Artifact | None:
-        """An input of what an asset produced, or None."""
+        """Input of an asset's artifact by role, or None."""
         child = self.get(asset)
         ref = child.manifest.parents.get(role) if child else None
         return open_artifact(self.store, ref) if ref else None
 
     def tasks(self) -> dict[str, Task]:
-        """The task suite by task id; empty when no artifact names it."""
+        """Tasks of the suite by id; empty if no artifact names the suite."""
         suite = self.parent("rollouts", "task_suite") or self.parent("iteration_inputs", "task_suite")
         return {task.task_id: task for task in read_tasks(suite.table("tasks.parquet"))} if suite else {}
 
@@ -46,7 +46,7 @@ def open_sources(store: Store, experiment: str, iteration: str, refs: Mapping[st
 
 
 def find_sources(store: Store, experiment: str, iteration: str) -> Sources:
-    """What an iteration has produced so far. Raises NotMaterialized when it has no rollouts."""
+    """Artifacts that an iteration has produced so far. Raises NotMaterialized if it has no rollouts."""
     refs = {asset: read_ref(store, experiment, asset, iteration) for asset in REPORTED}
     if refs["rollouts"] is None:
         raise NotMaterialized(
@@ -57,5 +57,5 @@ def find_sources(store: Store, experiment: str, iteration: str) -> Sources:
 
 
 def iterations_of(store: Store, experiment: str, asset: str) -> list[str]:
-    """Iterations in which an asset was ever produced, in order."""
+    """Iterations in which an asset was produced, in order."""
     return sorted({key.split("/")[4] for key in store.list(f"pointers/assets/{experiment}/{asset}/")})

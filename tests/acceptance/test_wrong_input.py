@@ -58,7 +58,7 @@ def test_a_malformed_experiment(laboratory: Laboratory, text: str, said: str) ->
         (("-e", str(TINY), "--set", "trainer.launcher.gpus=8"), "gpus=8: the trainer computes on the CPU only"),
         (
             ("-e", str(TINY), "--set", "trainer.launcher.nodes=2"),
-            "nodes=2: the local launcher has this machine only; set it to 1",
+            "nodes=2: the local launcher uses one machine; set it to 1",
         ),
     ],
 )
