@@ -19,7 +19,7 @@ CHECK = "has_something_to_learn_from"
 
 
 def something_to_learn_from(meta: Mapping[str, Any]) -> dg.AssetCheckResult:
-    """Whether a dataset trains anything, and what left out the most."""
+    """Whether a dataset contains rows to train on, and which reason left out the most."""
     left_out, episodes = sum(meta["reasons"].values()), meta["episodes"]
     most = max(meta["reasons"], key=lambda reason: meta["reasons"][reason])
     words = f"{left_out} of {episodes} episodes were left out"

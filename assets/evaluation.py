@@ -22,7 +22,7 @@ from resources.store import StoreResource
 
 
 def pass_rates(body: Mapping[str, Any]) -> dg.MarkdownMetadataValue:
-    """What an `evaluation` artifact says, in percent and points, as a table."""
+    """Table of an `evaluation` artifact, in percent and points."""
     rows = []
     for split, found in body.items():
         for who in ("candidate", "parent"):
@@ -51,7 +51,7 @@ def pass_rates(body: Mapping[str, Any]) -> dg.MarkdownMetadataValue:
 
 
 def measured(own: Mapping[str, Any]) -> dict[str, float | None]:
-    """Name -> rate of one policy's measures."""
+    """Rates of one policy by the name of the measure."""
     names = measure_names(own["k"], own["temperature"])
     return {name: own[key]["rate"] for key, name in zip(MEASURES, names, strict=True)}
 

@@ -1,4 +1,4 @@
-"""iteration_inputs[i]: what an iteration starts from, written once. Here iteration i meets i-1, through the live
+"""iteration_inputs[i]: inputs of an iteration, written once. They connect iteration i with i-1 through the live
 pointer.
 """
 
@@ -11,8 +11,9 @@ from pydantic import Field
 from assets.naming import define
 from contracts.artifacts import ArtifactRef
 from ops.graph import ITERATION_INPUTS
-from ops.inputs import pin_inputs, read_inputs
+from ops.inputs import pin_inputs
 from ops.results import Materialized, link, result
+from ops.state import read_inputs
 from ops.step import begin
 from resources.experiment import Experiment
 from resources.progress import ProgressSink
@@ -69,6 +70,6 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
 
 
 def _restored(meta: Mapping[str, Any]) -> dict[str, str]:
-    """Says that the acting policy was brought back, where it was."""
+    """Note that the acting policy was restored by a rollback, if it was."""
     rollback = meta.get("rollback")
     return {"restored by": f"a rollback (change {rollback['number']}): {rollback['reason']}"} if rollback else {}

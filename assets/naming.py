@@ -1,4 +1,4 @@
-"""Keys, partitions and labels that all assets of an experiment share."""
+"""Keys, partitions and labels shared by all assets of an experiment."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ OWNERS = ["team:triplane"]
 
 
 def key_of(experiment: Experiment, asset: str) -> dg.AssetKey:
-    """E.g. quickstart/rollouts."""
+    """Asset key, e.g. quickstart/rollouts."""
     return dg.AssetKey([experiment.name, asset])
 
 
 def partitions_of(experiment: Experiment) -> dg.DynamicPartitionsDefinition:
-    """The iterations of an experiment: 0000, 0001, ..."""
+    """Partitions definition of an experiment: 0000, 0001, ..."""
     return dg.DynamicPartitionsDefinition(name=experiment.name)
 
 
 def inputs_of(experiment: Experiment, spec: StepSpec) -> dict[str, dg.AssetIn]:
-    """Inputs called like the assets they come from."""
+    """Asset inputs with the names of the assets they come from."""
     return {asset: dg.AssetIn(key=key_of(experiment, asset), dagster_type=REF) for asset in spec.upstream}
 
 
 def tags_of(spec: StepSpec) -> dict[str, str]:
-    """What the asset catalog may be filtered by."""
+    """Tags by which the asset catalog can be filtered."""
     return {"plane": spec.plane} if spec.plane else {}
 
 
 def declared(experiment: Experiment, name: str) -> StepSpec:
-    """The step of this name, as the experiment has it."""
+    """Declaration of the step of this name in an experiment."""
     return next(spec for spec in graph_of(experiment) if spec.name == name)
 
 
@@ -48,9 +48,9 @@ def define(
     description: str,
     checks: Sequence[dg.AssetCheckSpec] = (),
 ) -> Callable[[Callable[..., Any]], dg.AssetsDefinition]:
-    """Decorates the one function that makes the asset of a step.
+    """Decorate the function that makes the asset of a step.
 
-    The function is given the references of the assets upstream by name.
+    It receives the references of the upstream assets as keyword arguments.
     """
     return dg.asset(
         key=key_of(experiment, spec.name),
@@ -68,5 +68,5 @@ def define(
 
 
 def check(experiment: Experiment, spec: StepSpec, name: str, description: str, *, blocking: bool) -> dg.AssetCheckSpec:
-    """A check of an asset. blocking: for corrupt data only, since it fails the run."""
+    """Decorate a check of an asset. blocking: only for corrupt data, since it fails the run."""
     return dg.AssetCheckSpec(name, asset=key_of(experiment, spec.name), description=description, blocking=blocking)

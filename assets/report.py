@@ -1,4 +1,4 @@
-"""report[i]: what happened, as one HTML page that needs nothing else: curves, distributions, every episode to read."""
+"""report[i]: one self-contained HTML page: curves, distributions, every episode."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ SHOWN = 8
 
 
 def iterations_table(rows: Sequence[Row]) -> dg.MarkdownMetadataValue:
-    """The last iterations at a glance."""
+    """Table of the last iterations."""
 
     def rate(row: Row, split: Split) -> str:
         found = row[split.value]

@@ -1,5 +1,5 @@
-"""sampler[i]: the decision: live, refused or stale. Refusing is a successful run; goes live only if live is still its
-parent.
+"""sampler[i]: the decision: live, refused or stale. A refusal is a successful run; promotion requires that the parent
+is still live.
 
 gate: non-inferior? -> smoke episode on an engine without traffic -> compare-and-swap on the parent -> servers swapped
 """
@@ -72,7 +72,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
 
 
 def _smoke_metadata(smoke: Smoke) -> dict[str, Any]:
-    """The smoke episode in a line, and to read."""
+    """Metadata of the smoke episode: one line, and its transcript."""
     said = smoke.fault or f"{smoke.outcome}: {smoke.turns} turns, {smoke.tool_calls} tool calls, {smoke.tokens} tokens"
     return {
         "smoke episode": f"{said} ({smoke.task_id})",

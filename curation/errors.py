@@ -7,10 +7,6 @@ class CurationError(TriplaneError):
     """Any failure of the curation plane."""
 
 
-class InfraFault(CurationError):
-    """Grading failed for reasons that say nothing about the episode: it is left ungraded, never scored 0."""
-
-
 class GradingIncomplete(CurationError):
     """Too many episodes could not be graded: nothing is committed, verdicts reached so far are kept and found again."""
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Mapping, Sequence
 
-from contracts.errors import TriplaneError
+from contracts.errors import InfraFault, TriplaneError
+from contracts.retries import backoff_s
 from contracts.tasks import Task
-from curation.errors import InfraFault
 from curation.paths import changed_paths
 from envd.client import Limits, SandboxClient, VerifyResult
 
@@ -18,7 +17,7 @@ LIMITS = Limits()
 
 ATTEMPTS = 4
 BACKOFF_S = 0.25
-"""First pause after an infrastructure fault; doubles with each, jittered by half."""
+"""Mean pause after a first infrastructure fault; `backoff_s` gives the next ones."""
 BLAMED_AFTER = 2
 """Faults of one final state after which a control state is run: if that one grades and the state faults again, the
 fault is the state's.
@@ -51,12 +50,12 @@ class Runs:
         for attempt in range(ATTEMPTS):
             if fault is not None:
                 log.warning("verifying %s failed (attempt %d of %d): %s", task.task_id, attempt, ATTEMPTS, fault)
-                await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+                await asyncio.sleep(backoff_s(attempt, BACKOFF_S))
             controlled = attempt >= BLAMED_AFTER and bool(diff) and await self._control(task)
             try:
                 return await self._once(task, diff, hidden, tests)
             except TriplaneError as error:
-                self._templates.pop(task.image_digest, None)  # a restarted server may have lost it
+                self._templates.pop(task.files_digest, None)  # a restarted server may have lost it
                 fault = error
                 if controlled:
                     raise Ungradable(f"{type(error).__name__}: {error}") from error
@@ -95,12 +94,12 @@ class Runs:
             task.tests if tests is None else tests,
             limits=LIMITS,
             timeout_s=self._timeout_s,
-            artifacts=task.artifacts,
+            artifacts=task.deliverables,
             product=changed_paths(task.reference_diff),
         )
 
     async def _template(self, task: Task) -> str:
-        image = task.image_digest
-        if image not in self._templates:
-            self._templates[image] = await self._client.put_template(task.files)
-        return self._templates[image]
+        files = task.files_digest
+        if files not in self._templates:
+            self._templates[files] = await self._client.put_template(task.files)
+        return self._templates[files]

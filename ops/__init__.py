@@ -1,4 +1,5 @@
-"""What an asset does, as functions and Dagster ops: here planes are joined, for no plane may import another.
+"""Implementation of the assets, as functions and Dagster ops. Planes are connected here, since no plane imports
+another.
 
     inputs     what an iteration starts from, pinned once              rollouts    plan -> map(shard) -> merge
     base       tokenizer, demonstrations, supervised warm start        grading     episodes -> rewards -> dataset

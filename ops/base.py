@@ -1,5 +1,5 @@
-"""The base policy: a warm start on scripted experts, with its tokenizer and demonstrations as artifacts of their own,
-or an import.
+"""Make the base policy: a warm start on scripted demonstrations, with tokenizer and demonstrations as artifacts, or an
+import.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from resources.sandboxes import SandboxesResource
 
 
 def make_suite(step: Step, sandboxes: SandboxesResource) -> Artifact:
-    """The validated task suite."""
+    """Validated task suite of the experiment."""
 
     async def build() -> Artifact:
         async with sandboxes.client(step.experiment.sandboxes) as client:
@@ -34,7 +34,7 @@ def make_suite(step: Step, sandboxes: SandboxesResource) -> Artifact:
 
 
 def make_base(step: Step, launcher: Launcher) -> Artifact:
-    """The base policy's checkpoint."""
+    """Checkpoint of the base policy."""
     base = step.experiment.base
     if isinstance(base, ImportedBase):
         from trainer.import_hf import import_checkpoint  # needs torch, which loading the definitions does not

@@ -1,4 +1,4 @@
-"""The blocking check of checkpoints: a policy that misses a tensor must not go on."""
+"""Blocking check of checkpoints, so that a policy with missing tensors is not used."""
 
 from __future__ import annotations
 

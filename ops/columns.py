@@ -1,4 +1,4 @@
-"""What the columns of our tables mean, for the asset pages. One name means one thing in every table."""
+"""Descriptions of table columns for the asset pages. A name means the same in every table."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ COLUMNS = {
 
 
 def type_text(kind: pa.DataType) -> str:
-    """A column's type without the types of its nested fields: list<struct<turn, name>>."""
+    """Name of a column's type without the types of its nested fields: list<struct<turn, name>>."""
     if pa.types.is_list(kind):
         return f"list<{type_text(kind.value_type)}>"
     if pa.types.is_struct(kind):

@@ -1,4 +1,4 @@
-"""Servers of the live policy, brought to what the registry says."""
+"""Update the servers of the live policy to what the registry says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from resources.registry import Registry
 
 
 def bring_servers(store: Store, experiment: Experiment, base: ArtifactRef) -> list[ServerState]:
-    """Swap every server that the experiment names to the live policy (`base` while nothing was promoted).
+    """Update every server that the experiment names to the live policy (`base` if none was promoted).
 
     Doing it again changes nothing.
     """
@@ -29,7 +29,7 @@ def bring_servers(store: Store, experiment: Experiment, base: ArtifactRef) -> li
 
 
 def servers_line(servers: Sequence[ServerState]) -> str:
-    """What became of the servers, in a line."""
+    """Result of the update of all servers, in one line."""
     if not servers:
         return "servers: none are named in the experiment"
     behind = [f"{each.url}: {each.fault}" for each in servers if each.fault is not None]
@@ -37,7 +37,7 @@ def servers_line(servers: Sequence[ServerState]) -> str:
 
 
 def server_metadata(servers: Sequence[ServerState]) -> Metadata:
-    """What an asset's page says of the servers; nothing when there are none."""
+    """Metadata of the servers for the asset page; empty if there are none."""
     if not servers:
         return {}
     rows = [

@@ -1,5 +1,5 @@
-"""Candidate against parent on the gate (which decides) and on held-out and unseen (which are only reported). A policy
-plays a split once, ever.
+"""Compare candidate and parent on the gate (which decides) and on held-out and unseen (reported). Cached per (policy,
+split).
 
     evaluation_run(candidate, gate) ---\\
     evaluation_run(parent, gate) --------> evaluation: pass rates, paired difference a split, each with its interval
@@ -76,7 +76,7 @@ def evaluate(step: Step, sampler: SamplerResource, sandboxes: SandboxesResource)
 
 
 def compare(candidate: Artifact, parent: Artifact, confidence: float) -> dict[str, Any]:
-    """Pass rates of two runs on one split and their difference, paired by task. confidence: of the difference's
+    """Pass rates of two runs on one split and their difference, paired by task. confidence: that of the difference's
     `bound`.
     """
     ours, theirs = candidate.table("rewards.parquet"), parent.table("rewards.parquet")
@@ -102,7 +102,7 @@ def _samples(run: Artifact | None) -> dict[str, list[Sample]]:
 def play_splits(
     step: Step, sampler: SamplerResource, sandboxes: SandboxesResource, policy: ArtifactRef, suite: ArtifactRef
 ) -> dict[str, Artifact]:
-    """The policy's run of every reading by its name, played where it is missing."""
+    """Runs of every reading by name; missing runs are played."""
     found: dict[str, Artifact] = {}
     missing: list[Reading] = []
     for each in readings_of(step.experiment):
@@ -201,15 +201,14 @@ async def _play_reading(
 
 
 def require_graded(rewards: pa.Table, allowed: float, what: str) -> None:
-    """Refuse a run that lost more than the share `allowed` of its episodes, whoever lost them: committed, it would
-    judge for ever.
+    """Refuse a run that lost more than the share `allowed` of its episodes; once committed, it would count permanently.
 
     Raises EvaluationIncomplete.
     """
     lost = rewards["solved"].null_count
     if lost > allowed * len(rewards) or lost == len(rewards):
         raise EvaluationIncomplete(
-            f"evaluation of {what} lost {lost} of {len(rewards)} episodes to infrastructure faults, more than the share"
-            f" {allowed} that rewards.max_ungraded and the profile allow; nothing was committed: see the log, check"
-            " engine and envd, run the same step again"
+            f"evaluation of {what} lost {lost} of {len(rewards)} episodes to infrastructure faults; at most the share"
+            f" {allowed} is allowed (rewards.max_ungraded, rollouts.profile). Nothing was committed: check engine and"
+            " envd in the log, then run the same step again"
         )

@@ -1,4 +1,4 @@
-"""The best policy so far: what a candidate must not fall below, beside its parent, so that small losses don't add up.
+"""The best policy so far, which a candidate must not fall below either, so that small losses don't add up.
 
     base policy, promotions that the parent builds on -> their gate runs with the present settings -> the highest pass
     rate
@@ -37,7 +37,7 @@ class Floor:
 def find_floor(
     store: Store, experiment: Experiment, parent: ArtifactRef, base: ArtifactRef, suite: ArtifactRef
 ) -> Floor | None:
-    """The policy of the highest gate pass rate among the parent and its ancestors, of equals the youngest.
+    """Policy with the highest gate pass rate among the parent and its ancestors; of equals the youngest.
 
     None: none has a gate run.
     """
@@ -68,9 +68,7 @@ def lineage(registry: Registry, parent: ArtifactRef, base: ArtifactRef) -> list[
 
 
 def compare_with_floor(candidate: Artifact, floor: Floor, confidence: float) -> dict[str, Any]:
-    """The `floor` entry of an evaluation: which policy, its pass rate, and the candidate's paired difference from
-    it.
-    """
+    """The `floor` entry of an evaluation: policy, pass rate, and the candidate's paired difference from it."""
     ours, best = candidate.table("rewards.parquet"), floor.run.table("rewards.parquet")
     return {
         "policy": floor.policy.digest,

@@ -1,6 +1,4 @@
-"""The gate's power in words: how often an experiment's promotion rule refuses a candidate of a known true
-difference.
-"""
+"""Power of the gate: how often the promotion rule of an experiment refuses a candidate of a given true difference."""
 
 from __future__ import annotations
 
@@ -25,11 +23,11 @@ SAMPLES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def gate_note(store: Store, experiment: Experiment) -> str:
-    """Refusal rates of the experiment's gate by true difference, and what they assume."""
+    """Refusal rates of the gate by true difference, with their assumptions, as text."""
     tasks = _gate_tasks(store, experiment)
     if tasks is None or tasks < 2:
         found = "is not imported yet" if tasks is None else f"has {tasks} gate task(s)"
-        return f"gate: its power can't be told, the task suite {found}"
+        return f"gate: power unknown, the task suite {found}"
     rule = experiment.promotion
     gate = Gate(tasks, experiment.evaluation.gate_samples, rule.margin, rule.confidence)
     rates = _rates(store, experiment)
@@ -50,7 +48,7 @@ def gate_note(store: Store, experiment: Experiment) -> str:
 
 
 def _samples_wanted(gate: Gate, rates: TaskRates) -> str:
-    """The least number of samples a task, of the powers of two, at which few equal candidates are refused."""
+    """Smallest power of two of samples a task at which few equal candidates are refused."""
     for samples in SAMPLES:
         if refusal_rate(replace(gate, samples=samples), rates, 0.0, trials=2000) <= ENOUGH:
             return f"{samples} sample(s) a task"
@@ -65,7 +63,7 @@ def _gate_tasks(store: Store, experiment: Experiment) -> int | None:
 
 
 def _rates(store: Store, experiment: Experiment) -> TaskRates:
-    """As the parent of the last evaluation showed them, where that can be told."""
+    """Task rates of the last evaluation's parent if known, else assumed ones."""
     evaluated = partitions(store, experiment.name, "evaluation")
     evaluation = read_artifact(store, experiment.name, "evaluation", evaluated[-1]) if evaluated else None
     ref = evaluation.manifest.parents.get("parent_gate") if evaluation else None

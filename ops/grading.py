@@ -1,4 +1,4 @@
-"""Episodes to rewards to dataset: the curation plane, given sandboxes."""
+"""Grade episodes and make the dataset: the curation plane with sandboxes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from resources.sandboxes import SandboxesResource
 
 
 def grade(step: Step, sandboxes: SandboxesResource) -> Artifact:
-    """The `rewards` artifact of an iteration's rollouts."""
+    """Make the `rewards` artifact of an iteration's rollouts."""
     found = step.work.find()
     if found is not None:
         return found
@@ -56,7 +56,7 @@ async def _grade(step: Step, sandboxes: SandboxesResource) -> Graded:
 
 
 def ungraded_allowed(experiment: Experiment) -> float:
-    """Share of the episodes that may stay ungraded.
+    """Share of the episodes that may remain ungraded.
 
     None where the same rollouts must always get the same rewards: deterministic, no judges.
     """
@@ -83,7 +83,7 @@ def _facts(table: pa.Table, config: RewardConfig) -> dict[str, Any]:
 
 
 def recomputation(config: RewardConfig) -> str:
-    """What grading the same rollouts once more in another store would give."""
+    """Whether grading the same rollouts again in another store gives identical or equivalent rewards."""
     if not config.asked:
         return "identical"
     names = ", ".join(f"{each.name} (model {each.model})" for each in config.asked)
@@ -91,7 +91,7 @@ def recomputation(config: RewardConfig) -> str:
 
 
 def make_dataset(step: Step) -> Artifact:
-    """The `dataset` artifact of an iteration."""
+    """Make the `dataset` artifact of an iteration."""
     found = step.work.find()
     if found is not None:
         return found

@@ -1,8 +1,8 @@
-"""What an iteration starts from: resolved once, pinned for ever. This is how iteration i meets i-1."""
+"""Inputs of an iteration, resolved once and pinned. They connect iteration i with i-1."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from contracts.artifacts import Artifact, ArtifactRef, Frozen, find_artifact, list_artifacts, open_artifact
 from contracts.store import Store
@@ -10,18 +10,16 @@ from contracts.tasks import Split, Task, read_tasks
 from inference.rollouts.plan import GroupPlan, draw_prompts
 from ops.graph import ITERATION_INPUTS
 from ops.state import IterationInputs, IterationState, Start
+from ops.step import Step
 from resources.errors import NotMaterialized, RegistryError
 from resources.experiment import Experiment
 from resources.launcher import require_launchable
 from resources.refs import read_artifact
 from resources.registry import Registry
 
-if TYPE_CHECKING:
-    from ops.step import Step
-
 
 class PromptsDrawn(Frozen):
-    """The tasks of one iteration."""
+    """Tasks that one iteration samples."""
 
     groups: list[GroupPlan]
     reserve: list[GroupPlan]
@@ -44,20 +42,15 @@ def trainer_state_of(store: Store, checkpoint: ArtifactRef) -> ArtifactRef:
 
 
 def find_inputs(store: Store, experiment: Experiment, iteration: str) -> IterationInputs | None:
-    """What an iteration was pinned to, or None when it never began."""
+    """Pinned inputs of an iteration, or None if it has not begun."""
     work = ITERATION_INPUTS.work_on(IterationState(experiment, store, iteration), {})
     artifact = work.find()
     return IterationInputs.model_validate(artifact.json("inputs.json")) if artifact else None
 
 
-def read_inputs(store: Store, ref: ArtifactRef) -> IterationInputs:
-    """The content of an `iteration_inputs` artifact."""
-    return IterationInputs.model_validate(open_artifact(store, ref).json("inputs.json"))
-
-
 def pin_inputs(step: Step, policy: str) -> Artifact:
-    """The inputs this iteration was pinned to; pins them first when it begins. policy: "live", "base" or a checkpoint's
-    digest prefix.
+    """Inputs of this iteration; they are pinned if it has not begun. policy: "live", "base" or a digest prefix of a
+    checkpoint.
     """
     found = step.work.find()
     if found is not None:
@@ -80,7 +73,7 @@ def pin_inputs(step: Step, policy: str) -> Artifact:
 
 
 def restoring_rollback(store: Store, experiment: str, policy: ArtifactRef) -> dict[str, Any]:
-    """Why this policy is live, where it is so by a rollback: {"rollback": {number, to, reason}}; else nothing."""
+    """Rollback that made this policy live, as {"rollback": {number, to, reason}}; empty if there was none."""
     live = Registry(store, experiment).live()
     if live is None or live.rollback is None or live.policy != policy:
         return {}
@@ -88,7 +81,7 @@ def restoring_rollback(store: Store, experiment: str, policy: ArtifactRef) -> di
 
 
 def resolve_start(store: Store, experiment: str, base: ArtifactRef, policy: str) -> Start:
-    """The policy asked for. Raises RegistryError for an unknown or ambiguous digest prefix."""
+    """Start for the requested policy. Raises RegistryError for an unknown or ambiguous digest prefix."""
     if policy == "live":
         live = Registry(store, experiment).live()
         if live is not None:
@@ -110,8 +103,8 @@ def find_checkpoint(store: Store, prefix: str) -> ArtifactRef:
 
 
 def cursor_before(store: Store, experiment: Experiment, iteration: str) -> int:
-    """Prompts drawn before this iteration, as the previous one recorded it: its draw is repeated only when it committed
-    none.
+    """Number of prompts drawn before this iteration, as the previous one recorded it; its draw is repeated if it
+    committed none.
     """
     if int(iteration) == 0:
         return 0
@@ -134,7 +127,7 @@ def split_tasks(tasks: dict[str, Task], split: Split) -> list[Task]:
 
 
 def draw(store: Store, experiment: Experiment, inputs: IterationInputs) -> PromptsDrawn:
-    """The tasks an iteration samples. Deterministic."""
+    """Draw the tasks that an iteration samples. Deterministic."""
     tasks = split_tasks(load_tasks(store, inputs.task_suite), Split.TRAIN)
     groups, reserve, after = draw_prompts(
         [task.task_id for task in tasks],
@@ -148,7 +141,7 @@ def draw(store: Store, experiment: Experiment, inputs: IterationInputs) -> Promp
 
 
 def draw_and_commit(step: Step) -> Artifact:
-    """The `prompts` artifact of this iteration."""
+    """Make the `prompts` artifact of this iteration."""
     found = step.work.find()
     if found is not None:
         return found

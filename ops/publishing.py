@@ -1,4 +1,4 @@
-"""The decision about a candidate, and its way into the registry: by compare-and-swap, so an old backfill never promotes
+"""Decide about a candidate and promote it in the registry by compare-and-swap, so that an old backfill never promotes
 backwards.
 """
 
@@ -23,7 +23,7 @@ SMOKE_FILE = "smoke.json"
 
 
 class Decision(Frozen):
-    """What became of a candidate."""
+    """Decision about a candidate with its reasons."""
 
     decision: Verdict
     """live: promoted. refused: not shown to be non-inferior, or not to be served. stale: good enough, but its parent
@@ -37,17 +37,17 @@ class Decision(Frozen):
 
 
 def read_smoke(artifact: Artifact) -> Smoke | None:
-    """The smoke episode beside a decision, or None when none was played for it."""
+    """Smoke episode of a decision, or None if none was played."""
     return Smoke.model_validate(artifact.json(SMOKE_FILE)) if SMOKE_FILE in artifact.names() else None
 
 
 def read_decision(artifact: Artifact) -> Decision:
-    """The content of a `sampler` artifact."""
+    """Content of a `sampler` artifact."""
     return Decision.model_validate(artifact.json("decision.json"))
 
 
 def publish(step: Step, smoke: Callable[[], Smoke]) -> Artifact:
-    """Decide about a candidate and act on it; a decision already taken is reported again and changes nothing.
+    """Decide about a candidate and act on it. An existing decision is returned and changes nothing.
 
     smoke: plays the smoke episode of a candidate that is good enough.
     """
@@ -66,7 +66,7 @@ def publish(step: Step, smoke: Callable[[], Smoke]) -> Artifact:
 
 
 def judge(evaluation: Artifact, parent: ArtifactRef, margin: float) -> Judgement:
-    """Whether the gate lets a candidate pass: non-inferior to its parent and to the best policy so far.
+    """Whether the gate accepts a candidate: not inferior to its parent nor to the best policy so far.
 
     Raises NotMaterialized for an evaluation of an earlier version, which compares with the parent alone.
     """
@@ -74,7 +74,7 @@ def judge(evaluation: Artifact, parent: ArtifactRef, margin: float) -> Judgement
     floor = gate.get("floor")
     if floor is None:
         raise NotMaterialized(
-            f"{evaluation.ref.uri} does not say how the candidate compares with the best policy so far (made by version"
+            f"{evaluation.ref.uri} has no comparison with the best policy so far (made by version"
             f" {evaluation.manifest.code_version}): materialize evaluation again, then sampler"
         )
     found = [non_inferior(PairedDifference(**gate["difference"]), margin)]
@@ -89,7 +89,7 @@ def judge(evaluation: Artifact, parent: ArtifactRef, margin: float) -> Judgement
 def _decide(
     step: Step, candidate: ArtifactRef, parent: ArtifactRef, judgement: Judgement, smoke: Callable[[], Smoke]
 ) -> tuple[Decision, Smoke | None]:
-    """The decision, acted on; and the smoke episode, if there was one."""
+    """Decide and act. Returns the decision, and the smoke episode if one was played."""
 
     def decided(verdict: Verdict, reason: str, number: int | None = None) -> Decision:
         return Decision(decision=verdict, reasons=[reason], candidate=candidate, parent=parent, pointer_number=number)
@@ -119,7 +119,7 @@ def _try_to_promote(
     judgement: Judgement,
     smoke: Callable[[], Smoke],
 ) -> tuple[str | None, Smoke | None]:
-    """Promote a candidate that deserves it; why it does not, and its smoke episode.
+    """Promote a candidate that passed the gate. Returns the reason if it was not promoted, and its smoke episode.
 
     Neither: its parent is not live, or not any more.
     """

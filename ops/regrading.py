@@ -1,4 +1,4 @@
-"""What grading the same rollouts again changed: another verifier or other weights, by the backfill of `rewards`."""
+"""Compare gradings of the same rollouts after a change of verifier or weights."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def earlier_gradings(store: Store, rewards: Artifact, rollouts: ArtifactRef) -> 
 
 
 def flip_metadata(store: Store, rewards: Artifact, rollouts: ArtifactRef) -> dict[str, Any]:
-    """For each other grading of these rollouts, how many rewards and verdicts differ, and which; empty where there is
-    none.
+    """For each other grading of these rollouts, the number and rows of differing rewards and verdicts; empty if there
+    is none.
     """
     found: dict[str, Any] = {}
     new = rewards.table("rewards.parquet")
@@ -42,7 +42,7 @@ def flip_metadata(store: Store, rewards: Artifact, rollouts: ArtifactRef) -> dic
 
 
 def _cell(value: Any) -> str | float | bool:
-    """A table cell of Dagster's takes no lists and no null."""
+    """Value of a table cell; Dagster's tables accept neither lists nor null."""
     if isinstance(value, (bool, float)):
         return value
     return "" if value is None else ", ".join(value) if isinstance(value, list) else str(value)

@@ -1,6 +1,4 @@
-"""What Dagster is told about an artifact: its reference, its content digest as data version, and metadata that is rich
-but small.
-"""
+"""Results for Dagster: reference, content digest as data version, and small metadata."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ MAX_MARKDOWN = 30_000
 
 
 def describe(artifact: Artifact) -> Metadata:
-    """Where an artifact is, when it was committed and what it was made of."""
+    """Location, commit time and parents of an artifact, as metadata."""
     ref, manifest = artifact.ref, artifact.manifest
     rows = [
         dg.TableRecord({"role": role, "kind": parent.kind, "digest": parent.digest[:SHORT]})
@@ -46,17 +44,17 @@ def describe(artifact: Artifact) -> Metadata:
 
 
 def present(metadata: Mapping[str, Any]) -> Metadata:
-    """Metadata as a person reads it: names in words, four digits of a float. Dagster's own keys stay."""
+    """Metadata for display: names in words, floats with four digits. Dagster's own keys stay."""
     return {name if "/" in name else label(name): _rounded(value) for name, value in metadata.items()}
 
 
 def label(name: str) -> str:
-    """A column's or metric's name in words."""
+    """Name of a column or metric in words."""
     return name.replace("held_out", "held-out").replace("_", " ")
 
 
 def size_text(size: int) -> str:
-    """Bytes for people: 999 B, 1.9 MB."""
+    """Number of bytes as text: 999 B, 1.9 MB."""
     unit, units = float(size), iter(("B", "kB", "MB", "GB", "TB"))
     name = next(units)
     while unit >= 1000 and name != "TB":
@@ -79,12 +77,12 @@ def table_facts(table: pa.Table) -> Metadata:
 
 
 def link(experiment: str, asset: str) -> dg.DagsterAssetMetadataValue:
-    """A link to another asset's page."""
+    """Link to another asset's page."""
     return dg.MetadataValue.asset(dg.AssetKey([experiment, asset]))
 
 
 def numbers(values: Mapping[str, Any]) -> Metadata:
-    """The finite numbers among `values`, as floats or ints: what the plots tab draws."""
+    """Finite numbers among `values`, as floats or ints, for the plots tab."""
     return {
         name: value
         for name, value in values.items()
@@ -96,7 +94,7 @@ def numbers(values: Mapping[str, Any]) -> Metadata:
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> dg.MarkdownMetadataValue:
-    """Rows with equal keys as a markdown table, cut to a size that an event may have."""
+    """Rows with equal keys as a Markdown table, truncated to the size limit of an event."""
     if not rows:
         return dg.MetadataValue.md("nothing to show")
     head = list(rows[0])
@@ -117,7 +115,7 @@ def _cell(value: Any) -> str:
 
 
 def output(artifact: Artifact, metadata: Mapping[str, Any]) -> dg.Output[ArtifactRef]:
-    """What the last op of a graph asset returns."""
+    """Output of the last op of a graph asset."""
     failpoint("artifact-described")
     return dg.Output(
         artifact.ref,
@@ -127,7 +125,7 @@ def output(artifact: Artifact, metadata: Mapping[str, Any]) -> dg.Output[Artifac
 
 
 def result(artifact: Artifact, metadata: Mapping[str, Any], checks: Sequence[dg.AssetCheckResult] = ()) -> Materialized:
-    """What an asset returns."""
+    """Result of an asset."""
     failpoint("artifact-described")
     return dg.MaterializeResult(
         value=artifact.ref,

@@ -1,4 +1,4 @@
-"""What the asset page says of each component of the reward: a number a plot, and one table."""
+"""Metadata of each reward component for the asset page: numbers for plots and one table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EVIDENCE_FILE = "evidence.parquet"
 
 
 def component_metadata(rewards: Artifact, config: RewardConfig) -> Metadata:
-    """Mean, deviation and share of non-zero values of every component, before its weight; whether recomputation is
+    """Mean, deviation and share of non-zero values of each component before its weight, and whether recomputation is
     identical.
     """
     evidence = rewards.table(EVIDENCE_FILE) if EVIDENCE_FILE in rewards.names() else None

@@ -1,4 +1,4 @@
-"""Back to a policy that was live: one more change in the registry, then every server swapped.
+"""Roll back to a policy that was live: append an entry to the registry, then update every server.
 
 Whoever dies between the two left a rollback that is done and servers that are behind: `bring_servers` alone is to be
 repeated, by `roll_back_once` for a request that can be told from others, by naming the live policy otherwise.
@@ -24,7 +24,7 @@ from resources.registry import BASE, BasePolicy, LivePolicy, Registry, Restorabl
 
 @dataclass(frozen=True)
 class RollbackPlan:
-    """What a rollback would do."""
+    """Effects of a rollback that has not been carried out."""
 
     live: LivePolicy
     """What is live now, and so what the change is conditional on."""
@@ -38,7 +38,7 @@ class RollbackPlan:
 
 @dataclass(frozen=True)
 class RolledBack:
-    """What a rollback did."""
+    """Result of a rollback."""
 
     plan: RollbackPlan
     entry: LivePolicy
@@ -48,7 +48,7 @@ class RolledBack:
 
 
 def plan_rollback(store: Store, experiment: str, to: str | None) -> RollbackPlan:
-    """What a rollback to `to` (see Registry.restorable) means now.
+    """Plan a rollback to `to` (see Registry.restorable).
 
     Raises RegistryError, AlreadyLive among them, and ArtifactCorrupt or ArtifactMissing for a target that can't be
     served any more; changes nothing.
@@ -74,13 +74,13 @@ def _plan(registry: Registry, live: LivePolicy, target: Restorable) -> RollbackP
 
 
 def roll_back(store: Store, experiment: Experiment, plan: RollbackPlan, reason: str) -> RolledBack:
-    """Do what was planned. Raises RegistryError when another change came first: nothing was changed."""
+    """Carry out a plan. Raises RegistryError if another change came first; nothing is changed then."""
     entry = change_live(store, experiment.name, plan, reason)
     return RolledBack(plan, entry, bring_live(store, experiment))
 
 
 def roll_back_once(store: Store, experiment: Experiment, to: str | None, reason: str, request: str) -> RolledBack:
-    """Roll back for a request that may be repeated after a crash: the change is made once, servers are brought each
+    """Roll back for a request that may be repeated after a crash: the registry changes once, servers are updated each
     time.
 
     Raises what `plan_rollback` and `roll_back` raise.
@@ -96,22 +96,22 @@ def roll_back_once(store: Store, experiment: Experiment, to: str | None, reason:
 def change_live(
     store: Store, experiment: str, plan: RollbackPlan, reason: str, request: str | None = None
 ) -> LivePolicy:
-    """The change alone, without the servers.
+    """Change the registry without updating the servers.
 
     Raises RegistryError when another change came first: nothing was changed.
     """
     if not reason.strip():
-        raise ConfigError("a rollback needs a reason: say in a few words why, it is kept in the registry")
+        raise ConfigError("the reason of the rollback is empty: give a few words; the registry keeps them")
     return Registry(store, experiment).rollback(plan.target, reason.strip(), expected=plan.live.number, request=request)
 
 
 def bring_live(store: Store, experiment: Experiment) -> list[ServerState]:
-    """Every server to what is live now. Doing it again changes nothing."""
+    """Update every server to the live policy. Idempotent."""
     return bring_servers(store, experiment, require_ref(store, experiment.name, "base_policy"))
 
 
 def _plan_of(registry: Registry, entry: LivePolicy) -> RollbackPlan:
-    """What was planned for a rollback that is in the registry."""
+    """Plan of a rollback that is in the registry."""
     assert entry.rollback is not None, "only rollbacks carry a request"
     target = Restorable(
         number=entry.rollback.to, policy=entry.policy, trainer_state=entry.trainer_state, iteration=entry.iteration
@@ -120,13 +120,13 @@ def _plan_of(registry: Registry, entry: LivePolicy) -> RollbackPlan:
 
 
 def base_of(store: Store, experiment: str) -> BasePolicy | None:
-    """The base policy as something to go back to, or None where there is none yet."""
+    """Base policy as the target of a rollback, or None if there is none yet."""
     base = read_ref(store, experiment, "base_policy")
     return BasePolicy(base, lambda: trainer_state_of(store, base)) if base else None
 
 
 def observation(experiment: str, done: RolledBack) -> dg.AssetObservation:
-    """The rollback as the sampler's page shows it, at the iteration that is live again."""
+    """Observation of the rollback for the sampler's page, at the iteration that is live again."""
     plan, entry, rollback = done.plan, done.entry, done.entry.rollback
     metadata: dict[str, Any] = {
         "rolled back": f"{plan.live.policy.short} -> {entry.policy.short}",

@@ -1,4 +1,4 @@
-"""What an iteration's episodes look like in numbers."""
+"""Statistics of an iteration's episodes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rollout_numbers(rollouts: Artifact) -> dict[str, Any]:
 
 
 def sampled_numbers(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What this very run sampled, and how fast: shards may have run side by side or one after the other.
+    """Number and speed of the episodes that this run sampled; shards may have run concurrently or in sequence.
 
     shards: what `sample_shard` returned, one of each shard that had something to look at.
     """
@@ -46,9 +46,7 @@ def sampled_numbers(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def speed_before(step: Step) -> dict[str, Any]:
-    """The speed that an earlier materialization of this partition had: a repeat samples nothing, and its plot keeps the
-    point.
-    """
+    """Sampling speed of an earlier materialization of this partition, kept for the plot if a repeat samples nothing."""
     wanted = dg.AssetRecordsFilter(
         dg.AssetKey([step.experiment.name, step.spec.name]), asset_partitions=[step.iteration]
     )

@@ -1,4 +1,4 @@
-"""The fan-out: plan -> map(shard) -> merge, as Dagster ops with ONE map.
+"""Fan-out of rollouts: plan -> map(shard) -> merge, as Dagster ops with one map.
 
 The plan is committed before anything is sampled; merge raises unless every group it leads to is committed. So a shard
 that silently did not run is an error, and a re-run repeats only what is missing.
@@ -15,11 +15,10 @@ import dagster as dg
 
 from contracts.artifacts import Artifact, ArtifactRef, artifact_exists, find_artifact, open_artifact
 from contracts.chat import ChatTokenizer
+from contracts.errors import InfraFault
 from contracts.store import Store
 from contracts.tasks import Task
-from curation.errors import InfraFault
 from curation.verify import Verifier
-from inference.errors import InfraFault as SamplingFault
 from inference.rollouts.merge import Gathered, gather_groups, merge_groups
 from inference.rollouts.plan import GroupPlan, RolloutPlan
 from inference.rollouts.progress import ShardProgress
@@ -42,7 +41,7 @@ CHECK = "every_group_committed"
 
 
 def make_plan(step: Step) -> Artifact:
-    """The `rollout_plan` artifact: everything a worker must know. It has the key of the rollouts."""
+    """Make the `rollout_plan` artifact, which holds everything that a worker needs and has the key of the rollouts."""
     pinned = {"iteration_inputs": step.state.made["iteration_inputs"]}
     work = replace(step.work, kind=PLAN)
     found = work.find()
@@ -67,14 +66,14 @@ def make_plan(step: Step) -> Artifact:
 
 
 def read_plan(artifact: Artifact) -> RolloutPlan:
-    """The content of a `rollout_plan` artifact."""
+    """Content of a `rollout_plan` artifact."""
     return RolloutPlan.model_validate(artifact.json("plan.json"))
 
 
 async def sample_shard(
     step: Step, plan: RolloutPlan, shard: int, sampler: SamplerResource, sandboxes: SandboxesResource
 ) -> dict[str, Any]:
-    """Sample and commit what is missing of one shard.
+    """Sample and commit the missing groups of one shard.
 
     Returns its counts, and when it began and ended in Unix seconds.
     """
@@ -127,7 +126,7 @@ def _show(step: Step, now: ShardProgress) -> None:
 
 
 def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinition, dg.OpDefinition]:
-    """(plan, shard, merge) of one experiment, for the rollouts graph."""
+    """Ops (plan, shard, merge) of one experiment for its rollouts graph."""
     prefix = f"{experiment.name}_{ROLLOUTS.name}"
 
     @dg.op(
@@ -166,7 +165,7 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
             return part
         try:
             report = run_async(sample_shard(step, planned, part["shard"], sampler, sandboxes))
-        except SamplingFault as fault:
+        except InfraFault as fault:
             if context.retry_number:
                 raise
             # committed groups stay; once more for what infrastructure lost
@@ -203,7 +202,7 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
 
 
 def groups_lacking(plan: RolloutPlan, gathered: Gathered, store: Store) -> list[GroupPlan]:
-    """The groups that the plan leads to and that are neither committed nor among the merged rollouts."""
+    """Groups that the plan requires and that are neither committed nor merged."""
     if not gathered.missing:
         return []
     merged = find_artifact(store, ROLLOUTS.name, plan.key)

@@ -1,4 +1,4 @@
-"""A few episodes as a person reads them, for the asset pages."""
+"""Render a few episodes for the asset pages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_TEXT = 1500
 def sample_episodes(
     rollouts: Artifact, tokenizer: ChatTokenizer, tasks: Mapping[str, Task], rewards: Artifact | None = None
 ) -> dg.MarkdownMetadataValue:
-    """Episodes spread over the artifact, one after the other: task, how it ended, and the text the tokens stand for."""
+    """Episodes spread over the artifact, each with task, outcome and decoded text, as Markdown."""
     episodes = rollouts.table(
         "episodes.parquet", columns=["episode_id", "task_id", "outcome", "turns", "policy_tokens"]
     )
@@ -50,7 +50,7 @@ def _episode(
 
 
 def fenced(text: str) -> str:
-    """A markdown code block that nothing in `text` can end."""
+    """Markdown code block whose fence does not occur in `text`."""
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{text}\n{fence}"

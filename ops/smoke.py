@@ -1,4 +1,4 @@
-"""The smoke episode: before a candidate goes live it plays one gate task through the whole agent loop, on an engine
+"""Smoke episode: before a candidate goes live, it plays one gate task through the complete agent loop, on an engine
 without traffic.
 
 It asks whether the engine can serve this policy, not whether the policy is good: tokens come back, carry the
@@ -19,13 +19,13 @@ from contextlib import AbstractAsyncContextManager
 from contracts.artifacts import Artifact, ArtifactRef, Frozen, open_artifact
 from contracts.chat import ChatTokenizer
 from contracts.episodes import Episode, Outcome
-from contracts.errors import SchemaError, TriplaneError
+from contracts.errors import InfraFault, SchemaError, TriplaneError
 from contracts.tasks import Split, Task
 from envd.client import SandboxClient
 from inference.engines.base import Completion, Engine, SamplingParams
 from inference.engines.config import BuiltinConfig
 from inference.engines.delegating import DelegatingEngine
-from inference.errors import EngineError, EngineUnreachable, InfraFault, RequestTooLong, StaleVersion, WeightsDiffer
+from inference.errors import EngineError, EngineUnreachable, RequestTooLong, StaleVersion, WeightsDiffer
 from inference.rollouts.episode import Player, play_episode
 from inference.rollouts.evaluate import evaluation_slot
 from inference.rollouts.workspace import Workspaces
@@ -47,7 +47,7 @@ SLOTS = "smoke"
 
 
 class Smoke(Frozen):
-    """How the smoke episode went. Kept beside the decision, outside its digest."""
+    """Result of the smoke episode, stored beside the decision and outside its digest."""
 
     fault: str | None
     """Why the candidate can't be served, or None."""
@@ -66,7 +66,7 @@ class Smoke(Frozen):
 def play_smoke(
     step: Step, sampler: SamplerResource, sandboxes: SandboxesResource, candidate: ArtifactRef, suite: ArtifactRef
 ) -> Smoke:
-    """Let the candidate play the first gate task.
+    """Play the first gate task with the candidate.
 
     Raises DeploymentFailed when canary or sandboxes fail, whatever the candidate is.
     """
@@ -91,20 +91,20 @@ async def _play(
                 return smoke
     if lost:
         raise DeploymentFailed(
-            f"candidate {candidate.ref.short} could not be tried: {lost}; nothing was decided: check canary and envd,"
-            " run the same step again"
+            f"candidate {candidate.ref.short} could not be tried: {lost}; nothing was decided: check the canary and"
+            " envd, then run the same step again"
         )
     return smoke
 
 
 class _Lost(TriplaneError):
-    """An attempt that says nothing about the candidate."""
+    """Raised for an attempt that says nothing about the candidate."""
 
 
 async def _attempt(
     step: Step, sampler: SamplerResource, client: SandboxClient, candidate: Artifact, task: Task
 ) -> Smoke:
-    """Raises _Lost for a fault that need not be the candidate's."""
+    """Play one smoke episode. Raises _Lost for a fault that may not be the candidate's."""
     began, watched = time.perf_counter(), None
     try:
         tokenizer = ChatTokenizer.from_directory(candidate.directory(), spaced=step.experiment.base.spaced)
@@ -113,7 +113,7 @@ async def _attempt(
             episode = await _episode(step, client, watched, candidate, task, tokenizer)
         fault = watched.fault if episode.outcome is Outcome.INFRA_ERROR else None
         if episode.outcome is Outcome.INFRA_ERROR and fault is None:
-            raise _Lost("its sandbox or its engine failed, see the log")
+            raise _Lost("its sandbox or its engine failed (see the log)")
     except (EngineError, InfraFault, SchemaError) as error:
         fault = watched.fault if watched is not None else None
         fault = fault or await asyncio.to_thread(_fault_behind, error, step, candidate)
@@ -123,7 +123,7 @@ async def _attempt(
         return Smoke(fault=fault, task_id=task.task_id, outcome=None, seconds=time.perf_counter() - began)
     assert watched is not None, "without a fault there was an episode"
     if not watched.tokens and episode.outcome is Outcome.TIMED_OUT:
-        raise _Lost("no token came back in time")
+        raise _Lost("the engine returned no token in time")
     return Smoke(
         fault=None if watched.tokens else "no token came back",
         task_id=task.task_id,
@@ -138,15 +138,13 @@ async def _attempt(
 
 
 def _is_in_process(step: Step) -> bool:
-    """Whether the engine is in this process: no server, network or GPU between, so what it refuses is the candidate's
-    fault.
-    """
+    """Whether the engine runs in this process, so that its errors are the candidate's fault."""
     return step.experiment.deployment.canary is None and isinstance(step.experiment.engine, BuiltinConfig)
 
 
 def _fault_behind(error: TriplaneError, step: Step, candidate: Artifact) -> str | None:
-    """What is wrong with the candidate itself where an engine, or the way to it, failed with `error`; None: nothing
-    that can be shown.
+    """Defect of the candidate that explains `error` of an engine or of the connection to it; None if none can be
+    shown.
     """
     if isinstance(error, (SchemaError, WeightsDiffer)):
         return str(error)
@@ -181,10 +179,10 @@ async def _episode(
 
 
 class _Watched(DelegatingEngine):
-    """An engine whose answers are looked at before the agent loop sees them."""
+    """Engine wrapper that checks completions before the agent loop sees them."""
 
     def __init__(self, engine: Engine, version: str, *, alone: bool) -> None:
-        """alone: whatever the engine refuses is the policy's fault."""
+        """alone: errors of the engine are the policy's fault."""
         super().__init__(engine)
         self._version, self._alone = version, alone
         self.fault: str | None = None
@@ -206,9 +204,7 @@ class _Watched(DelegatingEngine):
             raise
         other = next((version for version, _, _ in completion.spans if version != self._version), None)
         if other is not None:
-            raise StaleVersion(
-                f"tokens are stamped with policy {other[:12]}: somebody else gave the engine another one"
-            )
+            raise StaleVersion(f"the engine sampled with policy {other[:12]}: another client loaded a policy meanwhile")
         self.tokens += len(completion.token_ids)
         fault = fault_of(completion, self._version)
         # an aborted request was cut off by who runs the engine, which the episode takes for a fault of the

@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from pydantic import Field
 
-from contracts.artifacts import ArtifactRef, Frozen
+from contracts.artifacts import ArtifactRef, Frozen, open_artifact
 from contracts.store import Store
 from resources.experiment import Experiment
 
@@ -72,3 +72,8 @@ class IterationState:
             return self.made.get(asset)
         found: ArtifactRef | None = attrgetter(field_path)(self.pinned) if self.pinned else None
         return found
+
+
+def read_inputs(store: Store, ref: ArtifactRef) -> IterationInputs:
+    """Content of an `iteration_inputs` artifact."""
+    return IterationInputs.model_validate(open_artifact(store, ref).json("inputs.json"))

@@ -1,4 +1,4 @@
-"""One step of one iteration while it is being made, and its progress."""
+"""Context of a step that is being run, and its progress."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import dagster as dg
 
 from contracts.artifacts import ArtifactRef
 from contracts.store import Store
-from ops.inputs import read_inputs
 from ops.results import present
 from ops.spec import StepSpec, Work
-from ops.state import IterationInputs, IterationState
+from ops.state import IterationInputs, IterationState, read_inputs
 from resources.experiment import Experiment
 from resources.progress import Progress, ProgressSink
 
@@ -25,7 +24,7 @@ Context = dg.OpExecutionContext | dg.AssetExecutionContext
 
 
 class StepProgress:
-    """Tells the sink everything and Dagster something every few seconds."""
+    """Reports every update to the sink and some to Dagster, every few seconds."""
 
     def __init__(
         self, context: Context, experiment: str, asset: str, partition: str | None, sink: ProgressSink
@@ -36,7 +35,7 @@ class StepProgress:
         self._observed = time.monotonic()
 
     def update(self, phase: str, done: float, total: float | None, **numbers: float) -> None:
-        """Report where the step is. numbers: measurements worth a plot."""
+        """Report progress. numbers: measurements for plots."""
         self._sink(Progress(self._asset, self._partition, phase, done, total, numbers))
         now = time.monotonic()
         if now - self._observed >= OBSERVE_EVERY_S:
@@ -47,7 +46,7 @@ class StepProgress:
 
 @dataclass(frozen=True)
 class Step:
-    """What the functions of this package are told."""
+    """Context that the functions of this package receive."""
 
     spec: StepSpec
     state: IterationState
@@ -56,33 +55,33 @@ class Step:
 
     @property
     def experiment(self) -> Experiment:
-        """The experiment that the step belongs to."""
+        """Experiment of the step."""
         return self.state.experiment
 
     @property
     def store(self) -> Store:
-        """Where artifacts are."""
+        """Store of the artifacts."""
         return self.state.store
 
     @property
     def iteration(self) -> str:
-        """The iteration key of a partitioned asset."""
+        """Iteration key of a partitioned asset."""
         return self.state.iteration
 
     @property
     def inputs(self) -> IterationInputs:
-        """What the iteration was pinned to, for a step that is given `iteration_inputs`."""
+        """Pinned inputs of the iteration, for a step that receives `iteration_inputs`."""
         return self.state.inputs
 
     @cached_property
     def work(self) -> Work:
-        """The work of this step, all of whose inputs are there."""
+        """Work of this step; all of its inputs are made."""
         work = self.spec.work(self.state)
         assert work is not None, f"{self.spec.name} is run without its inputs"
         return work
 
     def parent(self, role: str) -> ArtifactRef:
-        """The input of this role, as the step declares it."""
+        """Input in this role, as the step declares it."""
         return self.work.parents[role]
 
 
@@ -94,7 +93,7 @@ def begin(
     sink: ProgressSink,
     given: Mapping[str, ArtifactRef] | None = None,
 ) -> Step:
-    """The step that `context` runs. given: the artifacts of the assets upstream, by asset."""
+    """Begin the step that `context` runs. given: artifacts of the upstream assets, by asset."""
     partition = context.partition_key if context.has_partition_key else None
     made = {asset: given[asset] for asset in spec.upstream} if given else {}  # Dagster gives them in order of name
     pinned = read_inputs(store, made["iteration_inputs"]) if "iteration_inputs" in made else None

@@ -1,4 +1,4 @@
-"""Training jobs: the warm start and one iteration of GRPO, each in a process of its own that the launcher runs."""
+"""Training jobs (warm start and one iteration of GRPO), each in a process that the launcher runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OF_ONE_STEP = ("rows", "tokens", "seconds")
 def warm_start(
     step: Step, launcher: Launcher, base: SftBase, tokenizer: ArtifactRef, demonstrations: ArtifactRef
 ) -> Artifact:
-    """The base policy's checkpoint; trains it when no one did."""
+    """Checkpoint of the base policy, trained if it does not exist."""
     experiment = step.experiment
     work = step.spec.work_on(step.state, {"tokenizer": tokenizer, "demonstrations": demonstrations})
     job = SftJob(
@@ -41,7 +41,7 @@ def warm_start(
 
 
 def train_iteration(step: Step, launcher: Launcher) -> Artifact:
-    """The checkpoint that this iteration's dataset leads to; trains it when no one did."""
+    """Checkpoint trained on this iteration's dataset, trained if it does not exist."""
     trainer, start = step.experiment.trainer, step.parent("checkpoint")
     job = GrpoJob(
         store=step.store.url,
@@ -77,14 +77,16 @@ def training_numbers(checkpoint: Artifact) -> dict[str, Any]:
 
 
 def _drop_snapshots(store: Store, job: SftJob) -> None:
-    """Remove what a trainer left that was killed after its checkpoint was committed."""
+    """Remove snapshots of a trainer that was killed after its checkpoint was committed."""
     for snapshot in list(list_artifacts(store, SNAPSHOT)):
         if snapshot.manifest.config.get(SNAPSHOT_JOB) == job.key:
             store.discard(f"{snapshot.ref.uri}/")
 
 
 def _train(step: Step, launcher: Launcher, job: SftJob | GrpoJob, steps: int, taken: int) -> Artifact:
-    """Run `job` unless its work is there. steps: it takes at most; taken: by the policy it starts from."""
+    """Run `job` unless its result exists. steps: maximum of optimizer steps; taken: steps of the policy that it starts
+    from.
+    """
     found = find_artifact(step.store, "checkpoint", job.key)
     if found is not None and find_artifact(step.store, "trainer_state", job.key) is not None:
         if isinstance(job, SftJob):
@@ -104,6 +106,6 @@ def _train(step: Step, launcher: Launcher, job: SftJob | GrpoJob, steps: int, ta
     found = find_artifact(step.store, "checkpoint", job.key)
     if found is None or find_artifact(step.store, "trainer_state", job.key) is None:
         raise LaunchFailed(
-            f"training {job.key[:12]} ended without its checkpoint in {step.store.url}: see the run's log"
+            f"training {job.key[:12]} ended without a checkpoint in {step.store.url}: read the run's log"
         )
     return open_artifact(step.store, found.ref)

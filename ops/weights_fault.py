@@ -1,4 +1,4 @@
-"""A checkpoint looked at on its own: whether an engine that refused it had a reason in its weights."""
+"""Check a checkpoint's weights, to explain why an engine refused it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contracts.errors import SchemaError
 
 
 def weights_fault(directory: Path) -> str | None:
-    """The first tensor that is missing, malformed or not finite, in words, or None.
+    """First tensor that is missing, malformed or not finite, as text, or None.
 
     Holds one tensor at a time in memory.
     """

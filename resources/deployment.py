@@ -1,5 +1,4 @@
-"""Servers of the live policy. The registry is the truth: each server is brought to what it names, whoever changed it
-and when.
+"""Servers of the live policy. Each server is updated to what the registry names, whoever changed it and when.
 
 live? -> load -> a few tokens, stamped and finite? -> live still? -> serving
   ^---------------- no, or a fault ------------------------|
@@ -20,6 +19,7 @@ import httpx
 from contracts.artifacts import Artifact
 from contracts.chat import ChatTokenizer
 from contracts.errors import TriplaneError
+from contracts.retries import backoff_s
 from inference.engines.base import Completion, Engine, SamplingParams
 from inference.engines.openai import OpenAIEngine
 from inference.errors import EngineError
@@ -36,7 +36,7 @@ Live = Callable[[], Artifact]
 
 @dataclass(frozen=True)
 class ServerState:
-    """How one server came out of a change of the live policy."""
+    """Result of updating one server after a change of the live policy."""
 
     url: str
     policy: str | None
@@ -46,13 +46,13 @@ class ServerState:
 
 
 async def swap_servers(config: DeploymentConfig, live: Live) -> list[ServerState]:
-    """Bring every server to the live policy, all at once. Requests in flight go on."""
+    """Update every server to the live policy, all at once. Requests in flight continue."""
     return list(await asyncio.gather(*(_swap(url, config, live) for url in config.servers)))
 
 
 @asynccontextmanager
 async def open_canary(config: DeploymentConfig, policy: Artifact) -> AsyncIterator[Engine]:
-    """The canary, serving `policy`. Raises EngineError."""
+    """Canary that serves `policy`. Raises EngineError."""
     assert config.canary is not None, "the caller asked whether there is one"
     engine = _connect(config.canary, config, policy)
     try:
@@ -63,7 +63,7 @@ async def open_canary(config: DeploymentConfig, policy: Artifact) -> AsyncIterat
 
 
 def fault_of(completion: Completion, version: str) -> str | None:
-    """What is wrong with a completion that a healthy engine of `version` can't have made, or None."""
+    """Defect of a completion that a healthy engine of `version` can't produce, or None."""
     tokens, logprobs, end = len(completion.token_ids), completion.logprobs, 0
     if completion.finish_reason == "abort":
         return "the engine aborted the request"
@@ -73,10 +73,10 @@ def fault_of(completion: Completion, version: str) -> str | None:
         return f"{tokens} tokens came back with {len(logprobs)} logprobs"
     for place, value in enumerate(logprobs):
         if not math.isfinite(value) or value > 1e-6:
-            return f"token {place} has logprob {value}"
+            return f"the logprob of token {place} is {value}"
     for stamped, start, stop in completion.spans:
         if stamped != version:
-            return f"tokens are stamped with policy {stamped[:12]} instead of {version[:12]}"
+            return f"tokens were sampled with policy {stamped[:12]} instead of {version[:12]}"
         if start != end or stop <= start:
             return "the policy spans leave gaps"
         end = stop
@@ -94,17 +94,17 @@ async def _swap(url: str, config: DeploymentConfig, live: Live) -> ServerState:
         else:
             if (await asyncio.to_thread(live)).ref == policy.ref:
                 return ServerState(url, policy.ref.digest, None)
-            fault = f"the live policy went on changing during {config.attempts} attempts"
+            fault = f"the live policy changed during each of {config.attempts} attempts"
             continue
         if attempt + 1 < config.attempts:
-            await asyncio.sleep(PAUSE_S * 2**attempt)
+            await asyncio.sleep(backoff_s(attempt + 1, PAUSE_S))
     said = await _withdraw(url, f"it could not be swapped to policy {policy.ref.short}")
     _log.warning("%s does not serve the live policy %s: %s; %s", url, policy.ref.short, fault, said)
     return ServerState(url, None, f"{fault}; {said}")
 
 
 async def _serve(url: str, config: DeploymentConfig, policy: Artifact, *, reload: bool) -> None:
-    """Make a server serve `policy` and see that it does. Raises EngineError."""
+    """Make a server serve `policy` and test it. Raises EngineError."""
     engine = _connect(url, config, policy)
     try:
         if reload or await engine.version() != policy.ref.digest:
@@ -114,7 +114,7 @@ async def _serve(url: str, config: DeploymentConfig, policy: Artifact, *, reload
     finally:
         await engine.close()
     if fault is not None:
-        raise EngineError(f"{url} answers wrongly after the swap: {fault}")
+        raise EngineError(f"{url} failed its test after the swap: {fault}")
 
 
 def _connect(url: str, config: DeploymentConfig, policy: Artifact) -> OpenAIEngine:
@@ -124,10 +124,10 @@ def _connect(url: str, config: DeploymentConfig, policy: Artifact) -> OpenAIEngi
 
 
 async def _withdraw(url: str, reason: str) -> str:
-    """Take a server out of service; what became of it, in words."""
+    """Take a server out of service. Returns the result in words."""
     try:
         async with httpx.AsyncClient(timeout=WITHDRAW_TIMEOUT_S) as http:
             (await http.post(f"{url}/withdraw", json={"reason": reason})).raise_for_status()
     except httpx.HTTPError as error:
-        return f"it could not be withdrawn either ({type(error).__name__}): take it out of traffic by hand"
-    return "it is withdrawn"
+        return f"withdrawing it failed, too ({type(error).__name__}): remove it from traffic by hand"
+    return "it was withdrawn"

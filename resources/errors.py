@@ -1,4 +1,4 @@
-"""What can go wrong around a step, in words that name the fix."""
+"""Errors of assets and their resources; each message names the fix."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ class ExperimentError(ConfigError):
 
 
 class NotMaterialized(TriplaneError):
-    """A step needs an asset that was never produced in this store."""
+    """A step needs an asset that does not exist in this store."""
 
 
 class LaunchFailed(TriplaneError):
-    """A launched process ended without its result."""
+    """A launched process ended without a result."""
 
 
 class EvaluationIncomplete(TriplaneError):
-    """An evaluation lost too many episodes to infrastructure to say anything about a policy."""
+    """An evaluation lost too many episodes to infrastructure faults to judge a policy."""
 
 
 class RegistryError(TriplaneError):
-    """The registry holds no such policy, or a name for several."""
+    """The registry has no such policy, or several that match."""
 
 
 class AlreadyLive(RegistryError):
-    """A rollback was asked for to the policy that is live."""
+    """A rollback names the policy that is already live."""
 
 
 class DeploymentFailed(TriplaneError):
-    """A candidate could not be tried, for no fault of its own."""
+    """A candidate could not be tried, for a reason outside the candidate."""
 
 
 class CheckFailed(TriplaneError):
-    """A blocking check found an asset unfit for what comes after it."""
+    """A blocking check found that an asset can't be used by later steps."""
 
 
 class StepFailed(TriplaneError):
-    """A run in this process failed without an error of its own."""
+    """A run in this process failed without one of our errors."""

@@ -1,4 +1,4 @@
-"""What an experiment is: one YAML file, one typed value, one slice a step.
+"""An experiment: one YAML file, parsed into one typed value with a slice for each step.
 
 A step's own slice, and nothing more, goes into its action key: changing the trainer's never resamples. Where a thing
 runs (addresses, processes, GPUs) is in no key.
@@ -36,7 +36,7 @@ from trainer.config import GrpoConfig, ModelConfig, SftConfig
 
 
 class Section(BaseModel):
-    """Base of this file's parts: immutable, no unknown keys."""
+    """Base class of the sections of an experiment: immutable, no unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -96,7 +96,7 @@ class LimitsConfig(Section):
     """Seconds after which it is destroyed, whoever forgot it."""
 
     def limits(self) -> Limits:
-        """As the environment plane takes them."""
+        """Limits in the environment plane's type."""
         return Limits(**self.model_dump())
 
 
@@ -135,7 +135,9 @@ class LauncherConfig(Section):
 
     @property
     def numerics(self) -> dict[str, str | int]:
-        """What decides the bits of a training beside its inputs, configuration and torch: part of its action key."""
+        """Settings that decide the bits of a training run beside inputs, configuration and torch; part of its action
+        key.
+        """
         device = "cuda" if self.gpus else "cpu"
         return {"backend": "torch", "device": device, "threads": self.threads, "ranks": self.nodes * max(1, self.gpus)}
 
@@ -203,17 +205,17 @@ class DeploymentConfig(Section):
     def _are_urls(cls, value: tuple[str, ...] | str | None) -> tuple[str, ...] | str | None:
         for url in (value,) if isinstance(value, str) else value or ():
             if not url.startswith(("http://", "https://")) or not url.endswith("/v1"):
-                raise ValueError(f"{url!r} is no base URL of a server: write it as http://host:8000/v1")
+                raise ValueError(f"{url!r} is not the base URL of a server: write http://host:8000/v1")
         return value
 
     @model_validator(mode="after")
     def _canary_has_no_traffic(self) -> Self:
         if self.canary in self.servers:
             raise ValueError(
-                f"canary {self.canary} is among the servers: their clients would meet candidates; name another one"
+                f"canary {self.canary} is also listed in servers, whose clients would get candidates: use another"
             )
         if len(set(self.servers)) != len(self.servers):
-            raise ValueError("a server is named twice: name each once")
+            raise ValueError("servers lists a URL twice: list each once")
         return self
 
 
@@ -276,35 +278,33 @@ class Experiment(Section):
             )
         self._require_one_variance()
         if self.rollouts.group_size < 2:
-            raise ValueError("rollouts.group_size 1 gives every episode the baseline of itself: use at least 2")
+            raise ValueError("rollouts.group_size 1 leaves no other episode as baseline: use at least 2")
         return self
 
     def _require_one_variance(self) -> None:
-        """Refills know what the tests said, before any other reward: refuse a dataset that is to compare something
-        else.
-        """
+        """Refuse a dataset that compares something else than refills, which know only the results of the tests."""
         of_solved = self.dataset.drop_zero_variance and self.dataset.variance_of == "solved"
         if self.rollouts.refill and self.dataset.drop_zero_variance and not of_solved:
             raise ValueError(
-                "dataset.variance_of reward differs from what rollouts.refill compares, which is solved: set"
-                " rollouts.refill to false, or dataset.variance_of to solved"
+                "dataset.variance_of is reward, but rollouts.refill compares solved: set rollouts.refill to false, or"
+                " dataset.variance_of to solved"
             )
         if self.rewards.solved == 0 and (self.rollouts.refill or of_solved):
             raise ValueError(
-                "rewards.solved 0 gives the tests no say, but rollouts.refill and dataset.variance_of compare what they"
-                " say: set rollouts.refill to false and dataset.variance_of to reward"
+                "rewards.solved is 0, but rollouts.refill and dataset.variance_of compare solved: set rollouts.refill"
+                " to false and dataset.variance_of to reward"
             )
 
     @property
     def demonstrated(self) -> TaskSuiteConfig:
-        """The generated suite that a fresh base policy's tokenizer and experts know: the experiment's own, or the usual
-        one beside imported tasks.
+        """Generated suite of the base policy's tokenizer and demonstrations: the experiment's own, or the default
+        one.
         """
         return self.tasks if isinstance(self.tasks, TaskSuiteConfig) else TaskSuiteConfig()
 
     @property
     def digest(self) -> str:
-        """Digest of the whole experiment. For people; no step's key depends on it."""
+        """Digest of the whole experiment, for display; no action key depends on it."""
         return digest_of(self.model_dump(mode="json"))
 
 
@@ -325,12 +325,12 @@ def load_experiment(path: Path | str, overrides: list[str] | None = None) -> Exp
     except yaml.YAMLError as error:
         raise ExperimentError(f"experiment {source} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
-        raise ExperimentError(f"experiment {source} holds no mapping: begin with `name: ...`")
+        raise ExperimentError(f"experiment {source} is not a mapping: begin with `name: ...`")
     return parse_experiment(apply_overrides(values, overrides or []), str(source))
 
 
 def parse_experiment(values: dict[str, Any], source: str = "experiment") -> Experiment:
-    """An experiment from plain values. Raises ExperimentError."""
+    """Build an experiment from plain values. Raises ExperimentError."""
     try:
         return Experiment.model_validate(values)
     except ValidationError as error:
@@ -338,5 +338,5 @@ def parse_experiment(values: dict[str, Any], source: str = "experiment") -> Expe
 
 
 def find_experiments(folder: Path) -> list[Path]:
-    """The experiment files in a folder, by name."""
+    """Experiment files in a folder, by name."""
     return sorted(folder.glob("*.yaml"))

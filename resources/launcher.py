@@ -1,4 +1,4 @@
-"""Processes that train, behind one call: `run(command, nodes, gpus)` starts, watches and reaps them."""
+"""Launch training processes through one call: `run(command, nodes, gpus)` starts, watches and reaps them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from resources.errors import LaunchFailed
 from resources.experiment import Experiment
 from resources.pipes import PIPES_BUCKET, open_channel
 from trainer.errors import LAST_WORDS
-from trainer.parent import PARENT_VARIABLE
+from trainer.lifetime import PARENT_VARIABLE
 
 Context = dg.OpExecutionContext | dg.AssetExecutionContext
 OnMessage = Callable[[Mapping[str, Any]], None]
@@ -27,7 +27,7 @@ _TAIL_LINES, _SHOWN = 15, 60
 
 
 class Launcher(Protocol):
-    """Runs a command to its end, wherever that is. The command reports through Dagster Pipes."""
+    """Protocol: runs a command to its end. The command reports through Dagster Pipes."""
 
     def run(
         self,
@@ -39,7 +39,7 @@ class Launcher(Protocol):
         timeout_s: float,
         on_message: OnMessage,
     ) -> list[Mapping[str, Any]]:
-        """Every message the command sent, in order; `on_message` gets each when it arrives. Raises LaunchFailed."""
+        """Run a command; `on_message` gets each message when it arrives. Returns all messages. Raises LaunchFailed."""
 
 
 class LocalLauncher(dg.ConfigurableResource[Any]):
@@ -95,8 +95,8 @@ class LocalLauncher(dg.ConfigurableResource[Any]):
                         break
                     if time.monotonic() > deadline:
                         raise LaunchFailed(
-                            f"`{_shown(command)}` took over {timeout_s:g} s: raise trainer.launcher.timeout_s; it goes"
-                            " on from its last snapshot"
+                            f"`{_shown(command)}` took longer than {timeout_s:g} s: raise trainer.launcher.timeout_s;"
+                            " the next run continues from its last snapshot"
                         )
             finally:
                 _stop(child, self.grace_s)
@@ -111,19 +111,19 @@ class LocalLauncher(dg.ConfigurableResource[Any]):
 
 
 def local_refusal(nodes: int, gpus: int) -> str | None:
-    """Why the local launcher does not run this, or None."""
+    """Reason why the local launcher refuses this, or None."""
     if nodes != 1:
-        return f"trainer.launcher.nodes={nodes}: the local launcher has this machine only; set it to 1"
+        return f"trainer.launcher.nodes={nodes}: the local launcher uses one machine; set it to 1"
     if gpus:
         return (
-            f"trainer.launcher.gpus={gpus}: the trainer computes on the CPU only, more processes would repeat one"
-            " another; set it to 0"
+            f"trainer.launcher.gpus={gpus}: the trainer computes on the CPU only, and further processes would repeat"
+            " its work; set it to 0"
         )
     return None
 
 
 def require_launchable(experiment: Experiment) -> None:
-    """Raise LaunchFailed if the experiment's training could not be launched."""
+    """Raise LaunchFailed if the training of the experiment can't be launched."""
     where = experiment.trainer.launcher
     refusal = local_refusal(where.nodes, where.gpus)
     if refusal is not None:
@@ -147,12 +147,12 @@ def _stop(child: subprocess.Popen[bytes], grace_s: float) -> None:
 
 
 def _tail(log: IO[bytes]) -> str:
-    """The program's own last words where it has some, else its last lines."""
+    """Last error that the program reported, else its last lines."""
     log.seek(0)
     lines = log.read().decode(errors="replace").splitlines()
     if lines and lines[-1].startswith(LAST_WORDS):
         return lines[-1]
-    return " | ".join(line.strip() for line in lines[-_TAIL_LINES:] if line.strip())[-2000:] or "it said nothing"
+    return " | ".join(line.strip() for line in lines[-_TAIL_LINES:] if line.strip())[-2000:] or "no output"
 
 
 def _shown(command: Sequence[str]) -> str:

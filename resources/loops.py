@@ -1,6 +1,4 @@
-"""Event loops that a signal can end: the work is cancelled and cleans up, and only then is the signal what it was
-before.
-"""
+"""Event loops that signals can end: the work is canceled and cleans up, then the signal gets its usual handler."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
-    """Like asyncio.run, where SIGINT or SIGTERM would raise: while a step runs, Dagster's handler does.
+    """Like asyncio.run, but SIGINT and SIGTERM cancel the work; Dagster's handler would raise in the middle of it.
 
     An exception raised in the middle of a loop's callback is logged and forgotten, so here a signal cancels `work`;
     once that has ended, the signal goes to whoever handled it before.
@@ -50,7 +48,7 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _hand_on(number: signal.Signals, handler: Any) -> None:
-    """Let its earlier handler have a signal: called, since a signal sent anew would count as a second one."""
+    """Call the earlier handler of a signal; sending the signal again would count as a second one."""
     if callable(handler):
         handler(number, None)
     else:

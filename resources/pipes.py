@@ -1,5 +1,4 @@
-"""How a launched process and its Dagster run talk: by files of this machine, or through an S3 bucket that both can
-reach.
+"""Messages between a launched process and its Dagster run: through local files, or through an S3 bucket.
 
 run --context--> process --messages--> run        triplane-pipes/<random>/ in the bucket, removed when the process has
                                                   ended
@@ -27,7 +26,7 @@ _PREFIX = "triplane-pipes-"
 
 @dataclass(frozen=True)
 class Channel:
-    """Both directions."""
+    """Sender and receiver of one launched process."""
 
     injector: dg.PipesContextInjector
     reader: dg.PipesMessageReader
@@ -36,7 +35,7 @@ class Channel:
 
 
 def open_channel(bucket: str) -> AbstractContextManager[Channel]:
-    """A channel for one process. bucket: "" means $TRIPLANE_PIPES_BUCKET, and files where that is not set.
+    """Open the channel of one process. bucket: "" means $TRIPLANE_PIPES_BUCKET; files if that is not set.
 
     Raises LaunchFailed.
     """
@@ -53,7 +52,7 @@ def open_channel(bucket: str) -> AbstractContextManager[Channel]:
 
 
 def sweep_channels() -> None:
-    """Remove the folders that killed launchers left; a run may end without ever launching anything again."""
+    """Remove folders left by killed launchers; this is needed even if a run never launches anything."""
     sweep_abandoned(Path(tempfile.gettempdir()), _PREFIX)
 
 

@@ -1,4 +1,4 @@
-"""The channel through a bucket. Needs dagster-aws."""
+"""Channel through an S3 bucket. Requires dagster-aws."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def bucket_channel(bucket: str) -> Iterator[Channel]:
-    """A channel through a folder of `bucket` of its own, which is removed at the end. Raises LaunchFailed."""
+    """Open a channel in its own folder of `bucket`, which is removed at the end. Raises LaunchFailed."""
     client, folder = connect(conditional=False), f"{PREFIX}/{uuid.uuid4().hex}"
     try:
         reader = _Messages(client, bucket, folder)
@@ -41,7 +41,7 @@ def bucket_channel(bucket: str) -> Iterator[Channel]:
         )
     except (ClientError, BotoCoreError) as error:
         raise LaunchFailed(
-            f"bucket {bucket}, through which the launched process reports, can't be used ({code_of(error)}): "
+            f"bucket {bucket} for the messages of the trainer can't be used ({code_of(error)}): "
             f"check that it exists and the credentials, or unset {PIPES_BUCKET}"
         ) from None
     finally:
@@ -49,9 +49,7 @@ def bucket_channel(bucket: str) -> Iterator[Channel]:
 
 
 class _Messages(PipesS3MessageReader):
-    """Reads all that is there at once, and closes the channel in the name of a process that was killed before it
-    could.
-    """
+    """Reader that fetches all messages at once and closes the channel for a process that was killed before it could."""
 
     def __init__(self, client: S3Client, bucket: str, folder: str) -> None:
         super().__init__(interval=LOOK_S, bucket=bucket, client=client)
@@ -60,16 +58,16 @@ class _Messages(PipesS3MessageReader):
 
     @contextmanager
     def get_params(self) -> Iterator[Mapping[str, Any]]:
-        """Where the process puts its messages."""
+        """Location to which the process writes its messages."""
         with super().get_params() as params:
             yield {**params, "key_prefix": f"{self._folder}/messages"}
 
     def messages_are_readable(self, params: Mapping[str, Any]) -> bool:
-        """Always: what is not there yet is asked for again."""
+        """Always true; missing messages are requested again."""
         return True
 
     def download_messages(self, cursor: Any, params: Mapping[str, Any]) -> tuple[Any, str] | None:
-        """Every chunk from the next one on, as lines.
+        """Lines of every chunk from the next one on.
 
         Once the process has ended and nothing is left, that it closed the channel.
         """

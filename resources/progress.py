@@ -1,4 +1,4 @@
-"""Progress of long steps, for whoever watches: a terminal's bars, a log, or nobody."""
+"""Progress of long steps, for a terminal's bars, a log, or nobody."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Progress:
-    """How far one step is."""
+    """Progress of one step."""
 
     asset: str
     """E.g. "rollouts"."""
@@ -26,11 +26,11 @@ class Progress:
 
 
 class ProgressSink(Protocol):
-    """Takes every update, several a second; must return at once."""
+    """Protocol: receives every update, several a second, and must return at once."""
 
     def __call__(self, update: Progress) -> None:
         """Show, log or drop the update."""
 
 
 def no_progress(update: Progress) -> None:
-    """A sink that drops everything: Dagster's own observations remain."""
+    """Sink that drops updates; Dagster's own observations remain."""

@@ -1,4 +1,4 @@
-"""References between steps: the only thing that passes through Dagster.
+"""Pass references between steps; nothing else goes through Dagster.
 
 pointers/assets/...                    what assets produced, see `resources.refs`
 runs/<run>/<step>/<output>.json        values inside a graph asset (shards)
@@ -22,7 +22,7 @@ dg.make_python_type_usable_as_dagster_type(ArtifactRef, REF)
 
 
 class RefIOManager(dg.ConfigurableIOManager):
-    """Keeps references in the store, so that they survive any process and need no shared disk."""
+    """Stores references in the artifact store, so that they outlive processes and need no shared disk."""
 
     store: dg.ResourceDependency[StoreResource]
 
@@ -41,7 +41,7 @@ class RefIOManager(dg.ConfigurableIOManager):
         failpoint("reference-written")
 
     def load_input(self, context: dg.InputContext) -> Any:
-        """The reference of the upstream asset at this partition, or the value inside a graph."""
+        """Reference of the upstream asset at this partition, or the value inside a graph."""
         store = self.store.open()
         upstream = context.upstream_output
         if not context.has_asset_key:

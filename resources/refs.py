@@ -1,5 +1,4 @@
-"""What an asset last produced, as references. Needs no Dagster, whose import takes longer than most questions to the
-store.
+"""References to what an asset produced last. Does not import Dagster, which would take longer than most queries.
 
 pointers/assets/<experiment>/<asset>/<partition>/<number>.json     an ArtifactRef; the highest number counts
 """
@@ -30,7 +29,7 @@ def partitions(store: Store, experiment: str, asset: str) -> list[str]:
 
 
 def read_ref(store: Store, experiment: str, asset: str, partition: str | None = None) -> ArtifactRef | None:
-    """The artifact an asset last produced, or None. partition: None for an unpartitioned asset."""
+    """Reference to what an asset produced last, or None. partition: None for an unpartitioned asset."""
     entry = _pointer(store, experiment, asset, partition).current_of_few()
     return ArtifactRef.model_validate(entry.value) if entry else None
 
@@ -40,12 +39,12 @@ def require_ref(store: Store, experiment: str, asset: str, partition: str | None
     ref = read_ref(store, experiment, asset, partition)
     if ref is None:
         where = f"{experiment}/{asset}" + (f"[{partition}]" if partition else "")
-        raise NotMaterialized(f"{where} has nothing in store {store.url}: materialize it first")
+        raise NotMaterialized(f"store {store.url} has no {where}: materialize it first")
     return ref
 
 
 def write_ref(store: Store, experiment: str, asset: str, partition: str | None, ref: ArtifactRef) -> None:
-    """Record what an asset produced. Recording the same again changes nothing."""
+    """Record what an asset produced. Recording the same value again changes nothing."""
     pointer = _pointer(store, experiment, asset, partition)
     value = ref.model_dump(mode="json")
     while True:
@@ -57,6 +56,6 @@ def write_ref(store: Store, experiment: str, asset: str, partition: str | None, 
 
 
 def read_artifact(store: Store, experiment: str, asset: str, partition: str | None = None) -> Artifact | None:
-    """The artifact itself, or None when the asset was never produced or its artifact is gone."""
+    """Artifact that an asset produced last, or None if there is none or it is gone."""
     ref = read_ref(store, experiment, asset, partition)
     return find_artifact(store, ref.kind, ref.key) if ref else None

@@ -1,4 +1,4 @@
-"""Which policy is live. Materialized is not live: only this says what may be used.
+"""Registry of the live policy. Materialized is not live: only the registry says which policy may be used.
 
     promote:  A -> B          B's parent was live
     rollback: A -> B -> A     one more entry; history is never rewritten
@@ -25,7 +25,7 @@ _NUMBER_DIGITS = 5
 
 
 class Rollback(Frozen):
-    """Why a policy is live again."""
+    """Reason and origin of a rollback."""
 
     to: int
     """Number of the entry that is restored, itself no rollback; 0: the base policy."""
@@ -38,7 +38,7 @@ class Rollback(Frozen):
 
 
 class LivePolicy(Frozen):
-    """One policy that is, or was, live."""
+    """Registry entry of one policy that is, or was, live."""
 
     number: int
     """Position in the history, from 1."""
@@ -55,23 +55,23 @@ class LivePolicy(Frozen):
 
     @property
     def origin(self) -> int:
-        """Number of the promotion that first made this policy live; 0: the base policy."""
+        """Number of the promotion that first made this policy live; 0 for the base policy."""
         return self.rollback.to if self.rollback else self.number
 
     @property
     def made_by(self) -> str:
-        """What made it, for people."""
+        """What made the policy, as text."""
         return "the base policy" if self.iteration == BASE else f"made by iteration {self.iteration}"
 
     @property
     def came_by(self) -> str:
-        """How it went live, for people."""
+        """How the policy went live, as text."""
         how = f"by a rollback ({self.rollback.reason})" if self.rollback else "by promotion"
         return f"change {self.number} of the registry, {how}"
 
 
 class Restorable(Frozen):
-    """A policy that was live and can be so again."""
+    """Policy that was live and can become live again."""
 
     number: int
     """Of the promotion that first made it live; 0: the base policy."""
@@ -83,7 +83,7 @@ class Restorable(Frozen):
 
 @dataclass(frozen=True)
 class BasePolicy:
-    """The policy that acts while nothing is promoted."""
+    """Policy that acts while none is promoted."""
 
     policy: ArtifactRef
     trainer_state: Callable[[], ArtifactRef]
@@ -91,29 +91,27 @@ class BasePolicy:
 
 
 class Registry:
-    """The live policy of one experiment, with its history."""
+    """History of the live policy of one experiment."""
 
     def __init__(self, store: Store, experiment: str) -> None:
         self.experiment = experiment
         self._pointer = Pointer(store, f"live/{experiment}")
 
     def live(self) -> LivePolicy | None:
-        """The live policy, or None while nothing was promoted (then the base policy acts)."""
+        """Entry of the live policy, or None if none was promoted (then the base policy acts)."""
         entry = self._pointer.current()
         return _policy(entry) if entry else None
 
     def history(self) -> list[LivePolicy]:
-        """Every change, oldest first."""
+        """All entries, oldest first."""
         return [_policy(entry) for entry in self._pointer.history()]
 
     def find(self, digest: str) -> LivePolicy | None:
-        """The latest entry at which the policy of this digest went live, or None."""
+        """Latest entry by which the policy of this digest went live, or None."""
         return next((entry for entry in reversed(self.history()) if entry.policy.digest == digest), None)
 
     def promotion_of(self, digest: str, iteration: str) -> LivePolicy | None:
-        """The entry by which an iteration's candidate was promoted, or None; whether it is live still is another
-        question.
-        """
+        """Entry by which an iteration's candidate was promoted, or None; it need not be live any more."""
         return next(
             (
                 entry
@@ -130,7 +128,7 @@ class Registry:
     def promote(
         self, candidate: ArtifactRef, trainer_state: ArtifactRef, *, parent: str, iteration: str
     ) -> LivePolicy | None:
-        """Make `candidate` live if its parent (a digest) still is.
+        """Make `candidate` live if its parent (a digest) is still live.
 
         None when another policy is live by now: nothing changed.
 
@@ -150,7 +148,7 @@ class Registry:
         return entry if self._append(entry) else None
 
     def restorable(self, to: str | None, base: BasePolicy | None) -> Restorable:
-        """The policy that a rollback asks for.
+        """Policy that a rollback names.
 
         to: "base", the number of a change, the beginning of the digest of a policy that was live, or None for the
         policy from which the live one was made live. base: None where there is no base policy. Raises RegistryError
@@ -159,17 +157,17 @@ class Registry:
         history = self.history()
         live = history[-1] if history else None
         if live is None or (live.origin == 0 and to is None):
-            raise RegistryError(f"the base policy of {self.experiment} is live: there is nothing to go back to")
+            raise RegistryError(f"the base policy of {self.experiment} is live: there is no earlier policy")
         number = _before(history, live) if to is None else _named(to, history, base)
         chosen = None if number is None else history[number - 1] if number else base
         if chosen is None:
             raise RegistryError(
-                f"{to or BASE!r} names no policy that was live in {self.experiment}: give base, a change from 1 to"
-                f" {len(history)}, or more digits of a digest; `triplane rollback -e {self.experiment} --list` shows"
-                " them"
+                f"{to or BASE!r} matches no single policy that was live in {self.experiment}: give base, a change from"
+                f" 1 to {len(history)}, or more digits of a digest; `triplane rollback -e {self.experiment} --list`"
+                " lists them"
             )
         if chosen.policy.digest == live.policy.digest:
-            raise AlreadyLive(f"policy {live.policy.short} is live already ({live.came_by}): there is nothing to do")
+            raise AlreadyLive(f"policy {live.policy.short} is already live ({live.came_by}): nothing to do")
         if isinstance(chosen, BasePolicy):
             return Restorable(number=0, policy=chosen.policy, trainer_state=chosen.trainer_state(), iteration=BASE)
         return Restorable(
@@ -177,12 +175,12 @@ class Registry:
         )
 
     def rollback_of(self, request: str) -> LivePolicy | None:
-        """The entry by which `request` was carried out, or None; whether it is live still is another question."""
+        """Entry that carried out `request`, or None; it need not be live any more."""
         return _carried_out(self.history(), request)
 
     def rollback(self, target: Restorable, reason: str, *, expected: int, request: str | None = None) -> LivePolicy:
-        """Make an earlier policy live again, as one more change. expected: number of the change that is live as the
-        caller knows it.
+        """Make an earlier policy live again by appending an entry. expected: number of the live entry that the caller
+        has seen.
 
         A request is carried out once: asked again it gives its entry of then. Raises RegistryError when another change
         came first: nothing was changed.
@@ -209,11 +207,11 @@ class Registry:
             live = self.live()
         now = f"{live.policy.short}, {live.made_by} ({live.came_by})" if live else "the base policy"
         raise RegistryError(
-            f"{self.experiment} was changed meanwhile: live is {now}, nothing was rolled back; look at it and ask again"
+            f"the live policy of {self.experiment} changed concurrently (now {now}), nothing was rolled back: retry"
         )
 
     def standing(self, number: int | None = None) -> list[int]:
-        """Promotions that the policy of a promotion builds on, itself included, oldest first. number: None for the live
+        """Promotions that a promotion's policy builds on, including itself, oldest first. number: None for the live
         policy, 0 for the base.
         """
         history = self.history()
@@ -250,7 +248,7 @@ def _carried_out(history: list[LivePolicy], request: str) -> LivePolicy | None:
 
 
 def _lines(history: list[LivePolicy]) -> dict[int, list[int]]:
-    """For every promotion, and 0 for the base policy: the promotions that its policy builds on, itself included."""
+    """For every promotion, and for 0 (the base policy), the promotions that its policy builds on, including itself."""
     lines: dict[int, list[int]] = {0: []}
     origin = 0
     for entry in history:
@@ -265,12 +263,12 @@ def _policy(entry: PointerEntry) -> LivePolicy:
 
 
 def _before(history: list[LivePolicy], live: LivePolicy) -> int:
-    """The promotion that was live when the live policy was promoted; 0: the base policy."""
+    """Number of the promotion that was live when the live policy was promoted; 0 for the base policy."""
     return history[live.origin - 2].origin if live.origin > 1 else 0
 
 
 def _named(to: str, history: list[LivePolicy], base: BasePolicy | None) -> int | None:
-    """Number of the promotion that `to` names, 0 for the base policy, or None when none or several are meant."""
+    """Number of the promotion that `to` names, 0 for the base policy, None if no single one matches."""
     if to == BASE:
         return 0
     if to.isdecimal() and len(to) <= _NUMBER_DIGITS:

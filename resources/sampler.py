@@ -1,4 +1,4 @@
-"""Engines that serve a policy, as a Dagster resource.
+"""Dagster resource for engines that serve a policy.
 
 lease(policy, role) -> the kept engine or vLLM server, hot-reloaded when it serves another policy -> release
 """
@@ -29,7 +29,7 @@ Role = Literal["rollouts", "evaluation"]
 
 
 class SamplerResource(dg.ConfigurableResource[Any]):
-    """Leases engines.
+    """Leases engines to steps.
 
     The built-in one and a vLLM server are kept between the leases of a run; remote ones are connected to for each.
     """
@@ -39,7 +39,7 @@ class SamplerResource(dg.ConfigurableResource[Any]):
 
     @contextmanager
     def yield_for_execution(self, context: dg.InitResourceContext) -> Iterator[SamplerResource]:
-        """Live for one run (one step where steps are processes)."""
+        """Provide the resource for one run (one step where steps are processes)."""
         try:
             yield self
         finally:
@@ -49,7 +49,7 @@ class SamplerResource(dg.ConfigurableResource[Any]):
     async def lease(
         self, policy: Artifact, role: Role, config: BuiltinConfig | OpenAIConfig | VllmConfig
     ) -> AsyncIterator[Engine]:
-        """An engine that serves `policy` (a checkpoint) until the block ends.
+        """Lease an engine that serves `policy` (a checkpoint) until the block ends.
 
         Its versions are the policy's content digest.
         """
@@ -66,9 +66,7 @@ class SamplerResource(dg.ConfigurableResource[Any]):
             await engine.close()
 
     def _keeper(self, policy: Artifact, role: Role, config: VllmConfig) -> VllmKeeper:
-        """The keeper of this configuration's server; those of others are stopped, since two servers don't share
-        GPUs.
-        """
+        """Keeper of this configuration's server. Other keepers are stopped, since two servers can't share GPUs."""
         from inference.engines.vllm_keeper import VllmKeeper
 
         place = config.model_dump_json()
@@ -95,7 +93,7 @@ class SamplerResource(dg.ConfigurableResource[Any]):
         return kept[0]
 
     def close(self) -> None:
-        """Stop the engines that are kept. Idempotent."""
+        """Stop the engines that are still open. Idempotent."""
         kept, self._kept = self._kept, {}
         for engine, _ in kept.values():
             asyncio.run(engine.close())

@@ -1,6 +1,4 @@
-"""The environment plane as a Dagster resource: one envd server for a run, started on first use, or one that already
-runs.
-"""
+"""Dagster resource for the environment plane: one envd server for a run, started on first use, or a running one."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ ADDRESS_VARIABLE = "TRIPLANE_ENVD"
 
 
 class SandboxesResource(dg.ConfigurableResource[Any]):
-    """Hands out clients.
+    """Provides clients of the sandbox server.
 
     A server that it starts lives until the run ends; one that died is replaced for the next step that asks.
     """
@@ -33,15 +31,15 @@ class SandboxesResource(dg.ConfigurableResource[Any]):
 
     @contextmanager
     def yield_for_execution(self, context: dg.InitResourceContext) -> Iterator[SandboxesResource]:
-        """Live for one run (one step where steps are processes)."""
+        """Provide the resource for one run (one step where steps are processes)."""
         try:
             yield self
         finally:
             self.close()
 
     def address(self, config: SandboxesConfig) -> str:
-        """Where a server for this configuration answers; starts one, also in a dead one's place, unless the
-        configuration or $TRIPLANE_ENVD names one.
+        """Address of a server for this configuration. Starts one, or replaces a dead one, unless the configuration or
+        $TRIPLANE_ENVD names one.
         """
         named = config.address or os.environ.get(ADDRESS_VARIABLE)
         if named:

@@ -1,4 +1,4 @@
-"""The artifact store as a Dagster resource."""
+"""Dagster resource for the artifact store."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from resources.pipes import sweep_channels
 
 
 class StoreResource(dg.ConfigurableResource[Any]):
-    """Opens the artifact store. Every process of a run opens the same one."""
+    """Opens the artifact store; every process of a run opens the same one."""
 
     url: str = Field(
         default="", description="A directory or s3://bucket/prefix; empty: $TRIPLANE_STORE, else .triplane/store"
     )
 
     def open(self) -> Store:
-        """The store. What killed processes left there, and of their channels to what they launched, is swept."""
+        """Open the store, and remove what killed processes left in it and in their message channels."""
         store = open_store(self.url or None)
         sweep_once(store)
         sweep_channels()

@@ -1,4 +1,4 @@
-"""From experiments to Dagster definitions: assets, jobs, schedules, sensors and the resources they share."""
+"""Build Dagster definitions from experiments: assets, jobs, schedules, sensors and the resources they share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FOLDER_VARIABLE = "TRIPLANE_EXPERIMENTS"
 
 
 def experiments_folder() -> Path:
-    """Where experiment files are: $TRIPLANE_EXPERIMENTS, else experiments/ here, else the one beside the code."""
+    """Folder of the experiment files: $TRIPLANE_EXPERIMENTS, else experiments/ here, else the one beside the code."""
     named = os.environ.get(FOLDER_VARIABLE)
     if named:
         return Path(named)
@@ -35,7 +35,7 @@ def experiments_folder() -> Path:
 
 
 def load_all(folder: Path) -> list[Experiment]:
-    """Every experiment of a folder. Raises ExperimentError for a bad file, or two with one name."""
+    """Load every experiment of a folder. Raises ExperimentError for a malformed file or a duplicate name."""
     found: dict[str, Path] = {}
     experiments = []
     for path in find_experiments(folder):
@@ -48,7 +48,7 @@ def load_all(folder: Path) -> list[Experiment]:
 
 
 def resources_with(sink: ProgressSink) -> dict[str, Any]:
-    """The handles that assets ask for."""
+    """Resources that assets ask for, by name."""
     store = StoreResource()
     return {
         "store": store,
@@ -63,7 +63,7 @@ def resources_with(sink: ProgressSink) -> dict[str, Any]:
 def definitions_for(
     experiments: Sequence[Experiment], sink: ProgressSink = no_progress, resources: Mapping[str, Any] | None = None
 ) -> dg.Definitions:
-    """Everything that belongs to these experiments. resources: in place of the usual ones, by name."""
+    """Definitions of these experiments. resources: replacements for the default ones, by name."""
     iterations = [(experiment, iteration_job(experiment)) for experiment in experiments]
     return dg.Definitions(
         assets=[asset for experiment in experiments for asset in experiment_assets(experiment)],

@@ -1,4 +1,4 @@
-"""What Dagster loads: everything that the experiment files describe."""
+"""Definitions that Dagster loads: everything that the experiment files describe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding one episode among all artifacts: by id or by an unambiguous beginning of it.
+"""Find one episode among all artifacts by its id or an unambiguous prefix of it.
 
 An episode's rows lie in `rollouts` (an iteration's) or `evaluation_run` (a policy's examination); in `group` alone
 while its iteration is still sampling. Which datasets took it, and why not, stands in their `members.parquet`.
@@ -27,7 +27,7 @@ ID_DIGITS = 32
 
 @dataclass(frozen=True)
 class EpisodeHome:
-    """Where an episode is: the artifact with its rows."""
+    """Artifact and row of an episode."""
 
     episode_id: str
     artifact: Artifact
@@ -40,7 +40,7 @@ class EpisodeHome:
         return read_episodes(episodes, sequences)[0]
 
     def telemetry(self) -> dict[str, Any]:
-        """Its row of TELEMETRY, empty when the artifact keeps none."""
+        """Row of TELEMETRY; empty if the artifact has none."""
         if "telemetry.parquet" not in self.artifact.names():
             return {}
         rows = self.artifact.table("telemetry.parquet").filter(pc.field("episode_id") == self.episode_id).to_pylist()
@@ -49,7 +49,7 @@ class EpisodeHome:
 
 @dataclass(frozen=True)
 class Membership:
-    """What one dataset did with an episode."""
+    """How one dataset used an episode."""
 
     dataset: Artifact
     kept: bool
@@ -59,9 +59,7 @@ class Membership:
 
 
 def find_episodes(store: Store, prefix: str, kinds: Sequence[str]) -> list[EpisodeHome]:
-    """The episodes of artifacts of these kinds whose id starts with `prefix`, each once, in the first kind that has
-    it.
-    """
+    """Episodes in artifacts of these kinds whose id starts with `prefix`, each once, in the first kind that has it."""
     found: dict[str, EpisodeHome] = {}
     if not 0 < len(prefix) <= ID_DIGITS:
         return []
@@ -73,20 +71,22 @@ def find_episodes(store: Store, prefix: str, kinds: Sequence[str]) -> list[Episo
 
 
 def find_episode(store: Store, prefix: str) -> EpisodeHome:
-    """The one episode whose id starts with `prefix`. Raises ArtifactMissing when there is none, or more than one."""
+    """The one episode whose id starts with `prefix`. Raises ArtifactMissing if there is none, or more than one."""
     found = find_episodes(store, prefix, MERGED) or find_episodes(store, prefix, UNMERGED)
     if not found:
         raise ArtifactMissing(
-            f"store {store.url} has no episode {prefix!r}: `triplane episodes list` shows those it has"
+            f"store {store.url} has no episode {prefix!r}: `triplane episodes list` lists its episodes"
         )
     if len(found) > 1:
         some = ", ".join(home.episode_id[:16] for home in found[:4])
-        raise ArtifactMissing(f"{prefix!r} begins {len(found)} episode ids ({some}, ...): give more digits")
+        raise ArtifactMissing(
+            f"{prefix!r} is ambiguous, {len(found)} episode ids start with it ({some}, ...): give more digits"
+        )
     return found[0]
 
 
 def memberships(store: Store, episode_id: str) -> list[Membership]:
-    """Every dataset that looked at the episode, in order of key."""
+    """Datasets that considered the episode, in order of key."""
     found = []
     for dataset in list_artifacts(store, "dataset"):
         rows = dataset.table("members.parquet").filter(pc.field("episode_id") == episode_id).to_pylist()

@@ -1,4 +1,4 @@
-"""Which iteration comes next, and whether one may."""
+"""Determine the next iteration and whether a sequence continues."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from resources.refs import read_ref
 
 
 def is_finished(store: Store, experiment: Experiment, iteration: str) -> bool:
-    """Whether the iteration came to a decision."""
+    """Whether the iteration has a decision."""
     return read_ref(store, experiment.name, "sampler", iteration) is not None
 
 
 def is_complete(store: Store, experiment: Experiment, iteration: str) -> bool:
-    """Whether nothing of the iteration is left to make: it came to a decision and was reported."""
+    """Whether the iteration has a decision and a report."""
     return (
         is_finished(store, experiment, iteration) and read_ref(store, experiment.name, "report", iteration) is not None
     )
 
 
 def next_partition(store: Store, experiment: Experiment) -> str:
-    """The first iteration without a decision: one that was interrupted is finished before another begins."""
+    """First iteration without a decision; an interrupted one is finished before another begins."""
     number = 0
     while is_finished(store, experiment, iteration_key(number)):
         number += 1
@@ -31,13 +31,13 @@ def next_partition(store: Store, experiment: Experiment) -> str:
 
 
 def decision_of(store: Store, experiment: Experiment, iteration: str) -> Decision | None:
-    """What was decided, or None while nothing was."""
+    """Decision of an iteration, or None if there is none yet."""
     ref = read_ref(store, experiment.name, "sampler", iteration)
     return read_decision(open_artifact(store, ref)) if ref else None
 
 
 def may_continue(store: Store, experiment: Experiment, iteration: str) -> bool:
-    """Whether a sequence goes on after this iteration: promotion.on_refusal decides when its candidate did not go
+    """Whether a sequence continues after this iteration. promotion.on_refusal decides if its candidate did not go
     live.
     """
     decision = decision_of(store, experiment, iteration)

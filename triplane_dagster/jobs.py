@@ -1,4 +1,4 @@
-"""The jobs of an experiment: what is made once, one iteration, and the way back to an earlier policy."""
+"""Jobs of an experiment: its base, one iteration, and a rollback."""
 
 import dagster as dg
 from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
@@ -20,17 +20,17 @@ REMAINING_TAG = "triplane/remaining"
 
 
 def base_job_name(experiment: Experiment) -> str:
-    """E.g. quickstart_base."""
+    """Name of the base job, e.g. quickstart_base."""
     return f"{experiment.name}_base"
 
 
 def iteration_job_name(experiment: Experiment) -> str:
-    """E.g. quickstart_iteration."""
+    """Name of the iteration job, e.g. quickstart_iteration."""
     return f"{experiment.name}_iteration"
 
 
 def rollback_job_name(experiment: Experiment) -> str:
-    """E.g. quickstart_rollback."""
+    """Name of the rollback job, e.g. quickstart_rollback."""
     return f"{experiment.name}_rollback"
 
 
@@ -40,7 +40,7 @@ def _tags(experiment: Experiment) -> dict[str, str]:
 
 
 def base_job(experiment: Experiment) -> UnresolvedAssetJobDefinition:
-    """Task suite and base policy."""
+    """Job that makes task suite and base policy."""
     return dg.define_asset_job(
         base_job_name(experiment),
         selection=dg.AssetSelection.assets(*(key_of(experiment, asset) for asset in ONCE)),
@@ -50,7 +50,7 @@ def base_job(experiment: Experiment) -> UnresolvedAssetJobDefinition:
 
 
 def iteration_job(experiment: Experiment) -> UnresolvedAssetJobDefinition:
-    """One iteration, from pinned inputs to the decision."""
+    """Job that makes one iteration, from pinned inputs to the decision."""
     return dg.define_asset_job(
         iteration_job_name(experiment),
         selection=dg.AssetSelection.assets(*(key_of(experiment, asset) for asset in PER_ITERATION)),
@@ -73,7 +73,7 @@ class RollBackTo(dg.Config):
 
 
 def rollback_job(experiment: Experiment) -> dg.JobDefinition:
-    """An earlier policy live again. Shows as an observation on the page of sampler."""
+    """Job that makes an earlier policy live again; it appears as an observation on the page of sampler."""
 
     @dg.op(name=f"{experiment.name}_roll_back", out=dg.Out(dg.Nothing))
     def roll_back_op(context: dg.OpExecutionContext, config: RollBackTo, store: StoreResource) -> None:

@@ -1,4 +1,4 @@
-"""Who made what: the artifacts of a store as a graph, walked both ways from an episode, a checkpoint or any digest.
+"""Artifacts of a store as a graph, walked in both directions from an episode, a checkpoint or any digest.
 
     manifests' parents  ->  Graph  ->  trace(query)  ->  ancestors: what made it    descendants: what was made of it
 
@@ -20,7 +20,7 @@ from triplane_dagster.episode_index import MERGED, UNMERGED, EpisodeHome, Member
 
 @dataclass(frozen=True)
 class Node:
-    """One artifact. Its uri is its identity: equal content may have been made twice, under two keys."""
+    """One artifact. Its URI is its identity, since equal content may exist under two keys."""
 
     ref: ArtifactRef
     meta: Mapping[str, Any] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class Step:
-    """A node met on a walk, the edge it was first met by, and how many edges away it is."""
+    """Node of a walk, with the edge by which it was reached and its distance."""
 
     node: Node
     edge: Edge
@@ -59,7 +59,7 @@ class Step:
 
 @dataclass(frozen=True)
 class EpisodeUse:
-    """What one dataset did with the traced episode, and the checkpoints trained on that dataset."""
+    """How one dataset used the traced episode, and the checkpoints trained on that dataset."""
 
     membership: Membership
     checkpoints: tuple[Node, ...]
@@ -67,7 +67,7 @@ class EpisodeUse:
 
 @dataclass(frozen=True)
 class Trace:
-    """The answer to `triplane lineage`."""
+    """Result of `triplane lineage`."""
 
     starts: tuple[Node, ...]
     """Artifacts with the digest asked for, or the one that holds the episode asked for."""
@@ -92,7 +92,7 @@ def build_graph(store: Store) -> Graph:
 
 
 def link(nodes: Iterable[Node], edges: Sequence[Edge]) -> Graph:
-    """A graph of nodes and edges; of two nodes with one uri the later counts.
+    """Graph of nodes and edges; of two nodes with one URI the later counts.
 
     Every edge's ends must be among the nodes.
     """
@@ -101,35 +101,35 @@ def link(nodes: Iterable[Node], edges: Sequence[Edge]) -> Graph:
 
 
 def resolve(graph: Graph, prefix: str) -> tuple[Node, ...]:
-    """The artifacts whose content digest or action key starts with `prefix`; several only if their content is the same.
+    """Artifacts whose content digest or action key starts with `prefix`; several only if their content is equal.
 
     Raises ArtifactMissing when nothing matches or contents differ.
     """
     found = _named(graph, prefix)
     if not found:
         raise ArtifactMissing(
-            f"no artifact's digest or key starts with {prefix!r}: `triplane status` shows those of an experiment"
+            f"no artifact has a digest or key that starts with {prefix!r}: `triplane status` lists digests"
         )
     if len({node.ref.digest for node in found}) > 1:
         some = ", ".join(f"{node.ref.kind} {node.ref.short}" for node in found[:4])
-        raise ArtifactMissing(f"{prefix!r} begins {len(found)} digests or keys ({some}): give more digits")
+        raise ArtifactMissing(
+            f"{prefix!r} is ambiguous, {len(found)} digests or keys start with it ({some}): give more digits"
+        )
     return tuple(found)
 
 
 def ancestors(graph: Graph, starts: tuple[Node, ...]) -> tuple[Step, ...]:
-    """Everything that `starts` were made of, nearest first."""
+    """Everything that `starts` were made from, nearest first."""
     return _walk(graph, starts, graph.parents, "parent")
 
 
 def descendants(graph: Graph, starts: tuple[Node, ...]) -> tuple[Step, ...]:
-    """Everything that was made of `starts`, nearest first."""
+    """Everything that was made from `starts`, nearest first."""
     return _walk(graph, starts, graph.children, "child")
 
 
 def trace(store: Store, query: str) -> Trace:
-    """Walk both ways from an episode id or an artifact's digest or key; each may be shortened to an unambiguous
-    beginning.
-    """
+    """Walk in both directions from an episode id or an artifact's digest or key, each of which may be a prefix."""
     graph = build_graph(store)
     others = _named(graph, query)
     homes = find_episodes(store, query, MERGED) or ([] if others else find_episodes(store, query, UNMERGED))

@@ -1,5 +1,4 @@
-"""The asset graph in this process: what the command line uses. Everything goes through the Dagster instance, so the UI
-shows it.
+"""Run the asset graph in this process for the command line, through the Dagster instance that the UI shows.
 
 run_base -> run_iteration(0000) -> run_iteration(0001) -> ...      one envd server and one engine for all of them
 """
@@ -37,7 +36,7 @@ _QUIET = {"loggers": {"console": {"config": {"log_level": "WARNING"}}}}
 
 
 def open_instance(folder: Path | None = None) -> dg.DagsterInstance:
-    """The Dagster instance that the web server uses too: $DAGSTER_HOME, else the dagster.yaml in `folder` (default:
+    """Dagster instance that the web server uses, too: $DAGSTER_HOME, else the dagster.yaml in `folder` (default:
     here).
     """
     if os.environ.get("DAGSTER_HOME"):
@@ -49,7 +48,7 @@ def open_instance(folder: Path | None = None) -> dg.DagsterInstance:
 
 
 class Runner:
-    """Runs an experiment's jobs in this process. Servers and engines it started live until it is closed."""
+    """Runs an experiment's jobs in this process. Servers and engines that it starts live until it is closed."""
 
     def __init__(self, experiment: Experiment, instance: dg.DagsterInstance, progress: ProgressSink) -> None:
         self.experiment, self._instance = experiment, instance
@@ -80,12 +79,12 @@ class Runner:
         self._run(self._iteration, partition, {"ops": {step: {"config": {"policy": start_from}}}})
 
     def close(self) -> None:
-        """Stop what was started."""
+        """Stop servers and engines started by this runner."""
         self._sampler.close()
         self._sandboxes.close()
 
     def _run(self, job: dg.JobDefinition, partition: str | None, config: Mapping[str, Any] | None = None) -> None:
-        name, run_id = process_name(), str(uuid.uuid4())
+        name, run_id = process_name(os.getpid()), str(uuid.uuid4())
         try:
             done = job.execute_in_process(
                 instance=self._instance,
@@ -101,10 +100,10 @@ class Runner:
                 self._cancel(run_id)
             raise
         if not done.success:
-            raise StepFailed(f"run {done.run_id[:8]} of {job.name} failed: `triplane ui` shows its log")
+            raise StepFailed(f"run {done.run_id[:8]} of {job.name} failed: see its log in `triplane ui`")
 
     def _cancel(self, run_id: str) -> None:
-        """Show an interrupted run as canceled.
+        """Mark an interrupted run as canceled.
 
         Dagster calls it failed, since it was not Dagster that was asked to end it.
         """
@@ -116,7 +115,7 @@ class Runner:
 
 
 def failed_checks(instance: dg.DagsterInstance, run_id: str) -> str:
-    """Which blocking checks of a run failed, and what they found."""
+    """Failed blocking checks of a run, with their findings, as text."""
     found = []
     for entry in instance.all_logs(run_id, of_type=dg.DagsterEventType.ASSET_CHECK_EVALUATION):
         checked = entry.get_dagster_event().asset_check_evaluation_data
@@ -130,7 +129,7 @@ def failed_checks(instance: dg.DagsterInstance, run_id: str) -> str:
 def open_runner(
     experiment: Experiment, instance: dg.DagsterInstance, progress: ProgressSink = no_progress
 ) -> Iterator[Runner]:
-    """A runner that is closed at the end of the block.
+    """Context of a runner that is closed at the end of the block.
 
     Runs that a kill left unfinished are marked as canceled first.
     """
@@ -149,7 +148,7 @@ def run_iterations(
     progress: ProgressSink = no_progress,
     between: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Base assets, then `count` further iterations in sequence. Returns the partition keys that came to a decision.
+    """Make the base assets, then `count` further iterations in sequence. Returns the partition keys with a decision.
 
     After a kill, the same call finishes the iterations it set out to make, and no more. Stops after a refusal when
     promotion.on_refusal says so. Raises what a failing step raised. between: called after each run; may raise to stop

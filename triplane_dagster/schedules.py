@@ -1,4 +1,4 @@
-"""Nightly training: one more iteration of an experiment. Stopped until someone starts it."""
+"""Schedule of nightly training, one iteration each; stopped by default."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from triplane_dagster.iterations import next_partition
 
 
 def nightly(experiment: Experiment, job: UnresolvedAssetJobDefinition) -> dg.ScheduleDefinition:
-    """Adds the next iteration and runs it, at 02:00 UTC."""
+    """Add the next iteration and run it, at 02:00 UTC."""
 
     @dg.schedule(
         name=f"{experiment.name}_nightly",

@@ -1,5 +1,5 @@
-"""K iterations in sequence through the daemon: a run tagged `triplane/remaining=K` is followed by one tagged K-1, until
-0 or a failure.
+"""Run K iterations in sequence through the daemon: a run tagged `triplane/remaining=K` is followed by one tagged
+K-1.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from triplane_dagster.jobs import EXPERIMENT_TAG, REMAINING_TAG
 
 
 def continue_sequence(experiment: Experiment, job: UnresolvedAssetJobDefinition) -> dg.SensorDefinition:
-    """Requests the next iteration after a successful one that has some remaining."""
+    """Request the next iteration after a successful one that has some remaining."""
 
     @dg.run_status_sensor(
         run_status=dg.DagsterRunStatus.SUCCESS,
@@ -32,7 +32,7 @@ def continue_sequence(experiment: Experiment, job: UnresolvedAssetJobDefinition)
 
 
 def next_request(context: dg.RunStatusSensorContext, experiment: Experiment) -> dg.RunRequest | dg.SkipReason:
-    """What follows the run that just succeeded."""
+    """Request that follows the run that has just succeeded."""
     run = context.dagster_run
     remaining = run.tags.get(REMAINING_TAG, "0")
     if not remaining.isdecimal() or int(remaining) < 1:

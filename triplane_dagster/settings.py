@@ -1,6 +1,4 @@
-"""Which steps of what is shown were made with other settings than an experiment has now: read from the artifacts, which
-record their slices.
-"""
+"""Find steps that were made with other settings than the experiment has now, from the slices that artifacts record."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a store holds that this version would make differently: artifacts name the code version of the step that made
-them.
+"""Find artifacts whose step has another code version now.
 
 Stale work stays readable and in use. A step that is materialized again is made anew, under another key, and so is what
 depends on it.
@@ -19,7 +18,7 @@ from resources.refs import partitions, read_artifact
 
 @dataclass(frozen=True)
 class StaleStep:
-    """One step whose code is another version now."""
+    """One step whose code version has changed."""
 
     step: str
     iterations: tuple[str, ...]
@@ -35,10 +34,13 @@ class StaleStep:
         return f"{self.step}{where}: made by version {self.version} of the step, which is {self.now} now"
 
 
-def stale_steps(store: Store, experiment: str) -> list[StaleStep]:
-    """Steps of everything that `experiment` last materialized whose version has changed, in graph order."""
+def stale_steps(store: Store, experiment: str, *, newest: bool = False) -> list[StaleStep]:
+    """Steps of everything that `experiment` materialized last whose version has changed, in graph order.
+
+    newest: look only at the newest iteration of each step, which takes the same time however many there are.
+    """
     found: dict[tuple[str, str, str], list[str]] = {}
-    for step, iteration, version, now in _versions(store, experiment):
+    for step, iteration, version, now in _versions(store, experiment, newest):
         if version != now:
             iterations = found.setdefault((step, version, now), [])
             if iteration is not None and iteration not in iterations:
@@ -46,12 +48,13 @@ def stale_steps(store: Store, experiment: str) -> list[StaleStep]:
     return [StaleStep(step, tuple(iterations), version, now) for (step, version, now), iterations in found.items()]
 
 
-def _versions(store: Store, experiment: str) -> Iterator[tuple[str, str | None, str, str]]:
-    """(step, iteration, version that made it, version now)."""
+def _versions(store: Store, experiment: str, newest: bool) -> Iterator[tuple[str, str | None, str, str]]:
+    """(step, iteration, version that made it, current version) of each materialized asset."""
     for spec in GRAPH:
-        if spec is REPORT:  # a view that no step reads: never stale
+        if spec is REPORT:  # no step reads it, so it is never stale
             continue
-        for iteration in [None] if spec.once else partitions(store, experiment, spec.name):
+        iterations: list[str | None] = [None] if spec.once else [*partitions(store, experiment, spec.name)]
+        for iteration in iterations[-1:] if newest else iterations:
             made = read_artifact(store, experiment, spec.name, iteration)
             if made is not None:
                 now = spec_behind(spec, made.manifest)
@@ -62,8 +65,8 @@ def _versions(store: Store, experiment: str) -> Iterator[tuple[str, str | None, 
 def _of_parents(
     store: Store, spec: StepSpec, iteration: str | None, made: Artifact
 ) -> Iterator[tuple[str, str | None, str, str]]:
-    """The parts of a step that are artifacts of their own."""
-    for ref in made.manifest.parents.values():
+    """Versions of parts of a step that are artifacts of their own; parts of one kind have one version."""
+    for ref in {ref.kind: ref for ref in made.manifest.parents.values()}.values():
         part = find_artifact(store, ref.kind, ref.key) if ref.kind in spec.part_versions else None
         if part is not None:
             yield f"{spec.name} ({ref.kind})", iteration, part.manifest.code_version, spec.part_versions[ref.kind]

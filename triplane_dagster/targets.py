@@ -1,6 +1,4 @@
-"""What `iterate` set out to do, kept in the store: the same command after a kill goes on to the same end, and does not
-add to it.
-"""
+"""Targets of `triplane iterate`, stored so that the same command after a kill completes them and adds nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from triplane_dagster.iterations import is_finished, next_partition
 
 
 class Target(Frozen):
-    """A sequence of iterations that was asked for."""
+    """Sequence of iterations that was requested."""
 
     first: int
     """Number of its first iteration."""
@@ -23,7 +21,7 @@ class Target(Frozen):
     """It ended: all were made, or one was refused and promotion.on_refusal is stop."""
 
     def iterations(self) -> list[str]:
-        """Its partition keys, in order."""
+        """Partition keys of the target, in order."""
         return [iteration_key(number) for number in range(self.first, self.first + self.count)]
 
 
@@ -32,7 +30,7 @@ def _pointer(store: Store, experiment: Experiment) -> Pointer:
 
 
 def begin_target(store: Store, experiment: Experiment, count: int) -> Target:
-    """The target of this size that has not ended, or a new one that starts at the next iteration.
+    """The unfinished target of this size, or a new one that starts at the next iteration.
 
     One whose iterations all came to a decision is still the same command's, killed before `end_target`: it is not to
     add to it.
@@ -49,7 +47,7 @@ def begin_target(store: Store, experiment: Experiment, count: int) -> Target:
 
 
 def decided_target(store: Store, experiment: Experiment) -> Target | None:
-    """The target of a command that was killed after its last decision, before it ended."""
+    """Target of a command that was killed after its last decision, before it ended."""
     entry = _pointer(store, experiment).current()
     target = Target.model_validate(entry.value) if entry else None
     if target is None or target.done:
@@ -58,7 +56,7 @@ def decided_target(store: Store, experiment: Experiment) -> Target | None:
 
 
 def end_target(store: Store, experiment: Experiment, target: Target) -> None:
-    """Record that the target ended, unless a newer one was set meanwhile."""
+    """Record that the target ended, unless a newer one was set in the meantime."""
     pointer = _pointer(store, experiment)
     entry = pointer.current()
     if entry is not None and Target.model_validate(entry.value) == target:

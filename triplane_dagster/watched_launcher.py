@@ -1,5 +1,4 @@
-"""The run launcher of production: Dagster's default one, which starts a run in its code server, and which also notices
-when that is gone.
+"""Run launcher for production: Dagster's default launcher, which also detects that a run's code server is gone.
 
 Dagster's own lacks the second half: when a code server dies together with the run inside it, nobody is left to mark
 that run as failed, and it would hold its experiment's place in the queue for ever. Run monitoring asks here;
@@ -23,23 +22,23 @@ ANSWER_S = 20
 
 
 class WatchedRunLauncher(DefaultRunLauncher):
-    """Starts runs in the code server, and says whether one is still there.
+    """Launches runs in the code server and checks that they still run there.
 
     For servers of `dagster api grpc`, which know all their runs.
     """
 
     @classmethod
     def from_config_value(cls, inst_data: ConfigurableClassData, config_value: Any) -> WatchedRunLauncher:
-        """Dagster calls this with what dagster.yaml says, which is nothing."""
+        """Construct the launcher; Dagster calls this with the (empty) configuration of dagster.yaml."""
         return cls(inst_data=inst_data)
 
     @property
     def supports_check_run_worker_health(self) -> bool:
-        """Yes: this is what the class is for."""
+        """Always true, so that Dagster checks runs."""
         return True
 
     def check_run_worker_health(self, run: DagsterRun) -> CheckRunHealthResult:
-        """FAILED only when the code server answers that it executes no such run.
+        """Health of a run; FAILED only if the code server answers that it does not execute it.
 
         One that can't be reached may be starting: asked again later.
         """

@@ -1,4 +1,4 @@
-"""The Dagster web server, which also shows reports: ROUTE/<action key> is the HTML page of that `report` artifact.
+"""Dagster web server that also serves reports: ROUTE/<action key> is the page of that `report` artifact.
 
 Run by `triplane ui`; where Dagster's services run apart, `python -m triplane_dagster.webserver` takes the place of
 `dagster-webserver`.
@@ -35,15 +35,15 @@ GRACE_S = 3
 
 
 class ReportingWebserver(DagsterWebserver[Any, Any]):
-    """Dagster's web server with one more route."""
+    """Dagster's web server with a route for reports."""
 
     def build_routes(self) -> list[BaseRoute]:
-        """Dagster's routes after ours: its last one answers to everything."""
+        """Our routes followed by Dagster's, whose last one matches everything."""
         return [Route(f"{ROUTE}/{{key}}", report_page), *super().build_routes()]  # type: ignore[no-untyped-call]
 
 
 def report_page(request: Request) -> Response:
-    """The page of a `report` artifact, checked against its manifest; nothing else of the store can be asked for."""
+    """Serve the page of a `report` artifact after checking it against its manifest; no other file is reachable."""
     key = request.path_params["key"]
     if not re.fullmatch("[0-9a-f]{64}", key):
         return PlainTextResponse(f"a report's address is {ROUTE}/ and the 64 hex digits of its action key", 404)
@@ -58,7 +58,7 @@ def report_page(request: Request) -> Response:
 
 
 def serve(instance: dg.DagsterInstance, workspace: Path, host: str, port: int) -> None:
-    """Answer until interrupted. workspace: a workspace.yaml."""
+    """Serve until interrupted. workspace: a workspace.yaml."""
     instance.optimize_for_webserver(statement_timeout=15_000, pool_recycle=3600, max_overflow=20)
     target = WorkspaceFileTarget([str(workspace)])
     with WorkspaceProcessContext(instance, workspace_load_target=target, version=__version__) as context:
@@ -73,7 +73,7 @@ def main(
     host: Annotated[str, typer.Option("--host", "-h", help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", "-p", help="Port to listen at.")] = 3000,
 ) -> None:
-    """Serve the Dagster UI and reports. The instance is $DAGSTER_HOME's, else that of dagster.yaml here."""
+    """Serve the Dagster UI and reports. The instance is $DAGSTER_HOME, else that of the dagster.yaml here."""
     from triplane_dagster.run import open_instance
 
     with open_instance() as instance:

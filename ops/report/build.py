@@ -1,4 +1,4 @@
-"""From sources to the committed report."""
+"""Build and commit the report from its sources."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ops.report.timings import Seconds
 
 @dataclass(frozen=True)
 class Report:
-    """A report that is made, but not committed."""
+    """Report that is built but not committed."""
 
     summary: dict[str, Any]
     """Deterministic: rows of all iterations so far, distributions, families, decision, inputs."""
@@ -30,12 +30,12 @@ class Report:
 
 
 def report_config(sources: Sources, earlier: list[Row]) -> dict[str, Any]:
-    """What decides a report beside the artifacts of its own iteration."""
+    """Settings that decide a report beside the artifacts of its own iteration."""
     return {"experiment": sources.experiment, "iteration": sources.iteration, "history": digest_of(earlier)}
 
 
 def compose(sources: Sources, earlier: list[Row], seconds: Seconds) -> Report:
-    """The report of an iteration. seconds: of this and earlier iterations' assets, where known."""
+    """Build the report of an iteration. seconds: durations of this and earlier iterations' assets, if known."""
     tasks = sources.tasks()
     rows = [*earlier, row_of(sources)]
     summary = {
@@ -59,7 +59,7 @@ def compose(sources: Sources, earlier: list[Row], seconds: Seconds) -> Report:
 
 
 def commit_report(sources: Sources, earlier: list[Row], seconds: Seconds) -> Artifact:
-    """The `report` artifact of these sources, made unless it is there."""
+    """Commit the `report` artifact of these sources unless it exists."""
     inputs = {asset: artifact.ref for asset, artifact in sources.artifacts.items()}
     work = REPORT.work_with(sources.store, inputs, report_config(sources, earlier))
     found = work.find()
@@ -81,7 +81,7 @@ def commit_report(sources: Sources, earlier: list[Row], seconds: Seconds) -> Art
 
 
 def headline(row: Row) -> dict[str, float]:
-    """The numbers that an iteration is judged by; those it has not reached are absent."""
+    """Main numbers of an iteration; those that it has not reached are absent."""
     found: dict[str, float | None] = {"train reward": (row["train"] or {}).get("reward")}
     for split in (Split.HELD_OUT, Split.GATE):
         compared = row[split.value]

@@ -1,4 +1,4 @@
-"""The pass-rate curve as a small picture for the asset's page, where only markdown is shown."""
+"""Draw the pass-rate curve as a small picture for the asset page, which shows only Markdown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INK, LINE = "#7d8899", "#b6bec9"
 
 
 def pass_rate_picture(rows: Sequence[Row]) -> str:
-    """Candidate's pass rates over iterations as a data URI of a few KB, or "" while nothing was evaluated."""
+    """Candidate pass rates by iteration as a data URI of a few KB; "" if nothing was evaluated."""
     shown = [row for row in rows if any(row[split.value] for split, _, _ in SPLITS)][-SHOWN:]
     if not shown:
         return ""

@@ -1,4 +1,4 @@
-"""Why each component of an episode's reward has its value, where the rewards keep evidence of it."""
+"""Read the evidence for each reward component of an episode."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_ANSWERS = 4
 
 
 def read_evidence(rewards: Artifact | None, episodes: Collection[str]) -> dict[str, list[dict[str, Any]]]:
-    """Evidence by episode id, of these episodes; nothing where no component was composed."""
+    """Evidence of these episodes by episode id; empty without components."""
     if rewards is None or EVIDENCE_FILE not in rewards.names():
         return {}
     table = rewards.table(EVIDENCE_FILE)

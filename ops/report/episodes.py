@@ -1,4 +1,4 @@
-"""Episodes for the page's viewer: facts of each that is listed; tokens, calls and diff of as many as the page may hold.
+"""Episodes for the report's viewer: facts of every episode; tokens, calls and diffs of as many as the page may contain.
 
 Listed and detailed episodes are taken round by round: the first sample of every group, then the second, and so on, so a
 cut is a fair sample.
@@ -72,12 +72,12 @@ def viewer(sources: Sources, tasks: Mapping[str, Task]) -> dict[str, Any]:
 
 
 def clip(text: str, limit: int) -> str:
-    """The beginning of a text, saying how much is missing."""
+    """Beginning of a text, with the length of what is missing."""
     return text if len(text) <= limit else f"{text[:limit]}\n[{len(text) - limit:,} more characters]"
 
 
 def _rounds(table: pa.Table) -> list[int]:
-    """Row numbers, the first of every group before the second of any."""
+    """Row numbers, the first of every group before the second of any group."""
     seen: dict[str, int] = {}
     ranked = []
     for index, group in enumerate(table["group_id"].to_pylist()):

@@ -1,4 +1,4 @@
-"""What one iteration looks like: histograms, outcomes, reasons, families, costs, the decision and its inputs."""
+"""Summaries of one iteration: histograms, outcomes, reasons, families, costs, the decision and its inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from contracts.artifacts import Artifact, open_artifact
+from contracts.artifacts import Artifact
 from contracts.episodes import Outcome
 from contracts.tasks import Split, Task
 from curation.statistics import pass_rate
@@ -76,10 +76,9 @@ def graded_outcome(outcome: str, solved: bool | None) -> str:
 
 def families(sources: Sources, tasks: Mapping[str, Task]) -> dict[str, list[dict[str, Any]]]:
     """Pass rate of every task family before (parent) and after (candidate), by split that was played."""
-    evaluation = sources.get("evaluation")
     found: dict[str, list[dict[str, Any]]] = {}
     for split in (Split.HELD_OUT, Split.UNSEEN, Split.GATE):
-        runs = {who: _run(sources, evaluation, f"{who}_{split.value}") for who in ("parent", "candidate")}
+        runs = {who: sources.parent("evaluation", f"{who}_{split.value}") for who in ("parent", "candidate")}
         rates = {who: _family_rates(run, tasks) for who, run in runs.items() if run}
         if len(rates) == 2:
             names = sorted(set(rates["parent"]) | set(rates["candidate"]))
@@ -91,11 +90,12 @@ def families(sources: Sources, tasks: Mapping[str, Task]) -> dict[str, list[dict
 
 
 def costs(sources: Sources) -> list[dict[str, Any]]:
-    """Sums of telemetry: of the rollouts and of each evaluation run. Not deterministic."""
+    """Sums of telemetry of the rollouts and of each evaluation run. Not deterministic."""
     evaluation = sources.get("evaluation")
     parts = {"rollouts": sources.get("rollouts")}
-    for role in sorted(evaluation.manifest.parents if evaluation else ()):
-        parts[role.replace("_", " ", 1)] = _run(sources, evaluation, role)
+    parents = evaluation.manifest.parents if evaluation else {}
+    for role in sorted(role for role, ref in parents.items() if ref.kind == "evaluation_run"):
+        parts[role.replace("_", " ", 1)] = sources.parent("evaluation", role)
     return [
         {"what": what, "episodes": table.num_rows, **{name: pc.sum(table[name]).as_py() or 0 for name in COSTS}}
         for what, part in parts.items()
@@ -105,7 +105,7 @@ def costs(sources: Sources) -> list[dict[str, Any]]:
 
 
 def inputs(sources: Sources) -> list[dict[str, Any]]:
-    """The artifacts this report shows, with their digests."""
+    """Artifacts that this report shows, with their digests."""
     return [
         {
             "asset": asset,
@@ -119,7 +119,7 @@ def inputs(sources: Sources) -> list[dict[str, Any]]:
 
 
 def decision(sources: Sources) -> dict[str, Any] | None:
-    """What was decided about the candidate and why, or None before it was."""
+    """Decision about the candidate with its reasons, or None if there is none yet."""
     decided = sources.get("sampler")
     if decided is None:
         return None
@@ -135,15 +135,10 @@ def decision(sources: Sources) -> dict[str, Any] | None:
 
 
 def restored(sources: Sources) -> dict[str, Any]:
-    """The rollback that brought the acting policy back, where one did: {"rollback": {number, to, reason}}."""
+    """Rollback that restored the acting policy, as {"rollback": {number, to, reason}}, if there was one."""
     pinned = sources.get("iteration_inputs")
     rollback = pinned.meta.get("rollback") if pinned else None
     return {"rollback": rollback} if rollback else {}
-
-
-def _run(sources: Sources, evaluation: Artifact | None, role: str) -> Artifact | None:
-    ref = evaluation.manifest.parents.get(role) if evaluation else None
-    return open_artifact(sources.store, ref) if ref and ref.kind == "evaluation_run" else None
 
 
 def _family_rates(run: Artifact, tasks: Mapping[str, Task]) -> dict[str, dict[str, Any]]:
@@ -159,6 +154,6 @@ def _column(table: pa.Table, name: str) -> dict[str, Any]:
 
 
 def _round_width(width: float) -> float:
-    """The least of 1, 2, 2.5, 5 and 10 times a power of ten that is at least `width`."""
+    """Smallest of 1, 2, 2.5, 5 and 10 times a power of ten that is at least `width`."""
     power = 10.0 ** math.floor(math.log10(width))
     return next(step * power for step in (1, 2, 2.5, 5, 10) if step * power >= width * (1 - 1e-9))

@@ -1,4 +1,4 @@
-"""A row an iteration: what the curves show. Deterministic; seconds are added by the page.
+"""One row for each iteration, as the curves show it. Deterministic; the page adds seconds.
 
     report[previous].rows + rows of iterations since, from their artifacts + this iteration's row
 
@@ -26,7 +26,7 @@ STEP_NUMBERS = ("loss", "entropy", "old_kl", "grad_norm", "clip_fraction")
 
 
 def row_of(sources: Sources) -> Row:
-    """One iteration in numbers; what it has not reached is None."""
+    """Numbers of one iteration; those that it has not reached are None."""
     inputs, rollouts = sources.get("iteration_inputs"), sources.get("rollouts")
     rewards, dataset = sources.get("rewards"), sources.get("dataset")
     candidate, evaluation, decision = (sources.get(asset) for asset in ("checkpoint", "evaluation", "sampler"))
@@ -56,7 +56,7 @@ def earlier_rows(store: Store, experiment: str, iteration: str) -> list[Row]:
 
 
 def metrics_of(checkpoint: Artifact | None) -> list[dict[str, Any]]:
-    """The records of the optimizer steps that made a checkpoint, in order."""
+    """Records of the optimizer steps that made a checkpoint, in order."""
     if checkpoint is None or "metrics.jsonl" not in checkpoint.names():
         return []
     records = [json.loads(line) for line in checkpoint.path("metrics.jsonl").read_text().splitlines()]
@@ -64,7 +64,7 @@ def metrics_of(checkpoint: Artifact | None) -> list[dict[str, Any]]:
 
 
 def finite(value: Any) -> float | None:
-    """A number that JSON can hold, or None."""
+    """Number if it is finite, else None, which JSON requires."""
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 

@@ -1,4 +1,4 @@
-"""The page: markup, style, script and data in one file that asks nobody for anything.
+"""Render the report as one file with markup, style, script and data, without network access.
 
 Data goes in as gzipped JSON in base64, which cannot end its element. The script makes text nodes of it and never
 markup, and a content security policy lets nothing run but this very script: what a policy wrote stays text.
@@ -22,7 +22,7 @@ _MARK = re.compile(r"%([A-Z]+)%")
 
 
 def render(data: dict[str, Any]) -> bytes:
-    """The page that shows `data`. Equal data gives equal bytes."""
+    """HTML page that shows `data`. Equal data gives equal bytes."""
     style, script = _web("page.css"), "\n".join(_web(name) for name in SCRIPTS)
     script = f'"use strict";\n(() => {{\n{script}}})();\n'
     rules = {
@@ -44,7 +44,7 @@ def render(data: dict[str, Any]) -> bytes:
 
 
 def read_data(page: bytes) -> dict[str, Any]:
-    """The inverse of `render`: what a page shows."""
+    """Data of a rendered page, the inverse of `render`."""
     import json
 
     found = re.search(rb'<script id="data"[^>]*>([^<]*)</script>', page)

@@ -1,9 +1,9 @@
-"""Where a report's numbers come from: the artifacts that the assets of one iteration last produced."""
+"""Sources of a report: the artifacts that the assets of one iteration produced last."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from contracts.artifacts import Artifact, ArtifactRef, open_artifact
 from contracts.store import Store
@@ -15,25 +15,29 @@ from resources.refs import read_ref
 
 @dataclass(frozen=True)
 class Sources:
-    """The artifacts of one iteration, by asset; an asset it has not reached yet is absent."""
+    """Artifacts of one iteration by asset; an asset that it has not reached is absent."""
 
     store: Store
     experiment: str
     iteration: str
     artifacts: Mapping[str, Artifact]
+    _parents: dict[ArtifactRef, Artifact] = field(default_factory=dict, repr=False)
+    """Opened once, since several parts of a report read them."""
 
     def get(self, asset: str) -> Artifact | None:
-        """What an asset produced, or None."""
+        """Artifact of an asset, or None."""
         return self.artifacts.get(asset)
 
     def parent(self, asset: str, role: str) -> Artifact | None:
-        """An input of what an asset produced, or None."""
+        """Input of an asset's artifact by role, or None."""
         child = self.get(asset)
         ref = child.manifest.parents.get(role) if child else None
-        return open_artifact(self.store, ref) if ref else None
+        if ref is not None and ref not in self._parents:
+            self._parents[ref] = open_artifact(self.store, ref)
+        return self._parents[ref] if ref else None
 
     def tasks(self) -> dict[str, Task]:
-        """The task suite by task id; empty when no artifact names it."""
+        """Tasks of the suite by id; empty if no artifact names the suite."""
         suite = self.parent("rollouts", "task_suite") or self.parent("iteration_inputs", "task_suite")
         return {task.task_id: task for task in read_tasks(suite.table("tasks.parquet"))} if suite else {}
 
@@ -44,7 +48,7 @@ def open_sources(store: Store, experiment: str, iteration: str, refs: Mapping[st
 
 
 def find_sources(store: Store, experiment: str, iteration: str) -> Sources:
-    """What an iteration has produced so far. Raises NotMaterialized when it has no rollouts."""
+    """Artifacts that an iteration has produced so far. Raises NotMaterialized if it has no rollouts."""
     refs = {spec.name: read_ref(store, experiment, spec.name, iteration) for spec in REPORTED}
     if refs["rollouts"] is None:
         raise NotMaterialized(

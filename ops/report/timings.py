@@ -1,4 +1,4 @@
-"""Seconds that assets took, from Dagster's own records; outside every digest."""
+"""Durations of assets from Dagster's records; outside every digest."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ RUNS = 20
 
 
 def iteration_seconds(instance: dg.DagsterInstance, experiment: str, iteration: str) -> dict[str, float]:
-    """Seconds of each finished step of one iteration in all its runs, interrupted and repeated ones included, by
-    asset.
-    """
+    """Seconds of each finished step of one iteration by asset, over all its runs."""
     found: dict[str, float] = {}
     for run in instance.get_runs(dg.RunsFilter(tags={"dagster/partition": iteration}), limit=RUNS):
         for step in instance.get_run_step_stats(run.run_id):
@@ -28,7 +26,7 @@ def iteration_seconds(instance: dg.DagsterInstance, experiment: str, iteration: 
 
 
 def earlier_seconds(store: Store, experiment: str, iteration: str) -> Seconds:
-    """Seconds of the iterations before this one, as the last of their reports tells them."""
+    """Seconds of the iterations before this one, from the last of their reports."""
     reports = [each for each in partitions(store, experiment, "report") if each < iteration]
     report = read_artifact(store, experiment, "report", reports[-1]) if reports else None
     found: Seconds = report.json("timings.json") if report else {}

@@ -1,4 +1,4 @@
-"""Tokens in a form that a page can hold: ids, runs of roles, logprobs in hundredths, and the text of each id once."""
+"""Compact form of tokens for the page: ids, runs of roles, logprobs in hundredths, and the text of each id once."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ class Vocabulary:
     def sequence(
         self, token_ids: Sequence[int], roles: Sequence[int], logprobs: Sequence[float | None]
     ) -> dict[str, Any]:
-        """One sequence for the page. logprobs: of the policy's tokens only, in hundredths of a nat, positive; -1 where
-        unknown.
+        """One sequence for the page. logprobs: of policy tokens only, in hundredths of a nat, positive; -1 if unknown.
 
         joined: texts that differ from the id's own: characters spread over several tokens stand at the first of them.
         """

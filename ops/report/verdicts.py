@@ -1,4 +1,4 @@
-"""What each hidden test said of an episode's final state, where the store still has the verdict."""
+"""Read the result of each hidden test from the store's verdicts, if they still exist."""
 
 from __future__ import annotations
 

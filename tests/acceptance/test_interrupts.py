@@ -106,7 +106,7 @@ def test_a_signal_ends_it_within_seconds_and_leaves_nothing(
     assert running.process.returncode == 128 + number
     (line,) = running.other_lines()
     assert line.startswith(
-        f"interrupted ({number.name}): committed work is kept, go on with `triplane iterate -n 1 --json"
+        f"interrupted ({number.name}): committed work is kept, continue with `triplane iterate -n 1 --json"
     )
     assert left == []
     assert taken < WITHIN_S * slack()
@@ -173,7 +173,7 @@ def test_control_c_on_a_terminal_ends_with_the_line_that_says_how_to_go_on(tmp_p
     assert process.wait(60) == 128 + INT
     assert b"Traceback" not in shown
     last = shown.decode().strip().splitlines()[-1]
-    assert last.startswith("interrupted (SIGINT): committed work is kept, go on with `triplane iterate")
+    assert last.startswith("interrupted (SIGINT): committed work is kept, continue with `triplane iterate")
     assert running.left_after(0.5 * slack()) == []
 
 

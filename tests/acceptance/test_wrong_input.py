@@ -16,13 +16,13 @@ from safetensors.torch import save_file
 from contracts.artifacts import ArtifactWriter, find_artifact, list_artifacts, open_artifact
 from contracts.digests import digest_of
 from contracts.errors import ArtifactCorrupt, SchemaError, StoreError, TriplaneError
+from contracts.qwen3_moe import parameter_shapes
 from contracts.store import open_store
 from tests.acceptance.laboratory import Laboratory
 from tests.acceptance.spoiling import assert_one_line, contents, cut, file_of, flipped, rewrite, run
 from tests.acceptance.test_iterations_are_exact import TINY
 from tests.cli.cli_history import write_history
 from trainer.import_hf import import_checkpoint
-from trainer.parameters import parameter_shapes
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_a_malformed_experiment(laboratory: Laboratory, text: str, said: str) ->
         (("-e", str(TINY), "--set", "trainer.launcher.gpus=8"), "gpus=8: the trainer computes on the CPU only"),
         (
             ("-e", str(TINY), "--set", "trainer.launcher.nodes=2"),
-            "nodes=2: the local launcher has this machine only; set it to 1",
+            "nodes=2: the local launcher uses one machine; set it to 1",
         ),
     ],
 )

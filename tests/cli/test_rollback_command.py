@@ -86,7 +86,7 @@ def test_dagsters_pages_show_a_rollback_by_command(triplane: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--to", "9", "--yes"], "names no policy that was live"),
+        (["--to", "9", "--yes"], "matches no single policy that was live"),
         (["--to", "feedbeef", "--yes"], "'feedbeef'"),
         (["--yes", "--reason", " "], "needs a reason"),
         ([], "add --yes"),
@@ -132,7 +132,7 @@ def test_naming_the_live_policy_brings_the_servers_and_changes_nothing(
 ) -> None:
     done = triplane("rollback", "-e", EXPERIMENT, "--to", "1")
     assert done.returncode == 0, done.stderr
-    assert "is live already" in done.stdout and "servers: none are named" in done.stdout
+    assert "is already live" in done.stdout and "servers: none are named" in done.stdout
     with silent_server() as (url, _):
         name_server(tmp_path, url)
     done = triplane("rollback", "-e", EXPERIMENT, "--to", mine.digest("next")[:9])
@@ -157,8 +157,8 @@ def test_an_interrupted_swap_says_that_it_is_rolled_back_and_how_to_bring_the_se
     assert process.returncode == 128 + number
     (line,) = said.strip().splitlines()
     base = mine.digest("base")[:12]
-    assert line.startswith(f"interrupted: rolled back, {base} is live; servers: not all were brought to it")
+    assert line.startswith(f"interrupted: rolled back, {base} is live; not all servers were updated")
     assert f"`triplane rollback -e {EXPERIMENT} --to base`" in line
     again = triplane("rollback", "-e", EXPERIMENT, "--to", "base")
-    assert again.returncode == 0 and "is live already" in again.stdout
+    assert again.returncode == 0 and "is already live" in again.stdout
     assert len(Registry(mine.store, EXPERIMENT).history()) == 2, "what it says to do goes no policy further back"

@@ -52,7 +52,10 @@ def test_damage_is_shown_and_exits_with_one_line(triplane: Command, store: Local
     done = triplane("store", "check")
     assert done.exit_code == 1
     assert key in done.stdout and "has other bytes than were committed" in done.stdout
-    assert done.stderr.startswith(f"error: 1 faults in {store.url}: ") and len(done.stderr.splitlines()) == 1
+    assert (
+        done.stderr.startswith(f"error: 1 damaged or missing files in {store.url}: ")
+        and len(done.stderr.splitlines()) == 1
+    )
 
 
 def test_garbage_is_shown_before_it_goes(triplane: Command, store: LocalStore) -> None:

@@ -26,7 +26,7 @@ def test_an_unknown_host_is_named() -> None:
 
 def test_one_instance_has_one_ui(tmp_path: Path) -> None:
     with alone(tmp_path / "home"):
-        with pytest.raises(ConfigError, match=r"runs for .*home already"), alone(tmp_path / "home"):
+        with pytest.raises(ConfigError, match=r"already running for .*home"), alone(tmp_path / "home"):
             raise AssertionError("two at once")
     with alone(tmp_path / "home"):
         pass

@@ -9,7 +9,7 @@ from resources.errors import LaunchFailed
 from resources.experiment import parse_experiment
 from resources.launcher import LocalLauncher
 from tests.dagster.launching import Arrived, launch_in_an_op
-from trainer.parent import PARENT_VARIABLE
+from trainer.lifetime import PARENT_VARIABLE
 from triplane_dagster.dry_run import plan_of
 
 TALK = """
@@ -43,7 +43,7 @@ def test_a_failing_process_is_quoted() -> None:
 
 def test_a_process_that_takes_too_long_is_stopped() -> None:
     started = time.monotonic()
-    with pytest.raises(LaunchFailed, match=r"took over 1 s: raise trainer\.launcher\.timeout_s"):
+    with pytest.raises(LaunchFailed, match=r"took longer than 1 s: raise trainer\.launcher\.timeout_s"):
         launch("import time; time.sleep(600)", timeout_s=1)
     assert time.monotonic() - started < 30
 

@@ -131,8 +131,8 @@ def test_what_follows_a_rollback_counts_from_there(tmp_path: Path) -> None:
         ("7", "names no policy"),
         ("feedbeef", "names no policy"),
         ("", "names no policy"),
-        ("3", "is live already"),
-        (policy("c").digest[:8], "is live already"),
+        ("3", "is already live"),
+        (policy("c").digest[:8], "is already live"),
     ],
 )
 def test_a_rollback_to_nowhere_says_what_there_is(to: str, fault: str, tmp_path: Path) -> None:

@@ -30,15 +30,30 @@ def valid(schema: str, path: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("schema", "path"),
-    [("compose-spec", COMPOSE), ("github-workflows", ROOT / ".github" / "workflows" / "ci.yml")],
-    ids=["compose", "workflow"],
+    [
+        ("compose-spec", COMPOSE),
+        ("github-workflows", ROOT / ".github" / "workflows" / "ci.yml"),
+        ("github-issue-forms", ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml"),
+        ("github-issue-forms", ROOT / ".github" / "ISSUE_TEMPLATE" / "feature.yml"),
+        ("github-issue-config", ROOT / ".github" / "ISSUE_TEMPLATE" / "config.yml"),
+    ],
+    ids=["compose", "workflow", "bug", "feature", "issues"],
 )
 def test_a_file_is_valid_by_its_published_schema(schema: str, path: Path, tmp_path: Path) -> None:
     done = valid(schema, path)
     assert done.returncode == 0, done.stdout
     misspelled = tmp_path / path.name
     misspelled.write_text(path.read_text().replace("\nservices:", "\nservicez:").replace("\njobs:", "\njobz:"))
+    if path.parent.name == "ISSUE_TEMPLATE":
+        misspelled.write_text("body: none\nblank_issues_enabled: perhaps\n")
     assert valid(schema, misspelled).returncode == 1
+
+
+def test_pre_commit_runs_what_make_lint_runs() -> None:
+    recipe = (ROOT / "Makefile").read_text().split("\nlint:")[1].split("\n\n")[0]
+    lint = [line.strip().replace("$(BIN)", ".venv/bin") for line in recipe.splitlines()[1:]]
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    assert [hook["entry"] for hook in hooks] == lint
 
 
 def test_every_variable_has_a_default_and_is_explained() -> None:
@@ -87,7 +102,7 @@ def test_only_envd_leaves_the_default_profiles() -> None:
 
 def test_nothing_is_reachable_from_other_machines() -> None:
     ports = [port for service in services({}).values() for port in service.definition.get("ports", [])]
-    assert len(ports) == 2 and all(port.startswith("127.0.0.1:") for port in ports)
+    assert ports and all(port.startswith("127.0.0.1:") for port in ports), ports
     assert services({})["envd"].definition["network_mode"] == "none"
 
 
@@ -106,9 +121,10 @@ def test_images_are_pinned_and_end_as_an_ordinary_user() -> None:
 
 
 def test_every_installation_is_constrained() -> None:
-    installations = [each for value in instructions("RUN") for each in re.findall(r"pip install [^&]*", value)]
-    assert len(installations) == 4
-    assert all("--constraint constraints.txt" in each or "--no-deps" in each for each in installations)
+    commands = [part.split() for value in instructions("RUN") for part in re.split(r"&&|;|\|", value)]
+    installations = [" ".join(words) for words in commands if "install" in words[1:] and words[0] != "apt-get"]
+    free = [each for each in installations if "--constraint constraints.txt" not in each and "--no-deps" not in each]
+    assert installations and not free
 
 
 def test_what_is_copied_exists_and_is_not_ignored() -> None:

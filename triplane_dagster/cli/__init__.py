@@ -1,4 +1,4 @@
-"""The `triplane` command: what a person types, over the same store and the same asset graph as the Dagster UI.
+"""The `triplane` command. It works on the same store and the same asset graph as the Dagster UI.
 
 In: arguments, experiments/*.yaml, a store. Out: tables for people, `--json` for programs, one-line errors on stderr.
 Modules: one a command; `app` registers them, `output` prints, `options` names the options that commands share,

@@ -1,4 +1,4 @@
-"""Progress for people: bars on a terminal, a line now and then elsewhere."""
+"""Progress display: bars on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHOWN = ("tokens_per_second", "loss", "reward_mean", "expected_solve", "groups")
 
 
 class Bars:
-    """A ProgressSink: one bar a phase of a step. Enter it before the work begins."""
+    """Progress sink with one bar for each phase of a step. Enter it before the work begins."""
 
     def __init__(self) -> None:
         # a copy of stderr: Dagster points descriptor 2 at a log file while a step runs
@@ -74,7 +74,7 @@ class Bars:
         self._tasks[place] = self._bars.add_task(escape(_name(update)), **shown)  # type: ignore[arg-type]
 
     def _finish_others(self, place: tuple[str | None, str, str]) -> None:
-        """Bars of earlier steps stop and stay; those of earlier iterations go, the table at the end has them."""
+        """Stop the bars of earlier steps and remove those of earlier iterations, which the final table shows."""
         for (partition, asset, phase), task in list(self._tasks.items()):
             if partition != place[0]:
                 self._bars.remove_task(task)
@@ -94,12 +94,12 @@ class Bars:
 
 
 def count_text(done: float, total: float | None) -> str:
-    """E.g. 128/512."""
+    """Progress as text, e.g. 128/512."""
     return f"{done:g}" if total is None else f"{done:g}/{total:g}"
 
 
 def numbers_text(numbers: Mapping[str, float]) -> str:
-    """The measurements worth showing, in a fixed order."""
+    """Selected measurements as text, in a fixed order."""
     return "  ".join(f"{name.replace('_', ' ')} {numbers[name]:.4g}" for name in SHOWN if name in numbers)
 
 

@@ -1,4 +1,4 @@
-"""`triplane doctor`: what this machine can do, what is missing, and what to do about it."""
+"""`triplane doctor`: report what works on this machine, what is missing, and how to fix it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def doctor(
         bool, typer.Option("--thorough", help="Import what takes long to import too, e.g. vLLM, instead of finding it.")
     ] = False,
 ) -> None:
-    """Try what Triplane needs or can use on this machine. Exits 1 when the default quickstart can't run here.
+    """Test what Triplane requires or can use on this machine. Exits 1 if the default quickstart can't run here.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""`triplane episodes`: look at what a policy did."""
+"""`triplane episodes`: list and read episodes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def list_episodes(
     limit: Limit = 20,
     as_json: AsJson = False,
 ) -> None:
-    """List an iteration's episodes.
+    """List the episodes of an iteration.
 
     Examples:
 
@@ -58,8 +58,7 @@ def show(
     episode: Annotated[str, typer.Argument(help="An episode id; its first digits are enough.")],
     as_json: AsJson = False,
 ) -> None:
-    """Read one episode: messages by role as the tokens say, tool calls, final diff, verdict, and what the dataset did
-    with it.
+    """Show one episode: messages by role, tool calls, final diff, verdict, and how the dataset used it.
 
     Example:
 
@@ -111,6 +110,6 @@ def _artifact(store: Store, prefix: str) -> Artifact:
     ]
     if len({artifact.ref.digest for artifact in found}) != 1:
         raise ArtifactMissing(
-            f"{prefix!r} begins {len(found)} digests of rollouts and evaluation_run artifacts: give the digits of one"
+            f"{prefix!r} matches {len(found)} rollouts and evaluation_run artifacts, expected one: give more digits"
         )
     return found[0]

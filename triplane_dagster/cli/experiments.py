@@ -1,4 +1,4 @@
-"""`triplane experiments`: which there are, what one says after overrides, and what every key means."""
+"""`triplane experiments`: list experiments, show one with its defaults, or describe every key."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ app = typer.Typer(no_args_is_help=True, help="List experiments, show one, or pri
 
 
 def find_experiment(name: str, overrides: list[str] | None = None) -> Experiment:
-    """The experiment of this name or file, overridden. Raises ConfigError naming those there are."""
+    """Experiment of this name or file, with overrides applied. Raises ConfigError that lists the known names."""
     from resources.experiment import load_experiment
 
     return load_experiment(_file_of(name), overrides)
 
 
 def _file_of(name: str) -> Path:
-    """A path is itself; a name may be the file's or the one inside it, which `status` prints."""
+    """File of an experiment, given its path, its file name or the `name` inside it."""
     from resources.experiment import find_experiments, load_experiment
     from triplane_dagster.assembly import experiments_folder
 
@@ -40,7 +40,7 @@ def _file_of(name: str) -> Path:
     if found:
         return found[0]
     known = ", ".join(each.stem for each in there)
-    raise ConfigError(f"no experiment {name!r} in {folder}: there are {known or 'none'}")
+    raise ConfigError(f"no experiment {name!r} in {folder}: choose one of {known or '(none)'}")
 
 
 @app.command("list")
@@ -79,7 +79,7 @@ def show(experiment: ExperimentName = "quickstart", overrides: Overrides = None,
 def docs(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write there instead of printing.")] = None,
 ) -> None:
-    """Print what every key of an experiment file means, as Markdown: this is docs/experiments.md."""
+    """Print the reference of all keys of an experiment file as Markdown (docs/experiments.md)."""
     from triplane_dagster.cli.reference import experiment_reference
 
     text = experiment_reference()
@@ -91,7 +91,7 @@ def docs(
 
 @app.command()
 def raters(as_json: AsJson = False) -> None:
-    """List the rules that `rewards.components` of kind trace may name, and what each counts."""
+    """List the rules that `rewards.components` of kind trace may use, and what each counts."""
     from curation.rewards.traces import rule_table
 
     print_rows(rule_table(), as_json=as_json, empty="there are no rules")

@@ -1,6 +1,4 @@
-"""Errors as a user reads them: one line that names the thing and the fix, also for those that Dagster, its database or
-the system raise.
-"""
+"""Convert errors, also those of Dagster, its database and the system, to one line that names the thing and the fix."""
 
 from __future__ import annotations
 
@@ -13,9 +11,7 @@ _HOME = "DAGSTER_HOME"
 
 
 def line_of(error: BaseException) -> str | None:
-    """The line for `error` or for what it wraps; None for what is a fault of this program, which deserves its
-    traceback.
-    """
+    """One-line message for `error` or its causes; None for an internal fault, which is shown with its traceback."""
     chain = list(_causes(error))
     ours = next((each for each in chain if isinstance(each, TriplaneError)), None)
     if ours is not None:
@@ -28,7 +24,7 @@ def line_of(error: BaseException) -> str | None:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """`error` and what it was raised from: Dagster wraps what a step raises."""
+    """Iterate over `error` and the errors it was raised from; Dagster wraps what a step raises."""
     seen: BaseException | None = error
     while seen is not None:
         yield seen
@@ -36,7 +32,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _of_dagster(error: BaseException) -> str | None:
-    """Errors of Dagster's own records: what is wrong with where they are."""
+    """Message for errors of Dagster's own records, with their location."""
     module, name = type(error).__module__.partition(".")[0], type(error).__name__
     said = " ".join(str(getattr(error, "orig", None) or error).split())[:300]
     if module == "sqlalchemy":

@@ -1,4 +1,4 @@
-"""What ends a command early: an error in one line, or a signal with a way to go on.
+"""End a command early: an error becomes one line, a signal a message that says how to continue.
 
 TRIPLANE_DEBUG=1 shows tracebacks.
 """
@@ -18,7 +18,7 @@ from triplane_dagster.cli.interrupts import Interrupted, is_interrupt
 
 
 class GuardedGroup(TyperGroup):
-    """The top of the command tree: no error of ours ends in a traceback."""
+    """Command group in which none of our errors ends in a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command.

@@ -1,6 +1,4 @@
-"""What iterations achieved, read from the store: rewards, pass rates with intervals, the policy made and the decision
-about it.
-"""
+"""Read the results of iterations from the store: rewards, pass rates with intervals, policies and decisions."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ REPORTED = (Split.HELD_OUT, Split.UNSEEN)
 
 @dataclass(frozen=True)
 class IterationSummary:
-    """One iteration. What it has not reached yet is None."""
+    """Results of one iteration; a step that it has not reached is None."""
 
     iteration: str
     parent: str | None
@@ -47,28 +45,28 @@ class IterationSummary:
     """The rollback that took the policy back after it had gone live."""
 
     def rate(self, split: Split, policy: str | None) -> PassRate | None:
-        """Pass rate of one of the two policies on a split."""
+        """Pass rate of candidate or parent on a split."""
         return self.rates.get(split.value, {}).get(policy or "")
 
     def measured(self, split: Split, policy: str | None) -> dict[str, Any] | None:
-        """Measures of one of the two policies on a split."""
+        """Measures of candidate or parent on a split."""
         return self.measures.get(split.value, {}).get(policy or "")
 
     @property
     def live_after(self) -> str | None:
-        """Digest of the policy that acts after this iteration's decision."""
+        """Digest of the policy that is live after this iteration's decision."""
         return self.policy if self.decision == "live" else self.parent if self.decision else None
 
 
 def summaries(store: Store, experiment: str) -> list[IterationSummary]:
-    """Every iteration that began, in order."""
+    """Summaries of all iterations that have begun, in order."""
     undone = {digest: entry.came_by for digest, entry in Registry(store, experiment).rolled_back().items()}
     began = partitions(store, experiment, "iteration_inputs")
     return [summary(store, experiment, iteration, undone) for iteration in began]
 
 
 def summary(store: Store, experiment: str, iteration: str, undone: Mapping[str, str]) -> IterationSummary:
-    """One iteration. undone: what took a policy back, by its digest."""
+    """Summary of one iteration. undone: rollbacks by the digest of the policy that they took back."""
     inputs = read_artifact(store, experiment, "iteration_inputs", iteration)
     candidate = read_ref(store, experiment, "checkpoint", iteration)
     decision = read_artifact(store, experiment, "sampler", iteration)
@@ -98,9 +96,7 @@ def base_measures(history: list[IterationSummary], split: Split) -> dict[str, An
 
 
 def base_row(history: list[IterationSummary]) -> dict[str, Any]:
-    """The row above those of `row_of`: the policy that the first iteration started from. history: at least one
-    iteration.
-    """
+    """Table row of the policy that the first iteration started from. history: at least one iteration."""
     return {
         "iteration": "base",
         "train reward": None,
@@ -112,7 +108,7 @@ def base_row(history: list[IterationSummary]) -> dict[str, Any]:
 
 
 def row_of(found: IterationSummary) -> dict[str, Any]:
-    """A row of the table that `demo` and `status` print."""
+    """Row of an iteration in the table that `demo` and `status` print."""
     return {
         "iteration": found.iteration,
         "train reward": found.train_reward,
@@ -128,9 +124,7 @@ def row_of(found: IterationSummary) -> dict[str, Any]:
 def rate_columns(
     rate: Callable[[Split], PassRate | None], measured: Callable[[Split], dict[str, Any] | None]
 ) -> dict[str, str | None]:
-    """Columns of one policy on the splits that no decision reads: all measures, or the pass rate where only that is
-    known.
-    """
+    """Columns of one policy on the report-only splits: all measures, or the pass rate if only that is known."""
     columns: dict[str, str | None] = {}
     for split in REPORTED:
         name, found = split.value.replace("_", "-"), measured(split)
@@ -144,7 +138,7 @@ def rate_columns(
 
 
 def json_of(found: IterationSummary) -> dict[str, Any]:
-    """Everything, JSON-like."""
+    """Summary as a JSON-compatible value."""
     return {
         "iteration": found.iteration,
         "parent": found.parent,
@@ -168,12 +162,12 @@ def json_of(found: IterationSummary) -> dict[str, Any]:
 
 
 def rate_json(rate: PassRate | None) -> dict[str, Any] | None:
-    """A pass rate, JSON-like."""
+    """Pass rate as a JSON-compatible value."""
     return vars(rate) if rate else None
 
 
 def percent(rate: PassRate | None) -> str | None:
-    """A pass rate with its interval, for people."""
+    """Pass rate with its interval, as text."""
     if rate is None or rate.rate is None:
         return None
     return f"{rate.rate:.1%} [{rate.low:.0%}, {rate.high:.0%}]"

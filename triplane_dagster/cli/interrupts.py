@@ -1,4 +1,5 @@
-"""SIGINT and SIGTERM while a long command runs: it cleans up and ends within seconds; a second one ends it at once.
+"""Handle SIGINT and SIGTERM in long commands: the first cleans up within seconds, a second one ends the command at
+once.
 
     signal --(C level)--> wakeup pipe -> watcher: remembers the first, ends the process at the second or when cleaning
     up takes too long
@@ -39,7 +40,7 @@ _SWALLOWED, _SOON_S = 0, 0.02
 
 
 class Interrupted(BaseException):
-    """The command was asked to stop. Not an Exception: no handler for faults is to take it for one."""
+    """Raised if the command was asked to stop. Not an Exception, so that fault handlers don't catch it."""
 
     def __init__(self, number: int, line: str | None = None) -> None:
         super().__init__(line or how_to_go_on(number))
@@ -47,13 +48,13 @@ class Interrupted(BaseException):
 
 
 def how_to_go_on(number: int) -> str:
-    """The one line that an interrupted command says."""
+    """One line that an interrupted command prints."""
     command = "triplane " + shlex.join(sys.argv[1:])
-    return f"interrupted ({signal.Signals(number).name}): committed work is kept, go on with `{command}`"
+    return f"interrupted ({signal.Signals(number).name}): committed work is kept, continue with `{command}`"
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether this is what a signal raises, here or in Dagster."""
+    """Whether `error` results from a signal, here or in Dagster."""
     return (
         isinstance(error, (Interrupted, KeyboardInterrupt))
         or type(error).__name__ == "DagsterExecutionInterruptedError"
@@ -61,7 +62,7 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 class Interruption:
-    """What signals asked for so far."""
+    """State of the signals received so far."""
 
     def __init__(self, line: str | None = None) -> None:
         self.line = line
@@ -73,19 +74,19 @@ class Interruption:
         self._seen = threading.Event()
 
     def begin(self, number: signal.Signals) -> None:
-        """The first signal came."""
+        """Record the first signal."""
         self.number = number
         self._seen.set()
 
     def check(self, wait_s: float = 0.0) -> None:
-        """Raise Interrupted if a signal has come, whoever handled it. wait_s: for one that is known to have come."""
+        """Raise Interrupted if a signal has arrived. wait_s: time to wait for a signal that is known to arrive."""
         if self._seen.wait(wait_s) and self.number is not None:
             raise Interrupted(self.number, self.line)
 
 
 @contextmanager
 def stoppable(line: str | None = None) -> Iterator[Interruption]:
-    """In this block signals raise, and whatever error ends it after a signal becomes Interrupted. Main thread only.
+    """Context in which signals raise, and errors after a signal become Interrupted. Main thread only.
 
     line: what an interruption says, where running the same command again is not how to go on. After an interruption the
     process is expected to end: it is watched until then.
@@ -123,11 +124,11 @@ def _raise(number: int, frame: FrameType | None) -> None:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """The watcher acts on it."""
+    """Signal handler that leaves the reaction to the watcher thread."""
 
 
 def _raise_later(usual: Callable[[Any], Any], writer: int, lost: Any) -> None:
-    """What Python does with an error in a finalizer, but for those of signals."""
+    """Hook for errors in finalizers; raises those of signals again, passes on the others."""
     if lost.exc_value is not None and is_interrupt(lost.exc_value):
         os.write(writer, bytes([_SWALLOWED]))
     else:
@@ -135,16 +136,14 @@ def _raise_later(usual: Callable[[Any], Any], writer: int, lost: Any) -> None:
 
 
 def _leave(state: Interruption) -> None:
-    """The last of the exit handlers after an interruption: taking down the interpreter with torch in it takes a second
-    for nothing.
-    """
+    """Exit at once after an interruption, since shutting down the interpreter with torch takes a second."""
     if state.number is not None:
         sys.stdout.flush()
         os._exit(128 + state.number)
 
 
 def _watch(state: Interruption, reader: int, stderr: int) -> None:
-    """The watcher's thread: ends with the block, or with the process."""
+    """Body of the watcher thread; ends with the block or with the process."""
     number = _first_signal(reader)
     if number is None:
         return
@@ -164,8 +163,7 @@ def _first_signal(reader: int) -> signal.Signals | None:
 
 
 def _wait_for_another(reader: int, number: signal.Signals) -> bool:
-    """True at the next signal that is another request, at latest `GRACE_S` after the first; False when nobody sends any
-    more.
+    """Wait for a second request, at most `GRACE_S` after the first. Returns False if no more can come.
 
     number: of the first.
     """

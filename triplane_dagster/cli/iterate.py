@@ -91,7 +91,7 @@ def _run(experiment: Experiment, count: int) -> list[str]:
 
 
 def _report(experiment: Experiment, only: list[str] | None, *, as_json: bool) -> None:
-    """The table of iterations. only: these, else all."""
+    """Print the table of iterations. only: these partitions; default: all."""
     from triplane_dagster.cli.history import (
         REPORTED,
         base_measures,
@@ -121,15 +121,15 @@ def _report(experiment: Experiment, only: list[str] | None, *, as_json: bool) ->
 
 
 def _warn_of_other_versions(experiment: Experiment) -> None:
-    """On stderr, before anything runs: what of the store was made by other versions of its steps."""
+    """Warn on stderr, before anything runs, of work in the store made by other versions of its steps."""
     from triplane_dagster.cli.stale import stale_lines
 
-    for line in stale_lines(open_store(), experiment.name):
+    for line in stale_lines(open_store(), experiment.name, newest=True):
         typer.echo(line, err=True)
 
 
 def _warn_of_other_settings(experiment: Experiment) -> None:
-    """One line on stderr when what is about to be shown was not made with these settings."""
+    """Print one line on stderr if the results shown were made with other settings."""
     from resources.refs import partitions
     from triplane_dagster.settings import changed_steps
 
@@ -145,7 +145,7 @@ def _warn_of_other_settings(experiment: Experiment) -> None:
 
 
 def _seconds_text(seconds: dict[str, float]) -> str:
-    """Assets that took a tenth of a second or more."""
+    """Durations of the assets that took a tenth of a second or more."""
     return " ".join(f"{asset} {value:.1f}" for asset, value in seconds.items() if value >= 0.1)
 
 

@@ -1,4 +1,4 @@
-"""`triplane lineage`: which policy, task, image and config made a thing, and what was trained on it."""
+"""`triplane lineage`: show what made an artifact or episode, and what was made from it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def lineage(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Walk from an episode, a checkpoint or any artifact to what made it, and to everything made of it.
+    """Show what made an episode, a checkpoint or any artifact, and everything made from it.
 
     Examples:
 
@@ -78,7 +78,7 @@ def _print_trace(found: Trace) -> None:
 
 
 def _tree(title: str, steps: tuple[Step, ...], *, none: str) -> Tree:
-    """The walk as a tree: each artifact once, below the one it was first met from.
+    """Tree of the walk; each artifact appears once, below the one through which it was first reached.
 
     Groups are counted: their rollouts stand for them.
     """
@@ -117,7 +117,7 @@ def _episode_json(found: Trace) -> dict[str, Any] | None:
         "policy": episode.policy_version,
         "task": episode.task_id,
         "task_digest": episode.task_digest,
-        "image_digest": episode.image_digest,
+        "image_digest": episode.files_digest,
         "group": episode.group_id,
         "sample": episode.sample,
         "seed": episode.seed,

@@ -1,4 +1,4 @@
-"""Tables for people, JSON for programs."""
+"""Print tables for people and JSON for programs."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Row = Mapping[str, Any]
 
 
 def console() -> Console:
-    """Where tables go. Too narrow a terminal wraps cells; a pipe gets wide lines."""
+    """Console for tables. A narrow terminal wraps cells; a pipe gets wide lines."""
     found = Console(highlight=False)
     return found if found.is_terminal else Console(highlight=False, width=200)
 
 
 def print_json(value: Any) -> None:
-    """One JSON value on stdout."""
+    """Print one JSON value on stdout."""
     print(visible_json(json.dumps(value, indent=1, ensure_ascii=False)))
 
 
 def print_rows(rows: Sequence[Row], *, as_json: bool, title: str = "", empty: str = "nothing to show") -> None:
-    """Rows with equal keys. empty: what to say instead of a table without rows."""
+    """Print rows with equal keys. empty: text to print if there are none."""
     if as_json:
         print_json([dict(row) for row in rows])
     elif rows:
@@ -37,7 +37,7 @@ def print_rows(rows: Sequence[Row], *, as_json: bool, title: str = "", empty: st
 
 
 def table_of(rows: Sequence[Row], *, title: str = "") -> Table:
-    """A table with the keys of the first row as its head."""
+    """Build a table with the keys of the first row as its header."""
     table = Table(title=title or None, title_justify="left", header_style="bold")
     for name, value in rows[0].items():
         table.add_column(name, justify="right" if _is_number(value) else "left", overflow="fold")
@@ -47,7 +47,7 @@ def table_of(rows: Sequence[Row], *, title: str = "") -> Table:
 
 
 def cell(value: Any) -> str:
-    """How a value reads in a table."""
+    """Text of a value in a table."""
     if value is None:
         return "-"
     if isinstance(value, bool):

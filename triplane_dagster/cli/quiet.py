@@ -1,6 +1,4 @@
-"""Keeps Dagster's own event log off the terminal: it is in the UI, and bars show progress. TRIPLANE_DEBUG=1 lets it
-through.
-"""
+"""Keep Dagster's event log off the terminal, since the UI has it and bars show progress. TRIPLANE_DEBUG=1 shows it."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from typing import Any
 
 @contextmanager
 def quiet_dagster() -> Iterator[None]:
-    """Silence Dagster in this block. Exceptions still say everything, and what steps write to stderr is shown."""
+    """Silence Dagster in this block. Exceptions and what steps write to stderr are still shown."""
     if os.environ.get("TRIPLANE_DEBUG"):
         yield
         return
@@ -35,7 +33,7 @@ def quiet_dagster() -> Iterator[None]:
 
 @contextmanager
 def _mirror_stderr_alone() -> Iterator[None]:
-    """Change how Dagster shows what steps print: it offers no setting for it.
+    """Replace Dagster's mirroring of step output, for which it has no setting.
 
     Its four helper processes a step are in the terminal's process group and answer Ctrl-C with tracebacks; what steps
     print on stdout does not belong among a command's results. Log files get everything, as before.

@@ -1,4 +1,4 @@
-"""`triplane report`: an iteration as one HTML page."""
+"""`triplane report`: show an iteration as one HTML page."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ def report(
     ] = None,
     show: Annotated[bool, typer.Option("--open", help="Open it in the web browser.")] = False,
 ) -> None:
-    """Print where the report of an iteration is: curves, distributions, costs, and a viewer of every episode, in one
-    file.
+    """Print the path of an iteration's report: curves, distributions, costs and every episode, in one file.
 
     The asset `report` made it; an iteration that has none yet (it is still running) is drawn from what it has so far.
 

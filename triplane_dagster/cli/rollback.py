@@ -1,4 +1,4 @@
-"""`triplane rollback`: an earlier policy live again."""
+"""`triplane rollback`: make an earlier policy live again."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def rollback(
 
 
 def _bring_again(store: Store, experiment: Experiment, said: str, as_json: bool) -> None:
-    """For a policy that is live: the registry stays, the servers are brought to it."""
+    """Update the servers to the live policy without changing the registry."""
     from ops.deploy import servers_line
     from ops.rollback import bring_live
     from resources.registry import Registry
@@ -99,9 +99,9 @@ def _bring_again(store: Store, experiment: Experiment, said: str, as_json: bool)
 
 
 def _how_to_bring(experiment: Experiment, live: LivePolicy) -> str:
-    """What is done and what is not: the same command again could go one policy further back."""
+    """Message that says what is done, and how to update the remaining servers without rolling back further."""
     command = f"triplane rollback -e {experiment.name} --to {live.origin or 'base'}"
-    return f"{live.policy.short} is live; servers: not all were brought to it, `{command}` does that"
+    return f"{live.policy.short} is live; not all servers were updated, `{command}` updates them"
 
 
 def _warn(servers: Sequence[ServerState], told: Sequence[str]) -> None:
@@ -127,13 +127,13 @@ def _show(experiment: Experiment, plan: RollbackPlan) -> None:
 
 def _confirm() -> None:
     if not sys.stdin.isatty():
-        raise ConfigError("a rollback asks before it acts, and nobody is there to answer: add --yes")
+        raise ConfigError("a rollback needs confirmation and stdin is not a terminal: add --yes")
     if not typer.confirm("roll back?"):
         raise typer.Exit(1)
 
 
 def _tell_dagster(experiment: Experiment, done: RolledBack) -> list[str]:
-    """Show the rollback on the sampler's page; what went wrong with that, which undoes nothing."""
+    """Report the rollback on the sampler's page. Returns the error if that fails, which undoes nothing."""
     from dagster import DagsterError
 
     from ops.rollback import observation

@@ -1,4 +1,4 @@
-"""`triplane serve`: the live policy over an OpenAI-compatible API."""
+"""`triplane serve`: serve the live policy over an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def serve(
     """
     if follow:
         if policy != "live":
-            raise ConfigError(f"--follow serves what is live, --policy names {policy}: leave one of them out")
+            raise ConfigError(
+                f"--follow serves the live policy, --policy {policy} a fixed one: use one of the two options"
+            )
         _serve_live(open_store(), experiment, listen, poll)
         return
     checkpoint = find_policy(open_store(), experiment, policy)
@@ -75,7 +77,7 @@ def _serve_live(store: Store, experiment: str, listen: str, poll_s: float) -> No
 
 
 def find_policy(store: Store, experiment: str, policy: str) -> Artifact:
-    """The checkpoint called `live`, `base`, or by the beginning of its digest. Raises ArtifactMissing."""
+    """Checkpoint for `live`, `base` or a digest prefix. Raises ArtifactMissing."""
     from resources.refs import require_ref
     from resources.registry import Registry
 
@@ -89,6 +91,6 @@ def find_policy(store: Store, experiment: str, policy: str) -> Artifact:
     }
     if len(found) != 1:
         raise ArtifactMissing(
-            f"{policy!r} begins the digests of {len(found)} checkpoints in {store.url}: `triplane status` shows them"
+            f"{policy!r} matches {len(found)} checkpoints in {store.url}, expected one: `triplane status` lists them"
         )
     return open_artifact(store, next(iter(found.values())))

@@ -1,4 +1,4 @@
-"""What is stale in a store, and why, as people are told of it."""
+"""Print which steps in a store are stale, and why."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from contracts.store import Store
 from triplane_dagster.cli.output import console
 
 
-def stale_lines(store: Store, experiment: str) -> list[str]:
-    """Lines that name every stale step and what that means; none where nothing is stale."""
+def stale_lines(store: Store, experiment: str, *, newest: bool = False) -> list[str]:
+    """Lines that name every stale step (newest: of the newest iteration) and the consequence; empty if nothing is."""
     from triplane_dagster.staleness import stale_steps
 
-    stale = stale_steps(store, experiment)
+    stale = stale_steps(store, experiment, newest=newest)
     if not stale:
         return []
     return [
@@ -27,6 +27,6 @@ def stale_lines(store: Store, experiment: str) -> list[str]:
 
 
 def print_stale(store: Store, experiment: str) -> None:
-    """Print the lines on stdout."""
+    """Print these lines on stdout."""
     for line in stale_lines(store, experiment):
         console().print(line)

@@ -1,4 +1,4 @@
-"""`triplane status`: what is live, and what each iteration achieved."""
+"""`triplane status`: show the live policy and the results of each iteration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def status(
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Show the live policy of each experiment and what each iteration achieved.
+    """Show the live policy of each experiment and the results of each iteration.
 
     Examples:
 

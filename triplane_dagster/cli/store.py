@@ -1,4 +1,4 @@
-"""`triplane store`: whether everything promised is there, and the space that nobody needs."""
+"""`triplane store`: check that every artifact is complete, and remove files that are not needed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WHY = {
 
 @app.command()
 def check(as_json: AsJson = False) -> None:
-    """Read every artifact where it is and compare it with its manifest. Exits 1 when anything is missing or changed.
+    """Read every artifact from the store and compare it with its manifest. Exits 1 if anything is missing or changed.
 
     Examples:
 
@@ -45,8 +45,8 @@ def check(as_json: AsJson = False) -> None:
         print_rows(rows, as_json=False, empty=f"{checked.artifacts} artifacts, {checked.files} files: all as committed")
     if rows:
         raise ArtifactCorrupt(
-            f"{len(rows)} faults in {store.url}: delete the folders artifacts/<kind>/<key> named above and run their"
-            " steps again, or copy them from a backup"
+            f"{len(rows)} damaged or missing files in {store.url}: delete the folders artifacts/<kind>/<key> named"
+            " above and run their steps again, or copy them from a backup"
         )
 
 
@@ -58,7 +58,7 @@ def gc(
     ] = 24.0,
     as_json: AsJson = False,
 ) -> None:
-    """Remove what killed writers left: files that no manifest names, uploads that never ended.
+    """Remove what killed writers left: files that no manifest names, and incomplete uploads.
 
     Artifacts are never touched.
 
@@ -95,7 +95,7 @@ def _row(garbage: Garbage) -> dict[str, str | int | float | None]:
 
 @contextmanager
 def _bytes_bar(text: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr; nothing where that is no terminal."""
+    """Progress bar on stderr; none if stderr is not a terminal."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),

@@ -1,4 +1,4 @@
-"""Which task suite a command means: the one of a digest, else the experiment's own."""
+"""Select the task suite of a command: by digest, else the experiment's own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OfSuite = Annotated[
 
 
 def chosen_suite(store: Store, experiment: Experiment, digest: str | None = None) -> Artifact:
-    """The suite that a command works on: built with these settings, or by an older version, which is said.
+    """Suite that a command works on: built with these settings, or by an older version, which is printed.
 
     Raises ArtifactMissing with the command that makes it.
     """

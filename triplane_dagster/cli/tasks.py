@@ -1,4 +1,4 @@
-"""`triplane tasks`: build a task suite or import one, look at its tasks, prove them again, play an agent over them."""
+"""`triplane tasks`: build or import a task suite, list, show and prove its tasks, run an agent on them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def build(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Build an experiment's task suite and prove every task in sandboxes; a suite that is built already is found.
+    """Build an experiment's task suite and prove every task in sandboxes. A suite that exists is reused.
 
     Examples:
 
@@ -132,9 +132,9 @@ def show(
             "tests": list(found.tests),
             "reference_diff": found.reference_diff.decode(errors="replace"),
             "meta": found.meta,
-            **({"artifacts": list(found.artifacts)} if found.artifacts else {}),
+            **({"artifacts": list(found.deliverables)} if found.deliverables else {}),
             "digest": found.digest,
-            "image_digest": found.image_digest,
+            "image_digest": found.files_digest,
         }
     )
 
@@ -148,7 +148,8 @@ def check(
     suite: OfSuite = None,
     as_json: AsJson = False,
 ) -> None:
-    """Prove an existing suite again: tests fail before the fix, pass after it, cheats and wrong answers score nothing.
+    """Prove an existing suite again: tests fail before the fix and pass after it; cheats and wrong answers score
+    nothing.
 
     Example:
 

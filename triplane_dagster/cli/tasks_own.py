@@ -1,6 +1,4 @@
-"""`triplane tasks import` and `triplane tasks run`: tasks of one's own, and agents without a model to check a suite
-with.
-"""
+"""`triplane tasks import` and `triplane tasks run`: user-supplied tasks, and scripted agents to check a suite with."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ def import_tasks(
     ] = "quickstart",
     as_json: AsJson = False,
 ) -> None:
-    """Make a task suite of your own repositories; every task is proved in sandboxes, a broken one is named and left
+    """Make a task suite from your own repositories. Every task is proved in sandboxes; broken ones are named and left
     out.
 
     Both formats are described in docs/tasks.md. What is imported already is found.
@@ -98,7 +96,7 @@ def run(
     max_turns: Annotated[int, typer.Option(min=1, help="Turns after which a script is stopped.")] = 50,
     as_json: AsJson = False,
 ) -> None:
-    """Play an agent over a suite in real sandboxes and grade it as episodes are graded.
+    """Run an agent on a suite in real sandboxes and grade it as episodes are graded.
 
     The oracle must solve every task and noop none: anything else is an error that names the task.
 

@@ -1,4 +1,4 @@
-"""Seconds that assets took, from Dagster's own records of the runs."""
+"""Read the duration of each asset from Dagster's run records."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ Seconds = dict[str | None, dict[str, float]]
 
 
 def experiment_seconds(experiment: str) -> Seconds:
-    """Seconds of each asset's steps in all runs of an experiment, interrupted and repeated ones included."""
+    """Seconds of each asset's steps in all runs of an experiment, including interrupted and repeated ones."""
     from dagster import RunsFilter
 
     from ops.graph import ONCE, PER_ITERATION

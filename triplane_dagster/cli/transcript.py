@@ -1,6 +1,4 @@
-"""An episode as a person reads it: what the task asked, what the policy wrote, what the tools answered, the diff and
-the verdict.
-"""
+"""Render an episode for reading: task, messages, tool results, diff and verdict."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ STYLES = {
 
 
 def tokenizer_of(store: Store, policy_version: str) -> ChatTokenizer:
-    """The tokenizer of the checkpoint whose digest is `policy_version`.
+    """Tokenizer of the checkpoint with the digest `policy_version`.
 
     Raises ArtifactMissing when the store has it no more.
     """
@@ -38,13 +36,13 @@ def tokenizer_of(store: Store, policy_version: str) -> ChatTokenizer:
         if checkpoint.ref.digest == policy_version:
             return ChatTokenizer.from_directory(checkpoint.path("tokenizer.json").parent)
     raise ArtifactMissing(
-        f"store {store.url} has no checkpoint {policy_version[:12]}, whose tokenizer reads this episode: open the store"
-        " that made it"
+        f"store {store.url} has no checkpoint {policy_version[:12]}, whose tokenizer decodes this episode: open the"
+        " store that made it"
     )
 
 
 def episode_json(store: Store, home: EpisodeHome) -> dict[str, Any]:
-    """Everything known of an episode: facts, messages by role, tool calls, diff, reward, what datasets did with it."""
+    """All data of an episode: facts, messages by role, tool calls, diff, reward, and the datasets that used it."""
     episode = home.read()
     tokenizer = tokenizer_of(store, episode.policy_version)
     return {
@@ -62,7 +60,7 @@ def episode_json(store: Store, home: EpisodeHome) -> dict[str, Any]:
 
 
 def print_episode(out: Console, found: dict[str, Any]) -> None:
-    """Print what `episode_json` returns."""
+    """Print the result of `episode_json`."""
     facts = {
         name: found[name] for name in ("episode", "policy", "task", "group", "sample", "outcome", "tokens", "artifact")
     }

@@ -1,4 +1,4 @@
-"""`triplane ui`: the asset graph and the reports in the Dagster web server, with the daemon that runs schedules and
+"""`triplane ui`: run the Dagster web server with the asset graph and reports, and the daemon for schedules and
 sensors.
 """
 
@@ -32,7 +32,7 @@ def ui(
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 3000,
 ) -> None:
-    """Open the asset graph in the Dagster UI; iterations launched there and by `triplane iterate` share one history.
+    """Open the asset graph in the Dagster UI. It shares one history with `triplane iterate`.
 
     Example:
 
@@ -57,19 +57,19 @@ def ui(
 
 @contextmanager
 def alone(home: Path) -> Iterator[None]:
-    """Hold the place of the one UI of an instance: two daemons would launch every run twice. Raises ConfigError."""
+    """Lock for the only UI of an instance, since two daemons would launch every run twice. Raises ConfigError."""
     home.mkdir(parents=True, exist_ok=True)
     with (home / ".triplane-ui.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"a `triplane ui` runs for {home} already: use that one, or stop it first") from None
+            raise ConfigError(f"`triplane ui` is already running for {home}: use it, or stop it first") from None
         yield
 
 
 @contextmanager
 def code_servers(instance: DagsterInstance) -> Iterator[Path]:
-    """Processes that load the definitions once for everybody, as `dagster dev` has them.
+    """Start processes that load the definitions once for all clients, as `dagster dev` does.
 
     Yields a workspace file that points at them.
     """
@@ -89,7 +89,7 @@ def code_servers(instance: DagsterInstance) -> Iterator[Path]:
 
 @contextmanager
 def daemon(instance: DagsterInstance, workspace: Path) -> Iterator[None]:
-    """The process that runs the queue, schedules and sensors, until the block ends."""
+    """Run the daemon for queue, schedules and sensors until the block ends."""
     from dagster._serdes import serialize_value
 
     command = [sys.executable, "-m", "dagster._daemon", "run", "--log-level", "warning", "--workspace", str(workspace)]
@@ -106,7 +106,7 @@ def daemon(instance: DagsterInstance, workspace: Path) -> Iterator[None]:
 
 
 def require_free(host: str, port: int) -> None:
-    """Raises ConfigError unless this address can be listened at: known before minutes are spent on loading."""
+    """Raise ConfigError unless this address can be listened on, before time is spent on loading."""
     try:
         with socket.create_server((host, port)):
             pass
@@ -116,7 +116,7 @@ def require_free(host: str, port: int) -> None:
 
 
 def project_root() -> Path:
-    """The folder with workspace.yaml: the working directory, else the repository. Raises ConfigError."""
+    """Folder with workspace.yaml: the working directory, else the repository. Raises ConfigError."""
     for folder in (Path.cwd(), Path(__file__).parents[2]):
         if (folder / "workspace.yaml").is_file():
             return folder

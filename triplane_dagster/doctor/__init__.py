@@ -1,4 +1,4 @@
-"""What this machine can do for Triplane, each found out by trying it.
+"""Test what this machine can do for Triplane by trying it.
 
     checks of machine, isolation, accelerators, services --> look(check), each in a thread with its own deadline -->
     findings

@@ -1,4 +1,4 @@
-"""torch, GPUs and what they can compute in, and the engines and trainers that need them."""
+"""Checks of torch, GPUs and their number formats, and of the engines and trainers that need them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ THOROUGH_S = 180.0
 
 
 def checks(thorough: bool) -> list[Check]:
-    """What computes here. thorough: import what takes long to import, too."""
+    """Checks of accelerators. thorough: also import packages that take long to import."""
     limit = THOROUGH_S if thorough else 30.0
     return [
         Check("torch", "policies", torch, required=True, timeout_s=TORCH_S),
@@ -40,7 +40,7 @@ def checks(thorough: bool) -> list[Check]:
 
 
 def torch() -> Finding:
-    """Import it and multiply; name each device it sees, and its FP8 units."""
+    """Import torch and multiply; name each device and its FP8 units."""
     said = trial("torch_devices", timeout_s=TORCH_S)
     if said.code != 0:
         return broken(said.last_words, "`make install`")
@@ -50,7 +50,7 @@ def torch() -> Finding:
 
 
 def gpu() -> Finding:
-    """What the driver says."""
+    """Ask the GPU driver."""
     query = ["--query-gpu=name,driver_version,memory.total,compute_cap", "--format=csv,noheader"]
     try:
         said = ask(["nvidia-smi", *query])
@@ -62,7 +62,7 @@ def gpu() -> Finding:
 
 
 def package(name: str, fix: str, thorough: bool) -> Callable[[], Finding]:
-    """A check of a Python package: its version, and whether it can be imported where that was asked for."""
+    """Check of a Python package: its version and, if requested, whether it can be imported."""
 
     def look() -> Finding:
         return _package(Path(sys.executable), name, fix, thorough)
@@ -71,7 +71,7 @@ def package(name: str, fix: str, thorough: bool) -> Callable[[], Finding]:
 
 
 def vllm(thorough: bool) -> Finding:
-    """In this environment, or in one of its own beside the code."""
+    """Find vLLM in this environment, or in one of its own beside the code."""
     own = ROOT / ".venv-vllm" / "bin" / "python"
     here = _package(Path(sys.executable), "vllm", "`pip install -e '.[vllm]'` on a machine with GPUs", thorough)
     if here.state != "missing" or not own.is_file():

@@ -1,4 +1,4 @@
-"""A check, what it found, and how all of them are made at once."""
+"""Define checks and run all of them at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ State = Literal["ok", "missing", "broken"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found. missing: not there, which may be fine. broken: there, and of no use as it is."""
+    """Result of a check. missing: not present, which may be fine. broken: present but unusable."""
 
     state: State
     found: str
@@ -27,7 +27,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """One thing to try."""
+    """One check and its name."""
 
     name: str
     needed_for: str
@@ -39,22 +39,22 @@ class Check:
 
 
 def ok(found: str) -> Finding:
-    """It works."""
+    """Finding that something works."""
     return Finding("ok", found)
 
 
 def missing(found: str, fix: str) -> Finding:
-    """It is not there."""
+    """Finding that something is not present."""
     return Finding("missing", found, fix)
 
 
 def broken(found: str, fix: str) -> Finding:
-    """It is there and does not work."""
+    """Finding that something is present but does not work."""
     return Finding("broken", found, fix)
 
 
 def make(checks: Sequence[Check]) -> list[tuple[Check, Finding]]:
-    """Every check with what it found, in the given order.
+    """Run all checks and return them with their findings, in the given order.
 
     All are made at once; one that passes its deadline is left behind.
     """
@@ -90,7 +90,7 @@ def one_line(text: str, limit: int = 240) -> str:
 
 @dataclass(frozen=True)
 class Said:
-    """What a program answered."""
+    """Output of a program."""
 
     code: int
     out: str
@@ -98,7 +98,7 @@ class Said:
 
     @property
     def last_words(self) -> str:
-        """Its last line, wherever it was printed."""
+        """Last line of output, on stdout or stderr."""
         lines = [*self.out.splitlines(), *self.err.splitlines()]
         return one_line(next((line for line in reversed(lines) if line.strip()), "it said nothing"))
 
@@ -133,7 +133,7 @@ def trial(name: str, *arguments: str, timeout_s: float) -> Said:
 
 
 def version_of(program: str, *arguments: str, fix: str) -> Finding:
-    """What a program says of its version, or that it is missing."""
+    """Version that a program prints, or a finding that it is missing."""
     try:
         said = ask([program, *arguments])
     except FileNotFoundError:

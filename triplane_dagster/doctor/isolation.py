@@ -1,4 +1,4 @@
-"""What sandboxes stand on: envd's backends really tried, and the kernel's and other people's means of isolation."""
+"""Checks of isolation: envd's backends by starting a sandbox, and the means of the kernel and of other programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAMESPACES_FIX = (
 
 
 def checks() -> list[Check]:
-    """What isolates here."""
+    """Checks of isolation."""
     return [
         Check("sandboxes", "episodes and their tests", sandboxes, required=True, timeout_s=2 * SANDBOX_S),
         Check("isolation", "policies that are not trusted", namespaces, timeout_s=SANDBOX_S),
@@ -38,7 +38,7 @@ def checks() -> list[Check]:
 
 
 def sandboxes() -> Finding:
-    """Start the server that a run would use, and run a command in a sandbox of it."""
+    """Start the server that a run would use, and run a command in one of its sandboxes."""
     address = os.environ.get("TRIPLANE_ENVD")
     said = trial("sandbox", address or "auto", timeout_s=SANDBOX_S)
     if said.code == 0:
@@ -49,13 +49,13 @@ def sandboxes() -> Finding:
 
 
 def namespaces() -> Finding:
-    """The backend that isolates."""
+    """Try the namespaces backend."""
     said = trial("sandbox", "namespaces", timeout_s=SANDBOX_S)
     return ok(said.out.strip()) if said.code == 0 else broken(said.last_words, _NAMESPACES_FIX)
 
 
 def overlay() -> Finding:
-    """Mount one, in namespaces of its own."""
+    """Mount an overlay in new namespaces."""
     script = (
         "mount -t tmpfs none /mnt && cd /mnt && mkdir l u w m && mount -t overlay -o"
         " lowerdir=l,upperdir=u,workdir=w,userxattr none m"
@@ -70,7 +70,7 @@ def overlay() -> Finding:
 
 
 def cgroups() -> Finding:
-    """Make a group and remove it."""
+    """Create and remove a control group."""
     made = Cgroups(f"triplane-doctor-{os.getpid()}")
     try:
         enforced = made.enforced
@@ -88,7 +88,7 @@ def cgroups() -> Finding:
 
 
 def seccomp() -> Finding:
-    """What the kernel offers, and whether this process is filtered."""
+    """Read what the kernel supports, and whether this process is filtered."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     if "Seccomp" not in fields:
         return missing("the kernel has none", "a kernel with CONFIG_SECCOMP_FILTER")
@@ -96,7 +96,7 @@ def seccomp() -> Finding:
 
 
 def landlock() -> Finding:
-    """Ask the kernel for its version."""
+    """Ask the kernel for its Landlock version."""
     if platform.machine() not in ("x86_64", "aarch64"):
         return missing(f"not tried on {platform.machine()}", "x86_64 or aarch64")
     libc = ctypes.CDLL(None, use_errno=True)
@@ -108,12 +108,12 @@ def landlock() -> Finding:
 
 
 def gvisor() -> Finding:
-    """Its own word."""
+    """Ask runsc for its version."""
     return version_of("runsc", "--version", fix="`apt-get install runsc` (Debian 13 or newer)")
 
 
 def kvm() -> Finding:
-    """Open the device and ask it. Whether a guest boots is not tried."""
+    """Open /dev/kvm and query it; whether a guest boots is not tested."""
     device = "/dev/kvm"
     if not Path(device).exists():
         return missing(
@@ -130,12 +130,12 @@ def kvm() -> Finding:
 
 
 def firecracker() -> Finding:
-    """Its own word."""
+    """Ask Firecracker for its version."""
     return version_of("firecracker", "--version", fix="put a release's `firecracker` into PATH")
 
 
 def qemu() -> Finding:
-    """Its own word."""
+    """Ask QEMU for its version."""
     machine = platform.machine()
     package = {"x86_64": "qemu-system-x86", "aarch64": "qemu-system-arm"}.get(machine, "qemu-system")
     return version_of(f"qemu-system-{machine}", "--version", fix=f"`apt-get install {package}`")

@@ -1,4 +1,4 @@
-"""Python and what is installed in it, cores, memory, disk, open files, the clock."""
+"""Checks of Python and its packages, cores, memory, disk, open files and the clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLOCK_S = 5.0
 
 
 def checks() -> list[Check]:
-    """What every machine is asked."""
+    """Checks that run on every machine."""
     return [
         Check("Python", "everything", python),
         Check("packages", "everything", packages, required=True),
@@ -39,12 +39,12 @@ def checks() -> list[Check]:
 
 
 def python() -> Finding:
-    """The interpreter."""
+    """Check the interpreter's version."""
     return ok(f"{sys.version.split()[0]}, {sys.executable}")
 
 
 def packages() -> Finding:
-    """Whether what pyproject.toml asks for is installed, in a version that it allows."""
+    """Check that the dependencies of pyproject.toml are installed in allowed versions."""
     wrong = list(_unmet(metadata.requires("triplane") or []))
     if wrong:
         return broken("; ".join(wrong), "`make install`")
@@ -71,7 +71,7 @@ def _installed(name: str) -> str | None:
 
 
 def tested_versions() -> Finding:
-    """What differs from constraints.txt."""
+    """List the differences from constraints.txt."""
     place = ROOT / "constraints.txt"
     if not place.is_file():
         return ok("no constraints.txt beside the code: nothing to compare with")
@@ -88,7 +88,7 @@ def tested_versions() -> Finding:
 
 
 def cores() -> Finding:
-    """Cores this process may use."""
+    """Count the cores this process may use."""
     mine, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     if load > 2 * mine:
         return broken(f"{mine}, with a load of {load:.0f}", "wait for what else runs, or set OMP_NUM_THREADS=1")
@@ -96,7 +96,7 @@ def cores() -> Finding:
 
 
 def memory() -> Finding:
-    """Memory that is free or can be freed."""
+    """Measure the available memory."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     total, free = (int(fields[name].split()[0]) / 2**20 for name in ("MemTotal", "MemAvailable"))
     said = f"{free:.1f} of {total:.1f} GiB available"
@@ -106,7 +106,7 @@ def memory() -> Finding:
 
 
 def local_place() -> Path:
-    """The nearest existing folder to where this machine keeps the store, or the cache of one on S3."""
+    """Nearest existing folder to where this machine keeps the store, or the cache of a store on S3."""
     from contracts.filecache import cache_base
 
     url = os.environ.get("TRIPLANE_STORE") or DEFAULT_STORE
@@ -115,7 +115,7 @@ def local_place() -> Path:
 
 
 def disk() -> Finding:
-    """Space where artifacts are written."""
+    """Measure the free space where artifacts are written."""
     place = local_place()
     about = os.statvfs(place)
     free, total = (blocks * about.f_frsize / 2**30 for blocks in (about.f_bavail, about.f_blocks))
@@ -126,7 +126,7 @@ def disk() -> Finding:
 
 
 def open_files() -> Finding:
-    """Descriptors this process may have, and how full the machine's table is."""
+    """Read the limit of file descriptors and how full the machine's table is."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used, _, most = Path("/proc/sys/fs/file-nr").read_text().split()
     said = f"{soft} a process (at most {hard}); {used} open on this machine"
@@ -138,7 +138,7 @@ def open_files() -> Finding:
 
 
 def clock() -> Finding:
-    """Whether the clock agrees with that of the disk, and is not at its epoch."""
+    """Check that the clock agrees with the file system's and is not at its epoch."""
     now = time.time()
     with tempfile.NamedTemporaryFile(dir=_writable(local_place())) as probe:
         apart = abs(Path(probe.name).stat().st_mtime - now)

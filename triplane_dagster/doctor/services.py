@@ -1,4 +1,4 @@
-"""The store, Dagster's instance and its database, containers and clusters."""
+"""Checks of the store, Dagster's instance and database, containers and clusters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POSTGRES_S = 5
 
 
 def checks() -> list[Check]:
-    """What this machine is connected to."""
+    """Checks of services that this machine uses."""
     return [
         Check("store", "artifacts", store, required=True, timeout_s=STORE_S),
         Check("Dagster instance", "runs, their records, the UI", instance, required=True, timeout_s=INSTANCE_S),
@@ -45,7 +45,9 @@ def store() -> Finding:
 
 
 def _local(url: str) -> Finding:
-    """In the store where there is one, else beside where it would be: looking must not make it."""
+    """Folder for the test object: the store if it exists, else its nearest parent, so that the check creates
+    nothing.
+    """
     parsed = urlparse(url)
     place = Path(parsed.path if parsed.scheme == "file" else url).absolute()
     if place.is_dir() or parsed.scheme not in ("", "file"):
@@ -73,7 +75,7 @@ def _tried(store: Store, how: str) -> Finding:
 
 
 def instance() -> Finding:
-    """Open it as a run would, and ask for the daemon's heartbeats."""
+    """Open Dagster's instance as a run would, and read the daemon's heartbeats."""
     said = trial("instance", timeout_s=INSTANCE_S)
     if said.code != 0:
         where = os.environ.get("DAGSTER_HOME")
@@ -87,7 +89,7 @@ def instance() -> Finding:
 
 
 def postgres() -> Finding:
-    """Connect, where DAGSTER_POSTGRES_* say where to."""
+    """Connect to PostgreSQL if DAGSTER_POSTGRES_* are set."""
     host = os.environ.get("DAGSTER_POSTGRES_HOST")
     try:
         import psycopg2  # type: ignore[import-untyped]
@@ -112,7 +114,7 @@ def postgres() -> Finding:
 
 
 def docker() -> Finding:
-    """Ask the server, not only the client."""
+    """Ask the Docker server, not only its client."""
     try:
         said = ask(["docker", "version", "--format", "{{.Server.Version}}"])
     except FileNotFoundError:
@@ -123,7 +125,7 @@ def docker() -> Finding:
 
 
 def compose() -> Finding:
-    """Its own word."""
+    """Ask compose for its version."""
     return version_of(
         "docker", "compose", "version", fix="`apt-get install docker-compose-v2`, or Docker's own packages"
     )

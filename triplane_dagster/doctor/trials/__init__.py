@@ -1,3 +1,1 @@
-"""Trials that need a process of their own, since they may hang, crash, or import what takes seconds. Each is run as a
-module.
-"""
+"""Checks that run in a process of their own, since they may hang, crash or take seconds to import."""

@@ -1,4 +1,4 @@
-"""`python -m triplane_dagster.doctor.trials.instance`: open Dagster's instance as a run would, and say what it is.
+"""`python -m triplane_dagster.doctor.trials.instance`: open Dagster's instance as a run would, and print what it is.
 
 Where there is none yet, it is opened in a temporary folder: looking must not make one.
 """
@@ -17,7 +17,7 @@ from triplane_dagster.run import open_instance
 
 
 def main() -> int:
-    """One JSON object on stdout."""
+    """Print one JSON object on stdout."""
     here = Path.cwd()
     exists = bool(os.environ.get("DAGSTER_HOME")) or (here / ".triplane" / "dagster").is_dir()
     with tempfile.TemporaryDirectory() as elsewhere:

@@ -1,5 +1,5 @@
-"""`python -m triplane_dagster.doctor.trials.sandbox auto|namespaces|ADDRESS`: run a command in a real sandbox and say
-what that was.
+"""`python -m triplane_dagster.doctor.trials.sandbox auto|namespaces|ADDRESS`: run a command in a real sandbox and print
+the backend.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ANSWER_S = 5.0
 
 
 async def use(address: str) -> str:
-    """One sandbox of the server there."""
+    """Run a command in one sandbox of the server."""
     async with SandboxClient(address) as client:
         async with asyncio.timeout(ANSWER_S):
             about = await client.info()
@@ -33,7 +33,7 @@ async def use(address: str) -> str:
 
 
 def main(what: str) -> int:
-    """Exit status 0, and one line on stdout, when a sandbox ran."""
+    """Run the check. Exits 0 with one line on stdout if a sandbox ran."""
     backends: dict[str, Literal["auto", "namespaces"]] = {"auto": "auto", "namespaces": "namespaces"}
     try:
         if what in backends:

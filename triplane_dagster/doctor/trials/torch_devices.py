@@ -1,5 +1,5 @@
-"""`python -m triplane_dagster.doctor.trials.torch_devices`: multiply on each device that torch sees, and say what it
-is.
+"""`python -m triplane_dagster.doctor.trials.torch_devices`: multiply on each device that torch sees, and print its
+name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 
 def fp8_of(capability: tuple[int, int]) -> str:
-    """Which FP8 formats the tensor cores of a CUDA compute capability compute in."""
+    """FP8 formats that the tensor cores of a CUDA compute capability support."""
     if capability >= (10, 0):
         return "FP8 and MXFP8 units"
     if capability >= (8, 9):
@@ -20,7 +20,7 @@ def fp8_of(capability: tuple[int, int]) -> str:
 
 
 def describe(index: int) -> dict[str, Any]:
-    """One CUDA device, after a product on it."""
+    """Describe one CUDA device after a matrix product on it."""
     device = torch.device("cuda", index)
     square = torch.eye(64, device=device)
     if not torch.equal(square @ square, square):
@@ -34,7 +34,7 @@ def describe(index: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """One JSON object on stdout."""
+    """Print one JSON object on stdout."""
     square = torch.eye(64)
     if not torch.equal(square @ square, square):
         raise SystemExit("torch multiplies wrongly on this CPU")
