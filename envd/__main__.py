@@ -38,7 +38,7 @@ asks for a key (or client certificates), beyond this machine with TLS, unless --
 """
 _COMMANDS = {
     "mcp": ("envd.mcp", "run_mcp", "the tools over MCP, for agents that nobody here wrote"),
-    "top": ("envd.top", "run_top", "a live table of a server's sandboxes"),
+    "top": ("envd.operations.top", "run_top", "a live table of a server's sandboxes"),
     "policy": ("envd.policy_check", "run_policy", "check a policy file"),
 }
 """Commands that parse their own arguments: module, function (arguments -> exit code), help."""

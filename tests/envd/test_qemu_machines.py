@@ -18,11 +18,12 @@ import pytest
 from contracts.owned import owned_name
 from envd.backends import qemu
 from envd.backends.base import NetworkRule
-from envd.client import Sandbox, ToolCall
+from envd.client import ToolCall
 from envd.errors import BackendUnavailable, SandboxGone, SandboxStartError
 from envd.images.build import build, default_directory, load
 from envd.images.packages import ImageError
 from envd.local import LocalEnvd
+from envd.operations.client import ManagedSandbox
 from envd.sandbox.cgroups import OWNED
 from envd.types import Limits
 from tests.envd.harness import FILES, FIX, Harness
@@ -230,7 +231,7 @@ def test_a_server_serves_machines(image: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("TRIPLANE_ENVD_IMAGE", str(image))
     monkeypatch.setenv("TRIPLANE_ENVD_QEMU_ACCEL", "tcg")
 
-    async def job(sandbox: Sandbox) -> None:
+    async def job(sandbox: ManagedSandbox) -> None:
         assert (await sandbox.call(FIX)).text == "ok"
         ran = await sandbox.call(
             ToolCall("exec", {"command": "export KEPT=1; sleep 600 & python3 -c 'import calc; print(calc.add(1, 2))'"})

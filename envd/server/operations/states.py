@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from contracts.pb import envd_operations_pb2 as operations_pb
 from contracts.pb import envd_pb2 as pb
 from envd.errors import EnvdError, Unsupported
 from envd.messages import limits_message
@@ -139,10 +140,10 @@ class States:
         await self._sandboxes.templates.put(header.template_files)  # a server that was started anew has none
         return await self._sandboxes.restore(wanted, state, host_name=fresh_host_name())
 
-    async def header_of(self, live: Live) -> pb.ReceiveHeader:
+    async def header_of(self, live: Live) -> operations_pb.ReceiveHeader:
         """All that another server, or this one later, needs to know beside the state."""
         files = await asyncio.to_thread(self._sandboxes.templates.files_of, live.spec.template)
-        return pb.ReceiveHeader(
+        return operations_pb.ReceiveHeader(
             backend=live.backend.name,
             template=live.spec.template,
             template_files=files,

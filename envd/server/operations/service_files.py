@@ -8,16 +8,16 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from typing import Any, cast
 
-from contracts.pb import envd_pb2 as pb
-from contracts.pb import envd_pb2_grpc as rpc
+from contracts.pb import envd_operations_pb2 as pb
+from contracts.pb import envd_operations_pb2_grpc as rpc
 from envd.errors import EnvdError, FileError
 from envd.guest.link import ChangeKind, Entry, GuestLink
 from envd.guest.protocol import CHUNK
 from envd.server.audit import leaves_root
 from envd.server.calls import Context, Service, streaming, unary
 from envd.server.escapes import MISSED
-from envd.server.filesearch import search_files
 from envd.server.live import Live
+from envd.server.operations.filesearch import search_files
 from envd.server.policy import hides
 from envd.server.resolving import is_hidden
 from envd.server.sandboxes import Sandboxes

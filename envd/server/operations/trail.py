@@ -21,14 +21,14 @@ from envd.server.audit import AuditLog
 from envd.server.observing import Stream
 from envd.server.service_tools import MAX_CALLS
 
-_SERVICES = frozenset({"Sandboxes", "Files", "Processes", "Tools", "Verifier"})
+_SERVICES = frozenset({"Sandboxes", "Operations", "Files", "Processes", "Tools", "Verifier"})
 _PLAIN = ("path", "source", "target", "pattern", "recursive", "process", "signal", "template", "backend", "follow")
 """Fields told of any request that has them."""
 _COUNTED = ("tests", "files", "requests", "sandbox_ids", "hidden_files")
 _MEASURED = ("data", "diff")
 _TOLD = ("command", "path", "pattern", "query")
 """Arguments of tools."""
-_STREAMS = frozenset({"Processes/Connect", "Files/Watch", "Files/Download", "Sandboxes/Audit"})
+_STREAMS = frozenset({"Processes/Connect", "Files/Watch", "Files/Download", "Operations/Audit"})
 _RUNS = frozenset({"Processes/Start", "Verifier/Verify"})
 _MAX_WORDS, _MAX_WORD = 3000, 480
 """Characters of all tools' calls, or of a program's arguments: each gets its share."""

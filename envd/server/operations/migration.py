@@ -19,16 +19,18 @@ from typing import Any
 
 import grpc
 
+from contracts.pb import envd_operations_pb2 as operations_pb
+from contracts.pb import envd_operations_pb2_grpc as operations_rpc
 from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
 from envd.connection import SANDBOX_TOKEN, Access, Metadata
 from envd.errors import EnvdError, MigrationError, ServerBusy
 from envd.server.admission import Wanted
 from envd.server.live import Live
+from envd.server.operations.stateflow import pack, unpack
+from envd.server.operations.states import States, require
 from envd.server.sandboxes import Sandboxes
 from envd.server.snapshots import remove_tree
-from envd.server.stateflow import pack, unpack
-from envd.server.states import States, require
 
 MOVE_S = 600.0
 """How long a whole move may take."""
@@ -73,7 +75,7 @@ class Migration:
         """Move a sandbox there. Raises MigrationError; it goes on here then."""
         return await self._sandboxes.finished(self._send(live, target, replace(self._access, key=key or None)))
 
-    async def receive(self, chunks: AsyncIterator[pb.SnapshotChunk]) -> Live:
+    async def receive(self, chunks: AsyncIterator[operations_pb.SnapshotChunk]) -> Live:
         """Take a sandbox over. Raises EnvdError, and keeps nothing of it then."""
         if self._arriving >= _MOST_ARRIVING:
             raise ServerBusy(
@@ -85,8 +87,8 @@ class Migration:
         finally:
             self._arriving -= 1
 
-    async def _receive(self, chunks: AsyncIterator[pb.SnapshotChunk]) -> Live:
-        first = await _next(chunks) or pb.SnapshotChunk()
+    async def _receive(self, chunks: AsyncIterator[operations_pb.SnapshotChunk]) -> Live:
+        first = await _next(chunks) or operations_pb.SnapshotChunk()
         if not first.HasField("header"):
             raise EnvdError("the first message of Receive holds no header: send one")
         header = first.header
@@ -107,7 +109,7 @@ class Migration:
         self._sandboxes.expire_in(live, header.expires_in_s)
         return live
 
-    async def _restored(self, wanted: Wanted, state: Path, header: pb.ReceiveHeader) -> Live:
+    async def _restored(self, wanted: Wanted, state: Path, header: operations_pb.ReceiveHeader) -> Live:
         """Goes on when the sender has gone: what is being started reads the state until it runs."""
         like, host_name = (header.sandbox_id, header.token), header.host_name or "sandbox"
         try:
@@ -121,7 +123,7 @@ class Migration:
             raise EnvdError("target is empty: name the other server, unix:/path or host:port")
         started = time.monotonic()
         async with access.channel(target) as channel:
-            there = _There(target, rpc.SandboxesStub(channel), access.metadata)  # type: ignore[no-untyped-call]
+            there = _There(target, channel, access.metadata)
             await there.meet(live)
             async with live.change(quiet=True):
                 size, lost = await self._give(live, there)
@@ -150,7 +152,7 @@ class Migration:
         finally:
             await remove_tree(into)
 
-    async def _header(self, live: Live) -> pb.ReceiveHeader:
+    async def _header(self, live: Live) -> operations_pb.ReceiveHeader:
         header = await self._states.header_of(live)
         header.sandbox_id, header.token = live.identity, live.token
         header.host_name = live.spec.host_name
@@ -163,22 +165,30 @@ class _There:
     """The server that a sandbox is moved to."""
 
     target: str
-    stub: Any
+    channel: grpc.aio.Channel
     metadata: Metadata
+
+    @property
+    def _sandboxes(self) -> Any:
+        return rpc.SandboxesStub(self.channel)  # type: ignore[no-untyped-call]
+
+    @property
+    def _operations(self) -> Any:
+        return operations_rpc.OperationsStub(self.channel)  # type: ignore[no-untyped-call]
 
     async def meet(self, live: Live) -> None:
         """See that it answers and has the backend. Raises MigrationError."""
         try:
-            info = await self.stub.Info(pb.InfoRequest(), metadata=self.metadata, timeout=_CONNECT_S)
+            info = await self._operations.Info(operations_pb.InfoRequest(), metadata=self.metadata, timeout=_CONNECT_S)
         except grpc.aio.AioRpcError as error:
             raise self._refused(live.identity, _words(error.code(), error.details())) from error
         if live.backend.name not in {each.name for each in info.backends}:
             raise self._refused(live.identity, f"it has no {live.backend.name} backend")
 
-    async def take(self, header: pb.ReceiveHeader, state: Path) -> int:
+    async def take(self, header: operations_pb.ReceiveHeader, state: Path) -> int:
         """Send it and return its bytes. Raises MigrationError once it is known that it did not arrive."""
         started = time.monotonic()
-        call = self.stub.Receive(metadata=self.metadata, timeout=MOVE_S)
+        call = self._operations.Receive(metadata=self.metadata, timeout=MOVE_S)
         try:
             size = await _send_all(call, header, state)
             async with asyncio.timeout(_RESTORE_S):
@@ -195,39 +205,39 @@ class _There:
             raise
         return size
 
-    async def drop(self, header: pb.ReceiveHeader) -> None:
+    async def drop(self, header: operations_pb.ReceiveHeader) -> None:
         """End it there too. What can't be reached ends with its lifetime."""
         with suppress(grpc.aio.AioRpcError):
             request = pb.DeleteRequest(sandbox_id=header.sandbox_id)
-            await self.stub.Delete(request, metadata=self._as_owner(header), timeout=_SETTLE_S)
+            await self._sandboxes.Delete(request, metadata=self._as_owner(header), timeout=_SETTLE_S)
 
-    async def _arrived(self, header: pb.ReceiveHeader, elapsed_s: float) -> bool:
+    async def _arrived(self, header: operations_pb.ReceiveHeader, elapsed_s: float) -> bool:
         """Whether it has the sandbox, since this move began, although its answer was lost.
 
         Where it can't be asked, it has not.
         """
         request = pb.GetRequest(sandbox_id=header.sandbox_id)
         with suppress(grpc.aio.AioRpcError):
-            there = await self.stub.Get(request, metadata=self._as_owner(header), timeout=_SETTLE_S)
+            there = await self._sandboxes.Get(request, metadata=self._as_owner(header), timeout=_SETTLE_S)
             return bool(there.age_s <= elapsed_s + _SETTLE_S)
         return False
 
-    def _as_owner(self, header: pb.ReceiveHeader) -> Metadata:
+    def _as_owner(self, header: operations_pb.ReceiveHeader) -> Metadata:
         return (*self.metadata, (SANDBOX_TOKEN, header.token))
 
     def _refused(self, identity: str, said: str) -> MigrationError:
         return MigrationError(f"{self.target[:200]} did not take sandbox {identity} over ({said}): it goes on here")
 
 
-async def _send_all(call: Any, header: pb.ReceiveHeader, state: Path) -> int:
+async def _send_all(call: Any, header: operations_pb.ReceiveHeader, state: Path) -> int:
     """The bytes of the state. Raises EnvdError where nothing of it is taken for too long: it has not arrived then."""
     size = 0
     try:
-        await asyncio.wait_for(call.write(pb.SnapshotChunk(header=header)), _IDLE_S)
+        await asyncio.wait_for(call.write(operations_pb.SnapshotChunk(header=header)), _IDLE_S)
         async with aclosing(pack(state)) as stream:
             async for data in stream:
                 size += len(data)
-                await asyncio.wait_for(call.write(pb.SnapshotChunk(data=data)), _IDLE_S)
+                await asyncio.wait_for(call.write(operations_pb.SnapshotChunk(data=data)), _IDLE_S)
     except TimeoutError as error:
         raise EnvdError(f"it took nothing of the state for {_IDLE_S:g} s") from error
     return size
@@ -252,14 +262,16 @@ def _words(code: grpc.StatusCode, details: str | None) -> str:
     return (details or code.name)[:500]
 
 
-async def _data(first: pb.SnapshotChunk, chunks: AsyncIterator[pb.SnapshotChunk]) -> AsyncIterator[bytes]:
+async def _data(
+    first: operations_pb.SnapshotChunk, chunks: AsyncIterator[operations_pb.SnapshotChunk]
+) -> AsyncIterator[bytes]:
     if first.data:
         yield first.data
     while (chunk := await _next(chunks)) is not None:
         yield chunk.data
 
 
-async def _next(chunks: AsyncIterator[pb.SnapshotChunk]) -> pb.SnapshotChunk | None:
+async def _next(chunks: AsyncIterator[operations_pb.SnapshotChunk]) -> operations_pb.SnapshotChunk | None:
     """The next message; None at the end. Raises EnvdError where the sender is silent for too long."""
     try:
         async with asyncio.timeout(_IDLE_S):

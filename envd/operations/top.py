@@ -18,10 +18,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from envd.client import SandboxClient
 from envd.connection import access_of, add_access
 from envd.errors import EnvdError
 from envd.meeting import default_address
+from envd.operations.client import OperationsClient
 from envd.types import SandboxStatus, ServerInfo
 
 _MOST_ROWS = 500
@@ -78,7 +78,7 @@ async def _top(arguments: argparse.Namespace) -> None:
     arguments.address = arguments.address or default_address()
     access = access_of(arguments)
     console = Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
-    async with SandboxClient(arguments.address, access) as client:
+    async with OperationsClient(arguments.address, access) as client:
         watch = _Watch(client, labels, _SORTS[arguments.sort])
         info = await _first(client, arguments.address)
         if arguments.once or arguments.json:
@@ -98,7 +98,7 @@ async def _top(arguments: argparse.Namespace) -> None:
                 await asyncio.sleep(arguments.interval)
 
 
-async def _first(client: SandboxClient, address: str) -> ServerInfo:
+async def _first(client: OperationsClient, address: str) -> ServerInfo:
     try:
         async with asyncio.timeout(_ANSWER_S):
             return await client.info()
@@ -111,7 +111,7 @@ async def _first(client: SandboxClient, address: str) -> ServerInfo:
 class _Watch:
     """Looks at a server again and again."""
 
-    def __init__(self, client: SandboxClient, labels: Mapping[str, str], sort: Callable[[_Row], object]) -> None:
+    def __init__(self, client: OperationsClient, labels: Mapping[str, str], sort: Callable[[_Row], object]) -> None:
         self._client, self._labels, self._sort = client, labels, sort
         self._before: dict[str, float] = {}
         self._when = time.monotonic()

@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, cast
 
-from contracts.pb import envd_pb2 as pb
-from contracts.pb import envd_pb2_grpc as rpc
+from contracts.pb import envd_operations_pb2 as pb
+from contracts.pb import envd_operations_pb2_grpc as rpc
 from envd.calling import RPC_GRACE_S, Caller
 from envd.connection import Metadata
 from envd.types import OutputPiece, ProcessInfo

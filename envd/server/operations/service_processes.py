@@ -8,16 +8,16 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-from contracts.pb import envd_pb2 as pb
-from contracts.pb import envd_pb2_grpc as rpc
+from contracts.pb import envd_operations_pb2 as pb
+from contracts.pb import envd_operations_pb2_grpc as rpc
 from envd.errors import EnvdError, FileError
 from envd.guest.link import GuestLink, OutputChunk, ProcessState
 from envd.guest.protocol import CHUNK
 from envd.server.admission import check_env
 from envd.server.calls import Context, Service, streaming, unary
 from envd.server.live import Live
-from envd.server.service_files import plain
-from envd.server.states import require
+from envd.server.operations.service_files import plain
+from envd.server.operations.states import require
 
 _RING, _MAX_RING = 256 * 1024, 16 * 1024 * 1024
 _POLL_S = 30.0

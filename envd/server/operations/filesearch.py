@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from contracts.pb import envd_pb2 as pb
+from contracts.pb import envd_operations_pb2 as pb
 from envd.errors import EnvdError
 from envd.guest.link import GuestLink
 from envd.server.guestprocess import Finished, candidates, run_in_guest
