@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from contracts.errors import describe
+from envd.backends import AUTO, BACKENDS
 from envd.errors import EnvdError
 
 _HELP = """\
@@ -111,8 +112,8 @@ def _add_serving(add: Any) -> None:
         "--backend",
         default="auto",
         help=(
-            "auto (namespaces, else gvisor; never plain), or of namespaces, plain, gvisor, qemu, firecracker, pods; "
-            "several with commas, the default one first"
+            f"auto ({', else '.join(AUTO)}; never plain), or of {', '.join(BACKENDS)}; several with commas, the default "
+            "one first"
         ),
     )
     add("--pool", type=int, default=0, metavar="N", help="sandboxes kept ready for each template in use (default 0)")

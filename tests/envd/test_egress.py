@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import pytest
 
 from envd.backends.base import NetworkRule
-from envd.backends.namespaces import NamespacesBackend
+from envd.backends.namespaces.backend import NamespacesBackend
 from envd.client import ToolCall
 from envd.errors import PolicyDenied
 from envd.local import LocalEnvd

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from envd.backends.base import BoxSpec, Features, IsolationLevel, Usage
 from envd.backends.probing import probe
-from envd.backends.vm_process import VmmProcess
+from envd.backends.vm.process import VmmProcess
 from envd.backends.workspace_tar import load_workspace, save_workspace
 from envd.errors import BackendUnavailable, EnvdError, SandboxGone, SandboxStartError
 from envd.guest.link import GuestLink

@@ -5,9 +5,9 @@ that leaves running.
                                                                                 (children of the stage)
 
 Pids and mounts are its own, so nothing of a sandbox outlives it: when the server closes the socket, or is killed, the
-stage ends and the kernel kills what is left. Started by `envd.backends.gvisor_server`:
+stage ends and the kernel kills what is left. Started by `envd.backends.gvisor.server`:
 
-    unshare --mount --pid --fork --kill-child --mount-proc python -m envd.backends.gvisor_stage CONTROL_FD RUN_DIR
+    unshare --mount --pid --fork --kill-child --mount-proc python -m envd.backends.gvisor.stage CONTROL_FD RUN_DIR
     GROUPS_NAME
 
 It says {"enforced": [...], "base": path} once it is ready, then answers {"id", "code", "said"} to each of

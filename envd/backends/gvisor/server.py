@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from envd.backends.gvisor_stage import MAX_MESSAGE
+from envd.backends.gvisor.stage import MAX_MESSAGE
 from envd.errors import BackendUnavailable, EnvdError
 from envd.sandbox.cgroups import remove_groups, sweep_groups
 
@@ -33,7 +33,7 @@ class Done:
 
 
 class Stage:
-    """A running stage (`envd.backends.gvisor_stage`)."""
+    """A running stage (`envd.backends.gvisor.stage`)."""
 
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, run_dir: Path) -> None:
         self._process = process
@@ -60,7 +60,7 @@ class Stage:
         with theirs:
             arguments = [str(theirs.fileno()), str(own), _groups(run_dir)]
             process = subprocess.Popen(
-                [*_namespaces(), sys.executable, "-m", "envd.backends.gvisor_stage", *arguments],
+                [*_namespaces(), sys.executable, "-m", "envd.backends.gvisor.stage", *arguments],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -209,5 +209,5 @@ def _namespaces() -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(Path(__file__).resolve().parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PATH": os.environ.get("PATH", os.defpath), "PYTHONPATH": os.pathsep.join(paths)}

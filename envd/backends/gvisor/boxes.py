@@ -8,7 +8,7 @@
 A socket and not pipes: gVisor lets each process of a sandbox open the others' pipes through /proc/PID/fd, and their
 sockets never.
 
-Every command of runsc and all that it leaves running are in one stage (`envd.backends.gvisor_stage`), which the server
+Every command of runsc and all that it leaves running are in one stage (`envd.backends.gvisor.stage`), which the server
 starts.
 """
 
@@ -26,8 +26,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from envd.backends.base import BoxSpec, Features, IsolationLevel, Usage
-from envd.backends.gvisor_bundle import AGENT, write_bundle
-from envd.backends.gvisor_server import Stage
+from envd.backends.gvisor.bundle import AGENT, write_bundle
+from envd.backends.gvisor.server import Stage
 from envd.backends.pool import Pool
 from envd.errors import EnvdError, SandboxGone, SandboxStartError, Unsupported
 from envd.guest.link import GuestLink

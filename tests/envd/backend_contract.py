@@ -1,8 +1,9 @@
-"""What every backend of virtual machines must do, as coroutines over a backend; the tests of each backend run them."""
+"""What every backend must do, as coroutines over a backend: test_backend_contract.py runs them on each."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -10,7 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from envd.backends.base import Backend, Box, BoxSpec
+import pytest
+
+from envd.backends.base import Backend, Box, BoxSpec, IsolationLevel, KeepsTemplates
+from envd.errors import SandboxGone
+from envd.sandbox.linux import sandbox_owner
 from envd.types import Limits
 
 T = TypeVar("T")
@@ -56,12 +61,14 @@ class Machines:
     def spec(self, **changes: Any) -> BoxSpec:
         """A sandbox of the template that all tests share."""
         self.made += 1
-        template = self.directory / "template"
+        template = self.directory / "templates/shared"
         if not template.exists():
             (template / "deep").mkdir(parents=True)
             (template / "calc.py").write_text("def add(a, b):\n    return a - b\n")
             (template / "deep/tool.sh").write_text("#!/bin/sh\necho tool\n")
             (template / "deep/tool.sh").chmod(0o755)
+            for path in (template, *template.rglob("*")):
+                os.chown(path, sandbox_owner(), sandbox_owner())
         usual: dict[str, Any] = {
             "name": f"box{self.made}",
             "template": "a" * 64,
@@ -136,6 +143,52 @@ async def keeps_neighbours_apart(machines: Machines) -> None:
     assert await says(one, "head -c 16 /dev/urandom | od -An -tx1") != await says(
         two, "head -c 16 /dev/urandom | od -An -tx1"
     )
+
+
+async def says_what_it_is(machines: Machines, name: str) -> None:
+    features = machines.backend.features
+    assert machines.backend.name == name and features.helper
+    assert set(features.limits_enforced) <= {"memory", "pids", "cpu", "disk"}
+    assert features.can <= {"pause", "snapshot", "fork", "migrate", "pty", "network"}
+    assert features.isolation > IsolationLevel.NONE or name == "plain"
+    box = await machines.create()
+    usage = await box.usage()
+    assert min(usage.memory_bytes, usage.pids, usage.cpu_s, usage.disk_bytes) >= 0
+    died = asyncio.ensure_future(machines.backend.died())
+    await asyncio.sleep(0.1)
+    assert not died.done(), "a backend that works says that it has failed"
+    died.cancel()
+
+
+async def ends(machines: Machines) -> None:
+    box, other = await machines.create(), await machines.create()
+    await box.destroy()
+    await box.destroy()
+    with pytest.raises(SandboxGone):
+        await says(box, "true")
+    assert await says(other, "echo lives") == "lives"
+
+
+async def keeps_files_in_a_snapshot(machines: Machines) -> None:
+    box = await machines.create()
+    await says(box, "echo made >deep/made; rm calc.py; ln -s deep link; chmod 700 deep")
+    taken = machines.fresh("files")
+    kept = () if machines.backend.features.keeps_processes else ("processes",)
+    assert await box.snapshot(taken) == kept
+    assert await says(box, "echo lives") == "lives", "a snapshot ends its sandbox"
+    before = sorted(path.name for path in taken.rglob("*"))
+    forks = await asyncio.gather(machines.restore(taken), machines.restore(taken))
+    await forks[0].guest.write("deep/made", b"changed\n")
+    assert await says(forks[1], "ls; cat link/made; stat -c %a deep") == "deep\nlink\nmade\n700"
+    assert sorted(path.name for path in taken.rglob("*")) == before, "a snapshot was changed by its use"
+
+
+async def forgets_templates(machines: Machines) -> None:
+    backend = machines.backend
+    await (await machines.create(template="e" * 64)).destroy()
+    if isinstance(backend, KeepsTemplates):
+        await backend.forget_template("e" * 64)
+    assert await says(await machines.create(template="e" * 64), "cat calc.py | head -1") == "def add(a, b):"
 
 
 async def pauses(machines: Machines) -> None:

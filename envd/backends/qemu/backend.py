@@ -21,12 +21,12 @@ from pathlib import Path
 
 from envd.backends.base import BoxSpec, Features, IsolationLevel, Usage
 from envd.backends.probing import probe
-from envd.backends.vm_box import MachineBox
-from envd.backends.vm_families import Families, Family, family_budget_mb
-from envd.backends.vm_machine import About, Shape, environment, read_about, write_about
-from envd.backends.vm_media import Media
-from envd.backends.vm_qemu import QemuMachine, open_all
-from envd.backends.vm_qemu_command import Parts, Qemu, find
+from envd.backends.qemu.command import Parts, Qemu, find
+from envd.backends.qemu.machine import QemuMachine, open_all
+from envd.backends.vm.box import MachineBox
+from envd.backends.vm.families import Families, Family, family_budget_mb
+from envd.backends.vm.machine import About, Shape, environment, read_about, write_about
+from envd.backends.vm.media import Media
 from envd.errors import BackendUnavailable, EnvdError, SandboxGone, SandboxStartError
 from envd.sandbox.cgroups import Cgroups
 

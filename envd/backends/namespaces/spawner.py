@@ -78,7 +78,7 @@ class Spawner:
         user numbers and network namespaces are held ready when they have ended.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        root = Path(__file__).resolve().parents[2]
+        root = Path(__file__).resolve().parents[3]
         environment = {
             "PATH": os.environ.get("PATH", os.defpath),
             "PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])]),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
-from envd.backends.vm_machine import Shape
+from envd.backends.vm.machine import Shape
 
 Key = tuple[str, Shape]
 _SHARE = 0.25

@@ -15,10 +15,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from envd.backends.vm_machine import MachineError, Shape
-from envd.backends.vm_process import VmmProcess, confined
-from envd.backends.vm_qemu_command import CONSOLE_BYTES, Parts, Qemu, command_line
-from envd.backends.vm_qmp import Qmp
+from envd.backends.qemu.command import CONSOLE_BYTES, Parts, Qemu, command_line
+from envd.backends.qemu.qmp import Qmp
+from envd.backends.vm.machine import MachineError, Shape
+from envd.backends.vm.process import VmmProcess, confined
 from envd.errors import EnvdError, SandboxGone
 from envd.guest.link import GuestLink
 

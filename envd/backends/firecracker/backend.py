@@ -19,10 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from envd.backends.base import BoxSpec, Features, IsolationLevel
-from envd.backends.probing import probe
-from envd.backends.vm_box import MachineBox
-from envd.backends.vm_families import Families, family_budget_mb
-from envd.backends.vm_firecracker import (
+from envd.backends.firecracker.machine import (
     KERNEL,
     MEMORY,
     RAMDISK,
@@ -33,9 +30,12 @@ from envd.backends.vm_firecracker import (
     FirecrackerMachine,
     find,
 )
-from envd.backends.vm_machine import About, Shape, environment, read_about, write_about
-from envd.backends.vm_media import Media
-from envd.backends.vm_sparse import open_written, write_over
+from envd.backends.probing import probe
+from envd.backends.vm.box import MachineBox
+from envd.backends.vm.families import Families, family_budget_mb
+from envd.backends.vm.machine import About, Shape, environment, read_about, write_about
+from envd.backends.vm.media import Media
+from envd.backends.vm.sparse import open_written, write_over
 from envd.errors import EnvdError, SandboxGone, SandboxStartError
 from envd.guest.link import GuestLink
 from envd.sandbox.cgroups import Cgroups

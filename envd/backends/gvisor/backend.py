@@ -15,8 +15,8 @@ import subprocess
 from pathlib import Path
 
 from envd.backends.base import BoxSpec
-from envd.backends.gvisor_boxes import GVisorBackend
-from envd.backends.gvisor_server import Stage
+from envd.backends.gvisor.boxes import GVisorBackend
+from envd.backends.gvisor.server import Stage
 from envd.errors import BackendUnavailable, EnvdError
 from envd.native import guest_binary
 from envd.sandbox import linux

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from envd.backends.base import BoxSpec, Features, IsolationLevel, Usage
+from envd.backends.namespaces.proxied import environment_of, take_listener
+from envd.backends.namespaces.spawner import Spawner, Started
 from envd.backends.pool import Pool
 from envd.backends.probing import probe
-from envd.backends.proxied import environment_of, take_listener
-from envd.backends.spawner import Spawner, Started
 from envd.errors import EnvdError, SandboxGone, SandboxStartError
 from envd.guest.link import GuestLink
 from envd.native import spawner_binary

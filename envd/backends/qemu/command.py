@@ -12,7 +12,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-from envd.backends.vm_machine import Shape, kernel_arguments
+from envd.backends.vm.machine import Shape, kernel_arguments
 from envd.errors import BackendUnavailable
 
 _MACHINE = "q35,usb=off,smbus=off,sata=off,vmport=off,graphics=off,memory-backend=ram"

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Generic, Protocol, TypeVar
 
 from envd.backends.base import Usage
-from envd.backends.vm_machine import About
+from envd.backends.vm.machine import About
 from envd.guest.link import GuestLink
 
 

@@ -23,8 +23,8 @@ from typing import Any
 
 import httpx
 
-from envd.backends.vm_machine import VSOCK_PORT, MachineError, Shape, kernel_arguments
-from envd.backends.vm_process import VmmProcess
+from envd.backends.vm.machine import VSOCK_PORT, MachineError, Shape, kernel_arguments
+from envd.backends.vm.process import VmmProcess
 from envd.errors import BackendUnavailable, SandboxGone
 from envd.guest.link import GuestLink
 from envd.sandbox.linux import SANDBOX_USER

@@ -21,10 +21,10 @@ from pathlib import Path
 
 from contracts.owned import is_abandoned, owned_name
 from envd.backends.base import BoxSpec, Features, IsolationLevel, Usage
-from envd.backends.pods_api import Api, ApiError, ExecStream, find_cluster
-from envd.backends.pods_manifest import CONTAINER, SERVER, network_policy, pod_manifest
+from envd.backends.pods.api import Api, ApiError, ExecStream, find_cluster
+from envd.backends.pods.manifest import CONTAINER, SERVER, network_policy, pod_manifest
 from envd.backends.probing import probe
-from envd.backends.vm_machine import GUEST_PATH
+from envd.backends.vm.machine import GUEST_PATH
 from envd.backends.workspace_tar import NAME, load_workspace, save_workspace
 from envd.errors import BackendUnavailable, EnvdError, SandboxGone, SandboxStartError
 from envd.guest.link import GuestLink

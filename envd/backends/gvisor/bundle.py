@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from envd.backends.base import BoxSpec
-from envd.backends.gvisor_stage import AGENT_DIRECTORY
+from envd.backends.gvisor.stage import AGENT_DIRECTORY
 from envd.sandbox import linux, rootfs
 from envd.sandbox.place import sandbox_environment
 from envd.tools.paths import WORKSPACE
