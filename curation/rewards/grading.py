@@ -1,4 +1,4 @@
-"""Grading: a table of episodes in, rewards and their evidence out.
+"""Grade a table of episodes into rewards and their evidence.
 
     verdict (hidden tests, CPU) --.
     judges, reward models (network) +--> shapers --> sum of weight * clip(value) --> REWARDS, EVIDENCE
@@ -61,7 +61,7 @@ _READ = [
 
 @dataclass(frozen=True)
 class Graded:
-    """What grading found."""
+    """Result of grading."""
 
     rewards: pa.Table
     """Rows of REWARDS, in the episodes' order."""
@@ -79,7 +79,7 @@ async def grade_rollouts(
     store: Store,
     tokenizer: Callable[[], ChatTokenizer],
 ) -> Graded:
-    """Grade every episode of a `rollouts` artifact. tokenizer: loads the acting policy's, where a component reads
+    """Grade every episode of a `rollouts` artifact. tokenizer: loads the acting policy's, if a component reads
     transcripts.
 
     Raises what `grade_episodes` does, and CurationError for an endpoint that is set up wrongly.
@@ -139,7 +139,7 @@ async def _grade(
 
 @dataclass(frozen=True)
 class _Found:
-    """What is known of one episode. fault: why it has no reward although it should have one."""
+    """Result of one episode. fault: reason why it has no reward although it should have one."""
 
     verdict: Verdict | None
     ratings: dict[str, Rating]
@@ -176,7 +176,7 @@ async def _grade_one(
 
 
 class _Faults:
-    """Counts the episodes without a grade and stops when they are too many."""
+    """Counter of episodes without a grade; raises if there are too many."""
 
     def __init__(self, share: float, total: int) -> None:
         self._share, self._total, self._count = share, total, 0
@@ -196,8 +196,8 @@ def reward_row(
     config: RewardConfig,
     ratings: Mapping[str, Rating] | None = None,
 ) -> dict[str, Any]:
-    """One row of REWARDS from a row of EPISODES. verdict None: not graded, so no reward. ratings: of the configured
-    components, by name.
+    """Row of REWARDS from a row of EPISODES. verdict None: not graded, no reward. ratings: of the components, by
+    name.
     """
     row: dict[str, Any] = {name: episode[name] for name in ("episode_id", "group_id", "task_id")}
     if episode["outcome"] == Outcome.FAILED:
@@ -249,7 +249,7 @@ def _evidence(episode: Mapping[str, Any], config: RewardConfig, ratings: Mapping
 
 
 def is_valid(episode: Mapping[str, Any]) -> bool:
-    """Whether an episode was conducted well: ended by the policy, every call parsed, at least one edit took."""
+    """Whether an episode was conducted well: ended by the policy, every call parsed, at least one successful edit."""
     edited = any(call["ok"] and call["name"] in EDITING_TOOLS for call in episode["tool_calls"])
     return bool(episode["outcome"] == Outcome.COMPLETED and episode["format_errors"] == 0 and edited)
 

@@ -96,7 +96,7 @@ def test_a_malformed_dagster_yaml(laboratory: Laboratory, text: str) -> None:
     [
         (b'{"instance_id": 1\n', "rows.jsonl line 1 is not JSON"),
         (b"\xff\xfe\x00", "rows.jsonl is not UTF-8"),
-        (None, "rows.jsonl is not there"),
+        (None, "rows.jsonl does not exist"),
     ],
 )
 def test_malformed_rows_of_tasks(laboratory: Laboratory, data: bytes | None, said: str) -> None:

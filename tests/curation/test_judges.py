@@ -178,7 +178,7 @@ def test_an_endpoint_that_is_down_ends_in_one_line_and_what_others_found_is_kept
 
 def test_an_address_that_is_none_is_named(store: LocalStore, server: JudgeServer) -> None:
     played = rollouts(store, [episode("a")])
-    with pytest.raises(CurationError, match=r"component review: http://host:port/v1.* is no URL"):
+    with pytest.raises(CurationError, match=r"component review: http://host:port/v1.* is not a URL"):
         grade(store, played, judging(server, endpoint={"url": "http://host:port/v1"}))
 
 

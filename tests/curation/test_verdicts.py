@@ -301,5 +301,5 @@ def test_a_damaged_verdict_names_its_file_and_the_fix(tmp_path: Path) -> None:
 
 def test_a_task_without_hidden_tests_is_refused() -> None:
     bare = Task("bare", "sum", Split.TRAIN, "fix", {}, {}, (), b"", {})
-    with pytest.raises(CurationError, match="bare names no hidden tests"):
+    with pytest.raises(CurationError, match="bare has no hidden tests"):
         asyncio.run(Verifier(ScriptedClient(SOLVED), None).grade(bare, b""))

@@ -139,7 +139,7 @@ def test_an_experiment_takes_an_imported_suite_by_digest(suite: Artifact, store:
     found = with_client(envd_address, lambda client: build_suite(config, store, client))
     assert found.ref == suite.ref and planned_key(config, store) == suite.ref.key
     unknown = ImportedSuiteConfig(kind="import", suite="0" * 12)
-    with pytest.raises(ArtifactMissing, match=r"'0{12}' begins the digests of 0 task suites .*`triplane tasks import`"):
+    with pytest.raises(ArtifactMissing, match=r"'0{12}' matches 0 task suites .*`triplane tasks import`"):
         with_client(envd_address, lambda client: build_suite(unknown, store, client))
     own = parse_experiment({"name": "own", "tasks": {"kind": "import", "suite": suite.ref.digest}})
     assert keys.tokenizer_key(own) == keys.tokenizer_key(parse_experiment({"name": "one"}))
@@ -172,4 +172,4 @@ def test_the_command_imports_runs_and_lists(tmp_path: Path) -> None:
     (listed,) = json.loads(triplane("list", "--suite", digest, "--json")[1])
     assert (listed["task_id"], listed["family"]) == ("adds", "tasks")
     code, _, said = triplane("run", "--agent", "human", "--suite", digest)
-    assert code == 1 and "no agent 'human': say oracle, noop" in said and said.count("\n") == 1
+    assert code == 1 and "no agent 'human': use oracle, noop" in said and said.count("\n") == 1
