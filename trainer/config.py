@@ -75,8 +75,8 @@ class ModelConfig(_Settings):
         }
         for name, size in ragged_sides(self._sizes()).items():
             raise ValueError(
-                f"{names[name]} = {size} is no multiple of {BLOCK}, the FP8 block that other loaders of the checkpoint"
-                f" expect: make it {-(-size // BLOCK) * BLOCK}"
+                f"{names[name]} = {size} is not a multiple of {BLOCK}, the FP8 block that other loaders of the"
+                f" checkpoint expect: make it {-(-size // BLOCK) * BLOCK}"
             )
         return self
 

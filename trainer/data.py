@@ -48,11 +48,12 @@ def read_sequences(table: pa.Table, what: str, vocabulary: int, longest: int) ->
             )
         if sequence.token_ids.max() >= vocabulary or sequence.token_ids.min() < 0:
             raise TrainingDataError(
-                f"{what} row {index} has a token id outside 0..{vocabulary - 1}: it was made with another tokenizer"
+                f"{what} row {index} has a token id outside 0..{vocabulary - 1}: the table was made with another"
+                " tokenizer; build it again"
             )
         if len(row) > longest:
             raise TrainingDataError(
-                f"{what} row {index} has {len(row)} tokens, the model takes {longest}: raise model.max_positions"
+                f"{what} row {index} has {len(row)} tokens, the model accepts {longest}: raise model.max_positions"
             )
         if not len(sequence.scored) or sequence.scored[0] == 0:
             raise TrainingDataError(

@@ -61,8 +61,8 @@ def read_experience(dataset: Artifact, config: Mapping[str, Any], grpo: GrpoConf
     lost = next((episode for episode in episodes if episode not in advantages), None)
     if lost is not None:
         raise TrainingDataError(
-            f"{dataset.ref.uri}: episode {lost} trains but members.parquet holds no reward of it: build the dataset"
-            " again"
+            f"{dataset.ref.uri}: episode {lost} is in train.parquet, but members.parquet has no reward for it:"
+            " build the dataset again"
         )
     names = train.column("group_id").to_pylist()
     numbers = {name: index for index, name in enumerate(sorted(set(names)))}

@@ -91,7 +91,7 @@ def import_config(directory: Path) -> dict[str, Any]:
     found = _read_json(path)
     if found.get("model_type") != "qwen3_moe":
         raise TrainingDataError(
-            f"{path}: model_type {found.get('model_type')!r} is not qwen3_moe, the only one trained"
+            f"{path}: model_type {found.get('model_type')!r} is not supported: only qwen3_moe can be trained"
         )
     for name, value in _REQUIRED.items():
         if found.get(name, value) not in (value, None):
@@ -115,7 +115,7 @@ def import_config(directory: Path) -> dict[str, Any]:
     }
     for name, size in ragged_sides(config).items():
         raise TrainingDataError(
-            f"{path}: {name} = {size} is no multiple of {BLOCK}: other loaders would misread or refuse its FP8"
+            f"{path}: {name} = {size} is not a multiple of {BLOCK}: other loaders would misread or refuse its FP8"
             " checkpoint; pass a model whose projections are multiples of it"
         )
     if found.get("eos_token_id") is not None:
@@ -129,7 +129,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise TrainingDataError(f"{path} is not JSON ({error}): fetch it again") from None
     if not isinstance(found, dict):
-        raise TrainingDataError(f"{path} holds no JSON object: fetch it again")
+        raise TrainingDataError(f"{path} is not a JSON object: fetch it again")
     return found
 
 
@@ -161,7 +161,7 @@ def _read_masters(directory: Path, config: Mapping[str, Any]) -> dict[str, Tenso
             found: Tensor = files[file].get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise TrainingDataError(
-                f"{directory / file} does not give tensor {name} ({error}): fetch it again"
+                f"{directory / file} has no readable tensor {name} ({error}): fetch it again"
             ) from None
         if tuple(found.shape) != shape:
             raise TrainingDataError(

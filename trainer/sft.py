@@ -232,7 +232,7 @@ def _demonstrations(
     if not train.num_rows or not clean.num_rows:
         raise TrainingDataError(
             f"{demonstrations.ref.uri} has {train.num_rows} demonstrations and {clean.num_rows} clean validation ones:"
-            " both are needed"
+            " both must be above 0"
         )
     longest = job.model.max_positions
     return (

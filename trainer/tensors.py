@@ -47,5 +47,5 @@ def check_finite(name: str, tensor: Tensor, path: Path) -> None:
     """Raise SchemaError if a number of `tensor` is not finite: nothing can be trained from it, and nothing served."""
     if not bool(torch.isfinite(tensor.float()).all()):
         raise SchemaError(
-            f"{path}: tensor {name} holds numbers that are not finite: its training diverged, take an earlier policy"
+            f"{path}: tensor {name} contains numbers that are not finite: its training diverged, use an earlier policy"
         )

@@ -69,7 +69,7 @@ class BuiltinEngine:
         """See Engine.generate."""
         if params.max_tokens < 1 or params.temperature < 0:
             raise EngineError(
-                f"max_tokens is {params.max_tokens} and temperature {params.temperature}: they start at 1 and 0"
+                f"max_tokens is {params.max_tokens} and temperature {params.temperature}: at least 1 and 0 are required"
             )
         if len(prompt_ids) >= self._architecture.max_positions:
             raise RequestTooLong(
@@ -82,7 +82,7 @@ class BuiltinEngine:
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         """See Engine.score."""
         if temperature <= 0:
-            raise EngineError(f"temperature is {temperature}: a score needs one above 0")
+            raise EngineError(f"temperature is {temperature}: scoring requires a value above 0")
         if len(token_ids) > self._architecture.max_positions:
             raise RequestTooLong(
                 f"{len(token_ids)} tokens to score, the policy's context holds {self._architecture.max_positions}:"
@@ -98,7 +98,7 @@ class BuiltinEngine:
         """See Engine.load_weights. Raises EngineError for another architecture; the policy in place then stays."""
         weights = await asyncio.to_thread(read_weights, directory)
         if weights.architecture != self._architecture:
-            raise EngineError(f"{directory} has another architecture than the policy served: open a new engine for it")
+            raise EngineError(f"{directory} has another architecture than the served policy: open a new engine")
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
         self._check_running()

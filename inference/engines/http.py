@@ -40,18 +40,20 @@ class JsonClient:
         url = f"{self.base}{path}"
         for attempt in range(self._retries + 1):
             if self._http.is_closed:  # by whoever replaced the server, while this call waited to be repeated
-                raise EngineUnreachable(f"{url} is no longer asked: its client was closed, ask the engine again")
+                raise EngineUnreachable(f"the client of {url} was closed: repeat the call")
             try:
                 return _read(url, await self._http.request(method, url, json=body, params=query))
             except _FAULTS as error:
                 if attempt == self._retries:
                     raise EngineUnreachable(
-                        f"{url} can't be reached ({type(error).__name__}, {attempt + 1} attempts): is the server"
-                        " running there?"
+                        f"{url} can't be reached ({type(error).__name__}, {attempt + 1} attempts):"
+                        " start the server or correct the address"
                     ) from error
                 await asyncio.sleep(FIRST_PAUSE_S * 2**attempt * random.uniform(0.5, 1.5))
             except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
-                raise EngineError(f"{url} is no address of an engine ({error}): write http://host:port/v1") from None
+                raise EngineError(
+                    f"{url} is not the address of an engine ({error}): write http://host:port/v1"
+                ) from None
             except httpx.TimeoutException as error:
                 raise EngineUnreachable(
                     f"{url} did not answer in time ({type(error).__name__}): raise timeout_s"
@@ -76,7 +78,7 @@ def _read(url: str, response: httpx.Response) -> Any:
             return response.json() if response.content else None
         except ValueError:
             said = " ".join(response.text[:60].split())
-            raise EngineError(f"{url} answered no JSON but {said!r}: is an engine's API there?") from None
+            raise EngineError(f"{url} sent an invalid reply, {said!r}: check that an engine's API runs there") from None
     message, code = _detail(response)
     if response.status_code == httpx.codes.CONFLICT:
         raise StaleVersion(message)

@@ -92,7 +92,7 @@ class VllmEngine:
         """See Engine.score. At temperature 1 only, and one token less than the context holds."""
         client = await self._attached()
         if temperature != 1.0:
-            raise EngineError(f"vLLM scores at temperature 1 only, {temperature} was asked for")
+            raise EngineError(f"vLLM scores at temperature 1 only, not {temperature}")
         if len(token_ids) >= self._context:
             raise RequestTooLong(
                 f"{len(token_ids)} tokens to score, the server's context holds {self._context}: shorten them"
@@ -240,7 +240,7 @@ class VllmEngine:
         while not await client.is_healthy("/health", HEALTH_S):
             if time.monotonic() > deadline:
                 raise EngineStopped(
-                    f"{client.base} was not well for {self._config.startup_timeout_s:g} s: start it again"
+                    f"{client.base} failed its health check for {self._config.startup_timeout_s:g} s: restart it"
                 )
             self._ready = False
             await asyncio.sleep(1.0)
@@ -279,15 +279,12 @@ class VllmEngine:
         """
         spans = [(str(mark["version"]), int(mark["start"]), int(mark["end"])) for mark in marks or []]
         if [0, *(end for _, _, end in spans)] != [*(start for _, start, _ in spans), count]:
-            raise StaleVersion(
-                f"vLLM marked {spans} of {count} tokens with versions: what it can't attribute is not used"
-            )
+            raise StaleVersion(f"vLLM marked {spans} of {count} tokens with a version; unmarked tokens are not used")
         versions = {version for version, _, _ in spans}
         if UNMARKED in versions:
             self._ready = False
             raise EngineUnreachable(
-                f"the server at {self._config.base_url} was started again by somebody: it is given policy"
-                f" {self._version[:12]} anew"
+                f"the server at {self._config.base_url} was restarted: loading policy {self._version[:12]} again"
             )
         other = next((version for version, _, _ in spans if version not in known), None)
         if other is not None:

@@ -92,7 +92,7 @@ class VllmKeeper:
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"GPUs {list(self._config.devices) or 'of this machine'} are held by {devices_owner(self._config)}:"
-                    " wait for it, or give engine.devices others"
+                    " wait, or set engine.devices to other GPUs"
                 )
             await asyncio.sleep(1.0)
 

@@ -45,7 +45,7 @@ def find_device(config: VllmConfig) -> Device:
         raise EngineError(f"vLLM's interpreter can't be run ({error}); {fix}") from None
     found = done.stdout.strip()
     if found not in ("cpu", "gpu"):
-        raise EngineError(f"no vLLM is installed there; {fix}")
+        raise EngineError(f"vLLM is not installed there; {fix}")
     return "cpu" if found == "cpu" else "gpu"
 
 

@@ -112,7 +112,8 @@ async def reset_prefix_cache(client: JsonClient) -> None:
     answer = await client.call("POST", "/reset_prefix_cache")
     if not (answer or {}).get("success"):
         raise EngineError(
-            f"{client.base} did not reset its prefix cache ({answer}): restart it, its prefixes are of older weights"
+            f"{client.base} did not reset its prefix cache ({answer}): restart it, its cached prefixes belong"
+            " to older weights"
         )
 
 
@@ -125,7 +126,7 @@ async def score(client: JsonClient, token_ids: list[int], salt: str) -> tuple[li
     answer = await client.call("POST", "/inference/v1/generate", body)
     choice = answer["choices"][0]
     if choice["finish_reason"] == "abort" or answer["prompt_logprobs"] is None:
-        raise EngineUnreachable(f"{client.base} ended a request before it was scored: ask again")
+        raise EngineUnreachable(f"{client.base} ended a scoring request early: retry")
     found = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
     return [0.0, *(entry[str(token)]["logprob"] for token, entry in found)], choice["weight_versions"] or []
 

@@ -106,7 +106,9 @@ def read_architecture(config: dict[str, Any], directory: Path) -> Architecture:
     }
     for feature, present in unsupported.items():
         if present:
-            raise EngineError(f"{directory}/config.json asks for {feature}: the built-in engine has none, use vLLM")
+            raise EngineError(
+                f"{directory}/config.json asks for {feature}: the built-in engine does not support it, use vLLM"
+            )
     try:
         return Architecture(
             vocabulary=config["vocab_size"],

@@ -89,8 +89,8 @@ async def play_episode(
                 _log.warning("episode %s, attempt %d of %d: %s", play.episode_id, attempt + 1, attempts, fault)
                 if attempt + 1 == attempts and deterministic and _is_outage(fault):
                     raise InfraFault(
-                        f"{fault}; gave up after {attempts} attempts: check it, then run the same step again, committed"
-                        " groups stay"
+                        f"{fault}; gave up after {attempts} attempts: repair it, then run the same step again;"
+                        " committed groups stay"
                     ) from fault
             if attempt + 1 < attempts:
                 await asyncio.sleep(BACKOFF_S * 2**attempt * random.uniform(0.5, 1.5))

@@ -88,7 +88,7 @@ def draw_prompts(
         raise PlanError("the task suite has no training task: build it with a larger train split")
     if count < 1 or reserve < 0 or cursor < 0:
         raise PlanError(
-            f"can't draw {count} groups and {reserve} in reserve from place {cursor}: draw at least one group"
+            f"can't draw {count} groups and {reserve} in reserve at cursor {cursor}: draw at least one group"
         )
     drawn: list[str] = []
     orders: dict[int, list[str]] = {}

@@ -197,8 +197,8 @@ class _Shard:
         solved = (await self._grade(task, episode.final_diff)).solved
         if solved is None and config.refill and config.profile == "deterministic":
             raise InfraFault(
-                f"an episode of task {task.task_id} could not be graded, and which prompts are drawn again depends on"
-                " it: check envd, then run the same step again, committed groups stay"
+                f"an episode of task {task.task_id} could not be graded, which the refill decision requires: check"
+                " envd, then run the same step again; committed groups stay"
             )
         return solved
 

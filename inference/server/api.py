@@ -34,7 +34,7 @@ class _Sampling(_Request):
     @model_validator(mode="after")
     def _refuse_streaming(self) -> Self:
         if self.stream:
-            raise ValueError("streaming is not offered: send stream=false and read the whole answer")
+            raise ValueError("streaming is not supported: send stream=false")
         return self
 
 

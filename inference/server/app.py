@@ -139,7 +139,7 @@ class Application:
     ) -> Completion:
         if self.withdrawn is not None:
             raise Withdrawn(
-                f"this server is withdrawn ({self.withdrawn}): ask another one, or load the live policy here"
+                f"this server is withdrawn ({self.withdrawn}): use another one, or load the live policy here"
             )
         if isinstance(body, CompletionRequest):
             await self._check_version(body.policy_version)
@@ -149,7 +149,7 @@ class Application:
     async def _check_version(self, wanted: str | None) -> None:
         serving = await self._engine.version()
         if wanted is not None and wanted != serving:
-            raise StaleVersion(f"policy {wanted} was asked for, {serving} is served: load it with /v1/load_weights")
+            raise StaleVersion(f"policy {wanted} was requested, but {serving} is served: load it with /v1/load_weights")
 
     def _text(self) -> ChatTokenizer:
         if self._tokenizer is None:

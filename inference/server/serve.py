@@ -40,7 +40,7 @@ def find_policy(policy: str, store: str | None) -> tuple[Path, str]:
     if not found:
         raise ArtifactMissing(f"--policy {policy}: neither a directory nor a checkpoint in store {opened.url}")
     if len(found) > 1:
-        raise ConfigError(f"--policy {policy} fits {len(found)} checkpoints of store {opened.url}: give more digits")
+        raise ConfigError(f"--policy {policy} matches {len(found)} checkpoints of store {opened.url}: give more digits")
     (ref,) = found.values()
     return open_artifact(opened, ref).directory(), ref.digest
 

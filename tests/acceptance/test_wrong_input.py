@@ -200,9 +200,9 @@ QUERY = "model.layers.0.self_attn.q_proj.weight"
 @pytest.mark.parametrize(
     ("name", "tensor", "said"),
     [
-        (QUERY, None, rf"does not give tensor {QUERY}"),
+        (QUERY, None, rf"has no readable tensor {QUERY}"),
         (QUERY, torch.ones(3, 3), rf"tensor {QUERY} is \(3, 3\), config.json says \(256, 128\): fetch both again"),
-        (QUERY, torch.full((256, 128), float("nan")), rf"tensor {QUERY} holds numbers that are not finite"),
+        (QUERY, torch.full((256, 128), float("nan")), rf"tensor {QUERY} contains numbers that are not finite"),
     ],
     ids=["absent", "wrong shape", "not finite"],
 )

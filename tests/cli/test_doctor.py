@@ -124,7 +124,7 @@ def test_s3_is_tried_by_a_probe_that_goes_again(s3: str) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "words"),
-    [("refuse", "s3:PutObject"), ("unconditional", "overwrites objects in spite of If-None-Match")],
+    [("refuse", "s3:PutObject"), ("unconditional", "ignores If-None-Match")],
 )
 def test_s3_without_permission_or_conditions_is_broken(
     s3: str, fault: Any, words: str, monkeypatch: pytest.MonkeyPatch

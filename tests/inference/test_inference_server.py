@@ -100,7 +100,7 @@ async def test_loading_weights_changes_scores_and_old_clients_are_refused(
     expected = BuiltinEngine(second, "second")
     assert await new.version() == "second"
     assert await new.score([1, 2, 3, 4]) == await expected.score([1, 2, 3, 4]) != before
-    with pytest.raises(StaleVersion, match=r"first was asked for, second is served"):
+    with pytest.raises(StaleVersion, match=r"first was requested, but second is served"):
         await old.generate([1], SamplingParams(1.0, 2, seed=0))
     for engine in (old, new, expected):
         await engine.close()
@@ -147,7 +147,7 @@ async def test_chat_answers_in_text_with_the_prompt_that_the_chat_contract_makes
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
-        ("/completions", {"prompt": "a", "stream": True}, "streaming is not offered"),
+        ("/completions", {"prompt": "a", "stream": True}, "streaming is not supported"),
         ("/completions", {"prompt": [1], "max_tokens": 0}, "max_tokens"),
         ("/completions", {"prompt": [1], "top_pp": 0.5}, "top_pp"),
         ("/completions", {"prompt": []}, "at least one token"),
