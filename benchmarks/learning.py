@@ -1,6 +1,7 @@
 """Does it learn? Held-out compositions before and after, for several seeds, and for a control that must not learn.
 
-    base policy of seed s -> iterations -> the live policy after each, on held-out and unseen tasks     one child process an experiment
+    base policy of seed s -> iterations -> the live policy after each, on held-out and unseen tasks
+                                           (one child process an experiment)
     the first seeds' base policies with rewards permuted within each group: the control
 
 Both splits are read by no gate and no stopping rule. Everything is kept in the work folder: killed, the same command

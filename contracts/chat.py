@@ -2,7 +2,8 @@
 
     <|im_start|>user\\n{instruction}<|im_end|>\\n<|im_start|>assistant\\n          prompt tokens
     <tool_call>{"name":"read","arguments":{"path":"a.py"}}</tool_call><|im_end|>  policy tokens, kept as sampled
-    \\n<|im_start|>user\\n<tool_response>1 def f():...</tool_response><|im_end|>\\n<|im_start|>assistant\\n   environment tokens
+    \\n<|im_start|>user\\n<tool_response>1 def f():...</tool_response><|im_end|>\\n
+    <|im_start|>assistant\\n                                                      environment tokens
     ...
 
 Markup is encoded by token id; text from outside is encoded with special tokens disabled, so no file content can close a

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from contracts.errors import SchemaError
+from contracts.qwen3_moe import expert_names, parameter_shapes
 
 BLOCK = 128
 WEIGHTS = "model.safetensors"
@@ -68,35 +69,12 @@ def expected_tensors(config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, 
     """Name -> (safetensors dtype, shape) of every tensor that a checkpoint with this config.json must hold, no more and
     no less.
     """
-    hidden, width = config["hidden_size"], config["moe_intermediate_size"]
-    query, keys = (
-        config["num_attention_heads"] * config["head_dim"],
-        config["num_key_value_heads"] * config["head_dim"],
-    )
-    weights: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config["vocab_size"], hidden),
-        "model.norm.weight": (hidden,),
-    }
-    if not config["tie_word_embeddings"]:
-        weights["lm_head.weight"] = (config["vocab_size"], hidden)
-    for index in range(config["num_hidden_layers"]):
-        layer = f"model.layers.{index}"
-        weights |= {f"{layer}.{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")}
-        weights |= {f"{layer}.self_attn.{norm}_norm.weight": (config["head_dim"],) for norm in ("q", "k")}
-        weights |= {
-            f"{layer}.self_attn.{name}_proj.weight": (rows, hidden)
-            for name, rows in (("q", query), ("k", keys), ("v", keys))
-        }
-        weights[f"{layer}.self_attn.o_proj.weight"] = (hidden, query)
-        weights[f"{layer}.mlp.gate.weight"] = (config["num_experts"], hidden)
-        for expert in range(config["num_experts"]):
-            weights |= {f"{layer}.mlp.experts.{expert}.{name}_proj.weight": (width, hidden) for name in ("gate", "up")}
-            weights[f"{layer}.mlp.experts.{expert}.down_proj.weight"] = (hidden, width)
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for name, shape in weights.items():
-        found[name] = ("F8_E4M3" if is_quantized(name) else "F32", shape)
-        if is_quantized(name):
-            found[f"{name}_scale_inv"] = ("F32", tuple(-(-size // BLOCK) for size in shape))
+    for name, shape in parameter_shapes(config).items():
+        for single in expert_names(name, shape):
+            found[single] = ("F8_E4M3" if is_quantized(name) else "F32", shape[-2:])
+            if is_quantized(name):
+                found[f"{single}_scale_inv"] = ("F32", tuple(-(-size // BLOCK) for size in shape[-2:]))
     return found
 
 

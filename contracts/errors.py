@@ -46,6 +46,10 @@ class SchemaError(TriplaneError):
     """A table, checkpoint or message does not have the form its contract states."""
 
 
+class InfraFault(TriplaneError):
+    """An engine, a sandbox, a judge or their server failed, not the policy: worth another attempt, never a score."""
+
+
 def describe(error: OSError) -> str:
     """What the system refused, of what, and the fix, in one line: for errors that no part of the program expects."""
     said = error.strerror or (os.strerror(error.errno) if error.errno else str(error))

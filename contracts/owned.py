@@ -21,6 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+from contracts.processes import pid_space, start_of
+
 Fate = Literal["alive", "gone", "unknown"]
 _UNSEEN_START = "0"
 _SHORT = Path("/tmp")
@@ -109,20 +111,6 @@ def remove(entry: Path) -> None:
             entry.unlink()
 
 
-def start_of(pid: int) -> str | None:
-    """Start time of a live process in clock ticks since boot, or None when there is none.
-
-    Source: proc(5), field 22 of stat.
-
-    Raises OSError when that can't be asked: no descriptor is left, for one.
-    """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in "ZX" else fields[19]
-
-
 @functools.lru_cache(maxsize=4)
 def _owner(pid: int) -> str:
     # without /proc no owner can be looked up: a machine that matches none
@@ -132,9 +120,5 @@ def _owner(pid: int) -> str:
 @functools.cache
 def _machine() -> str | None:
     """Six digits for this boot and pid namespace, or None where the system has no /proc."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        place = f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return None
-    return hashlib.sha256(place.encode()).hexdigest()[:6]
+    space = pid_space()
+    return None if space is None else hashlib.sha256(space.encode()).hexdigest()[:6]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -26,6 +25,7 @@ from botocore.exceptions import (
 
 from contracts.errors import StoreError
 from contracts.filecache import FileCache, cache_base, cache_limit
+from contracts.retries import backoff_s
 from contracts.s3client import connect, explain, is_missing, is_refused
 from contracts.s3write import MULTIPART_BYTES, abort_upload, create_object, delete_all, list_uploads, transfers
 from contracts.store import Entry, Upload, check_key
@@ -37,6 +37,8 @@ T = TypeVar("T")
 
 READS = 4
 """Tries of one download whose stream breaks off (a request that gets no answer is tried again by the client itself)."""
+READ_PAUSE_S = 0.2
+"""Mean pause after a first broken download; `backoff_s` gives the next ones."""
 BROKEN_STREAM = (FlexibleChecksumError, IncompleteReadError, ReadTimeoutError, ResponseStreamingError)
 _CHUNK = 2**20
 _PROBE = "tmp/conditional-writes"
@@ -227,5 +229,5 @@ def _patiently(read: Callable[[], T]) -> T:
         try:
             return read()
         except BROKEN_STREAM:
-            time.sleep(random.uniform(0, 0.2 * 2**attempt))
+            time.sleep(backoff_s(attempt, READ_PAUSE_S))
     return read()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import time
 import uuid
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from s3transfer.subscribers import BaseSubscriber
 
 from contracts.errors import StoreError
 from contracts.failpoints import failpoint
+from contracts.retries import backoff_s
 from contracts.s3client import code_of, is_missing
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ DELETED_AT_ONCE = 1000
 """S3's own bound."""
 CONFLICTS = 6
 """Tries when S3 asks to try again since another writer of the key is under way."""
+CONFLICT_PAUSE_S = 0.05
+"""Mean pause after a first conflict; `backoff_s` gives the next ones."""
 
 _log = logging.getLogger(__name__)
 _LOST = ("PreconditionFailed", "412")
@@ -79,7 +81,7 @@ def create_object(client: S3Client, bucket: str, key: str, source: bytes | Path)
                 return False
             if code_of(error) not in _CONFLICT or attempt == CONFLICTS:
                 raise
-            time.sleep(random.uniform(0, 0.05 * 2**attempt))
+            time.sleep(backoff_s(attempt, CONFLICT_PAUSE_S))
         else:
             return True
     raise AssertionError("the last attempt returns or raises")

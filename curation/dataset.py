@@ -184,7 +184,10 @@ def report(train: pa.Table, members: pa.Table) -> DatasetReport:
 _MEMBERS = """
 CREATE TABLE members AS
 WITH lengths AS (
-    SELECT episode_id, max(len(token_ids)) AS length, sum(len(list_filter(token_role, lambda role: role = 1))) AS policy_tokens
+    SELECT
+        episode_id,
+        max(len(token_ids)) AS length,
+        sum(len(list_filter(token_role, lambda role: role = 1))) AS policy_tokens
     FROM sequences GROUP BY episode_id
 ),
 graded_groups AS (

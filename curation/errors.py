@@ -7,10 +7,6 @@ class CurationError(TriplaneError):
     """Base class of errors of the curation plane."""
 
 
-class InfraFault(CurationError):
-    """Grading failed for a reason outside the episode, which stays ungraded and is never scored 0."""
-
-
 class GradingIncomplete(CurationError):
     """Too many episodes could not be graded: nothing is committed; verdicts so far are kept."""
 

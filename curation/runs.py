@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Mapping, Sequence
 
-from contracts.errors import TriplaneError
+from contracts.errors import InfraFault, TriplaneError
+from contracts.retries import backoff_s
 from contracts.tasks import Task
-from curation.errors import InfraFault
 from curation.paths import changed_paths
 from envd.client import Limits, SandboxClient, VerifyResult
 
@@ -18,7 +17,7 @@ LIMITS = Limits()
 
 ATTEMPTS = 4
 BACKOFF_S = 0.25
-"""First pause after an infrastructure fault; doubles with each, jittered by half."""
+"""Mean pause after a first infrastructure fault; `backoff_s` gives the next ones."""
 BLAMED_AFTER = 2
 """Faults of one final state after which a control state is run: if that one grades and the state faults again, the
 fault is the state's.
@@ -51,7 +50,7 @@ class Runs:
         for attempt in range(ATTEMPTS):
             if fault is not None:
                 log.warning("verifying %s failed (attempt %d of %d): %s", task.task_id, attempt, ATTEMPTS, fault)
-                await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+                await asyncio.sleep(backoff_s(attempt, BACKOFF_S))
             controlled = attempt >= BLAMED_AFTER and bool(diff) and await self._control(task)
             try:
                 return await self._once(task, diff, hidden, tests)

@@ -32,9 +32,10 @@ Then, in Python:
       sandbox = await client.create(template)
       await sandbox.call(ToolCall("exec", {"command": "ls"}))
 
-The namespaces backend isolates (as root or as an ordinary user); the plain one does not, says so, and is never chosen by `auto`, which
-starts a real sandbox to find out what works. SIGTERM ends every sandbox and leaves nothing behind. A unix socket has mode 0600; a port
-asks for a key (or client certificates), beyond this machine with TLS, unless --insecure says that the network keeps others out.
+The namespaces backend isolates (as root or as an ordinary user); the plain one does not, says so, and is never chosen
+by `auto`, which starts a real sandbox to find out what works. SIGTERM ends every sandbox and leaves nothing behind. A
+unix socket has mode 0600; a port asks for a key (or client certificates), beyond this machine with TLS, unless
+--insecure says that the network keeps others out.
 """
 _COMMANDS = {
     "mcp": ("envd.mcp", "run_mcp", "the tools over MCP, for agents that nobody here wrote"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contracts.errors import TriplaneError
+from contracts.errors import InfraFault, TriplaneError
 
 
 class InferenceError(TriplaneError):
@@ -47,10 +47,6 @@ class PlanError(RolloutError):
 
 class GroupsMissing(RolloutError):
     """A merge was asked for before every expected group was committed."""
-
-
-class InfraFault(RolloutError):
-    """The engine or the sandboxes failed, not the policy: worth another attempt, never a score."""
 
 
 class SandboxBroken(InfraFault):

@@ -14,11 +14,10 @@ import dagster as dg
 
 from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, artifact_exists, find_artifact, open_artifact
 from contracts.chat import ChatTokenizer
+from contracts.errors import InfraFault
 from contracts.store import Store
 from contracts.tasks import Task
-from curation.errors import InfraFault
 from curation.verify import Verifier
-from inference.errors import InfraFault as SamplingFault
 from inference.rollouts import ROLLOUTS_VERSION
 from inference.rollouts.merge import Gathered, gather_groups, merge_groups
 from inference.rollouts.plan import GroupPlan, RolloutPlan
@@ -173,7 +172,7 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
             return part
         try:
             report = run_async(sample_shard(step, planned, part["shard"], sampler, sandboxes))
-        except SamplingFault as fault:
+        except InfraFault as fault:
             if context.retry_number:
                 raise
             # committed groups stay; once more for what infrastructure lost

@@ -19,13 +19,13 @@ from contextlib import AbstractAsyncContextManager
 from contracts.artifacts import Artifact, ArtifactRef, Frozen, open_artifact
 from contracts.chat import ChatTokenizer
 from contracts.episodes import Episode, Outcome
-from contracts.errors import SchemaError, TriplaneError
+from contracts.errors import InfraFault, SchemaError, TriplaneError
 from contracts.tasks import Split, Task
 from envd.client import SandboxClient
 from inference.engines.base import Completion, Engine, SamplingParams
 from inference.engines.config import BuiltinConfig
 from inference.engines.delegating import DelegatingEngine
-from inference.errors import EngineError, EngineUnreachable, InfraFault, RequestTooLong, StaleVersion, WeightsDiffer
+from inference.errors import EngineError, EngineUnreachable, RequestTooLong, StaleVersion, WeightsDiffer
 from inference.rollouts.episode import Player, play_episode
 from inference.rollouts.evaluate import evaluation_slot
 from inference.rollouts.workspace import Workspaces

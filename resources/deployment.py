@@ -19,6 +19,7 @@ import httpx
 from contracts.artifacts import Artifact
 from contracts.chat import ChatTokenizer
 from contracts.errors import TriplaneError
+from contracts.retries import backoff_s
 from inference.engines.base import Completion, Engine, SamplingParams
 from inference.engines.openai import OpenAIEngine
 from inference.errors import EngineError
@@ -96,7 +97,7 @@ async def _swap(url: str, config: DeploymentConfig, live: Live) -> ServerState:
             fault = f"the live policy changed during each of {config.attempts} attempts"
             continue
         if attempt + 1 < config.attempts:
-            await asyncio.sleep(PAUSE_S * 2**attempt)
+            await asyncio.sleep(backoff_s(attempt + 1, PAUSE_S))
     said = await _withdraw(url, f"it could not be swapped to policy {policy.ref.short}")
     _log.warning("%s does not serve the live policy %s: %s; %s", url, policy.ref.short, fault, said)
     return ServerState(url, None, f"{fault}; {said}")

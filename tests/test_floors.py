@@ -108,3 +108,63 @@ def test_what_runs_in_vllm_needs_nothing_of_ours() -> None:
     found = {name.split(".")[0] for path in sorted(ELSEWHERE.rglob("*.py")) for name, _ in imports_of(path)}
     assert not found & set(LEVEL), "vLLM's environment has none of our packages"
     assert found <= sys.stdlib_module_names | {"torch", "safetensors"}
+
+
+def module_of(path: str) -> str:
+    parts = Path(path).with_suffix("").parts[path.startswith("kernels/") :]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def module_imports(tree: ast.AST, known: set[str]) -> Iterator[str]:
+    """Modules of `known` that a file imports at its top level, in an `if TYPE_CHECKING` too."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                yield submodule if submodule in known else node.module
+        yield from module_imports(node, known)
+
+
+def circle_in(edges: dict[str, set[str]]) -> list[str]:
+    """Names that lead back to the first of them; empty where no circle is."""
+    left = {name: found - {name} for name, found in edges.items()}
+    while leaves := [name for name, found in left.items() if not found & left.keys()]:
+        for name in leaves:
+            del left[name]
+    walk = sorted(left)[:1]
+    while walk and walk[-1] not in walk[:-1]:
+        walk.append(min(left[walk[-1]] & left.keys()))
+    return walk[walk.index(walk[-1]) :] if walk else []
+
+
+def import_edges() -> dict[str, set[str]]:
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    modules = {module_of(path): ROOT / path for path in listed.splitlines() if (ROOT / path).exists()}
+    return {
+        name: {each for each in module_imports(ast.parse(path.read_text()), set(modules)) if each in modules}
+        for name, path in modules.items()
+    }
+
+
+def test_no_circle_of_imports_between_modules() -> None:
+    circle = circle_in(import_edges())
+    assert not circle, " -> ".join(circle)
+
+
+def test_no_circle_of_imports_between_packages_of_envd() -> None:
+    packages: dict[str, set[str]] = {}
+    for name, found in import_edges().items():
+        if name.startswith("envd."):
+            ours = {".".join(each.split(".")[:2]) for each in found if each.startswith("envd.")}
+            packages.setdefault(".".join(name.split(".")[:2]), set()).update(ours)
+    circle = circle_in(packages)
+    assert not circle, " -> ".join(circle)
+
+
+def test_circle_is_found() -> None:
+    assert circle_in({"a": {"b", "d"}, "b": {"c"}, "c": {"a"}, "d": set()}) == ["a", "b", "c", "a"]
+    assert circle_in({"a": {"a", "b"}, "b": set()}) == []

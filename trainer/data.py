@@ -16,7 +16,7 @@ from trainer.model import Batch
 
 
 @dataclass(frozen=True)
-class TokenSequence:
+class ScoredSequence:
     """One sequence and the positions a loss reads."""
 
     token_ids: np.ndarray
@@ -36,12 +36,12 @@ class TokenSequence:
         return int(breaks[0]) + 1 if len(breaks) else len(self.scored)
 
 
-def read_sequences(table: pa.Table, what: str, vocabulary: int, longest: int) -> list[TokenSequence]:
+def read_sequences(table: pa.Table, what: str, vocabulary: int, longest: int) -> list[ScoredSequence]:
     """Rows with `token_ids` and `token_role`. Raises TrainingDataError naming `what` and the row at fault."""
     ids, roles = table.column("token_ids").to_pylist(), table.column("token_role").to_pylist()
     found = []
     for index, (row, role) in enumerate(zip(ids, roles, strict=True)):
-        sequence = TokenSequence(np.asarray(row, np.int64), np.flatnonzero(np.asarray(role) == TokenRole.POLICY))
+        sequence = ScoredSequence(np.asarray(row, np.int64), np.flatnonzero(np.asarray(role) == TokenRole.POLICY))
         if len(row) != len(role) or not len(row):
             raise TrainingDataError(
                 f"{what} row {index} has {len(row)} tokens and {len(role)} roles: build the table again"
@@ -63,7 +63,7 @@ def read_sequences(table: pa.Table, what: str, vocabulary: int, longest: int) ->
     return found
 
 
-def make_batch(sequences: Sequence[TokenSequence]) -> Batch:
+def make_batch(sequences: Sequence[ScoredSequence]) -> Batch:
     """Pad at the right to the longest sequence."""
     length = max(sequence.length for sequence in sequences)
     ids = np.zeros((len(sequences), length), np.int64)
@@ -82,7 +82,7 @@ def make_batch(sequences: Sequence[TokenSequence]) -> Batch:
     )
 
 
-def cut_by_length(sequences: Sequence[TokenSequence], tokens: int) -> list[list[int]]:
+def cut_by_length(sequences: Sequence[ScoredSequence], tokens: int) -> list[list[int]]:
     """Indices of `sequences` in microbatches of like length, each at most `tokens` with padding, at least one
     sequence.
     """

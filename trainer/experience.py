@@ -15,7 +15,7 @@ from torch import Tensor
 from contracts.artifacts import Artifact
 from contracts.digests import digest_of
 from trainer.config import GrpoConfig
-from trainer.data import TokenSequence, read_sequences
+from trainer.data import ScoredSequence, read_sequences
 from trainer.errors import TrainingDataError
 from trainer.losses import group_advantages
 
@@ -26,7 +26,7 @@ class Experience:
 
     episodes: list[str]
     """Episode id of each row."""
-    sequences: list[TokenSequence]
+    sequences: list[ScoredSequence]
     sampler_logprobs: list[Tensor]
     """float32 [policy tokens] of each row."""
     group_names: list[str]
@@ -95,7 +95,7 @@ def member_advantages(members: pa.Table, permute_seed: int | None) -> dict[str, 
     return dict(zip(members.column("episode_id").to_pylist(), values, strict=True))
 
 
-def _sampler_logprobs(column: pa.ChunkedArray, sequences: list[TokenSequence], where: str) -> list[Tensor]:
+def _sampler_logprobs(column: pa.ChunkedArray, sequences: list[ScoredSequence], where: str) -> list[Tensor]:
     found = []
     for index, (row, sequence) in enumerate(zip(column.to_pylist(), sequences, strict=True)):
         values = np.asarray([row[position] for position in sequence.scored], np.float64)

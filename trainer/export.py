@@ -15,9 +15,10 @@ from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter
 from contracts.checkpoints import WEIGHTS, check_checkpoint, is_quantized
 from contracts.digests import tensors_digest
 from contracts.failpoints import failpoint
+from contracts.qwen3_moe import expert_names, parameter_shapes
 from contracts.store import Store
 from trainer.errors import TrainingDataError
-from trainer.parameters import Buffer, Parameters, parameter_shapes
+from trainer.parameters import Buffer, Parameters
 from trainer.tensors import read_tensors, save_tensors
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -94,13 +95,6 @@ def tensor_digest(tensors: Mapping[str, Tensor]) -> str:
     return tensors_digest(
         (name, _DTYPES[tensor.dtype], tuple(tensor.shape), _bytes(tensor)) for name, tensor in tensors.items()
     )
-
-
-def expert_names(name: str, shape: tuple[int, ...]) -> list[str]:
-    """Exported names of the matrices behind a parameter: one, or one an expert."""
-    if len(shape) < 3:
-        return [name]
-    return [name.replace(".experts.", f".experts.{index}.") for index in range(shape[0])]
 
 
 def _matrices(buffer: Buffer, name: str) -> Iterator[tuple[str, Tensor, Tensor]]:

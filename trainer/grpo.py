@@ -23,7 +23,7 @@ from contracts.artifacts import Artifact, open_artifact
 from contracts.failpoints import failpoint
 from contracts.store import Store
 from trainer.config import GRPO_VERSION, GrpoConfig, GrpoJob
-from trainer.data import TokenSequence, cut_by_length, make_batch, shuffled
+from trainer.data import ScoredSequence, cut_by_length, make_batch, shuffled
 from trainer.errors import TrainingDiverged
 from trainer.experience import Experience, read_experience
 from trainer.export import load_checkpoint, publish_checkpoint
@@ -200,7 +200,7 @@ def accumulate(
 
 
 @torch.no_grad()
-def expert_counts(parameters: Parameters, microbatches: Iterable[Sequence[TokenSequence]]) -> Tensor:
+def expert_counts(parameters: Parameters, microbatches: Iterable[Sequence[ScoredSequence]]) -> Tensor:
     """Tokens routed to each expert, float32 [layers, experts], over all `microbatches` under the present weights."""
     found: list[Tensor] = []
     for members in microbatches:

@@ -19,11 +19,12 @@ from contracts.artifacts import Artifact, ArtifactWriter, find_artifact
 from contracts.chat import ChatTokenizer
 from contracts.checkpoints import BLOCK, WEIGHTS, quantization_config, ragged_sides
 from contracts.digests import action_key, sha256
+from contracts.qwen3_moe import expert_names, parameter_shapes
 from contracts.store import Store
 from trainer.config import IMPORT_VERSION
 from trainer.errors import TrainingDataError
-from trainer.export import TOKENIZER_FILES, expert_names, publish_checkpoint, tensor_digest
-from trainer.parameters import Parameters, parameter_shapes
+from trainer.export import TOKENIZER_FILES, publish_checkpoint, tensor_digest
+from trainer.parameters import Parameters
 from trainer.state import capture_state, publish_state
 from trainer.tensors import check_finite
 

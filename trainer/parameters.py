@@ -20,6 +20,7 @@ from torch import Tensor
 from triplane_kernels.blockwise import dequantize_blockwise, quantize_blockwise
 
 from contracts.checkpoints import BLOCK, is_quantized
+from contracts.qwen3_moe import parameter_shapes
 
 PLAIN = "plain"
 
@@ -124,36 +125,6 @@ class Parameters:
         for buffer in self.buffers:
             buffer.gradient.mul_(factor)
         return norm
-
-
-def parameter_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every parameter of a Qwen3-MoE with this config.json; a layer's experts are stacked under
-    `mlp.experts.*`.
-    """
-    hidden, width, experts = config["hidden_size"], config["moe_intermediate_size"], config["num_experts"]
-    head = config["head_dim"]
-    query, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
-    for index in range(config["num_hidden_layers"]):
-        layer = {
-            "input_layernorm": (hidden,),
-            "self_attn.q_proj": (query, hidden),
-            "self_attn.k_proj": (keys, hidden),
-            "self_attn.v_proj": (keys, hidden),
-            "self_attn.o_proj": (hidden, query),
-            "self_attn.q_norm": (head,),
-            "self_attn.k_norm": (head,),
-            "post_attention_layernorm": (hidden,),
-            "mlp.gate": (experts, hidden),
-            "mlp.experts.gate_proj": (experts, width, hidden),
-            "mlp.experts.up_proj": (experts, width, hidden),
-            "mlp.experts.down_proj": (experts, hidden, width),
-        }
-        shapes |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
-    shapes["model.norm.weight"] = (hidden,)
-    if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
-    return shapes
 
 
 def draw_masters(config: Mapping[str, Any], seed: int) -> dict[str, Tensor]:

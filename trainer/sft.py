@@ -18,7 +18,7 @@ from contracts.chat import ChatTokenizer
 from contracts.failpoints import failpoint
 from contracts.store import Store
 from trainer.config import SFT_VERSION, SftConfig, SftJob
-from trainer.data import TokenSequence, cut_by_length, make_batch, read_sequences, shuffled
+from trainer.data import ScoredSequence, cut_by_length, make_batch, read_sequences, shuffled
 from trainer.errors import TrainingDataError, TrainingDiverged
 from trainer.export import publish_checkpoint
 from trainer.losses import balance_loss, first_not_finite
@@ -49,7 +49,7 @@ class Look:
 
 
 @torch.no_grad()
-def look(parameters: Parameters, sequences: Sequence[TokenSequence], tokens: int = 8192) -> Look:
+def look(parameters: Parameters, sequences: Sequence[ScoredSequence], tokens: int = 8192) -> Look:
     """Score `sequences` under `parameters`. tokens: most a forward pass holds."""
     solve = form = loss = 0.0
     count = 0
@@ -108,7 +108,7 @@ class _Run:
         """Whether the criterion is met or the bound reached."""
         return self._met >= self._config.consecutive or self.taken >= self._config.max_steps
 
-    def step(self, train: Sequence[TokenSequence]) -> None:
+    def step(self, train: Sequence[ScoredSequence]) -> None:
         """One optimizer step."""
         config = self._config
         rows = batch_members(len(train), config.batch_size, self._job.seed, self.taken)
@@ -150,7 +150,7 @@ class _Run:
                 f" {self._config.learning_rate} or adamw_learning_rate {self._config.adamw_learning_rate}"
             )
 
-    def evaluate(self, validation: Sequence[TokenSequence]) -> None:
+    def evaluate(self, validation: Sequence[ScoredSequence]) -> None:
         """Look at a few demonstrations while the criterion is far, at all once those come near it."""
         config = self._config
         seen = look(self._parameters, validation[: config.probe_episodes])
@@ -225,7 +225,7 @@ def batch_members(count: int, batch_size: int, seed: int, step: int) -> list[int
 
 def _demonstrations(
     demonstrations: Artifact, job: SftJob, vocabulary: int
-) -> tuple[list[TokenSequence], list[TokenSequence]]:
+) -> tuple[list[ScoredSequence], list[ScoredSequence]]:
     train = demonstrations.table("train.parquet", ["token_ids", "token_role"])
     validation: pa.Table = demonstrations.table("validation.parquet", ["token_ids", "token_role", "clean"])
     clean = validation.filter(pc.field("clean")).slice(0, job.config.evaluation_episodes)

@@ -15,11 +15,12 @@ from torch import Tensor
 from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, find_artifact
 from contracts.digests import action_key
 from contracts.failpoints import failpoint
+from contracts.qwen3_moe import parameter_shapes
 from contracts.store import Store
 from trainer.config import SNAPSHOT, SNAPSHOT_JOB
 from trainer.errors import TrainingDataError
 from trainer.export import RECIPE, tensor_digest
-from trainer.parameters import Parameters, parameter_shapes
+from trainer.parameters import Parameters
 from trainer.tensors import read_tensors, save_tensors
 
 OptimizerName = Literal["none", "muon", "adamw"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
-from pathlib import Path
 
 import dagster as dg
+
+from contracts.processes import boot_id, start_of
 
 PROCESS_TAG = "triplane/process"
 """Which process executes an in-process run: host, boot, pid, start."""
@@ -18,27 +20,21 @@ _UNFINISHED = [
 ]
 
 
-def process_name(pid: int | str = "self") -> str | None:
+def process_name(pid: int) -> str | None:
     """Identifier of a process on this machine that stays unique when its pid is reused; None if it is gone."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    number, after_name = stat.split(" ", 1)[0], stat.rpartition(")")[2].split()
-    started = after_name[19]  # field 22 of proc(5), counted from the state, which is field 3
-    return f"{socket.gethostname()}/{boot}/{number}/{started}"
+    boot, started = boot_id(), start_of(pid)
+    return None if boot is None or started is None else f"{socket.gethostname()}/{boot}/{pid}/{started}"
 
 
 def cancel_dead_runs(instance: dg.DagsterInstance) -> list[str]:
     """Mark the unfinished runs of processes that died on this machine as canceled. Returns their ids."""
-    here = process_name()
+    here = process_name(os.getpid())
     canceled = []
     for run in instance.get_runs(dg.RunsFilter(statuses=_UNFINISHED)):
         name = run.tags.get(PROCESS_TAG)
         if here is None or name is None or name.split("/")[0] != here.split("/")[0]:
             continue
-        if process_name(name.split("/")[2]) != name:
+        if process_name(int(name.split("/")[2])) != name:
             instance.report_run_canceled(run, "Its process died. Committed work is kept; the next run goes on from it.")
             canceled.append(run.run_id)
     return canceled

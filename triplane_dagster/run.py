@@ -84,7 +84,7 @@ class Runner:
         self._sandboxes.close()
 
     def _run(self, job: dg.JobDefinition, partition: str | None, config: Mapping[str, Any] | None = None) -> None:
-        name, run_id = process_name(), str(uuid.uuid4())
+        name, run_id = process_name(os.getpid()), str(uuid.uuid4())
         try:
             done = job.execute_in_process(
                 instance=self._instance,

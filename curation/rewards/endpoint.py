@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 
-from curation.errors import CurationError, InfraFault, RequestRefused
+from contracts.errors import InfraFault
+from contracts.retries import backoff_s
+from curation.errors import CurationError, RequestRefused
 from curation.rewards.answers import Answer
 from curation.rewards.config import Endpoint
 
 BACKOFF_S = 0.5
-"""First pause after a fault; doubles with each, jittered by half."""
+"""Mean pause after a first fault; `backoff_s` gives the next ones."""
 MAX_PAUSE_S = 60.0
 """Longest pause, also when the server asks for more by Retry-After."""
 MAX_TEXT = 200
@@ -68,7 +69,7 @@ class EndpointClient:
         fault, asked = "", 0.0
         for attempt in range(self._endpoint.attempts):
             if attempt:
-                await asyncio.sleep(self._pause(attempt, asked))
+                await asyncio.sleep(min(MAX_PAUSE_S, max(asked, backoff_s(attempt, BACKOFF_S))))
             try:
                 self.requests += 1
                 async with asyncio.timeout(self._endpoint.timeout_s):
@@ -92,10 +93,6 @@ class EndpointClient:
     async def close(self) -> None:
         """Close all connections."""
         await self._http.aclose()
-
-    def _pause(self, attempt: int, asked: float) -> float:
-        usual = BACKOFF_S * 2.0 ** (attempt - 1) * random.uniform(0.5, 1.5)
-        return min(MAX_PAUSE_S, max(asked, usual))
 
     def _faulty(self, response: httpx.Response) -> bool:
         return response.status_code in _AGAIN or response.status_code >= 500

@@ -21,9 +21,10 @@ import pyarrow as pa
 from contracts.artifacts import Artifact
 from contracts.chat import ChatTokenizer
 from contracts.episodes import Outcome
+from contracts.errors import InfraFault
 from contracts.store import Store
 from contracts.tasks import Task
-from curation.errors import GradingIncomplete, InfraFault, RewardsMismatch
+from curation.errors import GradingIncomplete, RewardsMismatch
 from curation.rewards.config import Asked, RewardConfig
 from curation.rewards.raters import Raters, contribution
 from curation.rewards.shapers import shape

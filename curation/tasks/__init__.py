@@ -4,7 +4,7 @@ In: a `TaskSuiteConfig` (numbers and a seed) and an envd client. Out: the artifa
 
     names, families -> bugs -> suite (Task rows) -> validate (sandboxes) -> build    the task_suite artifact
                          |
-                         +--> expert (tool calls and their answers) -> demonstrations     what the base policy is warmed up on
+                         +--> expert (tool calls and their answers) -> demonstrations     for the base policy's warm-up
 
 May import: contracts, envd.client, envd.tools, curation.errors. `inspect` holds what the command line shows.
 """

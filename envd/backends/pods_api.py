@@ -136,7 +136,9 @@ class Api:
         """Run a command in a pod with its standard streams. Raises SandboxStartError."""
         query = [("container", container), *(("command", each) for each in command)]
         query += [(name, "true") for name in ("stdin", "stdout", "stderr")]
-        where = f"{self.cluster.url.replace('http', 'ws', 1)}/api/v1/namespaces/{self.cluster.namespace}/pods/{pod}/exec?{urlencode(query)}"
+        cluster = self.cluster
+        pods = f"{cluster.url.replace('http', 'ws', 1)}/api/v1/namespaces/{cluster.namespace}/pods"
+        where = f"{pods}/{pod}/exec?{urlencode(query)}"
         options: dict[str, Any] = {"ssl": self.cluster.tls} if self.cluster.tls is not None else {}
         try:
             # no pings: API servers answered none for years; a dead connection shows in the agent's silence

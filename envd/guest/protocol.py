@@ -18,7 +18,8 @@ INIT      host_name bytes, seed bytes, env list, unix_ns i64        -           
           env: K=V of all that is started from now on; seed: mixed into the kernel's entropy where the agent may;
           unix_ns: 0, or the time to set where the agent owns the clock. Asked again after a fork or a restore.
 SHELL     limit u32, n u32, n times (command bytes, deadline_ms u32)
-                                                                    -                              n u32, n times (code i32, flags u8,
+                                                                    -                              n u32, n times (code
+                                                                                                   i32, flags u8,
                                                                                                    true_bytes u64, head
                                                                                                    bytes, tail bytes)
           One stateful bash, started at first use: working directory, variables, functions, background processes live

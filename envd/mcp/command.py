@@ -31,7 +31,8 @@ _HELP = """\
 The tools of a sandbox over MCP. A session has a sandbox of its own, from its first tool call to its end.
 
   python -m envd mcp                                           # standard streams, a private envd server
-  python -m envd mcp --address unix:/run/envd.sock --files .   # sandboxes of that server; workspaces begin as this directory
+  # sandboxes of that server; workspaces begin as this directory
+  python -m envd mcp --address unix:/run/envd.sock --files .
   python -m envd mcp --http 127.0.0.1:8000                     # streamable HTTP at http://127.0.0.1:8000/mcp
 """
 _MAX_FILES, _MAX_BYTES = 10_000, 32 * 1024 * 1024

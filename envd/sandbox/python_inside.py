@@ -100,7 +100,7 @@ def _make_program(entry: Path, target: Path, interpreter: str) -> None:
 
 def _adding(directory: str) -> str:
     """A line of a .pth file that adds a directory and what its own .pth files name."""
-    return f"import site; site.addsitedir({ascii(inside(directory))})\n"
+    return f"import site; site.addsitedir({inside(directory)!a})\n"
 
 
 def _moved() -> bool:

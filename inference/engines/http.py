@@ -5,11 +5,11 @@ fix.
 from __future__ import annotations
 
 import asyncio
-import random
 from typing import Any
 
 import httpx
 
+from contracts.retries import backoff_s
 from inference.errors import EngineError, EngineStopped, EngineUnreachable, RequestTooLong, StaleVersion
 
 FIRST_PAUSE_S = 0.1
@@ -49,7 +49,7 @@ class JsonClient:
                         f"{url} can't be reached ({type(error).__name__}, {attempt + 1} attempts):"
                         " start the server or correct the address"
                     ) from error
-                await asyncio.sleep(FIRST_PAUSE_S * 2**attempt * random.uniform(0.5, 1.5))
+                await asyncio.sleep(backoff_s(attempt + 1, FIRST_PAUSE_S))
             except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
                 raise EngineError(
                     f"{url} is not the address of an engine ({error}): write http://host:port/v1"

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inference.engines.weights import Architecture
+from contracts.qwen3_moe import Architecture
 
 ROW = 8
 """Lengths and row counts are padded to this: with it, CPU matrix products give a row the same bits whatever shares its

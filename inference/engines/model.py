@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from contracts.qwen3_moe import Architecture
 from inference.engines.kv import ROW, KvCache, round_up
-from inference.engines.weights import Architecture, LayerWeights, Weights
+from inference.engines.weights import LayerWeights, Weights
 
 TOKEN_ROWS = 16
 """Rows of a product with weights are padded to a multiple of this: on some processors 8 rows are summed in another

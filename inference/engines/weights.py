@@ -16,29 +16,10 @@ from triplane_kernels.blockwise import dequantize_blockwise
 
 from contracts.checkpoints import WEIGHTS, check_checkpoint, expected_tensors
 from contracts.errors import SchemaError
+from contracts.qwen3_moe import Architecture
 from inference.errors import EngineError
 
 INDEX = "model.safetensors.index.json"
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """The numbers of config.json that shape the forward pass."""
-
-    vocabulary: int
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    experts: int
-    experts_per_token: int
-    expert_width: int
-    normalize_top_k: bool
-    tied: bool
-    epsilon: float
-    rope_theta: float
-    max_positions: int
 
 
 @dataclass(frozen=True)
@@ -110,24 +91,9 @@ def read_architecture(config: dict[str, Any], directory: Path) -> Architecture:
                 f"{directory}/config.json asks for {feature}: the built-in engine does not support it, use vLLM"
             )
     try:
-        return Architecture(
-            vocabulary=config["vocab_size"],
-            hidden=config["hidden_size"],
-            layers=config["num_hidden_layers"],
-            heads=config["num_attention_heads"],
-            kv_heads=config["num_key_value_heads"],
-            head_dim=config["head_dim"],
-            experts=config["num_experts"],
-            experts_per_token=config["num_experts_per_tok"],
-            expert_width=config["moe_intermediate_size"],
-            normalize_top_k=config.get("norm_topk_prob", False),
-            tied=config.get("tie_word_embeddings", False),
-            epsilon=config["rms_norm_eps"],
-            rope_theta=float(rope.get("rope_theta") or config["rope_theta"]),
-            max_positions=config["max_position_embeddings"],
-        )
-    except KeyError as error:
-        raise SchemaError(f"{directory}/config.json lacks {error}: is it a Qwen3-MoE checkpoint?") from None
+        return Architecture.from_config(config)
+    except SchemaError as error:
+        raise SchemaError(f"{directory}/{error}") from None
 
 
 def _read_config(directory: Path) -> dict[str, Any]:

@@ -15,11 +15,10 @@ import socket
 import threading
 import time
 import uuid
-from pathlib import Path
 from typing import Any
 
-from contracts.owned import start_of
 from contracts.pointers import Pointer
+from contracts.processes import pid_space, start_of
 from contracts.store import Store
 
 LEASE_S = 60.0
@@ -87,22 +86,13 @@ def this_process() -> dict[str, Any]:
     reused).
     """
     pid = os.getpid()
-    return {"host": socket.gethostname(), "machine": _machine(), "pid": pid, "started": start_of(pid)}
-
-
-def _machine() -> str | None:
-    """The boot and the pid namespace, or None where the system has no /proc: there only the lease tells."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return None
+    return {"host": socket.gethostname(), "machine": pid_space(), "pid": pid, "started": start_of(pid)}
 
 
 def _is_dead(process: dict[str, Any]) -> bool:
     """Whether the process is known to be gone. False when it ran where this process can't look."""
-    machine = _machine()
-    if machine is None or process["machine"] != machine:
+    here = pid_space()
+    if here is None or process["machine"] != here:
         return False
     try:
         return bool(start_of(process["pid"]) != process["started"])

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import socket
 import time
 from collections.abc import Callable
@@ -18,6 +17,8 @@ from dataclasses import dataclass
 
 from contracts.chat import ChatTokenizer
 from contracts.episodes import Episode, Outcome, Slot, ToolCallRecord, episode_id
+from contracts.errors import InfraFault
+from contracts.retries import backoff_s
 from contracts.tasks import Task
 from envd.client import EnvdError
 from inference.engines.base import Completion, Engine, SamplingParams
@@ -25,7 +26,6 @@ from inference.errors import (
     EngineError,
     EngineStopped,
     EngineUnreachable,
-    InfraFault,
     RequestTooLong,
     SandboxBroken,
     StaleVersion,
@@ -93,7 +93,7 @@ async def play_episode(
                         " committed groups stay"
                     ) from fault
             if attempt + 1 < attempts:
-                await asyncio.sleep(BACKOFF_S * 2**attempt * random.uniform(0.5, 1.5))
+                await asyncio.sleep(backoff_s(attempt + 1, BACKOFF_S))
         return play.episode(Outcome.INFRA_ERROR, b"")
 
 

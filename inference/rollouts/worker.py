@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from contracts.artifacts import Artifact
 from contracts.chat import ChatTokenizer
 from contracts.episodes import STRAGGLERS, Episode, Outcome
+from contracts.errors import InfraFault
 from contracts.failpoints import failpoint
 from contracts.store import Store
 from contracts.tasks import Task
 from envd.client import Limits, SandboxClient
 from inference.engines.base import Engine
-from inference.errors import InfraFault, PlanError, StaleVersion
+from inference.errors import PlanError, StaleVersion
 from inference.rollouts.claims import ClaimOwner
 from inference.rollouts.episode import Player
 from inference.rollouts.groups import commit_group, find_group, without_variance

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 
-from contracts.errors import TriplaneError
+from contracts.errors import InfraFault, TriplaneError
 from contracts.tasks import Task
 from envd.client import (
     EnvdError,
@@ -20,7 +20,7 @@ from envd.client import (
     ToolCall,
     ToolResult,
 )
-from inference.errors import InfraFault, SandboxBroken
+from inference.errors import SandboxBroken
 
 LIFETIME_MARGIN_S = 60.0
 CLOSE_TIMEOUT_S = 10.0

@@ -1,8 +1,10 @@
 """The report of an iteration: one self-contained HTML page that needs no network, from committed artifacts.
 
     store -> sources (artifacts of an iteration) -> history (a row an iteration)  --.
-                                                 -> facts (histograms, families, costs) --> build: summary.json   in the digest
-                                                 -> episodes (tokens, calls, diffs, verdicts) --> page: report.html    a view, outside it
+                                                 -> facts (histograms, families, costs) --> build: summary.json
+                                                    (in the digest)
+                                                 -> episodes (tokens, calls, diffs, verdicts) --> page: report.html
+                                                    (a view, outside the digest)
 
 In: artifacts of one iteration, the rows of earlier reports, seconds that Dagster measured. Out: an artifact of kind
 `report`. Everything a policy wrote reaches the page as compressed data and becomes text nodes only; `web/` holds the

@@ -16,13 +16,13 @@ from safetensors.torch import save_file
 from contracts.artifacts import ArtifactWriter, find_artifact, list_artifacts, open_artifact
 from contracts.digests import digest_of
 from contracts.errors import ArtifactCorrupt, SchemaError, StoreError, TriplaneError
+from contracts.qwen3_moe import parameter_shapes
 from contracts.store import open_store
 from tests.acceptance.laboratory import Laboratory
 from tests.acceptance.spoiling import assert_one_line, contents, cut, file_of, flipped, rewrite, run
 from tests.acceptance.test_iterations_are_exact import TINY
 from tests.cli.cli_history import write_history
 from trainer.import_hf import import_checkpoint
-from trainer.parameters import parameter_shapes
 
 
 @pytest.fixture

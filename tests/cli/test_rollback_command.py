@@ -88,7 +88,7 @@ def test_dagsters_pages_show_a_rollback_by_command(triplane: Run) -> None:
     [
         (["--to", "9", "--yes"], "matches no single policy that was live"),
         (["--to", "feedbeef", "--yes"], "'feedbeef'"),
-        (["--yes", "--reason", " "], "needs a reason"),
+        (["--yes", "--reason", " "], "the reason of the rollback is empty"),
         ([], "add --yes"),
     ],
 )
@@ -112,7 +112,7 @@ def test_a_target_whose_files_are_damaged_is_refused_before_anything_changes(tri
 
 def test_following_and_naming_a_policy_exclude_each_other(triplane: Run) -> None:
     done = triplane("serve", "-e", EXPERIMENT, "--follow", "--policy", "base")
-    assert done.returncode == 1 and "leave one of them out" in done.stderr
+    assert done.returncode == 1 and "use one of the two options" in done.stderr
 
 
 def name_server(tmp_path: Path, url: str) -> None:

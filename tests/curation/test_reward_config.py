@@ -68,7 +68,7 @@ def test_a_secret_written_into_the_file_is_refused_and_not_repeated(endpoint: di
 
 
 def test_two_components_of_one_name_are_refused() -> None:
-    with pytest.raises(ExperimentError, match="the name share is taken"):
+    with pytest.raises(ExperimentError, match="the name share is used twice"):
         composed(SHARE, SHARE)
 
 

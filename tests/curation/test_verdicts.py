@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import curation.runs
 import curation.verify
-from contracts.errors import ArtifactCorrupt
+from contracts.errors import ArtifactCorrupt, InfraFault
 from contracts.store import LocalStore
 from contracts.tasks import Checks, Decoy, Observed, Rule, Split, Task
-from curation.errors import CurationError, InfraFault
+from curation.errors import CurationError
 from curation.verify import Verifier as EagerVerifier
 from curation.verify import judge, verdict_key
 from envd.client import Limits, SandboxClient, TestOutcome, VerifyResult

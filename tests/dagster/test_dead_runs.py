@@ -8,10 +8,11 @@ from pathlib import Path
 
 import dagster as dg
 
+from contracts.processes import start_of
 from triplane_dagster.dead_runs import PROCESS_TAG, cancel_dead_runs, process_name
 
 SLEEPER = """
-import sys, time, dagster as dg
+import os, sys, time, dagster as dg
 from triplane_dagster.dead_runs import PROCESS_TAG, process_name
 
 @dg.op
@@ -24,7 +25,7 @@ def nap():
     sleep()
 
 with dg.DagsterInstance.local_temp(sys.argv[1]) as instance:
-    nap.execute_in_process(instance=instance, tags={PROCESS_TAG: process_name()})
+    nap.execute_in_process(instance=instance, tags={PROCESS_TAG: process_name(os.getpid())})
 """
 
 
@@ -49,7 +50,11 @@ def test_a_killed_run_is_canceled_and_a_living_one_is_not(tmp_path: Path) -> Non
         child.stdout.close()
 
 
-def test_a_reused_pid_is_another_process() -> None:
+def test_a_process_is_named_by_its_pid_and_start_and_has_no_name_once_it_is_gone() -> None:
     mine = process_name(os.getpid())
-    assert mine is not None and mine == process_name()
-    assert process_name(2**30) is None
+    assert mine is not None and mine.endswith(f"/{os.getpid()}/{start_of(os.getpid())}")
+    child = subprocess.Popen(["sleep", "60"])
+    assert process_name(child.pid) not in (None, mine)
+    child.kill()
+    child.wait()
+    assert process_name(child.pid) is None

@@ -388,7 +388,7 @@ def test_of_two_deploys_at_once_one_goes_live_and_the_other_names_it(ran: World)
 def test_a_wrong_deployment_is_refused_by_name() -> None:
     for deployment, named in (
         ({"servers": ["localhost:8000"]}, "http://host:8000/v1"),
-        ({"servers": ["http://a:1/v1"], "canary": "http://a:1/v1"}, "their clients would meet candidates"),
+        ({"servers": ["http://a:1/v1"], "canary": "http://a:1/v1"}, "whose clients would get candidates"),
         ({"servers": ["http://a:1/v1", "http://a:1/v1"]}, "twice"),
     ):
         with pytest.raises(Exception, match=named):

@@ -128,9 +128,9 @@ def test_what_follows_a_rollback_counts_from_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("to", "fault"),
     [
-        ("7", "names no policy"),
-        ("feedbeef", "names no policy"),
-        ("", "names no policy"),
+        ("7", "matches no single policy"),
+        ("feedbeef", "matches no single policy"),
+        ("", "matches no single policy"),
         ("3", "is already live"),
         (policy("c").digest[:8], "is already live"),
     ],
@@ -157,7 +157,7 @@ def test_of_many_rollbacks_at_once_one_wins_and_the_others_say_what_is_live(tmp_
     live = registry.live()
     assert live is not None and len(registry.history()) == 4
     assert [line for line in said if line.startswith("won")] == [f"won {live.policy.short}"]
-    assert sum(f"live is {live.policy.short}" in line and "nothing was rolled back" in line for line in said) == 17
+    assert sum(f"(now {live.policy.short}" in line and "nothing was rolled back" in line for line in said) == 17
 
 
 def test_entries_of_before_are_read_and_promotions_are_still_written_so(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ OURS = ("envd", "code-location", "webserver", "daemon", "sampler")
 """What runs code of this repository, and is started here. postgres and s3 are stood in for; buckets runs to its end."""
 
 RUN = """query ($id: ID!) { runOrError(runId: $id) { ... on Run {
-  runId status startTime endTime parentRunId tags { key value } eventConnection { events { ... on MessageEvent { message } } } } } }"""
+  runId status startTime endTime parentRunId tags { key value }
+  eventConnection { events { ... on MessageEvent { message } } } } } }"""
 RUNS = "{ runsOrError { ... on Runs { results { runId status parentRunId } } } }"
 
 

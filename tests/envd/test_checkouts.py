@@ -26,13 +26,16 @@ from envd.local import LocalEnvd
 async def main(address):
     said = {}
     async with SandboxClient(address) as client:
-        template = await client.put_template({"a.py": b"import os\\n", "b.py": b"import sys, os\\n\\n\\ndef where():\\n    return sys.executable\\n"})
+        where = b"import sys, os\\n\\n\\ndef where():\\n    return sys.executable\\n"
+        template = await client.put_template({"a.py": b"import os\\n", "b.py": where})
         async with await client.create(template) as sandbox:
             for name, command in json.loads(sys.argv[2]).items():
                 said[name] = (await sandbox.call(ToolCall("exec", {"command": command}))).text
             said["lint"] = (await sandbox.call(ToolCall("lint", {}))).text
-        tests = "import subprocess\\nimport extra_of_this_checkout as e\\nfrom b import where\\n\\n\\ndef test_runs():\\n    assert e.NAME == 'extra'\\n"
-        tests += "    assert subprocess.check_output([where(), '-c', 'import extra_of_this_checkout as e; print(e.NAME)']) == b'extra\\\\n'\\n"
+        tests = "import subprocess\\nimport extra_of_this_checkout as e\\nfrom b import where\\n\\n\\n"
+        tests += "def test_runs():\\n    assert e.NAME == 'extra'\\n"
+        tests += "    code = 'import extra_of_this_checkout as e; print(e.NAME)'\\n"
+        tests += "    assert subprocess.check_output([where(), '-c', code]) == b'extra\\\\n'\\n"
         verdict = await client.verify(template, b"", {"test_h.py": tests.encode()}, ["test_h.py::test_runs"])
         said["verdict"] = [verdict.outcomes[0].status, verdict.outcomes[0].message]
     print(json.dumps(said))

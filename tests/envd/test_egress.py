@@ -25,7 +25,8 @@ FETCH = """
 import os, sys, urllib.request, urllib.error
 os.environ["no_proxy"] = ""  # else its own loopback is meant
 try:
-    print(urllib.request.build_opener(urllib.request.ProxyHandler({"http": "http://127.0.0.1:3128"})).open(sys.argv[1], timeout=10).read().decode())
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({"http": "http://127.0.0.1:3128"}))
+    print(opener.open(sys.argv[1], timeout=10).read().decode())
 except (urllib.error.HTTPError) as error:
     print(error.code, error.read().decode())
 except OSError as error:

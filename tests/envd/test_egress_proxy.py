@@ -152,7 +152,8 @@ def test_chunks_go_both_ways_and_an_old_client_gets_none() -> None:
 def test_a_length_that_can_be_read_in_two_ways_reaches_nobody(framing: str) -> None:
     async def job(way: Way) -> None:
         said = await way.say(
-            f"POST http://{way.there}/ HTTP/1.1\r\nHost: x\r\n{framing}\r\n\r\n0\r\n\r\nGET /smuggled HTTP/1.1\r\n\r\n".encode()
+            f"POST http://{way.there}/ HTTP/1.1\r\nHost: x\r\n{framing}\r\n\r\n0\r\n\r\n".encode()
+            + b"GET /smuggled HTTP/1.1\r\n\r\n"
         )
         assert said.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 501 ")), said
         assert way.destination.heard == [] and len(way.events()) == 1

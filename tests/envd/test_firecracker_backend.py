@@ -20,10 +20,11 @@ import httpx
 import pytest
 
 from contracts.owned import owned_name
-from envd.backends import firecracker, firecracker_launch
+from envd.backends import firecracker
 from envd.errors import BackendUnavailable, SandboxGone, SandboxStartError
 from envd.images import initramfs
 from envd.images.build import VERSION as IMAGE_VERSION
+from envd.operations import firecracker_launch
 from envd.sandbox.cgroups import OWNED
 
 pytest.register_assert_rewrite("tests.envd.vm_contract")

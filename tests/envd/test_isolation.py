@@ -54,7 +54,8 @@ def test_host_files_processes_and_mounts_are_out_of_sight(namespaces: Harness, t
         "ls /proc | grep -c '^[0-9]'",
         "cat /templates/*; ls /base /mnt /.scratch; cat /etc/shadow",
         "hostname; ls -A /tmp",
-        "cat /proc/1/environ; cat /proc/1/fd/0; cat /proc/1/mem",  # of an ordinary user's server the numbers can be listed
+        # an ordinary user's server: its process numbers can be listed
+        "cat /proc/1/environ; cat /proc/1/fd/0; cat /proc/1/mem",
     )
     assert "No such file" in texts[0]
     assert int(texts[1].split()[0]) <= 5

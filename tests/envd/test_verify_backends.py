@@ -29,7 +29,8 @@ import glob, json, os
 for path in glob.glob("/proc/[0-9]*/fd/[0-9]*"):
     try:
         fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-        os.write(fd, b"\\n" + b"0" * 64 + b" " + json.dumps({"result": {"outcomes": [], "exit": "completed"}}).encode().hex().encode() + b"\\n")
+        forged = json.dumps({"result": {"outcomes": [], "exit": "completed"}}).encode().hex().encode()
+        os.write(fd, b"\\n" + b"0" * 64 + b" " + forged + b"\\n")
         os.close(fd)
     except OSError:
         pass

@@ -104,7 +104,12 @@ try:
         kept.append(socket.socket(16, 3, 0))
 except OSError as error:
     print(len(kept) <= 32, error.errno)
-print([refused(resource.prlimit, 1, 7, (1, 1)), refused(os.setpriority, 0, 1, 19), refused(os.chroot, "/"), refused(socket.socketpair, 30, 5)])
+print([
+    refused(resource.prlimit, 1, 7, (1, 1)),
+    refused(os.setpriority, 0, 1, 19),
+    refused(os.chroot, "/"),
+    refused(socket.socketpair, 30, 5),
+])
 print(refused(os.open, "/etc/new", os.O_CREAT), refused(os.mkdir, "/usr/new"), libc.syscall(500), ctypes.get_errno())
 """
 

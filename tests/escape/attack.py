@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from envd.types import Limits
-
-if TYPE_CHECKING:
-    from tests.escape.arena import Arena
 
 BACKENDS = ("namespaces", "gvisor", "qemu")
 """What the attacks run against; plain isolates nothing and says so."""
@@ -39,8 +36,8 @@ class Attack:
     """Python, run in the sandbox after `from attempts import *`."""
     shell: str = ""
     """Bash, run in the sandbox."""
-    act: Callable[[Arena], Awaitable[str]] | None = None
-    """What a client does; returns the words."""
+    act: Callable[[Any], Awaitable[str]] | None = None
+    """What a client does with the `Arena`; returns the words."""
     verify: Mapping[str, str] | None = None
     """Files of a final state that is verified; its `calc.py` is wrong, so no test may pass."""
     hidden: Mapping[str, bytes] | None = None

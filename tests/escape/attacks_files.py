@@ -254,11 +254,16 @@ async def overlay(arena: Arena) -> str:
 HARDLINK = """
 for target in ("/etc/passwd", "/usr/bin/env", "/.template/attempts.py", "/proc/1/environ"):
     attempt("link " + target, os.link, target, "linked")
-attempt("link of a descriptor", lambda: os.link(f"/proc/self/fd/{os.open('/etc/passwd', os.O_RDONLY)}", "linked2", follow_symlinks=True))
+def link_of_a_descriptor():
+    os.link(f"/proc/self/fd/{os.open('/etc/passwd', os.O_RDONLY)}", "linked2", follow_symlinks=True)
+attempt("link of a descriptor", link_of_a_descriptor)
 """
 READ_ONLY = """
 import sys
-places = ["/etc/x", "/usr/x", "/usr/bin/x", "/x", "/.template/x", sys.prefix + "/x", "/dev/x", "/run/x", "/root/x", "/var/x", "/proc/x"]
+places = [
+    "/etc/x", "/usr/x", "/usr/bin/x", "/x", "/.template/x", sys.prefix + "/x",
+    "/dev/x", "/run/x", "/root/x", "/var/x", "/proc/x",
+]
 for path in places:
     attempt("create " + path, os.open, path, os.O_WRONLY | os.O_CREAT)
 for path in ("/etc/passwd", "/usr/bin/env", "/.template/attempts.py"):
@@ -273,12 +278,15 @@ for name in ("d", "e"):
 open("f", "w").write("x")
 for name in ("redirect", "opaque", "metacopy", "origin", "upper", "impure", "whiteout"):
     for space in ("user", "trusted"):
-        for path, target in (("f", b"/etc/passwd"), ("d", b"/etc"), ("d", b"../../../../etc"), ("e", b"/proc/1/root"), (".", b"y")):
+        for path, target in (
+            ("f", b"/etc/passwd"), ("d", b"/etc"), ("d", b"../../../../etc"), ("e", b"/proc/1/root"), (".", b"y"),
+        ):
             try:
                 os.setxattr(path, f"{space}.overlay.{name}", target)
             except OSError as error:
                 print("refused", space, name, errno.errorcode[error.errno])
-attempt("security.capability", os.setxattr, "f", "security.capability", struct.pack("IIIII", 0x2000001, 0xFFFFFFFF, 0, 0xFFFFFFFF, 0))
+capability = struct.pack("IIIII", 0x2000001, 0xFFFFFFFF, 0, 0xFFFFFFFF, 0)
+attempt("security.capability", os.setxattr, "f", "security.capability", capability)
 attempt("whiteout", os.mknod, "w", 0o020000, 0)
 absent("where they point", [name for path in ("d", "e") for name in os.listdir(path) if name != "inner"])
 absent("the file they name", open("f").read().replace("x", ""))

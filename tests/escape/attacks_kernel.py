@@ -90,15 +90,21 @@ async def forks_of_the_agent(arena: Arena) -> str:
 
 SYSCTL = """
 for path, value in (
-    ("/proc/sysrq-trigger", b"h"), ("/proc/sys/kernel/core_pattern", b"|/tmp/x"), ("/proc/sys/kernel/modprobe", b"/tmp/x"), ("/proc/sys/vm/overcommit_memory", b"1"),
-    ("/proc/sys/kernel/hostname", b"x"), ("/proc/sys/net/ipv4/ip_forward", b"1"), ("/proc/sys/fs/binfmt_misc/register", b":x:M::x::/x:"), ("/proc/1/oom_score_adj", b"-1000"),
-    ("/proc/self/oom_score_adj", b"-1000"), ("/sys/kernel/uevent_helper", b"/tmp/x"), ("/sys/power/state", b"x"), ("/proc/self/uid_map", b"0 0 1"),
+    ("/proc/sysrq-trigger", b"h"), ("/proc/sys/kernel/core_pattern", b"|/tmp/x"),
+    ("/proc/sys/kernel/modprobe", b"/tmp/x"), ("/proc/sys/vm/overcommit_memory", b"1"),
+    ("/proc/sys/kernel/hostname", b"x"), ("/proc/sys/net/ipv4/ip_forward", b"1"),
+    ("/proc/sys/fs/binfmt_misc/register", b":x:M::x::/x:"), ("/proc/1/oom_score_adj", b"-1000"),
+    ("/proc/self/oom_score_adj", b"-1000"), ("/sys/kernel/uevent_helper", b"/tmp/x"), ("/sys/power/state", b"x"),
+    ("/proc/self/uid_map", b"0 0 1"),
     ("/proc/self/gid_map", b"0 0 1"), ("/proc/timer_list", b"x"), ("/proc/sys/user/max_user_namespaces", b"1000"),
 ):
     attempt("write " + path, writing, path, value)
 """
 MEMORY_FILES = """
-for path in ("/proc/kcore", "/dev/mem", "/dev/kmem", "/dev/port", "/proc/kmsg", "/dev/kmsg", "/sys/kernel/debug", "/proc/vmallocinfo", "/proc/slabinfo", "/sys/firmware/efi"):
+for path in (
+    "/proc/kcore", "/dev/mem", "/dev/kmem", "/dev/port", "/proc/kmsg", "/dev/kmsg", "/sys/kernel/debug",
+    "/proc/vmallocinfo", "/proc/slabinfo", "/sys/firmware/efi",
+):
     attempt(path, reading, path, 16)
 try:
     addresses = {line.split()[0] for line in open("/proc/kallsyms")} - {"0000000000000000"}
@@ -110,7 +116,12 @@ OTHER_PIDS = """
 mine = sorted(int(name) for name in os.listdir("/proc") if name.isdigit())
 if len(mine) > 40:
     print("BREACH sees", len(mine), "processes")
-mine += [int(thread) for pid in mine for thread in os.listdir(f"/proc/{pid}/task") if os.path.exists(f"/proc/{pid}/task")]
+mine += [
+    int(thread)
+    for pid in mine
+    for thread in os.listdir(f"/proc/{pid}/task")
+    if os.path.exists(f"/proc/{pid}/task")
+]
 reached = []
 for pid in range(2, 40000):
     try:
@@ -142,7 +153,10 @@ for kind in ("mnt", "user", "net", "pid", "ipc", "uts", "cgroup"):
         attempt(f"setns {kind} of {pid}", call, "setns", fd, 0)
 """
 NEW_NAMESPACES = """
-for name, flag in (("user", 0x10000000), ("mount", 0x20000), ("pid", 0x20000000), ("net", 0x40000000), ("ipc", 0x8000000), ("uts", 0x4000000), ("cgroup", 0x2000000), ("time", 0x80)):
+for name, flag in (
+    ("user", 0x10000000), ("mount", 0x20000), ("pid", 0x20000000), ("net", 0x40000000),
+    ("ipc", 0x8000000), ("uts", 0x4000000), ("cgroup", 0x2000000), ("time", 0x80),
+):
     def child(flag=flag):
         pid = os.fork()
         if pid == 0:
@@ -195,19 +209,29 @@ for number in range(16):
     attempt(f"descriptor {number} of 1", call, "pidfd_getfd", fd, number, 0)
 """
 KILL_AGENT = """
-for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGSEGV, signal.SIGBUS, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGABRT):
+for number in (
+    signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGSEGV, signal.SIGBUS,
+    signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGABRT,
+):
     os.kill(1, number)
 print("signals sent, and process 1 is there:", os.path.exists("/proc/1/status"), flush=True)
 """
 KNOWN_DEVICES = """
 import glob
-for path in sorted({*glob.glob("/dev/sd*"), *glob.glob("/dev/vd*"), *glob.glob("/dev/nvme*"), *glob.glob("/dev/dm-*"), *glob.glob("/dev/loop*"), "/dev/vda", "/dev/sda", "/dev/kvm",
-                    "/dev/vhost-net", "/dev/vsock", "/dev/loop-control", "/dev/mapper/control", "/dev/snapshot", "/dev/cpu/0/msr", "/dev/uinput", "/dev/rtc0", "/dev/hwrng", "/dev/ppp"}):
+for path in sorted({
+    *glob.glob("/dev/sd*"), *glob.glob("/dev/vd*"), *glob.glob("/dev/nvme*"), *glob.glob("/dev/dm-*"),
+    *glob.glob("/dev/loop*"), "/dev/vda", "/dev/sda", "/dev/kvm",
+    "/dev/vhost-net", "/dev/vsock", "/dev/loop-control", "/dev/mapper/control", "/dev/snapshot",
+    "/dev/cpu/0/msr", "/dev/uinput", "/dev/rtc0", "/dev/hwrng", "/dev/ppp",
+}):
     attempt(path, os.open, path, os.O_RDWR)
 """
 MAKE_DEVICES = """
 import stat
-for name, kind, major, minor in (("disk", stat.S_IFBLK, 254, 0), ("sda", stat.S_IFBLK, 8, 0), ("mem", stat.S_IFCHR, 1, 1), ("kmsg", stat.S_IFCHR, 1, 11), ("fuse", stat.S_IFCHR, 10, 229)):
+for name, kind, major, minor in (
+    ("disk", stat.S_IFBLK, 254, 0), ("sda", stat.S_IFBLK, 8, 0), ("mem", stat.S_IFCHR, 1, 1),
+    ("kmsg", stat.S_IFCHR, 1, 11), ("fuse", stat.S_IFCHR, 10, 229),
+):
     for place in ("/tmp", "/workspace"):
         def use(path=f"{place}/{name}"):
             os.mknod(path, kind | 0o666, os.makedev(major, minor))
@@ -216,8 +240,11 @@ for name, kind, major, minor in (("disk", stat.S_IFBLK, 254, 0), ("sda", stat.S_
 """
 MOUNTS = """
 os.makedirs("/tmp/m", exist_ok=True)
-for what in ((b"tmpfs", b"tmpfs", 0), (b"proc", b"proc", 0), (b"sysfs", b"sysfs", 0), (b"/dev/vda", b"ext4", 1), (b"cgroup", b"cgroup2", 0), (b"none", b"overlay", 0), (b"x", b"fuse", 0),
-             (b"/etc", b"none", 4096), (b"devtmpfs", b"devtmpfs", 0), (b"debugfs", b"debugfs", 0)):
+for what in (
+    (b"tmpfs", b"tmpfs", 0), (b"proc", b"proc", 0), (b"sysfs", b"sysfs", 0), (b"/dev/vda", b"ext4", 1),
+    (b"cgroup", b"cgroup2", 0), (b"none", b"overlay", 0), (b"x", b"fuse", 0),
+    (b"/etc", b"none", 4096), (b"devtmpfs", b"devtmpfs", 0), (b"debugfs", b"debugfs", 0),
+):
     attempt("mount " + what[1].decode(), call, "mount", what[0], b"/tmp/m", what[1], what[2], b"")
 for place in (b"/", b"/usr", b"/.template"):
     attempt("remount " + place.decode(), call, "mount", b"none", place, b"", 4096 | 32, b"")
@@ -228,7 +255,8 @@ NEW_MOUNTS = """
 attempt("fsopen tmpfs", call, "fsopen", b"tmpfs", 0)
 attempt("fsopen proc", call, "fsopen", b"proc", 0)
 attempt("open_tree /", call, "open_tree", -100, b"/", 1)
-attempt("mount_setattr /usr", call, "mount_setattr", -100, b"/usr", 0, ctypes.create_string_buffer(struct.pack("QQQQ", 0, 1, 0, 0)), 32)
+attributes = ctypes.create_string_buffer(struct.pack("QQQQ", 0, 1, 0, 0))
+attempt("mount_setattr /usr", call, "mount_setattr", -100, b"/usr", 0, attributes, 32)
 attempt("move_mount", call, "move_mount", -100, b"/tmp", -100, b"/workspace", 0)
 """
 ROOTS = """
@@ -253,7 +281,8 @@ import shutil, stat
 shutil.copy("/bin/bash", "/tmp/suid")
 os.chmod("/tmp/suid", 0o6755)
 before = open("/proc/self/status").read()
-inside = subprocess.run(["/tmp/suid", "-p", "-c", "cat /proc/self/status; cat /proc/self/uid_map"], capture_output=True, text=True).stdout
+command = ["/tmp/suid", "-p", "-c", "cat /proc/self/status; cat /proc/self/uid_map"]
+inside = subprocess.run(command, capture_output=True, text=True).stdout
 effective = [line.split()[1] for line in inside.splitlines() if line.startswith("CapEff")]
 if effective and int(effective[0], 16):
     print("BREACH capabilities", effective)
@@ -270,8 +299,10 @@ print("setuid gives nothing:", effective)
 CAPABILITIES = """
 header = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0))
 attempt("capset all", call, "capset", header, ctypes.create_string_buffer(b"\\xff" * 24))
-attempt("security.capability", os.setxattr, "/tmp", "security.capability", struct.pack("IIIII", 0x2000001, 0xFFFFFFFF, 0, 0xFFFFFFFF, 0))
-status = {line.split(":")[0]: line.split()[1] for line in open("/proc/self/status") if line.startswith(("Cap", "NoNewPrivs"))}
+capability = struct.pack("IIIII", 0x2000001, 0xFFFFFFFF, 0, 0xFFFFFFFF, 0)
+attempt("security.capability", os.setxattr, "/tmp", "security.capability", capability)
+kept = [line for line in open("/proc/self/status") if line.startswith(("Cap", "NoNewPrivs"))]
+status = {line.split(":")[0]: line.split()[1] for line in kept}
 have = {key: value for key, value in status.items() if key.startswith("Cap") and int(value, 16)}
 absent("capabilities", have)
 attempt("realtime", call, "sched_setscheduler", 0, 1, ctypes.create_string_buffer(struct.pack("i", 50)))
@@ -280,7 +311,10 @@ attempt("ioprio", call, "ioprio_set", 1, 0, 1 << 13)
 """
 CGROUPS = """
 import glob
-for name in ("cgroup.procs", "tasks", "release_agent", "memory.max", "memory.limit_in_bytes", "pids.max", "cgroup.subtree_control", "cgroup.kill", "notify_on_release"):
+for name in (
+    "cgroup.procs", "tasks", "release_agent", "memory.max", "memory.limit_in_bytes", "pids.max",
+    "cgroup.subtree_control", "cgroup.kill", "notify_on_release",
+):
     for base in ("/sys/fs/cgroup", "/sys/fs/cgroup/memory", "/sys/fs/cgroup/pids", "/sys/fs/cgroup/unified"):
         attempt(f"write {base}/{name}", writing, f"{base}/{name}", b"0")
 attempt("make a group", os.mkdir, "/sys/fs/cgroup/mine")
@@ -304,7 +338,8 @@ attempt("io_uring_register", call, "io_uring_register", -1, 0, 0, 0)
 """
 RARE_CALLS = """
 attempt("bpf", call, "bpf", 0, ctypes.create_string_buffer(struct.pack("IIII", 1, 4, 4, 1) + bytes(112)), 128)
-attempt("perf_event_open", call, "perf_event_open", ctypes.create_string_buffer(struct.pack("II", 1, 112) + bytes(104)), 0, -1, -1, 0)
+attributes = ctypes.create_string_buffer(struct.pack("II", 1, 112) + bytes(104))
+attempt("perf_event_open", call, "perf_event_open", attributes, 0, -1, -1, 0)
 attempt("userfaultfd", call, "userfaultfd", 0)
 attempt("init_module", call, "init_module", b"x", 1, b"")
 attempt("finit_module", call, "finit_module", 0, b"", 0)
@@ -368,10 +403,14 @@ else:
 """
 SOCKETS = """
 for name, family, kind, protocol in (
-    ("vsock", 40, socket.SOCK_STREAM, 0), ("alg", 38, socket.SOCK_SEQPACKET, 0), ("packet", 17, socket.SOCK_RAW, 768), ("bluetooth", 31, socket.SOCK_RAW, 1), ("can", 29, socket.SOCK_RAW, 1),
-    ("xdp", 44, socket.SOCK_RAW, 0), ("tipc", 30, socket.SOCK_DGRAM, 0), ("rds", 21, socket.SOCK_SEQPACKET, 0), ("key", 15, socket.SOCK_RAW, 2), ("audit", 16, socket.SOCK_RAW, 9),
-    ("netfilter", 16, socket.SOCK_RAW, 12), ("uevent", 16, socket.SOCK_RAW, 15), ("diag", 16, socket.SOCK_RAW, 4), ("generic netlink", 16, socket.SOCK_RAW, 16), ("raw", 2, socket.SOCK_RAW, 255),
-    ("raw icmp", 2, socket.SOCK_RAW, 1), ("raw6", 10, socket.SOCK_RAW, 58), ("sctp", 2, socket.SOCK_STREAM, 132), ("mptcp", 2, socket.SOCK_STREAM, 262), ("smc", 43, socket.SOCK_STREAM, 0),
+    ("vsock", 40, socket.SOCK_STREAM, 0), ("alg", 38, socket.SOCK_SEQPACKET, 0), ("packet", 17, socket.SOCK_RAW, 768),
+    ("bluetooth", 31, socket.SOCK_RAW, 1), ("can", 29, socket.SOCK_RAW, 1),
+    ("xdp", 44, socket.SOCK_RAW, 0), ("tipc", 30, socket.SOCK_DGRAM, 0), ("rds", 21, socket.SOCK_SEQPACKET, 0),
+    ("key", 15, socket.SOCK_RAW, 2), ("audit", 16, socket.SOCK_RAW, 9),
+    ("netfilter", 16, socket.SOCK_RAW, 12), ("uevent", 16, socket.SOCK_RAW, 15), ("diag", 16, socket.SOCK_RAW, 4),
+    ("generic netlink", 16, socket.SOCK_RAW, 16), ("raw", 2, socket.SOCK_RAW, 255),
+    ("raw icmp", 2, socket.SOCK_RAW, 1), ("raw6", 10, socket.SOCK_RAW, 58), ("sctp", 2, socket.SOCK_STREAM, 132),
+    ("mptcp", 2, socket.SOCK_STREAM, 262), ("smc", 43, socket.SOCK_STREAM, 0),
 ):
     attempt("socket " + name, socket.socket, family, kind, protocol)
 """

@@ -32,7 +32,10 @@ def dial(host, port, kind=socket.SOCK_STREAM):
 METADATA = (
     DIAL
     + """
-for host in ("169.254.169.254", "fd00:ec2::254", "100.100.100.200", "192.0.0.192", "168.63.129.16", "169.254.170.2", "10.0.0.1", "192.168.0.1", "172.17.0.1", "1.1.1.1", "2606:4700:4700::1111", "255.255.255.255"):
+for host in (
+    "169.254.169.254", "fd00:ec2::254", "100.100.100.200", "192.0.0.192", "168.63.129.16", "169.254.170.2",
+    "10.0.0.1", "192.168.0.1", "172.17.0.1", "1.1.1.1", "2606:4700:4700::1111", "255.255.255.255",
+):
     attempt(host, dial, host, 80)
     attempt(host + " udp", dial, host, 53, socket.SOCK_DGRAM)
 """
@@ -46,12 +49,19 @@ try:
     names = [name for _, name in socket.if_nameindex()]
 except OSError:
     names = ["lo"]
-absent("interfaces beside the loopback", [name for name in names if name not in ("lo", "sit0", "tunl0", "ip6tnl0", "gre0", "gretap0", "erspan0", "ip_vti0", "ip6_vti0", "ip6gre0")])
+known = (
+    "lo", "sit0", "tunl0", "ip6tnl0", "gre0", "gretap0", "erspan0", "ip_vti0", "ip6_vti0", "ip6gre0",
+)
+absent("interfaces beside the loopback", [name for name in names if name not in known])
 import fcntl
 s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-for what, number, data in (("raise an interface", 0x8914, struct.pack("16sH14s", b"eth0", 1, b"")), ("add a route", 0x890B, bytes(120)), ("rename lo", 0x8923, struct.pack("16s16s", b"lo", b"x")), ("make a bridge", 0x89A0, b"br0".ljust(16, b"\\0"))):
+for what, number, data in (
+    ("raise an interface", 0x8914, struct.pack("16sH14s", b"eth0", 1, b"")), ("add a route", 0x890B, bytes(120)),
+    ("rename lo", 0x8923, struct.pack("16s16s", b"lo", b"x")), ("make a bridge", 0x89A0, b"br0".ljust(16, b"\\0")),
+):
     attempt(what, fcntl.ioctl, s, number, data)
-attempt("tun", lambda: fcntl.ioctl(os.open("/dev/net/tun", os.O_RDWR), 0x400454CA, struct.pack("16sH22s", b"tun0", 1, b"")))
+tun = struct.pack("16sH22s", b"tun0", 1, b"")
+attempt("tun", lambda: fcntl.ioctl(os.open("/dev/net/tun", os.O_RDWR), 0x400454CA, tun))
 """
 
 
@@ -304,7 +314,13 @@ async def egress_smuggled(arena: Arena) -> str:
         code = f"""
 first = "POST http://{there}/first HTTP/1.1\\r\\nHost: {there}\\r\\n"
 second = "GET http://{inner}/smuggled HTTP/1.1\\r\\nHost: {inner}\\r\\n\\r\\n"
-for framing in ("Content-Length: 0", "Content-Length: 5\\r\\nTransfer-Encoding: chunked", "Transfer-Encoding: chunked\\r\\nContent-Length: 4", "Transfer-Encoding: xchunked", "Transfer-Encoding:\\x0bchunked", "Content-Length: 0\\r\\nContent-Length: 200", "Connection: Content-Length\\r\\nContent-Length: 5", "X: y\\nContent-Length: 5", "Transfer-Encoding: chunked\\r\\nTransfer-Encoding: cow", "Host: {inner}"):
+for framing in (
+    "Content-Length: 0", "Content-Length: 5\\r\\nTransfer-Encoding: chunked",
+    "Transfer-Encoding: chunked\\r\\nContent-Length: 4", "Transfer-Encoding: xchunked",
+    "Transfer-Encoding:\\x0bchunked", "Content-Length: 0\\r\\nContent-Length: 200",
+    "Connection: Content-Length\\r\\nContent-Length: 5", "X: y\\nContent-Length: 5",
+    "Transfer-Encoding: chunked\\r\\nTransfer-Encoding: cow", "Host: {inner}",
+):
     through(repr(framing), first + framing + "\\r\\n\\r\\n0\\r\\n\\r\\n" + second)
     through(repr(framing) + " apart", first + framing + "\\r\\n\\r\\n", "0\\r\\n\\r\\n", second)
 """

@@ -200,8 +200,11 @@ print("BREACH" if done.returncode == 0 else "refused gunzip", done.stderr[-60:])
 TAR_OUT = """
 import io, tarfile
 with tarfile.open("out.tar", "w") as archive:
-    for name, kind, target in (("../../../../etc/cron.d/x", tarfile.REGTYPE, ""), ("/etc/passwd", tarfile.REGTYPE, ""), ("l", tarfile.SYMTYPE, "/etc"), ("l/passwd", tarfile.REGTYPE, ""),
-                               ("h", tarfile.LNKTYPE, "/etc/passwd"), ("dev", tarfile.BLKTYPE, "")):
+    for name, kind, target in (
+        ("../../../../etc/cron.d/x", tarfile.REGTYPE, ""), ("/etc/passwd", tarfile.REGTYPE, ""),
+        ("l", tarfile.SYMTYPE, "/etc"), ("l/passwd", tarfile.REGTYPE, ""),
+        ("h", tarfile.LNKTYPE, "/etc/passwd"), ("dev", tarfile.BLKTYPE, ""),
+    ):
         member = tarfile.TarInfo(name)
         member.type, member.linkname, member.mode = kind, target, 0o4777
         archive.addfile(member, io.BytesIO(b""))

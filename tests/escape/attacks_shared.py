@@ -71,7 +71,8 @@ def datagrams(kept):
             out.sendto(BIG, sock.getsockname())
 def pairs(kept):
     while len(kept) < 900:
-        a, b = socket.socketpair(socket.AF_UNIX, (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET)[len(kept) % 3])
+        kind = (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET)[len(kept) % 3]
+        a, b = socket.socketpair(socket.AF_UNIX, kind)
         a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 24)
         fill(a)
         kept += [a, b]
@@ -90,7 +91,8 @@ def routes(kept):
             pass
 kept = []
 try:
-    {"streams": streams, "backlog": backlog, "datagrams": datagrams, "pairs": pairs, "routes": routes}[sys.argv[1]](kept)
+    kinds = {"streams": streams, "backlog": backlog, "datagrams": datagrams, "pairs": pairs, "routes": routes}
+    kinds[sys.argv[1]](kept)
 except OSError as error:
     print(error)
 open("held-" + sys.argv[1], "w").close()

@@ -12,15 +12,18 @@ PATH = Path(__file__).resolve().parents[2] / "docs" / "attacks.md"
 _HEAD = """\
 # Attacks that are tried
 
-`make test-escape` tries each of these {count} attacks on every backend that starts on the machine: namespaces, gVisor and QEMU. It asserts that the attempt was stopped; that a neighbour sandbox still answers, with its secret,
-its process and its services untouched; that the host's canaries, mounts, control groups, processes, settings and clock are as they were; that
-the server's memory stays bounded; and that there is an audit event (docs/policies.md lists their kinds). The plain
-backend isolates nothing and is left out; a few attempts are shown to succeed there, so that they are known to be real ones.
+`make test-escape` tries each of these {count} attacks on every backend that starts on the machine: namespaces, gVisor
+and QEMU. It asserts that the attempt was stopped; that a neighbour sandbox still answers, with its secret, its process
+and its services untouched; that the host's canaries, mounts, control groups, processes, settings and clock are as they
+were; that the server's memory stays bounded; and that there is an audit event (docs/policies.md lists their kinds). The
+plain backend isolates nothing and is left out; a few attempts are shown to succeed there, so that they are known to be
+real ones.
 
-An event of the refusal says that something was denied, limited or tampered with: {with_event} attacks assert one. Of the others nobody outside the
-sandbox sees how they end, so their event is that of the call: the servers run with `--audit-calls`, and the test asserts that `call.begun` or
-`call.made` of the attack's sandbox names what was run. It tells who asked for what and when, not that it was an attack, nor that it failed; a server
-without `--audit-calls` has no event of these.
+An event of the refusal says that something was denied, limited or tampered with: {with_event} attacks assert one. Of
+the others nobody outside the sandbox sees how they end, so their event is that of the call: the servers run with
+`--audit-calls`, and the test asserts that `call.begun` or `call.made` of the attack's sandbox names what was run. It
+tells who asked for what and when, not that it was an attack, nor that it failed; a server without `--audit-calls` has
+no event of these.
 
 Verdicts are always given in namespaces, whatever backend an agent's sandbox runs on.
 
@@ -29,9 +32,9 @@ This table is made from `tests/escape/` by `python -m tests.escape.table`.
 _WHERE = """
 ## What the last columns mean
 
-Of the {count} attacks {with_event} assert an event of one of the named kinds; on a backend that the last column names, and for the other {without} everywhere, the
-event of the call instead, for the reason that stands there. A system call that Landlock, a missing capability or the guest's own kernel refuses
-gives the caller an error and nobody else a word.
+Of the {count} attacks {with_event} assert an event of one of the named kinds; on a backend that the last column names,
+and for the other {without} everywhere, the event of the call instead, for the reason that stands there. A system call
+that Landlock, a missing capability or the guest's own kernel refuses gives the caller an error and nobody else a word.
 """
 
 

@@ -285,8 +285,8 @@ FORGERIES = (
     _lie(
         "eq-exec",
         "the class written as text and executed",
-        "import"
-        " base64\nexec(base64.b64decode(b'Y2xhc3MgU2x5OgogICAgZGVmIF9fZXFfXyhzZWxmLCBvdGhlcik6CiAgICAgICAgcmV0dXJuIFRydWUK'))",
+        "import base64\nexec(base64.b64decode(b'Y2xhc3MgU2x5OgogICAgZGVmIF9fZXFfXyhzZWxmLCBvdGhlcik6"
+        "CiAgICAgICAgcmV0dXJuIFRydWUK'))",
         "Sly()",
     ),
     _lie(

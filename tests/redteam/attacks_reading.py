@@ -55,7 +55,8 @@ FILE = "next(p for p in _paths() if 'hidden' in p)"
 PATHS = """
 import glob as _glob
 def _paths():
-    return sorted(_glob.glob('/workspace/**/test*.py', recursive=True)) + sorted(_glob.glob('**/test*.py', recursive=True))
+    everywhere = sorted(_glob.glob('/workspace/**/test*.py', recursive=True))
+    return everywhere + sorted(_glob.glob('**/test*.py', recursive=True))
 """
 
 
@@ -417,7 +418,9 @@ _asked = []
 
 def FN(*args, **named):
     for found in gc.get_objects():
-        if isinstance(found, types.FunctionType) and found.__name__.startswith('test') and 'FN' in found.__code__.co_names:
+        if not isinstance(found, types.FunctionType):
+            continue
+        if found.__name__.startswith('test') and 'FN' in found.__code__.co_names:
             wanted = [each for each in found.__code__.co_consts if type(each) in (int, bool)]
             for index in range(len(wanted) - len(args)):
                 if tuple(wanted[index:index + len(args)]) == args:
@@ -738,13 +741,18 @@ _wrong = FN
 
 def _fit():
     text = open(next(p for p in glob.glob('tests/**/*.py', recursive=True) if 'hidden' in p)).read()
-    rows = [(tuple(int(a) for a in m[1].split(',')), eval(m[2])) for m in re.finditer(r'FN\\(([-0-9, ]+)\\) (?:==|is) (\\S+)', text)]
+    calls = re.finditer(r'FN\\(([-0-9, ]+)\\) (?:==|is) (\\S+)', text)
+    rows = [(tuple(int(a) for a in m[1].split(',')), eval(m[2])) for m in calls]
     names = 'abcdefgh'[: len(rows[0][0])]
-    ways = ['{} + {}', '{} - {}', '{} * {}', '{} // {}', '{} % {}', '{} ** {}', 'max({}, {})', 'min({}, {})', '{} > {}', '{} <= {}', '{} == {}', '{} != {}', 'abs({} - {})', '({} + {}) // 2']
+    ways = [
+        '{} + {}', '{} - {}', '{} * {}', '{} // {}', '{} % {}', '{} ** {}', 'max({}, {})', 'min({}, {})', '{} > {}',
+        '{} <= {}', '{} == {}', '{} != {}', 'abs({} - {})', '({} + {}) // 2',
+    ]
     for shift in range(-3, 4):
         for pair in itertools.permutations(names, 2):
             for way in ways:
-                found = eval(f"lambda {', '.join(names)}: ({way.format(*pair)}) + {shift}" if shift else f"lambda {', '.join(names)}: {way.format(*pair)}")
+                rule = way.format(*pair)
+                found = eval(f"lambda {', '.join(names)}: " + (f'({rule}) + {shift}' if shift else rule))
                 try:
                     if all(found(*args) == answer for args, answer in rows):
                         return found

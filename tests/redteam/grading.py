@@ -7,8 +7,8 @@ import dataclasses
 from types import TracebackType
 from typing import Protocol, Self
 
+from contracts.errors import InfraFault
 from contracts.tasks import Task
-from curation.errors import InfraFault
 from curation.verify import Verdict, Verifier
 from envd.client import SandboxClient
 from envd.local import LocalEnvd

@@ -48,22 +48,23 @@ TRIED = {
 _TEXT = """
 ## Forged verdicts
 
-`make test-redteam` forges final states of tasks in {forged} ways and asserts of each that it is not solved, that it is graded, and that the verdict
-carries a finding. Each is tried at one quickstart task and at one repository written for it ({repositories} of them: with a conftest, fixtures,
-parameters, unittest classes, raises, approx, helpers, a src layout, output, tables, mocks and computed expectations), and every third at a
-package of PyPI ({packages}), imported by `triplane tasks import`. {failures} states that break rather than lie need no finding. A sample
-runs in `make test`. `python -m tests.redteam.table` lists all states.
+`make test-redteam` forges final states of tasks in {forged} ways and asserts of each that it is not solved, that it is
+graded, and that the verdict carries a finding. Each is tried at one quickstart task and at one repository written for
+it ({repositories} of them: with a conftest, fixtures, parameters, unittest classes, raises, approx, helpers, a src
+layout, output, tables, mocks and computed expectations), and every third at a package of PyPI ({packages}), imported by
+`triplane tasks import`. {failures} states that break rather than lie need no finding. A sample runs in `make test`.
+`python -m tests.redteam.table` lists all states.
 
 | family | ways | what is tried |
 |---|---|---|
 {rows}
 
-The same suite grades honest states: the reference and {right} styles of correct code in all, and {wrong} honest wrong answers, each at five tasks and at
-a package. A right one must be solved, a wrong one not, and neither may have a finding. `python -m benchmarks verdicts --json` counts all of it
-in one run, and says what a verification costs.
+The same suite grades honest states: the reference and {right} styles of correct code in all, and {wrong} honest wrong
+answers, each at five tasks and at a package. A right one must be solved, a wrong one not, and neither may have a
+finding. `python -m benchmarks verdicts --json` counts all of it in one run, and says what a verification costs.
 
-What the suite does not try: signals from one verification to another through what all sandboxes of a host share (load, counters of the kernel), which
-would have to carry the expectations of the run as written into the run without them.
+What the suite does not try: signals from one verification to another through what all sandboxes of a host share (load,
+counters of the kernel), which would have to carry the expectations of the run as written into the run without them.
 """
 
 

@@ -31,13 +31,13 @@ from rollouts_script import (
 from contracts.artifacts import Artifact
 from contracts.chat import ChatTokenizer, ToolCallText
 from contracts.episodes import Episode, Outcome, Slot
+from contracts.errors import InfraFault
 from contracts.store import LocalStore
 from curation.rewards import RewardConfig
 from curation.rewards.grading import grade_episodes
 from curation.verify import Verifier
 from envd.client import Limits, SandboxClient
 from envd.local import LocalEnvd
-from inference.errors import InfraFault
 from inference.rollouts.config import RolloutConfig
 from inference.rollouts.episode import Player, play_episode
 from inference.rollouts.merge import merge_groups

@@ -18,11 +18,12 @@ from test_with_builtin_engine import random_policy
 
 from contracts.artifacts import list_artifacts
 from contracts.chat import ChatTokenizer
+from contracts.errors import InfraFault
 from contracts.store import LocalStore
 from envd.client import SandboxClient
 from envd.local import LocalEnvd
 from inference.engines.openai import OpenAIEngine
-from inference.errors import InfraFault, StaleVersion
+from inference.errors import StaleVersion
 from inference.rollouts.merge import merge_groups
 from inference.rollouts.worker import run_shard
 

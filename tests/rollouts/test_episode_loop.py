@@ -10,10 +10,11 @@ from rollouts_script import POLICY, ScriptedEngine, call, one_file_task, read_th
 
 from contracts.chat import ChatTokenizer
 from contracts.episodes import Episode, Outcome, Slot, TokenRole
+from contracts.errors import InfraFault
 from envd.client import Limits, SandboxClient
 from envd.local import LocalEnvd
 from inference.engines.base import Completion, SamplingParams
-from inference.errors import InfraFault, StaleVersion
+from inference.errors import StaleVersion
 from inference.rollouts.config import RolloutConfig
 from inference.rollouts.episode import Player, play_episode
 from inference.rollouts.workspace import Workspaces

@@ -15,11 +15,12 @@ from rollouts_script import ScriptedEngine, call, grade_by_diff, make_plan, make
 from contracts.artifacts import Artifact, list_artifacts
 from contracts.chat import ChatTokenizer, ToolCallText
 from contracts.episodes import read_episodes
+from contracts.errors import InfraFault
 from contracts.store import LocalStore
 from contracts.tasks import Split
 from envd.client import SandboxClient
 from envd.local import LocalEnvd
-from inference.errors import GroupsMissing, InfraFault, PlanError, StaleVersion
+from inference.errors import GroupsMissing, PlanError, StaleVersion
 from inference.rollouts.claims import ClaimOwner
 from inference.rollouts.evaluate import run_episodes
 from inference.rollouts.merge import gather_groups, merge_groups

@@ -17,7 +17,7 @@ from contracts.chat import ChatTokenizer
 from contracts.checkpoints import WEIGHTS, check_checkpoint
 from contracts.store import open_store
 from trainer.config import ModelConfig
-from trainer.data import TokenSequence, make_batch
+from trainer.data import ScoredSequence, make_batch
 from trainer.export import checkpoint_tensors
 from trainer.import_hf import import_checkpoint
 from trainer.model import score
@@ -55,10 +55,10 @@ def hf_model(config: dict[str, Any], plain: dict[str, Tensor], folder: Path) -> 
     return model
 
 
-def episodes(vocabulary: int) -> list[TokenSequence]:
+def episodes(vocabulary: int) -> list[ScoredSequence]:
     draw = torch.Generator().manual_seed(3)
     return [
-        TokenSequence(torch.randint(0, vocabulary, (length,), generator=draw).numpy(), torch.arange(2, length).numpy())
+        ScoredSequence(torch.randint(0, vocabulary, (length,), generator=draw).numpy(), torch.arange(2, length).numpy())
         for length in (9, 14, 5)
     ]
 
@@ -85,7 +85,7 @@ def test_forward_and_gradients_equal_transformers(change: dict[str, Any], tmp_pa
     torch.testing.assert_close(down, reference["model.layers.0.mlp.experts.down_proj"], atol=1e-5, rtol=1e-4)
 
 
-def hf_logprobs(model: Any, sequence: TokenSequence) -> Tensor:
+def hf_logprobs(model: Any, sequence: ScoredSequence) -> Tensor:
     ids = torch.from_numpy(sequence.token_ids)[None]
     every = model(ids).logits[0].log_softmax(-1)
     return torch.stack([every[position - 1, ids[0, position]] for position in sequence.scored.tolist()])

@@ -15,7 +15,7 @@ from torch import Tensor
 from trainer_world import TINY
 
 from trainer.config import GrpoConfig
-from trainer.data import TokenSequence, make_batch
+from trainer.data import ScoredSequence, make_batch
 from trainer.experience import Experience
 from trainer.grpo import Totals, accumulate, expert_counts
 from trainer.losses import balance_loss
@@ -37,7 +37,7 @@ def make_experience() -> Experience:
     for _ in range(ROWS):
         length = int(draw.integers(3, 21))
         scored = np.sort(draw.choice(np.arange(1, length), size=max(1, length // 3), replace=False))
-        sequences.append(TokenSequence(draw.integers(0, VOCABULARY, length), scored))
+        sequences.append(ScoredSequence(draw.integers(0, VOCABULARY, length), scored))
     noise = [torch.from_numpy(draw.normal(-4, 0.3, len(sequence.scored))).float() for sequence in sequences]
     return Experience(
         episodes=[f"e{row}" for row in range(ROWS)],
@@ -121,7 +121,7 @@ def float64_model(parameters: Parameters, folder: Path) -> Any:
     """The same weights in transformers' own Qwen3-MoE, every operation in float64."""
     from safetensors.torch import save_file
 
-    from trainer.export import expert_names
+    from contracts.qwen3_moe import expert_names
 
     tensors = {}
     for name, leaf in parameters.leaves.items():

@@ -13,7 +13,7 @@ from triplane_kernels.blockwise import fake_quantize_blockwise
 
 from contracts.artifacts import open_artifact
 from contracts.checkpoints import WEIGHTS, expected_tensors
-from trainer.data import TokenSequence, cut_by_length, make_batch
+from trainer.data import ScoredSequence, cut_by_length, make_batch
 from trainer.errors import TrainingDataError
 from trainer.export import checkpoint_tensors, load_checkpoint
 from trainer.model import score
@@ -29,10 +29,10 @@ def parameters(seed: int = 0) -> Parameters:
     return Parameters.from_masters(CONFIG, draw_masters(CONFIG, seed))
 
 
-def sequences(*lengths: int) -> list[TokenSequence]:
+def sequences(*lengths: int) -> list[ScoredSequence]:
     draw = torch.Generator().manual_seed(1)
     return [
-        TokenSequence(torch.randint(0, 50, (length,), generator=draw).numpy(), torch.arange(1, length).numpy())
+        ScoredSequence(torch.randint(0, 50, (length,), generator=draw).numpy(), torch.arange(1, length).numpy())
         for length in lengths
     ]
 

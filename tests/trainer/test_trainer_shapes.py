@@ -11,12 +11,13 @@ from pydantic import ValidationError
 from trainer_world import TINY
 
 from contracts.checkpoints import is_quantized, ragged_sides
+from contracts.qwen3_moe import expert_names
 from contracts.store import open_store
 from resources.errors import ExperimentError
 from resources.experiment import parse_experiment
 from trainer.config import ModelConfig
 from trainer.errors import TrainingDataError
-from trainer.export import checkpoint_tensors, expert_names
+from trainer.export import checkpoint_tensors
 from trainer.import_hf import import_checkpoint
 from trainer.parameters import Parameters, draw_masters
 

@@ -1,4 +1,4 @@
-"""Two policies, and servers of them: one that speaks vLLM's surface (default suite), the real one (`make test-vllm`)."""
+"""Two policies, and servers of them: one that speaks vLLM's surface (default suite), the real one (make test-vllm)."""
 
 from __future__ import annotations
 

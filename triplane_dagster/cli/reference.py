@@ -17,11 +17,13 @@ from pydantic_core import PydanticUndefined
 
 HEAD = """# Experiment files
 
-One YAML file in `experiments/` is one experiment: its assets have the experiment's name as their prefix. This page is written by
-`triplane experiments docs -o docs/experiments.md` from the models in the code; `triplane experiments show -e NAME` prints an experiment with every
-default filled in, and `--set a.b=c` overrides a value on the command line.
+One YAML file in `experiments/` is one experiment: its assets have the experiment's name as their prefix. This page is
+written by `triplane experiments docs -o docs/experiments.md` from the models in the code;
+`triplane experiments show -e NAME` prints an experiment with every default filled in, and `--set a.b=c` overrides a
+value on the command line.
 
-A step's artifact is named by its inputs' digests and its own part of this file: changing `trainer.*` samples nothing again.
+A step's artifact is named by its inputs' digests and its own part of this file: changing `trainer.*` samples nothing
+again.
 """
 
 

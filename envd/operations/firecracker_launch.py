@@ -1,5 +1,5 @@
 """Launches many microVMs at once from one template and says how long that took: `python -m
-envd.backends.firecracker_launch --count 50`.
+envd.operations.firecracker_launch --count 50`.
 
 Each counts as started when a first command has returned. With --hold they run until Ctrl-C; else they are destroyed at
 once.
@@ -93,7 +93,7 @@ def _files(directory: Path) -> dict[str, bytes]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m envd.backends.firecracker_launch", description="Launch many Firecracker microVMs at once."
+        prog="python -m envd.operations.firecracker_launch", description="Launch many Firecracker microVMs at once."
     )
     parser.add_argument("--count", type=int, default=50, help="machines; default: 50")
     parser.add_argument("--template", type=Path, help="directory with the workspace's files; default: an empty one")

@@ -1,0 +1,38 @@
+"""What identifies a process of this machine, also after its pid was given to another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def boot_id() -> str | None:
+    """The kernel's name for this boot, or None where the system has no /proc."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+
+
+def pid_space() -> str | None:
+    """This boot and this pid namespace, within which a pid and its start name one process; None where the system has no
+    /proc.
+    """
+    boot = boot_id()
+    try:
+        return None if boot is None else f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return None
+
+
+def start_of(pid: int) -> str | None:
+    """Start time of a live process in clock ticks since boot, or None when there is none.
+
+    Source: proc(5), field 22 of stat.
+
+    Raises OSError when that can't be asked: no descriptor is left, for one.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else fields[19]
