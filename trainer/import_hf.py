@@ -82,7 +82,7 @@ def import_checkpoint(directory: Path, store: Store, key: str | None = None) -> 
 
 
 def import_config(directory: Path) -> dict[str, Any]:
-    """The config.json of the checkpoint that `directory` becomes.
+    """The config.json of the checkpoint made from `directory`.
 
     Raises TrainingDataError for a model the trainer does not run.
     """
@@ -179,7 +179,7 @@ def _read_masters(directory: Path, config: Mapping[str, Any]) -> dict[str, Tenso
 
 
 def _publish_tokenizer(directory: Path, store: Store) -> Artifact:
-    """The directory's tokenizer as a `tokenizer` artifact; one without the chat markup is refused."""
+    """Commit the directory's tokenizer as a `tokenizer` artifact; one without the chat markup is refused."""
     ChatTokenizer.from_directory(directory)
     files = {name: directory / name for name in TOKENIZER_FILES if (directory / name).is_file()}
     data = {name: path.read_bytes() for name, path in files.items()}

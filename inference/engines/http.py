@@ -1,6 +1,4 @@
-"""JSON calls to an engine's server: bounded retries after connection faults, errors that name the server and the
-fix.
-"""
+"""JSON client of an engine's server: bounded retries after connection faults, errors with server and fix."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ _FAULTS = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadError, httpx.Writ
 
 
 class JsonClient:
-    """Calls below one address.
+    """Client for paths below one address.
 
     Any answer is final, also an error. May be used from one event loop only, as httpx's pool requires.
     """
@@ -32,7 +30,7 @@ class JsonClient:
         )
 
     async def call(self, method: str, path: str, body: dict[str, Any] | None = None, **query: Any) -> Any:
-        """What the server answers.
+        """Reply of the server.
 
         Raises EngineUnreachable without an answer, EngineStopped for a failure of the server (5xx), StaleVersion,
         RequestTooLong, and EngineError for any other refusal.
@@ -61,14 +59,14 @@ class JsonClient:
         raise AssertionError("the loop returns or raises")
 
     async def is_healthy(self, path: str, timeout_s: float) -> bool:
-        """Whether the server answers a GET of `path` with success in time."""
+        """Whether the server replies to a GET of `path` with success in time."""
         try:
             return (await self._http.get(f"{self.base}{path}", timeout=timeout_s)).is_success
         except httpx.HTTPError:
             return False
 
     async def close(self) -> None:
-        """Close the connections. The server goes on serving others."""
+        """Close the connections; the server continues for others."""
         await self._http.aclose()
 
 
@@ -89,7 +87,7 @@ def _read(url: str, response: httpx.Response) -> Any:
 
 
 def _detail(response: httpx.Response) -> tuple[str, Any]:
-    """(message, code) of an error in OpenAI's form, or of whatever else was answered."""
+    """(message, code) of an error in OpenAI's form, or of any other reply."""
     try:
         detail = response.json()["error"]
         return str(detail["message"]), detail.get("code")

@@ -1,4 +1,4 @@
-"""The client of a server that takes and returns token ids over the OpenAI completions API: ours, or vLLM.
+"""Client of a server that takes and returns token ids over the OpenAI completions API: ours, or vLLM.
 
 Retries, bounded and with jitter, follow connection faults only; any answer is final. Every request carries its seed, so
 asking our server again gives the same tokens. Start vLLM with `--logprobs-mode processed_logprobs`, else its logprobs
@@ -34,7 +34,7 @@ class OpenAIEngine:
         timeout_s: float = 600.0,
         retries: int = 4,
     ) -> None:
-        """version: what must be served; our server refuses to answer with another (StaleVersion).
+        """version: the version to be served; our server refuses to serve another (StaleVersion).
 
         None takes whatever is served. directory: the checkpoint of that version. vLLM knows no versions: it must show
         that it was started on this directory (StaleVersion), its answers are then stamped with `version`.
@@ -123,7 +123,9 @@ class OpenAIEngine:
         return policy
 
     def _check_origin(self, policy: dict[str, Any]) -> None:
-        """A foreign server names no version, but what it loaded: vLLM in `root`, the model it was started with."""
+        """Check the origin of a foreign server, which names no version: vLLM names the model it was started with in
+        `root`.
+        """
         root = str(policy.get("root") or policy["id"])
         wanted = {self._version} | ({str(self._directory.absolute())} if self._directory else set())
         if self._version is not None and not wanted & {str(policy["id"]), root, str(Path(root).absolute())}:

@@ -1,4 +1,4 @@
-"""Requests and answers of the HTTP API: OpenAI's, plus `/v1/score`, `/v1/load_weights`, `/v1/withdraw` and
+"""Requests and replies of the HTTP API: OpenAI's, plus `/v1/score`, `/v1/load_weights`, `/v1/withdraw` and
 `/version`.
 """
 
@@ -14,7 +14,7 @@ class _Request(BaseModel):
 
 
 class _Sampling(_Request):
-    """What both completion endpoints take."""
+    """Parameters of both completion endpoints."""
 
     model: str | None = None
     """Any name; the server serves one policy."""
