@@ -18,7 +18,7 @@ print("finished")
 """
 
 
-def test_a_signal_that_comes_when_the_work_has_ended_takes_nothing_from_it() -> None:
+def test_signal_after_the_end_of_the_work_keeps_its_result() -> None:
     for _ in range(5):
         done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=60)
         assert done.returncode in (0, 130), done.stderr

@@ -176,9 +176,7 @@ async def test_health_models_and_version_answer(client: httpx.AsyncClient, serve
     assert (await client.get("/models")).json()["data"][0]["id"] == "policy"
 
 
-async def test_a_client_that_hangs_up_frees_its_place(
-    served: tuple[str, Path, Path], client: httpx.AsyncClient
-) -> None:
+async def test_disconnected_client_frees_its_slot(served: tuple[str, Path, Path], client: httpx.AsyncClient) -> None:
     engine = OpenAIEngine(served[0], "policy", connections=600)
     endless = [asyncio.create_task(engine.generate([1], SamplingParams(1.0, 250, seed))) for seed in range(300)]
     await asyncio.sleep(0.3)
@@ -197,7 +195,7 @@ async def test_an_unreachable_server_is_named_after_bounded_retries() -> None:
     await engine.close()
 
 
-def test_a_policy_that_is_nowhere_ends_in_one_line(tmp_path: Path) -> None:
+def test_unknown_policy_is_a_one_line_error(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "inference", "serve", "--policy", "abcdef123", "--store", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1

@@ -147,7 +147,7 @@ def test_an_experiment_takes_an_imported_suite_by_digest(suite: Artifact, store:
         parse_experiment({"name": "own", "tasks": {"kind": "import", "suite": "xyz"}})
 
 
-def test_a_generated_suites_key_is_what_it_was() -> None:
+def test_key_of_a_generated_suite_is_unchanged() -> None:
     assert parse_experiment({"name": "one"}).model_dump()["tasks"] == TaskSuiteConfig().model_dump()
     assert suite_key(TaskSuiteConfig()) == "6f39db33b7078317e8fcae8fb86133b56986fdc31819584f1accf2bb598bd451"
     with pytest.raises(ExperimentError, match=r"tasks\.trian is not a field: did you mean train"):
