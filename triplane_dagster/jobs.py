@@ -1,7 +1,6 @@
 """Jobs of an experiment: its base, one iteration, and a rollback."""
 
 import dagster as dg
-from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
 from pydantic import Field
 
 from assets.naming import key_of
@@ -11,6 +10,7 @@ from ops.rollback import bring_live, observation, roll_back_once
 from resources.errors import AlreadyLive
 from resources.experiment import Experiment
 from resources.store import StoreResource
+from triplane_dagster.private_dagster import UnresolvedAssetJobDefinition
 
 EXPERIMENT_TAG = "triplane/experiment"
 MAX_RETRIES_TAG = "dagster/max_retries"
