@@ -4,10 +4,9 @@ import dagster as dg
 
 from assets.naming import check, define
 from contracts.artifacts import ArtifactRef, open_artifact
-from contracts.chat import ChatTokenizer
 from ops.grading import grade
 from ops.graph import REWARDS
-from ops.inputs import load_tasks
+from ops.inputs import load_tasks, load_tokenizer
 from ops.regrading import flip_metadata
 from ops.results import Materialized, link, numbers, result, table_facts
 from ops.reward_components import component_metadata
@@ -45,7 +44,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         graded, inputs, rollouts = grade(step, sandboxes), step.inputs, step.parent("rollouts")
         table = graded.table("rewards.parquet")
         policy = open_artifact(step.store, inputs.policy)
-        tokenizer = ChatTokenizer.from_directory(policy.directory(), spaced=experiment.base.spaced)
+        tokenizer = load_tokenizer(experiment, policy)
         episodes = open_artifact(step.store, rollouts)
         share = graded.meta["graded"] / max(1, table.num_rows - graded.meta["stragglers"])
         metadata = {

@@ -242,6 +242,11 @@ def open_artifact(store: Store, ref: ArtifactRef) -> Artifact:
     return artifact
 
 
+def discard_artifact(store: Store, ref: ArtifactRef) -> None:
+    """Remove an artifact that nothing refers to, e.g. a snapshot of a finished training."""
+    store.discard(f"{ref.uri}/")
+
+
 def list_artifacts(store: Store, kind: str | None = None) -> Iterator[Artifact]:
     """Every committed artifact, in order of kind and key."""
     prefix = f"artifacts/{kind}/" if kind else "artifacts/"

@@ -32,7 +32,7 @@ from inference.rollouts.evaluate import run_episodes
 from inference.rollouts.progress import ShardProgress
 from ops.floor import compare_with_floor, find_floor
 from ops.grading import ungraded_allowed
-from ops.inputs import load_tasks, split_tasks
+from ops.inputs import load_tasks, load_tokenizer, split_tasks
 from ops.readings import EVALUATION_SLOTS, WHO, Reading, readings_of
 from ops.step import Step
 from resources.errors import EvaluationIncomplete
@@ -127,7 +127,7 @@ async def _play(
     tasks = load_tasks(step.store, suite)
     checkpoint = open_artifact(step.store, policy)
     experiment = step.experiment
-    tokenizer = ChatTokenizer.from_directory(checkpoint.directory(), spaced=experiment.base.spaced)
+    tokenizer = load_tokenizer(experiment, checkpoint)
     async with (
         sandboxes.client(experiment.sandboxes) as client,
         sampler.lease(checkpoint, "evaluation", experiment.engine) as engine,

@@ -14,7 +14,7 @@ from curation.rewards import RewardConfig, grade_rollouts
 from curation.rewards.grading import Graded
 from curation.statistics import pass_rate
 from curation.verify import Verifier
-from ops.inputs import load_tasks
+from ops.inputs import load_tasks, load_tokenizer
 from ops.step import Step
 from resources.experiment import Experiment
 from resources.loops import run_async
@@ -39,9 +39,7 @@ async def _grade(step: Step, sandboxes: SandboxesResource) -> Graded:
     experiment = step.experiment
 
     def tokenizer() -> ChatTokenizer:
-        return ChatTokenizer.from_directory(
-            open_artifact(step.store, step.inputs.policy).directory(), spaced=experiment.base.spaced
-        )
+        return load_tokenizer(experiment, open_artifact(step.store, step.inputs.policy))
 
     async with sandboxes.client(experiment.sandboxes) as client:
         return await grade_rollouts(

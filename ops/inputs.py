@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from contracts.artifacts import Artifact, ArtifactRef, Frozen, find_artifact, list_artifacts, open_artifact
+from contracts.chat import ChatTokenizer
 from contracts.store import Store
 from contracts.tasks import Split, Task, read_tasks
 from inference.rollouts.plan import GroupPlan, draw_prompts
@@ -119,6 +120,11 @@ def cursor_before(store: Store, experiment: Experiment, iteration: str) -> int:
 def load_tasks(store: Store, suite: ArtifactRef) -> dict[str, Task]:
     """All tasks of a suite by id, in its order."""
     return {task.task_id: task for task in read_tasks(open_artifact(store, suite).table("tasks.parquet"))}
+
+
+def load_tokenizer(experiment: Experiment, policy: Artifact) -> ChatTokenizer:
+    """Tokenizer of a checkpoint, which writes tool calls as the experiment's base policy does."""
+    return ChatTokenizer.from_directory(policy.directory(), spaced=experiment.base.spaced)
 
 
 def split_tasks(tasks: dict[str, Task], split: Split) -> list[Task]:

@@ -14,7 +14,6 @@ from typing import Any
 import dagster as dg
 
 from contracts.artifacts import Artifact, ArtifactRef, artifact_exists, find_artifact, open_artifact
-from contracts.chat import ChatTokenizer
 from contracts.errors import InfraFault
 from contracts.store import Store
 from contracts.tasks import Task
@@ -24,7 +23,7 @@ from inference.rollouts.plan import GroupPlan, RolloutPlan
 from inference.rollouts.progress import ShardProgress
 from inference.rollouts.worker import GradeResult, run_shard
 from ops.graph import PLAN, ROLLOUTS
-from ops.inputs import PromptsDrawn, load_tasks
+from ops.inputs import PromptsDrawn, load_tasks, load_tokenizer
 from ops.results import output, table_facts
 from ops.rollout_numbers import rollout_numbers, sampled_numbers, speed_before
 from ops.samples import sample_episodes
@@ -101,7 +100,7 @@ async def sample_shard(
             tasks=tasks,
             store=step.store,
             grade=grade,
-            tokenizer=ChatTokenizer.from_directory(policy.directory(), spaced=experiment.base.spaced),
+            tokenizer=load_tokenizer(experiment, policy),
             progress=lambda now: _show(step, now),
             limits=experiment.sandboxes.limits.limits(),
         )
@@ -215,7 +214,7 @@ def groups_lacking(plan: RolloutPlan, gathered: Gathered, store: Store) -> list[
 def rollout_metadata(step: Step, merged: Artifact, plan: RolloutPlan) -> dict[str, Any]:
     """Numbers for plots, and a few episodes to read."""
     policy = open_artifact(step.store, plan.policy)
-    tokenizer = ChatTokenizer.from_directory(policy.directory(), spaced=step.experiment.base.spaced)
+    tokenizer = load_tokenizer(step.experiment, policy)
     tasks = load_tasks(step.store, plan.inputs["task_suite"])
     return {
         **table_facts(merged.table("episodes.parquet")),

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from contracts.artifacts import Artifact, ArtifactRef, find_artifact, list_artifacts, open_artifact
+from contracts.artifacts import Artifact, ArtifactRef, discard_artifact, find_artifact, list_artifacts, open_artifact
 from contracts.store import Store
 from ops.results import numbers
 from ops.step import Step
@@ -80,7 +80,7 @@ def _drop_snapshots(store: Store, job: SftJob) -> None:
     """Remove snapshots of a trainer that was killed after its checkpoint was committed."""
     for snapshot in list(list_artifacts(store, SNAPSHOT)):
         if snapshot.manifest.config.get(SNAPSHOT_JOB) == job.key:
-            store.discard(f"{snapshot.ref.uri}/")
+            discard_artifact(store, snapshot.ref)
 
 
 def _train(step: Step, launcher: Launcher, job: SftJob | GrpoJob, steps: int, taken: int) -> Artifact:
