@@ -57,10 +57,13 @@ class StaleStep:
         return f"{self.step}{where}: made by version {self.version} of the step, which is {self.now} now"
 
 
-def stale_steps(store: Store, experiment: str) -> list[StaleStep]:
-    """Steps of everything that `experiment` materialized last whose version has changed, in graph order."""
+def stale_steps(store: Store, experiment: str, *, newest: bool = False) -> list[StaleStep]:
+    """Steps of everything that `experiment` materialized last whose version has changed, in graph order.
+
+    newest: look only at the newest iteration of each step, which takes the same time however many there are.
+    """
     found: dict[tuple[str, str, str], list[str]] = {}
-    for step, iteration, version, now in _versions(store, experiment):
+    for step, iteration, version, now in _versions(store, experiment, newest):
         if version != now:
             iterations = found.setdefault((step, version, now), [])
             if iteration is not None and iteration not in iterations:
@@ -68,7 +71,7 @@ def stale_steps(store: Store, experiment: str) -> list[StaleStep]:
     return [StaleStep(step, tuple(iterations), version, now) for (step, version, now), iterations in found.items()]
 
 
-def _versions(store: Store, experiment: str) -> Iterator[tuple[str, str | None, str, str]]:
+def _versions(store: Store, experiment: str, newest: bool) -> Iterator[tuple[str, str | None, str, str]]:
     """(step, iteration, version that made it, current version) of each materialized asset."""
     suite, base = (read_artifact(store, experiment, step) for step in ("task_suite", "base_policy"))
     if suite is not None:
@@ -79,7 +82,8 @@ def _versions(store: Store, experiment: str) -> Iterator[tuple[str, str | None, 
         made_here = "demonstrations" in base.manifest.parents
         yield "base_policy", None, base.manifest.code_version, SFT_VERSION if made_here else IMPORT_VERSION
     for step, now in _OF_ITERATIONS.items():
-        for iteration in sorted({key.split("/")[4] for key in store.list(f"pointers/assets/{experiment}/{step}/")}):
+        iterations = sorted({key.split("/")[4] for key in store.list(f"pointers/assets/{experiment}/{step}/")})
+        for iteration in iterations[-1:] if newest else iterations:
             made = read_artifact(store, experiment, step, iteration)
             if made is not None:
                 yield from _of_parents(store, step, iteration, made)
@@ -89,8 +93,8 @@ def _versions(store: Store, experiment: str) -> Iterator[tuple[str, str | None, 
 def _of_parents(
     store: Store, step: str, iteration: str | None, made: Artifact
 ) -> Iterator[tuple[str, str | None, str, str]]:
-    """Versions of parts of a step that are artifacts of their own."""
-    for ref in made.manifest.parents.values():
+    """Versions of parts of a step that are artifacts of their own; parts of one kind have one version."""
+    for ref in {ref.kind: ref for ref in made.manifest.parents.values()}.values():
         part = find_artifact(store, ref.kind, ref.key) if ref.kind in _OF_PARENTS and step != ref.kind else None
         if part is not None:
             yield f"{step} ({ref.kind})", iteration, part.manifest.code_version, _OF_PARENTS[ref.kind]

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from contracts.artifacts import Artifact, open_artifact
+from contracts.artifacts import Artifact
 from contracts.episodes import Outcome
 from contracts.tasks import Split, Task
 from curation.statistics import pass_rate
@@ -76,10 +76,9 @@ def graded_outcome(outcome: str, solved: bool | None) -> str:
 
 def families(sources: Sources, tasks: Mapping[str, Task]) -> dict[str, list[dict[str, Any]]]:
     """Pass rate of every task family before (parent) and after (candidate), by split that was played."""
-    evaluation = sources.get("evaluation")
     found: dict[str, list[dict[str, Any]]] = {}
     for split in (Split.HELD_OUT, Split.UNSEEN, Split.GATE):
-        runs = {who: _run(sources, evaluation, f"{who}_{split.value}") for who in ("parent", "candidate")}
+        runs = {who: sources.parent("evaluation", f"{who}_{split.value}") for who in ("parent", "candidate")}
         rates = {who: _family_rates(run, tasks) for who, run in runs.items() if run}
         if len(rates) == 2:
             names = sorted(set(rates["parent"]) | set(rates["candidate"]))
@@ -94,8 +93,9 @@ def costs(sources: Sources) -> list[dict[str, Any]]:
     """Sums of telemetry of the rollouts and of each evaluation run. Not deterministic."""
     evaluation = sources.get("evaluation")
     parts = {"rollouts": sources.get("rollouts")}
-    for role in sorted(evaluation.manifest.parents if evaluation else ()):
-        parts[role.replace("_", " ", 1)] = _run(sources, evaluation, role)
+    parents = evaluation.manifest.parents if evaluation else {}
+    for role in sorted(role for role, ref in parents.items() if ref.kind == "evaluation_run"):
+        parts[role.replace("_", " ", 1)] = sources.parent("evaluation", role)
     return [
         {"what": what, "episodes": table.num_rows, **{name: pc.sum(table[name]).as_py() or 0 for name in COSTS}}
         for what, part in parts.items()
@@ -139,11 +139,6 @@ def restored(sources: Sources) -> dict[str, Any]:
     pinned = sources.get("iteration_inputs")
     rollback = pinned.meta.get("rollback") if pinned else None
     return {"rollback": rollback} if rollback else {}
-
-
-def _run(sources: Sources, evaluation: Artifact | None, role: str) -> Artifact | None:
-    ref = evaluation.manifest.parents.get(role) if evaluation else None
-    return open_artifact(sources.store, ref) if ref and ref.kind == "evaluation_run" else None
 
 
 def _family_rates(run: Artifact, tasks: Mapping[str, Task]) -> dict[str, dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from contracts.artifacts import Artifact, ArtifactRef, open_artifact
 from contracts.store import Store
@@ -23,6 +23,8 @@ class Sources:
     experiment: str
     iteration: str
     artifacts: Mapping[str, Artifact]
+    _parents: dict[ArtifactRef, Artifact] = field(default_factory=dict, repr=False)
+    """Opened once, since several parts of a report read them."""
 
     def get(self, asset: str) -> Artifact | None:
         """Artifact of an asset, or None."""
@@ -32,7 +34,9 @@ class Sources:
         """Input of an asset's artifact by role, or None."""
         child = self.get(asset)
         ref = child.manifest.parents.get(role) if child else None
-        return open_artifact(self.store, ref) if ref else None
+        if ref is not None and ref not in self._parents:
+            self._parents[ref] = open_artifact(self.store, ref)
+        return self._parents[ref] if ref else None
 
     def tasks(self) -> dict[str, Task]:
         """Tasks of the suite by id; empty if no artifact names the suite."""

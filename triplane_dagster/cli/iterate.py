@@ -124,7 +124,7 @@ def _warn_of_other_versions(experiment: Experiment) -> None:
     """Warn on stderr, before anything runs, of work in the store made by other versions of its steps."""
     from triplane_dagster.cli.stale import stale_lines
 
-    for line in stale_lines(open_store(), experiment.name):
+    for line in stale_lines(open_store(), experiment.name, newest=True):
         typer.echo(line, err=True)
 
 

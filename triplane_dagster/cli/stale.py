@@ -6,11 +6,11 @@ from contracts.store import Store
 from triplane_dagster.cli.output import console
 
 
-def stale_lines(store: Store, experiment: str) -> list[str]:
-    """Lines that name every stale step and the consequence; empty if nothing is stale."""
+def stale_lines(store: Store, experiment: str, *, newest: bool = False) -> list[str]:
+    """Lines that name every stale step (newest: of the newest iteration) and the consequence; empty if nothing is."""
     from triplane_dagster.staleness import stale_steps
 
-    stale = stale_steps(store, experiment)
+    stale = stale_steps(store, experiment, newest=newest)
     if not stale:
         return []
     return [
