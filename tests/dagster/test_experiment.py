@@ -37,7 +37,7 @@ def test_shipped_experiments_load_and_pass_a_dry_run(
         ("trainer.grpo.temperature=2", "set both to the same value"),
         ("sandboxes.limits.memory=3", "did you mean memory_mb?"),
         ("seed", "is not field=value"),
-        ("name.x=2", "has no fields below it"),
+        ("name.x=2", "which has no fields"),
         ("name=Big Name", "name = 'Big Name'"),
     ],
 )
