@@ -138,7 +138,7 @@ class Artifact:
                 path = self.store.local_path(key)
                 intact = _is_intact(path, entry)
         except ArtifactMissing:
-            raise ArtifactCorrupt(f"{self.ref.uri}/{name} is named by its manifest but gone: {_AGAIN}") from None
+            raise ArtifactCorrupt(f"{self.ref.uri}/{name} is listed in its manifest but missing: {_AGAIN}") from None
         except OSError as error:
             raise StoreError(
                 f"{self.ref.uri}/{name} can't be read ({error.strerror}): check the permissions and the disk of"
@@ -222,7 +222,7 @@ def _read_manifest(data: bytes, kind: str, key: str) -> Manifest:
         raise ArtifactCorrupt(f"{where} is damaged ({error}): {_AGAIN}") from None
     named = content_digest(kind, SCHEMA_VERSION, manifest.files)
     if (manifest.kind, manifest.action_key, manifest.content_digest) != (kind, key, named):
-        raise ArtifactCorrupt(f"{where} was changed: its digest is not that of what it names; {_AGAIN}")
+        raise ArtifactCorrupt(f"{where} was changed: its digest does not match its content; {_AGAIN}")
     return manifest
 
 

@@ -92,7 +92,7 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             header = json.loads(file.read(length))
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
         if 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0) != size:
-            raise ValueError(f"{size} bytes are not what its header says: it was cut, or grew")
+            raise ValueError(f"its size of {size} bytes does not match its header: it was truncated or extended")
         return {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in tensors.items()}
     except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SchemaError(f"{path} is not a readable safetensors file ({error}): export the checkpoint again") from None

@@ -113,7 +113,9 @@ class FileCache:
             except FileNotFoundError:
                 continue  # a sweep removed the empty folder between mkdir and replace
         else:
-            raise StoreError(f"cache {target.parent} vanishes while {key} is being written: is something cleaning it?")
+            raise StoreError(
+                f"cache {target.parent} disappears while {key} is being written: stop the process that removes it"
+            )
         self._unswept += size
         if self._unswept > self._limit // 20:
             self._unswept = 0

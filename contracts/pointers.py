@@ -64,6 +64,4 @@ class Pointer:
         try:
             return PointerEntry(int(key[len(self._prefix) : -len(".json")]), json.loads(self._store.get(key)))
         except ValueError as error:
-            raise ArtifactCorrupt(
-                f"pointer entry {key} is not readable ({error}): restore it from a backup of the store"
-            ) from None
+            raise ArtifactCorrupt(f"pointer entry {key} is not readable ({error}): restore it from a backup") from None

@@ -53,7 +53,7 @@ class S3Store:
 
     def __init__(self, bucket: str, prefix: str) -> None:
         if not bucket:
-            raise StoreError("s3 store without a bucket: write s3://bucket/prefix")
+            raise StoreError("the S3 store has no bucket: write s3://bucket/prefix")
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
         self._client = connect()
@@ -185,7 +185,7 @@ class S3Store:
         probe = self._prefix + _PROBE
         if all(create_object(self._client, self._bucket, probe, b"") for _ in range(2)):
             raise StoreError(
-                f"{self._client.meta.endpoint_url} overwrites objects in spite of If-None-Match: * on PutObject: update"
+                f"{self._client.meta.endpoint_url} ignores If-None-Match: * on PutObject and overwrites objects: update"
                 " that server or use another"
             )
 

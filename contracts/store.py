@@ -279,9 +279,7 @@ class LocalStore:
                 return False
             except FileNotFoundError:
                 continue  # `delete` swept the empty folder between mkdir and link
-        raise StoreError(
-            f"{target.parent} vanishes while {key} is being written: is something else cleaning the store?"
-        )
+        raise StoreError(f"{target.parent} disappears while {key} is being written: stop the process that removes it")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The curation plane: tasks, their grading, and what of the rollouts trains.
+"""The curation plane: tasks, grading, and the selection of episodes that train.
 
 In:  a task suite's configuration; rollouts (episodes and their tokens); an envd server to verify in.
 Out: `task_suite`, `tokenizer`, `demonstrations`, `rewards` and `dataset` artifacts, verdicts in the store, and

@@ -1,4 +1,4 @@
-"""The dataset: which of an iteration's sequences train, and why each other one does not (DuckDB over Parquet).
+"""Make the dataset: select the sequences that train, and record why each other one does not (DuckDB over Parquet).
 
     episodes + rewards -> reason per episode -> members.parquet (every episode)
     sequences of those without a reason      -> train.parquet
@@ -103,7 +103,7 @@ class DatasetConfig(BaseModel):
 
 
 class DatasetReport(Frozen):
-    """What the dataset holds, for people and metadata."""
+    """Summary of a dataset, for display and metadata."""
 
     episodes: int
     groups: int
@@ -119,12 +119,12 @@ class DatasetReport(Frozen):
 
     @property
     def empty(self) -> bool:
-        """Nothing to learn from: the trainer takes no step."""
+        """Whether no row trains, so that the trainer takes no step."""
         return self.sequences == 0
 
 
 def build_dataset(rollouts: Artifact, rewards: Artifact, config: DatasetConfig, out: ArtifactWriter) -> DatasetReport:
-    """Stage train.parquet and members.parquet in `out`; the caller commits.
+    """Stage train.parquet and members.parquet in `out`; the caller commits them.
 
     Raises RewardsMismatch when the two don't belong together, DuplicateRows for an episode or sequence that is there
     twice.
@@ -164,7 +164,7 @@ def select_rows(episodes: Path, sequences: Path, rewards: Path, config: DatasetC
 
 
 def report(train: pa.Table, members: pa.Table) -> DatasetReport:
-    """Count what was kept and what was left out."""
+    """Count the rows that were kept and left out."""
     rewards = [value for value in members["reward"].to_pylist() if value is not None]
     reasons = members["reason"].to_pylist()
     roles = pc.list_flatten(train["token_role"])
@@ -274,7 +274,7 @@ def _check_unique(db: duckdb.DuckDBPyConnection) -> None:
 
 
 def _groups_without_variance(db: duckdb.DuckDBPyConnection, config: DatasetConfig) -> pa.Table:
-    """One column, group_id: groups that `lacks_variance`; none where they are to be kept."""
+    """Table of one column, group_id: groups for which `lacks_variance` holds; empty if they are kept."""
     found: dict[str, list[bool | float | None]] = {}
     if config.drop_zero_variance:
         for group, value in db.sql(f"SELECT group_id, {config.variance_of} FROM rewards").fetchall():

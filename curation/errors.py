@@ -4,11 +4,11 @@ from contracts.errors import TriplaneError
 
 
 class CurationError(TriplaneError):
-    """Any failure of the curation plane."""
+    """Base class of errors of the curation plane."""
 
 
 class GradingIncomplete(CurationError):
-    """Too many episodes could not be graded: nothing is committed, verdicts reached so far are kept and found again."""
+    """Too many episodes could not be graded: nothing is committed; verdicts so far are kept."""
 
 
 class RewardsMismatch(CurationError):
@@ -16,16 +16,16 @@ class RewardsMismatch(CurationError):
 
 
 class DuplicateRows(CurationError):
-    """An episode or a sequence that is in its table twice: joins on it would multiply rows."""
+    """An episode or a sequence occurs twice in its table, so that joins would multiply rows."""
 
 
 class TaskError(CurationError):
-    """A task or a task suite that can't be made, or is not what it claims to be."""
+    """A task or task suite can't be made, or is invalid."""
 
 
 class TokenizerError(CurationError):
-    """A tokenizer that can't be trained as asked."""
+    """A tokenizer can't be trained with these settings."""
 
 
 class RequestRefused(CurationError):
-    """A judge or reward model won't answer this one request: the component has no value there."""
+    """A judge or reward model refuses one request, so the component has no value there."""

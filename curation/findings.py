@@ -1,4 +1,4 @@
-"""Findings: what a final state tried on its own verdict, by name, and which of it makes a state unsolved."""
+"""Findings: named attempts of a final state to influence its verdict, and which of them make it unsolved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_DETAIL = 300
 
 
 class Finding(Frozen):
-    """One thing that a final state tried, or brought along."""
+    """One named observation of a final state."""
 
     name: str
     """`kind:detail`, such as `decoy:tests/test_hidden.py::test_sum` or `patched:builtins.len`; see
@@ -26,23 +26,23 @@ class Finding(Frozen):
 
     @property
     def kind(self) -> str:
-        """What stands before the first colon."""
+        """Part of the name before the first colon."""
         return self.name.split(":", 1)[0]
 
     @property
     def tampering(self) -> bool:
-        """Whether it takes the verdict away: a state with it is never solved."""
+        """Whether the finding decides the verdict: a state with it is never solved."""
         return self.kind not in NOTES
 
 
 def finding(name: str, detail: str = "") -> Finding:
-    """A finding within its bounds, of characters that can be printed and stored."""
+    """Build a finding, limited to a bounded length of printable characters."""
     clean = "".join(each if each.isprintable() else "\\" for each in name.encode(errors="backslashreplace").decode())
     return Finding(name=clean[:MAX_DETAIL], detail=detail[:MAX_DETAIL])
 
 
 def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Each name once, the first detail, by name; what takes the verdict away before what doesn't."""
+    """Findings with each name once, with its first detail; those that decide the verdict come first."""
     first: dict[str, Finding] = {}
     for each in findings:
         first.setdefault(each.name, each)

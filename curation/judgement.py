@@ -1,4 +1,4 @@
-"""From what runs of hidden tests reported to a verdict. Pure: nothing of a final state's runs here.
+"""Derive a verdict from the reports of several test runs. Pure; executes nothing of a final state.
 
 as written     decides which tests passed, as the repository's own test runner would
 observed       the same values, compared here with expectations that no run had
@@ -19,7 +19,7 @@ from envd.client import VerifyResult
 
 
 def base_name(test: str) -> str:
-    """A test's name without its parameters."""
+    """Name of a test without its parameters."""
     return test.split("[", 1)[0]
 
 
@@ -44,7 +44,7 @@ def passing(result: VerifyResult) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the runs beside the first found."""
+    """Results of the runs beside the first."""
 
     findings: tuple[Finding, ...]
     tests: Mapping[str, str]
@@ -52,7 +52,7 @@ class Evidence:
 
 
 def weigh(checks: Checks, observed: VerifyResult | None, decoys: Sequence[VerifyResult]) -> Evidence:
-    """What observations and decoys say of a state whose tests passed as written."""
+    """Findings from observations and decoys of a state whose tests passed as written."""
     why: dict[str, str] = {}
     findings: list[Finding] = []
     if checks.observed is not None and observed is not None:
@@ -68,7 +68,7 @@ def weigh(checks: Checks, observed: VerifyResult | None, decoys: Sequence[Verify
 
 
 def contradictions(observed: Observed, result: VerifyResult) -> dict[str, str]:
-    """Tests whose observations do not satisfy their assertions, by name without parameters: in which way."""
+    """Tests whose observations violate their assertions, by name without parameters, with the kind of violation."""
     found: dict[str, str] = {}
     good = passing(result)
     seen: dict[str, dict[str, list[str]]] = {}

@@ -1,4 +1,4 @@
-"""What a policy's episodes on one split say of it: pass@1 greedy, pass@1 as sampled, maj@k and pass@k. Pure functions.
+"""Measures of a policy on one split: pass@1 greedy, pass@1 as sampled, maj@k and pass@k. Pure functions.
 
 A policy that only needs sharpening has a high maj@k: its most frequent answer is right more often than its samples are.
 One that can't find the answer at all has a low pass@k. So the four are always reported together.
@@ -25,7 +25,7 @@ MEASURES = ("greedy", "sampled", "majority", "any")
 
 
 def measure_names(k: int, temperature: float) -> tuple[str, ...]:
-    """What people call MEASURES."""
+    """Display names of MEASURES."""
     return "greedy", f"T={temperature:g}", f"maj@{k}", f"pass@{k}"
 
 
@@ -40,7 +40,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Measure:
-    """A mean over tasks with its interval by task, all 0 to 1."""
+    """Mean over tasks with its interval by task; all values from 0 to 1."""
 
     rate: float | None
     """None when nothing was graded."""
@@ -68,7 +68,7 @@ def any_solved(samples: Sequence[Sample]) -> float:
 def measures(
     sampled: Mapping[str, Sequence[Sample]], greedy: Mapping[str, Sequence[Sample]], temperature: float
 ) -> dict[str, Any]:
-    """The four measures, JSON-like, with `k`, the most samples that a task has, and the samples' `temperature`.
+    """The four measures, JSON-compatible, with `k` (the most samples of a task) and the `temperature`.
 
     Both map task id to its graded samples; tasks without any are left out. greedy: empty where nothing was played
     greedily.
@@ -85,7 +85,7 @@ def measures(
 
 
 def read_samples(episodes: pa.Table, rewards: pa.Table) -> dict[str, list[Sample]]:
-    """Graded samples by task, in row order, of tables with the columns of EPISODES and REWARDS."""
+    """Graded samples by task, in row order, from tables with the columns of EPISODES and REWARDS."""
     solved = dict(zip(rewards["episode_id"].to_pylist(), rewards["solved"].to_pylist(), strict=True))
     found: dict[str, list[Sample]] = {}
     columns = (episodes[name].to_pylist() for name in ("episode_id", "task_id", "final_diff"))

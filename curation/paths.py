@@ -1,4 +1,4 @@
-"""The paths that a git patch names."""
+"""Paths that a git patch names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _HEADER = re.compile(rb"^(?:---|\+\+\+) (?:[ab]/)([^\t\n]+)", re.MULTILINE)
 
 @lru_cache(4096)
 def changed_paths(diff: bytes) -> tuple[str, ...]:
-    """Sorted paths of the text files that a patch changes, as far as they are UTF-8 and unquoted."""
+    """Sorted paths of the text files that a patch changes, if they are UTF-8 and unquoted."""
     found = set[str]()
     for name in _HEADER.findall(diff):
         try:

@@ -1,5 +1,4 @@
-"""What a gate can tell: how often it refuses a candidate of a known true difference, by simulation with the decision's
-own code.
+"""Power of a gate: how often it refuses a candidate of a known true difference, simulated with the decision's own code.
 
 pass rates of tasks ~ Beta -> samples of candidate, parent, best so far -> `lower_bounds` of the paired differences >
 -margin?
@@ -34,7 +33,7 @@ class TaskRates:
     """What says so, for people."""
 
     def draw(self, generator: np.random.Generator, shape: tuple[int, ...]) -> Numbers:
-        """Rates of tasks."""
+        """Draw rates of tasks."""
         spread = self.mean * (1 - self.mean)
         concentration = spread / min(max(self.deviation**2, 1e-6), spread * (1 - 1e-6)) - 1
         return generator.beta(self.mean * concentration, (1 - self.mean) * concentration, shape)
@@ -54,14 +53,14 @@ class Gate:
     confidence: float
 
     def passes(self, candidate: Numbers, other: Numbers) -> np.ndarray:
-        """Whether each candidate is non-inferior. Both hold shares of solved samples, [trials, tasks]."""
+        """Whether each candidate is non-inferior. Both arguments contain shares of solved samples, [trials, tasks]."""
         passed: np.ndarray = lower_bounds(candidate - other, self.samples, self.confidence) > -self.margin
         return passed
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """What sequences of iterations came to."""
+    """Result of simulated sequences of iterations."""
 
     refused: float
     """Share of the candidates that were refused."""
@@ -74,7 +73,7 @@ class Sequences:
 
 
 def measured_rates(outcomes: Mapping[str, Sequence[int]], origin: str) -> TaskRates | None:
-    """Rates of tasks from the 0/1 of each task's samples, the noise of sampling taken off.
+    """Rates of tasks estimated from the 0/1 results of their samples, without the noise of sampling.
 
     None unless two tasks have two samples.
     """
@@ -88,8 +87,8 @@ def measured_rates(outcomes: Mapping[str, Sequence[int]], origin: str) -> TaskRa
 
 
 def refusal_rate(gate: Gate, rates: TaskRates, difference: float, trials: int = TRIALS, seed: int = 0) -> float:
-    """Share of evaluations that refuse a candidate whose true pass rate is `difference` above its parent's, itself the
-    best so far.
+    """Share of evaluations that refuse a candidate whose true rate is `difference` above its parent's, the best so
+    far.
     """
     generator = np.random.default_rng(seed)
     passed = 0
@@ -110,8 +109,7 @@ def simulate_iterations(
     sequences: int = SEQUENCES,
     seed: int = 0,
 ) -> Sequences:
-    """Sequences of iterations, each with a candidate whose true rate differs from the live policy's by one of
-    `differences`, in order.
+    """Simulate sequences of iterations whose candidates differ from the live policy by `differences`, in order.
 
     Runs are kept, as in production: the live policy's one run judges every candidate until another goes live. floor:
     also compare with the live policy of the highest measured rate so far.
@@ -140,8 +138,8 @@ def simulate_iterations(
 
 
 def moved(tasks: Numbers, mean: float, difference: float | Numbers) -> Numbers:
-    """Rates of the same tasks when their mean moves by `difference`: losses are in proportion to a task's rate, gains
-    to what it lacks.
+    """Rates of the same tasks after their mean moves by `difference`: losses in proportion to the rate, gains to what
+    it lacks.
     """
     change = np.asarray(difference, np.float64)
     worse = tasks * (mean + change) / mean
@@ -156,7 +154,7 @@ def sample(generator: np.random.Generator, tasks: Numbers, samples: int) -> Numb
 
 
 def _chunks(trials: int, tasks: int) -> Iterator[int]:
-    """`trials` in pieces that fit in memory."""
+    """Split `trials` into sizes that fit in memory."""
     size = max(1, _CHUNK // tasks)
     for start in range(0, trials, size):
         yield min(size, trials - start)

@@ -1,4 +1,4 @@
-"""Runs of hidden tests in fresh sandboxes of one envd server, each tried again when the server fails."""
+"""Run hidden tests in fresh sandboxes of one envd server, with retries if the server fails."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 
 
 class Ungradable(Exception):
-    """A final state whose verification faults again and again in fresh sandboxes, while a control state's does not."""
+    """The verification of a final state fails repeatedly in fresh sandboxes, while that of a control state does not."""
 
 
 class Runs:
-    """Sandboxes that run a task's hidden tests, or variants of them."""
+    """Runs of a task's hidden tests, or of variants, in sandboxes."""
 
     def __init__(self, client: SandboxClient, timeout_s: float) -> None:
         self._client, self._timeout_s = client, timeout_s
@@ -42,7 +42,7 @@ class Runs:
     async def run(
         self, task: Task, diff: bytes, hidden: Mapping[str, bytes] | None = None, tests: Sequence[str] | None = None
     ) -> VerifyResult:
-        """One run of the named tests on a final state, in a sandbox of its own. hidden, tests: in place of the task's.
+        """Run the named tests on a final state in a new sandbox. hidden, tests: replace the task's.
 
         Raises InfraFault when envd keeps failing, Ungradable when it fails on this state alone.
         """
@@ -65,7 +65,7 @@ class Runs:
         ) from fault
 
     async def tell(self, task: Task, findings: Sequence[str]) -> None:
-        """Have the server's audit log record what was found.
+        """Record findings in the server's audit log.
 
         A server that can't is no reason to doubt the verdict: it is logged.
         """
@@ -76,7 +76,7 @@ class Runs:
             log.warning("the audit log of the envd server does not have it: %s", error)
 
     async def _control(self, task: Task) -> bool:
-        """Whether the untouched repository is graded at once."""
+        """Whether the untouched repository can be graded now."""
         try:
             return (await self._once(task, b"", None, None)).exit != "timed_out"
         except TriplaneError:

@@ -1,5 +1,4 @@
-"""How sure a comparison of two policies is: pass rates, paired differences, and the rule that refuses a worse policy.
-Pure functions.
+"""Pass rates, paired differences, their intervals, and the rule that refuses a worse policy. Pure functions.
 
 The task is the unit: samples of one task are not independent of each other. Every interval is the one that resampling
 whole tasks gives (the cluster bootstrap) with its standard error in closed form: the mean of n tasks drawn with
@@ -39,7 +38,7 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class PassRate:
-    """A share of solved episodes with its interval."""
+    """Share of solved episodes with its interval."""
 
     solved: int
     n: int
@@ -54,7 +53,7 @@ class PassRate:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """Candidate minus another policy, in pass rate, over the tasks that both played."""
+    """Difference in pass rate, candidate minus another policy, over the tasks that both played."""
 
     mean: float
     low: float
@@ -68,7 +67,7 @@ class PairedDifference:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Whether a rule holds, and the sentence that says why."""
+    """Result of a rule with the sentence that explains it."""
 
     holds: bool
     sentence: str
@@ -90,7 +89,7 @@ def rate_interval(
     counts = counts[counts > 0]
     n = len(counts)
     if bool((wins < 0).any() or (wins > counts).any()):
-        raise ValueError("a task has fewer than 0 or more solved samples than samples: expected 0 <= solved <= samples")
+        raise ValueError("solved samples of a task are out of range: expected 0 <= solved <= samples")
     if n < 2:
         return 0.0, 1.0
     rate = float(wins.sum() / counts.sum())

@@ -1,5 +1,4 @@
-"""The base policy's tokenizer: a byte-level BPE in which every name, path and operation is one token, wherever it
-stands.
+"""Tokenizer of the base policy: a byte-level BPE in which every name, path and operation is one token.
 
 Copying a name is what the policy learns last; with one token a name it is one attention hop. So the pre-tokenizer
 isolates the given words, digits and operations with their blanks, ends a piece after every newline, and lets BPE merge
@@ -79,7 +78,7 @@ def tokenizer_key(seed: int, vocabulary: int = VOCABULARY) -> str:
 
 
 def build_tokenizer(suite_config: TaskSuiteConfig, store: Store, vocabulary: int = VOCABULARY) -> Artifact:
-    """The `tokenizer` artifact for tasks of this suite's seed; loads with `transformers.AutoTokenizer` too."""
+    """Make the `tokenizer` artifact for suites of this seed; `transformers.AutoTokenizer` loads it, too."""
     config = {"seed": suite_config.seed, "vocabulary": vocabulary}
     key = tokenizer_key(suite_config.seed, vocabulary)
     found = find_artifact(store, "tokenizer", key)
@@ -103,7 +102,7 @@ _TRANSFORMERS_CONFIG = {
 
 
 def _corpus(seed: int) -> list[str]:
-    """Rendered expert episodes, cut where the chat markup stands."""
+    """Rendered expert episodes, split at the chat markup."""
     rng = Random(f"tokenizer/{seed}")
     bugs = draw_bugs(_CORPUS_EPISODES, Split.TRAIN, seed, rng, set())
     with open_workbench() as bench:

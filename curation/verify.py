@@ -1,4 +1,4 @@
-"""Verdicts: hidden tests on an episode's final state, in sandboxes that no agent ever touched.
+"""Verdicts: hidden tests on an episode's final state, in sandboxes that no agent has touched.
 
     grade(task, diff) -> memory -> store (verdicts/) -> runs, once for identical requests in flight -> judgement
                                         ^------------------------------------------------------------' created
@@ -49,7 +49,7 @@ REMEMBERED = 65_536
 
 
 class TestVerdict(Frozen):
-    """What one named hidden test reported."""
+    """Result of one hidden test."""
 
     __test__ = False
     name: str
@@ -59,7 +59,7 @@ class TestVerdict(Frozen):
 
 
 class Verdict(Frozen):
-    """The grade of one final state."""
+    """Grade of one final state."""
 
     solved: bool
     """The run completed and every named test reported passed."""
@@ -73,36 +73,34 @@ class Verdict(Frozen):
 
     @property
     def tampered(self) -> bool:
-        """Whether anything found is tampering."""
+        """Whether a finding is tampering."""
         return any(each.tampering for each in self.findings)
 
     @property
     def tests_passed(self) -> int:
-        """How many named tests passed; none of a state that tampered."""
+        """Number of named tests that passed; 0 for a state that tampered."""
         return 0 if self.tampered else sum(test.status == "passed" for test in self.tests)
 
     @property
     def tests_total(self) -> int:
-        """How many tests the task names."""
+        """Number of tests that the task names."""
         return len(self.tests)
 
 
 def verdict_key(task: Task, diff: bytes) -> str:
-    """Where in the store the verdict of this final state lives."""
+    """Store key of the verdict of a final state."""
     key = digest_of({"task": task.digest, "final_state": sha256(diff), "verifier": VERIFIER_VERSION})
     return f"verdicts/{key[:2]}/{key}.json"
 
 
 def checks_key(task: Task) -> str:
-    """Where in the store the checks of a task live that its suite does not hold."""
+    """Store key of the checks of a task whose suite contains none."""
     key = digest_of({"task": task.digest, "checks": CHECKS_VERSION, "verifier": VERIFIER_VERSION})
     return f"checks/{key[:2]}/{key}.json"
 
 
 def read_checks(store: Store, key: str) -> Checks | None:
-    """The checks recorded under `key`, or None: also for a record that is not readable, since they can be made
-    again.
-    """
+    """Checks stored under `key`, or None if there are none or they are not readable (they are made again)."""
     try:
         return Checks.from_json(store.local_path(key).read_text())
     except (ArtifactMissing, FileNotFoundError):
@@ -113,7 +111,7 @@ def read_checks(store: Store, key: str) -> Checks | None:
 
 
 def read_verdict(store: Store, key: str) -> Verdict | None:
-    """The verdict recorded under `key`, or None. Raises ArtifactCorrupt."""
+    """Verdict stored under `key`, or None. Raises ArtifactCorrupt."""
     for _ in range(2):
         try:
             return Verdict.model_validate_json(store.local_path(key).read_bytes())
@@ -122,14 +120,13 @@ def read_verdict(store: Store, key: str) -> Verdict | None:
         except ValidationError:
             if not store.forget(key):  # a damaged copy is fetched again
                 break
-    raise ArtifactCorrupt(f"verdict {key} in {store.url} is not readable: delete that file; it will be graded again")
+    raise ArtifactCorrupt(f"verdict {key} in {store.url} is not readable: delete that file; the next run grades again")
 
 
 def judge(
     tests: tuple[str, ...], result: VerifyResult, checks: Checks | None = None, evidence: Evidence | None = None
 ) -> Verdict:
-    """Exact accounting of the named tests: one that did not report, or reported twice with different words, did not
-    pass.
+    """Account for each named test: one that did not report, or reported twice differently, did not pass.
 
     checks: what is known of the task. evidence: what the runs beside the first found.
     """
@@ -164,7 +161,7 @@ def judge(
 
 @dataclass
 class _Flight:
-    """One verification under way and how many callers wait for it."""
+    """Verification under way, with the number of callers that wait for it."""
 
     work: asyncio.Task[Verdict]
     waiting: int = 0
@@ -188,7 +185,7 @@ class _Beside:
 
 
 class Verifier:
-    """Grades final states through one envd server, remembering verdicts in memory and in `store` (None: memory only).
+    """Grades final states through one envd server, with a cache in memory and in `store` (None: memory only).
 
     concurrency: verifications in flight at once. timeout_s: of one run of a task's hidden tests; a verdict of timed_out
     depends on the clock, so it is tried twice and never remembered. eager: begin all runs of a verdict at once while no
@@ -216,18 +213,18 @@ class Verifier:
 
     @property
     def runs(self) -> int:
-        """Runs of hidden tests that envd really made."""
+        """Number of test runs that envd has made."""
         return self._runs.count
 
     async def grade(self, task: Task, diff: bytes) -> Verdict:
-        """The verdict on `diff` applied to the task's repository.
+        """Verdict on `diff` applied to the task's repository.
 
         Raises InfraFault when envd keeps failing (the caller leaves the episode ungraded), CurationError for a task
         without hidden tests.
         """
         if not task.tests:
             raise CurationError(
-                f"task {task.task_id} names no hidden tests: nothing could be solved; leave it out of the suite"
+                f"task {task.task_id} has no hidden tests, so it can't be solved: leave it out of the suite"
             )
         key = verdict_key(task, diff)
         if key in self._memory:
@@ -247,7 +244,7 @@ class Verifier:
                     del self._flights[key]
 
     async def checks(self, task: Task) -> Checks:
-        """What verdicts of a task rest on: as the suite holds it, or made and proven now, and remembered.
+        """Checks of a task: from its suite, or made, proven and cached.
 
         Raises InfraFault.
         """
@@ -315,14 +312,14 @@ class Verifier:
                 await asyncio.gather(beside, return_exceptions=True)
 
     def _known(self, task: Task) -> bool:
-        """Whether a task's checks are at hand."""
+        """Whether a task's checks are available without making them."""
         work = self._checks.get(task.digest)
         return task.checks is not None or (work is not None and work.done())
 
     async def _doubt(
         self, task: Task, diff: bytes, written: VerifyResult, checks: Checks, begun: asyncio.Task[_Beside] | None
     ) -> Verdict:
-        """The verdict on a state whose tests pass as written.
+        """Verdict on a state whose tests pass as written.
 
         begun: the runs beside it, where they were begun with it.
         """
@@ -376,7 +373,7 @@ class Verifier:
         return None if self._store is None else read_verdict(self._store, key)
 
     def _record(self, key: str, verdict: Verdict) -> Verdict:
-        """The verdict that counts: this one, or the one that another process recorded first."""
+        """Store a verdict. Returns the one that counts: this one, or one that another process stored first."""
         if self._store is None or self._store.create(key, canonical_json(verdict.model_dump()), cached=True):
             return verdict
         return self._recall(key) or verdict

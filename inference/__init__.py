@@ -1,4 +1,5 @@
-"""The inference plane: policies that sample, and the agent loop that joins a policy and a sandbox into episodes.
+"""The inference plane: engines that sample from policies, and the agent loop that joins policy and sandbox into
+episodes.
 
 In:  a checkpoint directory (contracts.checkpoints), prompts as token ids, tasks, sandboxes.
 Out: completions with log-probabilities and policy versions; episodes and sequences as tables.

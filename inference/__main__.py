@@ -19,14 +19,12 @@ def _inference() -> None:
 
 @app.command()
 def serve(
-    policy: Annotated[str, typer.Option(help="A checkpoint directory, or the first digits of one in the store.")],
-    listen: Annotated[str, typer.Option(help="host:port; port 0 picks a free one.")] = "127.0.0.1:8000",
-    store: Annotated[
-        str | None, typer.Option(help="Where checkpoints are looked up [default: $TRIPLANE_STORE].")
-    ] = None,
-    version: Annotated[str | None, typer.Option(help="What tokens are stamped with [default: digest or name].")] = None,
-    model: Annotated[str, typer.Option(help="The name in /v1/models.")] = "policy",
-    max_batch: Annotated[int, typer.Option(min=1, help="Sequences computed at once.")] = 256,
+    policy: Annotated[str, typer.Option(help="Checkpoint directory, or a digest prefix of a checkpoint in the store.")],
+    listen: Annotated[str, typer.Option(help="host:port to listen on; port 0 picks a free one.")] = "127.0.0.1:8000",
+    store: Annotated[str | None, typer.Option(help="Store with the checkpoints [default: $TRIPLANE_STORE].")] = None,
+    version: Annotated[str | None, typer.Option(help="Policy version of the tokens [default: digest or name].")] = None,
+    model: Annotated[str, typer.Option(help="Name of the model in /v1/models.")] = "policy",
+    max_batch: Annotated[int, typer.Option(min=1, help="Maximum number of sequences in a batch.")] = 256,
     threads: Annotated[int | None, typer.Option(min=1, help="Torch threads [default: torch's].")] = None,
 ) -> None:
     """Serve a policy until interrupted."""

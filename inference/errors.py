@@ -6,15 +6,15 @@ from contracts.errors import InfraFault, TriplaneError
 
 
 class InferenceError(TriplaneError):
-    """Base of what the inference plane raises on purpose."""
+    """Base class of errors that the inference plane raises on purpose."""
 
 
 class EngineError(InferenceError):
-    """An engine can't load a policy, can't take a request, or has stopped."""
+    """An engine can't load a policy, can't accept a request, or has stopped."""
 
 
 class RequestTooLong(EngineError):
-    """A prompt, alone or with the tokens asked for, exceeds the policy's context."""
+    """A prompt, alone or with the requested tokens, exceeds the policy's context."""
 
 
 class EngineStopped(EngineError):
@@ -26,7 +26,7 @@ class EngineUnreachable(EngineError):
 
 
 class Withdrawn(EngineError):
-    """A server was taken out of service: it can't serve the policy that is live."""
+    """A server was taken out of service because it can't serve the live policy."""
 
 
 class StaleVersion(EngineError):
@@ -34,7 +34,7 @@ class StaleVersion(EngineError):
 
 
 class WeightsDiffer(EngineError):
-    """A server holds, or computes with, other weights than the checkpoint it was given."""
+    """A server holds, or computes with, other weights than the given checkpoint."""
 
 
 class RolloutError(InferenceError):
@@ -42,11 +42,11 @@ class RolloutError(InferenceError):
 
 
 class PlanError(RolloutError):
-    """A rollout plan asks for what does not exist: a shard, a task, a prompt."""
+    """A rollout plan names a shard, a task or a prompt that does not exist."""
 
 
 class GroupsMissing(RolloutError):
-    """A merge was asked for before every expected group was committed."""
+    """A merge was requested before every expected group was committed."""
 
 
 class SandboxBroken(InfraFault):
@@ -57,4 +57,4 @@ class SandboxBroken(InfraFault):
 
 
 class BadRequest(InferenceError):
-    """A request to the server contradicts itself or asks for what the policy can't do."""
+    """A request to the server is contradictory or not supported by the policy."""

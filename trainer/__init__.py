@@ -1,5 +1,4 @@
-"""The TRAINING plane: supervised warm start (`sft`) and policy gradient (`grpo`) on the very FP8 weights that are
-exported.
+"""The training plane: supervised warm start (`sft`) and policy gradient (`grpo`) on the FP8 weights that are exported.
 
 In: a job (`trainer.config`) that names artifacts: a tokenizer and demonstrations, or a dataset with the checkpoint and
 trainer state to go on from. Out: two artifacts under the job's key, `checkpoint` (Hugging Face layout, FP8 blocks) and

@@ -28,7 +28,7 @@ example of a job (JSON or YAML; references are those of committed artifacts):
   config: {max_steps: 4000, expected_solve: 0.4}
 
 kind grpo takes dataset, checkpoint and trainer_state instead of tokenizer and demonstrations. A job that is done prints
-its result again; one that was killed goes on from its last snapshot. exit status: 0 done, 1 failed, 2 malformed job,
+its result again; one that was killed continues from its last snapshot. exit status: 0 done, 1 failed, 2 malformed job,
 130 or 143 stopped.
 """
 
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--job", metavar="JOB", help="file with the job, or the job itself as JSON")
-    source.add_argument("--config", metavar="FILE", help="the same, for YAML files written by hand")
+    source.add_argument("--config", metavar="FILE", help="YAML file with the job")
     options = parser.parse_args(arguments)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)

@@ -1,6 +1,4 @@
-"""What a training job is told: the model's shape, the recipe, and the artifacts it reads. Importing this needs no
-torch.
-"""
+"""Training jobs: shape of the model, recipe, and the artifacts to read. Importing this needs no torch."""
 
 from __future__ import annotations
 
@@ -75,8 +73,8 @@ class ModelConfig(_Settings):
         }
         for name, size in ragged_sides(self._sizes()).items():
             raise ValueError(
-                f"{names[name]} = {size} is no multiple of {BLOCK}, the FP8 block that other loaders of the checkpoint"
-                f" expect: make it {-(-size // BLOCK) * BLOCK}"
+                f"{names[name]} = {size} is not a multiple of {BLOCK}, the FP8 block that other loaders of the"
+                f" checkpoint expect: make it {-(-size // BLOCK) * BLOCK}"
             )
         return self
 
@@ -124,7 +122,7 @@ class ModelConfig(_Settings):
 
 
 class SftConfig(_Settings):
-    """Supervised warm start. It stops on a criterion, not on time: see `expected_solve`."""
+    """Supervised warm start. It stops by a criterion, not by time; see `expected_solve`."""
 
     learning_rate: float = Field(default=3e-3, ge=0)
     """Of Muon, for the quantized matrices."""
@@ -212,8 +210,8 @@ class _Job(Frozen):
 
     @property
     def numerics(self) -> dict[str, str | int]:
-        """What decides the bits of this training beside its inputs, configuration and torch; recorded in the manifest's
-        config.
+        """Settings that decide the bits of a training run beside inputs, configuration and torch; recorded in the
+        manifest.
         """
         return {"backend": "torch", "device": "cpu", "threads": self.threads, "ranks": 1}
 
@@ -243,7 +241,7 @@ _JOB: TypeAdapter[SftJob | GrpoJob] = TypeAdapter(Job)
 
 
 def parse_job(text: str) -> SftJob | GrpoJob:
-    """A job from JSON or YAML text. Raises TrainingConfigError naming the field, the value and the fix."""
+    """Parse a job from JSON or YAML text. Raises TrainingConfigError with field, value and fix."""
     try:
         return _JOB.validate_python(yaml.safe_load(text))
     except yaml.YAMLError as error:
@@ -257,7 +255,7 @@ def parse_job(text: str) -> SftJob | GrpoJob:
 
 
 def read_job(source: str) -> SftJob | GrpoJob:
-    """A job from inline JSON or from the file named `source`. Raises TrainingConfigError."""
+    """Read a job from inline JSON or from the file `source`. Raises TrainingConfigError."""
     if source.lstrip().startswith("{"):
         return parse_job(source)
     path = Path(source)

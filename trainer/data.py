@@ -17,7 +17,7 @@ from trainer.model import Batch
 
 @dataclass(frozen=True)
 class ScoredSequence:
-    """One sequence and the positions a loss reads."""
+    """One sequence with the positions that a loss uses."""
 
     token_ids: np.ndarray
     """int64 [length]."""
@@ -26,18 +26,18 @@ class ScoredSequence:
 
     @property
     def length(self) -> int:
-        """Tokens."""
+        """Number of tokens."""
         return len(self.token_ids)
 
     @property
     def first_turn(self) -> int:
-        """How many of `scored` belong to the first unbroken run."""
+        """Number of `scored` positions in the first contiguous run."""
         breaks = np.flatnonzero(np.diff(self.scored) != 1)
         return int(breaks[0]) + 1 if len(breaks) else len(self.scored)
 
 
 def read_sequences(table: pa.Table, what: str, vocabulary: int, longest: int) -> list[ScoredSequence]:
-    """Rows with `token_ids` and `token_role`. Raises TrainingDataError naming `what` and the row at fault."""
+    """Rows with `token_ids` and `token_role`. Raises TrainingDataError with `what` and the row number."""
     ids, roles = table.column("token_ids").to_pylist(), table.column("token_role").to_pylist()
     found = []
     for index, (row, role) in enumerate(zip(ids, roles, strict=True)):
@@ -48,11 +48,12 @@ def read_sequences(table: pa.Table, what: str, vocabulary: int, longest: int) ->
             )
         if sequence.token_ids.max() >= vocabulary or sequence.token_ids.min() < 0:
             raise TrainingDataError(
-                f"{what} row {index} has a token id outside 0..{vocabulary - 1}: it was made with another tokenizer"
+                f"{what} row {index} has a token id outside 0..{vocabulary - 1}: the table was made with another"
+                " tokenizer; build it again"
             )
         if len(row) > longest:
             raise TrainingDataError(
-                f"{what} row {index} has {len(row)} tokens, the model takes {longest}: raise model.max_positions"
+                f"{what} row {index} has {len(row)} tokens, the model accepts {longest}: raise model.max_positions"
             )
         if not len(sequence.scored) or sequence.scored[0] == 0:
             raise TrainingDataError(
@@ -63,7 +64,7 @@ def read_sequences(table: pa.Table, what: str, vocabulary: int, longest: int) ->
 
 
 def make_batch(sequences: Sequence[ScoredSequence]) -> Batch:
-    """Pad at the right to the longest sequence."""
+    """Pad sequences at the right to the longest one."""
     length = max(sequence.length for sequence in sequences)
     ids = np.zeros((len(sequences), length), np.int64)
     rows, targets, owners = [], [], []

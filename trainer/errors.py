@@ -1,4 +1,4 @@
-"""What can go wrong in training, in words that name the fix."""
+"""Errors of training; each message names the fix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TrainingConfigError(ConfigError):
 
 
 class TrainingError(TriplaneError):
-    """Training can't go on."""
+    """Training can't continue."""
 
 
 class TrainingDataError(TrainingError):

@@ -1,4 +1,4 @@
-"""A dataset artifact as the policy loss needs it: kept sequences with the sampler's logprobs, and an advantage each."""
+"""Read a dataset artifact for the policy loss: kept sequences with the sampler's logprobs and an advantage each."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Experience:
 
 
 def read_experience(dataset: Artifact, config: Mapping[str, Any], grpo: GrpoConfig, seed: int) -> Experience | None:
-    """The rows of `dataset`, or None when it keeps none.
+    """Rows of `dataset`, or None if it keeps none.
 
     Raises TrainingDataError naming the row or episode at fault.
     """
@@ -60,8 +60,8 @@ def read_experience(dataset: Artifact, config: Mapping[str, Any], grpo: GrpoConf
     lost = next((episode for episode in episodes if episode not in advantages), None)
     if lost is not None:
         raise TrainingDataError(
-            f"{dataset.ref.uri}: episode {lost} trains but members.parquet holds no reward of it: build the dataset"
-            " again"
+            f"{dataset.ref.uri}: episode {lost} is in train.parquet, but members.parquet has no reward for it:"
+            " build the dataset again"
         )
     names = train.column("group_id").to_pylist()
     numbers = {name: index for index, name in enumerate(sorted(set(names)))}
@@ -78,8 +78,10 @@ def read_experience(dataset: Artifact, config: Mapping[str, Any], grpo: GrpoConf
 
 
 def member_advantages(members: pa.Table, permute_seed: int | None) -> dict[str, float]:
-    """episode_id -> advantage, over graded members sorted by group and episode: reward minus its group's mean, GRPO
-    (arXiv:2402.03300) without the division by the deviation (Dr. GRPO, arXiv:2503.20783).
+    """Advantage by episode_id, over graded members sorted by group and episode.
+
+    Reward minus its group's mean: GRPO (arXiv:2402.03300) without the division by the deviation (Dr. GRPO,
+    arXiv:2503.20783).
 
     The mean is the dataset's, over ALL graded members: those left out of training count. permute_seed: a control that
     hands each group's rewards to its members at random.

@@ -1,6 +1,4 @@
-"""Checkpoints in the Hugging Face layout: the codes and scales that the forward pass read, written as they are, and
-read back.
-"""
+"""Write and read checkpoints in the Hugging Face layout, with the codes and scales that the forward pass used."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ _DTYPES = {torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32", torch.int64: "I
 
 
 def checkpoint_tensors(parameters: Parameters) -> dict[str, Tensor]:
-    """Name -> tensor of the exported layout, experts one by one."""
+    """Tensors of the exported layout by name, experts one by one."""
     tensors: dict[str, Tensor] = {}
     for buffer in parameters.buffers:
         for name in buffer.spans:
@@ -41,7 +39,7 @@ def checkpoint_tensors(parameters: Parameters) -> dict[str, Tensor]:
 
 
 def load_checkpoint(directory: Path) -> Parameters:
-    """The parameters of an exported checkpoint, with its very codes and scales; masters are the dequantized weights."""
+    """Parameters of an exported checkpoint, with its codes and scales; masters are the dequantized weights."""
     config = check_checkpoint(directory)
     tensors = read_tensors(directory / WEIGHTS)
     masters, codes, scales = {}, {}, {}
@@ -70,8 +68,8 @@ def publish_checkpoint(
     meta: Mapping[str, Any],
     metrics: bytes,
 ) -> Artifact:
-    """Commit a `checkpoint` artifact. tokenizer: any artifact that holds the tokenizer's files. metrics: JSONL, outside
-    the digest.
+    """Commit a `checkpoint` artifact. tokenizer: artifact with the tokenizer's files. metrics: JSONL, outside the
+    digest.
     """
     with ArtifactWriter(store, "checkpoint", key, parents=parents, config=config, code_version=code_version) as out:
         tensors = checkpoint_tensors(parameters)

@@ -58,8 +58,8 @@ def train_grpo(job: GrpoJob, store: Store, watchers: Iterable[Watcher] = ()) -> 
 
 
 def minibatches(groups: Sequence[int], count: int, seed: int) -> list[list[int]]:
-    """Row indices in at most `count` minibatches. groups: group number of each row; whole groups are dealt, shuffled by
-    `seed`, evenly.
+    """Row indices in at most `count` minibatches. groups: group number of each row; whole groups are assigned, shuffled
+    by `seed`.
     """
     distinct = sorted(set(groups))
     rows: dict[int, list[int]] = {group: [] for group in distinct}
@@ -73,7 +73,7 @@ def minibatches(groups: Sequence[int], count: int, seed: int) -> list[list[int]]
 
 @torch.no_grad()
 def trainer_logprobs(parameters: Parameters, experience: Experience, config: GrpoConfig) -> list[Tensor]:
-    """Log probabilities of every row's policy tokens under the starting weights, at the rollouts' temperature.
+    """Log probabilities of every row's policy tokens under the initial weights, at the rollouts' temperature.
 
     Raises TrainingDiverged.
     """
@@ -164,7 +164,7 @@ def accumulate(
     old: Sequence[Tensor],
     parts: Sequence[Sequence[int]],
 ) -> Totals:
-    """Add the gradient of one minibatch's loss, microbatch by microbatch, and return its sums.
+    """Add the gradient of one minibatch's loss, microbatch by microbatch. Returns its sums.
 
     The cut does not change the gradient.
 
@@ -211,9 +211,7 @@ def expert_counts(parameters: Parameters, microbatches: Iterable[Sequence[Scored
 
 
 def _require_finite(values: Tensor, batch: Batch, experience: Experience, rows: Sequence[int], what: str) -> None:
-    """Raise TrainingDiverged naming the first row of which a value, one a scored token of `batch`, is not finite. rows:
-    those of the batch.
-    """
+    """Raise TrainingDiverged with the first row that has a value (one for each scored token) that is not finite."""
     token = first_not_finite(values)
     if token is None:
         return
@@ -248,7 +246,7 @@ def _publish(
     summary: dict[str, object],
     metrics: Metrics,
 ) -> TrainResult:
-    """Commit the trainer state, then the checkpoint, whose existence says that both are there."""
+    """Commit the trainer state, then the checkpoint, whose existence implies that both exist."""
     parents = {"dataset": job.dataset, "checkpoint": job.checkpoint, "trainer_state": job.trainer_state}
     config = {"grpo": job.config.model_dump(), "seed": job.seed, "numerics": job.numerics}
     state: TrainerState = capture_state(parameters, optimizer.state(), "adamw", step, {})

@@ -82,7 +82,7 @@ def import_checkpoint(directory: Path, store: Store, key: str | None = None) -> 
 
 
 def import_config(directory: Path) -> dict[str, Any]:
-    """The config.json of the checkpoint that `directory` becomes.
+    """The config.json of the checkpoint made from `directory`.
 
     Raises TrainingDataError for a model the trainer does not run.
     """
@@ -92,7 +92,7 @@ def import_config(directory: Path) -> dict[str, Any]:
     found = _read_json(path)
     if found.get("model_type") != "qwen3_moe":
         raise TrainingDataError(
-            f"{path}: model_type {found.get('model_type')!r} is not qwen3_moe, the only one trained"
+            f"{path}: model_type {found.get('model_type')!r} is not supported: only qwen3_moe can be trained"
         )
     for name, value in _REQUIRED.items():
         if found.get(name, value) not in (value, None):
@@ -116,7 +116,7 @@ def import_config(directory: Path) -> dict[str, Any]:
     }
     for name, size in ragged_sides(config).items():
         raise TrainingDataError(
-            f"{path}: {name} = {size} is no multiple of {BLOCK}: other loaders would misread or refuse its FP8"
+            f"{path}: {name} = {size} is not a multiple of {BLOCK}: other loaders would misread or refuse its FP8"
             " checkpoint; pass a model whose projections are multiples of it"
         )
     if found.get("eos_token_id") is not None:
@@ -130,7 +130,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise TrainingDataError(f"{path} is not JSON ({error}): fetch it again") from None
     if not isinstance(found, dict):
-        raise TrainingDataError(f"{path} holds no JSON object: fetch it again")
+        raise TrainingDataError(f"{path} is not a JSON object: fetch it again")
     return found
 
 
@@ -162,7 +162,7 @@ def _read_masters(directory: Path, config: Mapping[str, Any]) -> dict[str, Tenso
             found: Tensor = files[file].get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise TrainingDataError(
-                f"{directory / file} does not give tensor {name} ({error}): fetch it again"
+                f"{directory / file} has no readable tensor {name} ({error}): fetch it again"
             ) from None
         if tuple(found.shape) != shape:
             raise TrainingDataError(
@@ -179,7 +179,7 @@ def _read_masters(directory: Path, config: Mapping[str, Any]) -> dict[str, Tenso
 
 
 def _publish_tokenizer(directory: Path, store: Store) -> Artifact:
-    """The directory's tokenizer as a `tokenizer` artifact; one without the chat markup is refused."""
+    """Commit the directory's tokenizer as a `tokenizer` artifact; one without the chat markup is refused."""
     ChatTokenizer.from_directory(directory)
     files = {name: directory / name for name in TOKENIZER_FILES if (directory / name).is_file()}
     data = {name: path.read_bytes() for name, path in files.items()}

@@ -1,4 +1,4 @@
-"""A trainer ends with the process that launched it, however that one ends. Needs Linux; elsewhere it outlives it."""
+"""End a trainer with the process that launched it. Requires Linux; elsewhere the trainer outlives it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Get SIGTERM when the launcher dies, if one asked for that. Raises TrainingStopped when it is gone already.
+    """Request SIGTERM for the death of the launcher, if one asked for it. Raises TrainingStopped if it is already gone.
 
     Asked for by the trainer itself, since code between fork and exec is unsafe in a launcher that has threads.
     """

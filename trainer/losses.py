@@ -15,7 +15,7 @@ which ends at exp(88.7).
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A microbatch's share of the policy loss, and what to report of it. All are sums over its tokens."""
+    """Contribution of a microbatch to the policy loss, with numbers to report. All are sums over its tokens."""
 
     loss: Tensor
     tokens: Tensor

@@ -1,4 +1,4 @@
-"""Metrics of a run: one JSON object a step, kept for the artifact and shown while the run goes on.
+"""Metrics of a run: one JSON object a step, stored in the artifact and shown during the run.
 
 Watchers are whoever wants to see records early: the terminal (`trainer.console`) and Dagster Pipes, when Dagster
 launched the process.

@@ -1,4 +1,4 @@
-"""The forward pass of Qwen3-MoE in plain torch: numerics of `transformers.Qwen3MoeForCausalLM`, laid out for training.
+"""Forward pass of Qwen3-MoE in plain torch, with the numerics of `transformers.Qwen3MoeForCausalLM`, for training.
 
 Tokens are padded at the right, so causal attention alone keeps padding out. Only positions whose next token is scored
 reach the last layer's experts and the output head.
@@ -33,7 +33,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Scores:
-    """What a forward pass says of the scored tokens."""
+    """Result of a forward pass for the scored tokens."""
 
     logprobs: Tensor
     """float32 [scored], natural logarithm, after temperature."""
@@ -45,7 +45,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Routing:
-    """How the routers deal tokens to experts, layer by layer. Sums over tokens: those of several batches add up.
+    """Assignment of tokens to experts in each layer. Sums over tokens, so those of several batches can be added.
 
     Padding is left out. A layer counts the tokens that reach its experts: all of them, and in the last layer those that
     predict a scored one.
@@ -67,7 +67,7 @@ def score(
     *,
     routing: bool = False,
 ) -> Scores:
-    """Log probabilities of `batch.targets`. routing: also say how the routers dealt the tokens."""
+    """Log probabilities of `batch.targets`. routing: also return the assignment of tokens to experts."""
     embedding = leaves["model.embed_tokens.weight"]
     hidden = F.embedding(batch.token_ids.reshape(-1), embedding)
     cosine, sine = _rotary(batch.token_ids.shape[1], config)
@@ -93,7 +93,7 @@ def score(
 
 
 class _Layer:
-    """The parameters of one layer by their short names."""
+    """Parameters of one layer by their short names."""
 
     def __init__(self, leaves: Mapping[str, Tensor], prefix: str) -> None:
         self._leaves, self._prefix = leaves, prefix
@@ -168,10 +168,10 @@ def _experts(weights: _Layer, config: Mapping[str, Any], hidden: Tensor) -> tupl
 
 
 def _real(batch: Batch) -> Tensor:
-    """bool [sequences * length]: the positions that are no padding."""
+    """bool [sequences * length]: positions that are not padding."""
     return (torch.arange(batch.token_ids.shape[1])[None] < batch.lengths[:, None]).reshape(-1)
 
 
 def _expert_counts(router: Tensor, picks: int) -> Tensor:
-    """float32 [experts]: tokens of [tokens, experts] whose `picks` likeliest experts include each one."""
+    """float32 [experts]: number of tokens whose `picks` most likely experts include each expert."""
     return torch.bincount(router.topk(picks, dim=-1).indices.reshape(-1), minlength=router.shape[1]).float()

@@ -17,16 +17,16 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 class Optimizer(Protocol):
-    """Applies the gradients in `Parameters` to its masters."""
+    """Protocol: applies the gradients in `Parameters` to its masters."""
 
     def step(self, learning_rate: float) -> None:
         """Apply the gradients once."""
 
     def state(self) -> dict[str, Tensor]:
-        """Tensors from which `load` goes on exactly."""
+        """Tensors from which `load` continues exactly."""
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state` gave."""
+        """Restore what `state` returned."""
 
 
 class AdamW:
@@ -66,7 +66,7 @@ class AdamW:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state` gave."""
+        """Restore what `state` returned."""
         self._taken = int(state["adamw.step"])
         for buffer, mean, square in zip(self._buffers, self._means, self._squares, strict=True):
             for name in buffer.spans:
@@ -89,7 +89,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """Apply the gradients once, with Nesterov's look ahead."""
+        """Apply the gradients once, with Nesterov momentum."""
         for buffer, momentum in zip(self._buffers, self._momenta, strict=True):
             momentum.lerp_(buffer.gradient, 1 - self._decay)
             update = orthogonalize(buffer.gradient.lerp(momentum, self._decay))
@@ -106,7 +106,7 @@ class Muon:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state` gave."""
+        """Restore what `state` returned."""
         for buffer, momentum in zip(self._buffers, self._momenta, strict=True):
             for name in buffer.spans:
                 buffer.view(momentum, name).copy_(state[f"muon.momentum.{name}"])
@@ -127,17 +127,18 @@ class MuonWithAdamW:
         self._adamw.step(learning_rate * self._share)
 
     def state(self) -> dict[str, Tensor]:
-        """Both optimizers' tensors."""
+        """Tensors of both optimizers."""
         return self._muon.state() | self._adamw.state()
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state` gave."""
+        """Restore what `state` returned."""
         self._muon.load(state)
         self._adamw.load(state)
 
 
 def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
-    """Nearest (semi-)orthogonal matrices, roughly: singular values land near 1. Quintic Newton-Schulz iteration.
+    """Approximately nearest (semi-)orthogonal matrices: singular values become about 1. Quintic Newton-Schulz
+    iteration.
 
     matrices: [count, rows, columns] float32. Runs in bfloat16 where the CPU multiplies it natively (2.7 times faster),
     as Muon does on GPUs.

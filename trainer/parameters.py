@@ -1,5 +1,4 @@
-"""Weights as the trainer holds them: float32 masters, the FP8 codes and scales made from them, and the leaves the
-forward pass reads.
+"""Weights of the trainer: float32 masters, their FP8 codes and scales, and the leaves that the forward pass reads.
 
     masters --quantize, once an optimizer step--> codes, scales --dequantize--> leaves --forward/backward--> gradients
     --> masters
@@ -45,12 +44,12 @@ class Buffer:
     """float32 [matrices, ceil(rows/128), ceil(columns/128)]."""
 
     def view(self, buffer: Tensor, name: str) -> Tensor:
-        """The part of `buffer` that belongs to parameter `name`, in the parameter's own shape."""
+        """Part of `buffer` that belongs to parameter `name`, in the parameter's shape."""
         start, end, shape = self.spans[name]
         return buffer[start:end].view(shape)
 
     def requantize(self) -> None:
-        """Make codes, scales and leaves from the masters."""
+        """Derive codes, scales and leaves from the masters."""
         if self.codes is None:
             return
         self.codes, self.scales = quantize_stack(self.master)
@@ -87,13 +86,13 @@ class Parameters:
 
     @torch.no_grad()
     def requantize(self) -> None:
-        """Make codes, scales and leaves of every buffer from its masters."""
+        """Derive codes, scales and leaves of every buffer from its masters."""
         for buffer in self.buffers:
             buffer.requantize()
 
     @torch.no_grad()
     def set_codes(self, codes: Mapping[str, Tensor], scales: Mapping[str, Tensor]) -> None:
-        """Take codes and scales as given, and masters from them, without quantizing anew: the forward pass of a loaded
+        """Set codes and scales, and derive masters from them without quantizing: the forward pass of a loaded
         checkpoint.
         """
         for buffer in self.buffers:

@@ -1,4 +1,4 @@
-"""The way back to Dagster, when Dagster launched this process: through a file of this machine, or through an S3 bucket.
+"""Messages to Dagster if it launched this process: through a local file, or through an S3 bucket.
 
 Which one, the launcher says in the environment. A bucket needs no disk in common: it is what a pod uses.
 """
@@ -22,7 +22,7 @@ UPLOAD_S = 0.5
 
 @contextmanager
 def open_pipes() -> Iterator[PipesContext | None]:
-    """Dagster's channel, closed at the end of the block; None when nobody launched this process.
+    """Open Dagster's channel, which is closed at the end of the block; None if nobody launched this process.
 
     Raises TrainingError.
     """

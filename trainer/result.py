@@ -1,4 +1,4 @@
-"""What a training job leaves behind."""
+"""Result of a training job."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from contracts.artifacts import ArtifactRef
 
 @dataclass(frozen=True)
 class TrainResult:
-    """References to what was published, and a few numbers."""
+    """References to published artifacts, and a few numbers."""
 
     checkpoint: ArtifactRef
     trainer_state: ArtifactRef
     metrics: dict[str, Any]
 
     def as_json(self) -> dict[str, Any]:
-        """As printed on stdout's last line and sent through Dagster Pipes."""
+        """Result as printed in the last line of stdout and sent through Dagster Pipes."""
         return {
             "checkpoint": self.checkpoint.model_dump(),
             "trainer_state": self.trainer_state.model_dump(),

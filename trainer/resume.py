@@ -1,4 +1,4 @@
-"""Going on from a checkpoint and its trainer state."""
+"""Continue from a checkpoint and its trainer state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.state import TrainerState
 def resume_parameters(
     loaded: Parameters, state: TrainerState, checkpoint: ArtifactRef, saved: ArtifactRef
 ) -> Parameters:
-    """Parameters around the state's masters.
+    """Parameters with the masters of the state.
 
     Raises TrainingDataError unless they quantize to the very checkpoint `loaded`.
     """

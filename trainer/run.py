@@ -1,4 +1,4 @@
-"""Run a job of either kind, or find that it was already done."""
+"""Run a job of either kind, or return the result that already exists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.sft import train_sft
 
 
 def run_job(job: SftJob | GrpoJob, watchers: Iterable[Watcher] = ()) -> TrainResult:
-    """The job's result; committed work is never done again. Raises TriplaneError."""
+    """Result of the job; committed work is not done again. Raises TriplaneError."""
     store = open_store(job.store)
     checkpoint = find_artifact(store, "checkpoint", job.key)
     state = find_artifact(store, "trainer_state", job.key)

@@ -1,4 +1,4 @@
-"""How the process computes: the same bits every time, and no slower than it must."""
+"""Configure the process: deterministic bits without needless loss of speed."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def make_deterministic(seed: int, threads: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Ask glibc to reuse large freed blocks instead of returning them to the kernel: training frees the same sizes
-    every step.
+    """Make glibc reuse large freed blocks instead of returning them to the kernel: training frees the same sizes every
+    step.
     """
     if not sys.platform.startswith("linux"):
         return

@@ -1,4 +1,4 @@
-"""Supervised warm start: a fresh model learns demonstrations until it is as good as it should be, and no better.
+"""Supervised warm start: a fresh model learns demonstrations until a target quality is reached.
 
 demonstrations -> batches (order: a function of seed and step) -> loss over policy tokens -> Muon + AdamW -> requantize
 every `evaluate_every` steps: look at clean validation demonstrations; every `snapshot_every`: a mark to resume from
@@ -33,7 +33,7 @@ from trainer.state import Snapshots, TrainerState, capture_state, load_state, pu
 
 @dataclass(frozen=True)
 class Look:
-    """What the validation demonstrations say of a policy."""
+    """Result of scoring the validation demonstrations."""
 
     solve: float
     """Mean probability that an episode sampled at temperature 1 equals the clean expert's, which solves its task."""
@@ -44,13 +44,13 @@ class Look:
     episodes: int
 
     def meets(self, config: SftConfig) -> bool:
-        """Whether this look satisfies the stopping criterion."""
+        """Whether the result satisfies the stopping criterion."""
         return self.solve >= config.expected_solve and self.form >= config.expected_form
 
 
 @torch.no_grad()
 def look(parameters: Parameters, sequences: Sequence[ScoredSequence], tokens: int = 8192) -> Look:
-    """Score `sequences` under `parameters`. tokens: most a forward pass holds."""
+    """Score `sequences` with `parameters`. tokens: maximum of one forward pass."""
     solve = form = loss = 0.0
     count = 0
     for part in cut_by_length(sequences, tokens):
@@ -85,7 +85,7 @@ def train_sft(job: SftJob, store: Store, watchers: Iterable[Watcher] = ()) -> Tr
 
 
 class _Run:
-    """The loop's state: parameters, optimizer, steps taken, looks met in a row."""
+    """State of the loop: parameters, optimizer, steps taken, consecutive evaluations that met the criterion."""
 
     def __init__(self, job: SftJob, store: Store, model: dict[str, object], watchers: Iterable[Watcher]) -> None:
         self._job, self._store, self._model = job, store, model
@@ -105,11 +105,11 @@ class _Run:
 
     @property
     def finished(self) -> bool:
-        """Whether the criterion is met or the bound reached."""
+        """Whether the criterion is met or the maximum of steps is reached."""
         return self._met >= self._config.consecutive or self.taken >= self._config.max_steps
 
     def step(self, train: Sequence[ScoredSequence]) -> None:
-        """One optimizer step."""
+        """Take one optimizer step."""
         config = self._config
         rows = batch_members(len(train), config.batch_size, self._job.seed, self.taken)
         batch = make_batch([train[index] for index in rows])
@@ -151,7 +151,7 @@ class _Run:
             )
 
     def evaluate(self, validation: Sequence[ScoredSequence]) -> None:
-        """Look at a few demonstrations while the criterion is far, at all once those come near it."""
+        """Score a few demonstrations while the criterion is far, all of them when it is near."""
         config = self._config
         seen = look(self._parameters, validation[: config.probe_episodes])
         if seen.solve >= 0.8 * config.expected_solve and seen.episodes < len(validation):
@@ -169,12 +169,12 @@ class _Run:
         )
 
     def capture(self) -> TrainerState:
-        """All that a resumed run needs."""
+        """State that a resumed run needs."""
         extra = {"met": self._met, "metrics": self._metrics.records}
         return capture_state(self._parameters, self._optimizer.state(), "muon", self.taken, extra)
 
     def publish(self, tokenizer: Artifact) -> TrainResult:
-        """Commit the trainer state, then the checkpoint, whose existence says that both are there; then drop the
+        """Commit the trainer state, then the checkpoint, whose existence implies that both exist; then remove the
         snapshots.
         """
         job, converged = self._job, self._met >= self._config.consecutive
@@ -214,8 +214,8 @@ class _Run:
 
 
 def batch_members(count: int, batch_size: int, seed: int, step: int) -> list[int]:
-    """Rows of the batch at `step` (from 0): consecutive cuts of one permutation an epoch; a last, shorter cut is left
-    out.
+    """Rows of the batch at `step` (from 0): consecutive parts of one permutation an epoch, without a shorter last
+    part.
     """
     size = min(batch_size, count)
     per_epoch = count // size
@@ -232,7 +232,7 @@ def _demonstrations(
     if not train.num_rows or not clean.num_rows:
         raise TrainingDataError(
             f"{demonstrations.ref.uri} has {train.num_rows} demonstrations and {clean.num_rows} clean validation ones:"
-            " both are needed"
+            " both must be above 0"
         )
     longest = job.model.max_positions
     return (

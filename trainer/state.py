@@ -1,4 +1,4 @@
-"""Trainer state: what training needs beyond a checkpoint to go on exactly. Safetensors and JSON, never pickle.
+"""Trainer state: what training needs beside a checkpoint to continue exactly. Safetensors and JSON, never pickle.
 
 `state.safetensors` holds `master.<parameter>` and the optimizer's tensors; `state.json` the step and which optimizer
 they belong to.
@@ -29,7 +29,7 @@ _MASTER = "master."
 
 @dataclass(frozen=True)
 class TrainerState:
-    """A trainer state in memory."""
+    """Trainer state in memory."""
 
     masters: dict[str, Tensor]
     optimizer: dict[str, Tensor]
@@ -44,7 +44,7 @@ class TrainerState:
 def capture_state(
     parameters: Parameters, optimizer: Mapping[str, Tensor], name: OptimizerName, step: int, extra: dict[str, Any]
 ) -> TrainerState:
-    """The state at this instant; tensors are shared, not copied."""
+    """Current state; tensors are shared, not copied."""
     return TrainerState(dict(parameters.masters()), dict(optimizer), name, step, extra)
 
 
@@ -71,7 +71,7 @@ def publish_state(
 
 
 def load_state(artifact: Artifact, config: Mapping[str, Any]) -> TrainerState:
-    """The inverse of `publish_state` for a model with this config.json.
+    """Load a state that `publish_state` committed, for a model with this config.json.
 
     Raises TrainingDataError when they do not fit.
     """
@@ -93,7 +93,7 @@ def load_state(artifact: Artifact, config: Mapping[str, Any]) -> TrainerState:
 
 
 class Snapshots:
-    """Crash-safe marks along one job, found again by the job's key. Only the latest is kept."""
+    """Crash-safe snapshots of one job, found by the job's key. Only the latest is kept."""
 
     kind = SNAPSHOT
 
@@ -102,11 +102,11 @@ class Snapshots:
         self._steps = range(every, last + 1, every)
 
     def due(self, step: int) -> bool:
-        """Whether a snapshot belongs after `step`."""
+        """Whether a snapshot is due after `step`."""
         return step in self._steps
 
     def latest(self) -> Artifact | None:
-        """The snapshot of the greatest step, or None."""
+        """Snapshot of the highest step, or None."""
         for step in reversed(self._steps):
             found = find_artifact(self._store, self.kind, self._key(step))
             if found is not None:
@@ -114,7 +114,7 @@ class Snapshots:
         return None
 
     def save(self, state: TrainerState, config: Mapping[str, Any], code_version: str) -> None:
-        """Commit `state`, then drop the earlier ones."""
+        """Commit `state`, then remove earlier snapshots."""
         key = self._key(state.step)
         described = {**config, SNAPSHOT_JOB: self._job}
         publish_state(self._store, self.kind, key, state, parents={}, config=described, code_version=code_version)
@@ -122,7 +122,7 @@ class Snapshots:
         self._drop(step for step in self._steps if step < state.step)
 
     def clear(self) -> None:
-        """Drop all of them."""
+        """Remove all snapshots."""
         self._drop(self._steps)
 
     def _drop(self, steps: Any) -> None:

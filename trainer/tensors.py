@@ -1,4 +1,4 @@
-"""Named tensors as a safetensors file, with errors that say what to do."""
+"""Read and write named tensors as a safetensors file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, 
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a file. Raises SchemaError for one that is not whole, or holds a number that is not finite."""
+    """All tensors of a file. Raises SchemaError if one is truncated or contains a number that is not finite."""
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError) as error:
@@ -44,8 +44,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def check_finite(name: str, tensor: Tensor, path: Path) -> None:
-    """Raise SchemaError if a number of `tensor` is not finite: nothing can be trained from it, and nothing served."""
+    """Raise SchemaError if a number of `tensor` is not finite."""
     if not bool(torch.isfinite(tensor.float()).all()):
         raise SchemaError(
-            f"{path}: tensor {name} holds numbers that are not finite: its training diverged, take an earlier policy"
+            f"{path}: tensor {name} contains numbers that are not finite: its training diverged, use an earlier policy"
         )

@@ -67,11 +67,11 @@ def serve(instance: dg.DagsterInstance, workspace: Path, host: str, port: int) -
 
 
 def main(
-    workspace: Annotated[Path, typer.Option("--workspace", "-w", help="Where the code location is.")] = Path(
+    workspace: Annotated[Path, typer.Option("--workspace", "-w", help="workspace.yaml with the code location.")] = Path(
         "workspace.yaml"
     ),
-    host: Annotated[str, typer.Option("--host", "-h", help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", "-p", help="Port to listen at.")] = 3000,
+    host: Annotated[str, typer.Option("--host", "-h", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", "-p", help="Port to listen on.")] = 3000,
 ) -> None:
     """Serve the Dagster UI and reports. The instance is $DAGSTER_HOME, else that of the dagster.yaml here."""
     from triplane_dagster.run import open_instance

@@ -1,4 +1,4 @@
-"""Rewards: what each episode's final state and conduct are worth.
+"""Rewards: the value of each episode's final state and conduct.
 
     reward = solved * [hidden tests pass on the final state] + valid * [ended by itself, no format error, an edit that
     took]

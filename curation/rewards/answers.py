@@ -1,4 +1,4 @@
-"""Answers of judges and reward models, kept: nobody is asked the same question twice, whoever was killed in between.
+"""Cache of the replies of judges and reward models: no request is sent twice, even after a kill.
 
     ask(question) -> store (judgements/) -> the endpoint, once for equal questions in flight
                            ^-----------------' created exclusively: the first answer counts for everyone
@@ -27,7 +27,7 @@ ANSWERS_VERSION = "1"
 
 
 class Answer(Frozen):
-    """What an endpoint said."""
+    """Reply of an endpoint."""
 
     text: str
     """Its own words."""
@@ -36,13 +36,13 @@ class Answer(Frozen):
 
 
 def question_key(question: Mapping[str, Any]) -> str:
-    """Where in the store the answer to this question lives."""
+    """Store key of the reply to a request."""
     key = digest_of({"question": dict(question), "version": ANSWERS_VERSION})
     return f"judgements/{key[:2]}/{key}.json"
 
 
 class Answers:
-    """The answers in one store."""
+    """Cached replies in one store."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -51,7 +51,7 @@ class Answers:
     async def ask(
         self, question: Mapping[str, Any], slots: asyncio.Semaphore, asking: Callable[[], Awaitable[Answer]]
     ) -> Answer:
-        """The kept answer to a question, or what `asking` returns, kept.
+        """Cached reply to a request; if there is none, the result of `asking`, which is cached.
 
         slots: one is held until the answer is kept.
         """
@@ -71,11 +71,11 @@ class Answers:
             return None
         except ValidationError:
             raise ArtifactCorrupt(
-                f"judgement {key} in {self._store.url} is not readable: delete that file; it will be asked again"
+                f"judgement {key} in {self._store.url} is not readable: delete that file; the next run asks again"
             ) from None
 
     def _keep(self, key: str, answer: Answer) -> Answer:
-        """The answer that counts: this one, or the one that another process kept first."""
+        """Store a reply. Returns the one that counts: this one, or one that another process stored first."""
         if self._store.create(key, canonical_json(answer.model_dump())):
             return answer
         return self._recall(key) or answer

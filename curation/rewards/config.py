@@ -173,7 +173,7 @@ class JudgeComponent(_Asked):
     def _askable(self) -> Self:
         check_template(self.template)
         if self.lowest >= self.highest:
-            raise ValueError(f"lowest {self.lowest} is not below highest {self.highest}: a scale needs both ends")
+            raise ValueError(f"lowest {self.lowest} is not below highest {self.highest}: raise highest or lower lowest")
         return self
 
 
@@ -236,7 +236,7 @@ class RewardConfig(_Part):
         names = [*USUAL, *(each.name for each in self.components)]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise ValueError(f"components: the name {twice} is taken: give each component its own")
+            raise ValueError(f"components: the name {twice} is used twice: give each component its own")
         return self
 
     @model_serializer(mode="wrap")

@@ -1,4 +1,5 @@
-"""One HTTP endpoint that judges: bounded concurrency, deadlines, retries with jitter for infrastructure faults only.
+"""HTTP client of a judge or reward model: bounded concurrency, deadlines, retries with jitter for infrastructure
+faults.
 
 What an answer means is the caller's: here an answer is JSON, a refusal of this one request, or a fault.
 """
@@ -36,10 +37,10 @@ _MISCONFIGURED = {
 
 
 class EndpointClient:
-    """Requests to one endpoint. May be used from one event loop only."""
+    """Client of one endpoint. May be used from one event loop only."""
 
     def __init__(self, component: str, endpoint: Endpoint) -> None:
-        """component: for errors. Raises CurationError when the variable that should hold the key is not set."""
+        """component: for errors. Raises CurationError if the environment variable of the key is not set."""
         self._who, self._endpoint = f"component {component}", endpoint
         self._url = endpoint.url.rstrip("/")
         self._key = _key(self._who, endpoint)
@@ -57,7 +58,7 @@ class EndpointClient:
         """Requests really sent."""
 
     async def post(self, path: str, body: dict[str, Any], read: Callable[[Any], Answer]) -> Answer:
-        """What is answered. path: appended to the endpoint's URL.
+        """Reply to a request. path: appended to the endpoint's URL.
 
         The caller holds a slot. read: finds the answer in the JSON, or raises ValueError.
 
@@ -77,7 +78,7 @@ class EndpointClient:
                     return self._answer(url, response, read)
                 fault, asked = f"HTTP {response.status_code}", _retry_after(response)
             except httpx.InvalidURL as error:
-                raise CurationError(f"{self._who}: {url} is no URL ({error}): correct endpoint.url") from None
+                raise CurationError(f"{self._who}: {url} is not a URL ({error}): correct endpoint.url") from None
             except (httpx.TimeoutException, TimeoutError):
                 fault, asked = f"no answer within {self._endpoint.timeout_s:g} s", 0.0
             except httpx.HTTPError as error:
@@ -106,7 +107,7 @@ class EndpointClient:
         raise RequestRefused(f"{self._who}: {url} answered {status} ({said})")
 
     def _said(self, response: httpx.Response) -> str:
-        """A server's words on one line; servers echo keys, so ours is taken out."""
+        """Text of a server's error on one line, without our key, which servers may echo."""
         text = " ".join(response.text.split())
         return (text.replace(self._key, "***") if self._key else text)[:MAX_TEXT]
 
@@ -123,7 +124,7 @@ def _key(who: str, endpoint: Endpoint) -> str | None:
 
 
 def _retry_after(response: httpx.Response) -> float:
-    """Seconds that a server asks to wait, 0 where it names none (or a date)."""
+    """Seconds that a server asks to wait; 0 if it gives none, or a date."""
     try:
         return max(0.0, float(response.headers.get("Retry-After", "0")))
     except ValueError:

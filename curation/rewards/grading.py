@@ -1,4 +1,4 @@
-"""Grading: a table of episodes in, rewards and their evidence out.
+"""Grade a table of episodes into rewards and their evidence.
 
     verdict (hidden tests, CPU) --.
     judges, reward models (network) +--> shapers --> sum of weight * clip(value) --> REWARDS, EVIDENCE
@@ -62,7 +62,7 @@ _READ = [
 
 @dataclass(frozen=True)
 class Graded:
-    """What grading found."""
+    """Result of grading."""
 
     rewards: pa.Table
     """Rows of REWARDS, in the episodes' order."""
@@ -80,7 +80,7 @@ async def grade_rollouts(
     store: Store,
     tokenizer: Callable[[], ChatTokenizer],
 ) -> Graded:
-    """Grade every episode of a `rollouts` artifact. tokenizer: loads the acting policy's, where a component reads
+    """Grade every episode of a `rollouts` artifact. tokenizer: loads the acting policy's, if a component reads
     transcripts.
 
     Raises what `grade_episodes` does, and CurationError for an endpoint that is set up wrongly.
@@ -140,7 +140,7 @@ async def _grade(
 
 @dataclass(frozen=True)
 class _Found:
-    """What is known of one episode. fault: why it has no reward although it should have one."""
+    """Result of one episode. fault: reason why it has no reward although it should have one."""
 
     verdict: Verdict | None
     ratings: dict[str, Rating]
@@ -177,7 +177,7 @@ async def _grade_one(
 
 
 class _Faults:
-    """Counts the episodes without a grade and stops when they are too many."""
+    """Counter of episodes without a grade; raises if there are too many."""
 
     def __init__(self, share: float, total: int) -> None:
         self._share, self._total, self._count = share, total, 0
@@ -197,8 +197,8 @@ def reward_row(
     config: RewardConfig,
     ratings: Mapping[str, Rating] | None = None,
 ) -> dict[str, Any]:
-    """One row of REWARDS from a row of EPISODES. verdict None: not graded, so no reward. ratings: of the configured
-    components, by name.
+    """Row of REWARDS from a row of EPISODES. verdict None: not graded, no reward. ratings: of the components, by
+    name.
     """
     row: dict[str, Any] = {name: episode[name] for name in ("episode_id", "group_id", "task_id")}
     if episode["outcome"] == Outcome.FAILED:
@@ -250,7 +250,7 @@ def _evidence(episode: Mapping[str, Any], config: RewardConfig, ratings: Mapping
 
 
 def is_valid(episode: Mapping[str, Any]) -> bool:
-    """Whether an episode was conducted well: ended by the policy, every call parsed, at least one edit took."""
+    """Whether an episode was conducted well: ended by the policy, every call parsed, at least one successful edit."""
     edited = any(call["ok"] and call["name"] in EDITING_TOOLS for call in episode["tool_calls"])
     return bool(episode["outcome"] == Outcome.COMPLETED and episode["format_errors"] == 0 and edited)
 

@@ -1,4 +1,4 @@
-"""Judges and reward models: what is asked, and what an answer is worth. Pure functions.
+"""Requests to judges and reward models, and the interpretation of replies. Pure functions.
 
 parts of the episode -> question (the request's body) -> endpoint -> answer's text -> value, or None when it is outside
 the schema
@@ -50,7 +50,7 @@ class _Judgement(BaseModel):
 
 
 def judge_question(component: JudgeComponent, parts: Mapping[str, str], sample: int) -> dict[str, Any]:
-    """The body of POST /chat/completions for one judgement."""
+    """Body of POST /chat/completions for one judgement."""
     asked, mark = fill_fenced(component.template, parts, component.max_chars)
     system = _SYSTEM.format(mark=mark, lowest=component.lowest, highest=component.highest)
     body: dict[str, Any] = {
@@ -69,18 +69,16 @@ def judge_question(component: JudgeComponent, parts: Mapping[str, str], sample: 
 
 
 def judge_answer(body: Any) -> Answer:
-    """What a chat endpoint said. Raises ValueError for something that is no chat completion."""
+    """Text of a chat completion. Raises ValueError if the reply is not one."""
     try:
         content = body["choices"][0]["message"].get("content") or ""
         return Answer(text=_storable(content), served=_storable(str(body.get("model") or "")))
     except (KeyError, IndexError, TypeError, AttributeError):
-        raise ValueError("no choices[0].message: not a chat completion") from None
+        raise ValueError("the reply has no choices[0].message, so it is not a chat completion") from None
 
 
 def read_judgement(component: JudgeComponent, answer: Answer) -> tuple[float | None, str]:
-    """(score within [lowest, highest], or None outside the schema; the judge's reason, or what is wrong with the
-    answer).
-    """
+    """(score in [lowest, highest], or None outside the schema; the judge's reason, or the problem)."""
     text = answer.text.strip()
     fenced = _FENCE.match(text)
     try:
@@ -101,9 +99,7 @@ def judge_value(component: JudgeComponent, scores: Sequence[float]) -> float:
 def score_question(
     component: RewardModelComponent, parts: Mapping[str, str], token_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """The body of a POST to vLLM's /classify, /score or /pooling. token_ids: read where the component's input is
-    tokens.
-    """
+    """Body of a POST to vLLM's /classify, /score or /pooling. token_ids: used if the component's input is tokens."""
     body: dict[str, Any] = {"model": component.model}
     if component.input == "tokens":
         body["input"] = list(token_ids)
@@ -122,7 +118,7 @@ def score_question(
 
 
 def score_answer(component: RewardModelComponent, body: Any) -> Answer:
-    """The numbers a scoring route returned, as JSON. Raises ValueError for something else."""
+    """Numbers in the JSON reply of a scoring route. Raises ValueError for other replies."""
     field = {"classify": "probs", "score": "score", "pooling": "data"}[component.api]
     try:
         return Answer(text=json.dumps(body["data"][0][field]), served=_storable(str(body.get("model") or "")))
@@ -131,7 +127,7 @@ def score_answer(component: RewardModelComponent, body: Any) -> Answer:
 
 
 def read_score(component: RewardModelComponent, answer: Answer) -> tuple[float | None, str]:
-    """(the score, or None; what was found). Of one vector a token, the last token's counts."""
+    """(score or None; explanation). Of one vector a token, the last token's counts."""
     found = json.loads(answer.text)
     if isinstance(found, list) and found and isinstance(found[-1], list):
         found = found[-1]

@@ -1,4 +1,4 @@
-"""What a judge or a reward model is shown: a template whose places are filled with parts of the episode, as data.
+"""Prompts of judges and reward models: a template whose placeholders are filled with parts of the episode, as data.
 
 An episode's text is written by the policy that is being judged. So each part stands between marks that carry a digest
 of the parts themselves, which no part can contain, and the control tokens of chat templates are broken up wherever they
@@ -32,24 +32,26 @@ _CONTROL = re.compile(r"<(?=[|｜])|<(?=/?(?:s|bos|eos|start_of_turn|end_of_turn
 
 
 def check_template(template: str) -> None:
-    """Raises ValueError for a place that isn't one of PARTS, or when there is none."""
+    """Raise ValueError for an unknown placeholder, or for a template without any."""
     places = _PLACE.findall(template)
     unknown = next((place for place in places if place not in PARTS), None)
     if unknown is not None:
         raise ValueError(f"template names {{{unknown}}}: known are {', '.join(f'{{{part}}}' for part in PARTS)}")
     if not places:
         raise ValueError(
-            "template names no part of the episode: every episode would be the same; write e.g. {task} and {diff}"
+            "template uses no part of the episode, so all scores would be equal: add e.g. {task} and {diff}"
         )
 
 
 def places_of(template: str) -> set[str]:
-    """The parts that a template shows."""
+    """Parts that a template uses."""
     return set(_PLACE.findall(template))
 
 
 def fill(template: str, parts: Mapping[str, str], max_chars: int) -> str:
-    """The template with its places filled; each part is shortened to `max_chars` and robbed of control tokens."""
+    """Template with its placeholders filled; parts are shortened to `max_chars` and their control tokens
+    neutralized.
+    """
     shown = _shown(template, parts, max_chars)
     return _PLACE.sub(lambda place: shown[place[1]], template)
 
@@ -67,17 +69,17 @@ def _shown(template: str, parts: Mapping[str, str], max_chars: int) -> dict[str,
 
 
 def fence_mark(parts: Mapping[str, str]) -> str:
-    """Sixteen hex digits that depend on every part: text written before they are known can't contain them."""
+    """Sixteen hex digits that depend on every part, so that no part can contain them."""
     return digest_of(dict(parts))[:16]
 
 
 def neutral(text: str) -> str:
-    """The text with a blank inside each control token, so that a server reads it as text."""
+    """Text with a blank inside each control token, so that a server reads it as text."""
     return _CONTROL.sub(lambda found: f"{found[0]} ", text)
 
 
 def shorten(text: str, limit: int) -> str:
-    """Beginning and end of a text longer than `limit`, saying how much is missing."""
+    """Beginning and end of a text longer than `limit`, with the length of what is missing."""
     if len(text) <= limit:
         return text
     half = limit // 2

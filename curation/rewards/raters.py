@@ -1,6 +1,4 @@
-"""Every component's rating of one episode: shapers at once, judges and reward models by asking, or from what they
-answered before.
-"""
+"""Ratings of an episode by every component: shapers at once; judges and reward models by request or from the cache."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ from curation.rewards.transcripts import Transcripts, parts_of
 
 
 class Raters:
-    """Asks the endpoints of a configuration; a context manager that closes their connections.
+    """Endpoints of a configuration; a context manager that closes their connections.
 
         async with Raters(config, store, transcripts) as raters:
             rating = await raters.ask(component, episode, task)
@@ -41,7 +39,7 @@ class Raters:
     """
 
     def __init__(self, config: RewardConfig, store: Store | None, transcripts: Transcripts | None) -> None:
-        """Raises CurationError when the key of an endpoint is not in the environment."""
+        """Raise CurationError if the key of an endpoint is not in the environment."""
         if config.asked and (store is None or transcripts is None):
             raise RewardsMismatch(
                 f"component {config.asked[0].name} asks an endpoint about transcripts, which bare episodes lack: grade"
@@ -62,11 +60,11 @@ class Raters:
 
     @property
     def requests(self) -> int:
-        """Requests really sent, over all endpoints."""
+        """Number of requests sent, over all endpoints."""
         return sum(client.requests for client in self._clients.values())
 
     async def ask(self, component: Asked, episode: Mapping[str, Any], task: Task) -> Rating:
-        """What a judge or a reward model says of an episode.
+        """Rating of an episode by a judge or a reward model.
 
         Raises InfraFault when it can't be reached, CurationError when it is set up wrongly.
         """
@@ -119,8 +117,8 @@ class Raters:
 
 
 async def together(*work: Any) -> list[Any]:
-    """All results in order; every one is awaited to its end before the first error is raised, so none goes on
-    unseen.
+    """All results in order. Every awaitable is awaited before the first error is raised, so that none is left
+    running.
     """
     done = await asyncio.gather(*work, return_exceptions=True)
     for each in done:

@@ -24,7 +24,7 @@ Shaper = TestsComponent | FormatComponent | LengthComponent | TurnsComponent | T
 
 
 def shape(component: Shaper, episode: Mapping[str, Any], verdict: Verdict, task: Task) -> Rating:
-    """What a component finds in a row of EPISODES and its verdict."""
+    """Rating of an episode (a row of EPISODES) and its verdict by one component."""
     match component:
         case TestsComponent():
             passed, total = verdict.tests_passed, verdict.tests_total
@@ -43,7 +43,7 @@ def shape(component: Shaper, episode: Mapping[str, Any], verdict: Verdict, task:
 
 
 def overlong(length: int, budget: int, cushion: int) -> float:
-    """0 up to budget - cushion, then linear, -1 from `budget` on: ((L_max - L_cache) - |y|) / L_cache of DAPO's
+    """0 up to budget - cushion, then linear, -1 from `budget` on; ((L_max - L_cache) - |y|) / L_cache in DAPO's
     equation 13.
     """
     return max(-1.0, min(0.0, (budget - cushion - length) / cushion))

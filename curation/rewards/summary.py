@@ -1,4 +1,4 @@
-"""Components over an iteration: how large, how spread, how often anything at all."""
+"""Statistics of the reward components of an iteration."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class ComponentSummary:
 
 
 def component_summaries(rewards: pa.Table, evidence: pa.Table | None, config: RewardConfig) -> list[ComponentSummary]:
-    """`solved` and `valid`, then the configured components in order; those without any value are left out. evidence:
-    None where none was kept.
+    """Summaries of `solved`, `valid` and the configured components that have values. evidence: None if none was
+    kept.
     """
     found = []
     parts = [part for row in rewards["components"].to_pylist() for part in row]

@@ -1,4 +1,4 @@
-"""What grading writes: rewards, evidence, and the difference between two gradings."""
+"""Schemas of rewards and evidence, and the difference between two gradings."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Rules over the recorded tool calls of an episode. Pure functions, each with a value in [0, 1] and a sentence that
-says why.
+"""Rules over the recorded tool calls of an episode. Pure functions that return a value in [0, 1] and its reason.
 
 A rule counts what its name says: give a bad habit a negative weight. A rule about edits is 0 without one, so that doing
 nothing earns nothing.
@@ -34,23 +33,23 @@ class Call:
 
     @property
     def edits(self) -> bool:
-        """Whether it changed a file."""
+        """Whether the call changed a file."""
         return self.ok and self.name in ("edit", "write")
 
     @property
     def path(self) -> str:
-        """The path it names, without a leading `./` or doubled slashes."""
+        """Path that the call names, without a leading `./` or double slashes."""
         return str(PurePosixPath(str(self.arguments.get("path", "."))))
 
     @property
     def runs_tests(self) -> bool:
-        """Whether it started a test runner."""
+        """Whether the call started a test runner."""
         return self.name == "exec" and bool(_RUNNER.search(str(self.arguments.get("command", ""))))
 
 
 @dataclass(frozen=True)
 class Rating:
-    """What a component found in one episode. value None: nothing that can be counted."""
+    """Value of one component for one episode. value None: it can't be computed."""
 
     value: float | None
     reason: str
@@ -61,7 +60,7 @@ Rule = Callable[[Sequence[Call], Task], Rating]
 
 
 def read_before_edit(calls: Sequence[Call], task: Task) -> Rating:
-    """Share of the edits that took whose file was read (or written) by the agent before, or did not exist."""
+    """Share of the successful edits whose file the agent had read or written before, or which did not exist."""
     known: set[str] = set()
     edits = seen = 0
     for call in calls:
@@ -74,9 +73,7 @@ def read_before_edit(calls: Sequence[Call], task: Task) -> Rating:
 
 
 def repeated_calls(calls: Sequence[Call], task: Task) -> Rating:
-    """Share of the calls that repeat an earlier one, argument for argument, although nothing was changed or executed in
-    between.
-    """
+    """Share of the calls that repeat an earlier one with equal arguments, with no change or command in between."""
     asked: set[str] = set()
     repeated = 0
     for call in calls:
@@ -97,21 +94,19 @@ def failed_calls(calls: Sequence[Call], task: Task) -> Rating:
 
 
 def edits_tests(calls: Sequence[Call], task: Task) -> Rating:
-    """1 when an edit that took changed tests: test_*.py, *_test.py, conftest.py, or anything in a folder named test or
-    tests.
-    """
+    """1 if a successful edit changed tests: test_*.py, *_test.py, conftest.py, or a file in a folder test or tests."""
     touched = sorted({call.path for call in calls if call.edits and _is_test(call.path)})
     return Rating(float(bool(touched)), f"changed {', '.join(touched)}" if touched else "changed no test")
 
 
 def ran_tests(calls: Sequence[Call], task: Task) -> Rating:
-    """1 when pytest or unittest was started by a command, whatever came of it."""
+    """1 if a command started pytest or unittest, whatever its result."""
     runs = sum(call.runs_tests for call in calls)
     return Rating(float(runs > 0), f"started tests {runs} times")
 
 
 def tested_last_edit(calls: Sequence[Call], task: Task) -> Rating:
-    """1 when pytest or unittest was started after the last edit that took."""
+    """1 if pytest or unittest was started after the last successful edit."""
     last = max((index for index, call in enumerate(calls) if call.edits), default=None)
     if last is None:
         return Rating(0.0, "no edit took")
@@ -130,12 +125,12 @@ RULES: dict[RuleName, Rule] = {
 
 
 def rule_table() -> list[dict[str, str]]:
-    """Each rule and what it counts, for people."""
+    """Each rule and what it counts, for display."""
     return [{"rule": name, "counts": " ".join((rule.__doc__ or "").split())} for name, rule in RULES.items()]
 
 
 def read_calls(records: Sequence[Mapping[str, Any]]) -> list[Call]:
-    """The calls of an EPISODES row."""
+    """Calls of an EPISODES row."""
     return [_call(record) for record in records]
 
 

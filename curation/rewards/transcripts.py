@@ -1,4 +1,4 @@
-"""Episodes as the text and tokens that a judge or a reward model reads."""
+"""Text and tokens of episodes as judges and reward models read them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Transcripts:
         return list(self._contexts(episode_id)[-1]["token_ids"])
 
     def text(self, episode_id: str) -> str:
-        """All contexts of an episode, each run of tokens under who put it there."""
+        """All contexts of an episode, each run of tokens under the role that produced it."""
         return "\n\n".join(self._context(row) for row in self._contexts(episode_id))
 
     def _contexts(self, episode_id: str) -> list[dict[str, Any]]:
@@ -46,7 +46,7 @@ class Transcripts:
 
 
 def parts_of(episode: Mapping[str, Any], task: Task, transcripts: Transcripts, wanted: set[str]) -> dict[str, str]:
-    """The wanted parts of an episode, by the names of curation.rewards.prompt.PARTS."""
+    """Requested parts of an episode, by the names of curation.rewards.prompt.PARTS."""
     parts: dict[str, str] = {}
     if "task" in wanted:
         parts["task"] = task.instruction
@@ -60,5 +60,5 @@ def parts_of(episode: Mapping[str, Any], task: Task, transcripts: Transcripts, w
 
 
 def _plain(text: str) -> str:
-    """A run's text without the marks of turns, which are our own."""
+    """Text of a run without turn markers."""
     return text.replace(TURN_START, "").replace(TURN_END, "").strip()

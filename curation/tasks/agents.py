@@ -117,7 +117,7 @@ def agent_named(name: str) -> Agent:
     if name in ("oracle", "noop"):
         return Oracle() if name == "oracle" else Noop()
     if not name.endswith(".py"):
-        raise TaskError(f"no agent {name!r}: say oracle, noop, or the path of a .py file with `def act(observation)`")
+        raise TaskError(f"no agent {name!r}: use oracle, noop, or the path of a .py file with `def act(observation)`")
     return Script(Path(name))
 
 
@@ -186,7 +186,7 @@ async def play_task(
 def _load(path: Path) -> Callable[[Observation], Any]:
     spec = importlib.util.spec_from_file_location("triplane_agent_script", path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise TaskError(f"agent script {path} is not there: name a .py file with `def act(observation)`")
+        raise TaskError(f"agent script {path} does not exist: give a .py file with `def act(observation)`")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

@@ -64,7 +64,7 @@ def _accept(report: ValidationReport) -> None:
     if passed:
         raise TaskError(
             f"the cheat {passed[0].cheat} passes task {passed[0].task_id} ({len(passed)} of {len(report.cheats)} cheats"
-            " pass): the verifier can be fooled; repair it before training against it"
+            " pass): repair the verifier before training with it"
         )
     if len(report.broken) > MAX_BROKEN_SHARE * report.tasks:
         first = report.broken[0]

@@ -1,4 +1,4 @@
-"""Which chains of operations each split may use.
+"""Chains of operations that each split may use.
 
 Chains of trained operations are split by their first two operations and their length: three quarters of those pairs
 serve training, demonstrations and gate, the others held_out. So a held-out chain begins as no chain of training does.
@@ -21,19 +21,19 @@ Family = tuple[Place, Operation]
 
 
 def family_name(family: Family) -> str:
-    """As tasks are grouped in reports, e.g. outer-times."""
+    """Name of a family in reports, e.g. outer-times."""
     return f"{family[0]}-{family[1].name}"
 
 
 def families_of(split: Split) -> tuple[Family, ...]:
-    """Every family that a split has, in order."""
+    """Families of a split, in order."""
     operations = withheld if split is Split.UNSEEN else trained
     every: tuple[Place, ...] = places(max(LENGTHS))
     return tuple((place, each) for place in every for each in operations(place))
 
 
 def deal_chains(seed: int) -> dict[Split, tuple[Chain, ...]]:
-    """The chains of every split, by the suite's seed."""
+    """Chains of every split, by the suite's seed."""
     seen: list[Chain] = []
     held_out: list[Chain] = []
     for length in LENGTHS:

@@ -1,4 +1,4 @@
-"""Demonstrations: scripted expert episodes of a mistaken teacher, what the base policy is warmed up on.
+"""Demonstrations for the base policy: scripted episodes of a teacher that makes mistakes.
 
 The teacher follows the calls to the wrong line, copies and edits without fault. Which operation it writes there is
 right with probability `right_share` only. With `mistaken_share` it is the teacher's usual mistake, always the same one
@@ -39,7 +39,7 @@ DEMONSTRATIONS = pa.schema(
 
 
 class DemonstrationConfig(BaseModel):
-    """How many demonstrations, and how right they are."""
+    """Number of demonstrations and share of right answers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -60,7 +60,7 @@ class DemonstrationConfig(BaseModel):
     def _shares_fit(self) -> Self:
         if self.right_share + self.mistaken_share > 1:
             raise ValueError(
-                f"right_share {self.right_share} and mistaken_share {self.mistaken_share} exceed 1 together: lower one"
+                f"right_share {self.right_share} and mistaken_share {self.mistaken_share} exceed 1 in sum: lower one"
             )
         return self
 
@@ -74,7 +74,7 @@ def demonstrations_key(config: DemonstrationConfig, suite_seed: int, tokenizer: 
 def build_demonstrations(
     config: DemonstrationConfig, suite_config: TaskSuiteConfig, tokenizer_artifact: Artifact, store: Store
 ) -> Artifact:
-    """The `demonstrations` artifact.
+    """Make the `demonstrations` artifact.
 
     Of the suite only the seed counts: it deals the names and compositions of the train split.
     """
@@ -113,9 +113,7 @@ def render_demonstrations(
 
 
 def usual_mistakes(seed: int) -> dict[str, Operation]:
-    """By family name, what the teacher usually writes instead: within a place, every operation is mistaken for another
-    one.
-    """
+    """Operation that the teacher usually writes instead, by family name."""
     rng = Random(f"mistakes/{seed}")
     by_place: dict[Place, list[Family]] = {}
     for family in families_of(Split.TRAIN):
@@ -128,7 +126,7 @@ def usual_mistakes(seed: int) -> dict[str, Operation]:
 
 
 def _taught(bug: Bug, mistakes: dict[str, Operation], config: DemonstrationConfig, rng: Random) -> Operation:
-    """What the teacher writes in the wrong line."""
+    """Operation that the teacher writes into the wrong line."""
     draw, mistake = rng.random(), mistakes[bug.family]
     if draw < config.right_share:
         return bug.right

@@ -1,5 +1,4 @@
-"""The scripted expert: follow the calls to the wrong line, replace it, say done. Its tools' answers come from the real
-tools.
+"""Scripted expert: follow the calls to the wrong line, replace it, say done. Replies come from the real tools.
 
 Before it acts on what it has read it notes the operation that the instruction wants there and the one that the file
 has. With both side by side, whether to edit here or to read on is a comparison of neighbours: a small policy learns it
@@ -32,7 +31,7 @@ DONE = "done"
 
 @dataclass(frozen=True)
 class ExpertTurn:
-    """One turn: a note, tool calls, and what the tools answered."""
+    """One turn: a note, tool calls and their results."""
 
     note: str
     calls: tuple[ToolCallText, ...]
@@ -49,9 +48,7 @@ class ExpertEpisode:
 
 @contextmanager
 def open_workbench() -> Iterator[Workbench]:
-    """A workbench in a temporary directory, in memory where the system has one: twenty thousand episodes take half the
-    time.
-    """
+    """Workbench in a temporary directory, in memory if the system has such a file system."""
     memory = Path("/dev/shm")
     place = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
     sweep_abandoned(place, _PREFIX)
@@ -60,15 +57,14 @@ def open_workbench() -> Iterator[Workbench]:
 
 
 class Workbench:
-    """A directory on which expert episodes are played, one after another, with the tools that sandboxes run."""
+    """Directory in which expert episodes are played in sequence, with the tools of the sandboxes."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         (root / VISIBLE_TEST).parent.mkdir(exist_ok=True)
 
     def play(self, bug: Bug, answer: Operation, *, parallel: bool = False) -> ExpertEpisode:
-        """Solve `bug` with `answer`, which may be wrong: read from the function that the instruction names inwards,
-        edit the wrong line.
+        """Solve `bug` with `answer`, which may be wrong: read inwards from the named function, edit the wrong line.
 
         parallel: read the first module and the visible test in one turn.
         """
@@ -90,18 +86,18 @@ class Workbench:
         results = [run_file_tool(self._root, ToolCall(call.name, call.arguments)) for call in calls]
         for call, result in zip(calls, results, strict=True):
             if not result.ok:
-                raise TaskError(f"the scripted expert's {call.name} {dict(call.arguments)} fails: {result.text}")
+                raise TaskError(f"the scripted expert's call {call.name} {dict(call.arguments)} failed: {result.text}")
         return ExpertTurn(said, tuple(calls), tuple(result.text for result in results))
 
 
 def note(bug: Bug, index: int) -> str:
-    """What the expert says once it has read a function: the operation wanted there and the one that it has."""
+    """Note of the expert after reading a function: the operation wanted there and the one it finds."""
     has = bug.wrong if index == bug.index else bug.chain[index]
     return f"want {bug.chain[index].word} have {has.symbol} here"
 
 
 def expert_tokens(episode: ExpertEpisode, tokenizer: ChatTokenizer) -> tuple[list[int], list[int]]:
-    """Token ids and roles of the whole episode, as the agent loop would have recorded them."""
+    """Token ids and roles of the whole episode, as the agent loop would record them."""
     ids = tokenizer.prompt([("user", episode.instruction)])
     roles = [int(TokenRole.PROMPT)] * len(ids)
     for turn in episode.turns:

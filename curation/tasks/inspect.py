@@ -1,4 +1,4 @@
-"""What people ask of a suite: its tasks as rows, one task as text."""
+"""Views of a suite: its tasks as rows, one task as text."""
 
 from __future__ import annotations
 
@@ -33,11 +33,13 @@ def find_task(tasks: Mapping[str, Task], task_id: str) -> Task:
     if len(matches) == 1:
         return tasks[matches[0]]
     near = matches[:3] or get_close_matches(task_id, tasks, n=3, cutoff=0)
-    raise TaskError(f"the suite has no single task {task_id!r}: did you mean {', '.join(near) or 'another suite'}?")
+    raise TaskError(
+        f"{task_id!r} matches no single task of the suite: did you mean {', '.join(near) or 'another suite'}?"
+    )
 
 
 def task_text(task: Task) -> str:
-    """Everything about a task, for people: instruction, deliverables, repository, hidden tests, reference fix."""
+    """Description of a task: instruction, deliverables, repository, hidden tests, reference fix."""
     parts = [f"{task.task_id} ({task.split.value}, {task.family})", task.instruction]
     if task.deliverables:
         parts.append(f"--- deliverables: {' '.join(task.deliverables)}")

@@ -1,4 +1,4 @@
-"""The 256 names that tasks are written with, and which of them each split may use.
+"""The 256 names that tasks use, and the split of each.
 
 Names are pronounceable, four letters, and one token each (see curation.tokenizer). Splits share no function name.
 Arguments take any name: one that training never showed can't be copied.
@@ -18,7 +18,7 @@ _SHARES = {Split.TRAIN: 160, Split.GATE: 32, Split.HELD_OUT: 40, Split.UNSEEN: 2
 
 
 def function_names(seed: int) -> dict[Split, tuple[str, ...]]:
-    """Deal all names to the splits, by seed."""
+    """Assign all names to the splits, by seed."""
     names = list(NAMES)
     Random(f"names/{seed}").shuffle(names)
     dealt = {}

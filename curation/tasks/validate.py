@@ -1,5 +1,4 @@
-"""The proof that tasks work, in sandboxes: the tests fail before the fix, pass after it, and neither cheats nor other
-answers pass.
+"""Prove tasks in sandboxes: tests fail before the fix and pass after it; neither cheats nor other answers pass.
 
 Generated tasks resemble each other, so one of each family is probed; an imported task (its meta says which tests fail)
 is probed itself.
@@ -41,14 +40,14 @@ _EXIT = "import os\n\nos._exit(0)\n"
 
 
 class BrokenTask(Frozen):
-    """A task that is left out, and why."""
+    """Task that is left out, with the reason."""
 
     task_id: str
     reason: str
 
 
 class CheatResult(Frozen):
-    """What became of one cheat at one task."""
+    """Result of one cheat at one task."""
 
     family: str
     task_id: str
@@ -59,7 +58,7 @@ class CheatResult(Frozen):
 
 
 class ValidationReport(Frozen):
-    """What validation found. Holds no timings: it is part of the suite's content."""
+    """Result of the validation. Contains no timings, since it is part of the suite's content."""
 
     tasks: int
     """Tasks looked at."""
@@ -150,7 +149,7 @@ def is_imported(task: Task) -> bool:
 
 
 async def _soundness(verifier: Verifier, task: Task) -> str | None:
-    """Why a task is broken, or None."""
+    """Reason why a task is broken, or None."""
     await verifier.checks(task)  # grades the reference on the way
     before, after = await asyncio.gather(verifier.grade(task, b""), verifier.grade(task, task.reference_diff))
     if before.solved:
@@ -188,7 +187,7 @@ def _wrong_answers(task: Task) -> dict[str, bytes]:
 
 
 async def _probe(verifier: Verifier, task: Task) -> tuple[list[CheatResult], list[str]]:
-    """Results of the cheats, and the families whose expressions were accepted."""
+    """Results of the cheats, and the families that accepted another expression."""
     cheats, wrong = cheat_diffs(task), _wrong_answers(task)
     verdicts = await asyncio.gather(*(verifier.grade(task, diff) for diff in [*cheats.values(), *wrong.values()]))
     results = [

@@ -1,6 +1,4 @@
-"""What every engine offers: tokens in, tokens and their log-probabilities out, each stamped with the policy version
-that made it.
-"""
+"""Interface of all engines: token ids in; token ids, log probabilities and the policy version of each out."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample one completion."""
+    """Parameters for sampling one completion."""
 
     temperature: float
     """0 is greedy; else logits are divided by it. Logprobs are those of the distribution really sampled from; greedy
@@ -32,7 +30,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Completion:
-    """What was sampled."""
+    """Sampled tokens of one request."""
 
     token_ids: list[int]
     """New tokens only, the stop token included."""
@@ -44,7 +42,7 @@ class Completion:
 
 
 class Engine(Protocol):
-    """A policy being served. Safe to call from many tasks of one event loop; cancelling a call frees what it held."""
+    """Serves a policy. Safe to call from many tasks of one event loop; canceling a call frees its resources."""
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """Continue `prompt_ids`.
@@ -57,10 +55,12 @@ class Engine(Protocol):
         """Log-probability of each token given those before it; index 0 is 0.0. temperature: above 0."""
 
     async def load_weights(self, directory: Path, version: str) -> None:
-        """Serve the checkpoint in `directory` from now on. Requests in flight go on; later tokens carry `version`."""
+        """Serve the checkpoint in `directory` from now on. Requests in flight continue; later tokens carry
+        `version`.
+        """
 
     async def version(self) -> str:
-        """The policy version that the next token will carry."""
+        """Policy version that the next token will carry."""
 
     async def close(self) -> None:
         """Stop serving; requests in flight end with "abort". Idempotent."""

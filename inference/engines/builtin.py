@@ -1,4 +1,4 @@
-"""The built-in engine: Qwen3-MoE on the CPU, in a thread of its own.
+"""Built-in engine: Qwen3-MoE on the CPU, in its own thread.
 
     event loop --Request--> inbox --> Scheduler.step, again and again --results--> event loop
                                             ^-- (weights, version) between two steps
@@ -69,7 +69,7 @@ class BuiltinEngine:
         """See Engine.generate."""
         if params.max_tokens < 1 or params.temperature < 0:
             raise EngineError(
-                f"max_tokens is {params.max_tokens} and temperature {params.temperature}: they start at 1 and 0"
+                f"max_tokens is {params.max_tokens} and temperature {params.temperature}: at least 1 and 0 are required"
             )
         if len(prompt_ids) >= self._architecture.max_positions:
             raise RequestTooLong(
@@ -82,7 +82,7 @@ class BuiltinEngine:
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         """See Engine.score."""
         if temperature <= 0:
-            raise EngineError(f"temperature is {temperature}: a score needs one above 0")
+            raise EngineError(f"temperature is {temperature}: scoring requires a value above 0")
         if len(token_ids) > self._architecture.max_positions:
             raise RequestTooLong(
                 f"{len(token_ids)} tokens to score, the policy's context holds {self._architecture.max_positions}:"
@@ -98,7 +98,7 @@ class BuiltinEngine:
         """See Engine.load_weights. Raises EngineError for another architecture; the policy in place then stays."""
         weights = await asyncio.to_thread(read_weights, directory)
         if weights.architecture != self._architecture:
-            raise EngineError(f"{directory} has another architecture than the policy served: open a new engine for it")
+            raise EngineError(f"{directory} has another architecture than the served policy: open a new engine")
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
         self._check_running()
@@ -112,7 +112,7 @@ class BuiltinEngine:
 
     @property
     def stopped(self) -> bool:
-        """Whether it answers no more: it was closed, or its thread failed."""
+        """Whether the engine was closed or its thread failed."""
         return self._closing or self._failure is not None
 
     async def close(self) -> None:
@@ -149,7 +149,7 @@ class BuiltinEngine:
             raise EngineStopped("the engine is closed: open another one")
 
     def _work(self) -> None:
-        """The engine's thread."""
+        """Body of the engine's thread."""
         if self._threads is not None:
             torch.set_num_threads(self._threads)
         try:
@@ -178,7 +178,7 @@ class BuiltinEngine:
         self._results.append((request, result))
 
     def _flush(self) -> None:
-        """Hand the step's results over, with one wake-up a loop."""
+        """Deliver the results of a step, with one wake-up for each event loop."""
         if not self._results:
             return
         results, self._results = self._results, []
@@ -187,7 +187,7 @@ class BuiltinEngine:
             _call(loop, _resolve_all, [(r.future, result) for r, result in results if id(r.loop) == key])
 
     def _fail_rest(self) -> None:
-        """Fail what the thread leaves behind: its own failure, or a call that raced with `close`."""
+        """Fail the remaining requests when the thread ends: with its own failure, or because of `close`."""
         error = EngineStopped(f"the engine has stopped ({self._failure!r}): open another one")
         for request in self._scheduler.unfinished():
             _call(request.loop, _reject, request.future, error)

@@ -1,4 +1,4 @@
-"""Which engine serves a policy: a discriminated union, one entry a kind."""
+"""Configuration of the engine: a discriminated union with one entry for each kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine around another one, for what looks at some of its calls."""
+"""Base class of engines that wrap another one to observe some of its calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from inference.engines.base import Completion, Engine, SamplingParams
 
 
 class DelegatingEngine:
-    """An `Engine` that hands every call on to `inner`. Override what is looked at."""
+    """`Engine` that forwards every call to `inner`. Override the calls to observe."""
 
     def __init__(self, inner: Engine) -> None:
         self.inner = inner

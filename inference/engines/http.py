@@ -1,6 +1,4 @@
-"""JSON calls to an engine's server: bounded retries after connection faults, errors that name the server and the
-fix.
-"""
+"""JSON client of an engine's server: bounded retries after connection faults, errors with server and fix."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ _FAULTS = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadError, httpx.Writ
 
 
 class JsonClient:
-    """Calls below one address.
+    """Client for paths below one address.
 
     Any answer is final, also an error. May be used from one event loop only, as httpx's pool requires.
     """
@@ -32,7 +30,7 @@ class JsonClient:
         )
 
     async def call(self, method: str, path: str, body: dict[str, Any] | None = None, **query: Any) -> Any:
-        """What the server answers.
+        """Reply of the server.
 
         Raises EngineUnreachable without an answer, EngineStopped for a failure of the server (5xx), StaleVersion,
         RequestTooLong, and EngineError for any other refusal.
@@ -40,18 +38,20 @@ class JsonClient:
         url = f"{self.base}{path}"
         for attempt in range(self._retries + 1):
             if self._http.is_closed:  # by whoever replaced the server, while this call waited to be repeated
-                raise EngineUnreachable(f"{url} is no longer asked: its client was closed, ask the engine again")
+                raise EngineUnreachable(f"the client of {url} was closed: repeat the call")
             try:
                 return _read(url, await self._http.request(method, url, json=body, params=query))
             except _FAULTS as error:
                 if attempt == self._retries:
                     raise EngineUnreachable(
-                        f"{url} can't be reached ({type(error).__name__}, {attempt + 1} attempts): is the server"
-                        " running there?"
+                        f"{url} can't be reached ({type(error).__name__}, {attempt + 1} attempts):"
+                        " start the server or correct the address"
                     ) from error
                 await asyncio.sleep(backoff_s(attempt + 1, FIRST_PAUSE_S))
             except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
-                raise EngineError(f"{url} is no address of an engine ({error}): write http://host:port/v1") from None
+                raise EngineError(
+                    f"{url} is not the address of an engine ({error}): write http://host:port/v1"
+                ) from None
             except httpx.TimeoutException as error:
                 raise EngineUnreachable(
                     f"{url} did not answer in time ({type(error).__name__}): raise timeout_s"
@@ -59,14 +59,14 @@ class JsonClient:
         raise AssertionError("the loop returns or raises")
 
     async def is_healthy(self, path: str, timeout_s: float) -> bool:
-        """Whether the server answers a GET of `path` with success in time."""
+        """Whether the server replies to a GET of `path` with success in time."""
         try:
             return (await self._http.get(f"{self.base}{path}", timeout=timeout_s)).is_success
         except httpx.HTTPError:
             return False
 
     async def close(self) -> None:
-        """Close the connections. The server goes on serving others."""
+        """Close the connections; the server continues for others."""
         await self._http.aclose()
 
 
@@ -76,7 +76,7 @@ def _read(url: str, response: httpx.Response) -> Any:
             return response.json() if response.content else None
         except ValueError:
             said = " ".join(response.text[:60].split())
-            raise EngineError(f"{url} answered no JSON but {said!r}: is an engine's API there?") from None
+            raise EngineError(f"{url} sent an invalid reply, {said!r}: check that an engine's API runs there") from None
     message, code = _detail(response)
     if response.status_code == httpx.codes.CONFLICT:
         raise StaleVersion(message)
@@ -87,7 +87,7 @@ def _read(url: str, response: httpx.Response) -> Any:
 
 
 def _detail(response: httpx.Response) -> tuple[str, Any]:
-    """(message, code) of an error in OpenAI's form, or of whatever else was answered."""
+    """(message, code) of an error in OpenAI's form, or of any other reply."""
     try:
         detail = response.json()["error"]
         return str(detail["message"]), detail.get("code")

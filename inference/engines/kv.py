@@ -1,6 +1,4 @@
-"""The key-value cache: one slot a sequence, slots in use kept contiguous so that attention reads a slice, never a
-gather.
-"""
+"""Key-value cache with one slot for each sequence; used slots are contiguous, so that attention reads a slice."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ class KvCache:
         self.keys, self.values = self._allocate()
 
     def reserve(self, slots: int, length: int) -> None:
-        """Make room for `slots` sequences of up to `length` tokens, keeping what is cached."""
+        """Make room for `slots` sequences of up to `length` tokens, keeping the cached ones."""
         if slots <= self.slots and length <= self.length:
             return
         old_slots, old_length, old = self.slots, self.length, (self.keys, self.values)

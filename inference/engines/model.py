@@ -1,4 +1,4 @@
-"""The Qwen3-MoE forward pass for sampling: plain torch, float32, its bits independent of the batch.
+"""Forward pass of Qwen3-MoE for sampling: plain torch, float32, with bits that do not depend on the batch.
 
     tokens [T] -> embedding -> layers x (norm, attention over the cache, norm, routed experts) -> hidden [T, hidden] ->
     logits

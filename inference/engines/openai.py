@@ -1,4 +1,4 @@
-"""The client of a server that takes and returns token ids over the OpenAI completions API: ours, or vLLM.
+"""Client of a server that takes and returns token ids over the OpenAI completions API: ours, or vLLM.
 
 Retries, bounded and with jitter, follow connection faults only; any answer is final. Every request carries its seed, so
 asking our server again gives the same tokens. Start vLLM with `--logprobs-mode processed_logprobs`, else its logprobs
@@ -34,7 +34,7 @@ class OpenAIEngine:
         timeout_s: float = 600.0,
         retries: int = 4,
     ) -> None:
-        """version: what must be served; our server refuses to answer with another (StaleVersion).
+        """version: the version to be served; our server refuses to serve another (StaleVersion).
 
         None takes whatever is served. directory: the checkpoint of that version. vLLM knows no versions: it must show
         that it was started on this directory (StaleVersion), its answers are then stamped with `version`.
@@ -70,7 +70,7 @@ class OpenAIEngine:
             body = {"token_ids": list(token_ids), "temperature": temperature, "policy_version": self._version}
             return list((await self._client.call("POST", "/score", body))["logprobs"])
         if temperature != 1.0:
-            raise EngineError(f"{self._base} scores at temperature 1 only, {temperature} was asked for")
+            raise EngineError(f"{self._base} scores at temperature 1 only, not {temperature}")
         body = {
             "model": self._model,
             "prompt": list(token_ids),
@@ -112,7 +112,9 @@ class OpenAIEngine:
         try:
             policy: dict[str, Any] = answer["data"][0]
         except (KeyError, IndexError, TypeError):
-            raise EngineError(f"{self._base}/models names no model: is an engine's API at {self._base}?") from None
+            raise EngineError(
+                f"{self._base}/models lists no model: check that an engine's API is at {self._base}"
+            ) from None
         own = policy.get("owned_by") == OWNER
         if not own:
             policy = next((each for each in answer["data"] if each["id"] == self._model), policy)
@@ -121,12 +123,14 @@ class OpenAIEngine:
         return policy
 
     def _check_origin(self, policy: dict[str, Any]) -> None:
-        """A foreign server names no version, but what it loaded: vLLM in `root`, the model it was started with."""
+        """Check the origin of a foreign server, which names no version: vLLM names the model it was started with in
+        `root`.
+        """
         root = str(policy.get("root") or policy["id"])
         wanted = {self._version} | ({str(self._directory.absolute())} if self._directory else set())
         if self._version is not None and not wanted & {str(policy["id"]), root, str(Path(root).absolute())}:
             raise StaleVersion(
-                f"{self._base} serves {policy['id']!r} from {root!r}, which can't be shown to be policy"
+                f"{self._base} serves {policy['id']!r} from {root!r}, which is not proven to be policy"
                 f" {self._version[:12]}: restart it on that checkpoint, as in `vllm serve"
                 f" {self._directory or 'DIRECTORY'} --served-model-name {self._model}`, and run this again"
             )

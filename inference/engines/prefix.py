@@ -1,6 +1,4 @@
-"""Keys and values of finished sequences, kept for the next turn: a prompt that begins with one of them computes only
-what follows.
-"""
+"""Cache of keys and values of finished sequences: a prompt that begins with one computes only the rest."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ _FACTOR = np.uint64(0x5851F42D4C957F2D)
 
 @dataclass(frozen=True)
 class Prefix:
-    """The cached state of one token sequence."""
+    """Cached state of one token sequence."""
 
     tokens: npt.NDArray[np.int64]
     entry: tuple[Tensor, Tensor]
@@ -28,7 +26,7 @@ class Prefix:
 
 
 class PrefixStore:
-    """A bounded map from token prefix to Prefix, least recently used out first. Hits are verified token by token."""
+    """Bounded map from token prefix to Prefix; the least recently used is dropped. Hits are verified token by token."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -39,7 +37,7 @@ class PrefixStore:
 
     @property
     def enabled(self) -> bool:
-        """Whether anything is kept at all."""
+        """Whether the capacity is above 0."""
         return self._capacity > 0
 
     def put(self, prefix: Prefix) -> None:
@@ -53,7 +51,7 @@ class PrefixStore:
             self._drop(next(iter(self._found)))
 
     def longest(self, tokens: npt.NDArray[np.int64]) -> Prefix | None:
-        """The longest kept proper prefix of `tokens`, or None."""
+        """Longest cached proper prefix of `tokens`, or None."""
         if not self._found:
             return None
         hashes = self._hashes(tokens)
@@ -68,7 +66,7 @@ class PrefixStore:
         return None
 
     def clear(self) -> None:
-        """Forget everything: keys and values of other weights are worthless."""
+        """Drop everything, since keys and values of other weights can't be used."""
         self._found.clear()
         self._lengths.clear()
         self._size = 0

@@ -1,4 +1,4 @@
-"""What the scheduler works on: one request, and the table of the sequences being computed."""
+"""Requests, and the table of the sequences that the scheduler computes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from inference.engines.base import Completion, FinishReason, SamplingParams
 
 @dataclass(eq=False)
 class Request:
-    """A call to `generate` or `score`, from the event loop's thread to the engine's."""
+    """Call of `generate` or `score`, passed from the event loop's thread to the engine's."""
 
     kind: Literal["generate", "score"]
     tokens: npt.NDArray[np.int64]
@@ -31,7 +31,7 @@ class Request:
     """(version, tokens generated before it took over), the first at admission."""
 
     def completion(self, tokens: list[int], logprobs: list[float], reason: FinishReason) -> Completion:
-        """The finished call, with the spans its marks describe."""
+        """Result of the finished call, with the spans of its versions."""
         ends = [*(start for _, start in self.marks[1:]), len(tokens)][: len(self.marks)]
         spans = [(version, start, end) for (version, start), end in zip(self.marks, ends, strict=True) if end > start]
         return Completion(tokens, logprobs, spans, reason)

@@ -1,4 +1,4 @@
-"""Random numbers by counter, and the draw of a token from logits: the same bits for a sequence whatever its batch."""
+"""Random numbers by counter, and sampling of a token from logits with bits that do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def uniform(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> 
 def sample(
     logits: Tensor, temperatures: npt.NDArray[np.float32], numbers: npt.NDArray[np.float64]
 ) -> tuple[Tensor, Tensor]:
-    """Draw a token a row by inverting the distribution function in order of token id.
+    """Sample one token for each row by inverting the distribution function in order of token id.
 
     logits: [N, V] float32. temperatures: [N], 0 is greedy. numbers: [N] in [0, 1). Returns tokens [N] int64 and their
     logprobs [N] float32.

@@ -1,4 +1,4 @@
-"""Continuous batching: which sequences are computed next, in the engine's own thread.
+"""Continuous batching: choose the sequences of the next step, in the engine's thread.
 
     waiting --admit--> prefilling --chunks--> decoding --stop, length, cancel--> finished
     slots:             [0, decoding)  [decoding, decoding + prefilling)
@@ -36,7 +36,9 @@ Deliver = Callable[[Request, Any], None]
 
 
 class Scheduler:
-    """Owns the cache and every sequence in it. Not thread-safe: one thread calls everything but `waiting.append`."""
+    """Owner of the cache and of every sequence in it. Not thread-safe: one thread calls everything but
+    `waiting.append`.
+    """
 
     def __init__(self, weights: Weights, version: str, *, max_batch: int, prefix_bytes: int, deliver: Deliver) -> None:
         self.weights, self.version = weights, version
@@ -58,7 +60,7 @@ class Scheduler:
 
     @property
     def scoring(self) -> bool:
-        """Whether a `score` is half done; its result must come from one version, so a reload waits."""
+        """Whether a `score` is partly done; its result must come from one version, so a reload waits."""
         return bool(self._prefilling) and self._table.requests[self._decoding].kind == "score"
 
     def step(self) -> None:
@@ -95,7 +97,7 @@ class Scheduler:
             self._deliver(request, request.completion([], [], "abort") if request.kind == "generate" else None)
 
     def unfinished(self) -> list[Request]:
-        """Every request that has had no answer."""
+        """Requests without a result."""
         return [*self._table.requests, *self.waiting]
 
     def _drop_cancelled(self) -> None:
@@ -130,7 +132,7 @@ class Scheduler:
         self.waiting.extendleft(reversed(followers))
 
     def _place(self, request: Request) -> int:
-        """Give `request` the next slot, with what is cached of its prompt.
+        """Give `request` the next slot, with the cached part of its prompt.
 
         Returns how many tokens remain to be computed.
         """
@@ -225,7 +227,7 @@ class Scheduler:
             self._finish(first + int(row), "stop" if stopped[row] else "length")
 
     def _finish(self, slot: int, reason: FinishReason) -> None:
-        """Deliver a sequence's result, keep what the next turn may reuse, free its slot."""
+        """Deliver a sequence's result, keep what the next turn may reuse, and free its slot."""
         table, request = self._table, self._table.requests[slot]
         length, prompt = int(table.length[slot]), len(request.tokens)
         if request.kind == "score":
@@ -238,7 +240,7 @@ class Scheduler:
         self._remove(slot)
 
     def _remove(self, slot: int) -> None:
-        """Free a slot, filling the hole so that decoding and prefilling slots stay contiguous."""
+        """Free a slot and fill the gap, so that decoding and prefilling slots stay contiguous."""
         if slot < self._decoding:
             self._decoding -= 1
             self._move(self._decoding, slot)

@@ -1,5 +1,4 @@
-"""A policy served by vLLM: token ids in, token ids with log-probabilities and policy versions out, over its token-level
-HTTP API.
+"""Engine for vLLM's token-level HTTP API.
 
 generate --> [attached?] --> /inference/v1/generate (cache salt = version) --> spans marked by the server itself
                  |
@@ -92,7 +91,7 @@ class VllmEngine:
         """See Engine.score. At temperature 1 only, and one token less than the context holds."""
         client = await self._attached()
         if temperature != 1.0:
-            raise EngineError(f"vLLM scores at temperature 1 only, {temperature} was asked for")
+            raise EngineError(f"vLLM scores at temperature 1 only, not {temperature}")
         if len(token_ids) >= self._context:
             raise RequestTooLong(
                 f"{len(token_ids)} tokens to score, the server's context holds {self._context}: shorten them"
@@ -112,7 +111,7 @@ class VllmEngine:
             await self._attach()
 
     async def version(self) -> str:
-        """See Engine.version. Attaches first, so it is the version asked for, or an error."""
+        """See Engine.version. Attaches first, so it returns the requested version or raises."""
         return await served_version(await self._attached())
 
     async def close(self) -> None:
@@ -126,7 +125,7 @@ class VllmEngine:
             await asyncio.to_thread(self._keeper.stop)
 
     async def _attached(self) -> JsonClient:
-        """The client of a server that is proven to serve the policy."""
+        """Client of a server that is proven to serve the policy."""
         async with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -136,15 +135,15 @@ class VllmEngine:
             return self._client
 
     async def _attach(self) -> None:
-        """Let a server serve the policy: the one that runs, else a new one, also when the one that runs can't be given
-        the right weights.
+        """Make a server serve the policy: the running one, or a new one if there is none or it can't be given the
+        weights.
         """
         address = self._config.base_url or self._keeper.address
         if address is None or not await self._adopt(address):
             await self._start_afresh()
 
     async def _adopt(self, address: str) -> bool:
-        """Give the policy to the server that runs there. False when that failed and another one may be started."""
+        """Load the policy into the running server. Returns False if that failed and another server may be started."""
         client = await self._connect(address)
         policy = await self._policy(client)
         try:
@@ -174,7 +173,7 @@ class VllmEngine:
         self._proven.add(self._version)
 
     async def _connect(self, address: str) -> JsonClient:
-        """The client of this address: the one there is, with its requests in flight, or a new one in its place."""
+        """Client of this address: the existing one, with its requests in flight, or a new one."""
         if self._client is None or self._client.base != address.rstrip("/"):
             await self._drop_client()
             self._client = JsonClient(
@@ -186,7 +185,7 @@ class VllmEngine:
         return self._client
 
     async def _policy(self, client: JsonClient | None) -> Policy:
-        """What the server is to load, and what it must then answer. client: of a server that runs."""
+        """Policy to load with its expected replies. client: that of a running server."""
         plain = self._config.weights == "dequantized"
         if self._config.weights == "auto":
             plain = await self._is_cpu(client)
@@ -214,7 +213,7 @@ class VllmEngine:
         )
 
     async def _recovered(self, client: JsonClient) -> None:
-        """Wait until the server behind `client` is replaced, if it is dead.
+        """Wait until the server of `client` is replaced, if it is dead.
 
         Whoever gives up waiting does not stop that.
         """
@@ -235,12 +234,12 @@ class VllmEngine:
                 self._failure = error
 
     async def _wait_for(self, client: JsonClient) -> None:
-        """Wait until somebody's server is well; what it then serves is looked at anew."""
+        """Wait until a server of somebody else passes its health check; what it serves is checked again."""
         deadline = time.monotonic() + self._config.startup_timeout_s
         while not await client.is_healthy("/health", HEALTH_S):
             if time.monotonic() > deadline:
                 raise EngineStopped(
-                    f"{client.base} was not well for {self._config.startup_timeout_s:g} s: start it again"
+                    f"{client.base} failed its health check for {self._config.startup_timeout_s:g} s: restart it"
                 )
             self._ready = False
             await asyncio.sleep(1.0)
@@ -273,21 +272,18 @@ class VllmEngine:
     def _check_spans(
         self, marks: list[dict[str, Any]] | None, known: set[str], count: int
     ) -> list[tuple[str, int, int]]:
-        """The versions the server marked its tokens with.
+        """Versions with which the server marked its tokens.
 
         Raises StaleVersion unless they cover all and each is known.
         """
         spans = [(str(mark["version"]), int(mark["start"]), int(mark["end"])) for mark in marks or []]
         if [0, *(end for _, _, end in spans)] != [*(start for _, start, _ in spans), count]:
-            raise StaleVersion(
-                f"vLLM marked {spans} of {count} tokens with versions: what it can't attribute is not used"
-            )
+            raise StaleVersion(f"vLLM marked {spans} of {count} tokens with a version; unmarked tokens are not used")
         versions = {version for version, _, _ in spans}
         if UNMARKED in versions:
             self._ready = False
             raise EngineUnreachable(
-                f"the server at {self._config.base_url} was started again by somebody: it is given policy"
-                f" {self._version[:12]} anew"
+                f"the server at {self._config.base_url} was restarted: loading policy {self._version[:12]} again"
             )
         other = next((version for version, _, _ in spans if version not in known), None)
         if other is not None:
@@ -304,8 +300,8 @@ class VllmEngine:
 
 
 def mixed_seed(seed: int, position: int) -> int:
-    """A request's seed. vLLM counts random numbers from the request's first token, so turns of one episode need seeds
-    of their own.
+    """Seed of a request. vLLM counts random numbers from the request's first token, so each turn of an episode needs
+    its own.
     """
     digest = hashlib.sha256(f"{seed}:{position}".encode()).digest()
     return int.from_bytes(digest[:8], "big") & SEED_BITS

@@ -1,5 +1,5 @@
-"""Runs a server and leaves nothing of it behind: `python vllm_guard.py PARENT SCRATCH GRACE_S -- COMMAND...`. Standard
-library only, Linux.
+"""Run a server and remove all of its processes at the end: `python vllm_guard.py PARENT SCRATCH GRACE_S -- COMMAND...`.
+Standard library only, Linux.
 
 It ends when the server ends, when asked to (SIGTERM), or when its parent is gone, however that one ended: its end of
 our stdin closes. Every process that descends from the server ends with it (orphans are handed to us, not to init), and
@@ -29,7 +29,7 @@ _TRACKER = b"multiprocessing.resource_tracker"
 
 
 def main(arguments: list[str]) -> int:
-    """Guard until the end; the server's exit code."""
+    """Guard the server until it ends. Returns its exit code."""
     parent, scratch, grace_s = int(arguments[0]), Path(arguments[1]), float(arguments[2])
     asked = False
 
@@ -65,7 +65,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _is_closed(pipe: int) -> bool:
-    """Whether nobody holds the other end any more."""
+    """Whether the other end of the pipe is closed."""
     readable, _, _ = select.select([pipe], [], [], 0)
     return bool(readable) and os.read(pipe, 1) == b""
 
@@ -79,7 +79,7 @@ def _wait(server: subprocess.Popen[bytes], seconds: float) -> None:
 
 
 def _end_descendants() -> None:
-    """Kill until there is nobody left, resource trackers last."""
+    """Kill all descendants, resource trackers last."""
     patience = time.monotonic() + _TRACKER_S
     while True:
         _reap()

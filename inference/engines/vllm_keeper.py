@@ -1,4 +1,4 @@
-"""Keeps one vLLM server for many leases: started when first asked for, again when it died, stopped at the end."""
+"""Keep one vLLM server for many leases: start it on demand, restart it when it dies, stop it at the end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class VllmKeeper:
-    """The server of one configuration. Not bound to an event loop; one lease uses it at a time."""
+    """Keeper of one configuration's server. Not bound to an event loop; one lease uses it at a time."""
 
     def __init__(self, config: VllmConfig) -> None:
         self._config = config
@@ -32,18 +32,18 @@ class VllmKeeper:
 
     @property
     def device(self) -> Device:
-        """Where its vLLM computes."""
+        """Device on which its vLLM computes."""
         if self._device is None:
             self._device = find_device(self._config)
         return self._device
 
     @property
     def address(self) -> str | None:
-        """Where a live server answers, or None."""
+        """Address of a live server, or None."""
         return self._server.address if self._server is not None and self._server.alive else None
 
     async def start(self, directory: Path) -> str:
-        """Start a server of the checkpoint in `directory`, in place of the one there was, and wait until it answers.
+        """Start a server of the checkpoint in `directory`, replacing the previous one, and wait until it replies.
 
         Returns its address.
         """
@@ -63,7 +63,7 @@ class VllmKeeper:
         return self._server.address
 
     async def answers(self) -> bool:
-        """Whether the server lives and its engine is well."""
+        """Whether the server lives and its engine passes the health check."""
         address = self.address
         if address is None:
             return False
@@ -92,7 +92,7 @@ class VllmKeeper:
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"GPUs {list(self._config.devices) or 'of this machine'} are held by {devices_owner(self._config)}:"
-                    " wait for it, or give engine.devices others"
+                    " wait, or set engine.devices to other GPUs"
                 )
             await asyncio.sleep(1.0)
 

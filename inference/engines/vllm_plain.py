@@ -1,6 +1,4 @@
-"""Plain copies of FP8 checkpoints, for servers that load no FP8 blocks (vLLM on a CPU): made once a policy, kept in
-$TRIPLANE_CACHE.
-"""
+"""Float32 copies of FP8 checkpoints, for servers that do not load FP8 blocks (vLLM on a CPU), in $TRIPLANE_CACHE."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ CONFIG = "config.json"
 
 
 def plain_checkpoint(directory: Path, version: str) -> Path:
-    """A directory with the dequantized float32 weights of the checkpoint in `directory`, which is called `version`.
+    """Directory with the dequantized float32 weights of the checkpoint in `directory`, with version `version`.
 
     Whole or absent; shared by all processes of a user; the cache drops what was unused for longest. Raises SchemaError,
     StoreError.
@@ -42,7 +40,7 @@ def plain_checkpoint(directory: Path, version: str) -> Path:
 
 
 def is_quantized_checkpoint(directory: Path) -> bool:
-    """Whether the checkpoint holds FP8 blocks."""
+    """Whether the checkpoint contains FP8 blocks."""
     return "quantization_config" in json.loads((directory / CONFIG).read_text())
 
 

@@ -1,5 +1,4 @@
-"""Probe sequences with the log-probabilities that a checkpoint gives them, computed by the built-in engine's own
-forward pass.
+"""Probe sequences with the log probabilities that the built-in engine's forward pass computes for a checkpoint.
 
 A server must give the same: whatever is wrong with its weights, its kernels or its way of loading shows here. Sequences
 are drawn until every expert of every layer has had a token, so that none is left out.
@@ -26,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Probe:
-    """One sequence."""
+    """One probe sequence."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -34,7 +33,7 @@ class Probe:
 
 
 def make_probes(directory: Path) -> list[Probe]:
-    """The same for the same checkpoint.
+    """Probes of a checkpoint; deterministic.
 
     An expert that random tokens never reach is logged: only its layer's own comparison covers it.
     """

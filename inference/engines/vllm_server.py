@@ -1,4 +1,4 @@
-"""A vLLM server as a child process: the command that starts it, its health, its last words, its end."""
+"""vLLM server as a child process: command, environment, health, last output, end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ print("none" if not names else "cpu" if "cpu" in names[-1] + m.version(names[-1]
 
 
 def find_device(config: VllmConfig) -> Device:
-    """What the vLLM of `config.python` was built for. Raises EngineError when there is none."""
+    """Device that the vLLM of `config.python` was built for. Raises EngineError if there is no vLLM."""
     fix = f"engine.python is {config.python}: name the interpreter of an environment that has vLLM"
     try:
         done = subprocess.run(
@@ -45,12 +45,12 @@ def find_device(config: VllmConfig) -> Device:
         raise EngineError(f"vLLM's interpreter can't be run ({error}); {fix}") from None
     found = done.stdout.strip()
     if found not in ("cpu", "gpu"):
-        raise EngineError(f"no vLLM is installed there; {fix}")
+        raise EngineError(f"vLLM is not installed there; {fix}")
     return "cpu" if found == "cpu" else "gpu"
 
 
 def server_command(config: VllmConfig, device: Device, directory: Path, port: int) -> list[str]:
-    """How to start a server of the checkpoint in `directory`. The caller's own flags come last, so they win."""
+    """Command that starts a server of the checkpoint in `directory`. The user's flags come last, so they win."""
     usual = [
         "--model",
         str(directory),
@@ -77,7 +77,7 @@ def server_command(config: VllmConfig, device: Device, directory: Path, port: in
 
 
 def server_environment(config: VllmConfig, device: Device, scratch: Path) -> dict[str, str]:
-    """The environment of a server: ours, what it needs, then `config.env`."""
+    """Environment of a server: ours, required variables, then `config.env`."""
     found = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     found |= {
         "VLLM_SERVER_DEV_MODE": "1",
@@ -98,7 +98,7 @@ def server_environment(config: VllmConfig, device: Device, scratch: Path) -> dic
 
 
 class VllmServer:
-    """One running server, under its guard. It ends with this process, however this one ends."""
+    """One running server with its guard. It ends with this process."""
 
     def __init__(self, config: VllmConfig, device: Device, directory: Path, lock: IO[str] | None) -> None:
         """lock: an open lock file of the server's GPUs, held until the last process of the server is gone."""
@@ -123,11 +123,11 @@ class VllmServer:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs, started up or not."""
+        """Whether it runs, ready or not."""
         return self._guard.poll() is None
 
     def stop(self) -> None:
-        """End it and everything it started. Idempotent."""
+        """Stop it and everything it started. Idempotent."""
         if self.alive:
             self._guard.send_signal(signal.SIGTERM)
         self._guard.wait()
@@ -136,7 +136,7 @@ class VllmServer:
         shutil.rmtree(self._scratch, ignore_errors=True)  # in case the guard was killed
 
     def last_words(self) -> str:
-        """The end of its log, as one line."""
+        """End of its log, as one line."""
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
         telling = [line for line in lines if "Error" in line or "error:" in line][-3:]
@@ -144,7 +144,7 @@ class VllmServer:
 
 
 def lock_devices(config: VllmConfig, note: str) -> IO[str] | None:
-    """Claim the GPUs for one server. None when another one has them; `note` says to others who we are."""
+    """Lock the GPUs for one server. None if another one holds them; `note` tells others who holds them."""
     file = _lock_file(config).open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -158,7 +158,7 @@ def lock_devices(config: VllmConfig, note: str) -> IO[str] | None:
 
 
 def devices_owner(config: VllmConfig) -> str:
-    """Who has the GPUs, for an error message."""
+    """Holder of the GPUs, for an error message."""
     try:
         found = json.loads(_lock_file(config).read_text())
         return f"process {found['process']} ({found['note']})"

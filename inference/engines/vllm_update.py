@@ -1,5 +1,4 @@
-"""How a vLLM server comes to serve a policy, and how that is proven. Between the first step and the last nothing it
-says counts as a policy's.
+"""Load a policy into a vLLM server and prove that it is served. Output in between counts as no policy's.
 
 pause -> mark unproven -> load -> reset the prefix cache -> compare tensors and layers -> resume -> compare probes ->
 mark with the version
@@ -31,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Policy:
-    """What is to be served."""
+    """Policy to be served, with its expected results."""
 
     version: str
     served: Path
@@ -44,7 +43,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class _Update:
-    """One client's attempt to let a server serve a policy."""
+    """One client's attempt to make a server serve a policy."""
 
     client: JsonClient
     policy: Policy
@@ -75,7 +74,7 @@ async def load_policy(client: JsonClient, policy: Policy, drain_s: float) -> Non
 
 
 async def prove_policy(client: JsonClient, policy: Policy) -> None:
-    """Show that a server which was started on the policy's checkpoint serves it, and mark it so.
+    """Prove that a server that was started on the policy's checkpoint serves it, and mark it.
 
     Raises WeightsDiffer, StaleVersion.
     """
@@ -86,19 +85,19 @@ async def prove_policy(client: JsonClient, policy: Policy) -> None:
 
 
 async def serves(client: JsonClient, version: str) -> bool:
-    """Whether the server was proven to serve this version: it is marked so, and loaded nothing else."""
+    """Whether the server was proven to serve this version: it has its mark and has loaded nothing else."""
     if await served_version(client) != version:
         return False
     return all(not loaded or loaded.startswith(_unproven(version)) for loaded in await _loaded(client))
 
 
 async def served_version(client: JsonClient) -> str:
-    """What the server's next token will be marked with; "default" for a server nobody has marked."""
+    """Version with which the server will mark its next token; "default" for a server without a mark."""
     return str((await client.call("GET", "/weight_info"))["weight_version"])
 
 
 async def pause(client: JsonClient, drain_s: float) -> None:
-    """Stop the server's scheduler: once requests in flight are through, else by aborting them."""
+    """Stop the server's scheduler after the requests in flight, or abort them."""
     try:
         async with asyncio.timeout(drain_s):
             await client.call("POST", "/pause", mode="wait")
@@ -108,11 +107,12 @@ async def pause(client: JsonClient, drain_s: float) -> None:
 
 
 async def reset_prefix_cache(client: JsonClient) -> None:
-    """Forget every cached prefix. Raises EngineError when the server did not."""
+    """Drop every cached prefix. Raises EngineError if the server did not."""
     answer = await client.call("POST", "/reset_prefix_cache")
     if not (answer or {}).get("success"):
         raise EngineError(
-            f"{client.base} did not reset its prefix cache ({answer}): restart it, its prefixes are of older weights"
+            f"{client.base} did not reset its prefix cache ({answer}): restart it, its cached prefixes belong"
+            " to older weights"
         )
 
 
@@ -125,7 +125,7 @@ async def score(client: JsonClient, token_ids: list[int], salt: str) -> tuple[li
     answer = await client.call("POST", "/inference/v1/generate", body)
     choice = answer["choices"][0]
     if choice["finish_reason"] == "abort" or answer["prompt_logprobs"] is None:
-        raise EngineUnreachable(f"{client.base} ended a request before it was scored: ask again")
+        raise EngineUnreachable(f"{client.base} ended a scoring request early: retry")
     found = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
     return [0.0, *(entry[str(token)]["logprob"] for token, entry in found)], choice["weight_versions"] or []
 
@@ -139,7 +139,7 @@ def _fresh_mark(policy: Policy) -> str:
 
 
 async def _conclude(update: _Update) -> None:
-    """Compare what the server answers, and give it the version."""
+    """Compare the server's results, and set its version."""
     await _compare_probes(update)
     await _require(update, update.mark)
     await _mark(update.client, update.policy.version)
@@ -165,7 +165,7 @@ async def _require(update: _Update, version: str) -> None:
 
 
 async def _loaded(client: JsonClient) -> list[str]:
-    """Of every worker, the mark of the update that its weights are of; "" for those it was started with."""
+    """Mark of the update that loaded the weights, of every worker; "" for the initial weights."""
     return [str(each) for each in await _command(client, "triplane_loaded", {})]
 
 
@@ -198,7 +198,7 @@ async def _compare_tensors(client: JsonClient, policy: Policy) -> None:
 
 
 async def _compare_probes(update: _Update) -> None:
-    """The server's log-probabilities against those computed here."""
+    """Compare the server's log probabilities with those computed here."""
     client, policy, salt = update.client, update.policy, f"probe of {update.mark}"
     scored = await asyncio.gather(*(score(client, probe.token_ids, salt) for probe in policy.probes))
     if any({str(each["version"]) for each in marks} != {update.mark} for _, marks in scored):

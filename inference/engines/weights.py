@@ -1,6 +1,4 @@
-"""Qwen3-MoE weights for sampling: read from a checkpoint directory, dequantized, fused the way `model.forward`
-multiplies them.
-"""
+"""Read Qwen3-MoE weights for sampling from a checkpoint directory, dequantized and fused for `model.forward`."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class Weights:
-    """A policy, ready to sample from. Immutable: a reload makes a new one."""
+    """Weights of a policy, ready to sample from. Immutable: a reload makes a new object."""
 
     architecture: Architecture
     embedding: Tensor
@@ -74,7 +72,7 @@ def read_weights(directory: Path) -> Weights:
 
 
 def read_architecture(config: dict[str, Any], directory: Path) -> Architecture:
-    """The architecture a config.json describes. Raises EngineError naming the first feature this engine lacks."""
+    """Architecture in a config.json. Raises EngineError with the first feature that this engine lacks."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     unsupported = {
         "hidden_act other than silu": config.get("hidden_act", "silu") != "silu",
@@ -87,7 +85,9 @@ def read_architecture(config: dict[str, Any], directory: Path) -> Architecture:
     }
     for feature, present in unsupported.items():
         if present:
-            raise EngineError(f"{directory}/config.json asks for {feature}: the built-in engine has none, use vLLM")
+            raise EngineError(
+                f"{directory}/config.json asks for {feature}: the built-in engine does not support it, use vLLM"
+            )
     try:
         return Architecture.from_config(config)
     except SchemaError as error:

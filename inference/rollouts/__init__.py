@@ -1,4 +1,4 @@
-"""The agent loop: a policy and a sandbox become episodes, groups of them become the rollouts of an iteration.
+"""The agent loop: policy and sandbox make episodes; groups of them make the rollouts of an iteration.
 
     draw_prompts -> RolloutPlan -> run_shard (one a worker) -> group artifacts -> merge_groups -> rollouts artifact
                                    play_episode: query the engine, execute tool calls in the sandbox, until the policy

@@ -1,4 +1,4 @@
-"""Whose fault a broken sandbox is: the agent's, until a control shows that it is ours.
+"""Decide whether the agent or the infrastructure broke a sandbox.
 
     the server does not know the sandbox any more        ours: it was restarted
     a fresh sandbox that does nothing wrong fails too    ours: server, host or network
@@ -26,8 +26,8 @@ _log = logging.getLogger(__name__)
 
 
 async def is_agents_fault(workspace: Workspace, workspaces: Workspaces, task: Task) -> bool:
-    """Whether the agent broke `workspace`: its server knows it, and a control of the same task starts, answers and
-    gives its diff.
+    """Whether the agent broke `workspace`: its server knows it, and a control of the same task starts, replies and
+    returns its diff.
     """
     return await workspace.is_known() and await control_passes(workspaces, task)
 

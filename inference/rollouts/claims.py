@@ -1,4 +1,4 @@
-"""Claims: who samples which group, so that two workers never sample the same one.
+"""Claims of workers on groups, so that two workers never sample the same one.
 
     pointers/claims/<rollouts key>/owners/<owner>/<n>.json   the owner's lease, renewed while it lives
     pointers/claims/<rollouts key>/groups/<group>/<n>.json   who claimed the group; the highest number counts
@@ -26,7 +26,7 @@ LEASE_S = 60.0
 
 
 class ClaimOwner:
-    """One worker's lease and the claims made under it. Its methods touch the store: call them off the event loop."""
+    """Lease of one worker and the claims made under it. Its methods access the store: call them off the event loop."""
 
     def __init__(self, store: Store, key: str, *, lease_s: float = LEASE_S) -> None:
         self.name = uuid.uuid4().hex
@@ -39,21 +39,19 @@ class ClaimOwner:
         self._lock = threading.Lock()
 
     def renew(self) -> None:
-        """Take or prolong the lease, unless it was given up. Every claim of this owner depends on it."""
+        """Take or extend the lease, unless it was given up. Every claim of this owner depends on it."""
         with self._lock:
             if not self._ended:
                 self._set_lease(time.time() + self.lease_s)
 
     def end(self) -> None:
-        """Give up the lease, and with it every claim, at once: after a renewal that is still under way in another
-        thread.
-        """
+        """Give up the lease and all its claims at once, after a renewal that another thread may be making."""
         with self._lock:
             self._ended = True
             self._set_lease(0.0)
 
     def claim(self, group_id: str) -> bool:
-        """Try to become the one who samples `group_id`. False while another live owner has it."""
+        """Try to claim `group_id`. Returns False while another live owner holds it."""
         pointer = Pointer(self._store, f"{self._prefix}/groups/{group_id}")
         if pointer.advance({"owner": self.name}, 0):
             return True
@@ -77,20 +75,18 @@ class ClaimOwner:
 
 
 def clear_claims(store: Store, key: str) -> None:
-    """Remove the claims of finished rollouts: with every group committed nobody asks for them any more."""
+    """Remove the claims of finished rollouts, which nobody needs once every group is committed."""
     store.discard(f"pointers/claims/{key}/")
 
 
 def this_process() -> dict[str, Any]:
-    """What identifies this process: a machine that can look it up, its pid there, and when it started (pids are
-    reused).
-    """
+    """Identity of this process: its machine, its pid there, and its start time (pids are reused)."""
     pid = os.getpid()
     return {"host": socket.gethostname(), "machine": pid_space(), "pid": pid, "started": start_of(pid)}
 
 
 def _is_dead(process: dict[str, Any]) -> bool:
-    """Whether the process is known to be gone. False when it ran where this process can't look."""
+    """Whether the process is known to be gone; False if it ran where this process can't look."""
     here = pid_space()
     if here is None or process["machine"] != here:
         return False

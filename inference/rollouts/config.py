@@ -1,4 +1,4 @@
-"""How episodes are sampled."""
+"""Settings of the rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One episode: query the policy, execute what it calls, until it stops.
+"""Play one episode: query the policy and execute its calls until it stops.
 
     play_episode -> attempt -> run -> step -> query, execute
 
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Player:
-    """What every episode of one policy shares."""
+    """Resources shared by the episodes of one policy."""
 
     engine: Engine
     workspaces: Workspaces
@@ -63,7 +63,7 @@ class Player:
 async def play_episode(
     player: Player, task: Task, slot: Slot, group_id: str, begun: Callable[[Attempt], None] = lambda attempt: None
 ) -> Episode:
-    """Play `slot` to an outcome. begun: told of every attempt as it begins.
+    """Play `slot` until it has an outcome. begun: called for every attempt as it begins.
 
     Faults of the engine or the server are retried with the same seed, then recorded as INFRA_ERROR. A sandbox that its
     agent broke makes the episode FAILED: at once under the throughput profile, where a second attempt would be a second
@@ -89,8 +89,8 @@ async def play_episode(
                 _log.warning("episode %s, attempt %d of %d: %s", play.episode_id, attempt + 1, attempts, fault)
                 if attempt + 1 == attempts and deterministic and _is_outage(fault):
                     raise InfraFault(
-                        f"{fault}; gave up after {attempts} attempts: check it, then run the same step again, committed"
-                        " groups stay"
+                        f"{fault}; gave up after {attempts} attempts: repair it, then run the same step again;"
+                        " committed groups stay"
                     ) from fault
             if attempt + 1 < attempts:
                 await asyncio.sleep(backoff_s(attempt + 1, BACKOFF_S))
@@ -98,7 +98,7 @@ async def play_episode(
 
 
 def _is_outage(fault: InfraFault) -> bool:
-    """Whether a whole server failed, and not one request.
+    """Whether a whole server failed, not just one request.
 
     A sandbox that broke by no fault of its agent tells of its server.
     """
@@ -108,7 +108,7 @@ def _is_outage(fault: InfraFault) -> bool:
 
 
 class Attempt:
-    """One attempt at an episode, and its tokens, calls and costs so far."""
+    """One attempt at an episode with its tokens, calls and costs."""
 
     def __init__(self, player: Player, task: Task, slot: Slot, group_id: str, attempt: int) -> None:
         # under the deterministic profile all attempts come to the same episode: which of them it was is telemetry
@@ -127,7 +127,7 @@ class Attempt:
         """Whether the sandbox failed, and a control showed that it was not our fault."""
 
     async def to_end(self) -> Episode:
-        """Run until an outcome and take the final diff. Raises InfraFault; the sandbox is gone either way."""
+        """Run until an outcome and take the final diff. Raises InfraFault; the sandbox is gone in either case."""
         try:
             outcome = await self._run()
             if outcome is Outcome.TIMED_OUT:
@@ -140,8 +140,8 @@ class Attempt:
             await self._workspace.close()
 
     def _require_own_time(self) -> None:
-        """Raise InfraFault where the clock decided what bits count, unless the agent's own calls took most of the time,
-        at every attempt.
+        """Raise InfraFault if the clock decided bits that count, unless the agent's own calls took most of the time in
+        every attempt.
         """
         config = self._player.config
         if config.profile != "deterministic":
@@ -161,7 +161,7 @@ class Attempt:
         return Outcome.TRUNCATED
 
     async def _step(self) -> Outcome | None:
-        """One turn of the policy and the environment's answer; an outcome when the episode is over."""
+        """Run one turn of the policy and the environment. Returns an outcome if the episode is over."""
         try:
             async with asyncio.timeout(self._seconds_left()):
                 completion = await self._query()
@@ -172,7 +172,7 @@ class Attempt:
         return await self._execute(completion)
 
     async def _query(self) -> Completion | None:
-        """Let the policy sample its turn; None when the context has no room for a token."""
+        """Sample a turn of the policy; None if the context has no room for a token."""
         config = self._player.config
         room = min(config.max_turn_tokens, config.max_tokens - len(self._transcript))
         if room < 1:
@@ -201,7 +201,7 @@ class Attempt:
         return completion
 
     async def _execute(self, completion: Completion) -> Outcome | None:
-        """Answer the policy's calls.
+        """Execute the calls of the policy.
 
         An answer that leaves no room for another token is left out: the policy never read it.
         """
@@ -240,7 +240,7 @@ class Attempt:
             )
 
     def episode(self, outcome: Outcome, final_diff: bytes, failure: str | None = None) -> Episode:
-        """The record of this attempt, ended by `outcome`. failure: why, of a FAILED one."""
+        """Record of this attempt with `outcome`. failure: reason of a FAILED one."""
         config = self._player.config
         return Episode(
             episode_id=self.episode_id,

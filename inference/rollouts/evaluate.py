@@ -1,4 +1,4 @@
-"""Episodes for an evaluation: the same loop, no groups to commit, no refills."""
+"""Play episodes for an evaluation: the same loop without groups and refills."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from inference.rollouts.workspace import Workspaces
 
 
 def evaluation_slot(experiment: str, split: Split, task_id: str, sample: int, seed: int) -> Slot:
-    """The place, and so the seed, of an evaluation's episode.
+    """Slot, and therefore seed, of an evaluation's episode.
 
     It names no policy: candidate and parent meet the same random numbers.
     """

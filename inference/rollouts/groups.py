@@ -1,4 +1,4 @@
-"""Groups as artifacts: the commit unit of rollouts. What a group's manifest says decides its refill."""
+"""Groups as artifacts, the commit unit of rollouts. The manifest of a group contains what decides its refill."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ def find_group(plan: RolloutPlan, group: GroupPlan, store: Store) -> Artifact | 
 def commit_group(
     plan: RolloutPlan, group: GroupPlan, episodes: Sequence[Episode], solved: Sequence[bool | None], store: Store
 ) -> Artifact:
-    """Commit a group's episodes in order of sample, stragglers included. solved: the verdict of each; None where there
-    is none.
+    """Commit a group's episodes in order of sample, including stragglers. solved: verdict of each, or None.
 
     If another worker was first, its group is returned and this one dropped.
     """
@@ -65,7 +64,5 @@ def commit_group(
 
 
 def without_variance(group: Artifact) -> bool:
-    """Whether all graded episodes of a committed group were solved, or none: it is refilled, and the dataset leaves it
-    out.
-    """
+    """Whether all graded episodes of a group were solved, or none: it is refilled, and the dataset leaves it out."""
     return lacks_variance(group.meta["solved"])

@@ -1,5 +1,4 @@
-"""A journal of every token that a policy sampled, committed or lost: what telemetry can't tell, since it is committed
-with its episodes.
+"""Journal of every token that a policy sampled, committed or lost; telemetry covers only committed episodes.
 
     $TRIPLANE_LEDGER/tokens.jsonl      one line a turn, appended by one write; off unless the variable names a folder
 
@@ -23,7 +22,7 @@ _FOLDER = os.environ.get(VARIABLE)
 
 @dataclass(frozen=True)
 class Sampled:
-    """One turn that an engine sampled."""
+    """One sampled turn."""
 
     unix: float
     """When it had been sampled."""
@@ -40,7 +39,7 @@ class Sampled:
 
 
 def record(key: str, group: str, episode: str, attempt: int, turn: int, tokens: int) -> None:
-    """Append a line, if a ledger is kept."""
+    """Append a line if a ledger is configured."""
     if _FOLDER is None:
         return
     line = asdict(Sampled(time.time(), os.getpid(), key, group, episode, attempt, turn, tokens))
@@ -49,7 +48,7 @@ def record(key: str, group: str, episode: str, attempt: int, turn: int, tokens: 
 
 
 def read_ledger(folder: Path) -> Iterator[Sampled]:
-    """Every whole line, in order of writing. A line that its writer was killed in is passed over."""
+    """Complete lines in order of writing; a line cut off by a kill is skipped."""
     path = folder / FILE
     if not path.exists():
         return
@@ -62,6 +61,6 @@ def read_ledger(folder: Path) -> Iterator[Sampled]:
 
 @functools.lru_cache(maxsize=2)
 def _descriptor(folder: str, pid: int) -> int:
-    """Of the journal, opened once a process: appended lines of several processes do not mix."""
+    """Descriptor of the journal, opened once a process; lines of several processes do not mix."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     return os.open(Path(folder) / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)

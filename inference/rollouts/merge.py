@@ -1,6 +1,4 @@
-"""From committed groups to the rollouts artifact. Its content is the same whichever worker sampled what, when, and
-however often it was killed.
-"""
+"""Merge committed groups into the rollouts artifact. Its content does not depend on workers, times and kills."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Gathered:
-    """The groups that a plan leads to as far as known, and those of them that are committed."""
+    """Groups that a plan requires as far as known, and those that are committed."""
 
     expected: list[GroupPlan]
     """In order of index."""
@@ -38,12 +36,12 @@ class Gathered:
 
     @property
     def missing(self) -> list[GroupPlan]:
-        """Those not committed yet, in order of index."""
+        """Groups that are not committed, in order of index."""
         return [group for group in self.expected if group.group_id not in self.committed]
 
 
 def gather_groups(plan: RolloutPlan, store: Store) -> Gathered:
-    """Look for every group that the plan leads to.
+    """Find every group that the plan requires.
 
     Every committed group without variance takes the next one of its shard's reserve. Taking stops at the first k for
     which planned groups and the first k of the reserve hold at most k groups without variance; that k does not depend

@@ -1,4 +1,4 @@
-"""What an iteration samples: which groups, in which order, by how many workers. Decided once, before any token is
+"""Plan of an iteration's rollouts: which groups, in which order, by how many workers. Made before any token is
 sampled.
 """
 
@@ -16,7 +16,7 @@ from inference.rollouts.config import RolloutConfig
 
 
 class GroupPlan(Frozen):
-    """One prompt, to be sampled `group_size` times."""
+    """One prompt, sampled `group_size` times."""
 
     group_id: str
     index: int = Field(ge=0)
@@ -25,7 +25,7 @@ class GroupPlan(Frozen):
 
 
 class RolloutPlan(Frozen):
-    """Everything a worker must know. Its groups and reserve share one numbering."""
+    """Everything that a worker needs. Groups and reserve share one numbering."""
 
     experiment: str
     iteration: str
@@ -56,7 +56,7 @@ class RolloutPlan(Frozen):
         return self
 
     def shard(self, shard: int) -> tuple[list[GroupPlan], list[GroupPlan]]:
-        """The groups and the reserve that belong to worker `shard` of `workers`, in order.
+        """Groups and reserve of worker `shard` of `workers`, in order.
 
         Raises PlanError for an unknown shard.
         """
@@ -68,7 +68,7 @@ class RolloutPlan(Frozen):
         )
 
     def slot(self, group: GroupPlan, sample: int) -> Slot:
-        """The place, and so the seed, of one sample of `group`."""
+        """Slot, and therefore seed, of one sample of `group`."""
         return Slot(self.experiment, self.iteration, group.group_id, group.task_id, sample, self.seed)
 
 
@@ -88,7 +88,7 @@ def draw_prompts(
         raise PlanError("the task suite has no training task: build it with a larger train split")
     if count < 1 or reserve < 0 or cursor < 0:
         raise PlanError(
-            f"can't draw {count} groups and {reserve} in reserve from place {cursor}: draw at least one group"
+            f"can't draw {count} groups and {reserve} in reserve at cursor {cursor}: draw at least one group"
         )
     drawn: list[str] = []
     orders: dict[int, list[str]] = {}

@@ -1,4 +1,4 @@
-"""How far a worker is: counts for progress bars and observations, never part of an artifact."""
+"""Progress of a worker: counts for bars and observations, never part of an artifact."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Progress = Callable[[ShardProgress], None]
 
 
 def no_progress(_: ShardProgress) -> None:
-    """For callers that do not watch."""
+    """Progress callback that does nothing."""
 
 
 class Meter:
-    """Counts one worker's run and tells `progress` after every episode and group."""
+    """Counts one worker's run and calls `progress` after every episode and group."""
 
     def __init__(self, shard: int, progress: Progress) -> None:
         self._shard, self._progress = shard, progress
@@ -43,7 +43,7 @@ class Meter:
 
     @property
     def seconds(self) -> float:
-        """Since the start."""
+        """Seconds since the start."""
         return time.perf_counter() - self._started
 
     def expect(self, groups: int, episodes: int) -> None:
@@ -52,14 +52,14 @@ class Meter:
         self.episodes_total += episodes
 
     def episode(self, episode: Episode) -> None:
-        """One episode was played."""
+        """Count one episode that was played."""
         self.episodes_done += 1
         self.episodes_played += 1
         self.tokens += int(episode.telemetry["engine_tokens"])
         self._tell()
 
     def group(self, found_episodes: int = 0) -> None:
-        """One group is committed. found_episodes: of a group that somebody else committed."""
+        """Count one committed group. found_episodes: number in a group that another worker committed."""
         self.groups_done += 1
         self.episodes_done += found_episodes
         self._tell()

@@ -1,4 +1,4 @@
-"""The messages that an episode begins with: what the operator says, the tools where they are told, and the task."""
+"""First messages of an episode: system prompt, tools if they are listed, and the task."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ def first_messages(config: RolloutConfig, task: Task) -> list[tuple[str, str]]:
 
 
 def tools_text() -> str:
-    """Every tool of a sandbox, as the chat template that Qwen3 was trained with lists them."""
+    """List of a sandbox's tools in the format of the chat template that Qwen3 was trained with."""
     tools = "\n".join(json.dumps(tool.json_schema(), ensure_ascii=False) for tool in TOOLS.values())
     return _TOOLS.format(tools=tools, start=CALL_START, end=CALL_END)

@@ -1,4 +1,4 @@
-"""Play a recorded episode's tool calls again in a fresh sandbox: what the environment said then, it must say now."""
+"""Replay a recorded episode's tool calls in a fresh sandbox; the environment must reply as recorded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from inference.rollouts.workspace import Workspaces
 
 @dataclass(frozen=True)
 class Replay:
-    """How a replay compares with its record."""
+    """Comparison of a replay with its record."""
 
     environment_tokens: int
     """Recorded tokens of the environment that came out the same."""

@@ -1,4 +1,4 @@
-"""The samples of one group: started together, over-sampled, selected. Each one that is not kept leaves a row, with its
+"""Sample one group: start its episodes together, over-sample, select. Episodes that are not kept leave a row with
 tokens.
 """
 
@@ -18,8 +18,8 @@ from inference.rollouts.plan import GroupPlan, RolloutPlan
 async def sample_group(
     player: Player, plan: RolloutPlan, group: GroupPlan, task: Task, played: Callable[[Episode], None]
 ) -> list[Episode]:
-    """All episodes that were started, in order of sample; those not kept as DROPPED or ABORTED. played: told of every
-    one as it ends.
+    """All episodes that were started, in order of sample; those not kept are DROPPED or ABORTED. played: called at the
+    end of each.
     """
     config = plan.config
     attempts: dict[int, Attempt] = {}
@@ -48,7 +48,7 @@ async def sample_group(
 
 
 def mark_dropped(arrived: Sequence[Episode], group_size: int, profile: Profile) -> list[Episode]:
-    """`arrived`, with the outcome DROPPED for those that `select` does not keep.
+    """`arrived`, with outcome DROPPED for those that `select` does not keep.
 
     An infra error stays one: nothing came of it to drop.
     """
@@ -64,7 +64,7 @@ def mark_dropped(arrived: Sequence[Episode], group_size: int, profile: Profile) 
 
 
 def select(episodes: Sequence[Episode], group_size: int, profile: Profile) -> list[Episode]:
-    """The `group_size` episodes to keep, in order of sample; infra errors only where nothing better came.
+    """The `group_size` episodes to keep, in order of sample; infra errors only if nothing better arrived.
 
     episodes: in order of arrival. deterministic: the lowest sample indices. throughput: the first to arrive.
     """
@@ -91,7 +91,7 @@ async def _collect(started: Sequence[asyncio.Task[Episode]], config: RolloutConf
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Episode]]) -> None:
-    """Abort what still runs and wait until it has let go of its sandbox."""
+    """Abort running episodes and wait until their sandboxes are released."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

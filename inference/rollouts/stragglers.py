@@ -1,4 +1,4 @@
-"""What over-sampling hides: episodes that came too late to be kept are rarely like the others.
+"""Estimate the bias of over-sampling: episodes that arrive too late differ from those that are kept.
 
 Keeping the first 16 of 18 leaves out the two slowest. Where failing takes longer than solving, the solve rate of those
 kept is too high. The rows of stragglers (ABORTED, DROPPED) say how long each had become, which gives a bound and an
@@ -17,7 +17,7 @@ from contracts.episodes import STRAGGLERS, Outcome
 
 @dataclass(frozen=True)
 class Played:
-    """One episode as the estimate sees it."""
+    """One episode as the estimate uses it."""
 
     outcome: str
     length: int
@@ -28,7 +28,7 @@ class Played:
 
 @dataclass(frozen=True)
 class SolveRates:
-    """Solve rate of the episodes kept, and what it would be with the stragglers."""
+    """Solve rate of the kept episodes, and an estimate of that with stragglers."""
 
     kept: float
     lowest: float
@@ -40,11 +40,11 @@ class SolveRates:
 
     @property
     def bias(self) -> float:
-        """How much too high the rate of those kept is, by the estimate."""
+        """Estimated excess of the rate of the kept episodes."""
         return self.kept - self.estimated
 
     def facts(self) -> dict[str, float]:
-        """For a manifest's meta."""
+        """Values for a manifest's meta."""
         return {
             "solve_rate_kept": self.kept,
             "solve_rate_lowest": self.lowest,

@@ -1,4 +1,4 @@
-"""The tokens of one context as they grow: appended by whoever made them, never encoded again."""
+"""Growing tokens of one context: appended by their source, never tokenized again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from inference.engines.base import Completion
 
 
 class Transcript:
-    """Token ids with their roles, logprobs and policy spans, always of equal length."""
+    """Token ids with roles, logprobs and policy spans, all of equal length."""
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self.token_ids: list[int] = []

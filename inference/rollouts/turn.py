@@ -1,4 +1,4 @@
-"""From a policy's turn to what the environment answers."""
+"""Turn a policy's output into the environment's reply."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def arguments_text(call: ToolCallText) -> str:
 async def answer_turn(
     turn: ParsedTurn, workspace: Workspace, *, index: int, timeout_s: float
 ) -> tuple[list[str], list[ToolCallRecord]]:
-    """Execute a turn's calls, in parallel where the sandbox allows it; answers in call order, with a record of each
-    call.
+    """Execute a turn's calls, concurrently where the sandbox allows it. Returns replies in call order, with a record of
+    each.
 
     A turn that can't be parsed is answered by its error and records no call. index: of the turn, from 0. Raises
     InfraFault.

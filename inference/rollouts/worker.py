@@ -1,4 +1,4 @@
-"""One worker of the fan-out: samples its shard's groups, and commits each as soon as its samples are there.
+"""Worker of the fan-out: samples the groups of its shard and commits each as soon as it is complete.
 
     claim -> sample -> grade -> commit, for all groups at once; a group without variance starts the next one of the
     reserve
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GradeResult:
-    """A verdict for the refill decision."""
+    """Verdict for the refill decision."""
 
     solved: bool | None
     """None when grading itself met an infrastructure fault."""
@@ -52,7 +52,7 @@ Grade = Callable[[Task, bytes], Awaitable[GradeResult]]
 
 @dataclass(frozen=True)
 class ShardReport:
-    """What one call of `run_shard` did."""
+    """Result of one call of `run_shard`."""
 
     shard: int
     groups: int
@@ -108,7 +108,7 @@ async def run_shard(
 
 
 class _Shard:
-    """The groups of one worker in flight."""
+    """Groups in flight of one worker."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class _Shard:
             self._start(self._reserve.pop(0), running)
 
     async def _found_or_claimed(self, group: GroupPlan) -> Artifact | None:
-        """The committed group, or None once it is ours to sample. Waits while another live worker has it."""
+        """Committed group, or None once this worker has claimed it. Waits while another live worker holds it."""
         while True:
             found = await asyncio.to_thread(find_group, self._plan, group, self._store)
             if found is None and await asyncio.to_thread(self._owner.claim, group.group_id):
@@ -189,7 +189,7 @@ class _Shard:
         return committed
 
     async def _verdict(self, task: Task, episode: Episode) -> bool | None:
-        """Early verdict where a refill, or the bias of over-sampling, is reckoned from it. Rewards find it again."""
+        """Early verdict for refills and the bias of over-sampling; rewards reuse it."""
         config = self._plan.config
         if not (config.refill or config.oversample) or episode.outcome in (Outcome.INFRA_ERROR, *STRAGGLERS):
             return None
@@ -198,8 +198,8 @@ class _Shard:
         solved = (await self._grade(task, episode.final_diff)).solved
         if solved is None and config.refill and config.profile == "deterministic":
             raise InfraFault(
-                f"an episode of task {task.task_id} could not be graded, and which prompts are drawn again depends on"
-                " it: check envd, then run the same step again, committed groups stay"
+                f"an episode of task {task.task_id} could not be graded, which the refill decision requires: check"
+                " envd, then run the same step again; committed groups stay"
             )
         return solved
 
@@ -222,7 +222,7 @@ async def _check(plan: RolloutPlan, shard: int, engine: Engine, tasks: Mapping[s
 
 @asynccontextmanager
 async def _lease(owner: ClaimOwner) -> AsyncIterator[None]:
-    """Hold the owner's lease, renewed three times a lease time; leaving gives up its claims."""
+    """Hold the owner's lease, renewed three times in each lease time. Leaving the block gives up its claims."""
 
     async def keep() -> None:
         while True:
@@ -241,7 +241,7 @@ async def _lease(owner: ClaimOwner) -> AsyncIterator[None]:
 
 @contextmanager
 def _cancelled_by_sigterm() -> Iterator[None]:
-    """Turn SIGTERM into a cancellation of the current task where nobody else handles it."""
+    """Cancel the current task on SIGTERM if nobody else handles the signal."""
     task = asyncio.current_task()
     unhandled = (
         threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

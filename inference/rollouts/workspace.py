@@ -1,4 +1,4 @@
-"""An episode's sandbox, started when the first tool call needs it."""
+"""Sandbox of an episode, started at the first tool call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class Workspaces:
-    """Hands out workspaces on one envd server and stores each task's files there once."""
+    """Provides workspaces on one envd server and stores each task's files there once."""
 
     def __init__(self, client: SandboxClient, limits: Limits, episode_timeout_s: float) -> None:
         self._client = client
@@ -36,11 +36,11 @@ class Workspaces:
         self._templates: dict[str, asyncio.Task[str]] = {}
 
     def open(self, task: Task) -> Workspace:
-        """The workspace of one attempt at `task`. Nothing is started yet."""
+        """Workspace of one attempt at `task`; nothing is started yet."""
         return Workspace(self, task)
 
     async def start(self, task: Task) -> Sandbox:
-        """A fresh sandbox of `task`. Raises InfraFault."""
+        """Start a fresh sandbox of `task`. Raises InfraFault."""
         for again in (False, True):
             try:
                 return await self._client.create(await self._stored(task), limits=self._limits)
@@ -60,7 +60,7 @@ class Workspaces:
 
 
 class Workspace:
-    """The sandbox of one attempt. An attempt that calls no tool never starts one and leaves an empty diff."""
+    """Sandbox of one attempt. An attempt without tool calls starts none and leaves an empty diff."""
 
     def __init__(self, workspaces: Workspaces, task: Task) -> None:
         self._workspaces = workspaces
@@ -82,7 +82,7 @@ class Workspace:
             raise SandboxBroken(f"a tool call failed: {_words(error, sandbox)}") from error
 
     async def finish(self) -> bytes:
-        """The final diff, of the task's deliverables where it declares any; the sandbox is gone afterwards.
+        """Take the final diff, of the task's deliverables if it declares any; the sandbox is gone afterwards.
 
         Raises SandboxBroken.
         """
@@ -122,5 +122,5 @@ class Workspace:
 
 
 def _words(error: EnvdError, sandbox: Sandbox) -> str:
-    """An error without the sandbox's id, which no record of an episode may depend on."""
+    """Text of an error without the sandbox's id, which no record of an episode may depend on."""
     return str(error).replace(sandbox.id, "of the episode")

@@ -1,4 +1,4 @@
-"""Requests and answers of the HTTP API: OpenAI's, plus `/v1/score`, `/v1/load_weights`, `/v1/withdraw` and
+"""Requests and replies of the HTTP API: OpenAI's, plus `/v1/score`, `/v1/load_weights`, `/v1/withdraw` and
 `/version`.
 """
 
@@ -14,7 +14,7 @@ class _Request(BaseModel):
 
 
 class _Sampling(_Request):
-    """What both completion endpoints take."""
+    """Parameters of both completion endpoints."""
 
     model: str | None = None
     """Any name; the server serves one policy."""
@@ -34,7 +34,7 @@ class _Sampling(_Request):
     @model_validator(mode="after")
     def _refuse_streaming(self) -> Self:
         if self.stream:
-            raise ValueError("streaming is not offered: send stream=false and read the whole answer")
+            raise ValueError("streaming is not supported: send stream=false")
         return self
 
 

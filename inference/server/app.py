@@ -35,7 +35,7 @@ _Body = TypeVar("_Body", bound=BaseModel)
 
 
 class Application:
-    """Handlers, sharing one engine and one tokenizer."""
+    """Handlers that share one engine and one tokenizer."""
 
     def __init__(self, engine: Engine, tokenizer: ChatTokenizer | None, model: str) -> None:
         """tokenizer: None serves token ids only."""
@@ -58,7 +58,7 @@ class Application:
         return Starlette(routes=routes, exception_handlers={TriplaneError: _explain, Exception: _explain})
 
     async def swap(self, directory: Path, version: str) -> None:
-        """Serve another policy from now on, and be in service again.
+        """Serve another policy from now on, and end a withdrawal.
 
         Raises EngineError; the policy in place then stays.
         """
@@ -66,7 +66,7 @@ class Application:
         self.withdrawn = None
 
     async def version(self) -> str:
-        """The policy version being served."""
+        """Policy version that is served."""
         return await self._engine.version()
 
     async def _health(self, request: Request) -> JSONResponse:
@@ -139,7 +139,7 @@ class Application:
     ) -> Completion:
         if self.withdrawn is not None:
             raise Withdrawn(
-                f"this server is withdrawn ({self.withdrawn}): ask another one, or load the live policy here"
+                f"this server is withdrawn ({self.withdrawn}): use another one, or load the live policy here"
             )
         if isinstance(body, CompletionRequest):
             await self._check_version(body.policy_version)
@@ -149,7 +149,7 @@ class Application:
     async def _check_version(self, wanted: str | None) -> None:
         serving = await self._engine.version()
         if wanted is not None and wanted != serving:
-            raise StaleVersion(f"policy {wanted} was asked for, {serving} is served: load it with /v1/load_weights")
+            raise StaleVersion(f"policy {wanted} was requested, but {serving} is served: load it with /v1/load_weights")
 
     def _text(self) -> ChatTokenizer:
         if self._tokenizer is None:
@@ -171,7 +171,7 @@ class Application:
 def _json(
     model: type[_Body], handler: Callable[[_Body], Awaitable[dict[str, Any]]]
 ) -> Callable[[Request], Awaitable[JSONResponse]]:
-    """A route that validates its body first."""
+    """Route that validates the body of its requests."""
 
     async def route(request: Request) -> JSONResponse:
         try:

@@ -1,4 +1,4 @@
-"""Chat messages to prompt tokens and sampled text back to a message, by contracts.chat's markup."""
+"""Convert chat messages to prompt tokens and sampled text to a message, with the markup of contracts.chat."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TOOLS = "You may call these tools, described as JSON, one a line:"
 
 
 def prompt_tokens(tokenizer: ChatTokenizer, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-    """Tokens of the conversation, ending where the assistant's turn begins.
+    """Tokens of the conversation up to the start of the assistant's turn.
 
     Answers to parallel calls share one turn.
     """
@@ -49,7 +49,7 @@ def prompt_tokens(tokenizer: ChatTokenizer, messages: Sequence[Message], tools: 
 
 
 def answer_message(text: str, answer_id: str) -> tuple[dict[str, Any], str]:
-    """The assistant message of sampled text and its finish reason ("tool_calls" or "stop").
+    """Assistant message of sampled text, and its finish reason ("tool_calls" or "stop").
 
     Malformed calls stay text.
     """

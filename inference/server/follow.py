@@ -1,4 +1,4 @@
-"""A server that follows what is live: asks now and then, swaps when the answer changed.
+"""Follow the live policy: poll, and swap when it changes.
 
     source() -> version, directory          same version: nothing to do
         |
@@ -35,7 +35,7 @@ Source = Callable[[], Wanted]
 
 
 async def follow(app: Application, source: Source, poll_s: float) -> None:
-    """Keep `app` on what `source` names, until cancelled. poll_s: seconds between two looks."""
+    """Keep `app` on the policy that `source` names, until cancelled. poll_s: seconds between two polls."""
     said = ""
     while True:
         fault = await _look(app, source)
@@ -46,7 +46,7 @@ async def follow(app: Application, source: Source, poll_s: float) -> None:
 
 
 async def _look(app: Application, source: Source) -> str:
-    """One look; what went wrong, or nothing."""
+    """Poll once. Returns what went wrong, or None."""
     try:
         wanted = await asyncio.to_thread(source)
     except TriplaneError as error:

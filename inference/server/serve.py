@@ -21,7 +21,7 @@ from inference.server.follow import Source, follow
 
 
 def find_policy(policy: str, store: str | None) -> tuple[Path, str]:
-    """The checkpoint directory and version that `policy` names.
+    """Checkpoint directory and version of `policy`.
 
     policy: a directory, or the first digits (at least 6) of a checkpoint artifact's content digest or action key in the
     store.
@@ -40,7 +40,7 @@ def find_policy(policy: str, store: str | None) -> tuple[Path, str]:
     if not found:
         raise ArtifactMissing(f"--policy {policy}: neither a directory nor a checkpoint in store {opened.url}")
     if len(found) > 1:
-        raise ConfigError(f"--policy {policy} fits {len(found)} checkpoints of store {opened.url}: give more digits")
+        raise ConfigError(f"--policy {policy} matches {len(found)} checkpoints of store {opened.url}: give more digits")
     (ref,) = found.values()
     return open_artifact(opened, ref).directory(), ref.digest
 
@@ -55,7 +55,7 @@ def split_address(listen: str) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class Following:
-    """Where a server learns which policy to serve from now on."""
+    """Source of the policy to serve from now on."""
 
     source: Source
     poll_s: float
@@ -108,7 +108,7 @@ async def _serve(
 
 @asynccontextmanager
 async def _beside(server: uvicorn.Server, work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run `work` while the server serves; a failure of it ends the server and is raised."""
+    """Run `work` while the server runs; its failure ends the server and is raised."""
 
     def ended(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:

@@ -140,7 +140,7 @@ def test_a_second_machine_works_from_the_bucket_alone(on_s3: Laboratory, tmp_pat
     ("store", "endpoint", "message"),
     [
         ("s3://absent/x", None, r"error: bucket absent does not exist at http\S+: create it"),
-        ("s3:///x", None, "error: s3 store without a bucket"),
+        ("s3:///x", None, "error: the S3 store has no bucket"),
         (
             "s3://triplane/x",
             "http://127.0.0.1:9",

@@ -130,7 +130,7 @@ def not_finite(tensors: dict[str, torch.Tensor]) -> None:
         (
             "checkpoint",
             weights_spoiled(not_finite),
-            (f"{SCALE} holds numbers that are not finite", "take an earlier policy"),
+            (f"{SCALE} contains numbers that are not finite", "use an earlier policy"),
         ),
     ],
 )
@@ -276,9 +276,9 @@ def models(version: str) -> bytes:
 @pytest.mark.parametrize(
     ("said_by_it", "said"),
     [
-        (None, ("http://127.0.0.1:9/v1/models can't be reached", "is the server running there?")),
-        (b"<html>hello</html>", ("answered no JSON but '<html>hello</html>'", "is an engine's API there?")),
-        (b"{}", ("/models names no model",)),
+        (None, ("http://127.0.0.1:9/v1/models can't be reached", "start the server or correct the address")),
+        (b"<html>hello</html>", ("sent an invalid reply, '<html>hello</html>'", "an engine's API runs there")),
+        (b"{}", ("/models lists no model",)),
         (models("f" * 64), ("/load_weights can't be reached",)),
         (models("POLICY"), ("engine", "run")),
     ],

@@ -96,7 +96,7 @@ def test_a_malformed_dagster_yaml(laboratory: Laboratory, text: str) -> None:
     [
         (b'{"instance_id": 1\n', "rows.jsonl line 1 is not JSON"),
         (b"\xff\xfe\x00", "rows.jsonl is not UTF-8"),
-        (None, "rows.jsonl is not there"),
+        (None, "rows.jsonl does not exist"),
     ],
 )
 def test_malformed_rows_of_tasks(laboratory: Laboratory, data: bytes | None, said: str) -> None:
@@ -200,9 +200,9 @@ QUERY = "model.layers.0.self_attn.q_proj.weight"
 @pytest.mark.parametrize(
     ("name", "tensor", "said"),
     [
-        (QUERY, None, rf"does not give tensor {QUERY}"),
+        (QUERY, None, rf"has no readable tensor {QUERY}"),
         (QUERY, torch.ones(3, 3), rf"tensor {QUERY} is \(3, 3\), config.json says \(256, 128\): fetch both again"),
-        (QUERY, torch.full((256, 128), float("nan")), rf"tensor {QUERY} holds numbers that are not finite"),
+        (QUERY, torch.full((256, 128), float("nan")), rf"tensor {QUERY} contains numbers that are not finite"),
     ],
     ids=["absent", "wrong shape", "not finite"],
 )

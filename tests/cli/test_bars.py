@@ -21,7 +21,7 @@ with Bars() as bars:
 """
 
 
-def test_a_pipe_gets_plain_lines_and_not_too_many() -> None:
+def test_progress_in_a_pipe_is_plain_and_rate_limited() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert done.stderr.splitlines() == [
         "0003 rollouts sampling  0/100  tokens per second 6100",

@@ -54,7 +54,7 @@ def no_tools(tmp_path: Path) -> str:
     return str(folder)
 
 
-def test_this_machine_can_run_the_quickstart_and_looking_leaves_nothing(tmp_path: Path) -> None:
+def test_doctor_passes_here_and_leaves_no_files(tmp_path: Path) -> None:
     done = doctor(tmp_path, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     found = rows_of(done)
@@ -115,7 +115,7 @@ def s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     server.stop()
 
 
-def test_s3_is_tried_by_a_probe_that_goes_again(s3: str) -> None:
+def test_doctor_removes_its_probe_object_from_s3(s3: str) -> None:
     found = services.store()
     assert found.state == "ok" and "If-None-Match" in found.found, found
     left = boto3.client("s3").list_objects_v2(Bucket="triplane").get("Contents", [])
@@ -124,7 +124,7 @@ def test_s3_is_tried_by_a_probe_that_goes_again(s3: str) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "words"),
-    [("refuse", "s3:PutObject"), ("unconditional", "overwrites objects in spite of If-None-Match")],
+    [("refuse", "s3:PutObject"), ("unconditional", "ignores If-None-Match")],
 )
 def test_s3_without_permission_or_conditions_is_broken(
     s3: str, fault: Any, words: str, monkeypatch: pytest.MonkeyPatch
@@ -175,7 +175,7 @@ def test_a_program_that_hangs_or_fails_is_broken_and_holds_nothing_up(
     ]
 
 
-def test_what_is_not_as_tested_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_doctor_names_versions_that_differ_from_constraints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "constraints.txt").write_text("# comment\nnumpy==0.1\nnever-heard-of-it==1\nhttpx>0\n")
     monkeypatch.setattr(machine, "ROOT", tmp_path)
     found = machine.tested_versions()

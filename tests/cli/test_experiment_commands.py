@@ -25,12 +25,12 @@ def one_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIPLANE_EXPERIMENTS", str(folder))
 
 
-def test_the_reference_page_is_current() -> None:
+def test_reference_of_settings_is_current() -> None:
     written = (REPOSITORY / "docs" / "experiments.md").read_text()
     assert written == experiment_reference(), "run `triplane experiments docs -o docs/experiments.md`"
 
 
-def test_every_key_of_the_experiment_itself_says_what_it_means() -> None:
+def test_every_key_of_an_experiment_has_a_description() -> None:
     texts = field_docstrings(Experiment)
     assert [name for name in Experiment.model_fields if not texts.get(name)] == []
 

@@ -52,7 +52,7 @@ def test_demo_survives_an_interrupt_and_ends_with_the_table(tmp_path: Path) -> N
     first.send_signal(signal.SIGINT)
     _, said = first.communicate(timeout=60)
     assert first.returncode == 130, said
-    assert "Traceback" not in said and "go on with" in said
+    assert "Traceback" not in said and "continue with" in said
 
     done = subprocess.run(command, env=place, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr

@@ -28,7 +28,7 @@ print("finished")
 
 
 @pytest.mark.parametrize(("seen", "status"), [("after", 0), ("before", 130)])
-def test_a_signal_at_the_end_of_the_work_takes_nothing_from_it(seen: str, status: int) -> None:
+def test_signal_at_the_end_of_the_work_keeps_its_result(seen: str, status: int) -> None:
     """seen: whether the watcher looks after the work has ended, or right before."""
     done = subprocess.run([sys.executable, "-c", SEEN_LATE, seen], capture_output=True, text=True, timeout=60)
     assert done.stdout == "finished\n", "the watcher ended the process while it ended by itself"

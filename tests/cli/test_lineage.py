@@ -20,31 +20,31 @@ def names(history: History, uris: set[str]) -> set[str]:
     return {name for name, artifact in history.artifacts.items() if artifact.ref.uri in uris}
 
 
-def test_a_checkpoint_knows_what_made_it(history: History) -> None:
+def test_lineage_of_a_checkpoint_lists_its_ancestors(history: History) -> None:
     found = trace(history.store, history.digest("next"))
     made_of = names(history, {step.node.ref.uri for step in found.ancestors})
     assert made_of == {"dataset", "rollouts", "rewards", "inputs", "suite", "base"}
 
 
-def test_a_policy_knows_everything_made_of_it(history: History) -> None:
+def test_lineage_of_a_policy_lists_its_descendants(history: History) -> None:
     found = trace(history.store, history.digest("base"))
     made_into = names(history, {step.node.ref.uri for step in found.descendants})
     assert made_into == {"inputs", "rollouts", "rewards", "dataset", "next", "next_state"}
 
 
-def test_a_kept_episode_leads_to_the_checkpoint_trained_on_it(history: History) -> None:
+def test_lineage_of_a_kept_episode_reaches_its_checkpoint(history: History) -> None:
     (use,) = trace(history.store, history.solved.episode_id).uses
     assert use.membership.kept
     assert [node.ref.digest for node in use.checkpoints] == [history.digest("next")]
 
 
-def test_an_episode_left_out_says_why_and_has_no_descendants(history: History) -> None:
+def test_lineage_of_a_dropped_episode_gives_the_reason_and_no_descendants(history: History) -> None:
     found = trace(history.store, history.failed.episode_id)
     assert [(use.membership.kept, use.membership.reason) for use in found.uses] == [(False, "zero_variance")]
     assert found.descendants == ()
 
 
-def test_any_unambiguous_beginning_is_enough(history: History) -> None:
+def test_unambiguous_prefixes_are_accepted(history: History) -> None:
     assert trace(history.store, history.solved.episode_id[:12]).episode is not None
     (node,) = trace(history.store, history.digest("dataset")[:10]).starts
     assert node.ref.kind == "dataset"
@@ -52,7 +52,7 @@ def test_any_unambiguous_beginning_is_enough(history: History) -> None:
     assert node.ref.kind == "dataset"
 
 
-def test_an_ambiguous_beginning_names_the_candidates(history: History) -> None:
+def test_ambiguous_prefix_lists_the_candidates(history: History) -> None:
     digests = [artifact.ref.digest for artifact in history.artifacts.values()]
     keys = [artifact.ref.key for artifact in history.artifacts.values()]
     first = next(letter for letter in "0123456789abcdef" if sum(name[0] == letter for name in digests + keys) > 1)
@@ -66,7 +66,7 @@ def test_an_unknown_digest_is_one_clear_error(history: History, query: str) -> N
         trace(history.store, query)
 
 
-def test_a_parent_that_is_gone_is_named_and_marked(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_missing_parent_is_listed_and_marked(tmp_path_factory: pytest.TempPathFactory) -> None:
     store = open_store(str(tmp_path_factory.mktemp("gone")))
     gone = ArtifactRef(kind="dataset", key="a" * 64, digest="b" * 64)
     with ArtifactWriter(store, "checkpoint", "c" * 64, parents={"dataset": gone}, config={}, code_version="1") as out:
@@ -77,7 +77,7 @@ def test_a_parent_that_is_gone_is_named_and_marked(tmp_path_factory: pytest.Temp
 
 
 @given(st.lists(st.sets(st.integers(0, 30), max_size=4), min_size=1, max_size=12), st.data())
-def test_ancestors_and_descendants_are_each_others_inverse(parents: list[set[int]], data: st.DataObject) -> None:
+def test_ancestors_and_descendants_are_inverse(parents: list[set[int]], data: st.DataObject) -> None:
     refs = [ArtifactRef(kind="node", key=f"{index:064x}", digest=f"{index:064x}") for index in range(len(parents))]
     edges = [
         Edge(refs[parent].uri, refs[child].uri, "input")
@@ -122,7 +122,7 @@ def test_an_unknown_digest_exits_1_with_one_line(triplane: Run) -> None:
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
 
-def test_a_traceback_is_there_for_those_who_ask(triplane: Run) -> None:
+def test_debug_variable_shows_the_traceback(triplane: Run) -> None:
     assert "Traceback" in triplane("lineage", "feedbeef", env={"TRIPLANE_DEBUG": "1"}).stderr
 
 
@@ -137,7 +137,7 @@ def test_an_episode_of_an_unfinished_iteration_is_found_in_its_group(history: Hi
     assert found.uses == ()
 
 
-def test_equal_content_made_twice_is_one_answer(tmp_path: Path) -> None:
+def test_equal_content_under_two_keys_is_one_result(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     for key in ("1" * 64, "2" * 64):
         with ArtifactWriter(store, "checkpoint", key, parents={}, config={}, code_version="1") as out:

@@ -91,7 +91,7 @@ def test_a_dry_run_says_what_the_next_iteration_would_make(read: Run, tmp_path: 
     assert next(step["state"] for step in steps if step["step"] == "base_policy") == "will run"
 
 
-def test_every_column_and_fact_that_came_later_reads_as_absent(old: Store) -> None:
+def test_missing_columns_of_old_stores_read_as_absent(old: Store) -> None:
     for (kind, file), columns in COLUMNS.items():
         artifact = the(old, kind)
         whole, parts = artifact.table(file), artifact.table(file, list(columns))
@@ -103,7 +103,7 @@ def test_every_column_and_fact_that_came_later_reads_as_absent(old: Store) -> No
         assert facts.items() <= the(old, kind).meta.items()
 
 
-def test_an_old_table_has_every_column_of_todays_schema(old: Store) -> None:
+def test_old_tables_are_read_with_the_current_schema(old: Store) -> None:
     for kind, file, schema in (
         ("rollouts", "episodes.parquet", EPISODES),
         ("dataset", "train.parquet", TRAIN),
@@ -114,7 +114,7 @@ def test_an_old_table_has_every_column_of_todays_schema(old: Store) -> None:
         assert {field.name: field.type for field in schema} == found
 
 
-def test_old_rollouts_and_rewards_build_todays_dataset(old: Store) -> None:
+def test_old_rollouts_and_rewards_build_a_current_dataset(old: Store) -> None:
     rewards = the(old, "rewards")
     rollouts = next(each for each in list_artifacts(old, "rollouts") if each.ref in rewards.manifest.parents.values())
     paths = [rollouts.path("episodes.parquet"), rollouts.path("sequences.parquet"), rewards.path("rewards.parquet")]

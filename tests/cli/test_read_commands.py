@@ -76,7 +76,7 @@ def test_episodes_show_prints_roles_calls_diff_and_verdict(here: Run, history: H
     assert "kept it" in printed
 
 
-def test_episodes_show_in_json_reads_the_very_tokens(here: Run, history: History) -> None:
+def test_episodes_show_in_json_contains_the_recorded_tokens(here: Run, history: History) -> None:
     found = json.loads(here("episodes", "show", history.failed.episode_id, "--json").stdout)
     assert [message["role"] for message in found["messages"][0]] == ["task", "policy", "environment", "policy"]
     assert sum(message["tokens"] for message in found["messages"][0]) == found["tokens"]
@@ -108,12 +108,12 @@ def test_a_wrong_option_exits_2(here: Run) -> None:
 
 
 @given(st.text())
-def test_nothing_that_a_policy_wrote_can_steer_a_terminal(text: str) -> None:
+def test_control_characters_of_a_policy_are_escaped(text: str) -> None:
     shown = cell({"diff": [text, text]}).replace("\r\n", "\n")
     assert all(letter.isprintable() or letter in "\t\n" or ord(letter) > 0x9F for letter in shown)
 
 
-def test_questions_to_the_store_do_not_wait_for_dagster(history: History) -> None:
+def test_read_commands_do_not_import_dagster(history: History) -> None:
     program = (
         "import sys; sys.argv = ['triplane', 'status']\nfrom triplane_dagster.cli import main\ntry: main()\nexcept"
         " SystemExit as end: assert not end.code\nassert 'dagster' not in sys.modules"

@@ -88,11 +88,11 @@ def test_dagsters_pages_show_a_rollback_by_command(triplane: Run) -> None:
     [
         (["--to", "9", "--yes"], "matches no single policy that was live"),
         (["--to", "feedbeef", "--yes"], "'feedbeef'"),
-        (["--yes", "--reason", " "], "needs a reason"),
+        (["--yes", "--reason", " "], "the reason of the rollback is empty"),
         ([], "add --yes"),
     ],
 )
-def test_what_can_not_be_rolled_back_is_one_line_and_changes_nothing(
+def test_impossible_rollback_fails_with_one_line_and_changes_nothing(
     arguments: list[str], named: str, triplane: Run, mine: History
 ) -> None:
     done = triplane("rollback", "-e", EXPERIMENT, *arguments)
@@ -110,9 +110,9 @@ def test_a_target_whose_files_are_damaged_is_refused_before_anything_changes(tri
     assert len(Registry(mine.store, EXPERIMENT).history()) == 1
 
 
-def test_following_and_naming_a_policy_exclude_each_other(triplane: Run) -> None:
+def test_follow_and_policy_options_are_exclusive(triplane: Run) -> None:
     done = triplane("serve", "-e", EXPERIMENT, "--follow", "--policy", "base")
-    assert done.returncode == 1 and "leave one of them out" in done.stderr
+    assert done.returncode == 1 and "use one of the two options" in done.stderr
 
 
 def name_server(tmp_path: Path, url: str) -> None:
@@ -127,9 +127,7 @@ def silent_server() -> Iterator[tuple[str, socket.socket]]:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1", listening
 
 
-def test_naming_the_live_policy_brings_the_servers_and_changes_nothing(
-    triplane: Run, mine: History, tmp_path: Path
-) -> None:
+def test_rollback_to_the_live_policy_updates_servers_only(triplane: Run, mine: History, tmp_path: Path) -> None:
     done = triplane("rollback", "-e", EXPERIMENT, "--to", "1")
     assert done.returncode == 0, done.stderr
     assert "is already live" in done.stdout and "servers: none are named" in done.stdout
@@ -143,7 +141,7 @@ def test_naming_the_live_policy_brings_the_servers_and_changes_nothing(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_swap_says_that_it_is_rolled_back_and_how_to_bring_the_servers(
+def test_interrupted_swap_reports_the_rollback_and_how_to_update_servers(
     number: signal.Signals, triplane: Run, mine: History, tmp_path: Path
 ) -> None:
     with silent_server() as (url, listening):

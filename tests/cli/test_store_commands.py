@@ -33,7 +33,7 @@ def triplane(store: LocalStore) -> Command:
     return lambda *arguments: CliRunner().invoke(app, arguments, env={"TRIPLANE_STORE": store.url, "COLUMNS": "250"})
 
 
-def test_a_whole_store_is_said_to_be_whole(triplane: Command, store: LocalStore) -> None:
+def test_check_reports_an_intact_store(triplane: Command, store: LocalStore) -> None:
     done = triplane("store", "check")
     assert done.exit_code == 0 and done.stdout == "1 artifacts, 1 files: all as committed\n"
     assert json.loads(triplane("store", "check", "--json").stdout) == {
@@ -45,7 +45,7 @@ def test_a_whole_store_is_said_to_be_whole(triplane: Command, store: LocalStore)
     }
 
 
-def test_damage_is_shown_and_exits_with_one_line(triplane: Command, store: LocalStore) -> None:
+def test_check_lists_damage_and_exits_with_one_line(triplane: Command, store: LocalStore) -> None:
     (key,) = (key for key in store.list("artifacts/") if key.endswith("data.bin"))
     store.local_path(key).chmod(0o644)
     store.local_path(key).write_bytes(b"forged")
@@ -58,7 +58,7 @@ def test_damage_is_shown_and_exits_with_one_line(triplane: Command, store: Local
     )
 
 
-def test_garbage_is_shown_before_it_goes(triplane: Command, store: LocalStore) -> None:
+def test_gc_dry_run_lists_garbage_before_it_is_removed(triplane: Command, store: LocalStore) -> None:
     assert triplane("store", "gc").stdout == f"nothing to remove in {store.url}\n"
     (store.scratch / "stage-000000.1.1.x").mkdir()
     (path,) = store.scratch.iterdir()
@@ -69,7 +69,7 @@ def test_garbage_is_shown_before_it_goes(triplane: Command, store: LocalStore) -
     assert (row["what"], row["place"]) == ("staging", str(path)) and not path.exists()
 
 
-def test_a_young_attempt_is_spared_and_an_old_one_goes(triplane: Command, store: LocalStore) -> None:
+def test_gc_keeps_young_attempts_and_removes_old_ones(triplane: Command, store: LocalStore) -> None:
     kept = store.list("")
     store.create(f"artifacts/thing/{'a' * 64}/loser/data.bin", bytes(2_000_000))
     path, then = store.local_path(f"artifacts/thing/{'a' * 64}/loser/data.bin"), time.time() - 3 * 3600

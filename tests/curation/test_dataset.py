@@ -175,7 +175,7 @@ def test_a_member_left_out_for_its_length_still_counts_in_its_groups_mean(tmp_pa
     assert at_the_limit["episode_id"].to_pylist() == ["a0", "a1"]
 
 
-def test_nothing_to_learn_from_gives_an_empty_train_table_and_a_report_that_says_so(tmp_path: Path) -> None:
+def test_groups_without_variance_give_an_empty_dataset_with_reasons(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     rows = two_groups()
     for row in rows["rewards"]:

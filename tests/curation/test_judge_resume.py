@@ -83,7 +83,7 @@ def served(tmp_path: Path) -> Iterator[str]:
     process.wait(30)
 
 
-def test_our_own_server_can_be_asked_and_a_random_policy_is_no_judge(tmp_path: Path, served: str) -> None:
+def test_own_server_works_as_judge_endpoint(tmp_path: Path, served: str) -> None:
     store = LocalStore(tmp_path / "store")
     played = rollouts(store, [episode("a"), episode("b", b"wrong")])
     graded = grade(store, played, judging(served, max_tokens=8))

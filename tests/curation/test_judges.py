@@ -61,9 +61,7 @@ def judging(server: JudgeServer, weight: float = 1.0, max_ungraded: float = 0.0,
     )
 
 
-def test_a_judgement_is_asked_by_schema_scaled_to_0_and_1_and_kept_as_it_was_said(
-    store: LocalStore, server: JudgeServer
-) -> None:
+def test_judgement_is_requested_by_schema_scaled_and_stored_verbatim(store: LocalStore, server: JudgeServer) -> None:
     graded = grade(store, rollouts(store, [episode("a"), episode("b", b"wrong")]), judging(server, 0.5))
     assert graded.rewards["reward"].to_pylist() == pytest.approx([1.4, 0.15])
     assert graded.evidence["value"].to_pylist() == pytest.approx([0.8, 0.3])
@@ -84,9 +82,7 @@ def test_several_judgements_have_their_own_seeds_and_are_averaged(store: LocalSt
     assert {body["top_p"] for body in server.asked} == {0.9} and "max_tokens" not in server.asked[0]
 
 
-def test_nothing_is_asked_twice_neither_at_once_nor_later_nor_with_other_weights(
-    store: LocalStore, server: JudgeServer
-) -> None:
+def test_judge_requests_are_never_repeated(store: LocalStore, server: JudgeServer) -> None:
     server.delay_s = 0.05
     played = rollouts(store, [episode(str(index), b"right" if index % 2 else b"wrong") for index in range(8)])
     old = grade(store, played, judging(server))
@@ -101,7 +97,7 @@ def test_nothing_is_asked_twice_neither_at_once_nor_later_nor_with_other_weights
 @pytest.mark.parametrize(
     "change", [{"model": "judge-2"}, {"revision": "2"}, {"template": "{diff}?"}, {"temperature": 0.1}]
 )
-def test_another_model_prompt_or_temperature_is_another_question(
+def test_model_prompt_and_temperature_change_the_request_key(
     store: LocalStore, server: JudgeServer, change: dict[str, Any]
 ) -> None:
     played = rollouts(store, [episode("a")])
@@ -111,7 +107,7 @@ def test_another_model_prompt_or_temperature_is_another_question(
     assert len(server.asked) == 2
 
 
-def test_where_an_endpoint_is_and_its_key_are_in_no_slice(server: JudgeServer) -> None:
+def test_endpoint_address_and_key_are_in_no_action_key(server: JudgeServer) -> None:
     moved = judging(server, endpoint={"url": "https://judge/v1", "api_key_env": "JUDGE_KEY", "concurrency": 3})
     assert moved.slice() == judging(server).slice()
     assert "endpoint" not in json.dumps(moved.slice()) and moved.slice()["components_version"] == "1"
@@ -131,7 +127,7 @@ def test_where_an_endpoint_is_and_its_key_are_in_no_slice(server: JudgeServer) -
         ("", "is not"),
     ],
 )
-def test_an_answer_outside_the_schema_is_no_value_and_never_0(store: LocalStore, answer: str, says: str) -> None:
+def test_reply_outside_the_schema_gives_no_value_instead_of_0(store: LocalStore, answer: str, says: str) -> None:
     with judge_server(lambda path, body: said(answer) if "wrong" in shown(body) else scored(5)) as server:
         played = rollouts(store, [episode("a", b"wrong"), episode("b")])
         graded = grade(store, played, judging(server, max_ungraded=0.5))
@@ -176,9 +172,9 @@ def test_an_endpoint_that_is_down_ends_in_one_line_and_what_others_found_is_kept
     assert bench.verified == 2, "as written, and repeated"
 
 
-def test_an_address_that_is_none_is_named(store: LocalStore, server: JudgeServer) -> None:
+def test_invalid_endpoint_url_is_reported(store: LocalStore, server: JudgeServer) -> None:
     played = rollouts(store, [episode("a")])
-    with pytest.raises(CurationError, match=r"component review: http://host:port/v1.* is no URL"):
+    with pytest.raises(CurationError, match=r"component review: http://host:port/v1.* is not a URL"):
         grade(store, played, judging(server, endpoint={"url": "http://host:port/v1"}))
 
 
@@ -233,7 +229,7 @@ def test_judges_are_asked_while_tests_run_and_never_more_at_once_than_allowed(
     assert max(seen) > 0, "no judgement was asked for before the tests had run"
 
 
-def test_waiting_for_others_requests_is_no_part_of_ones_own_deadline(store: LocalStore, server: JudgeServer) -> None:
+def test_queueing_does_not_count_against_the_request_deadline(store: LocalStore, server: JudgeServer) -> None:
     server.delay_s = 0.3
     played = rollouts(store, [episode(str(index), b"right %d" % index) for index in range(14)])
     patient = judging(server, endpoint={"concurrency": 1, "timeout_s": 3, "attempts": 1})
@@ -246,7 +242,7 @@ ATTACK = (
 )
 
 
-def test_what_an_episode_says_to_the_judge_stays_fenced_data(store: LocalStore, server: JudgeServer) -> None:
+def test_judged_text_can_not_leave_its_fence(store: LocalStore, server: JudgeServer) -> None:
     attacker = episode("a", b"wrong " + ATTACK.encode(), says=ATTACK)
     grade(store, rollouts(store, [attacker]), judging(server, template="{transcript}\n{diff}"))
     (body,) = server.asked
@@ -266,7 +262,7 @@ def test_places_in_an_episodes_own_text_are_not_filled_and_long_parts_lose_their
     assert neutral("a < b | c <div> [1]") == "a < b | c <div> [1]"
 
 
-def test_episodes_that_say_nothing_of_the_policy_are_not_judged(store: LocalStore, server: JudgeServer) -> None:
+def test_infrastructure_errors_are_not_judged(store: LocalStore, server: JudgeServer) -> None:
     played = rollouts(store, [episode("a", outcome=Outcome.INFRA_ERROR), episode("b", outcome=Outcome.ABORTED)])
     graded = grade(store, played, judging(server))
     assert graded.rewards["reward"].to_pylist() == [None, None]
@@ -291,7 +287,7 @@ def test_bare_episodes_can_not_be_judged(store: LocalStore, server: JudgeServer)
         )
 
 
-def test_a_lone_surrogate_in_an_answer_does_no_harm(store: LocalStore) -> None:
+def test_lone_surrogates_in_a_reply_are_stored_safely(store: LocalStore) -> None:
     with judge_server(lambda path, body: (200, '{"choices": [{"message": {"content": "\\ud800"}}]}')) as server:
         graded = grade(store, rollouts(store, [episode("a")]), judging(server, max_ungraded=1.0))
     assert graded.rewards["reward"].to_pylist() == [None]

@@ -57,7 +57,7 @@ def test_a_reward_is_the_weighted_sum_of_clipped_values_and_each_is_kept(tmp_pat
     assert (summary["rash"].nonzero, summary["solved"].mean, summary["valid"].mean) == (0.5, 0.5, 1.0)
 
 
-def test_a_component_that_weighs_nothing_is_recorded_and_changes_no_reward(tmp_path: Path) -> None:
+def test_component_with_weight_0_is_recorded_only(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     played = rollouts(store, [episode("a", b"half")])
     plain = grade(store, played, RewardConfig())

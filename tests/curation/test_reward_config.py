@@ -37,7 +37,7 @@ def rewards_key(experiment: Experiment) -> str:
         ),
         (SHARE | {"kind": "lenght"}, "components.0 = .*'lenght'.*'length'"),
         (SHARE | {"name": "Share!"}, "components.0.name = 'Share!'"),
-        (SHARE | {"name": "solved"}, "the name solved is taken: give each component its own"),
+        (SHARE | {"name": "solved"}, "the name solved is used twice: give each component its own"),
         (SHARE | {"weight": float("nan")}, "components.0.weight = nan"),
         (SHARE | {"clip_low": 1, "clip_high": 0}, "clip_low 1.0 exceeds clip_high 0.0: swap them"),
         (
@@ -46,7 +46,7 @@ def rewards_key(experiment: Experiment) -> str:
         ),
         ({"kind": "trace", "name": "t", "weight": 1, "rule": "luck"}, "components.0.rule = 'luck'"),
         (JUDGE | {"template": "{dif}"}, "template names {dif}: known are {task}, {diff}"),
-        (JUDGE | {"template": "how good?"}, "template names no part of the episode"),
+        (JUDGE | {"template": "how good?"}, "template uses no part of the episode"),
         (JUDGE | {"lowest": 5, "highest": 5}, "lowest 5.0 is not below highest 5.0"),
         (JUDGE | {"endpoint": {"url": "ftp://h/v1"}}, "endpoint.url must be http"),
         (JUDGE | {"kind": "reward_model", "api": "score", "input": "tokens"}, "api score compares two texts"),
@@ -68,7 +68,7 @@ def test_a_secret_written_into_the_file_is_refused_and_not_repeated(endpoint: di
 
 
 def test_two_components_of_one_name_are_refused() -> None:
-    with pytest.raises(ExperimentError, match="the name share is taken"):
+    with pytest.raises(ExperimentError, match="the name share is used twice"):
         composed(SHARE, SHARE)
 
 

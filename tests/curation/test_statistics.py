@@ -55,7 +55,7 @@ def test_copies_of_a_tasks_samples_do_not_narrow_the_interval(outcomes: list[int
 
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(1, 8)), max_size=60))
-def test_a_rates_interval_holds_it_and_mirrors(tasks: list[tuple[int, int]]) -> None:
+def test_rate_interval_contains_the_rate_and_is_symmetric(tasks: list[tuple[int, int]]) -> None:
     solved, samples = [min(wins, count) for wins, count in tasks], [count for _, count in tasks]
     low, high = rate_interval(solved, samples)
     failed = [count - wins for wins, count in zip(solved, samples, strict=True)]
@@ -71,7 +71,7 @@ def test_a_perfect_score_counts_tasks_and_not_samples() -> None:
     assert high == 1.0 and 0.93 < low < 0.95
 
 
-def test_below_two_tasks_nothing_is_known() -> None:
+def test_fewer_than_two_tasks_give_the_widest_interval() -> None:
     assert rate_interval([3], [4]) == rate_interval([], []) == rate_interval([3, 0], [4, 0]) == (0.0, 1.0)
 
 
@@ -141,12 +141,12 @@ def test_tasks_that_only_one_policy_played_are_left_out() -> None:
     assert paired_difference({"a": [1], "b": [1], "x": [0]}, {"a": [1], "b": [1], "y": [1], "x": []}).n == 2
 
 
-def test_a_single_task_proves_nothing() -> None:
+def test_single_task_is_never_non_inferior() -> None:
     assert not non_inferior(paired_difference({"a": [1]}, {"a": [0]}), 0.5).holds
 
 
 @given(OUTCOMES, st.floats(0, 1))
-def test_a_policy_against_itself_differs_by_nothing_and_is_not_taken_to_be_equal_for_certain(
+def test_difference_of_a_policy_from_itself_is_zero_with_an_interval(
     outcomes: dict[str, list[int]], margin: float
 ) -> None:
     found = paired_difference(outcomes, outcomes)
@@ -160,7 +160,7 @@ def test_equal_policies_pass_a_margin_of_five_points() -> None:
     assert non_inferior(paired_difference(outcomes, outcomes, 0.9), 0.05).holds
 
 
-def test_non_inferiority_asks_the_lower_bound() -> None:
+def test_non_inferiority_uses_the_lower_bound() -> None:
     worse = paired_difference(
         {str(task): [task % 10 != 0] for task in range(100)}, {str(task): [1] for task in range(100)}
     )

@@ -264,7 +264,7 @@ def test_observed_values_are_compared_with_what_only_the_judge_knows() -> None:
     assert [test.status for test in verdict.tests] == ["passed", "error"]
 
 
-def test_what_the_reference_does_too_is_no_finding_and_notes_take_no_verdict_away() -> None:
+def test_findings_of_the_reference_and_notes_do_not_change_the_verdict() -> None:
     told = dataclasses.replace(SOLVED, tampering=("frames:sys._getframe", "undone:conftest.py"))
     known = dataclasses.replace(TASK, checks=Checks(None, (), known=("frames:sys._getframe",)))
     verdict = asyncio.run(Verifier(ScriptedClient(told), None).grade(known, b"diff"))
@@ -301,5 +301,5 @@ def test_a_damaged_verdict_names_its_file_and_the_fix(tmp_path: Path) -> None:
 
 def test_a_task_without_hidden_tests_is_refused() -> None:
     bare = Task("bare", "sum", Split.TRAIN, "fix", {}, {}, (), b"", {})
-    with pytest.raises(CurationError, match="bare names no hidden tests"):
+    with pytest.raises(CurationError, match="bare has no hidden tests"):
         asyncio.run(Verifier(ScriptedClient(SOLVED), None).grade(bare, b""))

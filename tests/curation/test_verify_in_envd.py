@@ -203,9 +203,7 @@ def test_a_task_that_declares_deliverables_is_graded_by_them_and_under_another_k
     assert len({verdict_key(task, diffs["right"]) for task in (TASK, declares, others)}) == 3
 
 
-def test_a_grader_that_shares_nothing_with_us_agrees(
-    diffs: dict[str, bytes], verdicts: dict[str, Verdict], tmp_path: Path
-) -> None:
+def test_independent_grader_agrees(diffs: dict[str, bytes], verdicts: dict[str, Verdict], tmp_path: Path) -> None:
     names = ["right", "right and renamed", "half right", "exits", "skips", "conftest", "does not apply"]
 
     def coded(files: Mapping[str, bytes]) -> dict[str, str]:

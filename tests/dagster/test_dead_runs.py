@@ -50,7 +50,7 @@ def test_a_killed_run_is_canceled_and_a_living_one_is_not(tmp_path: Path) -> Non
         child.stdout.close()
 
 
-def test_a_process_is_named_by_its_pid_and_start_and_has_no_name_once_it_is_gone() -> None:
+def test_process_identity_contains_pid_and_start_time() -> None:
     mine = process_name(os.getpid())
     assert mine is not None and mine.endswith(f"/{os.getpid()}/{start_of(os.getpid())}")
     child = subprocess.Popen(["sleep", "60"])

@@ -60,7 +60,7 @@ def test_a_good_candidate_plays_a_smoke_episode_and_goes_live(ran: World) -> Non
     assert outside == {"smoke.json"}, "what a smoke episode took must not reach the decision's digest"
 
 
-def test_the_iterations_of_a_run_smoked_their_candidates(ran: World) -> None:
+def test_iterations_play_a_smoke_episode_with_their_candidates(ran: World) -> None:
     for iteration in ran.made:
         smoke = read_smoke(open_artifact(ran.store, require_ref(ran.store, ran.experiment.name, "sampler", iteration)))
         assert smoke is not None and smoke.fault is None and smoke.tokens > 0
@@ -70,9 +70,7 @@ def test_the_iterations_of_a_run_smoked_their_candidates(ran: World) -> None:
     ("value", "named"),
     [(float("nan"), "model.norm.weight"), (None, "model.norm.weight"), (3e38, "the engine has stopped")],
 )
-def test_a_candidate_that_can_not_be_served_is_refused_by_name_and_never_live(
-    ran: World, value: float | None, named: str
-) -> None:
+def test_candidate_that_can_not_be_served_is_refused(ran: World, value: float | None, named: str) -> None:
     stage = stage_of(ran, f"spoilt_{str(value)[:3]}")
     bad = spoilt(ran, stage.first, "model.norm.weight", value)
     decision = stage.publish(bad, stage.base, "0000")
@@ -81,7 +79,7 @@ def test_a_candidate_that_can_not_be_served_is_refused_by_name_and_never_live(
     assert stage.publish(bad, stage.base, "0000", no_smoke) == decision
 
 
-def test_a_fault_of_the_machine_decides_nothing(ran: World) -> None:
+def test_infrastructure_fault_decides_nothing(ran: World) -> None:
     # no turn fits into a millisecond, which the deterministic profile calls a fault of the infrastructure
     rollouts = ran.experiment.rollouts.model_copy(update={"max_attempts": 1, "episode_timeout_s": 0.001})
     stage = stage_of(ran, "no_time", rollouts=rollouts)
@@ -142,7 +140,7 @@ class Missing(Answering):
 
 
 @pytest.mark.parametrize("what", [Answering, Foreign, Missing])
-def test_something_else_in_the_place_of_the_canary_decides_nothing(ran: World, what: type[Answering]) -> None:
+def test_foreign_server_as_canary_decides_nothing(ran: World, what: type[Answering]) -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), what) as server:
         thread = Thread(target=server.serve_forever)
         thread.start()
@@ -195,7 +193,7 @@ def test_a_canary_that_another_run_takes_over_decides_nothing(ran: World) -> Non
         (Completion([1, 2], [-1.0, -1.0], [("v", 0, 1)], "stop"), "some tokens are stamped with no policy"),
     ],
 )
-def test_what_no_healthy_engine_answers_is_told(completion: Completion, fault: str | None) -> None:
+def test_impossible_completions_are_reported(completion: Completion, fault: str | None) -> None:
     assert fault_of(completion, "v") == fault
 
 
@@ -233,7 +231,7 @@ def test_a_server_that_refuses_the_live_policy_is_withdrawn_until_it_takes_one(r
     assert httpx.get(server.replace("/v1", "/health")).status_code == 200
 
 
-def test_a_server_ends_on_the_policy_that_is_live_when_it_was_swapped(ran: World, server: str) -> None:
+def test_swapped_server_ends_on_the_live_policy(ran: World, server: str) -> None:
     stage = stage_of(ran, "changing")
     seen = iter([stage.first, stage.second])
     last = stage.second
@@ -301,7 +299,7 @@ class Overtaken:
         return getattr(self._store, name)
 
 
-def test_a_run_that_is_overtaken_between_two_looks_at_the_registry_is_not_stale(ran: World) -> None:
+def test_run_overtaken_between_two_registry_reads_is_not_stale(ran: World) -> None:
     stage = stage_of(ran, "between")
     store = Overtaken(ran.store, "pointers/live/between/", lambda: stage.promote(stage.first, stage.base, "0000"))
     late = replace(stage, world=replace(ran, store=store))
@@ -345,7 +343,7 @@ def at_once(*works: Callable[[Callable[[], Smoke]], None]) -> None:
         thread.join(120)
 
 
-def test_of_a_rollback_and_a_deploy_at_once_one_wins_and_the_other_says_why(ran: World) -> None:
+def test_concurrent_rollback_and_promotion_succeed_once(ran: World) -> None:
     stage = stage_of(ran, "racing")
     stage.promote(stage.first, stage.base, "0000")
     plan = plan_rollback(ran.store, "racing", "base")
@@ -367,7 +365,7 @@ def test_of_a_rollback_and_a_deploy_at_once_one_wins_and_the_other_says_why(ran:
         assert decisions[0].decision == "stale" and "a drill" in decisions[0].reasons[0] and not refusals
 
 
-def test_of_two_deploys_at_once_one_goes_live_and_the_other_names_it(ran: World) -> None:
+def test_concurrent_promotions_succeed_once(ran: World) -> None:
     stage = stage_of(ran, "rivals")
     decisions: dict[str, Decision] = {}
 
@@ -388,7 +386,7 @@ def test_of_two_deploys_at_once_one_goes_live_and_the_other_names_it(ran: World)
 def test_a_wrong_deployment_is_refused_by_name() -> None:
     for deployment, named in (
         ({"servers": ["localhost:8000"]}, "http://host:8000/v1"),
-        ({"servers": ["http://a:1/v1"], "canary": "http://a:1/v1"}, "their clients would meet candidates"),
+        ({"servers": ["http://a:1/v1"], "canary": "http://a:1/v1"}, "whose clients would get candidates"),
         ({"servers": ["http://a:1/v1", "http://a:1/v1"]}, "twice"),
     ):
         with pytest.raises(Exception, match=named):

@@ -16,9 +16,7 @@ from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
 
 
-def test_a_run_that_lost_its_episodes_is_an_error_and_leaves_nothing_behind(
-    ran: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluation_without_episodes_fails_and_commits_nothing(ran: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "ops.step.OBSERVE_EVERY_S", float("inf")
     )  # outside a run nothing can be observed, however long it takes

@@ -85,7 +85,7 @@ def test_of_equal_policies_the_youngest_is_compared(tmp_path: Path) -> None:
     assert found is not None and found.policy == policy("b")
 
 
-def test_a_policy_that_was_rolled_back_is_no_measure(tmp_path: Path) -> None:
+def test_floor_ignores_rolled_back_policies(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     registry = promote(store, "a", "b")
     registry.rollback(registry.restorable(None, BasePolicy(BASE, lambda: STATE)), "it cheats", expected=2)
@@ -104,7 +104,7 @@ def test_an_ancestor_without_a_run_of_these_settings_is_left_out_and_named(tmp_p
     assert find_floor(store, EXPERIMENT, policy("b"), BASE, policy("other", "task_suite")) is None
 
 
-def test_losses_that_the_parent_forgives_are_refused_by_the_best_so_far(tmp_path: Path) -> None:
+def test_floor_refuses_losses_that_the_parent_comparison_accepts(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     runs = {name: play(store, name, solved) for name, solved in (("base", 100), ("a", 170), ("b", 163))}
     promote(store, "a", "b")
@@ -138,7 +138,7 @@ def test_an_evaluation_without_a_floor_is_refused_with_the_fix(tmp_path: Path) -
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(0, TASKS), min_size=1, max_size=6))
-def test_no_live_policy_of_the_lineage_is_above_the_floor(
+def test_floor_is_the_best_live_policy_of_the_lineage(
     tmp_path_factory: pytest.TempPathFactory, solved: list[int]
 ) -> None:
     store = open_store(str(tmp_path_factory.mktemp("floor")))

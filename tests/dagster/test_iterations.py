@@ -79,7 +79,7 @@ def test_prompts_go_on_where_the_last_draw_ended_whatever_is_asked_for_now(ran: 
     assert cursor_before(ran.store, more, "0000") == 0
 
 
-def test_making_an_old_iteration_again_samples_nothing_and_leaves_live_alone(ran: World) -> None:
+def test_rematerialized_iteration_samples_nothing_and_keeps_the_live_policy(ran: World) -> None:
     live = Registry(ran.store, ran.experiment.name).live()
     before = artifact_count(ran.store)
     decision = decision_of(ran.store, ran.experiment, "0000")
@@ -90,7 +90,7 @@ def test_making_an_old_iteration_again_samples_nothing_and_leaves_live_alone(ran
     assert decision_of(ran.store, ran.experiment, "0000") == decision
 
 
-def test_an_old_iteration_with_another_trainer_is_stale_and_samples_nothing(ran: World) -> None:
+def test_old_iteration_with_new_trainer_settings_is_stale_without_resampling(ran: World) -> None:
     grpo = ran.experiment.trainer.grpo.model_copy(update={"weight_decay": 0.5})
     other = ran.experiment.model_copy(update={"trainer": ran.experiment.trainer.model_copy(update={"grpo": grpo})})
     live = Registry(ran.store, ran.experiment.name).live()
@@ -137,7 +137,7 @@ def test_an_unknown_policy_is_refused_by_name(ran: World) -> None:
     assert resolve_start(ran.store, ran.experiment.name, base, base.digest[:10]).checkpoint.digest == base.digest
 
 
-def test_asking_for_no_more_makes_no_more(ran: World) -> None:
+def test_zero_further_iterations_make_none(ran: World) -> None:
     assert run_iterations(ran.experiment, 0, ran.instance) == []
 
 

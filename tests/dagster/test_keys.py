@@ -102,7 +102,7 @@ def test_the_keys_of_work_that_stores_hold_do_not_change() -> None:
         ({"iterations": 3, "description": "other"}, set()),
     ],
 )
-def test_a_slice_moves_the_keys_of_its_own_step_only(change: dict[str, Any], moved: set[str]) -> None:
+def test_settings_change_only_the_keys_of_their_own_step(change: dict[str, Any], moved: set[str]) -> None:
     before = all_keys(parse_experiment({"name": "one"}))
     after = all_keys(parse_experiment({"name": "one", **change}))
     assert {step for step in before if before[step] != after[step]} == moved

@@ -48,16 +48,16 @@ def test_a_process_that_takes_too_long_is_stopped() -> None:
     assert time.monotonic() - started < 30
 
 
-def test_a_process_is_told_whose_end_is_its_own() -> None:
+def test_launched_process_knows_its_parent() -> None:
     launch(f"import os, sys; sys.exit(os.environ['{PARENT_VARIABLE}'] != str(os.getppid()))")
 
 
-def test_one_machine_is_all_it_has() -> None:
+def test_local_launcher_refuses_several_nodes() -> None:
     with pytest.raises(LaunchFailed, match="set it to 1"):
         launch("pass", nodes=2)
 
 
-def test_gpus_are_refused_by_it_and_announced_by_a_dry_run(tmp_path: Path) -> None:
+def test_local_launcher_refuses_gpus_and_dry_run_says_so(tmp_path: Path) -> None:
     with pytest.raises(LaunchFailed, match=r"gpus=8: the trainer computes on the CPU only.*set it to 0"):
         launch("pass", gpus=8)
     for gpus, refused in ((0, False), (8, True)):

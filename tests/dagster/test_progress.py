@@ -11,7 +11,7 @@ from resources.progress import Progress
 
 
 @pytest.mark.parametrize(("every_s", "observations"), [(0.0, 3), (3600.0, 0)])
-def test_the_sink_hears_everything_and_dagster_now_and_then(
+def test_progress_reaches_the_sink_always_and_dagster_sometimes(
     every_s: float, observations: int, tiny: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(steps, "OBSERVE_EVERY_S", every_s)

@@ -61,7 +61,7 @@ def test_a_reference_is_recorded_once_and_read_back(tmp_path: Path) -> None:
         require_ref(store, "one", "rollouts", "0002")
 
 
-def test_the_same_command_goes_on_to_the_same_end(tmp_path: Path, tiny: Experiment) -> None:
+def test_repeated_command_continues_its_target(tmp_path: Path, tiny: Experiment) -> None:
     store = open_store(str(tmp_path))
     first = begin_target(store, tiny, 3)
     assert first.iterations() == ["0000", "0001", "0002"]
@@ -113,7 +113,7 @@ def test_without_a_target_each_rollback_goes_one_promotion_further_back(tmp_path
     assert registry.rolled_back() == {}
 
 
-def test_what_follows_a_rollback_counts_from_there(tmp_path: Path) -> None:
+def test_promotions_after_a_rollback_build_on_the_restored_policy(tmp_path: Path) -> None:
     registry = registry_of(tmp_path, "a", "b")
     go_back(registry, "1")
     state = policy("s", "trainer_state")
@@ -128,21 +128,21 @@ def test_what_follows_a_rollback_counts_from_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("to", "fault"),
     [
-        ("7", "names no policy"),
-        ("feedbeef", "names no policy"),
-        ("", "names no policy"),
+        ("7", "matches no single policy"),
+        ("feedbeef", "matches no single policy"),
+        ("", "matches no single policy"),
         ("3", "is already live"),
         (policy("c").digest[:8], "is already live"),
     ],
 )
-def test_a_rollback_to_nowhere_says_what_there_is(to: str, fault: str, tmp_path: Path) -> None:
+def test_unknown_rollback_target_lists_the_alternatives(to: str, fault: str, tmp_path: Path) -> None:
     registry = registry_of(tmp_path, "a", "b", "c")
     with pytest.raises(RegistryError, match=fault):
         go_back(registry, to)
     assert len(registry.history()) == 3
 
 
-def test_of_many_rollbacks_at_once_one_wins_and_the_others_say_what_is_live(tmp_path: Path) -> None:
+def test_concurrent_rollbacks_succeed_once_and_report_the_live_policy(tmp_path: Path) -> None:
     registry = registry_of(tmp_path, "a", "b", "c")
     targets = [registry.restorable(to, base_policy()) for to in ("base", "1", "2")] * 6
 
@@ -157,10 +157,10 @@ def test_of_many_rollbacks_at_once_one_wins_and_the_others_say_what_is_live(tmp_
     live = registry.live()
     assert live is not None and len(registry.history()) == 4
     assert [line for line in said if line.startswith("won")] == [f"won {live.policy.short}"]
-    assert sum(f"live is {live.policy.short}" in line and "nothing was rolled back" in line for line in said) == 17
+    assert sum(f"(now {live.policy.short}" in line and "nothing was rolled back" in line for line in said) == 17
 
 
-def test_entries_of_before_are_read_and_promotions_are_still_written_so(tmp_path: Path) -> None:
+def test_old_registry_entries_are_read(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     old = {
         "policy": policy("a").model_dump(),
@@ -178,7 +178,7 @@ def test_entries_of_before_are_read_and_promotions_are_still_written_so(tmp_path
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(0, 9), max_size=9))
-def test_history_is_only_added_to_and_the_live_policy_builds_on_what_stands(choices: list[int]) -> None:
+def test_registry_history_is_append_only(choices: list[int]) -> None:
     """Promotions (even numbers) and rollbacks to anything that was live (odd ones), in any order."""
     with tempfile.TemporaryDirectory() as folder:
         registry, lines = Registry(open_store(folder), "one"), {policy("base").digest: list[str]()}

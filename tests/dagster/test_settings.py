@@ -32,5 +32,5 @@ def test_changed_settings_are_named_by_step(ran: World, override: str, changed: 
     assert changed_steps(ran.store, load_experiment(TINY, [override]), ["0001"]) == changed
 
 
-def test_nothing_made_is_nothing_changed(ran: World, tmp_path: Path) -> None:
+def test_empty_store_has_no_changed_settings(ran: World, tmp_path: Path) -> None:
     assert changed_steps(open_store(str(tmp_path)), ran.experiment, []) == []

@@ -16,7 +16,7 @@ def decide(store: Store, experiment: Experiment, iteration: str) -> None:
     write_ref(store, experiment.name, "sampler", iteration, ArtifactRef(kind="sampler", key="0" * 64, digest="0" * 64))
 
 
-def test_the_same_command_after_a_kill_behind_the_last_decision_adds_nothing(tiny: Experiment, tmp_path: Path) -> None:
+def test_command_killed_after_its_last_decision_adds_no_iteration(tiny: Experiment, tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     target = begin_target(store, tiny, 2)
     assert target == Target(first=0, count=2) and decided_target(store, tiny) is None

@@ -163,7 +163,7 @@ async def test_a_context_that_fills_up_ends_with_length_and_a_full_prompt_is_ref
     await engine.close()
 
 
-async def test_cancelled_requests_free_their_place_and_disturb_nobody(policy: Path) -> None:
+async def test_cancelled_requests_free_their_slot(policy: Path) -> None:
     engine = BuiltinEngine(policy, "v1", max_batch=4)
     expected = await engine.generate([9, 9], SamplingParams(1.0, 40, seed=1))
     endless = [asyncio.create_task(engine.generate([1], SamplingParams(1.0, 250, seed))) for seed in range(12)]

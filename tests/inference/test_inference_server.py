@@ -100,7 +100,7 @@ async def test_loading_weights_changes_scores_and_old_clients_are_refused(
     expected = BuiltinEngine(second, "second")
     assert await new.version() == "second"
     assert await new.score([1, 2, 3, 4]) == await expected.score([1, 2, 3, 4]) != before
-    with pytest.raises(StaleVersion, match=r"first was asked for, second is served"):
+    with pytest.raises(StaleVersion, match=r"first was requested, but second is served"):
         await old.generate([1], SamplingParams(1.0, 2, seed=0))
     for engine in (old, new, expected):
         await engine.close()
@@ -147,7 +147,7 @@ async def test_chat_answers_in_text_with_the_prompt_that_the_chat_contract_makes
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
-        ("/completions", {"prompt": "a", "stream": True}, "streaming is not offered"),
+        ("/completions", {"prompt": "a", "stream": True}, "streaming is not supported"),
         ("/completions", {"prompt": [1], "max_tokens": 0}, "max_tokens"),
         ("/completions", {"prompt": [1], "top_pp": 0.5}, "top_pp"),
         ("/completions", {"prompt": []}, "at least one token"),
@@ -176,9 +176,7 @@ async def test_health_models_and_version_answer(client: httpx.AsyncClient, serve
     assert (await client.get("/models")).json()["data"][0]["id"] == "policy"
 
 
-async def test_a_client_that_hangs_up_frees_its_place(
-    served: tuple[str, Path, Path], client: httpx.AsyncClient
-) -> None:
+async def test_disconnected_client_frees_its_slot(served: tuple[str, Path, Path], client: httpx.AsyncClient) -> None:
     engine = OpenAIEngine(served[0], "policy", connections=600)
     endless = [asyncio.create_task(engine.generate([1], SamplingParams(1.0, 250, seed))) for seed in range(300)]
     await asyncio.sleep(0.3)
@@ -197,7 +195,7 @@ async def test_an_unreachable_server_is_named_after_bounded_retries() -> None:
     await engine.close()
 
 
-def test_a_policy_that_is_nowhere_ends_in_one_line(tmp_path: Path) -> None:
+def test_unknown_policy_is_a_one_line_error(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "inference", "serve", "--policy", "abcdef123", "--store", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1

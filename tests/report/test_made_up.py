@@ -16,7 +16,7 @@ from triplane_dagster.targets import begin_target, end_target
 TINY = Path(__file__).parents[1] / "dagster" / "tiny.yaml"
 
 
-def test_a_decided_iteration_without_report_is_still_to_do(tmp_path: Path) -> None:
+def test_iteration_without_report_is_not_complete(tmp_path: Path) -> None:
     store, tiny = open_store(str(tmp_path)), load_experiment(TINY)
     target = begin_target(store, tiny, 1)
     for asset, complete in (("sampler", False), ("report", True)):

@@ -53,7 +53,7 @@ def test_counts_add_up_to_the_episodes(first: dict[str, Any]) -> None:
         assert sum(found["counts"]) == 4 and found["missing"] == 0
 
 
-def test_families_are_told_before_and_after(first: dict[str, Any]) -> None:
+def test_report_shows_families_before_and_after(first: dict[str, Any]) -> None:
     (family,) = first["families"]["held_out"]
     assert (family["family"], family["parent"]["rate"], family["candidate"]["rate"]) == ("sum", 0.25, 0.75)
 

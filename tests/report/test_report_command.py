@@ -57,9 +57,7 @@ def test_the_materialized_report_is_the_one_shown(here: Path) -> None:
         (("--output", "/proc/page.html"), "name another file with --output"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_one_line(
-    arguments: tuple[str, ...], message: str, world: World, here: Path
-) -> None:
+def test_report_errors_are_one_line(arguments: tuple[str, ...], message: str, world: World, here: Path) -> None:
     code, _, said = run(world.store.url, *arguments)
     assert code == 1 and message in said.replace("\n", " ")
     assert list(here.iterdir()) == []

@@ -47,11 +47,11 @@ def test_other_artifacts_have_no_address(client: TestClient, world: World) -> No
 
 
 @pytest.mark.parametrize("key", ["..", "%2e%2e", "A" * 64, "0" * 63, "0" * 65])
-def test_what_is_no_action_key_is_refused(client: TestClient, key: str) -> None:
+def test_report_route_refuses_anything_but_an_action_key(client: TestClient, key: str) -> None:
     assert client.get(f"{ROUTE}/{key}").status_code == 404
 
 
-def test_a_damaged_page_is_told_and_not_shown(client: TestClient, made: Artifact) -> None:
+def test_damaged_report_is_an_error(client: TestClient, made: Artifact) -> None:
     page = made.path("report.html")
     whole, mode = page.read_bytes(), page.stat().st_mode
     page.chmod(0o644)

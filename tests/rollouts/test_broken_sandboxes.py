@@ -213,7 +213,7 @@ def test_a_server_that_is_killed_and_comes_back_costs_a_retry_and_no_score(
     assert episode.telemetry["retries"] >= 1 and episode.failure is None
 
 
-def test_a_server_that_stays_away_is_never_a_score(
+def test_unreachable_sandbox_server_is_never_scored(
     server: Server, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("envd.client.RPC_GRACE_S", 0.5)

@@ -18,7 +18,7 @@ def owner(store: LocalStore, lease_s: float = 60.0) -> ClaimOwner:
     return found
 
 
-def test_of_many_threads_exactly_one_gets_each_group(tmp_path: Path) -> None:
+def test_concurrent_claims_succeed_once_per_group(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     groups = [f"g{index}" for index in range(12)]
     won: dict[str, list[str]] = {group: [] for group in groups}
@@ -93,7 +93,7 @@ def test_an_expired_lease_is_taken_over_and_a_renewed_one_is_not(tmp_path: Path)
     assert not keen.claim("h")
 
 
-def test_a_dead_process_holds_nothing(tmp_path: Path) -> None:
+def test_claims_of_a_dead_process_are_free(tmp_path: Path) -> None:
     program = (
         "import os, sys; from pathlib import Path; from contracts.store import LocalStore;"
         "from inference.rollouts.claims import ClaimOwner;"

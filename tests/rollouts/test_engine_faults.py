@@ -87,7 +87,7 @@ def undisturbed(
 
 
 @pytest.mark.parametrize("kind", ["drop", "fail", "hang"])
-def test_a_lost_answer_is_asked_for_again_and_the_groups_are_the_same(
+def test_lost_engine_reply_is_retried_with_equal_groups(
     kind: str, faults: Faults, undisturbed: str, tmp_path: Path, envd: LocalEnvd, tokenizer: ChatTokenizer
 ) -> None:
     faults.coming = [None, kind, None, kind]  # type: ignore[list-item]
@@ -105,7 +105,7 @@ def test_what_another_policy_sampled_is_refused_and_not_committed(
     assert sample(store, faults, envd, tokenizer) == undisturbed
 
 
-def test_an_engine_that_stays_away_fails_the_step_and_scores_nothing(
+def test_unreachable_engine_fails_the_step_and_scores_nothing(
     faults: Faults, undisturbed: str, tmp_path: Path, envd: LocalEnvd, tokenizer: ChatTokenizer
 ) -> None:
     store = LocalStore(tmp_path)

@@ -160,7 +160,7 @@ def test_a_dead_sandbox_server_is_an_infra_error_and_a_fault_of_the_whole_step_w
 
 
 @pytest.mark.parametrize(("profile", "retries"), [("throughput", 0), ("deterministic", 1)])
-def test_time_that_the_agents_own_calls_take_ends_its_episode(
+def test_time_in_agent_calls_times_the_episode_out(
     profile: str, retries: int, envd: LocalEnvd, tokenizer: ChatTokenizer
 ) -> None:
     script = turns([call("exec", command="sleep 5")], "done")
@@ -170,9 +170,7 @@ def test_time_that_the_agents_own_calls_take_ends_its_episode(
     assert timed_out.telemetry["retries"] == retries
 
 
-def test_time_that_the_engine_takes_is_no_outcome_under_the_deterministic_profile(
-    envd: LocalEnvd, tokenizer: ChatTokenizer
-) -> None:
+def test_engine_time_is_no_outcome_under_the_deterministic_profile(envd: LocalEnvd, tokenizer: ChatTokenizer) -> None:
     class Slow(ScriptedEngine):
         async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
             await asyncio.sleep(1)

@@ -40,7 +40,7 @@ def test_every_turn_is_a_line(tmp_path: Path, tokenizer: ChatTokenizer, monkeypa
     assert sum(line.tokens for line in lines) == tokens and {line.pid for line in lines} == {os.getpid()}
 
 
-def test_a_torn_line_costs_itself_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_ledger_line_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "_FOLDER", str(tmp_path))
     record("k", "g", "e", 0, 1, 5)
     whole = (tmp_path / FILE).read_bytes()

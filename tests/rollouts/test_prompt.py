@@ -24,7 +24,7 @@ def test_tools_are_listed_as_qwen3s_template_lists_them() -> None:
     assert tools["exec"]["function"]["parameters"]["required"] == ["command"]
 
 
-def test_nothing_is_said_that_was_not_asked_for() -> None:
+def test_prompt_contains_only_configured_messages() -> None:
     assert [role for role, _ in first_messages(RolloutConfig(), one_file_task(0))] == ["user"]
     assert first_messages(RolloutConfig(system_prompt="Hi."), one_file_task(0))[0] == ("system", "Hi.")
 

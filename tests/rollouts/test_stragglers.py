@@ -25,7 +25,7 @@ def raced(rng: random.Random, group_size: int, started: int) -> tuple[list[Playe
     return kept + late, [solved for _, solved in ran]
 
 
-def test_sixteen_of_eighteen_overstate_the_rate_and_the_estimate_takes_most_of_it_back() -> None:
+def test_bias_of_dropped_stragglers_is_estimated() -> None:
     rng = random.Random(7)
     played, truth = [], []
     for _ in range(200):
@@ -42,7 +42,7 @@ def test_sixteen_of_eighteen_overstate_the_rate_and_the_estimate_takes_most_of_i
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.booleans(), st.booleans()), max_size=30))
-def test_the_bound_holds_whatever_the_stragglers_would_have_come_to(rows: list[tuple[int, bool, bool]]) -> None:
+def test_bounds_contain_every_possible_straggler_result(rows: list[tuple[int, bool, bool]]) -> None:
     played = [
         Played("aborted" if late else "completed", length, None if late else solved) for length, solved, late in rows
     ]

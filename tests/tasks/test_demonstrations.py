@@ -70,7 +70,7 @@ def test_usual_mistakes_give_every_operation_of_a_place_to_another_one() -> None
 
 
 def test_shares_above_one_are_refused() -> None:
-    with pytest.raises(ValueError, match="exceed 1 together: lower one"):
+    with pytest.raises(ValueError, match="exceed 1 in sum: lower one"):
         DemonstrationConfig(right_share=0.6, mistaken_share=0.5)
 
 

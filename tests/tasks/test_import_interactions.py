@@ -79,7 +79,7 @@ def test_an_interaction_that_proves_nothing_is_left_out_by_name(
     assert [each.task_id for each in reading.broken] == ["chat-1"] and reason in reading.broken[0].reason
 
 
-def test_an_instance_of_swe_bench_has_the_meta_it_always_had(tmp_path: Path, commit: str) -> None:
+def test_meta_of_a_swe_bench_row_is_unchanged(tmp_path: Path, commit: str) -> None:
     (task,) = read_source(rows_file(tmp_path / "rows.jsonl", [row(commit)])).tasks
     assert set(task.meta) == {"repo", "base_commit", "fail_to_pass", "pass_to_pass", "path"}
 

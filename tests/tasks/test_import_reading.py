@@ -65,7 +65,7 @@ def test_a_row_gives_the_commit_its_tests_after_the_test_patch_and_the_lists(tmp
 
 
 ROWS: dict[str, tuple[dict[str, Any], str]] = {
-    "missing clone": ({"repo": "acme/other"}, r"holds no clone of acme/other: put one there as acme__other"),
+    "missing clone": ({"repo": "acme/other"}, r"holds no clone of acme/other: clone it there as acme__other"),
     "unknown commit": ({"base_commit": "f" * 40}, r"acme__pack lacks commit f{40}: fetch it there"),
     "patch": ({"patch": "--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n"}, r"its patch does not apply: .*make it anew"),
     "test patch": ({"test_patch": "nonsense"}, r"its test_patch does not apply: .*make it anew"),
@@ -150,9 +150,9 @@ def test_a_folder_that_is_wrong_is_named_with_its_reason(fault: str, tmp_path: P
 
 
 def test_a_source_without_tasks_says_what_to_give(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match=r"has no subfolder with a task.yaml: write one"):
+    with pytest.raises(TaskError, match=r"has no subfolder with a task.yaml: add one"):
         read_source(tmp_path)
-    with pytest.raises(TaskError, match="nowhere is not there: name a folder"):
+    with pytest.raises(TaskError, match="nowhere does not exist: give a folder"):
         read_source(tmp_path / "nowhere")
 
 

@@ -139,7 +139,7 @@ def test_an_experiment_takes_an_imported_suite_by_digest(suite: Artifact, store:
     found = with_client(envd_address, lambda client: build_suite(config, store, client))
     assert found.ref == suite.ref and planned_key(config, store) == suite.ref.key
     unknown = ImportedSuiteConfig(kind="import", suite="0" * 12)
-    with pytest.raises(ArtifactMissing, match=r"'0{12}' begins the digests of 0 task suites .*`triplane tasks import`"):
+    with pytest.raises(ArtifactMissing, match=r"'0{12}' matches 0 task suites .*`triplane tasks import`"):
         with_client(envd_address, lambda client: build_suite(unknown, store, client))
     own = parse_experiment({"name": "own", "tasks": {"kind": "import", "suite": suite.ref.digest}})
     assert keys.tokenizer_key(own) == keys.tokenizer_key(parse_experiment({"name": "one"}))
@@ -147,7 +147,7 @@ def test_an_experiment_takes_an_imported_suite_by_digest(suite: Artifact, store:
         parse_experiment({"name": "own", "tasks": {"kind": "import", "suite": "xyz"}})
 
 
-def test_a_generated_suites_key_is_what_it_was() -> None:
+def test_key_of_a_generated_suite_is_unchanged() -> None:
     assert parse_experiment({"name": "one"}).model_dump()["tasks"] == TaskSuiteConfig().model_dump()
     assert suite_key(TaskSuiteConfig()) == "6f39db33b7078317e8fcae8fb86133b56986fdc31819584f1accf2bb598bd451"
     with pytest.raises(ExperimentError, match=r"tasks\.trian is not a field: did you mean train"):
@@ -172,4 +172,4 @@ def test_the_command_imports_runs_and_lists(tmp_path: Path) -> None:
     (listed,) = json.loads(triplane("list", "--suite", digest, "--json")[1])
     assert (listed["task_id"], listed["family"]) == ("adds", "tasks")
     code, _, said = triplane("run", "--agent", "human", "--suite", digest)
-    assert code == 1 and "no agent 'human': say oracle, noop" in said and said.count("\n") == 1
+    assert code == 1 and "no agent 'human': use oracle, noop" in said and said.count("\n") == 1

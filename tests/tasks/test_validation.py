@@ -108,7 +108,7 @@ def test_a_suite_with_too_many_broken_tasks_is_refused_and_leaves_nothing(
     assert not list(list_artifacts(store))
 
 
-def test_people_can_list_and_read_tasks(suite: Artifact) -> None:
+def test_tasks_are_listed_and_shown_by_the_command(suite: Artifact) -> None:
     tasks = suite_tasks(suite, Split.GATE)
     rows = task_rows(tasks)
     assert len(rows) == 2

@@ -83,7 +83,7 @@ def whole(parameters: Parameters) -> tuple[Totals, dict[str, Tensor]]:
 
 @settings(max_examples=25, deadline=None)
 @given(parts=cuts())
-def test_no_cut_of_a_batch_changes_the_gradient(
+def test_microbatch_size_does_not_change_the_gradient(
     parameters: Parameters, whole: tuple[Totals, dict[str, Tensor]], parts: Cut
 ) -> None:
     totals, found = gradients(parameters, parts)
@@ -93,9 +93,7 @@ def test_no_cut_of_a_batch_changes_the_gradient(
         torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=0, msg=name)
 
 
-def test_the_balance_term_moves_every_router_the_last_included(
-    parameters: Parameters, whole: tuple[Totals, dict[str, Tensor]]
-) -> None:
+def test_balance_loss_reaches_every_router(parameters: Parameters, whole: tuple[Totals, dict[str, Tensor]]) -> None:
     _, plain = gradients(parameters, [list(range(ROWS))], balance=0.0)
     for index in range(CONFIG["num_hidden_layers"]):
         name = f"model.layers.{index}.mlp.gate.weight"

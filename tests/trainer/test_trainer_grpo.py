@@ -215,7 +215,7 @@ def test_clipping_stops_the_gradient_only_where_it_would_go_further(shift: float
     assert (int(loss.clipped), int(loss.dual_clipped)) == (int(clipped), int(dual_clipped))
 
 
-def test_the_samplers_difference_is_corrected_and_capped() -> None:
+def test_importance_correction_is_capped() -> None:
     old = torch.tensor([-1.0, -1.0])
     sampler = torch.tensor([-1.0 - math.log(1.5), -1.0 - math.log(9.0)])
     loss = policy_loss(old.clone().requires_grad_(), old, sampler, torch.ones(2), **CLIP)
@@ -223,7 +223,7 @@ def test_the_samplers_difference_is_corrected_and_capped() -> None:
 
 
 @given(st.lists(st.integers(0, 9), max_size=40), st.integers(1, 8), st.integers(0, 99))
-def test_minibatches_deal_whole_groups_once(groups: list[int], count: int, seed: int) -> None:
+def test_minibatches_contain_whole_groups_once(groups: list[int], count: int, seed: int) -> None:
     parts = minibatches(groups, count, seed)
     assert sorted(row for part in parts for row in part) == list(range(len(groups)))
     assert all(parts) and len(parts) == min(count, len(set(groups)))

@@ -33,7 +33,7 @@ def test_another_seed_gives_another_checkpoint(world: World) -> None:
     assert run_job(job).checkpoint.digest != run_job(other).checkpoint.digest
 
 
-def test_a_done_job_is_not_done_again(world: World) -> None:
+def test_committed_job_is_not_run_again(world: World) -> None:
     first = run_job(world.sft_job())
 
     def fail(record: Record) -> None:
@@ -99,6 +99,6 @@ def test_tokens_of_another_tokenizer_are_refused(world: World) -> None:
     assert find_artifact(world.store, "checkpoint", job.key) is None
 
 
-def test_the_store_does_not_matter(world: World, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_result_does_not_depend_on_the_store(world: World, tmp_path_factory: pytest.TempPathFactory) -> None:
     elsewhere = make_world(tmp_path_factory.mktemp("elsewhere"))
     assert digests(run_job(world.sft_job())) == digests(run_job(elsewhere.sft_job()))

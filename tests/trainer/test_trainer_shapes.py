@@ -58,10 +58,10 @@ def test_transformers_misreads_a_partial_block() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"hidden_size": 192}, "hidden_size = 192 is no multiple of 128.*make it 256"),
-        ({"expert_width": 48}, "expert_width = 48 is no multiple of 128.*make it 128"),
-        ({"heads": 3, "kv_heads": 1}, r"heads \* head_dim = 96 is no multiple of 128.*make it 128"),
-        ({"kv_heads": 2}, r"kv_heads \* head_dim = 64 is no multiple of 128.*make it 128"),
+        ({"hidden_size": 192}, "hidden_size = 192 is not a multiple of 128.*make it 256"),
+        ({"expert_width": 48}, "expert_width = 48 is not a multiple of 128.*make it 128"),
+        ({"heads": 3, "kv_heads": 1}, r"heads \* head_dim = 96 is not a multiple of 128.*make it 128"),
+        ({"kv_heads": 2}, r"kv_heads \* head_dim = 64 is not a multiple of 128.*make it 128"),
     ],
 )
 def test_a_ragged_shape_is_refused_when_the_experiment_is_read(change: dict[str, int], said: str) -> None:
@@ -74,5 +74,5 @@ def test_a_ragged_shape_is_refused_when_the_experiment_is_read(change: dict[str,
 def test_a_ragged_checkpoint_is_refused_before_its_tensors_are_read(tmp_path: Path) -> None:
     config = {name: value for name, value in TINY.hf_config(60).items() if name != "quantization_config"}
     (tmp_path / "config.json").write_text(json.dumps({**config, "moe_intermediate_size": 200}))
-    with pytest.raises(TrainingDataError, match=r"config\.json: moe_intermediate_size = 200 is no multiple of 128"):
+    with pytest.raises(TrainingDataError, match=r"config\.json: moe_intermediate_size = 200 is not a multiple of 128"):
         import_checkpoint(tmp_path, open_store(str(tmp_path / "store")))

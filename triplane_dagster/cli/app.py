@@ -28,7 +28,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="""Train coding agents by reinforcement learning, one asset graph an iteration, every artifact traceable.
+    help="""Train coding agents by reinforcement learning; each iteration is an asset graph of traceable artifacts.
 
     Start here:
 
@@ -36,13 +36,13 @@ app = typer.Typer(
 
         triplane ui                     # the same graph in the Dagster UI
 
-        triplane status                 # what is live, and what each iteration achieved
+        triplane status                 # the live policy, and the results of each iteration
 
         triplane report --open          # an iteration as one page: curves, and every episode to read
 
-        triplane episodes list          # look at what the policy did
+        triplane episodes list          # what the policy did
 
-        triplane lineage <digest>       # what made it, what was made of it
+        triplane lineage <digest>       # what made it, what was made from it
 
     Digests and ids may be shortened to any unambiguous beginning.
     """,
@@ -55,7 +55,7 @@ def _everywhere(
         str | None,
         typer.Option(
             envvar="TRIPLANE_STORE",
-            help="Where artifacts are: a directory or s3://bucket/prefix.",
+            help="Location of the artifacts: a directory or s3://bucket/prefix.",
             show_default=".triplane/store",
         ),
     ] = None,

@@ -13,7 +13,7 @@ from triplane_dagster.cli.output import console, print_json
 def doctor(
     as_json: AsJson = False,
     thorough: Annotated[
-        bool, typer.Option("--thorough", help="Import what takes long to import too, e.g. vLLM, instead of finding it.")
+        bool, typer.Option("--thorough", help="Also import packages that take long to import, e.g. vLLM.")
     ] = False,
 ) -> None:
     """Test what Triplane requires or can use on this machine. Exits 1 if the default quickstart can't run here.

@@ -22,15 +22,15 @@ app = typer.Typer(no_args_is_help=True, help="List episodes, or read one: transc
 def list_episodes(
     experiment: ExperimentName = "quickstart",
     iteration: Annotated[
-        str, typer.Option("--iteration", "-i", help="Iteration key such as 0003; default: the last that sampled.")
+        str, typer.Option("--iteration", "-i", help="Iteration key such as 0003; default: the last with rollouts.")
     ] = "",
     artifact: Annotated[
         str, typer.Option(help="Digest of a rollouts or evaluation_run artifact to list instead of an iteration's.")
     ] = "",
     solved: Annotated[
-        bool | None, typer.Option("--solved/--unsolved", help="Only those that the hidden tests passed, or not.")
+        bool | None, typer.Option("--solved/--unsolved", help="Only solved, or only unsolved episodes.")
     ] = None,
-    task: Annotated[str, typer.Option(help="Only this task.")] = "",
+    task: Annotated[str, typer.Option(help="Only episodes of this task.")] = "",
     limit: Limit = 20,
     as_json: AsJson = False,
 ) -> None:
@@ -55,7 +55,7 @@ def list_episodes(
 
 @app.command()
 def show(
-    episode: Annotated[str, typer.Argument(help="An episode id; its first digits are enough.")],
+    episode: Annotated[str, typer.Argument(help="Episode id or an unambiguous prefix of it.")],
     as_json: AsJson = False,
 ) -> None:
     """Show one episode: messages by role, tool calls, final diff, verdict, and how the dataset used it.

@@ -14,7 +14,7 @@ from triplane_dagster.cli.output import print_json, print_rows
 if TYPE_CHECKING:
     from resources.experiment import Experiment
 
-app = typer.Typer(no_args_is_help=True, help="List experiments, show one, or print what every key of its YAML means.")
+app = typer.Typer(no_args_is_help=True, help="List experiments, show one, or describe every key of its YAML file.")
 
 
 def find_experiment(name: str, overrides: list[str] | None = None) -> Experiment:
@@ -77,7 +77,7 @@ def show(experiment: ExperimentName = "quickstart", overrides: Overrides = None,
 
 @app.command()
 def docs(
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write there instead of printing.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead of stdout.")] = None,
 ) -> None:
     """Print the reference of all keys of an experiment file as Markdown (docs/experiments.md)."""
     from triplane_dagster.cli.reference import experiment_reference

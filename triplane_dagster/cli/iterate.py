@@ -48,11 +48,16 @@ def iterate(
     experiment: ExperimentName = "quickstart",
     count: Annotated[
         int | None,
-        typer.Option("-n", "--iterations", min=1, max=9999, help="Iterations; default: the experiment's own number."),
+        typer.Option(
+            "-n", "--iterations", min=1, max=9999, help="Number of iterations; default: that of the experiment."
+        ),
     ] = None,
     overrides: Overrides = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would run: every step, its key, whether its work is there.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Only print what would run: every step, its key, and whether its result exists."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:

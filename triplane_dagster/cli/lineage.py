@@ -22,7 +22,7 @@ SHORT_META = 90
 
 def lineage(
     query: Annotated[
-        str, typer.Argument(help="An episode id, or a digest or key of any artifact; the first digits are enough.")
+        str, typer.Argument(help="Episode id, or digest or key of any artifact, or an unambiguous prefix.")
     ],
     as_json: AsJson = False,
 ) -> None:

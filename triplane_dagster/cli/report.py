@@ -17,11 +17,9 @@ from triplane_dagster.cli.stale import stale_lines
 def report(
     experiment: ExperimentName = "quickstart",
     iteration: Annotated[
-        str, typer.Option("--iteration", "-i", help="Iteration key such as 0003; default: the last that sampled.")
+        str, typer.Option("--iteration", "-i", help="Iteration key such as 0003; default: the last with rollouts.")
     ] = "",
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the page here too, e.g. to send it to someone.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the page to this file.")] = None,
     show: Annotated[bool, typer.Option("--open", help="Open it in the web browser.")] = False,
 ) -> None:
     """Print the path of an iteration's report: curves, distributions, costs and every episode, in one file.

@@ -30,12 +30,12 @@ def rollback(
     to: Annotated[
         str | None,
         typer.Option(
-            help="base, the number of a change, or the first digits of a policy that was live; default: the one before."
+            help="base, number of a change, or digest prefix of a policy that was live; default: the previous one."
         ),
     ] = None,
-    reason: Annotated[str, typer.Option(help="Why. Kept in the registry.")] = "by hand",
+    reason: Annotated[str, typer.Option(help="Reason; recorded in the registry.")] = "by hand",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    list_changes: Annotated[bool, typer.Option("--list", help="Only list every change of the live policy.")] = False,
+    list_changes: Annotated[bool, typer.Option("--list", help="Only list the changes of the live policy.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Make an earlier policy live again.

@@ -17,13 +17,13 @@ from triplane_dagster.cli.options import ExperimentName
 def serve(
     experiment: ExperimentName = "quickstart",
     policy: Annotated[
-        str, typer.Option(help="Digest of a checkpoint (its first digits are enough), or base; default: the live one.")
+        str, typer.Option(help="Digest (or prefix) of a checkpoint, or base; default: the live policy.")
     ] = "live",
-    listen: Annotated[str, typer.Option(help="host:port to answer at.")] = "127.0.0.1:8000",
+    listen: Annotated[str, typer.Option(help="host:port to listen on.")] = "127.0.0.1:8000",
     follow: Annotated[
-        bool, typer.Option("--follow", help="Swap to every policy that goes live, rollbacks included, without a pause.")
+        bool, typer.Option("--follow", help="Swap to each policy that goes live (also by rollback) without a pause.")
     ] = False,
-    poll: Annotated[float, typer.Option(min=0.01, help="Seconds between two looks at what is live.")] = 2.0,
+    poll: Annotated[float, typer.Option(min=0.01, help="Seconds between two checks of the live policy.")] = 2.0,
 ) -> None:
     """Serve a policy until Ctrl-C: /v1/chat/completions, /v1/completions (text or token ids), /v1/models, /health.
 

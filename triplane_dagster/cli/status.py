@@ -16,7 +16,7 @@ from triplane_dagster.cli.stale import print_stale
 
 def status(
     experiment: Annotated[
-        str, typer.Option("--experiment", "-e", help="Only this experiment; default: all that the store knows.")
+        str, typer.Option("--experiment", "-e", help="Only this experiment; default: all in the store.")
     ] = "",
     as_json: AsJson = False,
 ) -> None:

@@ -16,7 +16,7 @@ from contracts.upkeep import Garbage, check_store, find_garbage, remove_garbage
 from triplane_dagster.cli.options import AsJson
 from triplane_dagster.cli.output import print_json, print_rows
 
-app = typer.Typer(no_args_is_help=True, help="Look after the artifact store: check it, reclaim space.")
+app = typer.Typer(no_args_is_help=True, help="Check the artifact store, or remove files that are not needed.")
 
 _WHY = {
     "attempt": "no manifest names it",
@@ -52,9 +52,9 @@ def check(as_json: AsJson = False) -> None:
 
 @app.command()
 def gc(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
     older_than: Annotated[
-        float, typer.Option("--older-than", metavar="HOURS", min=1, help="Spare what changed within so many hours.")
+        float, typer.Option("--older-than", metavar="HOURS", min=1, help="Keep files changed within this many hours.")
     ] = 24.0,
     as_json: AsJson = False,
 ) -> None:

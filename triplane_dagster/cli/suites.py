@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from resources.experiment import Experiment
 
 OfSuite = Annotated[
-    str | None, typer.Option("--suite", help="Digest of a task suite, or its beginning; default: the experiment's own.")
+    str | None,
+    typer.Option("--suite", help="Digest of a task suite, or a prefix of it; default: the experiment's own."),
 ]
 
 

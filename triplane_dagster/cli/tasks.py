@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Build or import a task suite, list its tasks, show one, prove them again, play an agent over them.",
+    help="Build or import a task suite; list, show and prove its tasks; run an agent on them.",
 )
 
 OfSplit = Annotated[Split | None, typer.Option("--split", help="Only tasks of this split.")]
@@ -34,7 +34,7 @@ def build(
     experiment: ExperimentName = "quickstart",
     overrides: Overrides = None,
     count: Annotated[
-        int | None, typer.Option(min=6, help="This many tasks in the default proportions of the splits.")
+        int | None, typer.Option(min=6, help="Number of tasks, in the default proportions of the splits.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -102,7 +102,7 @@ def list_tasks(
 
 @app.command()
 def show(
-    task: Annotated[str, typer.Argument(help="A task id; its beginning is enough where only one task has it.")],
+    task: Annotated[str, typer.Argument(help="Task id or an unambiguous prefix of it.")],
     experiment: ExperimentName = "quickstart",
     overrides: Overrides = None,
     suite: OfSuite = None,

@@ -29,18 +29,19 @@ def import_tasks(
     source: Annotated[
         Path,
         typer.Argument(
-            help="A folder whose subfolders hold a task.yaml, or a .jsonl file of SWE-bench style rows or interactions."
+            help="Folder of repositories with a task.yaml, or .jsonl file of SWE-bench style rows or interactions."
         ),
     ],
     repos: Annotated[
-        Path | None, typer.Option(help="Folder of the clones that a .jsonl file names; default: the file's own.")
+        Path | None,
+        typer.Option(help="Folder of the clones that a .jsonl file names; default: the folder of the file."),
     ] = None,
     split: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=SHARE", help="Share of train, gate or held_out. Repeatable; default .6, .2, .2."),
     ] = None,
     experiment: Annotated[
-        str, typer.Option("--experiment", "-e", help="Whose sandboxes prove the tasks: a name or a YAML file.")
+        str, typer.Option("--experiment", "-e", help="Experiment (name or YAML file) whose sandbox settings are used.")
     ] = "quickstart",
     as_json: AsJson = False,
 ) -> None:
@@ -93,7 +94,7 @@ def run(
     experiment: ExperimentName = "quickstart",
     split: Annotated[Split | None, typer.Option("--split", help="Only tasks of this split.")] = None,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="At most this many tasks.")] = 1_000_000,
-    max_turns: Annotated[int, typer.Option(min=1, help="Turns after which a script is stopped.")] = 50,
+    max_turns: Annotated[int, typer.Option(min=1, help="Maximum number of turns of a script.")] = 50,
     as_json: AsJson = False,
 ) -> None:
     """Run an agent on a suite in real sandboxes and grade it as episodes are graded.

@@ -1,6 +1,4 @@
-"""Compares what a hidden test saw with what it expects. Runs nothing of a final state's, and believes nothing but
-values.
-"""
+"""Compare observed values of a hidden test with its expectations. Executes nothing of a final state."""
 
 from __future__ import annotations
 
@@ -34,11 +32,11 @@ _SINGLETONS = (None, True, False)
 
 
 class Opaque(Exception):
-    """A value is not of builtin types: what it equals can't be told without running its code."""
+    """A value is not of a builtin type, so that comparing it would execute its code."""
 
 
 def agrees(observed: Observed, key: str, value: str) -> bool | None:
-    """Whether one observation satisfies its assertion; None: it can't be told."""
+    """Whether one observation satisfies its assertion; None if that can't be decided."""
     rule = observed.rules[key]
     try:
         sides = json.loads(value)

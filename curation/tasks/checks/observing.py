@@ -1,5 +1,4 @@
-"""Hidden tests without expectations: each assertion reports the values that it would compare, and what it expects stays
-with the judge.
+"""Rewrite hidden tests without expectations: each assertion reports its values, and the judge keeps what it expects.
 
 assert add(1, 2) == 3            ->  __see__('0:3', add(1, 2))           rule 0:3: == 3
 ("1 + 1", 2), in parameters      ->  ("1 + 1", __hidden__(4))            hidden 4: 2
@@ -25,7 +24,7 @@ _KNOWN = frozenset({"==", "!=", "<", "<=", ">", ">=", "in", "not in", "is", "is 
 def make(
     files: dict[str, bytes], without: Collection[str] = (), *, tables: bool = True, plain: bool = True
 ) -> Observed:
-    """These test files with their assertions observed, but for those whose keys are in `without`.
+    """Observed versions of these test files, except for assertions whose keys are in `without`.
 
     tables: hide the values of dictionaries that stand in the files. plain: strip values that assertions compute with of
     their own methods.
@@ -42,7 +41,7 @@ def make(
 
 
 def functions_of(files: dict[str, bytes]) -> dict[str, list[str]]:
-    """Keys of a suite's assertions by `path::function`, of the innermost function that holds them."""
+    """Keys of a suite's assertions by `path::function` of the innermost function that contains them."""
     keys: dict[str, list[str]] = {}
     for number, path in enumerate(sorted(files)):
         try:
@@ -188,7 +187,7 @@ def _table_values(tree: ast.Module) -> list[ast.expr]:
 
 
 def source_of(source: Source, node: ast.expr) -> str:
-    """An expression's text, fit to stand among arguments."""
+    """Text of an expression, usable as an argument."""
     text = source.text(node)
     return (
         f"({text})"

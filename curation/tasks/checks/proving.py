@@ -1,4 +1,4 @@
-"""Makes a task's decoys and observations, and shows on its reference solution that they work."""
+"""Generate a task's decoys and observed tests, and prove them on its reference solution."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Run = Callable[[Mapping[str, bytes] | None, Sequence[str] | None], Coroutine[Non
 
 @dataclass(frozen=True)
 class Proof:
-    """What was proven, and the reference's run as written."""
+    """Proven checks, and the run of the reference as written."""
 
     checks: Checks
     written: VerifyResult
 
 
 async def prove(task: Task, run: Run) -> Proof:
-    """The checks of a task. Raises what `run` does.
+    """Generate and prove the checks of a task. Raises what `run` raises.
 
     Where the reference does not pass the tests as written nothing can be proven: then decoys alone are used, of tests
     that hold assertions.
@@ -75,7 +75,7 @@ async def prove(task: Task, run: Run) -> Proof:
 
 
 def _unobserved(tests: Sequence[str], observed: Observed | None, keys: Mapping[str, list[str]]) -> bool:
-    """Whether a test has an assertion that is not observed, so that each of them needs a decoy of its own."""
+    """Whether a test has an assertion that is not observed, so that each assertion needs its own decoy."""
     if observed is None:
         return True
     return any(test not in observed.seen for test in tests) or any(

@@ -1,4 +1,4 @@
-"""Tasks of one's own: repositories with tests, or SWE-bench style rows over local clones, proved like generated tasks.
+"""Import tasks: repositories with tests, or SWE-bench style rows over local clones, proved like generated tasks.
 
     folder.read_folder, swebench.read_rows -> Reading (tasks; what can't be one, with its reason)
                                                  |

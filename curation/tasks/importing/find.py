@@ -1,4 +1,4 @@
-"""A task suite by its digest."""
+"""Find a task suite by its digest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contracts.store import Store
 
 
 def suites_of(store: Store, digest: str) -> list[Artifact]:
-    """The task suites whose content digest is, or begins with, `digest`, each content once."""
+    """Task suites whose content digest starts with `digest`, each content once."""
     suites = list_artifacts(store, "task_suite")
     return list({suite.ref.digest: suite for suite in suites if suite.ref.digest.startswith(digest)}.values())
 
@@ -18,7 +18,7 @@ def find_suite(store: Store, digest: str) -> Artifact:
     found = suites_of(store, digest)
     if len(found) != 1:
         raise ArtifactMissing(
-            f"{digest!r} begins the digests of {len(found)} task suites in {store.url}: give one that `triplane tasks"
-            " build` or `triplane tasks import` printed"
+            f"{digest!r} matches {len(found)} task suites in {store.url}, expected one: give a digest that"
+            " `triplane tasks build` or `triplane tasks import` printed"
         )
     return found[0]

@@ -18,7 +18,7 @@ TASK_FILE = "task.yaml"
 
 
 class TaskFile(Frozen):
-    """What `task.yaml` says. All paths are relative to its folder, which is the repository."""
+    """Content of `task.yaml`. All paths are relative to its folder, which is the repository."""
 
     instruction: str = Field(min_length=1)
     """What the agent is told."""
@@ -42,7 +42,7 @@ def read_folder(folder: Path) -> Reading:
     places = sorted(path.parent for path in folder.glob(f"*/{TASK_FILE}"))
     if not places:
         raise TaskError(
-            f"{folder} has no subfolder with a {TASK_FILE}: write one into each repository that is to be a task"
+            f"{folder} has no subfolder with a {TASK_FILE}: add one to each repository that should become a task"
         )
     for place in places:
         try:

@@ -1,4 +1,4 @@
-"""Production interactions as a source of tasks: what a person asked of an assistant, and the change that they kept.
+"""Import recorded interactions: what a user asked of an assistant, and the change that the user accepted.
 
     messages, repo, base_commit, accepted_patch, tests  ->  an instance as SWE-bench writes it  ->  a task like any
     other
@@ -57,7 +57,7 @@ class Interaction(BaseModel):
 
     @property
     def opening(self) -> str:
-        """What the person wrote before the assistant first answered."""
+        """Text that the user wrote before the assistant's first reply."""
         asked = []
         for message in self.messages:
             if message.role == "assistant":
@@ -73,7 +73,7 @@ def is_interaction(values: Mapping[str, Any]) -> bool:
 
 
 def as_instance(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The row as a SWE-bench style instance. Raises TaskError with what it lacks."""
+    """The row as a SWE-bench style instance. Raises TaskError that names what is missing."""
     try:
         found = Interaction.model_validate(dict(values))
     except ValidationError as error:

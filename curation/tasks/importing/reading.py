@@ -1,4 +1,4 @@
-"""What both formats have in common: a task read from a source, and the checks that need no sandbox."""
+"""Read a task from a source and check it without sandboxes; used by all formats."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ID = re.compile(r"[A-Za-z0-9_.=@+-]+")
 
 @dataclass
 class Reading:
-    """What a source held."""
+    """Content of a source."""
 
     tasks: list[Task] = field(default_factory=list)
     """In the order of the source; their split says nothing yet."""
@@ -38,7 +38,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Source:
-    """One task's parts, as read."""
+    """Parts of one task, as read."""
 
     task_id: str
     family: str
@@ -61,7 +61,7 @@ class Source:
 
 
 def task_of(source: Source) -> Task:
-    """The task, once its names and files agree. Raises TaskError with the reason and the fix."""
+    """Build the task after checking its names and files. Raises TaskError with the reason and the fix."""
     if not _ID.fullmatch(source.task_id):
         raise TaskError(f"its id {source.task_id!r} may hold letters, digits and _.=@+- only: rename it")
     if not source.reference.strip():
@@ -92,7 +92,7 @@ def task_of(source: Source) -> Task:
 
 
 def check_tests(tests: Sequence[str], where: str) -> tuple[str, ...]:
-    """`tests` without repetitions. Raises TaskError for none, or for a name that is no node id."""
+    """`tests` without repetitions. Raises TaskError if there are none, or for a name that is not a node id."""
     if not tests:
         raise TaskError(f"it names no tests: list pytest node ids under {where}")
     for test in tests:
@@ -134,7 +134,7 @@ def _subject(files: Tree, changed: Sequence[str]) -> str:
 
 
 def is_text(data: bytes) -> bool:
-    """Whether this is UTF-8."""
+    """Whether the bytes are UTF-8."""
     try:
         data.decode()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""Who gets which task: shares of the splits, and a deal that depends on the tasks' ids alone."""
+"""Assign imported tasks to splits by shares; the assignment depends on the tasks' ids alone."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def parse_shares(options: Sequence[str]) -> dict[Split, float]:
 
 
 def deal(task_ids: Sequence[str], shares: Mapping[Split, float]) -> dict[str, Split]:
-    """A split for each id: sizes as near to the shares as whole tasks allow, none empty that could have one."""
+    """Split of each id: sizes as near to the shares as possible, none empty that could have a task."""
     order = sorted(task_ids, key=digest_of)
     counts = {split: int(len(order) * share) for split, share in shares.items()}
     wanted = [split for split in Split if shares.get(split, 0) > 0]

@@ -1,4 +1,4 @@
-"""The `task_suite` artifact of tasks of one's own: read, proved in sandboxes, dealt to splits, published."""
+"""Import a suite: read tasks, prove them in sandboxes, assign splits, publish the `task_suite` artifact."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read_source(source: Path, repos: Path | None = None) -> Reading:
         return read_folder(source)
     if source.is_file():
         return read_rows(source, repos or source.parent)
-    raise TaskError(f"{source} is not there: name a folder of repositories with task.yaml, or a .jsonl file")
+    raise TaskError(f"{source} does not exist: give a folder of repositories with task.yaml, or a .jsonl file")
 
 
 async def import_suite(
@@ -57,7 +57,7 @@ async def import_suite(
     tasks = _dealt(sound, reading.wishes, shares)
     if not tasks:
         first = f"first {broken[0].task_id}: {broken[0].reason}" if broken else "the source holds none"
-        raise TaskError(f"none of {report.tasks} tasks is left to import; {first}")
+        raise TaskError(f"all {report.tasks} tasks are broken, nothing was imported; {first}")
     splits = Counter(task.split.value for task in tasks)
     meta = {
         "tasks": len(tasks),
@@ -72,7 +72,7 @@ async def import_suite(
 
 
 def suite_report(suite: Artifact) -> ValidationReport:
-    """What validation found when the suite was made."""
+    """Validation report from the time when the suite was made."""
     return ValidationReport.model_validate(suite.json("validation.json"))
 
 

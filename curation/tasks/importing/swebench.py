@@ -138,6 +138,6 @@ def _clone(repo: str, repos: Path) -> Path:
         if (candidate / ".git").exists() or (candidate / "HEAD").is_file():
             return candidate
     raise TaskError(
-        f"{repos} holds no clone of {repo}: put one there as {names[1] if owner else name}, or name its folder by"
+        f"{repos} holds no clone of {repo}: clone it there as {names[1] if owner else name}, or name its folder by"
         " --repos"
     )
