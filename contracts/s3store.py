@@ -1,4 +1,5 @@
-"""The S3 side of `contracts.store`: one object a key, exclusive creation by conditional writes, a local read cache.
+"""S3 implementation of `contracts.store`: one object a key, exclusive creation by conditional writes, a local read
+cache.
 
 create -> s3write (conditional; above 64 MiB in parts)      local_path -> filecache, else a streamed download
 """
@@ -224,7 +225,7 @@ def _sha256(found: GetObjectOutputTypeDef) -> str:
 
 
 def _patiently(read: Callable[[], T]) -> T:
-    """The result of `read`, tried again when the stream breaks off or arrives damaged."""
+    """Result of `read`, retried if the stream breaks off or arrives damaged."""
     for attempt in range(1, READS):
         try:
             return read()
