@@ -21,9 +21,9 @@ from benchmarks.envd_peers import Peer, peers_here
 from benchmarks.envd_swerex import measure_swerex
 from benchmarks.measure import median, percentile, seconds_of
 from benchmarks.result import Options, Result
-from envd.client import SandboxClient
 from envd.connection import prefer_short_round_trips
 from envd.local import TRUSTED, LocalEnvd
+from envd.operations.client import OperationsClient
 
 T = TypeVar("T")
 _THREADS = 2
@@ -70,7 +70,7 @@ def run(options: EnvdOptions) -> Result:
 
 
 async def _measure(address: str, options: EnvdOptions, notes: list[str]) -> tuple[load.Timings, dict[str, float]]:
-    async with SandboxClient(address) as client:
+    async with OperationsClient(address) as client:
         info = await client.info()
         notes.append(f"backend {info.backend}, started by {info.backends[0].helper}; pool {options.pool}")
         timings = await load.burst(client, max(100, 10 * options.pool))

@@ -12,8 +12,9 @@ import grpc
 from google.protobuf import message_factory
 
 from benchmarks.envd_hostile import METHODS, Hostile
+from contracts.pb import envd_operations_pb2 as operations_pb
+from contracts.pb import envd_operations_pb2_grpc as rpc
 from contracts.pb import envd_pb2 as pb
-from contracts.pb import envd_pb2_grpc as rpc
 from envd.guest.link import GuestLink
 from envd.guest.protocol import HEAD
 
@@ -69,14 +70,16 @@ async def _read_some(call: Any) -> None:
 async def _clear(channel: grpc.aio.Channel, reply: Any) -> None:
     """What was made by a request that happened to be a good one."""
     made = [reply] if isinstance(reply, pb.CreateReply) else []
-    if isinstance(reply, pb.CreateBatchReply):
+    if isinstance(reply, operations_pb.CreateBatchReply):
         made = [each.created for each in reply.results if each.HasField("created")]
-    stub = rpc.SandboxesStub(channel)  # type: ignore[no-untyped-call]
+    stub = rpc.OperationsStub(channel)  # type: ignore[no-untyped-call]
     if made:
         ids, tokens = [each.sandbox_id for each in made], [each.token for each in made]
-        await stub.DeleteBatch(pb.DeleteBatchRequest(sandbox_ids=ids, tokens=tokens), timeout=_DEADLINE_S)
-    if isinstance(reply, pb.SnapshotReply):
-        await stub.DeleteSnapshot(pb.DeleteSnapshotRequest(snapshot_id=reply.snapshot_id), timeout=_DEADLINE_S)
+        await stub.DeleteBatch(operations_pb.DeleteBatchRequest(sandbox_ids=ids, tokens=tokens), timeout=_DEADLINE_S)
+    if isinstance(reply, operations_pb.SnapshotReply):
+        await stub.DeleteSnapshot(
+            operations_pb.DeleteSnapshotRequest(snapshot_id=reply.snapshot_id), timeout=_DEADLINE_S
+        )
 
 
 async def break_connection(address: str, chance: random.Random) -> None:

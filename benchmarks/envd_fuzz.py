@@ -24,10 +24,11 @@ from benchmarks.envd_attack import UNPARSED, break_connection, lying_guest, send
 from benchmarks.envd_hostile import METHODS, Hostile, Known, hostile_request
 from benchmarks.result import Options, Result
 from contracts.owned import owned_directory
-from envd.client import Limits, Sandbox, SandboxClient
+from envd.client import Limits
 from envd.connection import MESSAGE_BYTES
 from envd.errors import EnvdError
 from envd.local import LocalEnvd
+from envd.operations.client import ManagedSandbox, OperationsClient
 from envd.sandbox.proctree import descendants
 from envd.types import ToolCall
 
@@ -77,7 +78,7 @@ class Fuzz:
 
     def __init__(self, address: str, pid: int, options: FuzzOptions) -> None:
         self._address, self._pid, self._options = address, pid, options
-        self._sandboxes: list[Sandbox] = []
+        self._sandboxes: list[ManagedSandbox] = []
         self._template = ""
         self.sent = self.hung = self.checks = self.log_bytes = 0
         self.codes: Counter[str] = Counter()
@@ -88,7 +89,7 @@ class Fuzz:
 
     async def run(self) -> None:
         """Send all, then look once more."""
-        async with SandboxClient(self._address) as client, SandboxClient(self._address) as other:
+        async with OperationsClient(self._address) as client, OperationsClient(self._address) as other:
             self._template = await client.put_template({"app.py": b"def add(a, b):\n    return a + b\n"})
             self._sandboxes = [
                 await client.create(self._template, limits=_LIMITS) for _ in range(self._options.sandboxes)
@@ -142,7 +143,7 @@ class Fuzz:
                 ):
                     self.surprises[f"the server's log: {line[-500:].strip()}"] += 1
 
-    async def _attack(self, client: SandboxClient, number: int, progress: Progress, bar: Any) -> None:
+    async def _attack(self, client: OperationsClient, number: int, progress: Progress, bar: Any) -> None:
         chance = random.Random(self._options.seed * 1000 + number)
         options = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", MESSAGE_BYTES)]
         async with grpc.aio.insecure_channel(self._address, options=options) as channel:
@@ -163,7 +164,7 @@ class Fuzz:
                     await self._replace(client, chance.randrange(len(self._sandboxes)))
 
     async def _send(
-        self, client: SandboxClient, channel: grpc.aio.Channel, request: Hostile, chance: random.Random
+        self, client: OperationsClient, channel: grpc.aio.Channel, request: Hostile, chance: random.Random
     ) -> None:
         code, words = await send(channel, request, chance)
         self.codes[code] += 1
@@ -177,7 +178,7 @@ class Fuzz:
             self.hung += 1
             self.surprises[f"{request.path} hung"] += 0
 
-    async def _waits(self, client: SandboxClient, request: Hostile) -> bool:
+    async def _waits(self, client: OperationsClient, request: Hostile) -> bool:
         """Whether its sandbox was paused under it: what a sandbox is asked then is answered once it runs again."""
         kind = message_factory.GetMessageClass(METHODS[request.path].input_type)
         identity = getattr(kind.FromString(request.messages[0]), "sandbox_id", "")
@@ -198,7 +199,7 @@ class Fuzz:
         except Exception as error:  # noqa: BLE001 - the finding itself
             self.surprises[f"a lying guest: {error!r}"[:300]] += 1
 
-    async def _replace(self, client: SandboxClient, number: int) -> None:
+    async def _replace(self, client: OperationsClient, number: int) -> None:
         """A sandbox that has ended, or no longer runs, by a fresh one."""
         old = self._sandboxes[number]
         try:
@@ -210,7 +211,7 @@ class Fuzz:
         with suppress(EnvdError):
             self._sandboxes[number] = await client.create(self._template, limits=_LIMITS)
 
-    async def _control(self, sandbox: Sandbox, over: asyncio.Event) -> None:
+    async def _control(self, sandbox: ManagedSandbox, over: asyncio.Event) -> None:
         """Until all is sent, and once more after it."""
         while True:
             last = over.is_set()
@@ -224,7 +225,7 @@ class Fuzz:
             with suppress(TimeoutError):
                 await asyncio.wait_for(over.wait(), 0.2)
 
-    async def _check(self, sandbox: Sandbox) -> None:
+    async def _check(self, sandbox: ManagedSandbox) -> None:
         content = f"number {self.checks}\n"
         await sandbox.files.write("control.txt", content.encode())
         said = await sandbox.call(

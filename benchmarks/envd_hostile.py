@@ -13,6 +13,7 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
 from google.protobuf.message import Message
 
+from contracts.pb import envd_operations_pb2 as operations_pb
 from contracts.pb import envd_pb2 as pb
 from envd.connection import IDEMPOTENCY_KEY, SANDBOX_TOKEN
 from envd.tools import ALL_TOOLS
@@ -20,7 +21,8 @@ from envd.types import Handle
 
 METHODS: Mapping[str, MethodDescriptor] = {
     f"/{service.full_name}/{method.name}": method
-    for service in pb.DESCRIPTOR.services_by_name.values()
+    for protocol in (pb, operations_pb)
+    for service in protocol.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 }
 """Every method by its gRPC path."""

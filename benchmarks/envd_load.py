@@ -11,9 +11,12 @@ from pathlib import Path
 import grpc
 
 from benchmarks.measure import seconds_awaited
+from contracts.pb import envd_operations_pb2 as operations_pb
+from contracts.pb import envd_operations_pb2_grpc as operations_rpc
 from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
-from envd.client import Limits, Sandbox, SandboxClient
+from envd.client import Limits
+from envd.operations.client import ManagedSandbox, OperationsClient
 from envd.types import ToolCall
 
 FILES = {"app.py": b"def add(a, b):\n    return a + b\n"}
@@ -28,11 +31,11 @@ _IDLE = Limits(lifetime_s=3600)
 Timings = dict[str, list[float]]
 
 
-async def burst(client: SandboxClient, count: int) -> Timings:
+async def burst(client: OperationsClient, count: int) -> Timings:
     """One client creates `count` sandboxes without a pause; each is ready when its first exec has returned."""
     template = await client.put_template(FILES)
     found: Timings = {"create": [], "create_call": [], "first_exec": []}
-    made: list[Sandbox] = []
+    made: list[ManagedSandbox] = []
     try:
         for _ in range(count):
             begin = time.perf_counter()
@@ -52,7 +55,7 @@ async def burst(client: SandboxClient, count: int) -> Timings:
     return found
 
 
-async def calls(client: SandboxClient, repeats: int) -> Timings:
+async def calls(client: OperationsClient, repeats: int) -> Timings:
     """One client, one sandbox, one call at a time; `info` does nothing and is the floor."""
     sandbox = await client.create(await client.put_template(FILES))
     work: dict[str, Callable[[], Awaitable[object]]] = {
@@ -66,7 +69,7 @@ async def calls(client: SandboxClient, repeats: int) -> Timings:
         return {name: await seconds_awaited(each, repeats=repeats, warmups=10) for name, each in work.items()}
 
 
-async def verifications(client: SandboxClient, repeats: int) -> list[float]:
+async def verifications(client: OperationsClient, repeats: int) -> list[float]:
     """A verdict at a time, of a final state that passes its one hidden test."""
     template = await client.put_template(FILES)
 
@@ -87,12 +90,15 @@ async def cycles_per_second(address: str, seconds: float) -> float:
         options = [("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.insecure_channel(address, options=options) as channel:
             stub = rpc.SandboxesStub(channel)  # type: ignore[no-untyped-call]
+            operations = operations_rpc.OperationsStub(channel)  # type: ignore[no-untyped-call]
             template = (await stub.PutTemplate(pb.PutTemplateRequest(files=FILES))).digest
-            request = pb.CreateBatchRequest(requests=[pb.CreateRequest(template=template)] * _BATCH)
+            request = operations_pb.CreateBatchRequest(requests=[pb.CreateRequest(template=template)] * _BATCH)
             while time.perf_counter() < deadline:
-                made = [each.created for each in (await stub.CreateBatch(request)).results if each.HasField("created")]
+                made = [
+                    each.created for each in (await operations.CreateBatch(request)).results if each.HasField("created")
+                ]
                 ids, tokens = [each.sandbox_id for each in made], [each.token for each in made]
-                await stub.DeleteBatch(pb.DeleteBatchRequest(sandbox_ids=ids, tokens=tokens))
+                await operations.DeleteBatch(operations_pb.DeleteBatchRequest(sandbox_ids=ids, tokens=tokens))
                 done += len(made)
 
     begin = time.perf_counter()
@@ -114,10 +120,10 @@ class Idle:
     """To create them all."""
 
 
-async def hold_idle(client: SandboxClient, count: int) -> Idle:
+async def hold_idle(client: OperationsClient, count: int) -> Idle:
     """Hold `count` sandboxes, each of which has answered a first exec."""
     template = await client.put_template(FILES)
-    made: list[Sandbox] = []
+    made: list[ManagedSandbox] = []
     slots = asyncio.Semaphore(_AT_ONCE)
 
     async def start() -> None:
@@ -126,7 +132,7 @@ async def hold_idle(client: SandboxClient, count: int) -> Idle:
             made.append(sandbox)
             _require_ok(await sandbox.call(TRUE))
 
-    async def answers(sandbox: Sandbox) -> bool:
+    async def answers(sandbox: ManagedSandbox) -> bool:
         async with slots:
             return (await sandbox.call(READ)).ok
 
@@ -143,14 +149,14 @@ async def hold_idle(client: SandboxClient, count: int) -> Idle:
         await destroy_all(client, made)
 
 
-async def destroy_all(client: SandboxClient, made: list[Sandbox]) -> None:
+async def destroy_all(client: OperationsClient, made: list[ManagedSandbox]) -> None:
     """End sandboxes in batches."""
     for at in range(0, len(made), 200):
         some = made[at : at + 200]
-        request = pb.DeleteBatchRequest(
+        request = operations_pb.DeleteBatchRequest(
             sandbox_ids=[each.id for each in some], tokens=[each.handle.token for each in some]
         )
-        await client.sandboxes.DeleteBatch(request, timeout=120)
+        await client.operations.DeleteBatch(request, timeout=120)
 
 
 def available_bytes() -> int:

@@ -28,8 +28,8 @@ from benchmarks.envd_leftovers import Leftovers, adopt_orphans, descriptors, kee
 from benchmarks.envd_soak_client import LIFETIME_S
 from benchmarks.result import Options, Result
 from contracts.owned import owned_directory
-from envd.client import SandboxClient
 from envd.errors import EnvdError
+from envd.operations.client import OperationsClient
 from envd.sandbox.cgroups import OWNED
 from envd.sandbox.proctree import descendants
 
@@ -261,14 +261,14 @@ class _Soak:
 
 async def _first_sandbox(address: str) -> frozenset[str]:
     """Create and end one; the limits that the server enforces."""
-    async with SandboxClient(address) as client, asyncio.timeout(_START_S):
+    async with OperationsClient(address) as client, asyncio.timeout(_START_S):
         template = await client.put_template({"app.py": b"x = 1\n"})
         await (await client.create(template)).close()
         return frozenset((await client.info()).limits_enforced)
 
 
 async def _live(address: str) -> int:
-    async with SandboxClient(address) as client:
+    async with OperationsClient(address) as client:
         return (await client.info()).live
 
 

@@ -11,8 +11,9 @@ import asyncio
 import random
 import sys
 
-from envd.client import Limits, Sandbox, SandboxClient
+from envd.client import Limits
 from envd.errors import EnvdError, FileError
+from envd.operations.client import ManagedSandbox, OperationsClient
 from envd.types import ToolCall
 
 LIFETIME_S = 15.0
@@ -21,7 +22,7 @@ _AT_ONCE = 4
 _LIMITS = Limits(memory_mb=128, pids=32, lifetime_s=LIFETIME_S)
 
 
-async def live_once(client: SandboxClient, template: str, chance: random.Random, number: int) -> str:
+async def live_once(client: OperationsClient, template: str, chance: random.Random, number: int) -> str:
     """One sandbox from creation to end; what to report of it."""
     try:
         sandbox = await client.create(template, limits=_LIMITS, env={"NUMBER": str(number)})
@@ -35,7 +36,7 @@ async def live_once(client: SandboxClient, template: str, chance: random.Random,
     return f"wrong {wrong}" if wrong else "done"
 
 
-async def _act(sandbox: Sandbox, chance: random.Random, number: int) -> str:
+async def _act(sandbox: ManagedSandbox, chance: random.Random, number: int) -> str:
     act = chance.choice(("nothing", "exec", "files", "daemon", "process", "flood"))
     if act == "exec":
         result = await sandbox.call(ToolCall("exec", {"command": "echo $NUMBER"}))
@@ -62,7 +63,7 @@ async def main(address: str, seed: int) -> None:
         nonlocal number
         while True:
             try:
-                async with SandboxClient(address) as client:
+                async with OperationsClient(address) as client:
                     template = await client.put_template({"app.py": b"x = 1\n"})
                     while True:
                         number += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -153,7 +153,7 @@ def _row(
     return {**place, **{name: None if value is None else round(value, 3) for name, value in found.items()}}
 
 
-@cache
+@lru_cache(maxsize=8)
 def _weights(tasks: int) -> Numbers:
     """Share of each task in each resample, [RESAMPLES, tasks]."""
     drawn = np.random.default_rng(tasks).multinomial(tasks, [1 / tasks] * tasks, size=RESAMPLES)

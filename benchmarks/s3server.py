@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from contracts.errors import ConfigError, StoreError
-from trainer.parent import PARENT_VARIABLE, end_with_parent
+from trainer.lifetime import PARENT_VARIABLE, end_with_parent
 
 _GRACE_S = 10.0
 Environ = dict[str, Any]

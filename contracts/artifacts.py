@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import platform
-import shutil
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +37,6 @@ MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
 _AGAIN = "delete the artifact's folder and run its step again"
 _READERS, _READ_AHEAD = 8, 32
-_VERIFIED: set[tuple[str, int, int]] = set()
 
 
 class Frozen(BaseModel):
@@ -376,13 +374,6 @@ def tool_versions() -> dict[str, str]:
     return found
 
 
-def copy_into(artifact: Artifact, target: Path) -> None:
-    """Copy every file of `artifact` below `target`, verified."""
-    for name in artifact.names():
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(artifact.path(name), target / name)
-
-
 def _file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -391,9 +382,19 @@ def _file_sha256(path: Path) -> str:
 def _is_intact(path: Path, entry: FileEntry) -> bool:
     """Whether the file has the committed bytes. Read once as long as it does not change."""
     stat = path.stat()
-    seen = (str(path), stat.st_mtime_ns, stat.st_size)
-    if seen not in _VERIFIED:
-        if stat.st_size != entry.size or _file_sha256(path) != entry.sha256:
-            return False
-        _VERIFIED.add(seen)
+    try:
+        return stat.st_size == entry.size and _has_digest(path, stat.st_mtime_ns, entry.sha256)
+    except _Differs:
+        return False
+
+
+class _Differs(Exception):
+    """Raised and not returned: a cache keeps no exceptions, so a file that was mended is read again."""
+
+
+@functools.lru_cache(maxsize=65_536)
+def _has_digest(path: Path, mtime_ns: int, sha256: str) -> bool:
+    """True for a file of this digest; raises _Differs for another. mtime_ns: the version of the file that was read."""
+    if _file_sha256(path) != sha256:
+        raise _Differs
     return True

@@ -118,7 +118,7 @@ EPISODES = pa.schema(
     ]
 )
 """One row an episode. `failure` says why an episode failed, null for all other outcomes; `tool_calls.arguments` is
-canonical JSON; `final_state` digests what `final_diff` (git format) holds.
+canonical JSON; `image_digest` is that of the task's files; `final_state` digests what `final_diff` (git format) holds.
 """
 
 SEQUENCES = pa.schema(
@@ -179,7 +179,8 @@ class Episode:
     group_id: str
     task_id: str
     task_digest: str
-    image_digest: str
+    files_digest: str
+    """Of the files that the sandbox started from; the column `image_digest`."""
     sample: int
     attempt: int
     """Which attempt it was, from 0. Always 0 under the deterministic profile, where every attempt comes to the same;
@@ -220,8 +221,9 @@ def episodes_table(episodes: list[Episode]) -> pa.Table:
         row: dict[str, Any] = {
             name: getattr(episode, name)
             for name in EPISODES.names
-            if name not in ("tool_calls", "final_state", "outcome")
+            if name not in ("image_digest", "tool_calls", "final_state", "outcome")
         }
+        row["image_digest"] = episode.files_digest
         row["outcome"] = episode.outcome.value
         row["tool_calls"] = [vars(call) for call in episode.tool_calls]
         row["final_state"] = [{"kind": "diff", "digest": episode.final_state}]
@@ -265,13 +267,13 @@ def read_episodes(episodes: pa.Table, sequences: pa.Table) -> list[Episode]:
         )
     found = []
     for row in episodes.to_pylist():
-        known = {
-            name: row[name] for name in row if name not in ("tool_calls", "final_state", "outcome", "policy_tokens")
-        }
+        other = ("image_digest", "tool_calls", "final_state", "outcome", "policy_tokens")
+        known = {name: row[name] for name in row if name not in other}
         calls = [ToolCallRecord(**call) for call in row["tool_calls"]]
         found.append(
             Episode(
                 **known,
+                files_digest=row["image_digest"],
                 outcome=Outcome(row["outcome"]),
                 tool_calls=calls,
                 sequences=by_episode.get(row["episode_id"], []),

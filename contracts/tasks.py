@@ -39,12 +39,13 @@ TASKS = pa.schema(
         ("checks", pa.string()),
     ]
 )
-"""One row a task; `files` and `hidden_files` are sorted by path, `meta` is canonical JSON, with the task's artifacts if
-it declares any. `checks` is canonical JSON too, null where none are proven; suites of earlier versions lack the column.
+"""One row a task; `files` and `hidden_files` are sorted by path, `meta` is canonical JSON, with the deliverables of a
+task that declares any. `checks` is canonical JSON too, null where none are proven; older suites lack the column.
 """
 
 
-_ARTIFACTS = "artifacts"
+_DELIVERABLES = "artifacts"
+"""Key of the deliverables in `meta`, as stored suites have it."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ class Task:
     """A git-format diff that solves the task."""
     meta: dict[str, Any]
     """Facts of the task's maker, e.g. function name and arguments."""
-    artifacts: tuple[str, ...] = ()
+    deliverables: tuple[str, ...] = ()
     """Patterns (contracts/patterns.py) of the files that count as the agent's work; none: all that it changes."""
     checks: Checks | None = None
     """Decoys and observations of the hidden tests, as proven when the suite was built; None: the verifier makes and
@@ -196,8 +197,8 @@ class Task:
     """
 
     @property
-    def image_digest(self) -> str:
-        """Digest of what a sandbox of this task starts from."""
+    def files_digest(self) -> str:
+        """Digest of the files that a sandbox of this task starts from."""
         return files_digest(self.files)
 
     @property
@@ -207,11 +208,11 @@ class Task:
             [
                 self.task_id,
                 self.instruction,
-                self.image_digest,
+                self.files_digest,
                 files_digest(self.hidden_files),
                 list(self.tests),
                 sha256(self.reference_diff),
-                *([list(self.artifacts)] if self.artifacts else []),
+                *([list(self.deliverables)] if self.deliverables else []),
                 *([self.checks.to_json()] if self.checks else []),
             ]
         )
@@ -256,7 +257,7 @@ def read_tasks(table: pa.Table) -> list[Task]:
             hidden_files={file["path"]: file["data"] for file in row["hidden_files"]},
             tests=tuple(row["tests"]),
             reference_diff=row["reference_diff"],
-            artifacts=tuple(meta.pop(_ARTIFACTS, ())),
+            deliverables=tuple(meta.pop(_DELIVERABLES, ())),
             meta=meta,
             checks=Checks.from_json(row["checks"]) if row.get("checks") else None,
         )
@@ -266,10 +267,12 @@ def read_tasks(table: pa.Table) -> list[Task]:
 
 
 def _meta_row(task: Task) -> str:
-    """The facts with the artifacts, which most tasks don't declare: a column for them would change every suite's
-    digest.
+    """The facts with the deliverables.
+
+    Most tasks declare none: a column for them would change every suite's digest.
     """
-    return json.dumps(task.meta | ({_ARTIFACTS: list(task.artifacts)} if task.artifacts else {}), sort_keys=True)
+    declared = {_DELIVERABLES: list(task.deliverables)} if task.deliverables else {}
+    return json.dumps(task.meta | declared, sort_keys=True)
 
 
 def _file_rows(files: dict[str, bytes]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@ was written".
 
 Every table is read through `contracts.artifacts.Artifact.table` and every manifest's facts through `Artifact.meta`, so
 this is the one place that knows of older forms. A column is only ever added; a change of meaning is another column.
+The oldest stores read are those of commit c813e3a (2026-11-21).
 """
 
 from __future__ import annotations

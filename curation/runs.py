@@ -55,7 +55,7 @@ class Runs:
             try:
                 return await self._once(task, diff, hidden, tests)
             except TriplaneError as error:
-                self._templates.pop(task.image_digest, None)  # a restarted server may have lost it
+                self._templates.pop(task.files_digest, None)  # a restarted server may have lost it
                 fault = error
                 if controlled:
                     raise Ungradable(f"{type(error).__name__}: {error}") from error
@@ -94,12 +94,12 @@ class Runs:
             task.tests if tests is None else tests,
             limits=LIMITS,
             timeout_s=self._timeout_s,
-            artifacts=task.artifacts,
+            artifacts=task.deliverables,
             product=changed_paths(task.reference_diff),
         )
 
     async def _template(self, task: Task) -> str:
-        image = task.image_digest
-        if image not in self._templates:
-            self._templates[image] = await self._client.put_template(task.files)
-        return self._templates[image]
+        files = task.files_digest
+        if files not in self._templates:
+            self._templates[files] = await self._client.put_template(task.files)
+        return self._templates[files]

@@ -26,9 +26,9 @@ def main(address: str) -> int:
 
 
 async def _ask_envd(address: str) -> str:
-    from envd.client import SandboxClient
+    from envd.operations.client import OperationsClient
 
-    async with asyncio.timeout(TIMEOUT_S), SandboxClient(address) as client:
+    async with asyncio.timeout(TIMEOUT_S), OperationsClient(address) as client:
         about = await client.info()
     return f"{about.backend}, isolates: {about.isolation}, sandboxes: {about.live}"
 

@@ -8,6 +8,7 @@ Out: tool results, diffs, states of sandboxes, and the outcome of each named tes
 
 The server holds no code of a sandbox and trusts nothing that comes from one; what starts sandboxes is another,
 single-threaded process or a program of its own; the agent runs inside. Runs alone: `python -m envd serve`. Imports
-contracts and nothing else of ours. The other planes may import `envd.client`, `envd.local` and `envd.tools`; everything
-above may import any of it.
+contracts and nothing else of ours. The planes beside it may import `envd.client`, which holds the few calls of an
+episode, and `envd.tools`; everything above may import any of it. What operates a server is apart, in `envd.operations`,
+`envd.server.operations` and `envd.mcp`.
 """

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from contracts.errors import describe
+from envd.backends import AUTO, BACKENDS
 from envd.errors import EnvdError
 
 _HELP = """\
@@ -39,7 +40,7 @@ unix socket has mode 0600; a port asks for a key (or client certificates), beyon
 """
 _COMMANDS = {
     "mcp": ("envd.mcp", "run_mcp", "the tools over MCP, for agents that nobody here wrote"),
-    "top": ("envd.top", "run_top", "a live table of a server's sandboxes"),
+    "top": ("envd.operations.top", "run_top", "a live table of a server's sandboxes"),
     "policy": ("envd.policy_check", "run_policy", "check a policy file"),
 }
 """Commands that parse their own arguments: module, function (arguments -> exit code), help."""
@@ -112,8 +113,8 @@ def _add_serving(add: Any) -> None:
         "--backend",
         default="auto",
         help=(
-            "auto (namespaces, else gvisor; never plain), or of namespaces, plain, gvisor, qemu, firecracker, pods; "
-            "several with commas, the default one first"
+            f"auto ({', else '.join(AUTO)}; never plain), or of {', '.join(BACKENDS)}; several with commas, the "
+            "default one first"
         ),
     )
     add("--pool", type=int, default=0, metavar="N", help="sandboxes kept ready for each template in use (default 0)")

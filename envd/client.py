@@ -1,4 +1,4 @@
-"""Client of the environment plane (grpc.aio).
+"""Client of the environment plane, as an episode uses it (grpc.aio).
 
 async with SandboxClient(address) as client:
     template = await client.put_template({"calc.py": b"..."})
@@ -6,35 +6,34 @@ async with SandboxClient(address) as client:
     result = await sandbox.call(ToolCall("read", {"path": "calc.py"}))
     diff = await sandbox.finish()
     verdict = await client.verify(template, diff, hidden, ["tests/test_hidden.py::test_adds"])
+
+`envd.operations.client` has what operates a server: files, processes, states, moves, audit events.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, Self, cast
+
+import grpc
 
 from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
-from envd import calling
-from envd.calling import RPC_GRACE_S, Caller, error_of
-from envd.connection import SANDBOX_TOKEN, Access
+from envd.calling import RPC_GRACE_S, Caller
+from envd.connection import SANDBOX_TOKEN, Access, Metadata
 from envd.errors import EnvdError, SandboxGone, SandboxUnknown, ServerBusy, TemplateError
 from envd.meeting import default_address
 from envd.messages import export_message, left_out_of, limits_message, status_of, tool_result_of, verify_result_of
-from envd.sandbox_files import SandboxFiles
-from envd.sandbox_processes import SandboxProcesses
 from envd.types import (
-    BackendInfo,
     Export,
     Handle,
     LeftOut,
     Limits,
     SandboxStatus,
-    ServerInfo,
     TestOutcome,
     ToolCall,
     ToolResult,
@@ -53,7 +52,6 @@ __all__ = [
     "SandboxGone",
     "SandboxStatus",
     "SandboxUnknown",
-    "ServerInfo",
     "TemplateError",
     "TestOutcome",
     "ToolCall",
@@ -61,8 +59,6 @@ __all__ = [
     "VerifyResult",
 ]
 
-MOVE_S = 600.0
-"""How long a change of state may take: memory is written, sent and read."""
 _ENDING_S = 10.0
 """Longest that a client's end waits for sandboxes that nobody wants any more."""
 
@@ -83,14 +79,14 @@ class SandboxClient:
         self.caller = Caller(self.address, Access.found(self.address) if access is None else access)
         self._ending: set[asyncio.Future[None]] = set()
 
-    async def __aenter__(self) -> SandboxClient:
-        channel = self.caller.open()
-        self.sandboxes = rpc.SandboxesStub(channel)  # type: ignore[no-untyped-call]
-        self.files = rpc.FilesStub(channel)  # type: ignore[no-untyped-call]
-        self.processes = rpc.ProcessesStub(channel)  # type: ignore[no-untyped-call]
-        self.tools = rpc.ToolsStub(channel)  # type: ignore[no-untyped-call]
-        self._verifier = rpc.VerifierStub(channel)  # type: ignore[no-untyped-call]
+    async def __aenter__(self) -> Self:
+        self._open(self.caller.open())
         return self
+
+    def _open(self, channel: grpc.aio.Channel) -> None:
+        self.sandboxes = rpc.SandboxesStub(channel)  # type: ignore[no-untyped-call]
+        self.tools = rpc.ToolsStub(channel)  # type: ignore[no-untyped-call]
+        self.verifier = rpc.VerifierStub(channel)  # type: ignore[no-untyped-call]
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -99,34 +95,12 @@ class SandboxClient:
             await asyncio.wait(self._ending, timeout=_ENDING_S)
         await self.caller.close()
 
-    async def info(self) -> ServerInfo:
-        """What the server is: its backends, whether they isolate, how many sandboxes live."""
-        reply = await self._ask("Info", pb.InfoRequest())
-        return ServerInfo(
-            backend=reply.backend,
-            isolation=reply.isolation,
-            version=reply.version,
-            live=reply.live,
-            limits_enforced=tuple(reply.limits_enforced),
-            backends=tuple(
-                BackendInfo(
-                    each.name,
-                    cast(Any, each.isolation_level),
-                    tuple(each.limits_enforced),
-                    each.keeps_processes,
-                    tuple(each.features),
-                    each.helper,
-                )
-                for each in reply.backends
-            ),
-        )
-
     async def put_template(self, files: Mapping[str, bytes]) -> str:
         """Store the files of a workspace and return their digest. Idempotent.
 
         The workspace that sandboxes get is a git repository with these files in one commit, the same for ever.
         """
-        return cast(str, (await self._ask("PutTemplate", pb.PutTemplateRequest(files=dict(files)))).digest)
+        return cast(str, (await self.ask("sandboxes.PutTemplate", pb.PutTemplateRequest(files=dict(files)))).digest)
 
     async def create(
         self,
@@ -146,65 +120,14 @@ class SandboxClient:
         server's own. idempotency_key: a retry with the same one gets the same sandbox. Cancelled without one, it ends
         what the server still makes. timeout_s: pods that pull their image take minutes.
         """
-        request = _create_request(template, limits, env, labels, backend, policy)
+        request = create_request(template, limits, env, labels, backend, policy)
         if idempotency_key is not None:  # a retry may want it
-            return self._made(await self._ask("Create", request, timeout_s, idempotency_key))
-        return await self._wanted(self._ask("Create", request, timeout_s))
-
-    async def create_many(
-        self,
-        template: str,
-        count: int,
-        *,
-        limits: Limits | None = None,
-        env: Mapping[str, str] | None = None,
-        labels: Mapping[str, str] | None = None,
-        backend: str = "",
-        policy: str = "",
-        idempotency_key: str | None = None,
-    ) -> list[Sandbox | EnvdError]:
-        """Start several, in one round trip, each as `create` does.
-
-        One that could not be started is its error in the list.
-        """
-        request = _create_request(template, limits, env, labels, backend, policy)
-        batch = pb.CreateBatchRequest(requests=[request] * count)
-        reply = await self._ask("CreateBatch", batch, MOVE_S, idempotency_key)
-        return [
-            (
-                self.attach(Handle(each.created.sandbox_id, each.created.token))
-                if each.HasField("created")
-                else error_of(each.code, each.error)
-            )
-            for each in reply.results
-        ]
+            return self._made(await self.ask("sandboxes.Create", request, timeout_s, idempotency_key))
+        return await self._wanted(self.ask("sandboxes.Create", request, timeout_s))
 
     def attach(self, handle: Handle) -> Sandbox:
         """A sandbox that lives already, by the `Sandbox.handle` of whoever created it."""
         return Sandbox(self, handle)
-
-    async def list(self, labels: Mapping[str, str] | None = None) -> list[SandboxStatus]:
-        """All sandboxes of the server, or those that carry all of these labels."""
-        reply = await self._ask("List", pb.ListRequest(labels=dict(labels or {})))
-        return [status_of(each) for each in reply.sandboxes]
-
-    async def restore(self, snapshot_id: str, *, limits: Limits | None = None) -> Sandbox:
-        """A new sandbox from a snapshot. limits: in place of the snapshot's."""
-        request = pb.RestoreRequest(snapshot_id=snapshot_id, limits=None if limits is None else limits_message(limits))
-        return await self._wanted(self._ask("Restore", request, MOVE_S))
-
-    async def delete_snapshot(self, snapshot_id: str) -> None:
-        """Remove a snapshot. Idempotent."""
-        await self._ask("DeleteSnapshot", pb.DeleteSnapshotRequest(snapshot_id=snapshot_id))
-
-    async def audit(
-        self, *, sandbox_id: str = "", after: int = 0, follow: bool = False
-    ) -> AsyncGenerator[pb.AuditEvent, None]:
-        """Audit events with numbers above `after`; with `follow` also those to come, without end."""
-        request = pb.AuditRequest(sandbox_id=sandbox_id, after=after, follow=follow)
-        async with aclosing(self.caller.stream(self.sandboxes.Audit, request)) as events:
-            async for event in events:
-                yield event
 
     async def verify(
         self,
@@ -244,7 +167,7 @@ class SandboxClient:
         reply = None
         while reply is None:
             with suppress(ServerBusy):  # it answered, so it works: queue again
-                reply = await self.caller.ask(self._verifier.Verify, request, timeout_s + 4 * RPC_GRACE_S)
+                reply = await self.ask("verifier.Verify", request, timeout_s + 4 * RPC_GRACE_S)
         return verify_result_of(reply)
 
     async def found(self, template: str, findings: Sequence[str]) -> None:
@@ -252,7 +175,7 @@ class SandboxClient:
         tests.
         """
         request = pb.FoundRequest(template=template, findings=findings)
-        await self.caller.ask(self._verifier.Found, request, RPC_GRACE_S)
+        await self.ask("verifier.Found", request)
 
     def _made(self, reply: Any) -> Sandbox:
         return self.attach(Handle(reply.sandbox_id, reply.token))
@@ -276,11 +199,20 @@ class SandboxClient:
         with suppress(EnvdError):
             await self._made(await asked).close()
 
-    async def _ask(self, method: str, request: Any, timeout_s: float | None = None, key: str | None = None) -> Any:
-        if not hasattr(self, "sandboxes"):
+    async def ask(
+        self,
+        method: str,
+        request: Any,
+        timeout_s: float | None = None,
+        key: str | None = None,
+        metadata: Metadata = (),
+    ) -> Any:
+        """The reply of a unary method, named `stub.Method`. key: of idempotency. Raises EnvdError."""
+        stub, _, name = method.partition(".")
+        if not hasattr(self, stub):
             raise EnvdError("SandboxClient is not open: use it as `async with SandboxClient(address) as client`")
         deadline_s = RPC_GRACE_S if timeout_s is None else timeout_s
-        return await self.caller.ask(getattr(self.sandboxes, method), request, deadline_s, key=key)
+        return await self.caller.ask(getattr(getattr(self, stub), name), request, deadline_s, metadata, key)
 
 
 class Sandbox:
@@ -291,27 +223,17 @@ class Sandbox:
         self.handle = handle
         """Attach to it again with `client.attach(handle)`."""
         self.left_out = LeftOut()
-        """What the export of the last `diff` or `finish` left out."""
+        """What the export of the last diff left out."""
         self._client = client
         self._metadata = ((SANDBOX_TOKEN, handle.token),)
 
-    async def __aenter__(self) -> Sandbox:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
-
-    @property
-    def files(self) -> SandboxFiles:
-        """Its files, as a program would use them."""
-        return SandboxFiles(self._client.caller, self._client.files, self.id, self._metadata)
-
-    @property
-    def processes(self) -> SandboxProcesses:
-        """Programs in it."""
-        return SandboxProcesses(self._client.caller, self._client.processes, self.id, self._metadata)
 
     async def call(self, call: ToolCall, *, timeout_s: float = 10) -> ToolResult:
         """Run one tool call. A tool that fails answers `ok=False`; an exception means the sandbox itself failed."""
@@ -331,22 +253,19 @@ class Sandbox:
             ],
             timeout_s=timeout_s,
         )
-        deadline_s = timeout_s * max(1, len(calls)) + calling.RPC_GRACE_S
-        reply = await self._ask(self._client.tools.Batch, request, deadline_s, idempotency_key)
+        deadline_s = timeout_s * max(1, len(calls)) + RPC_GRACE_S
+        reply = await self._ask("tools.Batch", request, deadline_s, idempotency_key)
         return [tool_result_of(each) for each in reply.results]
 
-    async def diff(self, *, export: Export | None = None) -> bytes:
-        """The workspace against its template: git format, binary-safe, the same bytes for the same state.
+    async def finish(self, *, export: Export | None = None) -> bytes:
+        """Destroy the sandbox and return its workspace against its template.
+
+        Git format, binary-safe, the same bytes for the same state.
 
         export: what of it may leave the sandbox (None: everything); `left_out` tells the rest.
         """
-        request = pb.DiffRequest(sandbox_id=self.id, export=export_message(export))
-        return self._diff_of(await self._ask(self._client.sandboxes.Diff, request))
-
-    async def finish(self, *, export: Export | None = None) -> bytes:
-        """Return the diff, as `diff` does, and destroy the sandbox, in one round trip."""
         request = pb.DeleteRequest(sandbox_id=self.id, want_diff=True, export=export_message(export))
-        return self._diff_of(await self._ask(self._client.sandboxes.Delete, request))
+        return self._diff_of(await self._ask("sandboxes.Delete", request))
 
     def _diff_of(self, reply: Any) -> bytes:
         self.left_out = left_out_of(reply)
@@ -354,54 +273,17 @@ class Sandbox:
 
     async def close(self) -> None:
         """Destroy the sandbox. Closing it twice is harmless."""
-        await self._ask(self._client.sandboxes.Delete, pb.DeleteRequest(sandbox_id=self.id))
+        await self._ask("sandboxes.Delete", pb.DeleteRequest(sandbox_id=self.id))
 
     async def status(self) -> SandboxStatus:
         """What it is and uses now."""
-        return status_of(await self._ask(self._client.sandboxes.Get, pb.GetRequest(sandbox_id=self.id)))
+        return status_of(await self._ask("sandboxes.Get", pb.GetRequest(sandbox_id=self.id)))
 
-    async def pause(self) -> SandboxStatus:
-        """Stop every process where it stands. Idempotent."""
-        request = pb.PauseRequest(sandbox_id=self.id)
-        return status_of(await self._ask(self._client.sandboxes.Pause, request, MOVE_S))
-
-    async def resume(self) -> SandboxStatus:
-        """Go on after a pause or a hibernation. Idempotent."""
-        request = pb.ResumeRequest(sandbox_id=self.id)
-        return status_of(await self._ask(self._client.sandboxes.Resume, request, MOVE_S))
-
-    async def hibernate(self) -> SandboxStatus:
-        """Its state to the server's disk; what is `lost` by it the status says. Idempotent."""
-        request = pb.HibernateRequest(sandbox_id=self.id)
-        return status_of(await self._ask(self._client.sandboxes.Hibernate, request, MOVE_S))
-
-    async def fork(self) -> Sandbox:
-        """An independent copy, with fresh entropy and a fresh host name; this one runs on."""
-        reply = await self._ask(self._client.sandboxes.Fork, pb.ForkRequest(sandbox_id=self.id), MOVE_S)
-        return self._client.attach(Handle(reply.sandbox_id, reply.token))
-
-    async def snapshot(self) -> tuple[str, tuple[str, ...]]:
-        """Keep its state: (id for `SandboxClient.restore`, what it does not hold). It runs on."""
-        reply = await self._ask(self._client.sandboxes.Snapshot, pb.SnapshotRequest(sandbox_id=self.id), MOVE_S)
-        return reply.snapshot_id, tuple(reply.lost)
-
-    async def migrate(self, target: SandboxClient, *, address: str = "", key: str = "") -> Sandbox:
-        """Move it to another server, where it goes on under the same id and token.
-
-        Raises MigrationError; it goes on here then.
-
-        address, key: how this sandbox's server reaches the other one, where that is not as we do.
-        """
-        request = pb.MigrateRequest(sandbox_id=self.id, target=address or target.address, target_key=key)
-        await self._ask(self._client.sandboxes.Migrate, request, MOVE_S)
-        return target.attach(self.handle)
-
-    async def _ask(self, method: Any, request: Any, timeout_s: float | None = None, key: str | None = None) -> Any:
-        deadline_s = calling.RPC_GRACE_S if timeout_s is None else timeout_s
-        return await self._client.caller.ask(method, request, deadline_s, self._metadata, key)
+    async def _ask(self, method: str, request: Any, timeout_s: float | None = None, key: str | None = None) -> Any:
+        return await self._client.ask(method, request, timeout_s, key, self._metadata)
 
 
-def _create_request(
+def create_request(
     template: str,
     limits: Limits | None,
     env: Mapping[str, str] | None,
@@ -409,6 +291,7 @@ def _create_request(
     backend: str,
     policy: str,
 ) -> pb.CreateRequest:
+    """A request to create a sandbox, with the arguments of `SandboxClient.create`."""
     return pb.CreateRequest(
         template=template,
         limits=None if limits is None else limits_message(limits),

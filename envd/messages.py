@@ -41,8 +41,8 @@ def export_message(export: Export | None) -> pb.Export | None:
     return pb.Export(artifacts=export.artifacts, max_files=export.max_files, max_bytes=export.max_bytes)
 
 
-def left_out_of(reply: pb.DiffReply | pb.DeleteReply) -> LeftOut:
-    """What a reply says was left out."""
+def left_out_of(reply: Any) -> LeftOut:
+    """What a DeleteReply or a DiffReply says was left out."""
     return LeftOut(dict(reply.left_out_counts), tuple((each.path, each.reason) for each in reply.left_out))
 
 

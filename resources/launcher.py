@@ -18,7 +18,7 @@ from resources.errors import LaunchFailed
 from resources.experiment import Experiment
 from resources.pipes import PIPES_BUCKET, open_channel
 from trainer.errors import LAST_WORDS
-from trainer.parent import PARENT_VARIABLE
+from trainer.lifetime import PARENT_VARIABLE
 
 Context = dg.OpExecutionContext | dg.AssetExecutionContext
 OnMessage = Callable[[Mapping[str, Any]], None]

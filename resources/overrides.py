@@ -9,15 +9,10 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Discriminator, ValidationError
+from pydantic.fields import FieldInfo
 
 from resources.errors import ExperimentError
-
-_KINDS: dict[int | str, tuple[str, ...]] = {
-    "base": ("sft", "import"),
-    "engine": ("builtin", "openai"),
-    "tasks": ("generated", "import"),
-}
 
 
 def apply_overrides(values: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
@@ -61,7 +56,7 @@ def explain(error: ValidationError, model: type[BaseModel], source: str) -> str:
     """One line for each fault: field, value, problem and, for an unknown key, the nearest known one."""
     lines = []
     for fault in error.errors():
-        path = _without_tag(fault["loc"])
+        path = _without_tags(model, fault["loc"])
         where = ".".join(str(part) for part in path)
         if fault["type"] == "extra_forbidden":
             lines.append(f"{where} is not a field: {_suggest(model, path)}")
@@ -77,14 +72,30 @@ def _shown(where: str, value: Any) -> str:
     return "(not shown)" if secret else f"{value!r:.60}"
 
 
-def _without_tag(path: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Path of a fault as in the file: pydantic inserts the chosen kind after `base`, `engine`, `tasks` and each
-    component.
-    """
-    if path[:2] == ("rewards", "components") and len(path) > 3:
-        return path[:3] + path[4:]
-    tagged = len(path) > 1 and path[1] in _KINDS.get(path[0], ())
-    return path[:1] + path[2:] if tagged else path
+def _without_tags(model: type[BaseModel], path: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Path of a fault as in the file: pydantic inserts the chosen kind after every discriminated union."""
+    kept: list[int | str] = []
+    places: list[Any] = [model]
+    tag_follows = False
+    for part in path:
+        if tag_follows:
+            tag_follows = False
+            continue
+        kept.append(part)
+        if isinstance(part, int):
+            places = [item for each in places for item in get_args(getattr(each, "annotation", each))[:1]]
+        else:
+            fields = [found.model_fields.get(part) for each in places for found in _models(each)]
+            places = [field for field in fields if field is not None]
+        tag_follows = any(_is_discriminated(each) for each in places)
+    return tuple(kept)
+
+
+def _is_discriminated(place: Any) -> bool:
+    """Whether a field, or an item of a tuple, is a union that a tag decides."""
+    if isinstance(place, FieldInfo):
+        return place.discriminator is not None or any(isinstance(each, Discriminator) for each in place.metadata)
+    return any(isinstance(each, FieldInfo) and _is_discriminated(each) for each in get_args(place)[1:])
 
 
 def _suggest(model: type[BaseModel], path: tuple[int | str, ...]) -> str:
@@ -96,14 +107,18 @@ def _suggest(model: type[BaseModel], path: tuple[int | str, ...]) -> str:
             found
             for each in models
             if str(part) in each.model_fields
-            for found in _models(each.model_fields[str(part)].annotation)
+            for found in _models(each.model_fields[str(part)])
         ]
     known = sorted({name for each in models for name in each.model_fields})
+    if path[-1] in known:
+        return "another kind has it, the chosen one has not; remove it"
     near = difflib.get_close_matches(str(path[-1]), known, n=1)
     return f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, FieldInfo):
+        annotation = annotation.annotation
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     elif get_origin(annotation) in (Union, types.UnionType, Annotated, tuple):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from contracts.pb import envd_pb2
+
 ROOT = Path(__file__).parent.parent
 FLOORS = [
     {"contracts", "triplane_kernels"},
@@ -148,6 +150,36 @@ def import_edges() -> dict[str, set[str]]:
         name: {each for each in module_imports(ast.parse(path.read_text()), set(modules)) if each in modules}
         for name, path in modules.items()
     }
+
+
+def reached_from(start: str, edges: dict[str, set[str]]) -> set[str]:
+    reached, left = set(), [start]
+    while left:
+        found = edges[left.pop()] - reached
+        reached |= found
+        left += found
+    return reached
+
+
+EPISODE_RPCS = {"PutTemplate", "Create", "Get", "Delete", "Batch", "Verify", "Found"}
+TRAINING = ("inference", "ops", "curation")
+
+
+def test_training_path_imports_only_the_client_of_an_episode() -> None:
+    edges = import_edges()
+    allowed = {"envd.client", "envd.tools", "envd.types"}
+    for name in edges:
+        if name.split(".")[0] in TRAINING:
+            direct = {each for each in edges[name] if each.startswith("envd.")}
+            assert direct <= allowed, f"{name} imports {sorted(direct - allowed)}: use envd.client"
+    below = {each for name in allowed for each in reached_from(name, edges)}
+    assert not {each for each in below if each.startswith(("envd.operations", "envd.server", "envd.backends"))}
+    assert "contracts.pb.envd_operations_pb2" not in below
+
+
+def test_protocol_of_an_episode_stays_small() -> None:
+    services = envd_pb2.DESCRIPTOR.services_by_name.values()
+    assert {method.name for service in services for method in service.methods} == EPISODE_RPCS
 
 
 def test_no_circle_of_imports_between_modules() -> None:

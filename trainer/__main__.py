@@ -13,7 +13,7 @@ from typing import Any
 from contracts.errors import TriplaneError, describe
 from trainer.config import SftJob, read_job
 from trainer.errors import LAST_WORDS, TrainingConfigError, TrainingStopped
-from trainer.parent import end_with_parent
+from trainer.lifetime import end_with_parent
 
 EXAMPLE = """\
 example of a job (JSON or YAML; references are those of committed artifacts):

@@ -240,10 +240,8 @@ class RewardConfig(_Part):
         return self
 
     @model_serializer(mode="wrap")
-    def _older_form(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A field that came later is written only where it says something: keys and digests of work made without it
-        stay.
-        """
+    def _leave_out_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """The fields, `components` only where set: action keys of work that does not use it stay."""
         values: dict[str, Any] = dump(self)
         if not self.components:
             values.pop("components", None)

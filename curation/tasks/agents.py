@@ -179,7 +179,7 @@ async def play_task(
             if not calls:
                 break
             turns.append(Turn(tuple(calls), tuple(await sandbox.batch(calls, timeout_s=TOOL_TIMEOUT_S))))
-        diff = await sandbox.diff(export=Export(task.artifacts) if task.artifacts else None)
+        diff = await sandbox.finish(export=Export(task.deliverables) if task.deliverables else None)
     return Played(task, len(turns), sum(len(turn.calls) for turn in turns), diff, await verifier.grade(task, diff))
 
 

@@ -39,10 +39,10 @@ def find_task(tasks: Mapping[str, Task], task_id: str) -> Task:
 
 
 def task_text(task: Task) -> str:
-    """Description of a task: instruction, artifacts, repository, hidden tests, reference fix."""
+    """Description of a task: instruction, deliverables, repository, hidden tests, reference fix."""
     parts = [f"{task.task_id} ({task.split.value}, {task.family})", task.instruction]
-    if task.artifacts:
-        parts.append(f"--- artifacts: {' '.join(task.artifacts)}")
+    if task.deliverables:
+        parts.append(f"--- deliverables: {' '.join(task.deliverables)}")
     parts += [f"--- {path}\n{data.decode(errors='replace')}" for path, data in sorted(task.files.items())]
     parts += [
         f"--- hidden: {path}\n{data.decode(errors='replace')}" for path, data in sorted(task.hidden_files.items())

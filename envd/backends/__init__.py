@@ -1,6 +1,11 @@
-"""What sandboxes are made of: one small protocol (`envd.backends.base`), one file a backend, each with a probe that
-really starts one.
+"""What runs sandboxes: one small protocol (`envd.backends.base`) and a folder a backend.
 
-A backend turns a `BoxSpec` into a running `Box` with a guest agent in it. It knows nothing of gRPC, ids, tokens or
-tools.
+A backend named NAME is `envd/backends/NAME/backend.py` with `async def start(run_dir, ...) -> Backend`, and its name
+below; tests/envd/test_backend_contract.py holds every backend to the protocol. `vm` is what virtual machines share.
+Imports nothing of the server.
 """
+
+BACKENDS = ("namespaces", "plain", "gvisor", "qemu", "firecracker", "pods")
+"""All of them, by the names that `--backend` takes."""
+AUTO = ("namespaces", "gvisor")
+"""What `--backend auto` tries, in this order; never one that isolates nothing."""

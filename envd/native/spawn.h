@@ -1,4 +1,4 @@
-/* The spawner of namespaces sandboxes: what its parts share, and its control protocol (envd/backends/spawner.py says the same in Python).
+/* The spawner of namespaces sandboxes: what its parts share, and its control protocol (envd/backends/namespaces/spawner.py says the same in Python).
  *
  * One single-threaded process. It is started in a mount namespace whose root is what a sandbox sees (envd/sandbox/rootfs.py), with the things
  * that no sandbox may see below HIDDEN; each sandbox gets a copy of that namespace in which HIDDEN is unmounted. So a start binds no
@@ -25,7 +25,7 @@
 #define PATH_SIZE 1024
 #define MOST_SYSTEM 32
 #define CAPACITY 16384
-#define PROXY_PORT 3128 /* envd/backends/proxied.py has it too */
+#define PROXY_PORT 3128 /* envd/backends/namespaces/proxied.py has it too */
 
 enum request_kind {
     REQUEST_CREATE = 1,   /* descriptors: the agent's stream; with FLAG_RESTORE also the archive to read */

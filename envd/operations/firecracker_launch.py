@@ -20,8 +20,8 @@ from pathlib import Path
 
 from contracts.errors import TriplaneError
 from contracts.owned import owned_name, remove
-from envd.backends import firecracker
 from envd.backends.base import Box, BoxSpec
+from envd.backends.firecracker import backend as firecracker
 from envd.sandbox.cgroups import OWNED
 from envd.sandbox.delegation import make_room
 from envd.sandbox.linux import sandbox_owner

@@ -32,32 +32,6 @@ def descendants(pid: int) -> dict[int, int]:
     return below
 
 
-def children_below(pid: int) -> set[int]:
-    """The processes below pid, zombies too.
-
-    Looks at nothing else of the machine; what starts or ends meanwhile may be missed.
-
-    Source: proc_pid_task(5), `children`; kernels without it are asked for all processes.
-    """
-    below: set[int] = set()
-    fresh = [pid]
-    try:
-        while fresh:
-            each = fresh.pop()
-            try:
-                threads = os.listdir(f"/proc/{each}/task")  # noqa: PTH208 - hot, and pathlib is slow
-            except FileNotFoundError:
-                continue  # it ended
-            for thread in threads:
-                with open(f"/proc/{each}/task/{thread}/children", "rb") as file:  # noqa: PTH123 - the same
-                    found = {int(word) for word in file.read().split()} - below
-                below |= found
-                fresh += found
-    except OSError:
-        return set(descendants(pid))
-    return below
-
-
 def kill_since(root: int, before: AbstractSet[int], collect: Callable[[], object] | None = None) -> None:
     """Kill all processes below root but those in `before` and what those started. collect: instead of `reap`.
 

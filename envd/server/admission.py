@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from contracts.pb import envd_pb2 as pb
 from envd.backends.base import Backend
@@ -33,8 +34,8 @@ class Wanted:
     policy_yaml: str = ""
 
     @classmethod
-    def of(cls, request: pb.CreateRequest | pb.ReceiveHeader) -> Wanted:
-        """What a request asks for. Raises EnvdError for what no policy allows."""
+    def of(cls, request: Any) -> Wanted:
+        """What a CreateRequest or a ReceiveHeader asks for. Raises EnvdError for what no policy allows."""
         wanted = cls(
             request.template,
             named_limits(request.limits),

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
+from envd.backends import AUTO, BACKENDS
 from envd.backends.base import Backend, IsolationLevel
 from envd.errors import BackendUnavailable
 
-BACKENDS = ("namespaces", "plain", "gvisor", "qemu", "firecracker", "pods")
-_AUTO = ("namespaces", "gvisor")
 _FIX = (
     "On a machine: sysctl -w user.max_user_namespaces=10000 kernel.apparmor_restrict_unprivileged_userns=0. "
     "In a container: run it with --security-opt seccomp=deploy/envd-seccomp.json --security-opt apparmor=unconfined "
@@ -56,12 +55,12 @@ async def stop_backends(backends: dict[str, Backend]) -> None:
 
 
 async def _auto(run_dir: Path, pool: int) -> list[Backend]:
-    """The first of `_AUTO` that starts here.
+    """The first of `AUTO` that starts here.
 
     Raises BackendUnavailable, with the fix, where none does: plain must be asked for by name.
     """
     refusals: list[str] = []
-    for name in _AUTO:
+    for name in AUTO:
         try:
             return [await _start(name, run_dir, pool)]
         except BackendUnavailable as error:
@@ -82,7 +81,7 @@ async def _start(name: str, run_dir: Path, pool: int) -> Backend:
     if name not in BACKENDS:
         raise BackendUnavailable(f"no backend {name!r}: choose of {', '.join(BACKENDS)}, or auto")
     try:
-        start = importlib.import_module(f"envd.backends.{name}").start
+        start = importlib.import_module(f"envd.backends.{name}.backend").start
     except ImportError as error:
         raise BackendUnavailable(
             f"the {name} backend needs a package that is not here ({error}): install it"

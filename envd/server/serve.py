@@ -24,8 +24,7 @@ from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped, u
 
 from contracts.errors import describe
 from contracts.owned import fate_of_owner, owned_name, sweep_abandoned
-from contracts.pb import envd_pb2 as pb
-from contracts.pb import envd_pb2_grpc as rpc
+from contracts.pb import envd_operations_pb2, envd_operations_pb2_grpc, envd_pb2, envd_pb2_grpc
 from envd.backends.base import Backend, IsolationLevel
 from envd.connection import MESSAGE_BYTES, Access, read_secret
 from envd.errors import BackendUnavailable, EnvdError
@@ -37,22 +36,23 @@ from envd.server.audit import AuditLog
 from envd.server.backends import start_backends, stop_backends
 from envd.server.listening import KeyCheck, Listening
 from envd.server.malformed import ACCEPTED_BYTES, Unknown, Watched
-from envd.server.metrics import Metrics
-from envd.server.migration import Migration
 from envd.server.observing import Observer, Observing
+from envd.server.operations.metrics import Metrics
+from envd.server.operations.migration import Migration
+from envd.server.operations.service_files import FilesService
+from envd.server.operations.service_operations import OperationsService
+from envd.server.operations.service_processes import ProcessesService
+from envd.server.operations.states import States
+from envd.server.operations.tracing import start_tracing
+from envd.server.operations.trail import Trail
 from envd.server.policy import load_policy
 from envd.server.quotas import Quotas
 from envd.server.sandboxes import Sandboxes
-from envd.server.service_files import FilesService
-from envd.server.service_processes import ProcessesService
 from envd.server.service_sandboxes import SandboxesService
 from envd.server.service_tools import ToolsService
 from envd.server.service_verifier import VerifierService
 from envd.server.snapshots import Snapshots
-from envd.server.states import States
 from envd.server.templates import Templates
-from envd.server.tracing import start_tracing
-from envd.server.trail import Trail
 from envd.server.verifications import Starting, Verifications
 
 _GRACE_S = 0.5
@@ -71,7 +71,11 @@ _GARBAGE = (50_000, 20, 20)
 """Objects made before they are looked through for cycles: of thousands of sandboxes each look takes milliseconds, in
 which none is answered.
 """
-_SERVICES = tuple(service.full_name for service in pb.DESCRIPTOR.services_by_name.values())
+_SERVICES = tuple(
+    service.full_name
+    for protocol in (envd_pb2, envd_operations_pb2)
+    for service in protocol.DESCRIPTOR.services_by_name.values()
+)
 _log = logging.getLogger("envd")
 
 
@@ -214,15 +218,19 @@ def _add_services(
     server: grpc.aio.Server, watched: Watched, sandboxes: Sandboxes, verifications: Verifications, access: Access
 ) -> health.aio.HealthServicer:
     states = States(sandboxes)
-    services = {
-        "Sandboxes": SandboxesService(sandboxes, Migration(sandboxes, states, access), states),
-        "Files": FilesService(sandboxes),
-        "Processes": ProcessesService(sandboxes),
+    episode = {
+        "Sandboxes": SandboxesService(sandboxes),
         "Tools": ToolsService(sandboxes),
         "Verifier": VerifierService(sandboxes, verifications),
     }
-    for name, service in services.items():
-        getattr(rpc, f"add_{name}Servicer_to_server")(service, watched)
+    operations = {
+        "Operations": OperationsService(sandboxes, Migration(sandboxes, states, access), states),
+        "Files": FilesService(sandboxes),
+        "Processes": ProcessesService(sandboxes),
+    }
+    for generated, services in ((envd_pb2_grpc, episode), (envd_operations_pb2_grpc, operations)):
+        for name, service in services.items():
+            getattr(generated, f"add_{name}Servicer_to_server")(service, watched)
     probe = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(probe, server)
     reflection.enable_server_reflection([*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME], server)

@@ -23,16 +23,10 @@ MAX_CALLS = 256
 _SURPLUS = f"error: not run: a turn may hold at most {MAX_CALLS} calls"
 _SIGNS = frozenset({"exec", "write", "edit", "search", "lint"})
 """Tools whose failure may come from a limit."""
-_SCHEMAS = json.dumps([spec.json_schema() for spec in ALL_TOOLS.values()])
 
 
 class ToolsService(Service, rpc.ToolsServicer):
     """Tool calls."""
-
-    @unary
-    async def Schemas(self, request: pb.SchemasRequest, context: Context) -> pb.SchemasReply:
-        """The tools, as chat templates take them."""
-        return pb.SchemasReply(tools_json=_SCHEMAS)
 
     @unary
     async def Batch(self, request: pb.BatchRequest, context: Context) -> pb.BatchReply:

@@ -23,7 +23,7 @@ from google.protobuf.message import DecodeError
 
 from contracts.errors import describe
 from contracts.owned import owned_name, sweep_abandoned
-from contracts.pb import envd_pb2 as pb
+from contracts.pb import envd_operations_pb2 as pb
 from envd.errors import EnvdError
 
 _HEADER, _STATE = "header", "state"

@@ -39,7 +39,6 @@ _RIPGREP = (
 ).split() + [f"--glob=!{name}" for name in sorted(searching.HIDDEN)]
 _OWN = ["-I", "-S", "-X", "utf8", "-c", Path(searching.__file__).read_text()]
 _PROBE = 8192
-_INLINE = 128 * 1024
 
 
 async def search_text(guest: GuestLink, need: Search, timeout_s: float) -> Output:

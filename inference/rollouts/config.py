@@ -57,10 +57,8 @@ class RolloutConfig(BaseModel):
     """
 
     @model_serializer(mode="wrap")
-    def _older_form(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A field that came later is written only where it says something: keys and digests of work made without it
-        stay.
-        """
+    def _leave_out_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """The fields, `tool_prompt` only where set: action keys of work that does not use it stay."""
         values: dict[str, Any] = dump(self)
         if not self.tool_prompt:
             values.pop("tool_prompt", None)

@@ -247,7 +247,7 @@ class Attempt:
             group_id=self._group_id,
             task_id=self._task.task_id,
             task_digest=self._task.digest,
-            image_digest=self._task.image_digest,
+            files_digest=self._task.files_digest,
             sample=self._slot.sample,
             attempt=self._numbered,
             seed=self._slot.token_seed,

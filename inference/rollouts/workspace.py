@@ -45,17 +45,17 @@ class Workspaces:
             try:
                 return await self._client.create(await self._stored(task), limits=self._limits)
             except TriplaneError as error:
-                self._templates.pop(task.image_digest, None)
+                self._templates.pop(task.files_digest, None)
                 # a server removes templates that were not used for long
                 if again or not isinstance(error, TemplateError):
                     raise InfraFault(f"no sandbox for task {task.task_id}: {error}") from error
         raise AssertionError("unreachable")
 
     async def _stored(self, task: Task) -> str:
-        image = task.image_digest
-        storing = self._templates.get(image)
+        files = task.files_digest
+        storing = self._templates.get(files)
         if storing is None:
-            storing = self._templates[image] = asyncio.create_task(self._client.put_template(task.files))
+            storing = self._templates[files] = asyncio.create_task(self._client.put_template(task.files))
         return await asyncio.shield(storing)
 
 
@@ -82,16 +82,16 @@ class Workspace:
             raise SandboxBroken(f"a tool call failed: {_words(error, sandbox)}") from error
 
     async def finish(self) -> bytes:
-        """Take the final diff, of the task's artifacts if it declares any; the sandbox is gone afterwards.
+        """Take the final diff, of the task's deliverables if it declares any; the sandbox is gone afterwards.
 
         Raises SandboxBroken.
         """
         if self._starting is None:
             return b""
-        artifacts = self._task.artifacts
+        deliverables = self._task.deliverables
         sandbox = await asyncio.shield(self._starting)
         try:
-            diff = await sandbox.finish(export=Export(artifacts) if artifacts else None)
+            diff = await sandbox.finish(export=Export(deliverables) if deliverables else None)
         except EnvdError as error:
             raise SandboxBroken(f"the final state could not be read: {_words(error, sandbox)}") from error
         self._starting = None

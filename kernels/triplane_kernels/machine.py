@@ -13,7 +13,7 @@ import importlib.util
 import logging
 import os
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Literal, cast
 
 import torch
@@ -149,6 +149,6 @@ def _gluon_is_there(version: str | None) -> bool:
     return release >= (3, 6) and importlib.util.find_spec("triton.experimental.gluon") is not None
 
 
-@cache
+@lru_cache(maxsize=256)
 def _say_once(message: str) -> None:
     _log.warning("%s", message)

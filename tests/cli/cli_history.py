@@ -146,7 +146,7 @@ def play(task: Task, tokenizer: Tokenizer, policy: ArtifactRef, *, group: int, s
         group_id=digest_of([task.task_id, group])[:32],
         task_id=task.task_id,
         task_digest=task.digest,
-        image_digest=task.image_digest,
+        files_digest=task.files_digest,
         sample=sample,
         attempt=0,
         seed=slot.token_seed,

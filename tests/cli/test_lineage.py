@@ -108,7 +108,7 @@ def test_the_command_prints_both_directions(triplane: Run, history: History) -> 
 def test_the_command_answers_for_an_episode_in_json(triplane: Run, history: History) -> None:
     found = json.loads(triplane("lineage", history.solved.episode_id[:12], "--json").stdout)
     assert found["episode"]["policy"] == history.digest("base")
-    assert found["episode"]["image_digest"] == history.solved.image_digest
+    assert found["episode"]["image_digest"] == history.solved.files_digest
     assert found["datasets"][0]["checkpoints"] == [history.digest("next")]
     assert found["starts"][0]["config"] == {"step": "rollouts"}
     assert {"role": "policy", "parent": history.artifacts["base"].ref.uri} in [

@@ -49,7 +49,7 @@ def episodes(draw: st.DrawFn) -> Episode:
         group_id="g",
         task_id=slot.task_id,
         task_digest="t",
-        image_digest="i",
+        files_digest="i",
         sample=slot.sample,
         attempt=0,
         seed=slot.token_seed,
@@ -181,9 +181,9 @@ def test_tasks_round_trip() -> None:
         {"line": 2},
     )
     assert read_tasks(tasks_table([task])) == [task]
-    declares = Task(**{**vars(task), "artifacts": ("src/", "*.md")})
+    declares = Task(**{**vars(task), "deliverables": ("src/", "*.md")})
     assert read_tasks(tasks_table([task, declares])) == [task, declares]
-    assert declares.digest != task.digest != Task(**{**vars(task), "artifacts": ("src/",)}).digest
+    assert declares.digest != task.digest != Task(**{**vars(task), "deliverables": ("src/",)}).digest
     assert "artifacts" not in tasks_table([task]).to_pylist()[0]["meta"], "what declares none keeps its digest"
     assert task.digest != Task(**{**vars(task), "instruction": "other"}).digest
-    assert task.image_digest == Task(**{**vars(task), "instruction": "other"}).image_digest
+    assert task.files_digest == Task(**{**vars(task), "instruction": "other"}).files_digest

@@ -85,7 +85,7 @@ def episode(
         "g",
         "t",
         TASK.digest,
-        TASK.image_digest,
+        TASK.files_digest,
         0,
         0,
         0,

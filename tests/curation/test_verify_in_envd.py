@@ -189,10 +189,10 @@ def test_an_endless_loop_is_failed_and_not_remembered(address: str, tmp_path: Pa
     assert (verdict.solved, verdict.exit, runs, LocalStore(tmp_path).list("verdicts/")) == (False, "timed_out", 2, [])
 
 
-def test_a_task_that_declares_artifacts_is_graded_by_them_and_under_another_key(
+def test_a_task_that_declares_deliverables_is_graded_by_them_and_under_another_key(
     address: str, diffs: dict[str, bytes]
 ) -> None:
-    declares, others = (dataclasses.replace(TASK, artifacts=(each,)) for each in ("app.py", "*.md"))
+    declares, others = (dataclasses.replace(TASK, deliverables=(each,)) for each in ("app.py", "*.md"))
 
     async def run() -> list[bool]:
         async with SandboxClient(address) as client:

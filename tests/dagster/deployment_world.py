@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import uvicorn
 from dagster_world import World
 from safetensors.torch import load_file, save_file
 
-from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, copy_into, open_artifact
+from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, open_artifact
 from contracts.checkpoints import WEIGHTS
 from contracts.digests import digest_of
 from inference.engines.builtin import BuiltinEngine
@@ -122,7 +123,8 @@ def spoilt(world: World, candidate: ArtifactRef, tensor: str, value: float | Non
         code_version="1",
     ) as out:
         source = open_artifact(world.store, candidate)
-        copy_into(source, out.directory)
+        for name in source.names():
+            shutil.copyfile(source.path(name), out.directory / name)
         weights = load_file(out.directory / WEIGHTS)
         if value is None:
             del weights[tensor]

@@ -9,7 +9,7 @@ from resources.errors import LaunchFailed
 from resources.experiment import parse_experiment
 from resources.launcher import LocalLauncher
 from tests.dagster.launching import Arrived, launch_in_an_op
-from trainer.parent import PARENT_VARIABLE
+from trainer.lifetime import PARENT_VARIABLE
 from triplane_dagster.dry_run import plan_of
 
 TALK = """

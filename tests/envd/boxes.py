@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
-from envd.backends import namespaces
 from envd.backends.base import Box, BoxSpec
-from envd.backends.namespaces import NamespacesBackend
+from envd.backends.namespaces import backend as namespaces
+from envd.backends.namespaces.backend import NamespacesBackend
 from envd.sandbox.linux import sandbox_owner
 from envd.types import Limits
 

@@ -18,8 +18,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from envd.backends import namespaces  # noqa: E402
 from envd.backends.base import BoxSpec  # noqa: E402
+from envd.backends.namespaces import backend as namespaces  # noqa: E402
 from envd.sandbox import linux  # noqa: E402
 from envd.sandbox.cgroups import remove_groups  # noqa: E402
 from envd.sandbox.delegation import make_room, own_group  # noqa: E402

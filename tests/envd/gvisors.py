@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import pytest
 
 from envd.backends.base import BoxSpec
-from envd.backends.gvisor import start
-from envd.backends.gvisor_boxes import GVisorBackend, GVisorBox
+from envd.backends.gvisor.backend import start
+from envd.backends.gvisor.boxes import GVisorBackend, GVisorBox
 from envd.errors import BackendUnavailable
 from envd.sandbox import linux
 from envd.types import Limits

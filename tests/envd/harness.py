@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from envd.client import Limits, Sandbox, SandboxClient, ToolCall, ToolResult, VerifyResult
+from envd.client import Limits, ToolCall, ToolResult, VerifyResult
+from envd.operations.client import ManagedSandbox, OperationsClient
 from envd.server.listening import Listening
 from envd.server.serve import Options, serve
 
@@ -34,21 +35,21 @@ class Harness:
     def __init__(self, address: str) -> None:
         self.address = address
 
-    def client(self, job: Callable[[SandboxClient], Awaitable[T]]) -> T:
+    def client(self, job: Callable[[OperationsClient], Awaitable[T]]) -> T:
         async def run() -> T:
-            async with SandboxClient(self.address) as client:
+            async with OperationsClient(self.address) as client:
                 return await job(client)
 
         return asyncio.run(run())
 
     def sandbox(
         self,
-        job: Callable[[Sandbox], Awaitable[T]],
+        job: Callable[[ManagedSandbox], Awaitable[T]],
         *,
         files: Mapping[str, bytes] = FILES,
         **options: Any,
     ) -> T:
-        async def run(client: SandboxClient) -> T:
+        async def run(client: OperationsClient) -> T:
             template = await client.put_template(files)
             async with await client.create(template, **options) as sandbox:
                 return await job(sandbox)
@@ -58,7 +59,7 @@ class Harness:
     def calls(self, *calls: ToolCall, timeout_s: float = 10, **options: Any) -> list[ToolResult]:
         """Results of calls made one after another in a fresh sandbox."""
 
-        async def job(sandbox: Sandbox) -> list[ToolResult]:
+        async def job(sandbox: ManagedSandbox) -> list[ToolResult]:
             return [await sandbox.call(call, timeout_s=timeout_s) for call in calls]
 
         return self.sandbox(job, **options)
@@ -79,7 +80,7 @@ class Harness:
     ) -> VerifyResult:
         """Write files in a sandbox, finish it, and verify its diff."""
 
-        async def job(client: SandboxClient) -> VerifyResult:
+        async def job(client: OperationsClient) -> VerifyResult:
             template = await client.put_template(files)
             sandbox = await client.create(template)
             for path, content in changes.items():
@@ -93,14 +94,14 @@ SMALL = Limits(memory_mb=96, pids=16)
 
 
 @asynccontextmanager
-async def served(tmp_path: Path) -> AsyncIterator[SandboxClient]:
+async def served(tmp_path: Path) -> AsyncIterator[OperationsClient]:
     """A server in this process, and what its loop could tell nobody of: at the end, nothing."""
     unheard: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(str(context)))
     listening = Listening(f"unix:{tmp_path}/s")
     serving = asyncio.ensure_future(serve(Options(listening, ("plain",), tmp_path / "state")))
     try:
-        async with SandboxClient(listening.address) as client:
+        async with OperationsClient(listening.address) as client:
             await client.info()  # it has started
             yield client
     finally:

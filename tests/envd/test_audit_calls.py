@@ -13,15 +13,17 @@ from typing import Any
 import grpc
 import pytest
 
+from contracts.pb import envd_operations_pb2 as operations_pb
 from contracts.pb import envd_pb2 as pb
-from envd.client import EnvdError, Sandbox, SandboxClient, ToolCall
+from envd.client import EnvdError, ToolCall
 from envd.errors import ServerUnavailable
 from envd.local import LocalEnvd
+from envd.operations.client import ManagedSandbox, OperationsClient
 from envd.server import audit
 from envd.server.audit import AuditLog
 from envd.server.observing import Stream
+from envd.server.operations.trail import Trail, about
 from envd.server.serve import Options, _observers
-from envd.server.trail import Trail, about
 
 SECRET = "s3cret-that-nobody-may-read"
 
@@ -30,7 +32,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-async def calls_of_every_kind(client: SandboxClient) -> Sandbox:
+async def calls_of_every_kind(client: OperationsClient) -> ManagedSandbox:
     template = await client.put_template({"a.py": f"x = '{SECRET}'\n".encode()})
     sandbox = await client.create(template, env={"KEY": SECRET}, labels={"team": "x"})
     await sandbox.call(ToolCall("exec", {"command": "echo \x1b[2J hello"}))
@@ -42,7 +44,7 @@ async def calls_of_every_kind(client: SandboxClient) -> Sandbox:
     assert [piece async for piece in sandbox.files.download("d.txt")]
     await sandbox.files.upload("up.txt", SECRET.encode())
     with pytest.raises(grpc.aio.AioRpcError):
-        await client.files.Upload(iter([pb.UploadChunk(data=b"no header")]))
+        await client.files.Upload(iter([operations_pb.UploadChunk(data=b"no header")]))
     started = await sandbox.processes.start(["cat", "-"], env={"KEY": SECRET}, stdin=True)
     await sandbox.processes.stdin(started.process, SECRET.encode())
     await sandbox.processes.close_stdin(started.process)
@@ -63,8 +65,8 @@ async def calls_of_every_kind(client: SandboxClient) -> Sandbox:
 def test_each_call_is_told_with_its_end_and_without_secrets(tmp_path: Path) -> None:
     path = tmp_path / "audit"
 
-    async def job(address: str) -> tuple[Sandbox, list[Any]]:
-        async with SandboxClient(address) as client:
+    async def job(address: str) -> tuple[ManagedSandbox, list[Any]]:
+        async with OperationsClient(address) as client:
             sandbox = await calls_of_every_kind(client)
             return sandbox, [event async for event in client.audit()]
 
@@ -111,7 +113,7 @@ def test_what_a_killed_server_had_begun_is_in_the_file(tmp_path: Path) -> None:
 
     async def job(server: LocalEnvd) -> None:
         assert server._process is not None
-        async with SandboxClient(server.address) as client:
+        async with OperationsClient(server.address) as client:
             sandbox = await client.create(await client.put_template({"a": b""}))
             running = asyncio.ensure_future(
                 sandbox.call(ToolCall("exec", {"command": "touch made-by-the-attack; sleep 60"}))
@@ -174,27 +176,27 @@ def test_what_is_told_is_bounded_and_every_call_of_a_batch_is_in_it() -> None:
     ):
         (said,) = about("Tools/Batch", batch(("exec", text)))["calls"]
         assert words in said and len(said) < 80
-    arguments = about("Processes/Start", pb.ProcessStartRequest(arguments=["a" * 9000] * 100))["arguments"]
+    arguments = about("Processes/Start", operations_pb.ProcessStartRequest(arguments=["a" * 9000] * 100))["arguments"]
     assert len(arguments) <= 32 and all(len(each) <= 512 for each in arguments)
 
 
 def test_secrets_of_requests_are_not_told() -> None:
-    header = pb.ReceiveHeader(
+    header = operations_pb.ReceiveHeader(
         sandbox_id="id", token=SECRET, env={"A": SECRET}, template="t", template_files={"a": SECRET.encode()}
     )
     stream = Stream(aiter_of())
-    stream.first = pb.SnapshotChunk(header=header, data=SECRET.encode())
+    stream.first = operations_pb.SnapshotChunk(header=header, data=SECRET.encode())
     requests: dict[str, Any] = {
-        "Sandboxes/Receive": stream,
-        "Sandboxes/Migrate": pb.MigrateRequest(sandbox_id="id", target="host:1", target_key=SECRET),
-        "Sandboxes/Restore": pb.RestoreRequest(snapshot_id=SECRET),
-        "Sandboxes/DeleteBatch": pb.DeleteBatchRequest(sandbox_ids=["a"], tokens=[SECRET]),
-        "Processes/Stdin": pb.ProcessStdinRequest(sandbox_id="id", process=1, data=SECRET.encode()),
-        "Files/Write": pb.FileWriteRequest(sandbox_id="id", path="p", data=SECRET.encode()),
+        "Operations/Receive": stream,
+        "Operations/Migrate": operations_pb.MigrateRequest(sandbox_id="id", target="host:1", target_key=SECRET),
+        "Operations/Restore": operations_pb.RestoreRequest(snapshot_id=SECRET),
+        "Operations/DeleteBatch": operations_pb.DeleteBatchRequest(sandbox_ids=["a"], tokens=[SECRET]),
+        "Processes/Stdin": operations_pb.ProcessStdinRequest(sandbox_id="id", process=1, data=SECRET.encode()),
+        "Files/Write": operations_pb.FileWriteRequest(sandbox_id="id", path="p", data=SECRET.encode()),
     }
     for method, request in requests.items():
         assert SECRET not in repr(about(method, request)), method
-    assert about("Sandboxes/Migrate", requests["Sandboxes/Migrate"]) == {"target": "host:1"}
+    assert about("Operations/Migrate", requests["Operations/Migrate"]) == {"target": "host:1"}
     assert about("Files/Write", requests["Files/Write"]) == {"path": "p", "data_bytes": len(SECRET)}
 
 
@@ -215,13 +217,13 @@ def test_who_called_is_told_by_address_and_other_services_are_not() -> None:
 
     async def calls() -> None:  # in a task of its own, as gRPC's are
         trail = Trail(log)
-        trail.begin("Sandboxes/Info", pb.InfoRequest(), Called())("OK")
-        trail.begin("Health/Check", pb.InfoRequest(), Called())("OK")
+        trail.begin("Operations/Info", operations_pb.InfoRequest(), Called())("OK")
+        trail.begin("Health/Check", operations_pb.InfoRequest(), Called())("OK")
         trail.begin("Files/Upload", None, Called())("UNAUTHENTICATED")
 
     asyncio.run(calls())
     events = [(event.kind, json.loads(event.detail_json)) for event in log.since()]
     assert [(kind, said["method"], said["peer"]) for kind, said in events] == [
-        ("call.made", "Sandboxes/Info", "10.1.2.3"),
+        ("call.made", "Operations/Info", "10.1.2.3"),
         ("call.made", "Files/Upload", "10.1.2.3"),
     ]

@@ -14,8 +14,9 @@ from typing import TypeVar
 import pytest
 
 from envd import native
-from envd.backends import namespaces, plain
 from envd.backends.base import Backend, Box, BoxSpec, NetworkRule
+from envd.backends.namespaces import backend as namespaces
+from envd.backends.plain import backend as plain
 from envd.errors import BackendUnavailable, EnvdError, SandboxGone, SandboxStartError
 from envd.native import build
 from envd.sandbox.cgroups import box_groups

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from envd.client import Limits, Sandbox, SandboxClient, ToolCall
+from envd.client import Limits, ToolCall
 from envd.images.build import default_directory, load
 from envd.images.packages import ImageError
 from envd.local import LocalEnvd
+from envd.operations.client import ManagedSandbox, OperationsClient
 from tests.envd.harness import Harness
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -51,7 +52,7 @@ def tree() -> dict[str, bytes]:
     return {str(path.relative_to(ROOT)): path.read_bytes() for path in wanted}
 
 
-async def run(sandbox: Sandbox, group: str, uid: int, *, beside: str = "") -> dict[str, Any]:
+async def run(sandbox: ManagedSandbox, group: str, uid: int, *, beside: str = "") -> dict[str, Any]:
     inner = f"echo 0 > /sys/fs/cgroup/{group}/cgroup.procs; {beside} exec python3 tests/envd/cgroups_payload.py {uid}"
     where = "TMPDIR=/tmp/user " if uid else ""
     said = await sandbox.call(ToolCall("exec", {"command": f"{where}sh -c '{inner}' 2>&1"}), timeout_s=120)
@@ -62,7 +63,7 @@ async def run(sandbox: Sandbox, group: str, uid: int, *, beside: str = "") -> di
 
 
 def test_a_server_in_a_group_of_its_own_holds_every_limit_as_root_and_as_an_ordinary_user(machines: Harness) -> None:
-    async def job(client: SandboxClient) -> None:
+    async def job(client: OperationsClient) -> None:
         sandbox = await client.create(await client.put_template(tree()), limits=Limits(memory_mb=768, disk_mb=128))
         assert (prepared := await sandbox.call(ToolCall("exec", {"command": PREPARE}), timeout_s=60)).ok, prepared.text
         for group, uid in (("alone", 0), ("user", USER)):

@@ -20,12 +20,13 @@ from envd.sandbox import python_inside
 ROOT = Path(__file__).resolve().parents[2]
 USE = """
 import asyncio, json, sys
-from envd.client import SandboxClient, ToolCall
+from envd.client import ToolCall
+from envd.operations.client import OperationsClient
 from envd.local import LocalEnvd
 
 async def main(address):
     said = {}
-    async with SandboxClient(address) as client:
+    async with OperationsClient(address) as client:
         where = b"import sys, os\\n\\n\\ndef where():\\n    return sys.executable\\n"
         template = await client.put_template({"a.py": b"import os\\n", "b.py": where})
         async with await client.create(template) as sandbox:

@@ -18,11 +18,12 @@ from pathlib import Path
 
 import pytest
 
-from envd.client import Access, SandboxClient
+from envd.client import Access
 from envd.connection import port_of
 from envd.errors import AccessDenied, BackendUnavailable, EnvdError
 from envd.local import LocalEnvd
 from envd.meeting import KEY_FILE_VARIABLE, default_address, meeting_directory
+from envd.operations.client import OperationsClient
 from envd.server.listening import Listening
 from tests.envd.harness import FILES
 from tests.envd.test_services_tls import free_port
@@ -68,7 +69,7 @@ def told(process: subprocess.Popen[str]) -> str:
     return lines
 
 
-async def backend_of(client: SandboxClient) -> str:
+async def backend_of(client: OperationsClient) -> str:
     async with client, asyncio.timeout(30):
         return (await client.info()).backend
 
@@ -119,7 +120,7 @@ def test_a_private_server_refuses_likewise() -> None:
 
 def test_a_server_without_an_address_is_found_by_its_user_and_closed_to_others(runtime: Path) -> None:
     with server() as process:
-        assert asyncio.run(backend_of(SandboxClient())) == "plain"
+        assert asyncio.run(backend_of(OperationsClient())) == "plain"
         directory = runtime / "triplane"
         assert default_address() == f"unix:{directory}/envd.sock"
         assert [stat.S_IMODE((directory / each).stat().st_mode) for each in (".", "envd.sock")] == [0o700, 0o600]
@@ -127,11 +128,11 @@ def test_a_server_without_an_address_is_found_by_its_user_and_closed_to_others(r
             [*SERVE, "--backend", "plain"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
         )
         assert second.returncode == 1 and "another server listens on" in second.stderr
-        assert asyncio.run(backend_of(SandboxClient())) == "plain", "the second one has taken nothing from the first"
+        assert asyncio.run(backend_of(OperationsClient())) == "plain", "the second one has taken nothing from the first"
         process.kill()
         process.wait()
         with server():  # what a killed server left is in nobody's way
-            assert asyncio.run(backend_of(SandboxClient())) == "plain"
+            assert asyncio.run(backend_of(OperationsClient())) == "plain"
 
 
 @pytest.mark.parametrize("spoil", ["mode", "link"])
@@ -143,7 +144,7 @@ def test_a_meeting_directory_that_others_could_have_made_is_refused(runtime: Pat
         (runtime / "elsewhere").mkdir(mode=0o700)
         (runtime / "triplane").symlink_to(runtime / "elsewhere")
     with pytest.raises(EnvdError, match="must be a directory of this user's own with mode 0700"):
-        SandboxClient()
+        OperationsClient()
     with pytest.raises(EnvdError, match="mode 0700"):
         Listening()
 
@@ -162,10 +163,10 @@ def test_a_port_of_loopback_asks_for_a_key_that_the_server_made(runtime: Path) -
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         key = file.read_text().strip()
         assert len(key) >= 32 and key in printed and str(file) in printed
-        assert asyncio.run(backend_of(SandboxClient(address))) == "plain", "this user's clients find the key"
+        assert asyncio.run(backend_of(OperationsClient(address))) == "plain", "this user's clients find the key"
         for access in (Access(), Access(key="x" * 32)):
             with pytest.raises(AccessDenied):
-                asyncio.run(backend_of(SandboxClient(address, access)))
+                asyncio.run(backend_of(OperationsClient(address, access)))
     assert not file.exists(), "it opens nothing any more"
 
 
@@ -179,16 +180,16 @@ def test_a_key_is_found_by_the_variable_and_a_new_server_has_a_new_one(
             monkeypatch.setenv(KEY_FILE_VARIABLE, str(tmp_path / "key"))
             (tmp_path / "key").write_text("another-key-of-enough-characters\n")
             with pytest.raises(AccessDenied, match=KEY_FILE_VARIABLE):
-                asyncio.run(backend_of(SandboxClient(address)))
+                asyncio.run(backend_of(OperationsClient(address)))
             (tmp_path / "key").write_text(keys[-1] + "\n")
-            assert asyncio.run(backend_of(SandboxClient(address))) == "plain"
+            assert asyncio.run(backend_of(OperationsClient(address))) == "plain"
     assert keys[0] != keys[1]
 
 
 def test_only_insecure_opens_a_port_without_a_key(runtime: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     with server("--listen", address, "--insecure"):
-        assert asyncio.run(backend_of(SandboxClient(address, Access()))) == "plain"
+        assert asyncio.run(backend_of(OperationsClient(address, Access()))) == "plain"
         assert not list(runtime.rglob("*.key"))
     assert Listening("unix:/x").made_key() is None
     assert Listening("unix-abstract:x").made_key() is not None, "it has no mode: whoever shares the network connects"
@@ -206,7 +207,7 @@ def test_every_socket_of_ours_is_the_users_alone(tmp_path: Path) -> None:
 
 def test_plain_is_had_by_name_and_says_that_it_isolates_nothing() -> None:
     async def job(address: str) -> list[str]:
-        async with SandboxClient(address) as client:
+        async with OperationsClient(address) as client:
             assert not (await client.info()).isolation
             await client.put_template(FILES)
             return [event.kind async for event in client.audit()]

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from envd.client import Sandbox, ToolCall
+from envd.client import ToolCall
+from envd.operations.client import ManagedSandbox
 from envd.sandbox.diff import changed_paths, workspace_diff
 from envd.sandbox.patch import NotPlain, apply_plain
 from tests.envd.harness import FILES, FIX, Harness
@@ -118,7 +119,7 @@ def test_both_backends_give_the_same_diff(namespaces: Harness, plain: Harness) -
         ),
     ]
 
-    async def job(sandbox: Sandbox) -> tuple[bytes, bytes]:
+    async def job(sandbox: ManagedSandbox) -> tuple[bytes, bytes]:
         for call in calls:
             assert (await sandbox.call(call)).ok
         return await sandbox.diff(), await sandbox.finish()
@@ -130,7 +131,7 @@ def test_both_backends_give_the_same_diff(namespaces: Harness, plain: Harness) -
 
 
 def test_an_untouched_workspace_has_an_empty_diff(anywhere: Harness) -> None:
-    async def job(sandbox: Sandbox) -> bytes:
+    async def job(sandbox: ManagedSandbox) -> bytes:
         await sandbox.call(ToolCall("exec", {"command": "cat calc.py; git status; touch calc.py"}))
         return await sandbox.finish()
 

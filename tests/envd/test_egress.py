@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 import pytest
 
 from envd.backends.base import NetworkRule
-from envd.backends.namespaces import NamespacesBackend
-from envd.client import Sandbox, SandboxClient, ToolCall
+from envd.backends.namespaces.backend import NamespacesBackend
+from envd.client import ToolCall
 from envd.errors import PolicyDenied
 from envd.local import LocalEnvd
+from envd.operations.client import ManagedSandbox, OperationsClient
 from tests.envd.boxes import spec, with_namespaces
 
 T = TypeVar("T")
@@ -61,9 +62,9 @@ class Served:
         self.address, self.log, self.port = address, log, port
         self.policy = f"network: {{allow: [{{host: 127.0.0.1, ports: [{port}]}}]}}"
 
-    def run(self, job: Callable[[Sandbox], Awaitable[T]], *, policy: str | None = None) -> T:
+    def run(self, job: Callable[[ManagedSandbox], Awaitable[T]], *, policy: str | None = None) -> T:
         async def scenario() -> T:
-            async with SandboxClient(self.address) as client:
+            async with OperationsClient(self.address) as client:
                 template = await client.put_template(FILES)
                 async with await client.create(template, policy=self.policy if policy is None else policy) as sandbox:
                     return await job(sandbox)
@@ -90,12 +91,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         web.server_close()
 
 
-async def shell(sandbox: Sandbox, command: str) -> str:
+async def shell(sandbox: ManagedSandbox, command: str) -> str:
     return (await sandbox.call(ToolCall("exec", {"command": command}), timeout_s=30)).text
 
 
 def test_what_the_policy_names_is_reached_and_nothing_else(served: Served) -> None:
-    async def job(sandbox: Sandbox) -> tuple[str, str, str, str]:
+    async def job(sandbox: ManagedSandbox) -> tuple[str, str, str, str]:
         names = "env | grep -i _proxy | sort"
         page = await shell(sandbox, f"python3 fetch.py http://127.0.0.1:{served.port}/a")
         tunnel = await shell(sandbox, f"python3 tunnel.py {served.port}")
@@ -145,7 +146,7 @@ def test_a_request_for_more_than_the_server_allows_is_denied(served: Served) -> 
 def test_copies_and_what_was_hibernated_have_the_same_way_out(served: Served) -> None:
     fetch = f"python3 fetch.py http://127.0.0.1:{served.port}/again"
 
-    async def job(sandbox: Sandbox) -> list[str]:
+    async def job(sandbox: ManagedSandbox) -> list[str]:
         copy = await sandbox.fork()
         async with copy:
             said = [await shell(copy, fetch)]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from envd.client import Sandbox, ToolCall, ToolResult
+from envd.client import ToolCall, ToolResult
+from envd.operations.client import ManagedSandbox
 from tests.envd.harness import Harness
 
 STATIC_BASH = Path("/bin/bash-static")
@@ -80,7 +81,7 @@ def test_a_flood_ends_at_its_deadline(anywhere: Harness) -> None:
 
 
 def test_a_batch_runs_its_commands_at_once_and_answers_in_order(anywhere: Harness) -> None:
-    async def job(sandbox: Sandbox) -> tuple[list[ToolResult], float]:
+    async def job(sandbox: ManagedSandbox) -> tuple[list[ToolResult], float]:
         await sandbox.call(run("X=1"))
         started = time.monotonic()
         calls = [run(f"sleep 0.6; echo {n}$X; X=2") for n in range(4)] + [ToolCall("list", {}), run("echo $X")]
@@ -93,7 +94,7 @@ def test_a_batch_runs_its_commands_at_once_and_answers_in_order(anywhere: Harnes
 
 
 def test_a_parallel_command_that_hangs_does_not_take_the_others_results(anywhere: Harness) -> None:
-    async def job(sandbox: Sandbox) -> list[ToolResult]:
+    async def job(sandbox: ManagedSandbox) -> list[ToolResult]:
         return await sandbox.batch([run("echo fine"), run("sleep 60")], timeout_s=0.7)
 
     fine, hung = anywhere.sandbox(job)
@@ -143,7 +144,7 @@ def test_a_call_that_breaks_its_tool_is_answered_and_the_sandbox_lives_on(anywhe
 
 
 def test_a_shell_whose_scratch_is_gone_answers_and_the_sandbox_can_be_finished(namespaces: Harness) -> None:
-    async def job(sandbox: Sandbox) -> tuple[list[ToolResult], bytes]:
+    async def job(sandbox: ManagedSandbox) -> tuple[list[ToolResult], bytes]:
         await sandbox.call(run("rm -r /tmp/.envd"))
         return await sandbox.batch([run("sleep 60"), run("echo")]), await sandbox.finish()
 
@@ -152,7 +153,7 @@ def test_a_shell_whose_scratch_is_gone_answers_and_the_sandbox_can_be_finished(n
 
 
 def test_calls_beyond_what_a_turn_may_hold_are_answered_and_not_run(namespaces: Harness) -> None:
-    async def job(sandbox: Sandbox) -> list[ToolResult]:
+    async def job(sandbox: ManagedSandbox) -> list[ToolResult]:
         return await sandbox.batch([ToolCall("read", {"path": "calc.py", "end": 1})] * 256 + [run("echo")] * 3)
 
     results = namespaces.sandbox(job)

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from contracts.patterns import PathPatterns
 from contracts.pb import envd_pb2 as pb
-from envd.client import EnvdError, Export, LeftOut, Sandbox, SandboxClient, ToolCall
+from envd.client import EnvdError, Export, LeftOut, ToolCall
 from envd.guest.link import GuestLink
+from envd.operations.client import ManagedSandbox, OperationsClient
 from envd.sandbox.diff import changed_paths, workspace_diff
 from envd.sandbox.patch import without_files
 from envd.server.exporting import TOLD, Exporting
@@ -155,7 +156,7 @@ def test_what_is_told_is_bounded(tmp_path: Path) -> None:
 def test_a_server_exports_tells_what_it_left_out_and_records_refusals(anywhere: Harness) -> None:
     calls = [FIX, ToolCall("exec", {"command": "ln -s /etc/passwd tests/link; echo x > junk"})]
 
-    async def job(client: SandboxClient) -> None:
+    async def job(client: OperationsClient) -> None:
         async with await client.create(await client.put_template(FILES)) as sandbox:
             for call in calls:
                 await sandbox.call(call)
@@ -179,12 +180,12 @@ def test_a_server_exports_tells_what_it_left_out_and_records_refusals(anywhere: 
 
 
 def test_a_server_grades_declared_artifacts_alone(anywhere: Harness) -> None:
-    async def played(sandbox: Sandbox) -> bytes:
+    async def played(sandbox: ManagedSandbox) -> bytes:
         await sandbox.call(FIX)
         await sandbox.call(ToolCall("write", {"path": "other.py", "content": "x = 1\n"}))
         return await sandbox.finish()
 
-    async def job(client: SandboxClient) -> list[VerifyResult]:
+    async def job(client: OperationsClient) -> list[VerifyResult]:
         template = await client.put_template(FILES)
         diff = await played(await client.create(template))
         return [
@@ -197,7 +198,7 @@ def test_a_server_grades_declared_artifacts_alone(anywhere: Harness) -> None:
     assert (fixed.tampering, everything.tampering) == (("undeclared:other.py",), ())
     assert other.outcomes[0].status == "failed" and other.tampering == ("undeclared:calc.py",)
 
-    async def wrong(client: SandboxClient) -> None:
+    async def wrong(client: OperationsClient) -> None:
         await client.verify(await client.put_template(FILES), b"", HIDDEN, TESTS, artifacts=["a//b"])
 
     with pytest.raises(EnvdError, match="artifact 'a//b' is no path"):

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from contracts.pb import envd_pb2 as pb
+from contracts.pb import envd_operations_pb2 as pb
 from envd.errors import EnvdError
 from envd.guest.link import GuestLink
-from envd.server import filesearch
-from envd.server.filesearch import search_files
+from envd.server.operations import filesearch
+from envd.server.operations.filesearch import search_files
 from tests.envd.agents import with_agent
 
 TREE = {

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from envd.client import Sandbox, SandboxClient, ToolCall, VerifyResult
+from envd.client import ToolCall, VerifyResult
 from envd.errors import SandboxGone
+from envd.operations.client import ManagedSandbox, OperationsClient
 from envd.sandbox import wire
 from envd.sandbox.diff import MAX_DIFF_LINES, OVERSIZED, workspace_diff
 from envd.sandbox.patch import NotPlain, apply_plain
@@ -21,7 +22,7 @@ from tests.envd.test_diff import build
 def finished(harness: Harness, *commands: str) -> bytes:
     """The final state after a correct edit and these commands."""
 
-    async def job(sandbox: Sandbox) -> bytes:
+    async def job(sandbox: ManagedSandbox) -> bytes:
         await sandbox.call(FIX)
         for command in commands:
             await sandbox.call(ToolCall("exec", {"command": command}))
@@ -31,7 +32,7 @@ def finished(harness: Harness, *commands: str) -> bytes:
 
 
 def graded(harness: Harness, diff: bytes) -> VerifyResult:
-    async def job(client: SandboxClient) -> VerifyResult:
+    async def job(client: OperationsClient) -> VerifyResult:
         return await client.verify(await client.put_template(FILES), diff, HIDDEN, TESTS)
 
     return harness.client(job)

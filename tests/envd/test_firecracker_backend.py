@@ -13,71 +13,31 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
 
 from contracts.owned import owned_name
-from envd.backends import firecracker
+from envd.backends.firecracker import backend as firecracker
 from envd.errors import BackendUnavailable, SandboxGone, SandboxStartError
-from envd.images import initramfs
-from envd.images.build import VERSION as IMAGE_VERSION
 from envd.operations import firecracker_launch
 from envd.sandbox.cgroups import OWNED
 
-pytest.register_assert_rewrite("tests.envd.vm_contract")
+pytest.register_assert_rewrite("tests.envd.backend_contract")
 
-from tests.envd import firecracker_server, vm_contract  # noqa: E402
-from tests.envd.vm_contract import Machines, says  # noqa: E402
+from tests.envd.backend_contract import Machines, says  # noqa: E402
+from tests.envd.stand_ins import FIRECRACKER_LACKS, Installed, firecracker_host  # noqa: E402
 
-SERVER = Path(firecracker_server.__file__)
-_NEEDED = [name for name in ("mksquashfs", "unsquashfs", "setpriv", "unshare") if shutil.which(name) is None]
 pytestmark = [
-    pytest.mark.skipif(bool(_NEEDED), reason=f"needs {_NEEDED}"),
+    pytest.mark.skipif(bool(FIRECRACKER_LACKS), reason=f"needs {FIRECRACKER_LACKS}"),
 ]
-
-
-@dataclass
-class Installed:
-    """A stand-in for a host with Firecracker."""
-
-    program: Path
-    image: Path
-    log: Path
-
-    def requests(self) -> list[dict[str, object]]:
-        """What was asked since the last call, without the waiting for an API's socket."""
-        lines = [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
-        self.log.write_text("")
-        return [line for line in lines if line["method"] != "GET"]
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
-    base = tmp_path_factory.mktemp("host")
-    command = f'exec {sys.executable} -S {SERVER} firecracker "$@"'
-    (base / "firecracker").write_text(f"#!/bin/sh\n{command}\n")
-    # the real one needs no /proc; the stand-in looks its guest's processes up there
-    jailed = (
-        f"exec unshare --mount sh -c 'mount -t proc proc /proc && exec \"$@\"' sh {sys.executable} -S {SERVER} jailer"
-        ' "$@"'
-    )
-    (base / "jailer").write_text(f"#!/bin/sh\n{jailed}\n")
-    for name in ("firecracker", "jailer"):
-        (base / name).chmod(0o755)
-    image = base / "image"
-    image.mkdir()
-    (image / "vmlinux").write_bytes(b"\x7fELF and no more")
-    (image / "rootfs.squashfs").write_bytes(b"hsqs")
-    initramfs.write_archive(image / "initramfs", [initramfs.directory("bin"), initramfs.file("init", b"older", 0o755)])
-    files = dict.fromkeys(("vmlinux", "rootfs.squashfs", "initramfs"), "")
-    (image / "image.json").write_text(json.dumps({"version": IMAGE_VERSION, "digest": "d" * 64, "files": files}))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRIPLANE_ENVD_FIRECRACKER", str(base / "firecracker"))
-        patch.setenv("FAKE_FIRECRACKER_LOG", str(base / "log"))
-        yield Installed(base / "firecracker", image, base / "log")
+    with firecracker_host(tmp_path_factory.mktemp("host")) as host:
+        yield host
 
 
 def _machines(installed: Installed, directory: Path) -> Iterator[Machines]:
@@ -101,18 +61,6 @@ def machines(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(scope="module")
 def elsewhere(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
     yield from _machines(installed, tmp_path_factory.mktemp("there"))
-
-
-def test_a_machine_shows_the_workspace(machines: Machines) -> None:
-    machines.run(vm_contract.shows_the_workspace)
-
-
-def test_neighbours_share_no_files(machines: Machines) -> None:
-    machines.run(vm_contract.keeps_neighbours_apart)
-
-
-def test_a_paused_machine_stands_still_and_goes_on(machines: Machines) -> None:
-    machines.run(vm_contract.pauses)
 
 
 def test_a_family_boots_once_and_its_machines_load_its_snapshot(machines: Machines, installed: Installed) -> None:
@@ -286,8 +234,8 @@ def test_machines_end_with_a_server_that_is_killed(installed: Installed, tmp_pat
     script = f"""
 import asyncio
 from pathlib import Path
-from envd.backends import firecracker
-from tests.envd.vm_contract import Machines
+from envd.backends.firecracker import backend as firecracker
+from tests.envd.backend_contract import Machines
 async def main():
     backend = await firecracker.start(Path({str(tmp_path)!r}), Path({str(installed.image)!r}))
     box = await backend.create(Machines(None, backend, Path({str(tmp_path)!r})).spec())

@@ -17,8 +17,8 @@ import pytest
 
 from contracts.owned import owned_directory
 from envd.backends.base import IsolationLevel, NetworkRule
-from envd.backends.gvisor import find_runsc, start
-from envd.backends.gvisor_boxes import GVisorBox
+from envd.backends.gvisor.backend import find_runsc, start
+from envd.backends.gvisor.boxes import GVisorBox
 from envd.errors import SandboxGone, SandboxStartError, Unsupported
 from envd.guest.link import Change
 from envd.native import guest_binary
@@ -317,7 +317,7 @@ def test_a_killed_server_leaves_nothing_that_the_next_one_does_not_remove() -> N
         assert server.stdout is not None
         directory = server.stdout.readline().strip()
         assert len(processes(f"--bundle={directory}")) == 4  # a sandbox and a gofer each
-        for pid in processes("envd.backends.gvisor_stage\0"):
+        for pid in processes("envd.backends.gvisor.stage\0"):
             if directory.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(pid, signal.SIGKILL)  # and what would have cleaned up after it
         server.kill()
@@ -338,7 +338,7 @@ def test_a_killed_stage_ends_its_sandboxes_and_the_backend_says_so() -> None:
 
         async def job() -> None:
             box = await gvisor.create()
-            for pid in processes("envd.backends.gvisor_stage\0"):
+            for pid in processes("envd.backends.gvisor.stage\0"):
                 if str(directory).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
                     os.kill(pid, signal.SIGKILL)
             assert "restart envd" in await gvisor.backend.died()

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from contracts.owned import owned_directory
-from envd.backends.gvisor import start
-from envd.backends.gvisor_boxes import GVisorBox
+from envd.backends.gvisor.backend import start
+from envd.backends.gvisor.boxes import GVisorBox
 from envd.errors import EnvdError, SandboxStartError
 from envd.sandbox.cgroups import OWNED
 from envd.types import Limits

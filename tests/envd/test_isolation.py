@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from envd.client import Limits, SandboxClient, ToolCall
+from envd.client import Limits, ToolCall
 from envd.errors import SandboxGone
+from envd.operations.client import OperationsClient
 from envd.sandbox.python_inside import bin_directory
 from tests.envd.harness import FILES, SMALL, Harness
 from tests.envd.test_verify_unprivileged import closed_above
@@ -19,7 +20,7 @@ def python(code: str) -> str:
 
 
 def test_the_server_says_what_it_isolates(namespaces: Harness, plain: Harness) -> None:
-    async def info(client: SandboxClient) -> tuple[str, bool]:
+    async def info(client: OperationsClient) -> tuple[str, bool]:
         said = await client.info()
         return said.backend, said.isolation
 
@@ -94,7 +95,7 @@ def test_no_descriptor_of_ours_is_inherited(namespaces: Harness) -> None:
 
 
 def test_the_memory_limit_holds(namespaces: Harness) -> None:
-    async def job(client: SandboxClient) -> str:
+    async def job(client: OperationsClient) -> str:
         if "memory" not in (await client.info()).limits_enforced:
             pytest.skip("no writable memory cgroup on this machine")
         sandbox = await client.create(await client.put_template(FILES), limits=SMALL)
@@ -130,7 +131,7 @@ def test_the_disk_limit_holds_for_the_workspace_and_tmp_together(namespaces: Har
 
 
 def test_neighbours_do_not_see_each_other(namespaces: Harness) -> None:
-    async def job(client: SandboxClient) -> str:
+    async def job(client: OperationsClient) -> str:
         template = await client.put_template(FILES)
         one, two = await client.create(template), await client.create(template)
         command = "echo mine > calc.py; echo mine > /tmp/x; sleep 30 &"
@@ -154,9 +155,9 @@ def test_it_isolates_for_an_ordinary_user_too() -> None:
     code = (
         "import asyncio\n"
         "from envd.local import LocalEnvd\n"
-        "from envd.client import SandboxClient, ToolCall\n"
+        "from envd.client import OperationsClient, ToolCall\n"
         "async def main(address):\n"
-        "    async with SandboxClient(address) as client:\n"
+        "    async with OperationsClient(address) as client:\n"
         "        sandbox = await client.create(await client.put_template({'a': b'x'}))\n"
         "        result = await sandbox.call(ToolCall('exec', {'command': 'echo y > a; touch /usr/x; id -u'}))\n"
         "        verdict = await client.verify(await client.put_template({}), b'',\n"

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from envd.client import Limits, SandboxClient, ToolCall
+from envd.client import Limits, ToolCall
 from envd.errors import BackendUnavailable, EnvdError, SandboxGone, ServerUnavailable, TemplateError
 from envd.local import LocalEnvd
+from envd.operations.client import OperationsClient
 from envd.sandbox.proctree import descendants
 from resources.experiment import SandboxesConfig
 from resources.sandboxes import SandboxesResource
@@ -62,7 +63,7 @@ def server_at(address: str) -> int:
 
 
 async def busy(address: str) -> None:
-    client = await SandboxClient(address).__aenter__()
+    client = await OperationsClient(address).__aenter__()
     template = await client.put_template(FILES)
     for _ in range(3):
         sandbox = await client.create(template)
@@ -146,7 +147,7 @@ def test_what_servers_left_that_were_killed_with_their_zygotes_goes_when_the_nex
 
 
 def test_finish_and_close_end_a_sandbox(anywhere: Harness) -> None:
-    async def job(client: SandboxClient) -> None:
+    async def job(client: OperationsClient) -> None:
         before = (await client.info()).live
         sandbox = await client.create(await client.put_template(FILES))
         assert (await client.info()).live == before + 1
@@ -160,7 +161,7 @@ def test_finish_and_close_end_a_sandbox(anywhere: Harness) -> None:
 
 
 def test_a_forgotten_sandbox_is_reaped(namespaces: Harness) -> None:
-    async def job(client: SandboxClient) -> None:
+    async def job(client: OperationsClient) -> None:
         before = (await client.info()).live
         sandbox = await client.create(await client.put_template(FILES), limits=Limits(lifetime_s=0.3))
         await asyncio.sleep(0.6)
@@ -172,7 +173,7 @@ def test_a_forgotten_sandbox_is_reaped(namespaces: Harness) -> None:
 
 
 def test_templates_are_idempotent_and_checked(namespaces: Harness) -> None:
-    async def job(client: SandboxClient) -> None:
+    async def job(client: OperationsClient) -> None:
         one, two = await asyncio.gather(client.put_template(FILES), client.put_template(FILES))
         assert one == two != await client.put_template({"other": b""})
         for path in ("/etc/x", "../x", ".git/config", "a//b", ""):
@@ -187,7 +188,7 @@ def test_templates_are_idempotent_and_checked(namespaces: Harness) -> None:
 
 
 def test_bad_limits_are_refused(namespaces: Harness) -> None:
-    async def job(client: SandboxClient) -> None:
+    async def job(client: OperationsClient) -> None:
         template = await client.put_template(FILES)
         with pytest.raises(EnvdError, match="positive"):
             await client.create(template, limits=Limits(memory_mb=-1))
@@ -196,7 +197,7 @@ def test_bad_limits_are_refused(namespaces: Harness) -> None:
 
 
 def test_many_sandboxes_live_at_once(namespaces: Harness) -> None:
-    async def job(client: SandboxClient) -> set[bytes]:
+    async def job(client: OperationsClient) -> set[bytes]:
         template = await client.put_template(FILES)
 
         async def one(number: int) -> bytes:
@@ -228,12 +229,16 @@ def test_a_server_that_was_killed_is_an_error_at_once_and_another_takes_its_plac
             template = await client.put_template(FILES)
             os.kill(server_at(client.address), signal.SIGKILL)
             started = time.monotonic()
-            for call in (client.create(template), client.verify(template, b"", {}, ["x"]), client.info()):
+            for call in (
+                client.create(template),
+                client.verify(template, b"", {}, ["x"]),
+                client.found(template, ["x"]),
+            ):
                 with pytest.raises(ServerUnavailable, match="envd serve"):
                     await call
             seconds = time.monotonic() - started
-        async with resource.client(config) as client:
-            assert (await client.info()).backend == "plain"
+        async with resource.client(config) as client, OperationsClient(client.address) as operator:
+            assert (await operator.info()).backend == "plain"
         return seconds
 
     try:
@@ -247,7 +252,7 @@ def test_a_client_finds_a_server_that_came_back(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "envd", "serve", "--listen", address, "--backend", "plain", "--log-level", "error"]
 
     async def job() -> None:
-        async with SandboxClient(address) as client:
+        async with OperationsClient(address) as client:
             for _ in range(2):
                 server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
                 deadline = time.monotonic() + 30

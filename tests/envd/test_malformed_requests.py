@@ -14,8 +14,8 @@ from typing import Any
 import grpc
 import pytest
 
-from contracts.pb import envd_pb2 as pb
-from contracts.pb import envd_pb2_grpc as rpc
+from contracts.pb import envd_operations_pb2 as pb
+from contracts.pb import envd_operations_pb2_grpc as rpc
 from envd.connection import MESSAGE_BYTES, SANDBOX_TOKEN
 from envd.server import caller, malformed
 from envd.server.audit import BURST, AuditLog, Event

@@ -18,8 +18,8 @@ from mcp import Client, StdioServerParameters
 from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 
-from envd.client import SandboxClient
 from envd.meeting import meeting_directory
+from envd.operations.client import OperationsClient
 from envd.tools import ALL_TOOLS
 from tests.envd.harness import Harness
 
@@ -42,7 +42,7 @@ async def said(client: Client, name: str, **arguments: object) -> tuple[bool, st
 
 
 async def live(address: str) -> int:
-    async with SandboxClient(address) as client:
+    async with OperationsClient(address) as client:
         return (await client.info()).live
 
 

@@ -18,11 +18,12 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 
-from envd.client import SandboxClient, ToolCall
+from envd.client import ToolCall
 from envd.errors import BackendUnavailable, EnvdError
 from envd.local import LocalEnvd
+from envd.operations.client import OperationsClient
 from envd.server.observing import Observing
-from envd.server.tracing import start_tracing
+from envd.server.operations.tracing import start_tracing
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -79,7 +80,7 @@ def test_metrics_and_spans_tell_what_a_server_did(receiver: HTTPServer, monkeypa
     parent = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
 
     async def job(address: str) -> tuple[Samples, Samples, bool]:
-        async with SandboxClient(address) as client:
+        async with OperationsClient(address) as client:
             template = await client.put_template({"a.py": b"x = 1\n"})
             sandboxes = [await client.create(template) for _ in range(3)]
             for sandbox in sandboxes:
@@ -95,7 +96,7 @@ def test_metrics_and_spans_tell_what_a_server_did(receiver: HTTPServer, monkeypa
                 await sandboxes[1].pause()
             await client.verify(template, b"", {"test_a.py": b"def test_a(): pass\n"}, ["test_a.py::test_a"])
             async with grpc.aio.insecure_channel(address) as channel:
-                info: Any = channel.unary_unary("/triplane.envd.v1.Sandboxes/Info")
+                info: Any = channel.unary_unary("/triplane.envd.v1.Operations/Info")
                 await info(b"", metadata=(("traceparent", parent),))
                 with pytest.raises(grpc.aio.AioRpcError):
                     nothing: Any = channel.unary_unary("/triplane.envd.v1.Sandboxes/Nothing")
@@ -127,10 +128,10 @@ def test_metrics_and_spans_tell_what_a_server_did(receiver: HTTPServer, monkeypa
     assert sum(each for (name, _), each in after.items() if name == "envd_sandboxes") == 0
     assert not any("Nothing" in label for _, labels in alive for _, label in labels)
     spans = {span.name.rpartition(".")[2]: span for span in Receiver.spans}
-    assert {"Sandboxes/Create", "Tools/Batch", "Verifier/Verify", "Sandboxes/Info"} <= spans.keys()
+    assert {"Sandboxes/Create", "Tools/Batch", "Verifier/Verify", "Operations/Info"} <= spans.keys()
     joined = [span for span in Receiver.spans if span.trace_id.hex() == "ab" * 16]
     assert [(span.name, span.parent_span_id.hex()) for span in joined] == [
-        ("triplane.envd.v1.Sandboxes/Info", "cd" * 8)
+        ("triplane.envd.v1.Operations/Info", "cd" * 8)
     ]
 
 
@@ -166,7 +167,7 @@ def test_watching_costs_a_call_some_microseconds() -> None:
         return handler
 
     class Details:
-        method = "/triplane.envd.v1.Sandboxes/Info"
+        method = "/triplane.envd.v1.Operations/Info"
 
     details: Any = Details()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from envd.backends.base import BoxSpec
-from envd.backends.namespaces import NamespacesBackend
+from envd.backends.namespaces.backend import NamespacesBackend
 from envd.errors import SandboxGone, SandboxStartError
 from envd.types import Limits
 from tests.envd.boxes import of_this_run, sh, spec, template, with_namespaces

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from envd.backends.namespaces import NamespacesBackend, NamespacesBox
+from envd.backends.namespaces.backend import NamespacesBackend, NamespacesBox
 from envd.native.build import SOURCES
 from envd.sandbox import syscalls
 from tests.envd.boxes import sh, spec, with_namespaces

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from envd.backends.base import BoxSpec
-from envd.backends.namespaces import NamespacesBackend
+from envd.backends.namespaces.backend import NamespacesBackend
 from envd.errors import EnvdError, SandboxGone, SandboxStartError
 from envd.sandbox.linux import sandbox_owner
 from envd.types import Limits

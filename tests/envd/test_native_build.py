@@ -123,7 +123,7 @@ def test_without_a_compiler_ziglang_builds_programs_that_isolate(
         check_hardened(read_elf(path))
         assert "__snprintf_chk" not in read_elf(path).symbols, "it was ziglang that compiled"
     program = tmp_path / "bin/envd-spawn"
-    monkeypatch.setattr("envd.backends.namespaces.spawner_binary", lambda: program)
+    monkeypatch.setattr("envd.backends.namespaces.backend.spawner_binary", lambda: program)
     for directory in (tmp_path, tmp_path / "bin"):
         directory.chmod(0o755)
 

@@ -10,30 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from envd.backends import pods, pods_manifest
 from envd.backends.base import IsolationLevel
+from envd.backends.pods import backend as pods
+from envd.backends.pods import manifest as pods_manifest
 from envd.errors import BackendUnavailable, SandboxGone, SandboxStartError
-from envd.native import guest_binary
 
-pytest.register_assert_rewrite("tests.envd.vm_contract")
+pytest.register_assert_rewrite("tests.envd.backend_contract")
 
-from tests.envd import vm_contract  # noqa: E402
-from tests.envd.kubernetes_server import Cluster, serving  # noqa: E402
-from tests.envd.vm_contract import Machines, says  # noqa: E402
+from tests.envd.backend_contract import Machines, says  # noqa: E402
+from tests.envd.kubernetes_server import Cluster  # noqa: E402
+from tests.envd.stand_ins import pods_cluster  # noqa: E402
 
 DEAD = "000000.1.1.dead"
 
 
 @pytest.fixture(scope="module", params=["v5.channel.k8s.io", "v4.channel.k8s.io"])
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    agent = guest_binary()
-    assert agent is not None
-    made = Cluster(tmp_path_factory.mktemp("containers"), agent, request.param)
-    with serving(made) as config, pytest.MonkeyPatch.context() as patch:
-        patch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-        patch.setenv("KUBECONFIG", config)
-        patch.setenv("TRIPLANE_ENVD_PODS_IMAGE", "registry.example/sandbox:1")
-        patch.setenv("TRIPLANE_ENVD_PODS_RUNTIME_CLASS", "sandboxed")
+    with pods_cluster(tmp_path_factory.mktemp("containers"), request.param) as made:
         yield made
 
 
@@ -44,14 +37,6 @@ def machines(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield Machines(runner, backend, tmp_path_factory.mktemp("here"))
         runner.run(backend.stop())
     assert cluster.pods == {}
-
-
-def test_a_pod_shows_the_workspace(machines: Machines) -> None:
-    machines.run(vm_contract.shows_the_workspace)
-
-
-def test_neighbours_share_no_files(machines: Machines) -> None:
-    machines.run(vm_contract.keeps_neighbours_apart)
 
 
 def test_a_pod_has_no_rights_no_network_and_an_end(machines: Machines, cluster: Cluster) -> None:
@@ -73,26 +58,13 @@ def test_a_pod_has_no_rights_no_network_and_an_end(machines: Machines, cluster: 
     assert cluster.pods == {}
 
 
-def test_a_snapshot_holds_the_files_and_says_what_it_does_not(machines: Machines) -> None:
-    async def job(here: Machines) -> None:
-        box = await here.create()
-        await says(box, "echo made >deep/made; rm calc.py; ln -s deep link; chmod 700 deep")
-        taken = here.fresh("taken")
-        assert await box.snapshot(taken) == ("processes",)
-        forks = await asyncio.gather(here.restore(taken), here.restore(taken))
-        await forks[0].guest.write("deep/made", b"changed\n")
-        assert await says(forks[1], "ls; cat link/made; stat -c %a deep") == "deep\nlink\nmade\n700"
-
-    machines.run(job)
-
-
 def test_template_files_keep_their_times(machines: Machines) -> None:
     """A diff compares them."""
 
     async def job(here: Machines) -> None:
         box = await here.create()
         entry, _ = await box.guest.read("calc.py")
-        assert entry.mtime_ns // 10**9 == (here.directory / "template/calc.py").stat().st_mtime_ns // 10**9
+        assert entry.mtime_ns // 10**9 == (here.directory / "templates/shared/calc.py").stat().st_mtime_ns // 10**9
 
     machines.run(job)
 

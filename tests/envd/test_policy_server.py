@@ -13,9 +13,10 @@ import pytest
 
 from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
-from envd.client import Limits, SandboxClient, ToolCall
+from envd.client import Limits, ToolCall
 from envd.errors import EnvdError, FileError, PolicyDenied, SandboxGone
 from envd.local import LocalEnvd
+from envd.operations.client import OperationsClient
 
 T = TypeVar("T")
 POLICY = """
@@ -33,9 +34,9 @@ class Served:
     def __init__(self, address: str, log: Path) -> None:
         self.address, self.log = address, log
 
-    def run(self, job: Callable[[SandboxClient], Awaitable[T]]) -> T:
+    def run(self, job: Callable[[OperationsClient], Awaitable[T]]) -> T:
         async def scenario() -> T:
-            async with SandboxClient(self.address) as client:
+            async with OperationsClient(self.address) as client:
                 return await job(client)
 
         return asyncio.run(scenario())
@@ -54,7 +55,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def test_what_is_hidden_is_in_no_workspace_and_not_in_its_history(served: Served) -> None:
-    async def job(client: SandboxClient) -> tuple[str, str, bytes]:
+    async def job(client: OperationsClient) -> tuple[str, str, bytes]:
         async with await client.create(await client.put_template(FILES)) as sandbox:
             found = await sandbox.call(
                 ToolCall(
@@ -81,7 +82,7 @@ def test_a_tool_that_is_not_allowed_is_refused_and_the_others_run(served: Served
         ToolCall("list", {}),
     ]
 
-    async def job(client: SandboxClient) -> tuple[str, list[bool]]:
+    async def job(client: OperationsClient) -> tuple[str, list[bool]]:
         async with await client.create(await client.put_template(FILES)) as sandbox:
             return sandbox.id, [result.ok for result in await sandbox.batch(calls)]
 
@@ -107,7 +108,7 @@ def test_what_the_policy_does_not_allow_is_denied_by_name_and_recorded(
     before = len(served.events("policy.denied"))
     given = {"limits": Limits(memory_mb=64), **options}
 
-    async def job(client: SandboxClient) -> None:
+    async def job(client: OperationsClient) -> None:
         await client.create(await client.put_template(FILES), **given)
 
     with pytest.raises(PolicyDenied, match=words):
@@ -116,7 +117,7 @@ def test_what_the_policy_does_not_allow_is_denied_by_name_and_recorded(
 
 
 def test_a_policy_that_is_none_is_one_line(served: Served) -> None:
-    async def job(client: SandboxClient) -> None:
+    async def job(client: OperationsClient) -> None:
         await client.create(await client.put_template(FILES), policy="tools: 3")
 
     with pytest.raises(EnvdError, match="policy field tools"):
@@ -125,7 +126,7 @@ def test_a_policy_that_is_none_is_one_line(served: Served) -> None:
 
 
 def test_no_more_sandboxes_live_than_the_policy_says(served: Served) -> None:
-    async def job(client: SandboxClient) -> list[str]:
+    async def job(client: OperationsClient) -> list[str]:
         template = await client.put_template(FILES)
         limits = Limits(memory_mb=64)
         found = await asyncio.gather(
@@ -141,7 +142,7 @@ def test_no_more_sandboxes_live_than_the_policy_says(served: Served) -> None:
 
 
 def test_wrong_tokens_guessed_ids_escapes_and_lifetimes_are_events(served: Served) -> None:
-    async def job(client: SandboxClient) -> tuple[str, str]:
+    async def job(client: OperationsClient) -> tuple[str, str]:
         template = await client.put_template(FILES)
         sandbox = await client.create(template, limits=Limits(memory_mb=64))
         short = await client.create(template, limits=Limits(memory_mb=64, lifetime_s=1))
@@ -168,7 +169,7 @@ def test_wrong_tokens_guessed_ids_escapes_and_lifetimes_are_events(served: Serve
 
 
 def test_what_no_service_sees_is_an_event(served: Served) -> None:
-    async def job(client: SandboxClient) -> str:
+    async def job(client: OperationsClient) -> str:
         async with grpc.aio.insecure_channel(served.address) as channel:
             for method in ("Tools/Batch", "Files/Upload", "Files/Nothing"):
                 with pytest.raises(grpc.aio.AioRpcError):
@@ -193,7 +194,7 @@ def test_what_no_service_sees_is_an_event(served: Served) -> None:
 
 
 def test_hitting_a_limit_is_an_event(served: Served) -> None:
-    async def job(client: SandboxClient) -> str:
+    async def job(client: OperationsClient) -> str:
         template = await client.put_template(FILES)
         sandbox = await client.create(template, limits=Limits(memory_mb=64, disk_mb=4))
         for command in (
@@ -218,7 +219,7 @@ def test_hitting_a_limit_is_an_event(served: Served) -> None:
 
 
 def test_tampering_with_a_verdict_is_an_event_and_in_the_reply(served: Served) -> None:
-    async def job(client: SandboxClient) -> tuple[str, ...]:
+    async def job(client: OperationsClient) -> tuple[str, ...]:
         template = await client.put_template({"calc.py": b"import time\ntime.perf_counter = lambda: 0\n"})
         hidden = {"test_h.py": b"import calc\n\ndef test_it():\n    pass\n"}
         result = await client.verify(template, b"", hidden, ["test_h.py::test_it"])
@@ -227,7 +228,7 @@ def test_tampering_with_a_verdict_is_an_event_and_in_the_reply(served: Served) -
     # the template is the task's own, so its patch is no tampering; a diff's is
     assert served.run(job) == ("passed",)
 
-    async def cheat(client: SandboxClient) -> tuple[str, ...]:
+    async def cheat(client: OperationsClient) -> tuple[str, ...]:
         template = await client.put_template({"calc.py": b"x = 1\n"})
         async with await client.create(template, limits=Limits(memory_mb=64)) as sandbox:
             await sandbox.call(

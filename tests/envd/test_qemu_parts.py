@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envd.backends.base import BoxSpec
-from envd.backends.vm_families import Families, Family
-from envd.backends.vm_machine import About, Shape, kernel_arguments, read_about, write_about
-from envd.backends.vm_media import make_disk
-from envd.backends.vm_process import VmmProcess
-from envd.backends.vm_qemu import Console
-from envd.backends.vm_qmp import Qmp, QmpError
-from envd.backends.vm_sparse import open_written, overlay, write_over
+from envd.backends.qemu.machine import Console
+from envd.backends.qemu.qmp import Qmp, QmpError
+from envd.backends.vm.families import Families, Family
+from envd.backends.vm.machine import About, Shape, kernel_arguments, read_about, write_about
+from envd.backends.vm.media import make_disk
+from envd.backends.vm.process import VmmProcess
+from envd.backends.vm.sparse import open_written, overlay, write_over
 from envd.errors import EnvdError, SandboxGone, SandboxStartError
 from envd.images import build, initramfs
 from envd.images.packages import ImageError

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from envd.client import Access, EnvdError, Limits, SandboxClient, ToolCall
+from envd.client import Access, EnvdError, Limits, ToolCall
 from envd.errors import PolicyDenied, QuotaExceeded, TemplateError
 from envd.local import LocalEnvd
+from envd.operations.client import OperationsClient
 
 KEYS = ("first-key-of-enough-characters", "second-key-of-enough-characters")
 SMALL = Limits(memory_mb=64)
-Job = Callable[[SandboxClient, SandboxClient], Awaitable[None]]
+Job = Callable[[OperationsClient, OperationsClient], Awaitable[None]]
 
 
 @contextmanager
@@ -28,7 +29,7 @@ def serving(tmp_path: Path, quotas: str, backend: str = "plain") -> Iterator[Cal
     with LocalEnvd(backend, log_level="error", policy=policy, options=["--key-file", str(tmp_path / "keys")]) as server:
 
         async def both(job: Job) -> None:
-            one, other = (SandboxClient(server.address, Access(key=key)) for key in KEYS)
+            one, other = (OperationsClient(server.address, Access(key=key)) for key in KEYS)
             async with one, other:
                 await job(one, other)
 
@@ -40,12 +41,12 @@ def disk_used(address: str) -> int:
     return sum(path.lstat().st_blocks * 512 for path in (run_dir / "templates").rglob("*"))
 
 
-async def refusals(client: SandboxClient) -> list[str]:
+async def refusals(client: OperationsClient) -> list[str]:
     return [json.loads(event.detail_json)["quota"] async for event in client.audit() if event.kind == "quota.refused"]
 
 
 def test_templates_take_a_bounded_part_of_the_disk(tmp_path: Path) -> None:
-    async def job(client: SandboxClient, other: SandboxClient) -> None:
+    async def job(client: OperationsClient, other: OperationsClient) -> None:
         kept = await other.put_template({"a": b"kept"})
         digests = []
         for number in range(12):  # incompressible, so that git's copy is as large: 80 MB each on the disk
@@ -62,7 +63,7 @@ def test_templates_take_a_bounded_part_of_the_disk(tmp_path: Path) -> None:
 
 
 def test_a_template_that_is_too_large_is_refused_and_removes_nothing(tmp_path: Path) -> None:
-    async def job(client: SandboxClient, other: SandboxClient) -> None:
+    async def job(client: OperationsClient, other: OperationsClient) -> None:
         kept = await client.put_template({"a": b"kept"})
         for files in ({"a": bytes(600_000)}, {str(number): b"" for number in range(200)}):
             with pytest.raises(
@@ -79,7 +80,7 @@ def test_a_template_that_is_too_large_is_refused_and_removes_nothing(tmp_path: P
 
 @pytest.mark.parametrize("backend", ["plain", "namespaces"])
 def test_a_template_in_use_is_kept_and_the_least_recently_used_goes(tmp_path: Path, backend: str) -> None:
-    async def job(client: SandboxClient, other: SandboxClient) -> None:
+    async def job(client: OperationsClient, other: OperationsClient) -> None:
         one, two = [await client.put_template({"n": str(number).encode()}) for number in range(2)]
         async with await client.create(one, limits=SMALL) as sandbox:
             three = await client.put_template({"n": b"2"})
@@ -104,7 +105,7 @@ def test_a_template_in_use_is_kept_and_the_least_recently_used_goes(tmp_path: Pa
 
 
 def test_a_pool_lets_go_of_a_template_that_is_removed(tmp_path: Path) -> None:
-    async def job(client: SandboxClient) -> None:
+    async def job(client: OperationsClient) -> None:
         for _ in range(3):
             for number in range(3):
                 digest = await client.put_template({"n": str(number).encode()})
@@ -114,7 +115,7 @@ def test_a_pool_lets_go_of_a_template_that_is_removed(tmp_path: Path) -> None:
                         assert answer.text == f"{number}\nexit 0"
 
     async def run(address: str) -> None:
-        async with SandboxClient(address) as client:
+        async with OperationsClient(address) as client:
             await job(client)
 
     with LocalEnvd("namespaces", log_level="error", policy="quotas: {templates: 1}", options=["--pool", "2"]) as server:
@@ -122,7 +123,7 @@ def test_a_pool_lets_go_of_a_template_that_is_removed(tmp_path: Path) -> None:
 
 
 def test_sandboxes_and_their_memory_are_counted_by_key_until_they_are_gone(tmp_path: Path) -> None:
-    async def job(client: SandboxClient, other: SandboxClient) -> None:
+    async def job(client: OperationsClient, other: OperationsClient) -> None:
         template = await client.put_template({"a": b""})
         made = [await client.create(template, limits=SMALL) for _ in range(3)]
         with pytest.raises(
@@ -153,7 +154,7 @@ def test_sandboxes_and_their_memory_are_counted_by_key_until_they_are_gone(tmp_p
 
 
 def test_a_request_brings_no_quotas(tmp_path: Path) -> None:
-    async def job(client: SandboxClient, other: SandboxClient) -> None:
+    async def job(client: OperationsClient, other: OperationsClient) -> None:
         template = await client.put_template({"a": b""})
         with pytest.raises(PolicyDenied, match="quotas"):
             await client.create(template, policy="quotas: {sandboxes: 100}")

@@ -53,9 +53,9 @@ def test_a_stranger_finds_describes_and_calls_by_reflection(namespaces: Harness)
     with grpc.insecure_channel(namespaces.address) as channel:
         stranger = Stranger(channel)
         services = stranger.services()
-        assert {f"{PACKAGE}.{name}" for name in ("Sandboxes", "Files", "Processes", "Tools", "Verifier")} <= set(
-            services
-        )
+        assert {
+            f"{PACKAGE}.{name}" for name in ("Sandboxes", "Operations", "Files", "Processes", "Tools", "Verifier")
+        } <= set(services)
         methods = stranger.describe(f"{PACKAGE}.Sandboxes")
         assert methods["Create"].input_type.full_name == f"{PACKAGE}.CreateRequest"
         assert "policy_yaml" in methods["Create"].input_type.fields_by_name
@@ -74,7 +74,7 @@ def test_a_stranger_finds_describes_and_calls_by_reflection(namespaces: Harness)
         assert [each["ok"] for each in answer["results"]] == [True, True]
         assert "a = 1" in answer["results"][0]["text"] and answer["results"][1]["text"] == "2\nexit 0"
 
-        schemas = json.loads(stranger.call(f"{PACKAGE}.Tools", "Schemas", {})["tools_json"])
+        schemas = json.loads(stranger.call(f"{PACKAGE}.Operations", "Schemas", {})["tools_json"])
         assert {"read", "exec"} <= {each["function"]["name"] for each in schemas}
         stranger.call(f"{PACKAGE}.Sandboxes", "Delete", {"sandbox_id": identity}, triplane_sandbox_token=token)
         try:

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from envd.client import SandboxClient
 from envd.local import LocalEnvd
-from envd.sandbox_files import SandboxFiles
+from envd.operations.client import OperationsClient
+from envd.operations.files import SandboxFiles
 
 LINES = [b"a line of some forty characters %8d\n" % number for number in range(6000)]
 CHILDREN = 16
@@ -20,7 +20,7 @@ def test_children_of_a_busy_server_become_their_programs(
     monkeypatch.setenv("GRPC_ENABLE_FORK_SUPPORT", "1")  # as an application around it may have it
 
     async def job(address: str) -> None:
-        async with SandboxClient(address) as client:
+        async with OperationsClient(address) as client:
             sandbox = await client.create(await client.put_template({"large": b"".join(LINES)}))
             await sandbox.files.write(
                 "large", b"".join([*LINES, b"one more\n"])

@@ -14,11 +14,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped, unused-ignore]
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # type: ignore[import-untyped, unused-ignore]
 
-from contracts.pb import envd_pb2 as pb
-from envd.client import Access, EnvdError, Handle, SandboxClient, SandboxGone, ToolCall
+from contracts.pb import envd_operations_pb2 as pb
+from envd.client import Access, EnvdError, Handle, SandboxGone, ToolCall
 from envd.connection import SANDBOX_TOKEN
 from envd.errors import AccessDenied
 from envd.local import LocalEnvd
+from envd.operations.client import OperationsClient
 from envd.server.listening import Listening
 from tests.envd.harness import FILES, Harness
 
@@ -27,7 +28,7 @@ READ = ToolCall("read", {"path": "calc.py"})
 
 
 def test_another_token_is_an_unknown_sandbox_and_is_recorded(plain: Harness) -> None:
-    async def job(client: SandboxClient) -> None:
+    async def job(client: OperationsClient) -> None:
         sandbox = await client.create(await client.put_template(FILES))
         said = set()
         for token in ("", "x", sandbox.handle.token[:-1], sandbox.handle.token + "x"):
@@ -49,13 +50,13 @@ def test_another_token_is_an_unknown_sandbox_and_is_recorded(plain: Harness) -> 
 
 
 def test_who_has_the_handle_may_attach(plain: Harness) -> None:
-    async def job(client: SandboxClient) -> Handle:
+    async def job(client: OperationsClient) -> Handle:
         return (await client.create(await client.put_template(FILES))).handle
 
     handle = plain.client(job)
     assert handle.token not in repr(handle)
 
-    async def again(client: SandboxClient) -> bool:
+    async def again(client: OperationsClient) -> bool:
         async with client.attach(handle) as sandbox:
             return (await sandbox.call(READ)).ok
 
@@ -67,7 +68,7 @@ def test_a_key_is_asked_for_on_every_service(tmp_path: Path) -> None:
 
     async def job(address: str) -> None:
         for access in (Access(), Access(key="wrong-key-of-the-same-size"), Access(key=KEY[:-1])):
-            async with SandboxClient(address, access) as client:
+            async with OperationsClient(address, access) as client:
                 stranger = client.attach(Handle("A" * 22, "x"))
                 for call in (client.info(), client.put_template(FILES), stranger.call(READ), stranger.files.read("x")):
                     with pytest.raises(AccessDenied, match="authorization"):
@@ -75,7 +76,7 @@ def test_a_key_is_asked_for_on_every_service(tmp_path: Path) -> None:
                 with pytest.raises(AccessDenied):
                     [event async for event in client.audit()]
         for key in (KEY, "another-key-that-is-long"):
-            async with SandboxClient(address, Access(key=key)) as client:
+            async with OperationsClient(address, Access(key=key)) as client:
                 async with await client.create(await client.put_template(FILES)) as sandbox:
                     assert (await sandbox.call(READ)).ok
                 kinds = [event.kind async for event in client.audit()]
@@ -158,7 +159,9 @@ def test_health_and_reflection_answer_what_any_tool_asks(plain: Harness) -> None
 
     status, names, descriptor = asyncio.run(job())
     assert status == health_pb2.HealthCheckResponse.SERVING
-    ours = {f"triplane.envd.v1.{name}" for name in ("Sandboxes", "Files", "Processes", "Tools", "Verifier")}
+    ours = {
+        f"triplane.envd.v1.{name}" for name in ("Sandboxes", "Operations", "Files", "Processes", "Tools", "Verifier")
+    }
     assert ours | {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"} <= names
     assert b"ProcessConnectRequest" in descriptor
 

@@ -10,14 +10,15 @@ from contextlib import aclosing
 
 import pytest
 
-from envd.client import Sandbox, SandboxGone
+from envd.client import SandboxGone
 from envd.errors import EnvdError, FileError
+from envd.operations.client import ManagedSandbox
 from envd.types import OutputPiece, ProcessInfo
 from tests.envd.harness import Harness
 
 
 def test_files_are_written_read_listed_moved_and_removed(anywhere: Harness) -> None:
-    async def job(sandbox: Sandbox) -> None:
+    async def job(sandbox: ManagedSandbox) -> None:
         files = sandbox.files
         written = await files.write("a/b/c.bin", bytes(range(256)) * 10, mode=0o750)
         assert (written.path, written.type, written.size, written.mode) == ("a/b/c.bin", "file", 2560, 0o750)
@@ -51,7 +52,7 @@ REFUSED = {
 def test_what_the_system_refuses_is_an_error_with_its_number(anywhere: Harness, case: str) -> None:
     method, arguments, number = REFUSED[case]
 
-    async def job(sandbox: Sandbox) -> None:
+    async def job(sandbox: ManagedSandbox) -> None:
         with pytest.raises(FileError) as caught:
             await getattr(sandbox.files, method)(*arguments)
         assert caught.value.errno == number
@@ -60,7 +61,7 @@ def test_what_the_system_refuses_is_an_error_with_its_number(anywhere: Harness, 
 
 
 def test_no_path_and_no_link_leaves_the_workspace_and_tries_are_recorded(anywhere: Harness) -> None:
-    async def job(sandbox: Sandbox) -> list[str]:
+    async def job(sandbox: ManagedSandbox) -> list[str]:
         await sandbox.processes.run(["/bin/ln", "-s", "/etc", "out"])
         for path in ("../../../etc/hostname", "/etc/hostname", "out/hostname", "/proc/self/root/etc/hostname"):
             with pytest.raises(FileError):
@@ -75,7 +76,7 @@ def test_no_path_and_no_link_leaves_the_workspace_and_tries_are_recorded(anywher
 def test_a_large_file_goes_up_and_down_in_pieces(anywhere: Harness) -> None:
     content = os.urandom(5_000_000)
 
-    async def job(sandbox: Sandbox) -> None:
+    async def job(sandbox: ManagedSandbox) -> None:
         await sandbox.files.upload("big", content)
         assert b"".join([piece async for piece in sandbox.files.download("big")]) == content
         assert await sandbox.files.read("big") == content
@@ -87,7 +88,7 @@ def test_a_large_file_goes_up_and_down_in_pieces(anywhere: Harness) -> None:
 
 
 def test_changes_are_watched(anywhere: Harness) -> None:
-    async def job(sandbox: Sandbox) -> None:
+    async def job(sandbox: ManagedSandbox) -> None:
         async with aclosing(sandbox.files.watch()) as events:
             assert (await anext(events)).kind == "watching"
             await sandbox.files.make_directory("seen")
@@ -105,7 +106,7 @@ def test_changes_are_watched(anywhere: Harness) -> None:
 
 
 def test_a_process_gives_its_output_its_state_and_its_code(anywhere: Harness) -> None:
-    async def job(sandbox: Sandbox) -> None:
+    async def job(sandbox: ManagedSandbox) -> None:
         script = "echo $WORD; echo err >&2; pwd; exit 7"
         state, out, err = await sandbox.processes.run(
             ["/bin/bash", "-c", script], env={"WORD": "given"}, directory="tests"
@@ -118,7 +119,7 @@ def test_a_process_gives_its_output_its_state_and_its_code(anywhere: Harness) ->
 
 
 def test_a_reader_that_comes_back_goes_on_where_it_was(anywhere: Harness) -> None:
-    async def job(sandbox: Sandbox) -> None:
+    async def job(sandbox: ManagedSandbox) -> None:
         started = await sandbox.processes.start(["/bin/bash", "-c", "echo one; read x; echo two $x"], stdin=True)
         async with aclosing(sandbox.processes.connect(started.process)) as events:
             first = await anext(events)
@@ -132,7 +133,7 @@ def test_a_reader_that_comes_back_goes_on_where_it_was(anywhere: Harness) -> Non
 
 
 def test_a_full_ring_drops_the_oldest_and_says_so(anywhere: Harness) -> None:
-    async def job(sandbox: Sandbox) -> None:
+    async def job(sandbox: ManagedSandbox) -> None:
         started = await sandbox.processes.start(["/bin/bash", "-c", "seq 1 100000"], ring_bytes=4096)
         while (await sandbox.processes.list())[0].running:
             await asyncio.sleep(0.02)
@@ -144,7 +145,7 @@ def test_a_full_ring_drops_the_oldest_and_says_so(anywhere: Harness) -> None:
 
 
 def test_signals_timeouts_and_the_end_of_input_end_processes(anywhere: Harness) -> None:
-    async def job(sandbox: Sandbox) -> None:
+    async def job(sandbox: ManagedSandbox) -> None:
         processes = sandbox.processes
         sleeper = await processes.start(["/bin/sleep", "1000"])
         await processes.signal(sleeper.process, signal.SIGTERM)
@@ -159,7 +160,7 @@ def test_signals_timeouts_and_the_end_of_input_end_processes(anywhere: Harness) 
 
 
 def test_a_terminal_has_a_size_that_changes(anywhere: Harness) -> None:
-    async def job(sandbox: Sandbox) -> None:
+    async def job(sandbox: ManagedSandbox) -> None:
         if "pty" not in (await sandbox._client.info()).backends[0].features:
             pytest.skip("no terminals here")
         script = "stty size; read x; stty size"
@@ -175,7 +176,7 @@ def test_a_terminal_has_a_size_that_changes(anywhere: Harness) -> None:
 
 
 def test_a_stream_goes_on_through_a_fork_and_ends_with_its_sandbox(anywhere: Harness) -> None:
-    async def job(sandbox: Sandbox) -> None:
+    async def job(sandbox: ManagedSandbox) -> None:
         started = await sandbox.processes.start(["/bin/bash", "-c", "echo a; sleep 1; echo b; sleep 1000"])
         async with aclosing(sandbox.processes.connect(started.process)) as events:
             assert isinstance(first := await anext(events), OutputPiece) and first.data == b"a\n"
@@ -207,7 +208,7 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG, ids=lambda name: name.replace(" ", "-"))
 def test_a_wrong_request_is_refused_and_the_sandbox_lives_on(anywhere: Harness, case: str) -> None:
-    async def job(sandbox: Sandbox) -> None:
+    async def job(sandbox: ManagedSandbox) -> None:
         with pytest.raises(EnvdError) as caught:
             await WRONG[case](sandbox)
         assert not isinstance(caught.value, SandboxGone)

@@ -8,10 +8,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from contracts.pb import envd_pb2 as pb
-from envd.client import Sandbox, SandboxClient, ToolCall
+from contracts.pb import envd_operations_pb2 as pb
+from envd.client import ToolCall
 from envd.errors import FileError
 from envd.local import LocalEnvd
+from envd.operations.client import ManagedSandbox, OperationsClient
 
 MAKE = (
     "mkdir -p secrets a; echo needle > secrets/x; echo needle > a/b.key; echo needle > a/c; echo needle > own;"
@@ -30,9 +31,9 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @asynccontextmanager
-async def made(address: str) -> AsyncIterator[Sandbox]:
+async def made(address: str) -> AsyncIterator[ManagedSandbox]:
     async with (
-        SandboxClient(address) as client,
+        OperationsClient(address) as client,
         await client.create(await client.put_template({"own": b""})) as sandbox,
     ):
         answer = await sandbox.call(ToolCall("exec", {"command": MAKE}))
@@ -40,10 +41,10 @@ async def made(address: str) -> AsyncIterator[Sandbox]:
         yield sandbox
 
 
-def refused(address: str, ask: Callable[[Sandbox, str], Awaitable[object]], ways: list[str]) -> dict[str, str]:
+def refused(address: str, ask: Callable[[ManagedSandbox, str], Awaitable[object]], ways: list[str]) -> dict[str, str]:
     """What each way is answered with."""
 
-    async def one(sandbox: Sandbox, way: str) -> str:
+    async def one(sandbox: ManagedSandbox, way: str) -> str:
         try:
             return repr(await ask(sandbox, way))
         except FileError as error:
@@ -56,7 +57,7 @@ def refused(address: str, ask: Callable[[Sandbox, str], Awaitable[object]], ways
     return asyncio.run(job())
 
 
-async def watched(sandbox: Sandbox, way: str) -> pb.FileEvent:
+async def watched(sandbox: ManagedSandbox, way: str) -> pb.FileEvent:
     events = sandbox.files.watch(way)
     try:
         return await anext(events)
@@ -76,7 +77,7 @@ async def watched(sandbox: Sandbox, way: str) -> pb.FileEvent:
     ids=["list", "search", "watch", "read", "write"],
 )
 def test_no_way_leads_to_what_is_hidden(
-    address: str, ask: Callable[[Sandbox, str], Awaitable[object]], ways: list[str]
+    address: str, ask: Callable[[ManagedSandbox, str], Awaitable[object]], ways: list[str]
 ) -> None:
     assert refused(address, ask, ways) == dict.fromkeys(ways, "2")
 

@@ -12,12 +12,15 @@ from pathlib import Path
 import grpc
 import pytest
 
+from contracts.pb import envd_operations_pb2 as operations_pb
+from contracts.pb import envd_operations_pb2_grpc as operations_rpc
 from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
-from envd.client import SandboxClient, SandboxGone, ToolCall
+from envd.client import SandboxGone, ToolCall
 from envd.errors import MigrationError
 from envd.local import LocalEnvd
-from envd.server import migration
+from envd.operations.client import OperationsClient
+from envd.server.operations import migration
 from tests.envd.harness import FILES, FIX, Harness, served
 
 READ = ToolCall("read", {"path": "calc.py"})
@@ -36,7 +39,7 @@ def test_a_sandbox_moves_under_its_id_and_is_gone_where_it_was(plain: Harness, o
     async def job() -> None:
         from envd.client import Access
 
-        async with SandboxClient(plain.address) as here, SandboxClient(other, Access(key=KEY)) as there:
+        async with OperationsClient(plain.address) as here, OperationsClient(other, Access(key=KEY)) as there:
             sandbox = await here.create(await here.put_template(FILES), env={"KEPT": "yes"}, labels={"moved": "1"})
             await sandbox.call(FIX)
             moved = await sandbox.migrate(there, key=KEY)
@@ -61,7 +64,7 @@ def test_a_sandbox_moves_under_its_id_and_is_gone_where_it_was(plain: Harness, o
 @pytest.mark.parametrize("fault", ["nobody there", "another key", "an id that is there already"])
 def test_a_move_that_fails_leaves_the_sandbox_where_it_was(plain: Harness, other: str, fault: str) -> None:
     async def job() -> None:
-        async with SandboxClient(plain.address) as here:
+        async with OperationsClient(plain.address) as here:
             sandbox = await here.create(await here.put_template(FILES))
             await sandbox.call(FIX)
             address = {"nobody there": "unix:/tmp/nobody", "another key": other}.get(fault, plain.address)
@@ -74,24 +77,26 @@ def test_a_move_that_fails_leaves_the_sandbox_where_it_was(plain: Harness, other
     asyncio.run(job())
 
 
-class Silent(rpc.SandboxesServicer):
+class Silent(rpc.SandboxesServicer, operations_rpc.OperationsServicer):
     """A server that answers Info, and never what it is sent a sandbox by."""
 
     def __init__(self, *, reads: bool) -> None:
         self._reads = reads
 
-    async def Info(self, request: pb.InfoRequest, context: object) -> pb.InfoReply:
-        return pb.InfoReply(backends=[pb.BackendInfo(name="plain")])
+    async def Info(self, request: operations_pb.InfoRequest, context: object) -> operations_pb.InfoReply:
+        return operations_pb.InfoReply(backends=[operations_pb.BackendInfo(name="plain")])
 
     async def Get(self, request: pb.GetRequest, context: object) -> pb.SandboxState:
         await asyncio.sleep(3600)
         return pb.SandboxState()
 
-    async def Receive(self, request: AsyncIterator[pb.SnapshotChunk], context: object) -> pb.ReceiveReply:
+    async def Receive(
+        self, request: AsyncIterator[operations_pb.SnapshotChunk], context: object
+    ) -> operations_pb.ReceiveReply:
         while self._reads and await anext(request, None) is not None:
             pass
         await asyncio.sleep(3600)
-        return pb.ReceiveReply()
+        return operations_pb.ReceiveReply()
 
 
 @asynccontextmanager
@@ -109,9 +114,10 @@ async def silent(kind: str, address: str) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def offered(servicer: rpc.SandboxesServicer, address: str) -> AsyncIterator[None]:
+async def offered(servicer: Silent | Slow, address: str) -> AsyncIterator[None]:
     server = grpc.aio.server()
     rpc.add_SandboxesServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    operations_rpc.add_OperationsServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     server.add_insecure_port(address)
     await server.start()
     try:
@@ -148,22 +154,24 @@ def test_a_silent_target_holds_no_sandbox_for_long(tmp_path: Path, monkeypatch: 
     asyncio.run(asyncio.wait_for(job(), 60))
 
 
-class Slow(rpc.SandboxesServicer):
+class Slow(rpc.SandboxesServicer, operations_rpc.OperationsServicer):
     """Takes a sandbox, and says so when it is let."""
 
     def __init__(self) -> None:
         self.taken, self.let = asyncio.Event(), asyncio.Event()
         self.deleted: list[str] = []
 
-    async def Info(self, request: pb.InfoRequest, context: object) -> pb.InfoReply:
-        return pb.InfoReply(backends=[pb.BackendInfo(name="plain")])
+    async def Info(self, request: operations_pb.InfoRequest, context: object) -> operations_pb.InfoReply:
+        return operations_pb.InfoReply(backends=[operations_pb.BackendInfo(name="plain")])
 
-    async def Receive(self, request: AsyncIterator[pb.SnapshotChunk], context: object) -> pb.ReceiveReply:
+    async def Receive(
+        self, request: AsyncIterator[operations_pb.SnapshotChunk], context: object
+    ) -> operations_pb.ReceiveReply:
         async for _ in request:
             pass
         self.taken.set()
         await self.let.wait()
-        return pb.ReceiveReply()
+        return operations_pb.ReceiveReply()
 
     async def Delete(self, request: pb.DeleteRequest, context: object) -> pb.DeleteReply:
         self.deleted.append(request.sandbox_id)
@@ -171,7 +179,7 @@ class Slow(rpc.SandboxesServicer):
 
 
 def test_a_sandbox_that_is_ended_while_it_moves_lives_nowhere(plain: Harness, tmp_path: Path) -> None:
-    async def job(client: SandboxClient) -> None:
+    async def job(client: OperationsClient) -> None:
         target, slow = f"unix:{tmp_path}/t", Slow()
         async with offered(slow, target):
             sandbox = await client.create(await client.put_template(FILES))

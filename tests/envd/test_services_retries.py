@@ -10,11 +10,14 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
+from contracts.pb import envd_operations_pb2 as operations_pb
 from contracts.pb import envd_pb2 as pb
-from envd.client import Sandbox, SandboxClient, SandboxGone, ServerInfo, ToolCall
+from envd.client import SandboxGone, ToolCall
 from envd.connection import IDEMPOTENCY_KEY, SANDBOX_TOKEN
 from envd.errors import IdempotencyError
+from envd.operations.client import ManagedSandbox, OperationsClient
 from envd.server.idempotency import Answers
+from envd.types import ServerInfo
 from tests.envd.harness import FILES, Harness
 
 
@@ -26,7 +29,7 @@ COUNT = shell("echo x >> count; wc -l < count")
 
 
 def test_a_retry_gets_the_first_answer_and_does_nothing(plain: Harness) -> None:
-    async def job(sandbox: Sandbox) -> None:
+    async def job(sandbox: ManagedSandbox) -> None:
         one = await sandbox.batch([COUNT], idempotency_key="k1")
         two = await sandbox.batch([COUNT], idempotency_key="k1")
         three = await sandbox.batch([COUNT], idempotency_key="k2")
@@ -38,7 +41,7 @@ def test_a_retry_gets_the_first_answer_and_does_nothing(plain: Harness) -> None:
 
 
 def test_a_retry_while_the_first_runs_waits_for_it_also_when_its_caller_has_gone(plain: Harness) -> None:
-    async def job(sandbox: Sandbox) -> None:
+    async def job(sandbox: ManagedSandbox) -> None:
         slow = shell("sleep 0.5; echo x >> count; wc -l < count")
         first = asyncio.create_task(sandbox.batch([slow], idempotency_key="k"))
         await asyncio.sleep(0.2)
@@ -50,7 +53,7 @@ def test_a_retry_while_the_first_runs_waits_for_it_also_when_its_caller_has_gone
 
 
 def test_keys_belong_to_their_sandbox_and_creations_to_the_server(plain: Harness) -> None:
-    async def job(client: SandboxClient) -> None:
+    async def job(client: OperationsClient) -> None:
         template = await client.put_template(FILES)
         same = await asyncio.gather(*(client.create(template, idempotency_key="create-1") for _ in range(4)))
         assert len({sandbox.id for sandbox in same}) == 1
@@ -64,7 +67,7 @@ def test_keys_belong_to_their_sandbox_and_creations_to_the_server(plain: Harness
 
 
 def test_the_last_answer_can_be_had_again_after_the_end(plain: Harness) -> None:
-    async def job(client: SandboxClient) -> None:
+    async def job(client: OperationsClient) -> None:
         sandbox = await client.create(await client.put_template(FILES))
         await sandbox.files.write("new", b"1\n")
         metadata = ((SANDBOX_TOKEN, sandbox.handle.token), (IDEMPOTENCY_KEY, "finish"))
@@ -81,13 +84,13 @@ def test_kept_answers_are_bounded_in_number_bytes_and_age() -> None:
     async def job() -> None:
         calls = 0
 
-        async def answer(size: int) -> pb.DiffReply:
+        async def answer(size: int) -> operations_pb.DiffReply:
             nonlocal calls
             calls += 1
-            return pb.DiffReply(diff=bytes(size))
+            return operations_pb.DiffReply(diff=bytes(size))
 
         kept = Answers(most=4, most_bytes=4000, lifetime_s=0.2)
-        request = pb.DiffRequest(sandbox_id="s")
+        request = operations_pb.DiffRequest(sandbox_id="s")
         for number in range(10):
             await kept.once(f"k{number}", request, lambda: answer(600))
         assert len(kept) == 4 and calls == 10
@@ -110,15 +113,17 @@ def test_kept_answers_are_bounded_in_number_bytes_and_age() -> None:
 def test_a_failure_is_not_kept() -> None:
     async def job() -> list[object]:
         kept = Answers()
-        outcomes: Iterator[Exception | pb.DiffReply] = iter([SandboxGone("first"), pb.DiffReply(diff=b"second")])
+        outcomes: Iterator[Exception | operations_pb.DiffReply] = iter(
+            [SandboxGone("first"), operations_pb.DiffReply(diff=b"second")]
+        )
 
-        async def work() -> pb.DiffReply:
+        async def work() -> operations_pb.DiffReply:
             outcome = next(outcomes)
             if isinstance(outcome, Exception):
                 raise outcome
             return outcome
 
-        request = pb.DiffRequest()
+        request = operations_pb.DiffRequest()
         first = await asyncio.gather(kept.once("k", request, work), return_exceptions=True)
         return [type(first[0]), (await kept.once("k", request, work)).diff]
 
@@ -126,7 +131,7 @@ def test_a_failure_is_not_kept() -> None:
 
 
 def test_what_a_caller_gave_up_on_ends_in_the_sandbox_too(anywhere: Harness) -> None:
-    async def job(sandbox: Sandbox) -> None:
+    async def job(sandbox: ManagedSandbox) -> None:
         request = pb.BatchRequest(
             sandbox_id=sandbox.id,
             calls=[pb.ToolCall(name="exec", arguments_json='{"command": "touch begun; sleep 1; touch finished"}')],
@@ -144,16 +149,18 @@ def test_what_a_caller_gave_up_on_ends_in_the_sandbox_too(anywhere: Harness) -> 
 
 
 def test_a_creation_that_nobody_waits_for_leaves_no_sandbox(anywhere: Harness) -> None:
-    async def job(client: SandboxClient) -> tuple[int, ServerInfo]:
+    async def job(client: OperationsClient) -> tuple[int, ServerInfo]:
         template = await client.put_template(FILES)
         before = (await client.info()).live
-        async with SandboxClient(anywhere.address) as leaving:
+        async with OperationsClient(anywhere.address) as leaving:
             creations = [asyncio.create_task(leaving.create(template)) for _ in range(8)]
             await asyncio.sleep(0.002)
             for each in creations:
                 each.cancel()
             made = [
-                each for each in await asyncio.gather(*creations, return_exceptions=True) if isinstance(each, Sandbox)
+                each
+                for each in await asyncio.gather(*creations, return_exceptions=True)
+                if isinstance(each, ManagedSandbox)
             ]
             for sandbox in made:
                 await sandbox.close()
@@ -164,7 +171,7 @@ def test_a_creation_that_nobody_waits_for_leaves_no_sandbox(anywhere: Harness) -
 
 
 def test_a_creation_given_up_while_its_reply_is_on_the_way_leaves_no_sandbox(namespaces: Harness) -> None:
-    async def job(client: SandboxClient) -> None:
+    async def job(client: OperationsClient) -> None:
         template = await client.put_template(FILES)
         times = []
         for _ in range(10):
@@ -172,14 +179,14 @@ def test_a_creation_given_up_while_its_reply_is_on_the_way_leaves_no_sandbox(nam
             await (await client.create(template)).close()
             times.append(time.perf_counter() - began)
         usual, before = statistics.median(times), (await client.info()).live
-        async with SandboxClient(namespaces.address) as leaving:
+        async with OperationsClient(namespaces.address) as leaving:
             await leaving.info()
             for round in range(60):
                 creating = asyncio.create_task(leaving.create(template))
                 await asyncio.sleep(usual * (0.2 + round / 60))
                 creating.cancel()
                 for made in await asyncio.gather(creating, return_exceptions=True):
-                    if isinstance(made, Sandbox):
+                    if isinstance(made, ManagedSandbox):
                         await made.close()
         assert (await client.info()).live == before, "the client's end waited for them"
 

@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from envd.client import EnvdError, Limits, Sandbox, SandboxClient, SandboxGone, ToolCall
+from contracts.pb import envd_operations_pb2 as operations_pb
+from contracts.pb import envd_pb2 as pb
+from envd.client import EnvdError, Limits, SandboxGone, ToolCall
 from envd.errors import PolicyDenied, TemplateError, Unsupported, WrongState
+from envd.operations.client import ManagedSandbox, OperationsClient
 from tests.envd.harness import FILES, FIX, Harness, served
 
 READ = ToolCall("read", {"path": "calc.py"})
@@ -25,7 +28,7 @@ def shell(command: str) -> ToolCall:
 
 
 def test_what_is_paused_stands_still_and_goes_on(namespaces: Harness) -> None:
-    async def job(sandbox: Sandbox) -> None:
+    async def job(sandbox: ManagedSandbox) -> None:
         if "pause" not in (await sandbox._client.info()).backends[0].features:
             pytest.skip("this machine has no way to pause namespaces sandboxes")
         await sandbox.call(shell("i=0; while true; do echo $((i++)) > tick; sleep 0.01; done &"))
@@ -44,7 +47,7 @@ def test_what_is_paused_stands_still_and_goes_on(namespaces: Harness) -> None:
 
 
 def test_a_command_that_was_running_at_a_pause_is_answered_after_it(namespaces: Harness) -> None:
-    async def job(sandbox: Sandbox) -> None:
+    async def job(sandbox: ManagedSandbox) -> None:
         if "pause" not in (await sandbox._client.info()).backends[0].features:
             pytest.skip("this machine has no way to pause namespaces sandboxes")
         running = asyncio.create_task(sandbox.call(shell("sleep 0.5; echo done")))
@@ -59,7 +62,7 @@ def test_a_command_that_was_running_at_a_pause_is_answered_after_it(namespaces: 
 
 
 def test_what_a_backend_cannot_do_is_refused_by_name(plain: Harness) -> None:
-    async def job(sandbox: Sandbox) -> None:
+    async def job(sandbox: ManagedSandbox) -> None:
         with pytest.raises(Unsupported, match="plain backend can't pause"):
             await sandbox.pause()
         assert (await sandbox.call(READ)).ok
@@ -68,7 +71,7 @@ def test_what_a_backend_cannot_do_is_refused_by_name(plain: Harness) -> None:
 
 
 def test_a_hibernated_sandbox_comes_back_with_its_files_under_its_id(anywhere: Harness) -> None:
-    async def job(sandbox: Sandbox) -> None:
+    async def job(sandbox: ManagedSandbox) -> None:
         await sandbox.call(FIX)
         await sandbox.files.write("data/binary", bytes(range(256)))
         used_s = (await sandbox.status()).cpu_s
@@ -89,7 +92,7 @@ def test_a_hibernated_sandbox_comes_back_with_its_files_under_its_id(anywhere: H
 
 
 def test_a_fork_is_independent_and_has_a_name_of_its_own(anywhere: Harness) -> None:
-    async def job(sandbox: Sandbox) -> None:
+    async def job(sandbox: ManagedSandbox) -> None:
         await sandbox.call(FIX)
         copy = await sandbox.fork()
         await copy.files.write("only", b"copy")
@@ -105,7 +108,7 @@ def test_a_fork_is_independent_and_has_a_name_of_its_own(anywhere: Harness) -> N
 
 
 def test_a_hibernated_sandbox_can_be_forked_and_kept(anywhere: Harness) -> None:
-    async def job(client: SandboxClient) -> None:
+    async def job(client: OperationsClient) -> None:
         sandbox = await client.create(await client.put_template(FILES))
         await sandbox.call(FIX)
         await sandbox.hibernate()
@@ -123,7 +126,7 @@ def test_a_hibernated_sandbox_can_be_forked_and_kept(anywhere: Harness) -> None:
 
 
 def test_a_snapshot_is_restored_as_often_as_asked_for_and_until_it_is_deleted(anywhere: Harness) -> None:
-    async def job(client: SandboxClient) -> None:
+    async def job(client: OperationsClient) -> None:
         sandbox = await client.create(await client.put_template(FILES), env={"KEPT": "yes"}, labels={"a": "b"})
         await sandbox.call(FIX)
         snapshot, lost = await sandbox.snapshot()
@@ -148,7 +151,7 @@ def test_a_snapshot_is_restored_as_often_as_asked_for_and_until_it_is_deleted(an
 def test_a_state_is_not_changed_while_a_command_runs_longer_than_that_may_take(
     plain: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def job(sandbox: Sandbox) -> None:
+    async def job(sandbox: ManagedSandbox) -> None:
         running = asyncio.create_task(sandbox.call(shell("sleep 1; echo done")))
         await asyncio.sleep(0.2)
         started = time.monotonic()
@@ -160,11 +163,11 @@ def test_a_state_is_not_changed_while_a_command_runs_longer_than_that_may_take(
 
 
 def test_states_of_all_sandboxes_are_listed_by_their_labels(anywhere: Harness) -> None:
-    async def job(client: SandboxClient) -> None:
+    async def job(client: OperationsClient) -> None:
         template = await client.put_template(FILES)
         made = await client.create_many(template, 3, labels={"run": "listing"})
         odd = await client.create(template, labels={"run": "listing", "odd": "1"})
-        sandboxes = [each for each in made if isinstance(each, Sandbox)]
+        sandboxes = [each for each in made if isinstance(each, ManagedSandbox)]
         assert len(sandboxes) == 3
         assert {each.id for each in await client.list({"run": "listing"})} == {each.id for each in [*sandboxes, odd]}
         assert [each.id for each in await client.list({"odd": "1"})] == [odd.id]
@@ -199,34 +202,34 @@ def test_a_snapshot_that_nobody_waits_for_is_not_kept(tmp_path: Path) -> None:
 
 
 def test_a_batch_that_is_refused_gives_the_errors_that_one_creation_gives(plain: Harness) -> None:
-    async def job(client: SandboxClient) -> None:
+    async def job(client: OperationsClient) -> None:
         template = await client.put_template(FILES)
         found = await client.create_many(template, 2, policy="version: 1\nisolation: machine\n")
         assert [type(each) for each in found] == [PolicyDenied] * 2 and "isolation" in str(found[0])
         assert [type(each) for each in await client.create_many("0" * 64, 1)] == [TemplateError]
         first, again = [await client.create_many(template, 2, idempotency_key="a batch") for _ in range(2)]
-        assert [each.id for each in first if isinstance(each, Sandbox)] == [
-            each.id for each in again if isinstance(each, Sandbox)
+        assert [each.id for each in first if isinstance(each, ManagedSandbox)] == [
+            each.id for each in again if isinstance(each, ManagedSandbox)
         ]
         for each in first:
-            assert isinstance(each, Sandbox)
+            assert isinstance(each, ManagedSandbox)
             await each.close()
 
     plain.client(job)
 
 
 def test_a_batch_names_what_failed_and_starts_the_others(plain: Harness) -> None:
-    async def job(client: SandboxClient) -> None:
-        from contracts.pb import envd_pb2 as pb
-
+    async def job(client: OperationsClient) -> None:
         good = pb.CreateRequest(template=await client.put_template(FILES))
         bad = pb.CreateRequest(template="0" * 64)
-        reply = await client.sandboxes.CreateBatch(pb.CreateBatchRequest(requests=[good, bad, good]))
+        reply = await client.operations.CreateBatch(operations_pb.CreateBatchRequest(requests=[good, bad, good]))
         assert [bool(each.error) for each in reply.results] == [False, True, False]
         assert "put_template" in reply.results[1].error and reply.results[1].code == 9
         made = [each.created for each in reply.results if each.HasField("created")]
-        await client.sandboxes.DeleteBatch(
-            pb.DeleteBatchRequest(sandbox_ids=[each.sandbox_id for each in made], tokens=[each.token for each in made])
+        await client.operations.DeleteBatch(
+            operations_pb.DeleteBatchRequest(
+                sandbox_ids=[each.sandbox_id for each in made], tokens=[each.token for each in made]
+            )
         )
         assert not {each.sandbox_id for each in made} & {each.id for each in await client.list()}
 
@@ -234,7 +237,7 @@ def test_a_batch_names_what_failed_and_starts_the_others(plain: Harness) -> None
 
 
 def test_a_sandbox_that_ended_by_itself_is_gone_and_says_so(namespaces: Harness) -> None:
-    async def job(client: SandboxClient) -> None:
+    async def job(client: OperationsClient) -> None:
         sandbox = await client.create(await client.put_template(FILES), limits=Limits(lifetime_s=0.4))
         await asyncio.sleep(0.8)
         with pytest.raises(SandboxGone, match="lifetime"):
@@ -251,7 +254,7 @@ def test_snapshots_outlive_a_killed_server_and_its_leftovers_go(tmp_path: Path) 
     command += ["--snapshot-dir", str(kept), "--state-dir", str(state)]
 
     async def first() -> str:
-        async with SandboxClient(address) as client:
+        async with OperationsClient(address) as client:
             sandbox = await client.create(await client.put_template(FILES), env={"KEPT": "yes"})
             await sandbox.call(FIX)
             snapshot, _ = await sandbox.snapshot()
@@ -259,7 +262,7 @@ def test_snapshots_outlive_a_killed_server_and_its_leftovers_go(tmp_path: Path) 
             return snapshot
 
     async def second(snapshot: str) -> None:
-        async with SandboxClient(address) as client:
+        async with OperationsClient(address) as client:
             assert await client.list() == []
             async with await client.restore(snapshot) as sandbox:
                 assert "a + b" in (await sandbox.call(READ)).text

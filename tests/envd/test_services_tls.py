@@ -16,8 +16,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from envd.client import Access, SandboxClient, ToolCall
+from envd.client import Access, ToolCall
 from envd.errors import MigrationError, ServerUnavailable
+from envd.operations.client import OperationsClient
 from tests.envd.harness import FILES
 
 READ = ToolCall("read", {"path": "calc.py"})
@@ -80,10 +81,10 @@ def test_tls_with_client_certificates_lets_only_those_in(tmp_path: Path) -> None
     ]
 
     async def job(address: str) -> None:
-        async with SandboxClient(address, good) as client:
+        async with OperationsClient(address, good) as client:
             assert await client.info()
         for access in strangers:
-            async with SandboxClient(address, access) as client:
+            async with OperationsClient(address, access) as client:
                 client.caller._answered = True  # an error at once, not a wait for a server that starts
                 with pytest.raises(ServerUnavailable):
                     await client.info()
@@ -99,7 +100,7 @@ def test_a_sandbox_moves_between_servers_that_ask_for_certificates(tmp_path: Pat
     ours = Access(tls_ca=tmp_path / "ca.crt", tls_cert=tmp_path / "client.crt", tls_key=tmp_path / "client.key")
 
     async def job(first: str, second: str) -> None:
-        async with SandboxClient(first, ours) as here, SandboxClient(second, ours) as there:
+        async with OperationsClient(first, ours) as here, OperationsClient(second, ours) as there:
             sandbox = await here.create(await here.put_template(FILES))
             await sandbox.files.write("calc.py", b"moved\n")
             moved = await sandbox.migrate(there)

@@ -18,7 +18,8 @@ import pytest
 
 from benchmarks.envd_leftovers import Leftovers, look
 from contracts.owned import owned_directory
-from envd.client import Sandbox, SandboxClient, SandboxGone, ToolCall
+from envd.client import SandboxGone, ToolCall
+from envd.operations.client import ManagedSandbox, OperationsClient
 from envd.sandbox.cgroups import OWNED
 from envd.sandbox.proctree import descendants
 from tests.envd.gvisors import require_runsc
@@ -82,7 +83,7 @@ def with_all_that_it_started(server: int) -> None:
                 os.kill(pid, number)
 
 
-async def fill(client: SandboxClient) -> tuple[list[Sandbox], str, tuple[str, ...]]:
+async def fill(client: OperationsClient) -> tuple[list[ManagedSandbox], str, tuple[str, ...]]:
     """Sandboxes in every state; also a snapshot, and which limits hold."""
     template = await client.put_template(FILES)
     running, paused, hibernated, busy = [await client.create(template) for _ in range(4)]
@@ -97,13 +98,15 @@ async def fill(client: SandboxClient) -> tuple[list[Sandbox], str, tuple[str, ..
     return [running, paused, hibernated, busy], snapshot, tuple(info.limits_enforced)
 
 
-async def as_before(client: SandboxClient, old: list[Sandbox], snapshot: str, limits: tuple[str, ...]) -> None:
+async def as_before(
+    client: OperationsClient, old: list[ManagedSandbox], snapshot: str, limits: tuple[str, ...]
+) -> None:
     """What the next server does."""
     assert tuple((await client.info()).limits_enforced) == limits
     assert await client.list() == []
     for each in old:
         with pytest.raises(SandboxGone):
-            await Sandbox(client, each.handle).call(READ)
+            await ManagedSandbox(client, each.handle).call(READ)
     async with await client.restore(snapshot) as restored:
         assert "a + b" in (await restored.call(READ)).text
     template = await client.put_template(FILES)
@@ -120,12 +123,12 @@ def test_the_next_server_of_a_directory_serves_as_the_killed_one_did(backend: st
     if backend == "gvisor":
         require_runsc()
 
-    async def first(servers: Servers) -> tuple[list[Sandbox], str, tuple[str, ...]]:
-        async with SandboxClient(servers.address) as client:
+    async def first(servers: Servers) -> tuple[list[ManagedSandbox], str, tuple[str, ...]]:
+        async with OperationsClient(servers.address) as client:
             return await fill(client)
 
-    async def second(servers: Servers, old: list[Sandbox], snapshot: str, limits: tuple[str, ...]) -> None:
-        async with SandboxClient(servers.address) as client:
+    async def second(servers: Servers, old: list[ManagedSandbox], snapshot: str, limits: tuple[str, ...]) -> None:
+        async with OperationsClient(servers.address) as client:
             await as_before(client, old, snapshot, limits)
 
     with owned_directory(OWNED, Path("/tmp")) as made:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from envd.errors import EnvdError
-from envd.server.stateflow import pack, unpack
+from envd.server.operations.stateflow import pack, unpack
 
 
 def test_a_state_goes_through_a_stream_unchanged_and_its_zeros_stay_holes(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contracts.visible import visible, visible_json
-from envd.client import Sandbox, ToolCall
+from envd.client import ToolCall
+from envd.operations.client import ManagedSandbox
 from envd.tools.output import MAX_OUTPUT_BYTES, Output
 from tests.envd.harness import Harness
 
@@ -59,7 +60,7 @@ def test_an_output_is_bounded_however_it_is_chunked(chunks: list[bytes]) -> None
 def test_tools_show_what_files_and_programs_hold(request: pytest.FixtureRequest, backend: str) -> None:
     harness: Harness = request.getfixturevalue(backend)
 
-    async def job(sandbox: Sandbox) -> None:
+    async def job(sandbox: ManagedSandbox) -> None:
         content = f"x = 1  # {HOSTILE}\n"
         await sandbox.files.write("a.py", content.encode())
         said = {

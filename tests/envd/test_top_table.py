@@ -19,9 +19,10 @@ from pathlib import Path
 
 import pytest
 
-from envd.client import SandboxClient, ToolCall
+from envd.client import ToolCall
 from envd.local import LocalEnvd
-from envd.top import harmless
+from envd.operations.client import OperationsClient
+from envd.operations.top import harmless
 
 TRICK = "\x1b[2J\x1b]0;owned\x07\u202egnp"
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +35,7 @@ def address() -> Iterator[str]:
     with LocalEnvd("namespaces") as server:
 
         async def fill() -> None:
-            async with SandboxClient(server.address) as client:
+            async with OperationsClient(server.address) as client:
                 template = await client.put_template({"a": b"a\n"})
                 await client.create(template, labels={"name": "idle", "team": "x"})
                 busy = await client.create(template, labels={"name": "busy", "team": "x"})

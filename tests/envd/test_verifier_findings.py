@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from envd.client import SandboxClient
+from envd.operations.client import OperationsClient
 from envd.types import VerifyResult
 from tests.envd.harness import FILES, Harness
 from tests.envd.verifying import Verifying
@@ -184,7 +184,7 @@ def test_the_canary_watches_where_a_task_has_a_conftest(isolated: Verifying) -> 
 
 def test_a_judges_findings_reach_the_audit_log(namespaces: Harness) -> None:
     async def run() -> list[str]:
-        async with SandboxClient(namespaces.address) as client:
+        async with OperationsClient(namespaces.address) as client:
             template = await client.put_template(FILES)
             await client.found(template, ["decoy:t.py::test_a", "observed:t.py::test_b"])
             told = [json.loads(each.detail_json) async for each in client.audit() if each.kind == "verify.tampered"]

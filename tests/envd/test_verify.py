@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import envd.client
-from envd.client import SandboxClient, ToolCall, VerifyResult
+from envd.client import ToolCall, VerifyResult
+from envd.operations.client import OperationsClient
 from tests.envd.harness import FILES, FIX, HIDDEN, TESTS, Harness
 
 RIGHT = "def add(a, b):\n    return a + b\n"
@@ -105,7 +106,7 @@ def test_a_verification_that_its_caller_gave_up_on_ends_at_once(anywhere: Harnes
     def running() -> bool:
         return any(mark.encode() in words for words in map(_words_of, Path("/proc").glob("[0-9]*")))
 
-    async def job(client: SandboxClient) -> None:
+    async def job(client: OperationsClient) -> None:
         template = await client.put_template(FILES)
         verifying = asyncio.ensure_future(client.verify(template, b"", hidden, ["test_slow.py::test"], timeout_s=25))
         while not running():
@@ -129,7 +130,7 @@ def test_waiting_for_others_verifications_is_no_fault(namespaces: Harness, monke
     monkeypatch.setattr(envd.client, "RPC_GRACE_S", 0.75)  # so that the line is longer than an RPC's deadline
     loops = 12 * (os.cpu_count() or 1)
 
-    async def job(client: SandboxClient) -> list[VerifyResult]:
+    async def job(client: OperationsClient) -> list[VerifyResult]:
         template = await client.put_template({**FILES, "calc.py": b"while True: pass\n"})
         line = (client.verify(template, b"", HIDDEN, TESTS, timeout_s=0.4) for _ in range(loops))
         return await asyncio.gather(*line)
@@ -138,7 +139,7 @@ def test_waiting_for_others_verifications_is_no_fault(namespaces: Harness, monke
 
 
 def test_a_diff_that_does_not_apply_says_so(anywhere: Harness) -> None:
-    async def job(client: SandboxClient) -> VerifyResult:
+    async def job(client: OperationsClient) -> VerifyResult:
         template = await client.put_template(FILES)
         return await client.verify(template, b"--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n", HIDDEN, TESTS)
 
@@ -164,7 +165,7 @@ def test_an_attack_on_the_report_is_graded_as_any_failure(namespaces: Harness, a
 
 
 def finished(harness: Harness, command: str, files: dict[str, bytes]) -> VerifyResult:
-    async def job(client: SandboxClient) -> VerifyResult:
+    async def job(client: OperationsClient) -> VerifyResult:
         template = await client.put_template(files)
         sandbox = await client.create(template)
         await sandbox.call(FIX)
@@ -193,7 +194,7 @@ def test_configuration_that_was_put_out_of_the_way_comes_back(namespaces: Harnes
 
 
 def test_a_verification_and_a_sandbox_never_share_a_directory(plain: Harness) -> None:
-    async def job(client: SandboxClient) -> None:
+    async def job(client: OperationsClient) -> None:
         template = await client.put_template(FILES)
         sandboxes = [await client.create(template) for _ in range(20)]
         for _ in range(20):
@@ -231,7 +232,7 @@ def test_messages_hold_no_addresses_and_are_short(anywhere: Harness) -> None:
 
 
 def test_a_link_out_of_the_workspace_does_not_catch_a_hidden_file(namespaces: Harness) -> None:
-    async def job(client: SandboxClient) -> VerifyResult:
+    async def job(client: OperationsClient) -> VerifyResult:
         template = await client.put_template(FILES)
         sandbox = await client.create(template)
         await sandbox.call(FIX)

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from envd.client import SandboxClient, VerifyResult
+from envd.client import VerifyResult
 from envd.errors import PolicyDenied
 from envd.images.build import default_directory, load
 from envd.images.packages import ImageError
 from envd.local import LocalEnvd
+from envd.operations.client import OperationsClient
 from envd.sandbox import wire
 from envd.server.guest_bundle import bundle
 from envd.server.guest_verifications import _signed
@@ -132,7 +133,7 @@ def test_plain_verifies_in_plain_and_says_so(plain: Harness) -> None:
 
 
 def test_the_policy_chooses_the_backend_of_a_verdict_as_it_does_a_sandboxes() -> None:
-    async def job(client: SandboxClient) -> None:
+    async def job(client: OperationsClient) -> None:
         template = await client.put_template(FILES)
         assert (await client.verify(template, b"", HIDDEN, TESTS)).backend == "plain"
         assert (await client.verify(template, b"", HIDDEN, TESTS, backend="namespaces")).backend == "namespaces"

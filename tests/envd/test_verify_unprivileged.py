@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from envd.client import SandboxClient, ToolCall
+from envd.client import ToolCall
+from envd.operations.client import OperationsClient
 from envd.types import VerifyResult
 from tests.envd.harness import TESTS, Harness
 
@@ -116,7 +117,7 @@ print(refused(os.open, "/etc/new", os.O_CREAT), refused(os.mkdir, "/usr/new"), l
 
 def test_walls_of_its_sandboxes_are_the_same(namespaces: Harness, unprivileged: Harness) -> None:
     async def said(harness: Harness) -> str:
-        async with SandboxClient(harness.address) as client:
+        async with OperationsClient(harness.address) as client:
             template = await client.put_template({"walls.py": WALLS.encode()})
             async with await client.create(template) as sandbox:
                 return (await sandbox.call(ToolCall("exec", {"command": "python3 walls.py"}))).text

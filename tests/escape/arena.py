@@ -16,9 +16,10 @@ from typing import Any
 
 import grpc
 
-from envd.client import EnvdError, Limits, Sandbox, SandboxClient, SandboxGone, ToolCall
+from envd.client import EnvdError, Limits, SandboxGone, ToolCall
 from envd.errors import ServerUnavailable
 from envd.local import LocalEnvd
+from envd.operations.client import ManagedSandbox, OperationsClient
 from envd.server.audit import TRAIL
 from tests.envd.harness import FILES, HIDDEN, TESTS
 from tests.escape.attack import SMALL, Attack
@@ -57,7 +58,7 @@ class Arena:
         self.short_s = 1.0 if backend in ("namespaces", "plain") else 3.0
         """A timeout that is too short for what is to be stopped, and long enough to start it."""
         self.files = {**FILES, "attempts.py": SOURCE.encode()}
-        self._mine: list[Sandbox] = []
+        self._mine: list[ManagedSandbox] = []
         self._seen = 0
         """Number of an event before which nothing matters any more."""
         self._ended: dict[str, Outcome] = {}
@@ -101,7 +102,7 @@ class Arena:
         return attack.name not in self._ended and self.backend not in attack.not_on
 
     async def _open(self) -> None:
-        self.client = await SandboxClient(self.address).__aenter__()
+        self.client = await OperationsClient(self.address).__aenter__()
         self.template = await self.client.put_template(self.files)
         self.neighbour = await Neighbour.start(self.client, self.template, self.patience_s)
         assert self._server._process is not None
@@ -161,7 +162,7 @@ class Arena:
                 return kinds, called
             await asyncio.sleep(0.2)
 
-    async def _said(self, attack: Attack, sandbox: Sandbox) -> str:
+    async def _said(self, attack: Attack, sandbox: ManagedSandbox) -> str:
         """What its script or command says in a sandbox."""
         command = attack.shell or f"python3 {attack.file}"
         timeout_s = attack.timeout_s * self.slow
@@ -176,11 +177,11 @@ class Arena:
             return f"gone: {error}"
         return f"{result.text}\ntimed_out={result.timed_out}"
 
-    async def sandbox(self, *, limits: Limits = SMALL, **options: Any) -> Sandbox:
+    async def sandbox(self, *, limits: Limits = SMALL, **options: Any) -> ManagedSandbox:
         """A sandbox of the attacker's, closed afterwards."""
         return self.keep(await self.client.create(self.template, limits=limits, **options))
 
-    def keep(self, sandbox: Sandbox) -> Sandbox:
+    def keep(self, sandbox: ManagedSandbox) -> ManagedSandbox:
         """Have a sandbox closed afterwards."""
         self._mine.append(sandbox)
         return sandbox

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import asyncio
 
-from envd.client import Sandbox, ToolCall
+from envd.client import ToolCall
 from envd.errors import EnvdError, FileError
+from envd.operations.client import ManagedSandbox
 from tests.envd.harness import HIDDEN, TESTS
 from tests.escape.arena import Arena, attempt
 from tests.escape.attack import CONTAINED, KERNEL, OWN_KERNEL, Attack
@@ -139,7 +140,7 @@ async def swapped_file(arena: Arena) -> str:
     return f"{'BREACH' if any(b'root:' in each for each in seen) else 'never outside'} {sorted(seen)}"
 
 
-async def _read_where_the_link_stays(sandbox: Sandbox, one: str, two: str, path: str) -> bytes:
+async def _read_where_the_link_stays(sandbox: ManagedSandbox, one: str, two: str, path: str) -> bytes:
     """The exchange ends with the link in the place that is read: on a slow machine no read may have met it before."""
     end = (
         f"pkill -9 -f swap.py; until ! pgrep -f swap.p[y]; do sleep 0.1; done; [ -L {one} ] || {{ mv {one} x; mv {two}"
@@ -201,7 +202,7 @@ async def diff_of_links(arena: Arena) -> str:
     return f"BREACH {bad}" if bad else f"links as links: {diff.count(b'120000')} {list(verdict.tampering)}"
 
 
-async def _tree(sandbox: Sandbox, script: str) -> None:
+async def _tree(sandbox: ManagedSandbox, script: str) -> None:
     await sandbox.files.write("make.py", script.encode())
     await sandbox.call(ToolCall("exec", {"command": "python3 make.py"}), timeout_s=30)
 

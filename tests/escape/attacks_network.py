@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import asyncio
 
-from envd.client import Sandbox, ToolCall
+from envd.client import ToolCall
+from envd.operations.client import ManagedSandbox
 from tests.escape.arena import Arena
 from tests.escape.attack import KERNEL, NOWHERE, OWN_KERNEL, Attack
 
 _FILE = "attack-beside.py"
 
 
-async def _python(arena: Arena, code: str, sandbox: Sandbox | None = None) -> str:
+async def _python(arena: Arena, code: str, sandbox: ManagedSandbox | None = None) -> str:
     sandbox = sandbox or await arena.sandbox()
     await sandbox.files.write(_FILE, f"from attempts import *\n{code}".encode())
     return (await sandbox.call(ToolCall("exec", {"command": f"python3 {_FILE}"}), timeout_s=arena.patience_s)).text

@@ -11,6 +11,7 @@ import tarfile
 
 import grpc
 
+from contracts.pb import envd_operations_pb2 as operations_pb
 from contracts.pb import envd_pb2 as pb
 from envd.client import ToolCall
 from tests.escape.arena import Arena, attempt
@@ -244,7 +245,7 @@ async def hostile_snapshots(arena: Arena) -> str:
         "half a tar": hostile_tar()[:700],
         "nothing": b"",
     }.items():
-        header = pb.ReceiveHeader(
+        header = operations_pb.ReceiveHeader(
             sandbox_id="escape-" + "A" * 20,
             token="t" * 32,
             backend=backend,
@@ -255,19 +256,19 @@ async def hostile_snapshots(arena: Arena) -> str:
             host_name="sandbox",
         )
         chunks = [
-            pb.SnapshotChunk(header=header),
-            *(pb.SnapshotChunk(data=data[at : at + 4096]) for at in range(0, len(data), 4096)),
+            operations_pb.SnapshotChunk(header=header),
+            *(operations_pb.SnapshotChunk(data=data[at : at + 4096]) for at in range(0, len(data), 4096)),
         ]
         try:
-            await arena.client.sandboxes.Receive(iter(chunks), timeout=arena.patience_s)
+            await arena.client.operations.Receive(iter(chunks), timeout=arena.patience_s)
             said.append(f"BREACH took {name}")
         except grpc.aio.AioRpcError as error:
             said.append(f"refused {name}: {error.code().name} {(error.details() or '')[:150]}")
     bad_names = {"..": "A" * 16, "slashes": "../../tmp/x/" + "A" * 16, "one of a neighbour": arena.neighbour.sandbox.id}
     for name, identity in bad_names.items():
         chunks = [
-            pb.SnapshotChunk(
-                header=pb.ReceiveHeader(
+            operations_pb.SnapshotChunk(
+                header=operations_pb.ReceiveHeader(
                     sandbox_id=identity,
                     token="t" * 32,
                     backend=backend,
@@ -278,7 +279,7 @@ async def hostile_snapshots(arena: Arena) -> str:
             )
         ]
         try:
-            await arena.client.sandboxes.Receive(iter(chunks), timeout=arena.patience_s)
+            await arena.client.operations.Receive(iter(chunks), timeout=arena.patience_s)
             said.append(f"BREACH took id with {name}")
         except grpc.aio.AioRpcError as error:
             said.append(f"refused id {name}: {error.code().name}")

@@ -15,8 +15,9 @@ from typing import Any
 
 import grpc
 
+from contracts.pb import envd_operations_pb2 as operations_pb
+from contracts.pb import envd_operations_pb2_grpc as rpc
 from contracts.pb import envd_pb2 as pb
-from contracts.pb import envd_pb2_grpc as rpc
 from envd.client import Handle, Limits, ToolCall
 from envd.connection import IDEMPOTENCY_KEY, SANDBOX_TOKEN
 from envd.messages import limits_message
@@ -31,7 +32,7 @@ async def oversize(arena: Arena) -> str:
     before, said = arena.host.server_bytes(), []
     async with grpc.aio.insecure_channel(arena.address, options=_UNBOUNDED) as channel:
         for method, request in (
-            ("Files/Write", pb.FileWriteRequest(sandbox_id="x", data=bytes(65 << 20))),
+            ("Files/Write", operations_pb.FileWriteRequest(sandbox_id="x", data=bytes(65 << 20))),
             ("Sandboxes/PutTemplate", pb.PutTemplateRequest(files={"a": bytes(65 << 20)})),
             ("Tools/Batch", pb.BatchRequest(sandbox_id="x", calls=[pb.ToolCall(arguments_json="x" * (65 << 20))])),
         ):
@@ -48,7 +49,8 @@ async def malformed(arena: Arena) -> str:
     said = []
     names = [
         f"{service.full_name}/{method.name}"
-        for service in pb.DESCRIPTOR.services_by_name.values()
+        for protocol in (pb, operations_pb)
+        for service in protocol.DESCRIPTOR.services_by_name.values()
         for method in service.methods
     ]
     async with grpc.aio.insecure_channel(arena.address, options=_UNBOUNDED) as channel:
@@ -111,11 +113,11 @@ async def slow_clients(arena: Arena) -> str:
     metadata = ((SANDBOX_TOKEN, sandbox.handle.token),)
     narrow = grpc.aio.insecure_channel(arena.address, options=[("grpc.http2.bdp_probe", 0)])  # takes 64 KiB a stream
     stub: Any = rpc.FilesStub(narrow)  # type: ignore[no-untyped-call]
-    request = pb.PathRequest(sandbox_id=sandbox.id, path="big")
+    request = operations_pb.PathRequest(sandbox_id=sandbox.id, path="big")
     downloads = [stub.Download(request, metadata=metadata) for _ in range(50)]
     for each in downloads:
         await each.read()
-    follows = [arena.client.sandboxes.Audit(pb.AuditRequest(follow=True)) for _ in range(50)]
+    follows = [arena.client.operations.Audit(operations_pb.AuditRequest(follow=True)) for _ in range(50)]
     for each in follows:
         await each.read()
     took = await arena.neighbour.look()
@@ -140,14 +142,16 @@ async def half_uploads(arena: Arena) -> str:
     before, calls = arena.host.server_bytes(), []
     for n in range(40):
         call = arena.client.files.Upload(metadata=metadata)
-        await call.write(pb.UploadChunk(header=pb.FileWriteRequest(sandbox_id=sandbox.id, path=f"u{n}")))
+        await call.write(
+            operations_pb.UploadChunk(header=operations_pb.FileWriteRequest(sandbox_id=sandbox.id, path=f"u{n}"))
+        )
         calls.append(call)
 
     async def stopped(call: Any) -> bool:
         try:
             for _ in range(20):
                 async with asyncio.timeout(2):
-                    await call.write(pb.UploadChunk(data=bytes(1 << 20)))
+                    await call.write(operations_pb.UploadChunk(data=bytes(1 << 20)))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
             return True
         return False
@@ -316,27 +320,33 @@ async def hostile_numbers(arena: Arena) -> str:
     asks = [
         (
             arena.client.files.Read,
-            pb.FileReadRequest(sandbox_id=identity, path="attempts.py", offset=huge, length=huge),
+            operations_pb.FileReadRequest(sandbox_id=identity, path="attempts.py", offset=huge, length=huge),
         ),
-        (arena.client.files.Read, pb.FileReadRequest(sandbox_id=identity, path="attempts.py", offset=-1)),
-        (arena.client.processes.Signal, pb.ProcessSignalRequest(sandbox_id=identity, process=1, signal=9)),
-        (arena.client.processes.Signal, pb.ProcessSignalRequest(sandbox_id=identity, process=2**32 - 1, signal=-5)),
+        (arena.client.files.Read, operations_pb.FileReadRequest(sandbox_id=identity, path="attempts.py", offset=-1)),
+        (arena.client.processes.Signal, operations_pb.ProcessSignalRequest(sandbox_id=identity, process=1, signal=9)),
         (
-            arena.client.processes.Start,
-            pb.ProcessStartRequest(sandbox_id=identity, arguments=["true"], timeout_s=float("nan")),
-        ),
-        (arena.client.processes.Start, pb.ProcessStartRequest(sandbox_id=identity, arguments=[])),
-        (
-            arena.client.processes.Start,
-            pb.ProcessStartRequest(sandbox_id=identity, arguments=["cat"], ring_bytes=2**32 - 1),
+            arena.client.processes.Signal,
+            operations_pb.ProcessSignalRequest(sandbox_id=identity, process=2**32 - 1, signal=-5),
         ),
         (
             arena.client.processes.Start,
-            pb.ProcessStartRequest(sandbox_id=identity, arguments=["true"], directory="/proc/1/root"),
+            operations_pb.ProcessStartRequest(sandbox_id=identity, arguments=["true"], timeout_s=float("nan")),
+        ),
+        (arena.client.processes.Start, operations_pb.ProcessStartRequest(sandbox_id=identity, arguments=[])),
+        (
+            arena.client.processes.Start,
+            operations_pb.ProcessStartRequest(sandbox_id=identity, arguments=["cat"], ring_bytes=2**32 - 1),
+        ),
+        (
+            arena.client.processes.Start,
+            operations_pb.ProcessStartRequest(sandbox_id=identity, arguments=["true"], directory="/proc/1/root"),
         ),
         (arena.client.tools.Batch, pb.BatchRequest(sandbox_id=identity, timeout_s=float("inf"))),
         (arena.client.tools.Batch, pb.BatchRequest(sandbox_id=identity, timeout_s=-1)),
-        (arena.client.files.List, pb.FileListRequest(sandbox_id=identity, path=".", depth=2**32 - 1, limit=2**32 - 1)),
+        (
+            arena.client.files.List,
+            operations_pb.FileListRequest(sandbox_id=identity, path=".", depth=2**32 - 1, limit=2**32 - 1),
+        ),
     ]
     for method, request in asks:
         try:
@@ -455,7 +465,7 @@ ATTACKS = (
         r"no token",
         act=tokens_listed,
         unseen=CONTAINED,
-        mark="Sandboxes/List",
+        mark="Operations/List",
     ),
     Attack(
         "idempotency-key-stolen",

@@ -10,7 +10,8 @@ import os
 from collections import deque
 from pathlib import Path
 
-from envd.client import Limits, Sandbox, SandboxGone, ToolCall
+from envd.client import Limits, SandboxGone, ToolCall
+from envd.operations.client import ManagedSandbox
 from tests.escape.arena import Arena
 from tests.escape.attack import OWN_KERNEL, UNTOLD, Attack
 
@@ -166,7 +167,7 @@ async def _held(arena: Arena, kind: str) -> Memory:
     return memory
 
 
-async def _hold(sandbox: Sandbox, kind: str, patience_s: float) -> None:
+async def _hold(sandbox: ManagedSandbox, kind: str, patience_s: float) -> None:
     """Return once it holds what it can, or was ended."""
     until = asyncio.get_running_loop().time() + patience_s / 2
     try:
@@ -248,7 +249,9 @@ print("touched")
 """
 
 
-async def _begin(arena: Arena, code: str, *arguments: str) -> tuple[Sandbox, asyncio.Task[tuple[object, bytes, bytes]]]:
+async def _begin(
+    arena: Arena, code: str, *arguments: str
+) -> tuple[ManagedSandbox, asyncio.Task[tuple[object, bytes, bytes]]]:
     """A sandbox in which this runs, once it is ready."""
     sandbox = await arena.sandbox()
     await sandbox.files.write(_FILE, f"from attempts import *\n{code}".encode())

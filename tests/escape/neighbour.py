@@ -6,7 +6,8 @@ import asyncio
 import secrets
 import time
 
-from envd.client import Limits, Sandbox, SandboxClient, ToolCall
+from envd.client import Limits, ToolCall
+from envd.operations.client import ManagedSandbox, OperationsClient
 
 _HEARTBEAT = r"""
 import ctypes, socket, sys, threading, time
@@ -41,7 +42,7 @@ class Neighbour:
 
     port = 17_771
 
-    def __init__(self, sandbox: Sandbox, patience_s: float) -> None:
+    def __init__(self, sandbox: ManagedSandbox, patience_s: float) -> None:
         self.sandbox = sandbox
         self.secret = secrets.token_hex(12)
         self.abstract = f"neighbour-{secrets.token_hex(6)}"
@@ -49,7 +50,7 @@ class Neighbour:
         self._patience_s = patience_s
 
     @classmethod
-    async def start(cls, client: SandboxClient, template: str, patience_s: float) -> Neighbour:
+    async def start(cls, client: OperationsClient, template: str, patience_s: float) -> Neighbour:
         """Create it and wait until its process beats."""
         limits = Limits(memory_mb=256, pids=64, cpu=1, disk_mb=32, lifetime_s=3600)
         self = cls(await client.create(template, limits=limits), patience_s)

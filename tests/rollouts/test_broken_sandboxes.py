@@ -36,8 +36,9 @@ from contracts.store import LocalStore
 from curation.rewards import RewardConfig
 from curation.rewards.grading import grade_episodes
 from curation.verify import Verifier
-from envd.client import Limits, SandboxClient
+from envd.client import Limits
 from envd.local import LocalEnvd
+from envd.operations.client import OperationsClient
 from inference.rollouts.config import RolloutConfig
 from inference.rollouts.episode import Player, play_episode
 from inference.rollouts.merge import merge_groups
@@ -79,7 +80,7 @@ def play(envd: LocalEnvd | Server, tokenizer: ChatTokenizer, script: Script, **c
     settings = {"max_tokens": 4000, "max_turn_tokens": 600, "tool_timeout_s": 5, "episode_timeout_s": 300, **config}
 
     async def run() -> Episode:
-        async with SandboxClient(envd.address) as client:
+        async with OperationsClient(envd.address) as client:
             rollouts = RolloutConfig.model_validate(settings)
             workspaces = Workspaces(client, Limits(), rollouts.episode_timeout_s)
             engine = ScriptedEngine(tokenizer, script)
@@ -125,7 +126,7 @@ def test_groups_whose_agents_break_their_sandboxes_are_committed_scored_0_and_tr
         return [[call("exec", command=ATTACKS["locked files"])], "done"][turn]
 
     async def run() -> tuple[Artifact, pa.Table]:
-        async with SandboxClient(envd.address) as client:
+        async with OperationsClient(envd.address) as client:
             await run_shard(
                 plan,
                 0,

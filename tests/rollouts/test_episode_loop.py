@@ -11,8 +11,9 @@ from rollouts_script import POLICY, ScriptedEngine, call, one_file_task, read_th
 from contracts.chat import ChatTokenizer
 from contracts.episodes import Episode, Outcome, Slot, TokenRole
 from contracts.errors import InfraFault
-from envd.client import Limits, SandboxClient
+from envd.client import Limits
 from envd.local import LocalEnvd
+from envd.operations.client import OperationsClient
 from inference.engines.base import Completion, SamplingParams
 from inference.errors import StaleVersion
 from inference.rollouts.config import RolloutConfig
@@ -26,7 +27,7 @@ def play(envd: LocalEnvd, engine: ScriptedEngine, tokenizer: ChatTokenizer, **co
     settings = RolloutConfig.model_validate({"max_tokens": 1200, "max_turn_tokens": 200, **config})
 
     async def run() -> Episode:
-        async with SandboxClient(envd.address) as client:
+        async with OperationsClient(envd.address) as client:
             before = (await client.info()).live
             workspaces = Workspaces(client, Limits(), settings.episode_timeout_s)
             gate = asyncio.Semaphore(4)
@@ -67,7 +68,7 @@ def test_several_calls_in_a_turn_answer_in_order(envd: LocalEnvd, tokenizer: Cha
 def test_an_episode_without_calls_needs_no_sandbox(tokenizer: ChatTokenizer) -> None:
     async def run() -> Episode:
         config = RolloutConfig()
-        workspaces = Workspaces(SandboxClient("unix:/nowhere"), Limits(), 1.0)
+        workspaces = Workspaces(OperationsClient("unix:/nowhere"), Limits(), 1.0)
         engine = ScriptedEngine(tokenizer, turns("done"))
         player = Player(engine, workspaces, tokenizer, config, POLICY.digest, "k", asyncio.Semaphore(1))
         return await play_episode(player, one_file_task(0), SLOT, "g")
@@ -145,7 +146,7 @@ def test_a_dead_sandbox_server_is_an_infra_error_and_a_fault_of_the_whole_step_w
     async def run() -> Episode:
         settings = {"max_tokens": 1200, "max_turn_tokens": 200, "max_attempts": 2, "profile": profile}
         config = RolloutConfig.model_validate(settings)
-        async with SandboxClient(address) as client:
+        async with OperationsClient(address) as client:
             workspaces = Workspaces(client, Limits(), config.episode_timeout_s)
             gate = asyncio.Semaphore(1)
             player = Player(ScriptedEngine(tokenizer, script), workspaces, tokenizer, config, POLICY.digest, "k", gate)

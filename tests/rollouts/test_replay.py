@@ -58,10 +58,10 @@ def test_a_replay_reproduces_every_environment_token_and_the_diff(envd: LocalEnv
     assert (broken.exact, broken.differing_turn, broken.same_diff) == (False, 0, False)
 
 
-def test_of_a_task_with_artifacts_only_these_are_played_and_replayed(envd: LocalEnvd, tokenizer: ChatTokenizer) -> None:
+def test_only_the_deliverables_of_a_task_are_played_and_replayed(envd: LocalEnvd, tokenizer: ChatTokenizer) -> None:
     config = make_plan(TASKS, 1).config
     (path,) = [path for path in one_file_task(0).files if path.endswith(".py")]
-    tasks = [dataclasses.replace(one_file_task(0), artifacts=(artifact,)) for artifact in (path, "elsewhere/")]
+    tasks = [dataclasses.replace(one_file_task(0), deliverables=(each,)) for each in (path, "elsewhere/")]
 
     async def played(task: Task) -> tuple[list[Episode], list[Replay]]:
         async with SandboxClient(envd.address) as client:

@@ -11,8 +11,8 @@ from rollouts_script import ScriptedEngine, grade_by_diff, make_plan, make_tasks
 from contracts.chat import ChatTokenizer
 from contracts.episodes import Episode, Outcome
 from contracts.store import LocalStore
-from envd.client import SandboxClient
 from envd.local import LocalEnvd
+from envd.operations.client import OperationsClient
 from inference.rollouts.groups import find_group
 from inference.rollouts.merge import merge_groups
 from inference.rollouts.sampling import select
@@ -72,7 +72,7 @@ def test_throughput_aborts_the_samples_that_come_late_and_leaves_a_row_of_each_b
     plan = make_plan(tasks, 1, group_size=2, oversample=4, profile="throughput", refill=False)
 
     async def run() -> int:
-        async with SandboxClient(envd.address) as client:
+        async with OperationsClient(envd.address) as client:
             engine = ScriptedEngine(tokenizer, read_then_maybe_fix, delay_s=0.3)
             await run_shard(
                 plan,

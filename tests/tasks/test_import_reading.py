@@ -33,12 +33,12 @@ def test_a_folder_hides_its_hidden_files_its_reference_and_its_task_file(tmp_pat
     assert (task.tests, task.task_id, task.meta["path"]) == ((ADD, DOUBLE), "adds", "src/pack/calc.py")
 
 
-def test_artifacts_are_read_from_both_formats(tmp_path: Path, clones: tuple[Path, str]) -> None:
-    about = f"instruction: x\ntests: [{ADD!r}]\nreference: fix.patch\nartifacts: [src/, '*.md']\n"
+def test_deliverables_are_read_from_both_formats_by_either_key(tmp_path: Path, clones: tuple[Path, str]) -> None:
+    about = f"instruction: x\ntests: [{ADD!r}]\nreference: fix.patch\ndeliverables: [src/, '*.md']\n"
     folder_task(tmp_path / "adds", about)
     rows = rows_file(tmp_path / "rows.jsonl", [row(clones[1], artifacts=["src/", "*.md"])])
     for reading in (read_source(tmp_path), read_source(rows, clones[0])):
-        assert [task.artifacts for task in reading.tasks] == [("src/", "*.md")]
+        assert [task.deliverables for task in reading.tasks] == [("src/", "*.md")]
 
 
 def test_fixed_files_are_as_good_a_reference_as_a_patch(tmp_path: Path) -> None:
@@ -76,10 +76,10 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "absent file": ({"FAIL_TO_PASS": ["tests/test_gone.py::t"]}, r"name tests/test_gone.py, which is not there"),
     "list that is no JSON": ({"FAIL_TO_PASS": "[oops"}, r"its row is wrong at FAIL_TO_PASS"),
     "missing field": ({"problem_statement": ""}, r"its row is wrong at problem_statement"),
-    "artifact": ({"artifacts": ["../x"]}, r"its artifact '../x' is no path within the workspace: write"),
-    "artifacts without the fix": (
-        {"artifacts": ["*.md"]},
-        r"artifacts do not name src/pack/calc.py, which its reference",
+    "deliverable": ({"deliverables": ["../x"]}, r"its artifact '../x' is no path within the workspace: write"),
+    "deliverables without the fix": (
+        {"deliverables": ["*.md"]},
+        r"deliverables do not name src/pack/calc.py, which its reference",
     ),
     "bad id": ({"instance_id": "a b"}, r"'a b' may hold letters, digits"),
 }

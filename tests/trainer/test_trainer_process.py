@@ -17,7 +17,7 @@ from trainer_world import World
 from contracts.artifacts import list_artifacts
 from trainer.config import parse_job, read_job
 from trainer.errors import TrainingConfigError
-from trainer.parent import PARENT_VARIABLE
+from trainer.lifetime import PARENT_VARIABLE
 
 
 def trainer(*arguments: str) -> subprocess.Popen[str]:

@@ -117,7 +117,7 @@ def _episode_json(found: Trace) -> dict[str, Any] | None:
         "policy": episode.policy_version,
         "task": episode.task_id,
         "task_digest": episode.task_digest,
-        "image_digest": episode.image_digest,
+        "image_digest": episode.files_digest,
         "group": episode.group_id,
         "sample": episode.sample,
         "seed": episode.seed,

@@ -132,9 +132,9 @@ def show(
             "tests": list(found.tests),
             "reference_diff": found.reference_diff.decode(errors="replace"),
             "meta": found.meta,
-            **({"artifacts": list(found.artifacts)} if found.artifacts else {}),
+            **({"artifacts": list(found.deliverables)} if found.deliverables else {}),
             "digest": found.digest,
-            "image_digest": found.image_digest,
+            "image_digest": found.files_digest,
         }
     )
 

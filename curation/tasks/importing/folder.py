@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError
 
 from contracts.artifacts import Frozen
 from curation.errors import TaskError
-from curation.tasks.importing.reading import Reading, Source, check_tests, task_of
+from curation.tasks.importing.reading import DELIVERABLES, Reading, Source, check_tests, task_of
 from curation.tasks.importing.splits import ImportedSplit
 from curation.tasks.importing.trees import Tree, folder_tree, patched_tree, tree_patch
 from curation.tasks.validate import BrokenTask
@@ -28,7 +28,7 @@ class TaskFile(Frozen):
     """Files and directories that the agent does not get. The files of `tests` count as they are here, hidden or not."""
     reference: str = Field(min_length=1)
     """A patch file, or a directory with the fixed files at their places. The agent gets neither."""
-    artifacts: tuple[str, ...] = ()
+    deliverables: tuple[str, ...] = Field(default=(), validation_alias=DELIVERABLES)
     """Patterns, as in `.gitignore`, of the files that count as the agent's work; none: all that it changes."""
     family: str | None = None
     """Groups tasks in reports; the folder's name unless said."""
@@ -101,7 +101,7 @@ def _source(place: Path, about: TaskFile, family: str) -> Source:
         tests=check_tests(about.tests, f"tests in {TASK_FILE}"),
         reference=patch,
         meta={"fail_to_pass": []},
-        artifacts=about.artifacts,
+        deliverables=about.deliverables,
     )
 
 

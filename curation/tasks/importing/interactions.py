@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from contracts.digests import digest_of
 from curation.errors import TaskError
+from curation.tasks.importing.reading import DELIVERABLES_KEYS
 
 
 class _Text(BaseModel):
@@ -39,7 +40,7 @@ class _Message(BaseModel):
 
 
 class Interaction(BaseModel):
-    """One recorded conversation; further keys are not read, but for `split`, `artifacts`, `test_patch` and
+    """One recorded conversation; further keys are not read, but for `split`, `deliverables`, `test_patch` and
     `PASS_TO_PASS` of an instance.
     """
 
@@ -94,4 +95,4 @@ def as_instance(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_PASSED_ON = ("repo", "base_commit", "test_patch", "FAIL_TO_PASS", "PASS_TO_PASS", "split", "artifacts")
+_PASSED_ON = ("repo", "base_commit", "test_patch", "FAIL_TO_PASS", "PASS_TO_PASS", "split", *DELIVERABLES_KEYS)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
+from pydantic import AliasChoices
+
 from contracts.patterns import PathPatterns
 from contracts.tasks import Split, Task
 from curation.errors import TaskError
@@ -16,6 +18,9 @@ from curation.tasks.validate import BrokenTask
 
 MAX_BYTES = 48 * 1024 * 1024
 """Of a task's files: more would not fit one message to envd."""
+DELIVERABLES_KEYS = ("deliverables", "artifacts")
+"""Keys under which a source may name the files that count as the agent's work."""
+DELIVERABLES = AliasChoices(*DELIVERABLES_KEYS)
 _ID = re.compile(r"[A-Za-z0-9_.=@+-]+")
 
 
@@ -51,7 +56,7 @@ class Source:
     tests: tuple[str, ...]
     reference: bytes
     meta: Mapping[str, Any]
-    artifacts: tuple[str, ...] = ()
+    deliverables: tuple[str, ...] = ()
     """Patterns of the files that count as the agent's work; none: all."""
 
 
@@ -71,7 +76,7 @@ def task_of(source: Source) -> Task:
     changed = sorted(
         path for path in source.fixed.keys() | files.keys() if source.fixed.get(path) != source.before.get(path)
     )
-    _check_artifacts(source.artifacts, changed)
+    _check_deliverables(source.deliverables, changed)
     return Task(
         task_id=source.task_id,
         family=source.family,
@@ -82,7 +87,7 @@ def task_of(source: Source) -> Task:
         tests=source.tests,
         reference_diff=source.reference,
         meta={**source.meta, "path": _subject(files, changed)},
-        artifacts=source.artifacts,
+        deliverables=source.deliverables,
     )
 
 
@@ -97,15 +102,15 @@ def check_tests(tests: Sequence[str], where: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(tests))
 
 
-def _check_artifacts(artifacts: Sequence[str], changed: Sequence[str]) -> None:
+def _check_deliverables(deliverables: Sequence[str], changed: Sequence[str]) -> None:
     """Raise TaskError for what is no pattern, and for a reference that an agent could not give."""
     try:
-        patterns = PathPatterns(artifacts)
+        patterns = PathPatterns(deliverables)
     except ValueError as error:
         raise TaskError(f"its {error}") from None
-    other = next((path for path in changed if artifacts and not patterns.names(path)), None)
+    other = next((path for path in changed if deliverables and not patterns.names(path)), None)
     if other is not None:
-        raise TaskError(f"its artifacts do not name {other}, which its reference changes: add it to them")
+        raise TaskError(f"its deliverables do not name {other}, which its reference changes: add it to them")
 
 
 def _hidden_files(source: Source) -> dict[str, bytes]:

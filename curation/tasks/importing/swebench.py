@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from curation.errors import TaskError
 from curation.tasks.importing.interactions import as_instance, is_interaction
-from curation.tasks.importing.reading import Reading, Source, check_tests, task_of
+from curation.tasks.importing.reading import DELIVERABLES, Reading, Source, check_tests, task_of
 from curation.tasks.importing.splits import ImportedSplit
 from curation.tasks.importing.trees import commit_tree, patched_tree
 from curation.tasks.validate import BrokenTask
@@ -41,7 +41,7 @@ class Row(BaseModel):
     """Node ids that must still pass after it."""
     split: ImportedSplit | None = None
     """Where the task belongs; dealt unless said."""
-    artifacts: tuple[str, ...] = ()
+    deliverables: tuple[str, ...] = Field(default=(), validation_alias=DELIVERABLES)
     """Patterns, as in `.gitignore`, of the files that count as the agent's work; none: all that it changes."""
     conversation: str | None = None
     """Digest of the interaction that it came from, if any."""
@@ -120,7 +120,7 @@ def _source(row: Row, repos: Path) -> Source:
         placed=frozenset(path for path, data in after.items() if before.get(path) != data),
         tests=tests,
         reference=row.patch.encode(),
-        artifacts=row.artifacts,
+        deliverables=row.deliverables,
         meta={
             "repo": row.repo,
             "base_commit": row.base_commit,

@@ -9,8 +9,8 @@ import sys
 from typing import Literal
 
 from contracts.errors import TriplaneError
-from envd.client import SandboxClient
 from envd.local import LocalEnvd
+from envd.operations.client import OperationsClient
 from envd.types import ToolCall
 
 ANSWER_S = 5.0
@@ -18,7 +18,7 @@ ANSWER_S = 5.0
 
 async def use(address: str) -> str:
     """Run a command in one sandbox of the server."""
-    async with SandboxClient(address) as client:
+    async with OperationsClient(address) as client:
         async with asyncio.timeout(ANSWER_S):
             about = await client.info()
         template = await client.put_template({"probe": b"probe\n"})

@@ -1,0 +1,1 @@
+"""Sandboxes as microVMs under Firecracker: `machine` is one of them."""

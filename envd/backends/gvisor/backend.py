@@ -1,0 +1,95 @@
+"""Sandboxes with a kernel of their own in user space: gVisor's `runsc`. Finds it, starts the backend and proves that it
+works.
+
+docs/sandboxes-gvisor.md says how to get runsc, and what it protects against.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from envd.backends.base import BoxSpec
+from envd.backends.gvisor.boxes import GVisorBackend
+from envd.backends.gvisor.server import Stage
+from envd.errors import BackendUnavailable, EnvdError
+from envd.native import guest_binary
+from envd.sandbox import linux
+from envd.types import Limits
+
+_OLDEST = "20240729"
+"""Date of the oldest runsc whose checkpoints are restored as this backend does it."""
+_INSTALL = "install it by deploy/install-runsc.sh"
+_log = logging.getLogger("envd")
+
+
+async def start(run_dir: Path, pool: int = 0, *, runsc: Path | None = None, agent: Path | None = None) -> GVisorBackend:
+    """Start the backend after a sandbox has really run.
+
+    pool: sandboxes kept ready for each template and limits that were asked for.
+    runsc: the program; looked for on PATH and in ~/.local/bin when None.
+    agent: the program envd-guest; the one that was built here when None.
+    Raises BackendUnavailable with the reason and the fix.
+    """
+    program = runsc or find_runsc()
+    agent = agent or guest_binary()
+    version = await asyncio.to_thread(_version, program)
+    stage = await Stage.start(run_dir)
+    try:
+        ours = stage.directory / "agent"
+        ours.mkdir()
+        shutil.copy2(agent, ours / "envd-guest")  # a rebuilt agent must not change under sandboxes that run
+        backend = GVisorBackend(stage, program, version, ours, pool)
+        await _probe(GVisorBackend(stage, program, version, ours, pool=0))
+    except EnvdError as error:
+        await stage.stop()
+        raise BackendUnavailable(f"the gvisor backend does not work here: {error}") from error
+    except BaseException:
+        await stage.stop()
+        raise
+    if not backend.stage.enforced:
+        _log.warning("gvisor sandboxes run without limits of memory and cpu: no control group can be written here")
+    return backend
+
+
+def find_runsc() -> Path:
+    """Raises BackendUnavailable where it is not installed."""
+    local = Path.home() / ".local/bin"
+    found = shutil.which("runsc") or shutil.which("runsc", path=str(local))
+    if found is None:
+        raise BackendUnavailable(
+            f"the gvisor backend needs the program `runsc`, which is neither on PATH nor in {local}: {_INSTALL}"
+        )
+    return Path(found).resolve()
+
+
+def _version(program: Path) -> str:
+    try:
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BackendUnavailable(f"{program} does not run ({error}): {_INSTALL}") from error
+    version = done.stdout.partition("\n")[0].removeprefix("runsc version").strip()
+    date = re.search(r"\d{8}", version)
+    if date is None or date[0] < _OLDEST:
+        raise BackendUnavailable(f"{program} is version {version!r}, older than {_OLDEST}: {_INSTALL}")
+    return f"runsc {version}"
+
+
+async def _probe(backend: GVisorBackend) -> None:
+    """Start one and have its shell answer."""
+    template = backend.stage.directory / "probe" / "template"
+    template.mkdir(parents=True)
+    if linux.sandbox_owner() != os.geteuid():
+        os.chown(template, linux.sandbox_owner(), linux.sandbox_owner())
+    box = await backend.create(BoxSpec("probe", "", template, Limits()))
+    try:
+        (result,) = await box.guest.shell([("test -w . && echo ready", 20.0)])
+        if result.head != b"ready\n":
+            raise EnvdError(f"its first sandbox can't write its workspace ({result.head!r})")
+    finally:
+        await box.destroy()

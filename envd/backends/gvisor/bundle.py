@@ -1,0 +1,104 @@
+"""The OCI bundle of a gVisor sandbox: what `runsc` is told to run, and in what.
+
+/            the server's base (envd/sandbox/rootfs.py), read-only
+/.template   the pristine workspace, read-only
+/workspace   overlay inside the sandbox: the template below, a size-limited tmpfs above
+/tmp         on that same tmpfs
+/dev, /proc  gVisor's own
+
+The sandbox's root is no user of the host's. Process 1 mounts the workspace, gives up every capability and becomes the
+agent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from envd.backends.base import BoxSpec
+from envd.backends.gvisor.stage import AGENT_DIRECTORY
+from envd.sandbox import linux, rootfs
+from envd.sandbox.place import sandbox_environment
+from envd.tools.paths import WORKSPACE
+
+_SCRATCH = "/.scratch"
+_MIB = 1024 * 1024
+_FILES = 4096
+"""Descriptors of one process."""
+_MOUNTING = ("CAP_SYS_ADMIN", "CAP_SETPCAP", "CAP_CHOWN")
+_SUPERVISING = ("CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_KILL", "CAP_SETGID", "CAP_SETUID")
+"""By which a verifier becomes another user than the tests, of the sandbox's own kernel: an agent's sandbox has none of
+them.
+"""
+_NAMESPACES = ("pid", "network", "ipc", "uts", "mount", "user")
+AGENT = f"{AGENT_DIRECTORY}/envd-guest"
+_PROCESS_1 = (
+    *(AGENT, "--stdio", "--escaped", "--workspace", str(WORKSPACE), "--scratch", "/tmp/.envd"),
+    *("--template", rootfs.INSIDE_TEMPLATE, "--disk", _SCRATCH),
+)
+"""It mounts the workspace first. The capabilities that it has until then are over the sandbox's own kernel only."""
+
+
+def write_bundle(directory: Path, spec: BoxSpec, *, base: str, template: str, agent: str) -> None:
+    """Write `config.json` into a fresh directory.
+
+    base, template, agent: directories that gofers can reach: the root, the template, and where the program envd-guest
+    is.
+    """
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(_config(spec, base, template, agent)))
+
+
+def _config(spec: BoxSpec, base: str, template: str, agent: str) -> dict[str, Any]:
+    # The owner of the template's files. An unprivileged server's stage is root of a namespace that holds its user only.
+    mapping = [{"containerID": 0, "hostID": linux.SANDBOX_USER if os.geteuid() == 0 else 0, "size": 1}]
+    capabilities = (*_MOUNTING, *_SUPERVISING) if spec.supervised else _MOUNTING
+    return {
+        "ociVersion": "1.0.0",
+        "hostname": spec.host_name,
+        "root": {"path": base, "readonly": True},
+        "process": {
+            "user": {"uid": 0, "gid": 0},
+            "args": [
+                *_PROCESS_1,
+                *(["--read-only"] if spec.read_only else []),
+                *(["--two-users"] if spec.supervised else []),
+            ],
+            "env": [f"{key}={value}" for key, value in sandbox_environment("/tmp").items()],
+            "cwd": "/",
+            "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), capabilities),
+            "noNewPrivileges": True,
+            "rlimits": [
+                _limit("NPROC", spec.limits.pids),
+                _limit("NOFILE", _FILES),
+                _limit("FSIZE", spec.limits.disk_mb * _MIB),
+                _limit("CORE", 0),
+            ],
+        },
+        "mounts": [
+            {"destination": "/proc", "type": "proc"},
+            {"destination": "/dev", "type": "tmpfs"},
+            _read_only(rootfs.INSIDE_TEMPLATE, template),
+            _read_only(AGENT_DIRECTORY, agent),
+            {
+                "destination": _SCRATCH,
+                "type": "tmpfs",
+                "options": [f"size={spec.limits.disk_mb * _MIB}", "mode=755"],
+            },
+        ],
+        "linux": {
+            "namespaces": [{"type": kind} for kind in _NAMESPACES],
+            "uidMappings": mapping,
+            "gidMappings": mapping,
+        },
+    }
+
+
+def _limit(name: str, value: int) -> dict[str, Any]:
+    return {"type": f"RLIMIT_{name}", "soft": value, "hard": value}
+
+
+def _read_only(destination: str, source: str) -> dict[str, Any]:
+    return {"destination": destination, "type": "bind", "source": source, "options": ["bind", "ro", "nosuid", "nodev"]}

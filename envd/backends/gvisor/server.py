@@ -1,0 +1,213 @@
+"""The server's end of its gVisor stage: starting it, and asking it to run commands and to end sandboxes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from envd.backends.gvisor.stage import MAX_MESSAGE
+from envd.errors import BackendUnavailable, EnvdError
+from envd.sandbox.cgroups import remove_groups, sweep_groups
+
+_START_S = 30.0
+_STOP_S = 15.0
+GROUPS_SUFFIX = "-gvisor"
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended."""
+
+    code: int
+    said: str
+    """On standard error, its last line."""
+
+
+class Stage:
+    """A running stage (`envd.backends.gvisor.stage`)."""
+
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, run_dir: Path) -> None:
+        self._process = process
+        self._control = control
+        self._run_dir = run_dir
+        self._asks: dict[int, asyncio.Future[Done]] = {}
+        self._count = 0
+        self._gone: str | None = None
+        self._over = asyncio.Event()
+        self._shown: dict[Path, asyncio.Task[Done]] = {}
+        self.enforced: tuple[str, ...] = ()
+        self.base = ""
+
+    @classmethod
+    async def start(cls, run_dir: Path) -> Stage:
+        """Start it in run_dir/gvisor, a directory of its own. Raises BackendUnavailable with its own words."""
+        if shutil.which("unshare") is None:
+            raise BackendUnavailable("the gvisor backend needs the program `unshare`: install util-linux")
+        sweep_groups()  # here: in the stage's pid namespace no server of before can be told from a live one
+        own = run_dir / "gvisor"
+        shutil.rmtree(own, ignore_errors=True)
+        (own / "boxes").mkdir(parents=True)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            arguments = [str(theirs.fileno()), str(own), _groups(run_dir)]
+            process = subprocess.Popen(
+                [*_namespaces(), sys.executable, "-m", "envd.backends.gvisor.stage", *arguments],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env=_environment(),
+                start_new_session=True,
+            )
+        ours.setblocking(False)
+        stage = cls(process, ours, run_dir)
+        try:
+            async with asyncio.timeout(_START_S):
+                hello = await asyncio.get_running_loop().sock_recv(ours, MAX_MESSAGE)
+        except TimeoutError:
+            hello = b""
+        if not hello:
+            process.kill()
+            words = (await asyncio.to_thread(process.communicate))[1].decode(errors="replace").strip().splitlines()
+            ours.close()
+            raise BackendUnavailable(f"the gvisor backend does not start: {words[-1] if words else 'no reason given'}")
+        said = json.loads(hello)
+        stage.enforced, stage.base = tuple(said["enforced"]), said["base"]
+        asyncio.get_running_loop().add_reader(ours, stage._take)
+        return stage
+
+    @property
+    def directory(self) -> Path:
+        """Where bundles and runsc's own state are."""
+        return self._run_dir / "gvisor"
+
+    @property
+    def groups(self) -> str:
+        """Name of the control group that its sandboxes' groups are in."""
+        return _groups(self._run_dir)
+
+    async def run(
+        self,
+        box: str,
+        argv: Sequence[str],
+        descriptors: Sequence[int],
+        limits: tuple[int, int, float] | None = None,
+        *,
+        timeout_s: float = 60.0,
+    ) -> Done:
+        """Run a command, whose descriptors become 0, 1, 3; what it starts is the box's. limits: bytes, processes, cores
+        of all that together.
+
+        Raises EnvdError after timeout_s. That, or cancelling, gives up the answer only: `end` the box then.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._ask({"do": "run", "box": box, "argv": argv, "limits": limits}, descriptors)
+        except TimeoutError as error:
+            raise EnvdError(f"runsc hangs: it did not end within {timeout_s:g} s") from error
+
+    async def end(self, box: str) -> None:
+        """Kill all that is left of a box and wait until it is gone, as it is when the stage has gone."""
+        if self._gone is None:
+            await self._ask({"do": "end", "box": box}, ())
+
+    async def show(self, directory: Path) -> str:
+        """Where gofers find a directory of the host's, read-only. Raises EnvdError."""
+        task = self._shown.get(directory)
+        if task is None:
+            task = self._shown[directory] = asyncio.create_task(self._ask({"do": "show", "path": str(directory)}, ()))
+        done = await asyncio.shield(task)
+        if done.code:
+            self._shown.pop(directory, None)
+            raise EnvdError(f"{directory} can't be shown to gVisor sandboxes: {done.said}")
+        return done.said
+
+    async def died(self) -> str:
+        """Return, with the reason, when it has ended by itself."""
+        await self._over.wait()
+        return self._gone or "the gvisor backend was stopped"
+
+    async def stop(self) -> None:
+        """End every sandbox and the stage, and remove what it had."""
+        asyncio.get_running_loop().remove_reader(self._control)
+        self._control.close()
+        self._fail("the gvisor backend was stopped")
+        await asyncio.to_thread(self._wait)
+        await asyncio.to_thread(remove_groups, self.groups)
+        await asyncio.to_thread(shutil.rmtree, self.directory, True)
+
+    def _wait(self) -> None:
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stderr is not None:
+            self._process.stderr.close()
+
+    async def _ask(self, request: dict[str, Any], descriptors: Sequence[int]) -> Done:
+        if self._gone is not None:
+            raise EnvdError(self._gone)
+        self._count += 1
+        data = json.dumps({"id": self._count, **request}).encode()
+        future: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
+        self._asks[self._count] = future
+        number = self._count
+        try:
+            while True:
+                try:
+                    socket.send_fds(self._control, [data], descriptors)
+                    break
+                except BlockingIOError:
+                    await asyncio.sleep(0.001)  # its queue is full
+                except OSError as error:
+                    raise EnvdError(f"the gvisor stage has gone ({error}): restart envd") from error
+            return await future
+        finally:
+            self._asks.pop(number, None)
+
+    def _take(self) -> None:
+        try:
+            data = self._control.recv(MAX_MESSAGE)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            asyncio.get_running_loop().remove_reader(self._control)
+            self._fail("the gvisor stage was killed: restart envd; the kernel's log tells whether memory ran out")
+            return
+        answer = json.loads(data)
+        future = self._asks.get(answer["id"])
+        if future is not None and not future.done():
+            future.set_result(Done(answer["code"], answer["said"]))
+
+    def _fail(self, reason: str) -> None:
+        self._gone = self._gone or reason
+        for future in self._asks.values():
+            if not future.done():
+                future.set_exception(EnvdError(self._gone))
+        self._over.set()
+
+
+def _groups(run_dir: Path) -> str:
+    return run_dir.name + GROUPS_SUFFIX
+
+
+def _namespaces() -> list[str]:
+    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    return ["unshare", *user, "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+
+
+def _environment() -> dict[str, str]:
+    paths = [str(Path(__file__).resolve().parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PATH": os.environ.get("PATH", os.defpath), "PYTHONPATH": os.pathsep.join(paths)}

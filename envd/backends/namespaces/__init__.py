@@ -1,0 +1,1 @@
+"""Sandboxes in namespaces of the host's kernel: `backend` asks `spawner`, the native program that forks them."""

@@ -1,0 +1,1 @@
+"""Sandboxes that are ordinary processes and isolate nothing, for trusted code."""

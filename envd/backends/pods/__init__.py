@@ -1,0 +1,1 @@
+"""Sandboxes as Kubernetes pods: `api` speaks to the cluster, `manifest` says what a pod is."""

@@ -1,0 +1,264 @@
+"""Sandboxes as Kubernetes pods: one pod each, the agent in it reached through the API server's `exec`.
+
+Why exec and not the pod's own port: no network between server and pods, which may then have none at all, no credential
+in the pod, and the API server says who may. The price: every byte passes it, and a connection that breaks ends its
+sandbox. How strong the wall is, the RuntimeClass says: gVisor's is a kernel of its own, Kata's a machine, none the
+host's kernel.
+
+    TRIPLANE_ENVD_PODS_IMAGE           an image with envd-guest in /usr/local/bin (docs/sandboxes-vm.md)
+    TRIPLANE_ENVD_PODS_RUNTIME_CLASS   the RuntimeClass; none: the cluster's default
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import tarfile
+from contextlib import suppress
+from pathlib import Path
+
+from contracts.owned import is_abandoned, owned_name
+from envd.backends.base import BoxSpec, Features, IsolationLevel, Usage
+from envd.backends.pods.api import Api, ApiError, ExecStream, find_cluster
+from envd.backends.pods.manifest import CONTAINER, SERVER, network_policy, pod_manifest
+from envd.backends.probing import probe
+from envd.backends.vm.machine import GUEST_PATH
+from envd.backends.workspace_tar import NAME, load_workspace, save_workspace
+from envd.errors import BackendUnavailable, EnvdError, SandboxGone, SandboxStartError
+from envd.guest.link import GuestLink
+from envd.sandbox.place import sandbox_environment
+
+_GUEST = ["/usr/local/bin/envd-guest", "--stdio", "--workspace", "/workspace", "--scratch", "/tmp/.envd"]
+_START_S, _PROBE_S = 120.0, 180.0
+_LEVELS = (("runsc", IsolationLevel.KERNEL), ("gvisor", IsolationLevel.KERNEL), ("kata", IsolationLevel.MACHINE))
+
+
+class PodBox:
+    """A running pod with an agent in it."""
+
+    def __init__(self, backend: PodsBackend, spec: BoxSpec, pod: str, stream: ExecStream, guest: GuestLink) -> None:
+        self._backend, self._spec, self._stream, self._guest = backend, spec, stream, guest
+        self.pod = pod
+        self._ending: asyncio.Task[None] | None = None
+
+    @property
+    def guest(self) -> GuestLink:
+        """The agent in it."""
+        return self._guest
+
+    async def pause(self) -> None:
+        """Kubernetes has no such thing."""
+        raise EnvdError("the pods backend can't pause sandboxes: Kubernetes has no call for it")
+
+    async def resume(self) -> None:
+        """Kubernetes has no such thing."""
+        raise EnvdError("the pods backend's sandboxes are never paused")
+
+    async def snapshot(self, into: Path) -> tuple[str, ...]:
+        """Write the workspace's files. Processes, memory and /tmp are not kept."""
+        return await save_workspace(self._guest, into, self._spec.limits.disk_mb)
+
+    async def usage(self) -> Usage:
+        """Unknown here: the cluster's metrics have it."""
+        if self._guest.gone is not None:
+            raise SandboxGone(self._guest.gone)
+        return Usage()
+
+    async def destroy(self) -> None:
+        """Delete the pod. Idempotent; goes on when its caller gives up."""
+        if self._ending is None:
+            self._guest.close()
+            self._ending = asyncio.create_task(self._backend.end(self, self._stream))
+        await asyncio.shield(self._ending)
+
+
+class PodsBackend:
+    """Runs sandboxes as pods."""
+
+    name = "pods"
+
+    def __init__(self, run_dir: Path, api: Api, image: str, runtime_class: str | None, level: IsolationLevel) -> None:
+        self._api, self._image, self._runtime_class, self._level = api, image, runtime_class, level
+        self._tars = run_dir / "pods"
+        self._label = owned_name()
+        self._boxes: set[PodBox] = set()
+        self._packed: dict[str, asyncio.Task[Path]] = {}
+        self._failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @property
+    def features(self) -> Features:
+        """What it can do here."""
+        can = frozenset({"snapshot", "fork", "migrate", "pty"})
+        helper = f"kubernetes, runtime class {self._runtime_class or 'default'}"
+        return Features(self._level, ("cpu", "disk", "memory"), False, can, helper)
+
+    async def prepare(self) -> None:
+        """Make the network policy, and remove the pods of servers of this machine that were killed."""
+        self._tars.mkdir(mode=0o700)
+        try:
+            await self._api.ask(
+                "POST",
+                f"/apis/networking.k8s.io/v1/namespaces/{self._api.cluster.namespace}/networkpolicies",
+                network_policy(),
+            )
+        except ApiError as error:
+            if error.status != 409:  # another server has made it
+                raise
+        listed = await self._api.ask("GET", "/pods", labelSelector=SERVER)
+        for pod in listed["items"]:
+            if is_abandoned(pod["metadata"]["labels"].get(SERVER, "")):
+                await self._delete(pod["metadata"]["name"])
+
+    async def create(self, spec: BoxSpec) -> PodBox:
+        """Start a pod and fill its workspace with the template."""
+        packed = self._packed.get(spec.template)
+        if packed is None or (packed.done() and (packed.cancelled() or packed.exception())):
+            packed = self._packed[spec.template] = asyncio.create_task(asyncio.to_thread(self._pack, spec))
+        return await self._start(spec, await asyncio.shield(packed))
+
+    async def restore(self, snapshot: Path, spec: BoxSpec) -> PodBox:
+        """Start a pod with a snapshot's files."""
+        return await self._start(spec, snapshot)
+
+    async def forget_template(self, template: str) -> None:
+        """See `KeepsTemplates`."""
+        packed = self._packed.pop(template, None)
+        if packed is not None:
+            await asyncio.wait([packed])
+            await asyncio.to_thread(shutil.rmtree, self._tars / template[:32], True)
+
+    async def died(self) -> str:
+        """Waits without end: pods live on their own."""
+        return await self._failed
+
+    async def stop(self) -> None:
+        """Delete everything that this server made, but for the network policy, which other servers' pods may need."""
+        self._failed.cancel()
+        await asyncio.gather(*(box.destroy() for box in list(self._boxes)), return_exceptions=True)
+        with suppress(EnvdError):
+            await self._api.ask("DELETE", "/pods", {"gracePeriodSeconds": 0}, labelSelector=f"{SERVER}={self._label}")
+        await self._api.close()
+        for path in self._tars.rglob("*.tar"):
+            path.unlink(missing_ok=True)
+
+    async def end(self, box: PodBox, stream: ExecStream) -> None:
+        """Delete a box's pod."""
+        self._boxes.discard(box)
+        await stream.close()
+        await self._delete(box.pod)
+
+    async def _start(self, spec: BoxSpec, files: Path) -> PodBox:
+        if spec.network or spec.read_only:
+            raise SandboxStartError(
+                "the pods backend gives no network and no read-only workspace: change the policy, or take another"
+                " backend"
+            )
+        pod = f"envd-{re.sub(r'[^a-z0-9-]', '-', spec.name.lower())[:40]}-{os.urandom(5).hex()}"
+        stream: ExecStream | None = None
+        try:
+            manifest = pod_manifest(pod, spec, image=self._image, runtime_class=self._runtime_class, server=self._label)
+            await self._api.ask("POST", "/pods", manifest)
+            async with asyncio.timeout(_START_S):
+                await self._running(pod)
+                stream = await self._api.exec(pod, CONTAINER, _GUEST)
+                guest = await GuestLink.over_socket(stream.sock)
+                env = {**sandbox_environment("/tmp"), "PATH": GUEST_PATH, **spec.env}
+                await guest.init(host_name=spec.host_name, env=env)
+                await load_workspace(guest, files)
+        except BaseException as error:
+            said = stream.said if stream is not None else ""
+            if stream is not None:
+                await stream.close()
+            await self._delete(pod)
+            if isinstance(error, (EnvdError, OSError, TimeoutError)):
+                raise SandboxStartError(
+                    f"pod {pod} did not become a sandbox: {error or f'not within {_START_S:g} s'} {said}".rstrip()
+                ) from error
+            raise
+        box = PodBox(self, spec, pod, stream, guest)
+        self._boxes.add(box)
+        return box
+
+    async def _running(self, pod: str) -> None:
+        """Wait until the pod's container runs. Raises SandboxStartError where it never will."""
+        pause = 0.05
+        while True:
+            status = (await self._api.ask("GET", f"/pods/{pod}"))["status"]
+            states = [each.get("state", {}) for each in status.get("containerStatuses", [])]
+            if status.get("phase") == "Running" and states and "running" in states[0]:
+                return
+            waiting = states[0].get("waiting", {}) if states else {}
+            if status.get("phase") in ("Failed", "Succeeded") or waiting.get("reason") in (
+                "ErrImagePull",
+                "ImagePullBackOff",
+                "InvalidImageName",
+            ):
+                raise SandboxStartError(
+                    f"{waiting.get('reason') or status.get('reason') or status['phase']}:"
+                    f" {waiting.get('message') or status.get('message')}"
+                )
+            await asyncio.sleep(pause)
+            pause = min(1.0, pause * 1.5)
+
+    async def _delete(self, pod: str) -> None:
+        try:
+            await self._api.ask("DELETE", f"/pods/{pod}", {"gracePeriodSeconds": 0})
+        except ApiError as error:
+            if error.status not in (0, 404):  # 0: activeDeadlineSeconds ends it where the API server can't be reached
+                raise
+
+    def _pack(self, spec: BoxSpec) -> Path:
+        directory = self._tars / spec.template[:32]
+        directory.mkdir(exist_ok=True)
+        draft = directory / ".draft"
+        with tarfile.open(draft, "w", format=tarfile.PAX_FORMAT) as archive:
+            archive.add(spec.template_dir, ".", filter=_as_root)
+        draft.rename(directory / NAME)
+        return directory
+
+
+def _as_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    entry.uid = entry.gid = 0
+    entry.uname = entry.gname = ""
+    return entry
+
+
+async def _level_of(api: Api, runtime_class: str | None) -> IsolationLevel:
+    if runtime_class is None:
+        return IsolationLevel.PROCESS
+    try:
+        found = await api.ask("GET", f"/apis/node.k8s.io/v1/runtimeclasses/{runtime_class}")
+    except ApiError as error:
+        raise BackendUnavailable(
+            f"the cluster has no RuntimeClass {runtime_class!r} that envd may read: {error}"
+        ) from error
+    handler = str(found.get("handler", ""))
+    return next((level for name, level in _LEVELS if handler.startswith(name)), IsolationLevel.PROCESS)
+
+
+async def start(run_dir: Path) -> PodsBackend:
+    """Start the backend. Raises BackendUnavailable, with the fix, where no pod becomes a sandbox."""
+    image = os.environ.get("TRIPLANE_ENVD_PODS_IMAGE")
+    if not image:
+        raise BackendUnavailable(
+            "set TRIPLANE_ENVD_PODS_IMAGE to an image with envd-guest in /usr/local/bin: see docs/sandboxes-vm.md"
+        )
+    runtime_class = os.environ.get("TRIPLANE_ENVD_PODS_RUNTIME_CLASS") or None
+    api = Api(find_cluster())
+    try:
+        backend = PodsBackend(run_dir, api, image, runtime_class, await _level_of(api, runtime_class))
+    except BaseException:
+        await api.close()
+        raise
+    try:
+        await backend.prepare()
+        await probe(backend.create, run_dir, f"Kubernetes at {api.cluster.url}", _PROBE_S)
+    except EnvdError as error:
+        await backend.stop()
+        raise BackendUnavailable(str(error)) from error
+    except BaseException:
+        await backend.stop()
+        raise
+    return backend

@@ -1,0 +1,239 @@
+"""Sandboxes as virtual machines under QEMU.
+
+    boot once a template and shape -> stop -> memory and device state in sealed memory files: a family
+    create     a QEMU that maps the family's memory copy-on-write -> INIT with a fresh seed, host name and clock
+    snapshot   the whole state, memory included, in one file; restored wherever QEMU and guest image are the same
+
+Without KVM the processor is emulated (TCG): the same machine, some ten times slower.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from envd.backends.base import BoxSpec, Features, IsolationLevel, Usage
+from envd.backends.probing import probe
+from envd.backends.qemu.command import Parts, Qemu, find
+from envd.backends.qemu.machine import QemuMachine, open_all
+from envd.backends.vm.box import MachineBox
+from envd.backends.vm.families import Families, Family, family_budget_mb
+from envd.backends.vm.machine import About, Shape, environment, read_about, write_about
+from envd.backends.vm.media import Media
+from envd.errors import BackendUnavailable, EnvdError, SandboxGone, SandboxStartError
+from envd.sandbox.cgroups import Cgroups
+
+STATE, DISK = "state", "template.squashfs"
+_BOOT_S, _RESTORE_S, _PROBE_S = 180.0, 180.0, 15.0
+_QEMU_MB = 192
+"""Memory of a QEMU beside its machine's."""
+_THREADS = 64
+_WARM = "true; python3 -c pass; git --version; ls -la / >/dev/null"
+"""Run before a family is taken, so that its memory holds the files that nearly every sandbox reads."""
+_log = logging.getLogger("envd")
+
+
+class QemuBox(MachineBox[QemuMachine]):
+    """A running machine with an agent in it."""
+
+    def __init__(self, machine: QemuMachine, about: About, disk: int, left: Callable[[QemuBox], None]) -> None:
+        """disk: a descriptor of the template's disk, which the box owns from now on.
+
+        left: told when the box has ended.
+        """
+        super().__init__(machine, machine.guest, about, lambda: left(self))
+        self._disk = disk
+
+    async def snapshot(self, into: Path) -> tuple[str, ...]:
+        """Write memory, processes and files below `into`; the machine stands still meanwhile."""
+        async with self._turn, self._halted():
+            fd = os.open(into / STATE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                await self._machine.write_state(fd)
+            finally:
+                os.close(fd)
+            await asyncio.to_thread(shutil.copyfile, f"/proc/self/fd/{self._disk}", into / DISK)
+            write_about(into, self._about)
+        return ()
+
+    async def usage(self) -> Usage:
+        """Memory and processor time of its QEMU; limits as its own kernel tells of them."""
+        return replace(await super().usage(), events=await self._machine.limits_hit())
+
+    def _let_go(self) -> None:
+        os.close(self._disk)
+
+
+class QemuBackend:
+    """Runs sandboxes under QEMU."""
+
+    name = "qemu"
+
+    def __init__(self, run_dir: Path, qemu: Qemu, media: Media) -> None:
+        self._qemu, self._media = qemu, media
+        self._groups = Cgroups(f"{run_dir.name}-{self.name}")
+        self._families: Families[Family] = Families(family_budget_mb())
+        self._boxes: set[QemuBox] = set()
+        self._placed = 0
+        self._starting = asyncio.Semaphore(2 * (os.cpu_count() or 1))
+        self._failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @property
+    def features(self) -> Features:
+        """What it can do here."""
+        # memory and disk by the machine's size, whatever the host's cgroups can do; processes by the guest's own kernel
+        enforced = {"memory", "disk", "pids"} | ({"cpu"} & set(self._groups.enforced))
+        can = frozenset({"pause", "snapshot", "fork", "migrate", "pty"})
+        return Features(IsolationLevel.MACHINE, tuple(sorted(enforced)), True, can, self._qemu.named)
+
+    async def create(self, spec: BoxSpec) -> QemuBox:
+        """Start a machine from its family's, which is booted first where there is none yet."""
+        shape = Shape.of(spec)
+        disk = await self._media.template_disk(spec.template, spec.template_dir)
+        family = await self._families.get((spec.template, shape), lambda: self._boot(shape, disk))
+        with family.opened() as (memory, state), ExitStack() as held:
+            root, template = open_all(held, self._media.root, disk)
+            parts = Parts(root, template, memory=memory)
+            return await self._go_on(spec, shape, parts, state)
+
+    async def restore(self, snapshot: Path, spec: BoxSpec) -> QemuBox:
+        """Start a machine from a snapshot."""
+        vmm, image = self._qemu.named, self._media.digest
+        about = read_about(snapshot, backend=self.name, vmm=vmm, image=image, spec=spec)
+        Shape.of(spec)
+        with ExitStack() as held:
+            try:
+                state, root, template = open_all(held, snapshot / STATE, self._media.root, snapshot / DISK)
+            except OSError as error:
+                raise SandboxStartError(
+                    f"{snapshot.name} is no whole snapshot: {error.filename} can't be read"
+                ) from error
+            return await self._go_on(spec, about.shape, Parts(root, template), state)
+
+    async def forget_template(self, template: str) -> None:
+        """See `KeepsTemplates`."""
+        await self._families.forget(template)
+        self._media.forget(template)
+
+    async def died(self) -> str:
+        """Waits without end: every machine is a process of its own."""
+        return await self._failed
+
+    async def stop(self) -> None:
+        """Destroy everything."""
+        self._failed.cancel()
+        await self._families.close()
+        await asyncio.gather(*(box.destroy() for box in list(self._boxes)))
+        await asyncio.to_thread(self._media.remove)
+        self._groups.close()
+
+    async def _boot(self, shape: Shape, disk: Path) -> Family:
+        """Boot a machine and keep it, stopped, as a family."""
+        began = time.monotonic()
+        family = Family(shape.machine_mb << 20)
+        memory, state = family.raw
+        try:
+            with ExitStack() as held:
+                media = self._media
+                root, template, kernel, ramdisk = open_all(held, media.root, disk, media.kernel, media.ramdisk)
+                parts = Parts(root, template, memory=memory, shared=True, kernel=kernel, ramdisk=ramdisk)
+                group = self._group()
+                machine = await QemuMachine.start(
+                    self._qemu, shape, parts, self._grouped(group, shape, os.cpu_count() or 1)
+                )
+                try:
+                    await machine.go()
+                    async with asyncio.timeout(_BOOT_S):
+                        await machine.guest.init(host_name="template", env={})
+                        process, _ = await machine.guest.start(["/bin/bash", "-c", _WARM])
+                        await machine.guest.wait(process, wait_s=30)
+                    await machine.halt()
+                    await machine.write_state(state, without_memory=True)
+                except (SandboxGone, TimeoutError) as error:
+                    raise SandboxStartError(str(await machine.fault("a guest did not boot"))) from error
+                finally:
+                    await machine.end()
+                    self._groups.remove(group)
+            family.seal()
+        except BaseException:
+            family.close()
+            raise
+        _log.info("booted a template's machine in %.1f s", time.monotonic() - began)
+        return family
+
+    async def _go_on(self, spec: BoxSpec, shape: Shape, parts: Parts, state: int) -> QemuBox:
+        """Start a machine in the state of another, as a sandbox of its own."""
+        group, disk = self._group(), os.dup(parts.template)
+        machine: QemuMachine | None = None
+        try:
+            async with self._starting, asyncio.timeout(_RESTORE_S):
+                machine = await QemuMachine.start(
+                    self._qemu, shape, parts, self._grouped(group, shape, spec.limits.cpu)
+                )
+                await machine.read_state(state, without_memory=parts.memory is not None)
+                await machine.go()
+                await machine.guest.init(host_name=spec.host_name, env=environment(spec), unix_ns=time.time_ns())
+        except BaseException as error:
+            os.close(disk)
+            said = ""
+            if machine is not None:
+                said = str(await machine.fault("the machine does not go on"))
+            self._groups.remove(group)
+            if isinstance(error, (EnvdError, OSError, TimeoutError)):
+                raise SandboxStartError(f"sandbox {spec.name} did not start under QEMU: {said or error}") from error
+            raise
+        about = About(self.name, self._qemu.named, self._media.digest, spec.template, shape)
+        box = QemuBox(machine, about, disk, lambda box: self._forget(box, group))
+        self._boxes.add(box)
+        return box
+
+    def _group(self) -> str:
+        self._placed += 1
+        return f"m{self._placed}"
+
+    def _grouped(self, group: str, shape: Shape, cpu: float) -> list[Path]:
+        # twice: its own pages, and the family's, which are charged to whoever reads them first (a snapshot reads them
+        # all)
+        memory = (2 * shape.machine_mb + _QEMU_MB) << 20
+        return self._groups.entrance_files(group, memory=memory, pids=_THREADS, cpu=cpu)
+
+    def _forget(self, box: QemuBox, group: str) -> None:
+        self._boxes.discard(box)
+        self._groups.remove(group)
+
+
+async def start(run_dir: Path, image: Path | None = None, accelerator: str | None = None) -> QemuBackend:
+    """Start the backend. accelerator: kvm or tcg; None: $TRIPLANE_ENVD_QEMU_ACCEL, else KVM where a guest boots under
+    it.
+
+    Raises BackendUnavailable, with the fix, where no guest boots.
+    """
+    wanted = accelerator or os.environ.get("TRIPLANE_ENVD_QEMU_ACCEL", "auto")
+    if wanted not in ("kvm", "tcg", "auto"):
+        raise BackendUnavailable(f"TRIPLANE_ENVD_QEMU_ACCEL={wanted!r}: use kvm, tcg or auto")
+    tries = [wanted] if wanted != "auto" else ["kvm", "tcg"] if os.access("/dev/kvm", os.R_OK | os.W_OK) else ["tcg"]
+    qemus = [await asyncio.to_thread(find, each) for each in tries]
+    for number, qemu in enumerate(qemus):
+        directory = run_dir / f"qemu{number}"
+        media = await asyncio.to_thread(Media, directory, image)
+        backend = QemuBackend(run_dir, qemu, media)
+        try:
+            await probe(backend.create, directory, qemu.named, _BOOT_S if qemu is qemus[-1] else _PROBE_S)
+            return backend
+        except BackendUnavailable as error:
+            await backend.stop()
+            if qemu is qemus[-1]:
+                raise
+            # a /dev/kvm that opens and boots nothing is common inside virtual machines
+            _log.error("%s: emulating the processor instead, which is some ten times slower", error)
+        except BaseException:
+            await backend.stop()
+            raise
+    raise AssertionError("unreachable")

@@ -1,0 +1,197 @@
+"""The Operations service: batches, changes of a sandbox's state, moves between servers, audit events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+from contracts.pb import envd_operations_pb2 as pb
+from contracts.pb import envd_operations_pb2_grpc as rpc
+from contracts.pb import envd_pb2 as episode_pb
+from envd.backends.base import Backend, IsolationLevel
+from envd.errors import EnvdError, SandboxGone
+from envd.server.admission import Wanted
+from envd.server.audit import Event
+from envd.server.calls import Context, Service, code_of, streaming, unary
+from envd.server.operations.migration import Migration
+from envd.server.operations.states import States
+from envd.server.sandboxes import Sandboxes
+from envd.server.service_sandboxes import created, diff_of, state_of
+from envd.tools import ALL_TOOLS
+
+VERSION = "2"
+MAX_BATCH = 1000
+_STATES_A_TURN = 32
+_AT_ONCE = 8
+"""Creations of one batch that run at the same time; others' calls go between them."""
+_SCHEMAS = json.dumps([spec.json_schema() for spec in ALL_TOOLS.values()])
+
+
+class OperationsService(Service, rpc.OperationsServicer):
+    """What an operator does with a server and its sandboxes."""
+
+    def __init__(self, sandboxes: Sandboxes, migration: Migration, states: States) -> None:
+        super().__init__(sandboxes)
+        self._states, self._migration = states, migration
+
+    @unary
+    async def Info(self, request: pb.InfoRequest, context: Context) -> pb.InfoReply:
+        """What the server is."""
+        backends = list(self.sandboxes.backends.values())
+        first = backends[0]
+        return pb.InfoReply(
+            backend=first.name,
+            isolation=first.features.isolation > IsolationLevel.NONE,
+            version=VERSION,
+            live=len(self.sandboxes),
+            limits_enforced=sorted(first.features.limits_enforced),
+            backends=[_backend(each) for each in backends],
+        )
+
+    @unary
+    async def Schemas(self, request: pb.SchemasRequest, context: Context) -> pb.SchemasReply:
+        """The tools, as chat templates take them."""
+        return pb.SchemasReply(tools_json=_SCHEMAS)
+
+    @unary
+    async def CreateBatch(self, request: pb.CreateBatchRequest, context: Context) -> pb.CreateBatchReply:
+        """Start several; one that fails leaves the others."""
+        if len(request.requests) > MAX_BATCH:
+            raise EnvdError(f"a batch creates at most {MAX_BATCH} sandboxes, not {len(request.requests)}: send several")
+        slots = asyncio.Semaphore(_AT_ONCE)
+
+        async def one(each: episode_pb.CreateRequest) -> pb.CreateResult:
+            async with slots:
+                try:
+                    return pb.CreateResult(created=created(await self.sandboxes.create(Wanted.of(each))))
+                except EnvdError as error:
+                    return pb.CreateResult(error=str(error), code=code_of(error).value[0])
+
+        tasks = [self.sandboxes.background(one(each)) for each in request.requests]
+        try:
+            return pb.CreateBatchReply(results=await asyncio.gather(*map(asyncio.shield, tasks)))
+        except asyncio.CancelledError:
+            self.sandboxes.background(self._unwanted(tasks))
+            raise
+
+    @unary
+    async def List(self, request: pb.ListRequest, context: Context) -> pb.ListReply:
+        """All sandboxes' states, or those with some labels."""
+        found = self.sandboxes.all(request.labels)
+        states: list[episode_pb.SandboxState] = []
+        for at in range(0, len(found), _STATES_A_TURN):
+            states += await asyncio.gather(*map(state_of, found[at : at + _STATES_A_TURN]))
+        return pb.ListReply(sandboxes=states)
+
+    @unary
+    async def Pause(self, request: pb.PauseRequest, context: Context) -> episode_pb.SandboxState:
+        """Freeze a sandbox."""
+        live = self.live(request, context)
+        await self._states.pause(live)
+        return await state_of(live)
+
+    @unary
+    async def Resume(self, request: pb.ResumeRequest, context: Context) -> episode_pb.SandboxState:
+        """Let it go on."""
+        live = self.live(request, context)
+        await self._states.resume(live)
+        return await state_of(live)
+
+    @unary
+    async def Hibernate(self, request: pb.HibernateRequest, context: Context) -> episode_pb.SandboxState:
+        """Its state to disk."""
+        live = self.live(request, context)
+        await self._states.hibernate(live)
+        return await state_of(live)
+
+    @unary
+    async def Fork(self, request: pb.ForkRequest, context: Context) -> episode_pb.CreateReply:
+        """An independent copy."""
+        return created(await self._states.fork(self.live(request, context)))
+
+    @unary
+    async def Snapshot(self, request: pb.SnapshotRequest, context: Context) -> pb.SnapshotReply:
+        """Keep its state."""
+        identity, size, lost = await self._states.snapshot(self.live(request, context))
+        return pb.SnapshotReply(snapshot_id=identity, bytes=size, lost=lost)
+
+    @unary
+    async def Restore(self, request: pb.RestoreRequest, context: Context) -> episode_pb.CreateReply:
+        """A sandbox from a snapshot."""
+        return created(await self._states.restore(request.snapshot_id, request.limits))
+
+    @unary
+    async def DeleteSnapshot(self, request: pb.DeleteSnapshotRequest, context: Context) -> pb.DeleteSnapshotReply:
+        """Remove a snapshot."""
+        await self.sandboxes.snapshots.delete(request.snapshot_id)
+        return pb.DeleteSnapshotReply()
+
+    @unary
+    async def Migrate(self, request: pb.MigrateRequest, context: Context) -> pb.MigrateReply:
+        """Move a sandbox to another server."""
+        moved = await self._migration.send(self.live(request, context), request.target, request.target_key)
+        return pb.MigrateReply(bytes=moved.bytes, seconds=moved.seconds, lost=moved.lost)
+
+    @unary
+    async def Receive(self, request: AsyncIterator[pb.SnapshotChunk], context: Context) -> pb.ReceiveReply:
+        """Take a sandbox over."""
+        return pb.ReceiveReply(lost=(await self._migration.receive(request)).lost)
+
+    @unary
+    async def Diff(self, request: pb.DiffRequest, context: Context) -> pb.DiffReply:
+        """A sandbox's diff."""
+        return pb.DiffReply(**await diff_of(self.sandboxes, self.live(request, context), request))
+
+    @unary
+    async def DeleteBatch(self, request: pb.DeleteBatchRequest, context: Context) -> pb.DeleteBatchReply:
+        """End several; those that are no more are fine."""
+        if len(request.sandbox_ids) != len(request.tokens):
+            raise EnvdError(f"{len(request.sandbox_ids)} ids with {len(request.tokens)} tokens: send one token an id")
+        for identity, token in zip(request.sandbox_ids, request.tokens, strict=True):
+            try:
+                live = self.sandboxes.find(identity, token)
+            except SandboxGone:
+                continue
+            await self.sandboxes.end(live)
+        return pb.DeleteBatchReply()
+
+    @streaming
+    async def Audit(self, request: pb.AuditRequest, context: Context) -> AsyncIterator[pb.AuditEvent]:
+        """Audit events; those of one sandbox can also be read after its end."""
+        log = self.sandboxes.audit
+        if not request.follow:
+            for event in log.since(request.after, request.sandbox_id):
+                yield _event(event)
+            return
+        async for event in log.follow(request.after, request.sandbox_id):
+            yield _event(event)
+
+    async def _unwanted(self, tasks: list[asyncio.Task[pb.CreateResult]]) -> None:
+        """The caller of a batch has gone: what it would have been told of is ended."""
+        for result in await asyncio.gather(*tasks):
+            if result.HasField("created"):
+                live = self.sandboxes.find(result.created.sandbox_id, result.created.token)
+                await self.sandboxes.end(live)
+
+
+def _backend(backend: Backend) -> pb.BackendInfo:
+    features = backend.features
+    return pb.BackendInfo(
+        name=backend.name,
+        isolation_level=features.isolation.name.lower(),
+        limits_enforced=sorted(features.limits_enforced),
+        keeps_processes=features.keeps_processes,
+        features=sorted(features.offered),
+        helper=features.helper,
+    )
+
+
+def _event(event: Event) -> pb.AuditEvent:
+    return pb.AuditEvent(
+        number=event.number,
+        unix_time=event.unix_time,
+        sandbox_id=event.sandbox_id,
+        kind=event.kind,
+        detail_json=event.detail_json,
+    )
