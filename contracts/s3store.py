@@ -180,8 +180,8 @@ class S3Store:
         return create_object(self._client, self._bucket, self._prefix + key, source)
 
     def _prove(self) -> None:
-        """Raise StoreError when the server overwrites: some old ones ignore If-None-Match, and then nothing keeps two
-        writers apart.
+        """Raise StoreError if the server overwrites objects: some old ones ignore If-None-Match, so that two writers
+        would collide.
         """
         probe = self._prefix + _PROBE
         if all(create_object(self._client, self._bucket, probe, b"") for _ in range(2)):
@@ -191,7 +191,7 @@ class S3Store:
             )
 
     def _own(self, name: str) -> str:
-        """The store's key of an object."""
+        """Key in the store of an object."""
         return name[len(self._prefix) :]
 
     def _object(self, key: str) -> GetObjectOutputTypeDef:
