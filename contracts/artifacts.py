@@ -242,6 +242,11 @@ def open_artifact(store: Store, ref: ArtifactRef) -> Artifact:
     return artifact
 
 
+def discard_artifact(store: Store, ref: ArtifactRef) -> None:
+    """Remove an artifact that nothing refers to, e.g. a snapshot of a finished training."""
+    store.discard(f"{ref.uri}/")
+
+
 def list_artifacts(store: Store, kind: str | None = None) -> Iterator[Artifact]:
     """Every committed artifact, in order of kind and key."""
     prefix = f"artifacts/{kind}/" if kind else "artifacts/"
@@ -302,15 +307,14 @@ class ArtifactWriter:
         pq.write_table(table, self.directory / name, compression="zstd")
         self._digests[name] = None if telemetry else table_digest(table)
 
-    def add_json(self, name: str, value: Any) -> None:
-        """Write canonical JSON."""
-        (self.directory / name).write_bytes(canonical_json(value))
-        self._digests[name] = digest_of(value)
+    def add_json(self, name: str, value: Any, *, telemetry: bool = False) -> None:
+        """Write canonical JSON. telemetry: see `add_table`."""
+        self.add_bytes(name, canonical_json(value), telemetry=telemetry)
 
-    def add_bytes(self, name: str, data: bytes) -> None:
-        """Write raw bytes."""
+    def add_bytes(self, name: str, data: bytes, *, telemetry: bool = False) -> None:
+        """Write raw bytes. telemetry: see `add_table`."""
         (self.directory / name).write_bytes(data)
-        self._digests[name] = sha256(data)
+        self._digests[name] = None if telemetry else sha256(data)
 
     def add_file(self, name: str, digest: str | None = None, *, telemetry: bool = False) -> None:
         """Name a file already in `directory`. digest: of its content where the file format adds framing of its own

@@ -63,3 +63,9 @@ class Pointer:
             return PointerEntry(int(key[len(self._prefix) : -len(".json")]), json.loads(self._store.get(key)))
         except ValueError as error:
             raise ArtifactCorrupt(f"pointer entry {key} is not readable ({error}): restore it from a backup") from None
+
+
+def pointer_folders(store: Store, folder: str) -> list[str]:
+    """First parts of the names of all pointers below `folder`, sorted, e.g. the partitions of an asset."""
+    prefix = f"pointers/{folder}/"
+    return sorted({key.removeprefix(prefix).split("/")[0] for key in store.list(prefix)})
