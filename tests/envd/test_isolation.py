@@ -155,9 +155,9 @@ def test_it_isolates_for_an_ordinary_user_too() -> None:
     code = (
         "import asyncio\n"
         "from envd.local import LocalEnvd\n"
-        "from envd.client import OperationsClient, ToolCall\n"
+        "from envd.client import SandboxClient, ToolCall\n"
         "async def main(address):\n"
-        "    async with OperationsClient(address) as client:\n"
+        "    async with SandboxClient(address) as client:\n"
         "        sandbox = await client.create(await client.put_template({'a': b'x'}))\n"
         "        result = await sandbox.call(ToolCall('exec', {'command': 'echo y > a; touch /usr/x; id -u'}))\n"
         "        verdict = await client.verify(await client.put_template({}), b'',\n"

@@ -138,7 +138,7 @@ def test_no_more_sandboxes_live_than_the_policy_says(served: Served) -> None:
         return [str(each) if isinstance(each, PolicyDenied) else type(each).__name__ for each in found]
 
     outcome = served.run(job)
-    assert outcome.count("Sandbox") == 4 and sum("4 sandboxes at once" in each for each in outcome) == 3
+    assert outcome.count("ManagedSandbox") == 4 and sum("4 sandboxes at once" in each for each in outcome) == 3
 
 
 def test_wrong_tokens_guessed_ids_escapes_and_lifetimes_are_events(served: Served) -> None:
