@@ -1,7 +1,7 @@
 """Sandboxes as microVMs under Firecracker.
 
-    boot once a template and shape -> full snapshot                     "family"
-    create     a Firecracker that maps the family's memory copy-on-write -> INIT with a fresh seed, host name and clock
+    boot once a template and shape -> full snapshot: a base machine
+    create     a Firecracker that maps its memory copy-on-write -> INIT with a fresh seed, host name and clock
     snapshot   a diff over what it was loaded from; merged, once the machine runs again, into one that stands alone
 
 Written against Firecracker's published API and tested against a server that speaks it
@@ -31,8 +31,8 @@ from envd.backends.firecracker.machine import (
     find,
 )
 from envd.backends.probing import probe
+from envd.backends.vm.base_machines import BaseMachines, base_machine_budget_mb
 from envd.backends.vm.box import MachineBox
-from envd.backends.vm.families import Families, family_budget_mb
 from envd.backends.vm.machine import About, Shape, environment, read_about, write_about
 from envd.backends.vm.media import Media
 from envd.backends.vm.sparse import open_written, write_over
@@ -102,8 +102,8 @@ class FirecrackerBox(MachineBox[FirecrackerMachine]):
             (jail / name).unlink(missing_ok=True)
 
 
-class _Family:
-    """The snapshot that a family's machines start from, in a directory of the server's."""
+class _BaseMachine:
+    """The snapshot of a base machine, which others start from, in a directory of the server's."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -122,7 +122,7 @@ class FirecrackerBackend:
         self._firecracker, self._media = firecracker, media
         self._directory = run_dir / "fc"
         self._groups = Cgroups(f"{run_dir.name}-{self.name}")
-        self._families: Families[_Family] = Families(family_budget_mb())
+        self._bases: BaseMachines[_BaseMachine] = BaseMachines(base_machine_budget_mb())
         self._boxes: set[FirecrackerBox] = set()
         self._numbers = 0
         self._starting = asyncio.Semaphore(4 * (os.cpu_count() or 1))
@@ -139,11 +139,11 @@ class FirecrackerBackend:
         )
 
     async def create(self, spec: BoxSpec) -> FirecrackerBox:
-        """Start a machine from its family's snapshot, which is made first where there is none yet."""
+        """Start a machine from its base machine's snapshot, which is made first where there is none yet."""
         shape = Shape.of(spec)
         disk = await self._media.template_disk(spec.template, spec.template_dir)
-        family = await self._families.get((spec.template, shape), lambda: self._boot(shape, disk))
-        return await self._go_on(spec, shape, family.directory / STATE, family.directory / MEMORY, disk)
+        booted = await self._bases.get((spec.template, shape), lambda: self._boot(shape, disk))
+        return await self._go_on(spec, shape, booted.directory / STATE, booted.directory / MEMORY, disk)
 
     async def restore(self, snapshot: Path, spec: BoxSpec) -> FirecrackerBox:
         """Start a machine from a snapshot."""
@@ -155,7 +155,7 @@ class FirecrackerBackend:
 
     async def forget_template(self, template: str) -> None:
         """See `KeepsTemplates`."""
-        await self._families.forget(template)
+        await self._bases.forget(template)
         self._media.forget(template)
 
     async def died(self) -> str:
@@ -165,17 +165,17 @@ class FirecrackerBackend:
     async def stop(self) -> None:
         """Destroy everything."""
         self._failed.cancel()
-        await self._families.close()
+        await self._bases.close()
         await asyncio.gather(*(box.destroy() for box in list(self._boxes)))
         await asyncio.to_thread(shutil.rmtree, self._directory, True)
         await asyncio.to_thread(self._media.remove)
         self._groups.close()
 
-    async def _boot(self, shape: Shape, disk: Path) -> _Family:
+    async def _boot(self, shape: Shape, disk: Path) -> _BaseMachine:
         """Boot a machine and keep its snapshot."""
         machine, group = self._machine(shape)
-        family = _Family(self._directory / "families" / group)
-        family.directory.mkdir(parents=True)
+        booted = _BaseMachine(self._directory / "bases" / group)
+        booted.directory.mkdir(parents=True)
         media = self._media
         try:
             await asyncio.to_thread(
@@ -192,18 +192,18 @@ class FirecrackerBackend:
             for name, limit in ((STATE, _STATE_BYTES), (MEMORY, shape.machine_mb << 20)):
                 written = open_written(machine.root, f"full.{name}", limit)
                 try:
-                    await asyncio.to_thread(write_over, family.directory / name, written)
+                    await asyncio.to_thread(write_over, booted.directory / name, written)
                 finally:
                     os.close(written)
         except BaseException as error:
-            family.close()
+            booted.close()
             if isinstance(error, (SandboxGone, OSError, TimeoutError)):
                 raise SandboxStartError(f"a guest did not boot under Firecracker: {error} {machine.said}") from error
             raise
         finally:
             await machine.end()
             self._groups.remove(group)
-        return family
+        return booted
 
     async def _go_on(self, spec: BoxSpec, shape: Shape, state: Path, memory: Path, disk: Path) -> FirecrackerBox:
         """Start a machine in the state of another, as a sandbox of its own."""

@@ -1,7 +1,7 @@
 """Sandboxes as virtual machines under QEMU.
 
-    boot once a template and shape -> stop -> memory and device state in sealed memory files: a family
-    create     a QEMU that maps the family's memory copy-on-write -> INIT with a fresh seed, host name and clock
+    boot once a template and shape -> stop -> memory and device state in sealed memory files: a base machine
+    create     a QEMU that maps the base machine's memory copy-on-write -> INIT with a fresh seed, host name and clock
     snapshot   the whole state, memory included, in one file; restored wherever QEMU and guest image are the same
 
 Without KVM the processor is emulated (TCG): the same machine, some ten times slower.
@@ -23,8 +23,8 @@ from envd.backends.base import BoxSpec, Features, IsolationLevel, Usage
 from envd.backends.probing import probe
 from envd.backends.qemu.command import Parts, Qemu, find
 from envd.backends.qemu.machine import QemuMachine, open_all
+from envd.backends.vm.base_machines import BaseMachine, BaseMachines, base_machine_budget_mb
 from envd.backends.vm.box import MachineBox
-from envd.backends.vm.families import Families, Family, family_budget_mb
 from envd.backends.vm.machine import About, Shape, environment, read_about, write_about
 from envd.backends.vm.media import Media
 from envd.errors import BackendUnavailable, EnvdError, SandboxGone, SandboxStartError
@@ -36,7 +36,7 @@ _QEMU_MB = 192
 """Memory of a QEMU beside its machine's."""
 _THREADS = 64
 _WARM = "true; python3 -c pass; git --version; ls -la / >/dev/null"
-"""Run before a family is taken, so that its memory holds the files that nearly every sandbox reads."""
+"""Run before a base machine is taken, so that its memory holds the files that nearly every sandbox reads."""
 _log = logging.getLogger("envd")
 
 
@@ -79,7 +79,7 @@ class QemuBackend:
     def __init__(self, run_dir: Path, qemu: Qemu, media: Media) -> None:
         self._qemu, self._media = qemu, media
         self._groups = Cgroups(f"{run_dir.name}-{self.name}")
-        self._families: Families[Family] = Families(family_budget_mb())
+        self._bases: BaseMachines[BaseMachine] = BaseMachines(base_machine_budget_mb())
         self._boxes: set[QemuBox] = set()
         self._placed = 0
         self._starting = asyncio.Semaphore(2 * (os.cpu_count() or 1))
@@ -94,11 +94,11 @@ class QemuBackend:
         return Features(IsolationLevel.MACHINE, tuple(sorted(enforced)), True, can, self._qemu.named)
 
     async def create(self, spec: BoxSpec) -> QemuBox:
-        """Start a machine from its family's, which is booted first where there is none yet."""
+        """Start a machine from its base machine, which is booted first where there is none yet."""
         shape = Shape.of(spec)
         disk = await self._media.template_disk(spec.template, spec.template_dir)
-        family = await self._families.get((spec.template, shape), lambda: self._boot(shape, disk))
-        with family.opened() as (memory, state), ExitStack() as held:
+        booted = await self._bases.get((spec.template, shape), lambda: self._boot(shape, disk))
+        with booted.opened() as (memory, state), ExitStack() as held:
             root, template = open_all(held, self._media.root, disk)
             parts = Parts(root, template, memory=memory)
             return await self._go_on(spec, shape, parts, state)
@@ -119,7 +119,7 @@ class QemuBackend:
 
     async def forget_template(self, template: str) -> None:
         """See `KeepsTemplates`."""
-        await self._families.forget(template)
+        await self._bases.forget(template)
         self._media.forget(template)
 
     async def died(self) -> str:
@@ -129,16 +129,16 @@ class QemuBackend:
     async def stop(self) -> None:
         """Destroy everything."""
         self._failed.cancel()
-        await self._families.close()
+        await self._bases.close()
         await asyncio.gather(*(box.destroy() for box in list(self._boxes)))
         await asyncio.to_thread(self._media.remove)
         self._groups.close()
 
-    async def _boot(self, shape: Shape, disk: Path) -> Family:
-        """Boot a machine and keep it, stopped, as a family."""
+    async def _boot(self, shape: Shape, disk: Path) -> BaseMachine:
+        """Boot a machine and keep it, stopped, as a base machine."""
         began = time.monotonic()
-        family = Family(shape.machine_mb << 20)
-        memory, state = family.raw
+        booted = BaseMachine(shape.machine_mb << 20)
+        memory, state = booted.raw
         try:
             with ExitStack() as held:
                 media = self._media
@@ -161,12 +161,12 @@ class QemuBackend:
                 finally:
                     await machine.end()
                     self._groups.remove(group)
-            family.seal()
+            booted.seal()
         except BaseException:
-            family.close()
+            booted.close()
             raise
         _log.info("booted a template's machine in %.1f s", time.monotonic() - began)
-        return family
+        return booted
 
     async def _go_on(self, spec: BoxSpec, shape: Shape, parts: Parts, state: int) -> QemuBox:
         """Start a machine in the state of another, as a sandbox of its own."""
@@ -199,8 +199,8 @@ class QemuBackend:
         return f"m{self._placed}"
 
     def _grouped(self, group: str, shape: Shape, cpu: float) -> list[Path]:
-        # twice: its own pages, and the family's, which are charged to whoever reads them first (a snapshot reads them
-        # all)
+        # twice: its own pages, and the base machine's, which are charged to whoever reads them first (a
+        # snapshot reads them all)
         memory = (2 * shape.machine_mb + _QEMU_MB) << 20
         return self._groups.entrance_files(group, memory=memory, pids=_THREADS, cpu=cpu)
 
