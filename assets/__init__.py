@@ -17,37 +17,14 @@ Imported by triplane_dagster. May import: dagster, ops, resources and what lies 
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import dagster as dg
 
+from ops.graph import GRAPH
 from resources.experiment import Experiment
 
 
 def experiment_assets(experiment: Experiment) -> list[dg.AssetsDefinition]:
-    """Every asset of one experiment, in graph order."""
-    from assets import (
-        base_policy,
-        checkpoint,
-        dataset,
-        evaluation,
-        iteration_inputs,
-        prompts,
-        report,
-        rewards,
-        rollouts,
-        sampler,
-        task_suite,
-    )
-
-    return [
-        task_suite.build(experiment),
-        base_policy.build(experiment),
-        iteration_inputs.build(experiment),
-        prompts.build(experiment),
-        rollouts.build(experiment),
-        rewards.build(experiment),
-        dataset.build(experiment),
-        checkpoint.build(experiment),
-        evaluation.build(experiment),
-        sampler.build(experiment),
-        report.build(experiment),
-    ]
+    """Every asset of one experiment, in graph order: `assets.<name>` of each step that `ops.graph` declares."""
+    return [import_module(f"assets.{spec.name}").build(experiment) for spec in GRAPH]

@@ -7,15 +7,14 @@ import dagster as dg
 
 from assets.naming import check, define
 from contracts.artifacts import ArtifactRef
-from curation.dataset import DATASET_VERSION
 from ops.grading import make_dataset
+from ops.graph import DATASET
 from ops.results import Materialized, label, link, numbers, result, table_facts
 from ops.step import begin
 from resources.experiment import Experiment
 from resources.progress import ProgressSink
 from resources.store import StoreResource
 
-NAME = "dataset"
 CHECK = "has_something_to_learn_from"
 
 
@@ -41,21 +40,18 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
 
     @define(
         experiment,
-        NAME,
+        DATASET,
         kinds={"parquet", "duckdb"},
-        ins=["rollouts", "rewards"],
         description="Rows that train, and for every other episode the reason why not.",
-        code_version=DATASET_VERSION,
-        checks=[check(experiment, NAME, CHECK, "At least one sequence was kept.", blocking=False)],
+        checks=[check(experiment, DATASET, CHECK, "At least one sequence was kept.", blocking=False)],
     )
     def dataset(
         context: dg.AssetExecutionContext,
-        rollouts: ArtifactRef,
-        rewards: ArtifactRef,
         store: StoreResource,
         progress: dg.ResourceParam[ProgressSink],
+        **given: ArtifactRef,
     ) -> Materialized:
-        made = make_dataset(begin(context, experiment, NAME, store.open(), progress), rollouts, rewards)
+        made = make_dataset(begin(context, experiment, DATASET, store.open(), progress, given))
         metadata = {
             **table_facts(made.table("train.parquet")),
             **numbers(made.meta),

@@ -11,8 +11,7 @@ from contracts.tasks import Split
 from curation.measures import MEASURES, measure_names
 from curation.statistics import CONFIDENCE
 from ops.evaluation import evaluate
-from ops.inputs import read_inputs
-from ops.keys import EVALUATION_VERSION
+from ops.graph import EVALUATION
 from ops.results import Materialized, label, link, markdown_table, numbers, result
 from ops.step import begin
 from resources.experiment import Experiment
@@ -20,8 +19,6 @@ from resources.progress import ProgressSink
 from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
 from resources.store import StoreResource
-
-NAME = "evaluation"
 
 
 def pass_rates(body: Mapping[str, Any]) -> dg.MarkdownMetadataValue:
@@ -83,26 +80,20 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
 
     @define(
         experiment,
-        NAME,
+        EVALUATION,
         kinds={"json"},
-        ins=["iteration_inputs", "checkpoint"],
         description="Pass rates of candidate and parent and their paired difference, each with its interval.",
-        code_version=EVALUATION_VERSION,
     )
     def evaluation(
         context: dg.AssetExecutionContext,
-        iteration_inputs: ArtifactRef,
-        checkpoint: ArtifactRef,
         store: StoreResource,
         sampler: SamplerResource,
         sandboxes: SandboxesResource,
         progress: dg.ResourceParam[ProgressSink],
+        **given: ArtifactRef,
     ) -> Materialized:
-        step = begin(context, experiment, NAME, store.open(), progress)
-        inputs = read_inputs(step.store, iteration_inputs)
-        evaluated = evaluate(
-            step, sampler, sandboxes, checkpoint, inputs.start.checkpoint, inputs.task_suite, inputs.base
-        )
+        step = begin(context, experiment, EVALUATION, store.open(), progress, given)
+        evaluated = evaluate(step, sampler, sandboxes)
         body = evaluated.json("evaluation.json")
         plots = {
             f"{split} {who} pass rate": found[who]["rate"]

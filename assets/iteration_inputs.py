@@ -10,16 +10,15 @@ from pydantic import Field
 
 from assets.naming import define
 from contracts.artifacts import ArtifactRef
-from ops.inputs import pin_inputs, read_inputs
-from ops.keys import INPUTS_VERSION
+from ops.graph import ITERATION_INPUTS
+from ops.inputs import pin_inputs
 from ops.results import Materialized, link, result
+from ops.state import read_inputs
 from ops.step import begin
 from resources.experiment import Experiment
 from resources.progress import ProgressSink
 from resources.registry import Registry
 from resources.store import StoreResource
-
-NAME = "iteration_inputs"
 
 
 class StartFrom(dg.Config):
@@ -39,25 +38,22 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
 
     @define(
         experiment,
-        NAME,
+        ITERATION_INPUTS,
         kinds={"json"},
-        ins=["task_suite", "base_policy"],
         description=(
             "By digest: the acting policy, what training starts from, suite, base and prompt cursor. Written once, then"
             " only read."
         ),
-        code_version=INPUTS_VERSION,
     )
     def iteration_inputs(
         context: dg.AssetExecutionContext,
         config: StartFrom,
-        task_suite: ArtifactRef,
-        base_policy: ArtifactRef,
         store: StoreResource,
         progress: dg.ResourceParam[ProgressSink],
+        **given: ArtifactRef,
     ) -> Materialized:
-        step = begin(context, experiment, NAME, store.open(), progress)
-        pinned = pin_inputs(step, base_policy, task_suite, config.policy)
+        step = begin(context, experiment, ITERATION_INPUTS, store.open(), progress, given)
+        pinned = pin_inputs(step, config.policy)
         inputs = read_inputs(step.store, pinned.ref)
         live = Registry(step.store, experiment.name).live()
         metadata = {

@@ -7,35 +7,12 @@ from typing import Any
 
 import dagster as dg
 
+from ops.graph import graph_of
+from ops.spec import StepSpec
 from resources.experiment import Experiment
 from resources.ref_io import REF
 
 OWNERS = ["team:triplane"]
-ONCE = ("task_suite", "base_policy")
-"""Unpartitioned assets."""
-PER_ITERATION = (
-    "iteration_inputs",
-    "prompts",
-    "rollouts",
-    "rewards",
-    "dataset",
-    "checkpoint",
-    "evaluation",
-    "sampler",
-    "report",
-)
-"""Assets with one partition an iteration, in graph order."""
-PLANES = {
-    "task_suite": "curation",
-    "base_policy": "trainer",
-    "rollouts": "inference",
-    "rewards": "curation",
-    "dataset": "curation",
-    "checkpoint": "trainer",
-    "evaluation": "inference",
-    "sampler": "inference",
-}
-"""The plane that does an asset's work; assets that only join planes are absent."""
 
 
 def key_of(experiment: Experiment, asset: str) -> dg.AssetKey:
@@ -48,45 +25,48 @@ def partitions_of(experiment: Experiment) -> dg.DynamicPartitionsDefinition:
     return dg.DynamicPartitionsDefinition(name=experiment.name)
 
 
-def inputs_of(experiment: Experiment, *assets: str) -> dict[str, dg.AssetIn]:
+def inputs_of(experiment: Experiment, spec: StepSpec) -> dict[str, dg.AssetIn]:
     """Asset inputs with the names of the assets they come from."""
-    return {asset: dg.AssetIn(key=key_of(experiment, asset)) for asset in assets}
+    return {asset: dg.AssetIn(key=key_of(experiment, asset), dagster_type=REF) for asset in spec.upstream}
 
 
-def tags_of(asset: str) -> dict[str, str]:
+def tags_of(spec: StepSpec) -> dict[str, str]:
     """Tags by which the asset catalog can be filtered."""
-    return {"plane": PLANES[asset]} if asset in PLANES else {}
+    return {"plane": spec.plane} if spec.plane else {}
+
+
+def declared(experiment: Experiment, name: str) -> StepSpec:
+    """Declaration of the step of this name in an experiment."""
+    return next(spec for spec in graph_of(experiment) if spec.name == name)
 
 
 def define(
     experiment: Experiment,
-    asset: str,
+    spec: StepSpec,
     *,
     kinds: set[str],
     description: str,
-    code_version: str,
-    ins: Sequence[str] = (),
     checks: Sequence[dg.AssetCheckSpec] = (),
 ) -> Callable[[Callable[..., Any]], dg.AssetsDefinition]:
-    """Decorate the function that makes an asset.
+    """Decorate the function that makes the asset of a step.
 
-    ins: the assets whose references it is given, under their names.
+    It receives the references of the upstream assets as keyword arguments.
     """
     return dg.asset(
-        key=key_of(experiment, asset),
+        key=key_of(experiment, spec.name),
         group_name=experiment.name,
         owners=OWNERS,
         kinds=kinds,
-        tags=tags_of(asset),
+        tags=tags_of(spec),
         description=description,
-        code_version=code_version,
-        partitions_def=partitions_of(experiment) if asset in PER_ITERATION else None,
-        ins=inputs_of(experiment, *ins),
+        code_version=spec.version,
+        partitions_def=None if spec.once else partitions_of(experiment),
+        ins=inputs_of(experiment, spec),
         check_specs=checks,
         dagster_type=REF,
     )
 
 
-def check(experiment: Experiment, asset: str, name: str, description: str, *, blocking: bool) -> dg.AssetCheckSpec:
+def check(experiment: Experiment, spec: StepSpec, name: str, description: str, *, blocking: bool) -> dg.AssetCheckSpec:
     """Decorate a check of an asset. blocking: only for corrupt data, since it fails the run."""
-    return dg.AssetCheckSpec(name, asset=key_of(experiment, asset), description=description, blocking=blocking)
+    return dg.AssetCheckSpec(name, asset=key_of(experiment, spec.name), description=description, blocking=blocking)

@@ -7,11 +7,12 @@ import dagster as dg
 from assets.naming import define
 from contracts.artifacts import ArtifactRef
 from contracts.tasks import Split
-from ops.report import REPORT_VERSION, ROUTE
+from ops.graph import REPORT
+from ops.report import ROUTE
 from ops.report.build import commit_report
 from ops.report.chart import pass_rate_picture
 from ops.report.history import Row, earlier_rows
-from ops.report.sources import REPORTED, open_sources
+from ops.report.sources import open_sources
 from ops.report.timings import earlier_seconds, iteration_seconds
 from ops.results import Materialized, markdown_table, numbers, result
 from ops.step import begin
@@ -19,7 +20,6 @@ from resources.experiment import Experiment
 from resources.progress import ProgressSink
 from resources.store import StoreResource
 
-NAME = "report"
 SHOWN = 8
 """Iterations in the table on the asset's page: what it shows without a click."""
 
@@ -60,32 +60,21 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
 
     @define(
         experiment,
-        NAME,
+        REPORT,
         kinds={"html"},
-        ins=REPORTED,
         description=(
             "One self-contained page: curves over all iterations so far, distributions, costs, and a viewer of every"
             " episode."
         ),
-        code_version=REPORT_VERSION,
     )
     def report(
         context: dg.AssetExecutionContext,
-        iteration_inputs: ArtifactRef,
-        prompts: ArtifactRef,
-        rollouts: ArtifactRef,
-        rewards: ArtifactRef,
-        dataset: ArtifactRef,
-        checkpoint: ArtifactRef,
-        evaluation: ArtifactRef,
-        sampler: ArtifactRef,
         store: StoreResource,
         progress: dg.ResourceParam[ProgressSink],
+        **given: ArtifactRef,
     ) -> Materialized:
-        step = begin(context, experiment, NAME, store.open(), progress)
-        shown = (iteration_inputs, prompts, rollouts, rewards, dataset, checkpoint, evaluation, sampler)
-        refs = dict(zip(REPORTED, shown, strict=True))
-        sources = open_sources(step.store, experiment.name, step.iteration, refs)
+        step = begin(context, experiment, REPORT, store.open(), progress, given)
+        sources = open_sources(step.store, experiment.name, step.iteration, step.state.made)
         seconds = earlier_seconds(step.store, experiment.name, step.iteration)
         seconds[step.iteration] = iteration_seconds(context.instance, experiment.name, step.iteration)
         made = commit_report(sources, earlier_rows(step.store, experiment.name, step.iteration), seconds)

@@ -4,10 +4,9 @@ import dagster as dg
 
 from assets.naming import check, define
 from contracts.artifacts import ArtifactRef, open_artifact
-from contracts.chat import ChatTokenizer
-from curation.rewards import REWARDS_VERSION
 from ops.grading import grade
-from ops.inputs import load_tasks, read_inputs
+from ops.graph import REWARDS
+from ops.inputs import load_tasks, load_tokenizer
 from ops.regrading import flip_metadata
 from ops.results import Materialized, link, numbers, result, table_facts
 from ops.reward_components import component_metadata
@@ -18,7 +17,6 @@ from resources.progress import ProgressSink
 from resources.sandboxes import SandboxesResource
 from resources.store import StoreResource
 
-NAME = "rewards"
 CHECK = "nearly_all_graded"
 GRADED = 0.98
 
@@ -28,29 +26,25 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
 
     @define(
         experiment,
-        NAME,
+        REWARDS,
         kinds={"parquet", "pytest"},
-        ins=["iteration_inputs", "rollouts"],
         description="Reward and its components for every episode; null where infrastructure failed, never 0.",
-        code_version=REWARDS_VERSION,
         checks=[
-            check(experiment, NAME, CHECK, f"At least {GRADED:.0%} of the episodes have a reward.", blocking=False)
+            check(experiment, REWARDS, CHECK, f"At least {GRADED:.0%} of the episodes have a reward.", blocking=False)
         ],
     )
     def rewards(
         context: dg.AssetExecutionContext,
-        iteration_inputs: ArtifactRef,
-        rollouts: ArtifactRef,
         store: StoreResource,
         sandboxes: SandboxesResource,
         progress: dg.ResourceParam[ProgressSink],
+        **given: ArtifactRef,
     ) -> Materialized:
-        step = begin(context, experiment, NAME, store.open(), progress)
-        inputs = read_inputs(step.store, iteration_inputs)
-        graded = grade(step, sandboxes, inputs, rollouts)
+        step = begin(context, experiment, REWARDS, store.open(), progress, given)
+        graded, inputs, rollouts = grade(step, sandboxes), step.inputs, step.parent("rollouts")
         table = graded.table("rewards.parquet")
         policy = open_artifact(step.store, inputs.policy)
-        tokenizer = ChatTokenizer.from_directory(policy.directory(), spaced=experiment.base.spaced)
+        tokenizer = load_tokenizer(experiment, policy)
         episodes = open_artifact(step.store, rollouts)
         share = graded.meta["graded"] / max(1, table.num_rows - graded.meta["stragglers"])
         metadata = {

@@ -5,29 +5,27 @@ from typing import Any
 import dagster as dg
 
 from assets.naming import OWNERS, check, inputs_of, key_of, partitions_of, tags_of
-from inference.rollouts import ROLLOUTS_VERSION
+from ops.graph import ROLLOUTS
 from ops.rollouts import CHECK, rollout_ops
 from resources.experiment import Experiment
-
-NAME = "rollouts"
 
 
 def build(experiment: Experiment) -> dg.AssetsDefinition:
     """The asset of one experiment."""
     plan, shard, merge = rollout_ops(experiment)
-    check_output = f"{key_of(experiment, NAME).to_python_identifier()}_{CHECK}"
+    check_output = f"{key_of(experiment, ROLLOUTS.name).to_python_identifier()}_{CHECK}"
 
     @dg.graph_asset(
-        key=key_of(experiment, NAME),
+        key=key_of(experiment, ROLLOUTS.name),
         group_name=experiment.name,
         owners=OWNERS,
         kinds={"parquet"},
-        tags=tags_of(NAME),
+        tags=tags_of(ROLLOUTS),
         partitions_def=partitions_of(experiment),
-        ins=inputs_of(experiment, "iteration_inputs", "prompts"),
+        ins=inputs_of(experiment, ROLLOUTS),
         description="Episodes of the acting policy in sandboxes: episodes, sequences with logprobs, and their costs.",
-        code_version=ROLLOUTS_VERSION,
-        check_specs=[check(experiment, NAME, CHECK, "Nothing that the plan leads to is missing.", blocking=True)],
+        code_version=ROLLOUTS.version,
+        check_specs=[check(experiment, ROLLOUTS, CHECK, "Nothing that the plan leads to is missing.", blocking=True)],
     )
     def rollouts(iteration_inputs: Any, prompts: Any) -> dict[str, Any]:
         merged, checked = merge(plan(iteration_inputs, prompts).map(shard).collect())

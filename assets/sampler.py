@@ -11,8 +11,7 @@ import dagster as dg
 from assets.naming import define
 from contracts.artifacts import ArtifactRef
 from ops.deploy import bring_servers, server_metadata
-from ops.inputs import read_inputs
-from ops.keys import DECISION_VERSION
+from ops.graph import SAMPLER
 from ops.publishing import publish, read_decision, read_smoke
 from ops.results import Materialized, link, result
 from ops.smoke import Smoke, play_smoke
@@ -24,7 +23,6 @@ from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
 from resources.store import StoreResource
 
-NAME = "sampler"
 TRANSCRIPT = 4000
 """Characters of the smoke episode on the asset's page."""
 
@@ -34,39 +32,29 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
 
     @define(
         experiment,
-        NAME,
+        SAMPLER,
         kinds={"json"},
-        ins=["iteration_inputs", "checkpoint", "evaluation"],
         description=(
             "Whether the candidate went live, and why: non-inferior on the gate, a smoke episode played, its parent"
             " still live."
         ),
-        code_version=DECISION_VERSION,
     )
     def sampler(
         context: dg.AssetExecutionContext,
-        iteration_inputs: ArtifactRef,
-        checkpoint: ArtifactRef,
-        evaluation: ArtifactRef,
         store: StoreResource,
         sampler: SamplerResource,
         sandboxes: SandboxesResource,
         progress: dg.ResourceParam[ProgressSink],
+        **given: ArtifactRef,
     ) -> Materialized:
-        step = begin(context, experiment, NAME, store.open(), progress)
-        inputs = read_inputs(step.store, iteration_inputs)
-        decided = publish(
-            step,
-            inputs,
-            checkpoint,
-            evaluation,
-            smoke=lambda: play_smoke(step, sampler, sandboxes, checkpoint, inputs.task_suite),
-        )
+        step = begin(context, experiment, SAMPLER, store.open(), progress, given)
+        inputs, candidate = step.inputs, step.parent("candidate")
+        decided = publish(step, smoke=lambda: play_smoke(step, sampler, sandboxes, candidate, inputs.task_suite))
         # also after a decision of long ago: servers that missed a change are brought to what is live now
         servers = bring_servers(step.store, experiment, inputs.base)
         decision, smoke = read_decision(decided), read_smoke(decided)
         registry = Registry(step.store, experiment.name)
-        live, undone = registry.live(), registry.rolled_back().get(checkpoint.digest)
+        live, undone = registry.live(), registry.rolled_back().get(candidate.digest)
         metadata = {
             "decision": decision.decision,
             "reasons": dg.MetadataValue.md("; ".join(decision.reasons)),

@@ -4,10 +4,10 @@ nothing.
 
 import dagster as dg
 
-from assets.naming import check, define
+from assets.naming import check, declared, define
 from contracts.tasks import Split
-from curation.tasks.suite import SUITE_VERSION
 from ops.base import make_suite
+from ops.graph import TASK_SUITE
 from ops.results import Materialized, markdown_table, numbers, result, table_facts
 from ops.step import begin
 from resources.experiment import Experiment
@@ -15,22 +15,21 @@ from resources.progress import ProgressSink
 from resources.sandboxes import SandboxesResource
 from resources.store import StoreResource
 
-NAME = "task_suite"
 CHECK = "every_split_has_tasks"
 
 
 def build(experiment: Experiment) -> dg.AssetsDefinition:
     """The asset of one experiment."""
+    spec = declared(experiment, TASK_SUITE.name)
 
     @define(
         experiment,
-        NAME,
+        spec,
         kinds={"parquet", "pytest"},
         description=(
             "Small repositories to repair, in the splits train, gate, held_out and unseen, validated in sandboxes."
         ),
-        code_version=SUITE_VERSION,
-        checks=[check(experiment, NAME, CHECK, "No split came out empty.", blocking=True)],
+        checks=[check(experiment, spec, CHECK, "No split came out empty.", blocking=True)],
     )
     def task_suite(
         context: dg.AssetExecutionContext,
@@ -38,7 +37,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         sandboxes: SandboxesResource,
         progress: dg.ResourceParam[ProgressSink],
     ) -> Materialized:
-        suite = make_suite(begin(context, experiment, NAME, store.open(), progress), sandboxes)
+        suite = make_suite(begin(context, experiment, spec, store.open(), progress), sandboxes)
         table = suite.table("tasks.parquet", columns=["task_id", "family", "split", "instruction"])
         splits = suite.meta["splits"]
         passed = all(splits.get(split.value, 0) > 0 for split in Split)

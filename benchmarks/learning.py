@@ -26,9 +26,9 @@ from benchmarks.workbench import DEFAULT_FOLDER, Workbench
 from contracts.errors import TriplaneError
 from resources.experiment import Experiment
 from resources.progress import Progress
+from resources.refs import partitions
 from triplane_dagster.assembly import experiments_folder
 from triplane_dagster.cli.bars import Bars
-from triplane_dagster.cli.history import partitions
 
 TARGET_GAIN = 15.0
 """Points of greedy answers over the base policy's."""

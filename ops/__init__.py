@@ -1,14 +1,17 @@
 """Implementation of the assets, as functions and Dagster ops. Planes are connected here, since no plane imports
 another.
 
+    graph      every step, declared once: inputs by role, slice, version, needs
+    spec       what a declaration is: StepSpec, and Work, one piece of work with its key and lineage
+
     inputs     what an iteration starts from, pinned once              rollouts    plan -> map(shard) -> merge
     base       tokenizer, demonstrations, supervised warm start        grading     episodes -> rewards -> dataset
-    training   a GRPO job through the launcher                         evaluation  candidate and parent on gate and
-               held-out
-    publishing the decision, and promotion by compare-and-swap         keys        the action key of every step
+    training   a GRPO job through the launcher                         evaluation  candidate and parent compared
+    publishing the decision, and promotion by compare-and-swap         readings    how an evaluation plays a policy
 
-In: a `Step` (experiment, partition, store, progress) and references. Out: committed artifacts, and metadata about them
-(`results`, `samples`).
+In: a `Step` (declaration, state of its iteration, progress). Out: committed artifacts, and metadata about them
+(`results`, `samples`). `graph`, `spec`, `state`, `readings` and `where` do not import Dagster, so `triplane status` is
+quick.
 
 Imported by assets and triplane_dagster. May import: dagster, resources, contracts and the four planes.
 """

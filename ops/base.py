@@ -4,8 +4,6 @@ import.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from contracts.artifacts import Artifact
 from curation.tasks.build import build_suite
 from curation.tasks.demonstrations import build_demonstrations
@@ -39,7 +37,7 @@ def make_base(step: Step, launcher: Launcher) -> Artifact:
     if isinstance(base, ImportedBase):
         from trainer.import_hf import import_checkpoint  # needs torch, which loading the definitions does not
 
-        return import_checkpoint(Path(base.path), step.store)
+        return import_checkpoint(base.directory, step.store)
     step.progress.update("tokenizer", 0, 1)
     tokenizer = build_tokenizer(step.experiment.demonstrated, step.store)
     step.progress.update("demonstrations", 0, base.demonstrations.count)

@@ -13,105 +13,50 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import pyarrow as pa
 
-from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, find_artifact, open_artifact
+from contracts.artifacts import Artifact, ArtifactRef, open_artifact
 from contracts.chat import ChatTokenizer
 from contracts.episodes import episodes_table, sequences_table, telemetry_table
 from contracts.tasks import Split, Task
 from curation.measures import Sample, measures, read_samples
 from curation.rewards import RewardConfig, grade_episodes
 from curation.statistics import paired_difference, pass_rate, solved_by_task
-from curation.tasks.suite import TaskSuiteConfig
 from curation.verify import Verifier
 from envd.client import SandboxClient
 from inference.engines.base import Engine
 from inference.rollouts.evaluate import run_episodes
 from inference.rollouts.progress import ShardProgress
-from ops import keys
 from ops.floor import compare_with_floor, find_floor
 from ops.grading import ungraded_allowed
-from ops.inputs import load_tasks, split_tasks
+from ops.inputs import load_tasks, load_tokenizer, split_tasks
+from ops.readings import EVALUATION_SLOTS, WHO, Reading, readings_of
 from ops.step import Step
 from resources.errors import EvaluationIncomplete
-from resources.experiment import Experiment
 from resources.loops import run_async
 from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
 
-WHO = ("candidate", "parent")
-"""The policies that an evaluation compares."""
 
-
-@dataclass(frozen=True)
-class Reading:
-    """One way to play a split: its name, temperature and number of samples."""
-
-    split: Split
-    samples: int
-    """Episodes a task."""
-    greedy: bool
-    """At temperature 0, not at that of the rollouts."""
-
-    @property
-    def name(self) -> str:
-        """Suffix of the reading's roles, e.g. held_out_greedy."""
-        return f"{self.split.value}_greedy" if self.greedy else self.split.value
-
-    def key(self, experiment: Experiment, policy: ArtifactRef, suite: ArtifactRef) -> str:
-        """Action key of the policy's run."""
-        return keys.evaluation_run_key(experiment, policy, suite, self.split, self.samples, greedy=self.greedy)
-
-    def slice(self, experiment: Experiment) -> dict[str, Any]:
-        """Settings that decide the run beside policy and suite."""
-        return keys.evaluation_slice(experiment, self.split, self.samples, greedy=self.greedy)
-
-
-def readings_of(experiment: Experiment) -> list[Reading]:
-    """Readings of every policy: the gate, and the report-only splits, sampled and greedy.
-
-    Imported suites have no unseen tasks.
-    """
-    config = experiment.evaluation
-    reported = {Split.HELD_OUT: config.held_out_samples}
-    if isinstance(experiment.tasks, TaskSuiteConfig):
-        reported[Split.UNSEEN] = config.unseen_samples
-    found = [Reading(Split.GATE, config.gate_samples, greedy=False)]
-    for split, samples in reported.items():
-        if samples:
-            found.append(Reading(split, samples, greedy=False))
-        if samples and config.greedy:
-            found.append(Reading(split, 1, greedy=True))
-    return found
-
-
-def evaluate(
-    step: Step,
-    sampler: SamplerResource,
-    sandboxes: SandboxesResource,
-    candidate: ArtifactRef,
-    parent: ArtifactRef,
-    suite: ArtifactRef,
-    base: ArtifactRef,
-) -> Artifact:
+def evaluate(step: Step, sampler: SamplerResource, sandboxes: SandboxesResource) -> Artifact:
     """The `evaluation` artifact of a candidate, its parent and, on the gate, the best policy so far.
 
-    base: the base policy, played too where it has no run with these settings, so that the best so far is never unknown.
+    The base policy is played too where it has no run with these settings, so that the best so far is never unknown.
     """
+    suite, base, parent = step.inputs.task_suite, step.inputs.base, step.inputs.start.checkpoint
     runs: dict[str, Artifact] = {}
-    for role, policy in (("base", base), ("parent", parent), ("candidate", candidate)):
+    for role, policy in (("base", base), ("parent", parent), ("candidate", step.state.made["checkpoint"])):
         for name, run in play_splits(step, sampler, sandboxes, policy, suite).items():
             if role != "base":
                 runs[f"{role}_{name}"] = run
     floor = find_floor(step.store, step.experiment, parent, base, suite)
     if floor is not None:
         runs["best_gate"] = floor.run
-    refs = {role: run.ref for role, run in runs.items()}
-    key = keys.evaluation_key(step.experiment, refs)
-    found = find_artifact(step.store, "evaluation", key)
+    work = step.spec.work_on(step.state, {role: run.ref for role, run in runs.items()})
+    found = work.find()
     if found is not None:
         return found
     confidence = step.experiment.promotion.confidence
@@ -125,15 +70,7 @@ def evaluate(
         found_there["measures"] = {who: measure(runs, who, name, temperature) for who in WHO}
     if floor is not None:
         body[Split.GATE.value]["floor"] = compare_with_floor(runs["candidate_gate"], floor, confidence)
-    parents = {**refs, "candidate": candidate, "parent": parent}
-    with ArtifactWriter(
-        step.store,
-        "evaluation",
-        key,
-        parents=parents,
-        config={"confidence": confidence},
-        code_version=keys.EVALUATION_VERSION,
-    ) as out:
+    with work.writer() as out:
         out.add_json("evaluation.json", body)
         return out.commit(meta={f"{split}_{who}": body[split][who]["rate"] for split in body for who in WHO})
 
@@ -169,7 +106,7 @@ def play_splits(
     found: dict[str, Artifact] = {}
     missing: list[Reading] = []
     for each in readings_of(step.experiment):
-        run = find_artifact(step.store, "evaluation_run", each.key(step.experiment, policy, suite))
+        run = each.work(step.store, step.experiment, policy, suite).find()
         if run is None:
             missing.append(each)
         else:
@@ -190,7 +127,7 @@ async def _play(
     tasks = load_tasks(step.store, suite)
     checkpoint = open_artifact(step.store, policy)
     experiment = step.experiment
-    tokenizer = ChatTokenizer.from_directory(checkpoint.directory(), spaced=experiment.base.spaced)
+    tokenizer = load_tokenizer(experiment, checkpoint)
     async with (
         sandboxes.client(experiment.sandboxes) as client,
         sampler.lease(checkpoint, "evaluation", experiment.engine) as engine,
@@ -222,7 +159,7 @@ async def _play_reading(
     gate: asyncio.Semaphore,
 ) -> Artifact:
     experiment = step.experiment
-    key, name = reading.key(experiment, policy, suite), reading.name.replace("_", " ")
+    work, name = reading.work(step.store, experiment, policy, suite), reading.name.replace("_", " ")
     config = experiment.rollouts.model_copy(update={"temperature": 0.0}) if reading.greedy else experiment.rollouts
 
     def playing(now: ShardProgress) -> None:
@@ -231,10 +168,10 @@ async def _play_reading(
     episodes = await run_episodes(
         split_tasks(tasks, reading.split),
         reading.samples,
-        experiment=keys.EVALUATION_SLOTS,
+        experiment=EVALUATION_SLOTS,
         split=reading.split,
         seed=experiment.seed,
-        key=key,
+        key=work.key,
         policy_version=policy.digest,
         config=config,
         engine=engine,
@@ -254,14 +191,7 @@ async def _play_reading(
         lambda done, total: step.progress.update(f"grading {name}", done, total),
     )
     require_graded(rewards, allowed, f"policy {policy.short} on {name}")
-    with ArtifactWriter(
-        step.store,
-        "evaluation_run",
-        key,
-        parents={"policy": policy, "task_suite": suite},
-        config=reading.slice(experiment),
-        code_version=keys.EVALUATION_RUN_VERSION,
-    ) as out:
+    with work.writer() as out:
         out.add_table("episodes.parquet", table)
         out.add_table("sequences.parquet", sequences_table(episodes))
         out.add_table("telemetry.parquet", telemetry_table(episodes), telemetry=True)

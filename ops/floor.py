@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from contracts.artifacts import Artifact, ArtifactRef, find_artifact
+from contracts.artifacts import Artifact, ArtifactRef
 from contracts.store import Store
-from contracts.tasks import Split
 from curation.statistics import paired_difference, pass_rate, solved_by_task
-from ops import keys
+from ops.readings import gate_reading
 from resources.experiment import Experiment
 from resources.registry import Registry
 
@@ -45,9 +44,7 @@ def find_floor(
     best: tuple[float, Floor] | None = None
     lost, considered = [], 0
     for policy in lineage(Registry(store, experiment.name), parent, base):
-        samples = experiment.evaluation.gate_samples
-        key = keys.evaluation_run_key(experiment, policy, suite, Split.GATE, samples)
-        run = find_artifact(store, "evaluation_run", key)
+        run = gate_reading(experiment).work(store, experiment, policy, suite).find()
         rate = pass_rate(run.table("rewards.parquet", ["task_id", "solved"])).rate if run else None
         if run is None or rate is None:
             lost.append(policy.digest)

@@ -11,9 +11,8 @@ from curation.power import ASSUMED, Gate, TaskRates, measured_rates, refusal_rat
 from curation.statistics import solved_by_task
 from curation.tasks.suite import TaskSuiteConfig
 from ops.inputs import load_tasks, split_tasks
-from ops.report.sources import iterations_of
 from resources.experiment import Experiment
-from resources.refs import read_artifact
+from resources.refs import partitions, read_artifact
 
 LOSS = 0.03
 """True loss whose refusal is printed beside those of the margin, in pass rate."""
@@ -65,7 +64,7 @@ def _gate_tasks(store: Store, experiment: Experiment) -> int | None:
 
 def _rates(store: Store, experiment: Experiment) -> TaskRates:
     """Task rates of the last evaluation's parent if known, else assumed ones."""
-    evaluated = iterations_of(store, experiment.name, "evaluation")
+    evaluated = partitions(store, experiment.name, "evaluation")
     evaluation = read_artifact(store, experiment.name, "evaluation", evaluated[-1]) if evaluated else None
     ref = evaluation.manifest.parents.get("parent_gate") if evaluation else None
     if ref is None or evaluation is None:

@@ -6,37 +6,28 @@ from typing import Any
 
 import pyarrow as pa
 
-from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, find_artifact, open_artifact
+from contracts.artifacts import Artifact, open_artifact
 from contracts.chat import ChatTokenizer
 from contracts.episodes import STRAGGLERS
-from curation.dataset import DATASET_VERSION, build_dataset
-from curation.rewards import REWARDS_VERSION, RewardConfig, grade_rollouts
+from curation.dataset import build_dataset
+from curation.rewards import RewardConfig, grade_rollouts
 from curation.rewards.grading import Graded
 from curation.statistics import pass_rate
 from curation.verify import Verifier
-from ops import keys
-from ops.inputs import IterationInputs, load_tasks
+from ops.inputs import load_tasks, load_tokenizer
 from ops.step import Step
 from resources.experiment import Experiment
 from resources.loops import run_async
 from resources.sandboxes import SandboxesResource
 
 
-def grade(step: Step, sandboxes: SandboxesResource, inputs: IterationInputs, rollouts: ArtifactRef) -> Artifact:
+def grade(step: Step, sandboxes: SandboxesResource) -> Artifact:
     """Make the `rewards` artifact of an iteration's rollouts."""
-    key = keys.rewards_key(step.experiment, rollouts, inputs.task_suite)
-    found = find_artifact(step.store, "rewards", key)
+    found = step.work.find()
     if found is not None:
         return found
-    config, graded = step.experiment.rewards, run_async(_grade(step, sandboxes, inputs, rollouts))
-    with ArtifactWriter(
-        step.store,
-        "rewards",
-        key,
-        parents={"rollouts": rollouts, "task_suite": inputs.task_suite},
-        config=config.slice(),
-        code_version=REWARDS_VERSION,
-    ) as out:
+    config, graded = step.experiment.rewards, run_async(_grade(step, sandboxes))
+    with step.work.writer() as out:
         out.add_table("rewards.parquet", graded.rewards)
         if config.components:
             # why, not what: a judge's other words for the same score change nothing that comes after
@@ -44,18 +35,16 @@ def grade(step: Step, sandboxes: SandboxesResource, inputs: IterationInputs, rol
         return out.commit(meta=_facts(graded.rewards, config))
 
 
-async def _grade(step: Step, sandboxes: SandboxesResource, inputs: IterationInputs, rollouts: ArtifactRef) -> Graded:
+async def _grade(step: Step, sandboxes: SandboxesResource) -> Graded:
     experiment = step.experiment
 
     def tokenizer() -> ChatTokenizer:
-        return ChatTokenizer.from_directory(
-            open_artifact(step.store, inputs.policy).directory(), spaced=experiment.base.spaced
-        )
+        return load_tokenizer(experiment, open_artifact(step.store, step.inputs.policy))
 
     async with sandboxes.client(experiment.sandboxes) as client:
         return await grade_rollouts(
-            open_artifact(step.store, rollouts),
-            load_tasks(step.store, inputs.task_suite),
+            open_artifact(step.store, step.parent("rollouts")),
+            load_tasks(step.store, step.parent("task_suite")),
             Verifier(client, step.store),
             experiment.rewards.model_copy(update={"max_ungraded": ungraded_allowed(experiment)}),
             lambda done, total: step.progress.update("grading", done, total),
@@ -99,21 +88,13 @@ def recomputation(config: RewardConfig) -> str:
     return f"equivalent: what {names} answered is kept in this store; asked elsewhere, a model may answer otherwise"
 
 
-def make_dataset(step: Step, rollouts: ArtifactRef, rewards: ArtifactRef) -> Artifact:
+def make_dataset(step: Step) -> Artifact:
     """Make the `dataset` artifact of an iteration."""
-    config = step.experiment.dataset
-    key = keys.dataset_key(step.experiment, rollouts, rewards)
-    found = find_artifact(step.store, "dataset", key)
+    found = step.work.find()
     if found is not None:
         return found
-    with ArtifactWriter(
-        step.store,
-        "dataset",
-        key,
-        parents={"rollouts": rollouts, "rewards": rewards},
-        config=config.model_dump(mode="json"),
-        code_version=DATASET_VERSION,
-    ) as out:
-        report = build_dataset(open_artifact(step.store, rollouts), open_artifact(step.store, rewards), config, out)
+    rollouts, rewards = (open_artifact(step.store, step.parent(role)) for role in ("rollouts", "rewards"))
+    with step.work.writer() as out:
+        report = build_dataset(rollouts, rewards, step.experiment.dataset, out)
         meta: dict[str, Any] = report.model_dump(mode="json")
         return out.commit(meta=meta)

@@ -4,51 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field
-
-from contracts.artifacts import (
-    Artifact,
-    ArtifactRef,
-    ArtifactWriter,
-    Frozen,
-    find_artifact,
-    list_artifacts,
-    open_artifact,
-)
+from contracts.artifacts import Artifact, ArtifactRef, Frozen, find_artifact, list_artifacts, open_artifact
+from contracts.chat import ChatTokenizer
 from contracts.store import Store
 from contracts.tasks import Split, Task, read_tasks
 from inference.rollouts.plan import GroupPlan, draw_prompts
-from ops import keys
+from ops.graph import ITERATION_INPUTS
+from ops.state import IterationInputs, IterationState, Start
 from ops.step import Step
 from resources.errors import NotMaterialized, RegistryError
 from resources.experiment import Experiment
 from resources.launcher import require_launchable
 from resources.refs import read_artifact
 from resources.registry import Registry
-
-
-class Start(Frozen):
-    """Checkpoint and trainer state that training continues from."""
-
-    checkpoint: ArtifactRef
-    trainer_state: ArtifactRef
-
-
-class IterationInputs(Frozen):
-    """Digests of everything that one iteration starts from."""
-
-    experiment: str
-    iteration: str
-    policy: ArtifactRef
-    """The checkpoint that acts."""
-    start: Start
-    task_suite: ArtifactRef
-    base: ArtifactRef
-    """The base policy's checkpoint."""
-    cursor: int
-    """Prompts drawn by earlier iterations."""
-    carried_over: list[str] = Field(default_factory=list)
-    """Episode ids taken over unfinished from an earlier iteration."""
 
 
 class PromptsDrawn(Frozen):
@@ -76,42 +44,33 @@ def trainer_state_of(store: Store, checkpoint: ArtifactRef) -> ArtifactRef:
 
 def find_inputs(store: Store, experiment: Experiment, iteration: str) -> IterationInputs | None:
     """Pinned inputs of an iteration, or None if it has not begun."""
-    artifact = find_artifact(store, "iteration_inputs", keys.inputs_key(experiment, iteration))
+    work = ITERATION_INPUTS.work_on(IterationState(experiment, store, iteration), {})
+    artifact = work.find()
     return IterationInputs.model_validate(artifact.json("inputs.json")) if artifact else None
 
 
-def read_inputs(store: Store, ref: ArtifactRef) -> IterationInputs:
-    """Content of an `iteration_inputs` artifact."""
-    return IterationInputs.model_validate(open_artifact(store, ref).json("inputs.json"))
-
-
-def pin_inputs(step: Step, base: ArtifactRef, suite: ArtifactRef, policy: str) -> Artifact:
+def pin_inputs(step: Step, policy: str) -> Artifact:
     """Inputs of this iteration; they are pinned if it has not begun. policy: "live", "base" or a digest prefix of a
     checkpoint.
     """
-    key = keys.inputs_key(step.experiment, step.iteration)
-    found = find_artifact(step.store, "iteration_inputs", key)
+    found = step.work.find()
     if found is not None:
         return found
     require_launchable(step.experiment)  # now, not when hours of rollouts are to be trained on
-    start = resolve_start(step.store, step.experiment.name, base, policy)
+    start = resolve_start(step.store, step.experiment.name, step.parent("base"), policy)
     inputs = IterationInputs(
         experiment=step.experiment.name,
         iteration=step.iteration,
         policy=start.checkpoint,
         start=start,
-        task_suite=suite,
-        base=base,
+        task_suite=step.parent("task_suite"),
+        base=step.parent("base"),
         cursor=cursor_before(step.store, step.experiment, step.iteration),
     )
-    parents = {"policy": inputs.policy, "trainer_state": start.trainer_state, "task_suite": suite, "base": base}
-    config = {"experiment": step.experiment.name, "iteration": step.iteration}
-    with ArtifactWriter(
-        step.store, "iteration_inputs", key, parents=parents, config=config, code_version=keys.INPUTS_VERSION
-    ) as out:
+    with step.work.writer({"policy": inputs.policy, "trainer_state": start.trainer_state}) as out:
         out.add_json("inputs.json", inputs.model_dump(mode="json"))
         restored = restoring_rollback(step.store, step.experiment.name, inputs.policy)
-        return out.commit(meta={**config, "policy": inputs.policy.digest, "asked_for": policy, **restored})
+        return out.commit(meta={**step.work.config, "policy": inputs.policy.digest, "asked_for": policy, **restored})
 
 
 def restoring_rollback(store: Store, experiment: str, policy: ArtifactRef) -> dict[str, Any]:
@@ -163,6 +122,11 @@ def load_tasks(store: Store, suite: ArtifactRef) -> dict[str, Task]:
     return {task.task_id: task for task in read_tasks(open_artifact(store, suite).table("tasks.parquet"))}
 
 
+def load_tokenizer(experiment: Experiment, policy: Artifact) -> ChatTokenizer:
+    """Tokenizer of a checkpoint, which writes tool calls as the experiment's base policy does."""
+    return ChatTokenizer.from_directory(policy.directory(), spaced=experiment.base.spaced)
+
+
 def split_tasks(tasks: dict[str, Task], split: Split) -> list[Task]:
     """The tasks of one split, in the suite's order."""
     return [task for task in tasks.values() if task.split == split]
@@ -182,23 +146,13 @@ def draw(store: Store, experiment: Experiment, inputs: IterationInputs) -> Promp
     return PromptsDrawn(groups=groups, reserve=reserve, cursor_after=after)
 
 
-def draw_and_commit(step: Step, inputs_ref: ArtifactRef) -> Artifact:
+def draw_and_commit(step: Step) -> Artifact:
     """Make the `prompts` artifact of this iteration."""
-    inputs = read_inputs(step.store, inputs_ref)
-    key = keys.prompts_key(step.experiment, step.iteration, inputs.task_suite, inputs.cursor)
-    found = find_artifact(step.store, "prompts", key)
+    found = step.work.find()
     if found is not None:
         return found
-    drawn = draw(step.store, step.experiment, inputs)
-    config = keys.prompts_slice(step.experiment, step.iteration, inputs.cursor)
-    with ArtifactWriter(
-        step.store,
-        "prompts",
-        key,
-        parents={"task_suite": inputs.task_suite},
-        config=config,
-        code_version=keys.PROMPTS_VERSION,
-    ) as out:
+    drawn = draw(step.store, step.experiment, step.inputs)
+    with step.work.writer() as out:
         out.add_json("prompts.json", drawn.model_dump(mode="json"))
         return out.commit(
             meta={"groups": len(drawn.groups), "reserve": len(drawn.reserve), "cursor_after": drawn.cursor_after}

@@ -6,15 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
-from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, Frozen, find_artifact, open_artifact
-from contracts.digests import canonical_json
+from contracts.artifacts import Artifact, ArtifactRef, Frozen, open_artifact
 from contracts.failpoints import failpoint
 from contracts.tasks import Split
 from curation.statistics import Judgement, PairedDifference, non_inferior
-from ops import keys
-from ops.inputs import IterationInputs, trainer_state_of
+from ops.inputs import trainer_state_of
 from ops.smoke import Smoke
 from ops.step import Step
 from resources.errors import NotMaterialized
@@ -48,29 +46,22 @@ def read_decision(artifact: Artifact) -> Decision:
     return Decision.model_validate(artifact.json("decision.json"))
 
 
-def publish(
-    step: Step, inputs: IterationInputs, candidate: ArtifactRef, evaluation: ArtifactRef, smoke: Callable[[], Smoke]
-) -> Artifact:
+def publish(step: Step, smoke: Callable[[], Smoke]) -> Artifact:
     """Decide about a candidate and act on it. An existing decision is returned and changes nothing.
 
     smoke: plays the smoke episode of a candidate that is good enough.
     """
-    parent = inputs.start.checkpoint
-    key = keys.decision_key(step.experiment, step.iteration, candidate, parent, evaluation)
-    found = find_artifact(step.store, "sampler", key)
+    found = step.work.find()
     if found is not None:
         return found
-    judgement = judge(open_artifact(step.store, evaluation), parent, step.experiment.promotion.margin)
+    candidate, parent = step.parent("candidate"), step.parent("parent")
+    evaluation = open_artifact(step.store, step.parent("evaluation"))
+    judgement = judge(evaluation, parent, step.experiment.promotion.margin)
     decision, played = _decide(step, candidate, parent, judgement, smoke)
-    parents = {"candidate": candidate, "parent": parent, "evaluation": evaluation}
-    config: dict[str, Any] = keys.decision_slice(step.experiment, step.iteration)
-    with ArtifactWriter(
-        step.store, "sampler", key, parents=parents, config=config, code_version=keys.DECISION_VERSION
-    ) as out:
+    with step.work.writer() as out:
         out.add_json("decision.json", decision.model_dump(mode="json"))
         if played is not None:
-            (out.directory / SMOKE_FILE).write_bytes(canonical_json(played.model_dump(mode="json")))
-            out.add_file(SMOKE_FILE, telemetry=True)
+            out.add_json(SMOKE_FILE, played.model_dump(mode="json"), telemetry=True)
         return out.commit(meta={"decision": decision.decision, "iteration": step.iteration, "policy": candidate.digest})
 
 

@@ -47,7 +47,9 @@ def sampled_numbers(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def speed_before(step: Step) -> dict[str, Any]:
     """Sampling speed of an earlier materialization of this partition, kept for the plot if a repeat samples nothing."""
-    wanted = dg.AssetRecordsFilter(dg.AssetKey([step.experiment.name, step.asset]), asset_partitions=[step.iteration])
+    wanted = dg.AssetRecordsFilter(
+        dg.AssetKey([step.experiment.name, step.spec.name]), asset_partitions=[step.iteration]
+    )
     for record in step.context.instance.fetch_materializations(wanted, limit=1).records:
         made = record.asset_materialization
         value = made.metadata.get(label(SPEED)) if made else None

@@ -8,23 +8,22 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import dagster as dg
 
-from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, artifact_exists, find_artifact, open_artifact
-from contracts.chat import ChatTokenizer
+from contracts.artifacts import Artifact, ArtifactRef, artifact_exists, find_artifact, open_artifact
 from contracts.errors import InfraFault
 from contracts.store import Store
 from contracts.tasks import Task
 from curation.verify import Verifier
-from inference.rollouts import ROLLOUTS_VERSION
 from inference.rollouts.merge import Gathered, gather_groups, merge_groups
 from inference.rollouts.plan import GroupPlan, RolloutPlan
 from inference.rollouts.progress import ShardProgress
 from inference.rollouts.worker import GradeResult, run_shard
-from ops import keys
-from ops.inputs import PromptsDrawn, load_tasks, read_inputs
+from ops.graph import PLAN, ROLLOUTS
+from ops.inputs import PromptsDrawn, load_tasks, load_tokenizer
 from ops.results import output, table_facts
 from ops.rollout_numbers import rollout_numbers, sampled_numbers, speed_before
 from ops.samples import sample_episodes
@@ -37,38 +36,30 @@ from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
 from resources.store import StoreResource
 
-ASSET = "rollouts"
 CHECK = "every_group_committed"
 
 
-def make_plan(step: Step, inputs_ref: ArtifactRef, prompts_ref: ArtifactRef) -> Artifact:
-    """Make the `rollout_plan` artifact, which holds everything that a worker needs."""
-    inputs = read_inputs(step.store, inputs_ref)
-    drawn = PromptsDrawn.model_validate(open_artifact(step.store, prompts_ref).json("prompts.json"))
-    key = keys.rollouts_key(step.experiment, step.iteration, inputs.policy, prompts_ref, inputs.task_suite)
-    found = find_artifact(step.store, "rollout_plan", key)
+def make_plan(step: Step) -> Artifact:
+    """Make the `rollout_plan` artifact, which holds everything that a worker needs and has the key of the rollouts."""
+    pinned = {"iteration_inputs": step.state.made["iteration_inputs"]}
+    work = replace(step.work, kind=PLAN)
+    found = work.find()
     if found is not None:
         return found
+    drawn = PromptsDrawn.model_validate(open_artifact(step.store, step.parent("prompts")).json("prompts.json"))
     plan = RolloutPlan(
         experiment=step.experiment.name,
         iteration=step.iteration,
         seed=step.experiment.seed,
-        key=key,
-        policy=inputs.policy,
+        key=work.key,
+        policy=step.parent("policy"),
         groups=drawn.groups,
         reserve=drawn.reserve,
         workers=step.experiment.prompts.workers,
         config=step.experiment.rollouts,
-        inputs={"prompts": prompts_ref, "task_suite": inputs.task_suite, "iteration_inputs": inputs_ref},
+        inputs={**{role: ref for role, ref in work.parents.items() if role != "policy"}, **pinned},
     )
-    with ArtifactWriter(
-        step.store,
-        "rollout_plan",
-        key,
-        parents={"policy": inputs.policy, **plan.inputs},
-        config=keys.rollouts_slice(step.experiment, step.iteration),
-        code_version=ROLLOUTS_VERSION,
-    ) as out:
+    with work.writer(pinned) as out:
         out.add_json("plan.json", plan.model_dump(mode="json"))
         return out.commit(meta={"groups": len(plan.groups), "reserve": len(plan.reserve), "workers": plan.workers})
 
@@ -109,7 +100,7 @@ async def sample_shard(
             tasks=tasks,
             store=step.store,
             grade=grade,
-            tokenizer=ChatTokenizer.from_directory(policy.directory(), spaced=experiment.base.spaced),
+            tokenizer=load_tokenizer(experiment, policy),
             progress=lambda now: _show(step, now),
             limits=experiment.sandboxes.limits.limits(),
         )
@@ -135,7 +126,7 @@ def _show(step: Step, now: ShardProgress) -> None:
 
 def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinition, dg.OpDefinition]:
     """Ops (plan, shard, merge) of one experiment for its rollouts graph."""
-    prefix = f"{experiment.name}_{ASSET}"
+    prefix = f"{experiment.name}_{ROLLOUTS.name}"
 
     @dg.op(
         name=f"{prefix}_plan", out=dg.DynamicOut(dict[str, Any]), description="Commit the plan and hand out its shards."
@@ -147,8 +138,9 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
         store: StoreResource,
         progress: dg.ResourceParam[ProgressSink],
     ) -> Iterator[dg.DynamicOutput[dict[str, Any]]]:
-        step = begin(context, experiment, ASSET, store.open(), progress)
-        planned = make_plan(step, iteration_inputs, prompts)
+        given = {"iteration_inputs": iteration_inputs, "prompts": prompts}
+        step = begin(context, experiment, ROLLOUTS, store.open(), progress, given)
+        planned = make_plan(step)
         for shard in range(read_plan(planned).workers):
             value = {"plan": planned.ref.model_dump(mode="json"), "shard": shard}
             yield dg.DynamicOutput(value, mapping_key=f"shard{shard:04d}")
@@ -165,9 +157,9 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
         sandboxes: SandboxesResource,
         progress: dg.ResourceParam[ProgressSink],
     ) -> dict[str, Any]:
-        step = begin(context, experiment, ASSET, store.open(), progress)
+        step = begin(context, experiment, ROLLOUTS, store.open(), progress)
         planned = read_plan(open_artifact(step.store, ArtifactRef.model_validate(part["plan"])))
-        if artifact_exists(step.store, ASSET, planned.key):
+        if artifact_exists(step.store, ROLLOUTS.name, planned.key):
             context.log.info(f"rollouts {planned.key[:12]} are committed: nothing to sample")
             return part
         try:
@@ -191,13 +183,13 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
         store: StoreResource,
         progress: dg.ResourceParam[ProgressSink],
     ) -> Iterator[dg.Output[ArtifactRef] | dg.AssetCheckResult]:
-        step = begin(context, experiment, ASSET, store.open(), progress)
+        step = begin(context, experiment, ROLLOUTS, store.open(), progress)
         planned = read_plan(open_artifact(step.store, ArtifactRef.model_validate(parts[0]["plan"])))
         gathered = gather_groups(planned, step.store)
         lacking = groups_lacking(planned, gathered, step.store)
         yield dg.AssetCheckResult(
             passed=not lacking,
-            asset_key=dg.AssetKey([experiment.name, ASSET]),
+            asset_key=dg.AssetKey([experiment.name, ROLLOUTS.name]),
             check_name=CHECK,
             metadata={"expected": len(gathered.expected), "lacking": [group.task_id for group in lacking[:20]]},
         )
@@ -212,7 +204,7 @@ def groups_lacking(plan: RolloutPlan, gathered: Gathered, store: Store) -> list[
     """Groups that the plan requires and that are neither committed nor merged."""
     if not gathered.missing:
         return []
-    merged = find_artifact(store, ASSET, plan.key)
+    merged = find_artifact(store, ROLLOUTS.name, plan.key)
     if merged is None:
         return gathered.missing
     held = set(merged.table("episodes.parquet", columns=["group_id"])["group_id"].to_pylist())
@@ -222,7 +214,7 @@ def groups_lacking(plan: RolloutPlan, gathered: Gathered, store: Store) -> list[
 def rollout_metadata(step: Step, merged: Artifact, plan: RolloutPlan) -> dict[str, Any]:
     """Numbers for plots, and a few episodes to read."""
     policy = open_artifact(step.store, plan.policy)
-    tokenizer = ChatTokenizer.from_directory(policy.directory(), spaced=step.experiment.base.spaced)
+    tokenizer = load_tokenizer(step.experiment, policy)
     tasks = load_tasks(step.store, plan.inputs["task_suite"])
     return {
         **table_facts(merged.table("episodes.parquet")),

@@ -29,7 +29,7 @@ from inference.errors import EngineError, EngineUnreachable, RequestTooLong, Sta
 from inference.rollouts.episode import Player, play_episode
 from inference.rollouts.evaluate import evaluation_slot
 from inference.rollouts.workspace import Workspaces
-from ops.inputs import load_tasks, split_tasks
+from ops.inputs import load_tasks, load_tokenizer, split_tasks
 from ops.step import Step
 from ops.weights_fault import weights_fault
 from resources.deployment import fault_of, open_canary
@@ -107,7 +107,7 @@ async def _attempt(
     """Play one smoke episode. Raises _Lost for a fault that may not be the candidate's."""
     began, watched = time.perf_counter(), None
     try:
-        tokenizer = ChatTokenizer.from_directory(candidate.directory(), spaced=step.experiment.base.spaced)
+        tokenizer = load_tokenizer(step.experiment, candidate)
         async with _engine(step, sampler, candidate) as engine:
             watched = _Watched(engine, candidate.ref.digest, alone=_is_in_process(step))
             episode = await _episode(step, client, watched, candidate, task, tokenizer)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import dagster as dg
 
+from contracts.artifacts import ArtifactRef
 from contracts.store import Store
 from ops.results import present
+from ops.spec import StepSpec, Work
+from ops.state import IterationInputs, IterationState, read_inputs
 from resources.experiment import Experiment
 from resources.progress import Progress, ProgressSink
 
@@ -43,23 +48,54 @@ class StepProgress:
 class Step:
     """Context that the functions of this package receive."""
 
-    experiment: Experiment
-    asset: str
-    partition: str | None
-    """Iteration key such as "0003", or None for unpartitioned assets."""
-    store: Store
+    spec: StepSpec
+    state: IterationState
     progress: StepProgress
     context: Context
 
     @property
+    def experiment(self) -> Experiment:
+        """Experiment of the step."""
+        return self.state.experiment
+
+    @property
+    def store(self) -> Store:
+        """Store of the artifacts."""
+        return self.state.store
+
+    @property
     def iteration(self) -> str:
         """Iteration key of a partitioned asset."""
-        assert self.partition is not None, f"{self.asset} is not partitioned"
-        return self.partition
+        return self.state.iteration
+
+    @property
+    def inputs(self) -> IterationInputs:
+        """Pinned inputs of the iteration, for a step that receives `iteration_inputs`."""
+        return self.state.inputs
+
+    @cached_property
+    def work(self) -> Work:
+        """Work of this step; all of its inputs are made."""
+        work = self.spec.work(self.state)
+        assert work is not None, f"{self.spec.name} is run without its inputs"
+        return work
+
+    def parent(self, role: str) -> ArtifactRef:
+        """Input in this role, as the step declares it."""
+        return self.work.parents[role]
 
 
-def begin(context: Context, experiment: Experiment, asset: str, store: Store, sink: ProgressSink) -> Step:
-    """Begin the step that `context` runs."""
+def begin(
+    context: Context,
+    experiment: Experiment,
+    spec: StepSpec,
+    store: Store,
+    sink: ProgressSink,
+    given: Mapping[str, ArtifactRef] | None = None,
+) -> Step:
+    """Begin the step that `context` runs. given: artifacts of the upstream assets, by asset."""
     partition = context.partition_key if context.has_partition_key else None
-    progress = StepProgress(context, experiment.name, asset, partition, sink)
-    return Step(experiment, asset, partition, store, progress, context)
+    made = {asset: given[asset] for asset in spec.upstream} if given else {}  # Dagster gives them in order of name
+    pinned = read_inputs(store, made["iteration_inputs"]) if "iteration_inputs" in made else None
+    progress = StepProgress(context, experiment.name, spec.name, partition, sink)
+    return Step(spec, IterationState(experiment, store, partition, made, pinned), progress, context)

@@ -6,10 +6,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from contracts.artifacts import Artifact, ArtifactRef, find_artifact, list_artifacts, open_artifact
+from contracts.artifacts import Artifact, ArtifactRef, discard_artifact, find_artifact, list_artifacts, open_artifact
 from contracts.store import Store
-from ops import keys
-from ops.inputs import IterationInputs
 from ops.results import numbers
 from ops.step import Step
 from resources.errors import LaunchFailed
@@ -28,9 +26,10 @@ def warm_start(
 ) -> Artifact:
     """Checkpoint of the base policy, trained if it does not exist."""
     experiment = step.experiment
+    work = step.spec.work_on(step.state, {"tokenizer": tokenizer, "demonstrations": demonstrations})
     job = SftJob(
         store=step.store.url,
-        key=keys.sft_key(experiment, base, tokenizer, demonstrations),
+        key=work.key,
         seed=experiment.seed,
         threads=experiment.trainer.launcher.threads,
         tokenizer=tokenizer,
@@ -41,21 +40,21 @@ def warm_start(
     return _train(step, launcher, job, base.sft.max_steps, 0)
 
 
-def train_iteration(step: Step, launcher: Launcher, inputs: IterationInputs, dataset: ArtifactRef) -> Artifact:
+def train_iteration(step: Step, launcher: Launcher) -> Artifact:
     """Checkpoint trained on this iteration's dataset, trained if it does not exist."""
-    experiment, start = step.experiment, inputs.start
+    trainer, start = step.experiment.trainer, step.parent("checkpoint")
     job = GrpoJob(
         store=step.store.url,
-        key=keys.checkpoint_key(experiment, step.iteration, dataset, start.checkpoint, start.trainer_state),
-        seed=keys.derived_seed(experiment, f"training/{step.iteration}"),
-        threads=experiment.trainer.launcher.threads,
-        dataset=dataset,
-        checkpoint=start.checkpoint,
-        trainer_state=start.trainer_state,
-        config=experiment.trainer.grpo,
+        key=step.work.key,
+        seed=step.work.config["seed"],
+        threads=trainer.launcher.threads,
+        dataset=step.parent("dataset"),
+        checkpoint=start,
+        trainer_state=step.parent("trainer_state"),
+        config=trainer.grpo,
     )
-    taken = int(open_artifact(step.store, start.checkpoint).meta.get("step") or 0)
-    return _train(step, launcher, job, experiment.trainer.grpo.optimizer_steps, taken)
+    taken = int(open_artifact(step.store, start).meta.get("step") or 0)
+    return _train(step, launcher, job, trainer.grpo.optimizer_steps, taken)
 
 
 def training_numbers(checkpoint: Artifact) -> dict[str, Any]:
@@ -81,7 +80,7 @@ def _drop_snapshots(store: Store, job: SftJob) -> None:
     """Remove snapshots of a trainer that was killed after its checkpoint was committed."""
     for snapshot in list(list_artifacts(store, SNAPSHOT)):
         if snapshot.manifest.config.get(SNAPSHOT_JOB) == job.key:
-            store.discard(f"{snapshot.ref.uri}/")
+            discard_artifact(store, snapshot.ref)
 
 
 def _train(step: Step, launcher: Launcher, job: SftJob | GrpoJob, steps: int, taken: int) -> Artifact:

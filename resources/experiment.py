@@ -69,6 +69,11 @@ class ImportedBase(Section):
     spaced: bool = True
     """Whether tool calls are written with blanks and newlines, as Qwen writes them."""
 
+    @property
+    def directory(self) -> Path:
+        """The checkpoint's directory."""
+        return Path(self.path)
+
 
 class PromptsConfig(Section):
     """How many groups an iteration samples."""

@@ -6,15 +6,26 @@ pointers/assets/<experiment>/<asset>/<partition>/<number>.json     an ArtifactRe
 from __future__ import annotations
 
 from contracts.artifacts import Artifact, ArtifactRef, find_artifact
-from contracts.pointers import Pointer
+from contracts.pointers import Pointer, pointer_folders
 from contracts.store import Store
 from resources.errors import NotMaterialized
 
 UNPARTITIONED = "all"
+_FOLDER = "assets"
 
 
 def _pointer(store: Store, experiment: str, asset: str, partition: str | None) -> Pointer:
-    return Pointer(store, f"assets/{experiment}/{asset}/{partition or UNPARTITIONED}")
+    return Pointer(store, f"{_FOLDER}/{experiment}/{asset}/{partition or UNPARTITIONED}")
+
+
+def experiments_in(store: Store) -> list[str]:
+    """Names of the experiments that ever produced an asset in `store`, sorted."""
+    return pointer_folders(store, _FOLDER)
+
+
+def partitions(store: Store, experiment: str, asset: str) -> list[str]:
+    """Partitions in which an asset was ever produced, sorted."""
+    return pointer_folders(store, f"{_FOLDER}/{experiment}/{asset}")
 
 
 def read_ref(store: Store, experiment: str, asset: str, partition: str | None = None) -> ArtifactRef | None:

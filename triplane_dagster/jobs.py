@@ -1,15 +1,16 @@
 """Jobs of an experiment: its base, one iteration, and a rollback."""
 
 import dagster as dg
-from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
 from pydantic import Field
 
-from assets.naming import ONCE, PER_ITERATION, key_of
+from assets.naming import key_of
 from ops.deploy import servers_line
+from ops.graph import ONCE, PER_ITERATION
 from ops.rollback import bring_live, observation, roll_back_once
 from resources.errors import AlreadyLive
 from resources.experiment import Experiment
 from resources.store import StoreResource
+from triplane_dagster.private_dagster import UnresolvedAssetJobDefinition
 
 EXPERIMENT_TAG = "triplane/experiment"
 MAX_RETRIES_TAG = "dagster/max_retries"

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
-from dagster._core.errors import DagsterAssetCheckFailedError
 
 from assets.naming import key_of
 from contracts.store import open_store
@@ -27,6 +26,7 @@ from triplane_dagster import iterations
 from triplane_dagster.assembly import definitions_for
 from triplane_dagster.dead_runs import PROCESS_TAG, cancel_dead_runs, process_name
 from triplane_dagster.jobs import base_job_name, iteration_job_name
+from triplane_dagster.private_dagster import DagsterAssetCheckFailedError
 from triplane_dagster.targets import begin_target, end_target
 
 next_partition = iterations.next_partition

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dagster as dg
-from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
 
 from contracts.store import open_store
 from resources.experiment import Experiment
 from triplane_dagster.iterations import next_partition
+from triplane_dagster.private_dagster import UnresolvedAssetJobDefinition
 
 
 def nightly(experiment: Experiment, job: UnresolvedAssetJobDefinition) -> dg.ScheduleDefinition:

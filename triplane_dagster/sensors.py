@@ -5,12 +5,12 @@ K-1.
 from __future__ import annotations
 
 import dagster as dg
-from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
 
 from contracts.store import open_store
 from resources.experiment import Experiment
 from triplane_dagster.iterations import may_continue, next_partition
 from triplane_dagster.jobs import EXPERIMENT_TAG, REMAINING_TAG
+from triplane_dagster.private_dagster import UnresolvedAssetJobDefinition
 
 
 def continue_sequence(experiment: Experiment, job: UnresolvedAssetJobDefinition) -> dg.SensorDefinition:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from dagster import DagsterRun
-from dagster._core.errors import DagsterUserCodeUnreachableError
-from dagster._core.launcher import DefaultRunLauncher
-from dagster._core.launcher.base import CheckRunHealthResult, WorkerStatus
-from dagster._grpc.types import CanCancelExecutionRequest, CanCancelExecutionResult
-from dagster._serdes import deserialize_value
-from dagster._serdes.config_class import ConfigurableClassData
+from dagster import DagsterRun, DefaultRunLauncher, deserialize_value
+
+from triplane_dagster.private_dagster import (
+    CanCancelExecutionRequest,
+    CanCancelExecutionResult,
+    CheckRunHealthResult,
+    ConfigurableClassData,
+    DagsterUserCodeUnreachableError,
+    WorkerStatus,
+)
 
 ANSWER_S = 20
 """Seconds to wait for the code server."""

@@ -13,8 +13,6 @@ from typing import Annotated, Any
 import dagster as dg
 import typer
 import uvicorn
-from dagster._core.workspace.context import WorkspaceProcessContext
-from dagster._core.workspace.load_target import WorkspaceFileTarget
 from dagster_webserver.version import __version__
 from dagster_webserver.webserver import DagsterWebserver
 from starlette.requests import Request
@@ -25,6 +23,7 @@ from contracts.artifacts import find_artifact
 from contracts.errors import TriplaneError
 from contracts.store import open_store
 from ops.report import ROUTE
+from triplane_dagster.private_dagster import WorkspaceFileTarget, WorkspaceProcessContext
 
 SANDBOX = {"Content-Security-Policy": "sandbox allow-scripts allow-popups", "X-Content-Type-Options": "nosniff"}
 """A report shows what a policy wrote: whatever ran there would have no origin, hence no way to this server's

@@ -9,7 +9,7 @@ and right now and then: what it lacks is knowledge, not certainty.
 from __future__ import annotations
 
 from random import Random
-from typing import Self
+from typing import Any, Self
 
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -65,9 +65,14 @@ class DemonstrationConfig(BaseModel):
         return self
 
 
+def demonstrations_slice(config: DemonstrationConfig, suite_seed: int) -> dict[str, Any]:
+    """What decides the demonstrations beside the tokenizer. suite_seed: deals names and compositions."""
+    return {**config.model_dump(), "suite_seed": suite_seed}
+
+
 def demonstrations_key(config: DemonstrationConfig, suite_seed: int, tokenizer: ArtifactRef) -> str:
     """Action key of the demonstrations."""
-    slice_ = {**config.model_dump(), "suite_seed": suite_seed}
+    slice_ = demonstrations_slice(config, suite_seed)
     return action_key("demonstrations", {"tokenizer": tokenizer.digest}, slice_, DEMONSTRATIONS_VERSION)
 
 
@@ -78,7 +83,7 @@ def build_demonstrations(
 
     Of the suite only the seed counts: it deals the names and compositions of the train split.
     """
-    slice_ = {**config.model_dump(), "suite_seed": suite_config.seed}
+    slice_ = demonstrations_slice(config, suite_config.seed)
     parents = {"tokenizer": tokenizer_artifact.ref}
     key = demonstrations_key(config, suite_config.seed, tokenizer_artifact.ref)
     found = find_artifact(store, "demonstrations", key)

@@ -18,5 +18,3 @@ ROUTE = "/reports"
 
 Without host and port, so a link is right behind any address.
 """
-REPORT_VERSION = "2"
-"""Code version of the `report` step."""

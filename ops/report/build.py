@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, find_artifact
-from contracts.digests import action_key, canonical_json, digest_of
+from contracts.artifacts import Artifact
+from contracts.digests import digest_of
 from contracts.tasks import Split
 from curation.measures import MEASURES, measure_names
-from ops.report import REPORT_VERSION, facts
+from ops.graph import REPORT
+from ops.report import facts
 from ops.report.episodes import viewer
 from ops.report.history import Row, row_of
 from ops.report.page import render
@@ -33,11 +34,6 @@ def report_config(sources: Sources, earlier: list[Row]) -> dict[str, Any]:
     return {"experiment": sources.experiment, "iteration": sources.iteration, "history": digest_of(earlier)}
 
 
-def report_key(inputs: Mapping[str, ArtifactRef], config: Mapping[str, Any]) -> str:
-    """Action key of a report. inputs: artifacts of its own iteration that it shows, by asset."""
-    return action_key("report", {asset: ref.digest for asset, ref in inputs.items()}, config, REPORT_VERSION)
-
-
 def compose(sources: Sources, earlier: list[Row], seconds: Seconds) -> Report:
     """Build the report of an iteration. seconds: durations of this and earlier iterations' assets, if known."""
     tasks = sources.tasks()
@@ -56,7 +52,7 @@ def compose(sources: Sources, earlier: list[Row], seconds: Seconds) -> Report:
     shown = summary | {
         "rows": [_timed(row, seconds.get(row["iteration"], {})) for row in rows],
         "costs": facts.costs(sources),
-        "version": REPORT_VERSION,
+        "version": REPORT.version,
         "viewer": viewer(sources, tasks),
     }
     return Report(summary, render(shown))
@@ -65,21 +61,16 @@ def compose(sources: Sources, earlier: list[Row], seconds: Seconds) -> Report:
 def commit_report(sources: Sources, earlier: list[Row], seconds: Seconds) -> Artifact:
     """Commit the `report` artifact of these sources unless it exists."""
     inputs = {asset: artifact.ref for asset, artifact in sources.artifacts.items()}
-    config = report_config(sources, earlier)
-    key = report_key(inputs, config)
-    found = find_artifact(sources.store, "report", key)
+    work = REPORT.work_with(sources.store, inputs, report_config(sources, earlier))
+    found = work.find()
     if found is not None:
         return found
     report = compose(sources, earlier, seconds)
-    with ArtifactWriter(
-        sources.store, "report", key, parents=inputs, config=config, code_version=REPORT_VERSION
-    ) as out:
+    with work.writer() as out:
         out.add_json("summary.json", report.summary)
-        (out.directory / "report.html").write_bytes(report.page)
-        (out.directory / "timings.json").write_bytes(canonical_json(seconds))
         # both tell seconds, so they stay outside the content digest
-        out.add_file("report.html", telemetry=True)
-        out.add_file("timings.json", telemetry=True)
+        out.add_bytes("report.html", report.page, telemetry=True)
+        out.add_json("timings.json", seconds, telemetry=True)
         return out.commit(
             meta={
                 "iteration": sources.iteration,

@@ -16,8 +16,8 @@ from contracts.artifacts import Artifact
 from contracts.store import Store
 from contracts.tasks import Split
 from curation.statistics import pass_rate
-from ops.report.sources import Sources, find_sources, iterations_of
-from resources.refs import read_artifact
+from ops.report.sources import Sources, find_sources
+from resources.refs import partitions, read_artifact
 
 Row = dict[str, Any]
 STEPS = 16
@@ -47,11 +47,11 @@ def row_of(sources: Sources) -> Row:
 
 def earlier_rows(store: Store, experiment: str, iteration: str) -> list[Row]:
     """Rows of the iterations before this one, in order."""
-    reports = [each for each in iterations_of(store, experiment, "report") if each < iteration]
+    reports = [each for each in partitions(store, experiment, "report") if each < iteration]
     report = read_artifact(store, experiment, "report", reports[-1]) if reports else None
     rows: list[Row] = report.json("summary.json")["rows"] if report else []
     known = rows[-1]["iteration"] if rows else ""
-    since = [each for each in iterations_of(store, experiment, "rollouts") if known < each < iteration]
+    since = [each for each in partitions(store, experiment, "rollouts") if known < each < iteration]
     return rows + [row_of(find_sources(store, experiment, each)) for each in since]
 
 

@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 from contracts.artifacts import Artifact, ArtifactRef, open_artifact
 from contracts.store import Store
 from contracts.tasks import Task, read_tasks
+from ops.graph import REPORTED
 from resources.errors import NotMaterialized
 from resources.refs import read_ref
-
-REPORTED = ("iteration_inputs", "prompts", "rollouts", "rewards", "dataset", "checkpoint", "evaluation", "sampler")
-"""Assets that a report shows, in graph order."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +49,10 @@ def open_sources(store: Store, experiment: str, iteration: str, refs: Mapping[st
 
 def find_sources(store: Store, experiment: str, iteration: str) -> Sources:
     """Artifacts that an iteration has produced so far. Raises NotMaterialized if it has no rollouts."""
-    refs = {asset: read_ref(store, experiment, asset, iteration) for asset in REPORTED}
+    refs = {spec.name: read_ref(store, experiment, spec.name, iteration) for spec in REPORTED}
     if refs["rollouts"] is None:
         raise NotMaterialized(
             f"{experiment} iteration {iteration} has no rollouts in {store.url}: `triplane status -e {experiment}`"
             " lists what there is"
         )
     return open_sources(store, experiment, iteration, {asset: ref for asset, ref in refs.items() if ref is not None})
-
-
-def iterations_of(store: Store, experiment: str, asset: str) -> list[str]:
-    """Iterations in which an asset was produced, in order."""
-    return sorted({key.split("/")[4] for key in store.list(f"pointers/assets/{experiment}/{asset}/")})

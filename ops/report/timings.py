@@ -5,8 +5,7 @@ from __future__ import annotations
 import dagster as dg
 
 from contracts.store import Store
-from ops.report.sources import iterations_of
-from resources.refs import read_artifact
+from resources.refs import partitions, read_artifact
 
 Seconds = dict[str, dict[str, float]]
 """Iteration -> asset -> seconds."""
@@ -28,7 +27,7 @@ def iteration_seconds(instance: dg.DagsterInstance, experiment: str, iteration: 
 
 def earlier_seconds(store: Store, experiment: str, iteration: str) -> Seconds:
     """Seconds of the iterations before this one, from the last of their reports."""
-    reports = [each for each in iterations_of(store, experiment, "report") if each < iteration]
+    reports = [each for each in partitions(store, experiment, "report") if each < iteration]
     report = read_artifact(store, experiment, "report", reports[-1]) if reports else None
     found: Seconds = report.json("timings.json") if report else {}
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from playwright.sync_api import expect
 
-from assets.naming import PER_ITERATION
+from ops.graph import PER_ITERATION
 from tests.acceptance.laboratory import Laboratory
 from tests.browser.desk import LOCATION, Screen
 from tests.webserver import ask

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from contracts.artifacts import ArtifactRef
-from ops import keys
+from contracts.store import open_store
+from ops.graph import REWARDS
+from ops.state import IterationState
 from resources.errors import ExperimentError
 from resources.experiment import Experiment, parse_experiment
 from triplane_dagster.cli.app import app
@@ -22,9 +25,9 @@ def composed(*components: dict[str, Any]) -> Experiment:
     return parse_experiment({"name": "one", "rewards": {"components": list(components)}})
 
 
-def rewards_key(experiment: Experiment) -> str:
-    rollouts, suite = (ArtifactRef(kind=kind, key="0" * 64, digest="1" * 64) for kind in ("rollouts", "task_suite"))
-    return keys.rewards_key(experiment, rollouts, suite)
+def rewards_key(experiment: Experiment, folder: Path) -> str:
+    refs = {kind: ArtifactRef(kind=kind, key="0" * 64, digest="1" * 64) for kind in ("rollouts", "task_suite")}
+    return REWARDS.work_on(IterationState(experiment, open_store(str(folder))), refs).key
 
 
 @pytest.mark.parametrize(
@@ -72,13 +75,13 @@ def test_two_components_of_one_name_are_refused() -> None:
         composed(SHARE, SHARE)
 
 
-def test_components_move_the_key_of_the_rewards_and_addresses_do_not() -> None:
+def test_components_move_the_key_of_the_rewards_and_addresses_do_not(tmp_path: Path) -> None:
     plain, judged = composed(), composed(JUDGE)
     moved = composed(JUDGE | {"endpoint": {"url": "https://other/v1", "api_key_env": "KEY", "attempts": 1}})
     heavier = composed(JUDGE | {"weight": 2})
-    assert rewards_key(plain) == rewards_key(parse_experiment({"name": "one"}))
-    assert rewards_key(judged) == rewards_key(moved)
-    assert len({rewards_key(each) for each in (plain, judged, heavier)}) == 3
+    assert rewards_key(plain, tmp_path) == rewards_key(parse_experiment({"name": "one"}), tmp_path)
+    assert rewards_key(judged, tmp_path) == rewards_key(moved, tmp_path)
+    assert len({rewards_key(each, tmp_path) for each in (plain, judged, heavier)}) == 3
 
 
 def test_an_experiment_with_components_survives_being_written_and_read() -> None:

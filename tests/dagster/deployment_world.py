@@ -19,9 +19,11 @@ from contracts.checkpoints import WEIGHTS
 from contracts.digests import digest_of
 from inference.engines.builtin import BuiltinEngine
 from inference.server.app import Application
-from ops.inputs import IterationInputs, Start, find_inputs, trainer_state_of
+from ops.graph import SAMPLER
+from ops.inputs import find_inputs, trainer_state_of
 from ops.publishing import Decision, publish, read_decision
 from ops.smoke import Smoke, play_smoke
+from ops.state import IterationInputs, IterationState, Start
 from ops.step import Step, StepProgress
 from resources.experiment import Experiment
 from resources.progress import no_progress
@@ -54,10 +56,14 @@ class Stage:
     def registry(self) -> Registry:
         return Registry(self.world.store, self.experiment.name)
 
-    def step(self, iteration: str) -> Step:
+    def step(self, candidate: ArtifactRef, parent: ArtifactRef, iteration: str) -> Step:
+        """`sampler[iteration]`, about a candidate that was trained from `parent`."""
         context = dg.build_op_context()
-        progress = NoProgress(context, self.experiment.name, "sampler", iteration, no_progress)
-        return Step(self.experiment, "sampler", iteration, self.world.store, progress, context)
+        evaluation = require_ref(self.world.store, self.world.experiment.name, "evaluation", "0000")
+        made, pinned = {"checkpoint": candidate, "evaluation": evaluation}, self.inputs(iteration, parent)
+        progress = NoProgress(context, self.experiment.name, SAMPLER.name, iteration, no_progress)
+        state = IterationState(self.experiment, self.world.store, iteration, made, pinned)
+        return Step(SAMPLER, state, progress, context)
 
     def inputs(self, iteration: str, parent: ArtifactRef) -> IterationInputs:
         made = find_inputs(self.world.store, self.world.experiment, "0000")
@@ -72,18 +78,14 @@ class Stage:
         """Decide as `sampler[iteration]` does, with a smoke episode on real engine and sandboxes unless `smoke` says
         otherwise.
         """
-        evaluation = require_ref(self.world.store, self.world.experiment.name, "evaluation", "0000")
-        inputs = self.inputs(iteration, parent)
-        step = self.step(iteration)
-        return read_decision(
-            publish(step, inputs, candidate, evaluation, smoke or (lambda: self.smoke(candidate, iteration)))
-        )
+        step = self.step(candidate, parent, iteration)
+        return read_decision(publish(step, smoke or (lambda: self.smoke(candidate, iteration))))
 
     def smoke(self, candidate: ArtifactRef, iteration: str = "0000") -> Smoke:
         sampler, sandboxes = SamplerResource(), SandboxesResource()
         suite = require_ref(self.world.store, self.world.experiment.name, "task_suite")
         try:
-            return play_smoke(self.step(iteration), sampler, sandboxes, candidate, suite)
+            return play_smoke(self.step(candidate, self.base, iteration), sampler, sandboxes, candidate, suite)
         finally:
             sampler.close()
             sandboxes.close()

@@ -6,9 +6,9 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
-from assets.naming import ONCE, PER_ITERATION
 from contracts.artifacts import ArtifactRef
 from contracts.store import open_store
+from ops.graph import ONCE, PER_ITERATION
 from resources.errors import ExperimentError
 from resources.experiment import Experiment
 from resources.refs import write_ref

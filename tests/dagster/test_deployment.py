@@ -16,7 +16,7 @@ import pytest
 from dagster_world import World
 from deployment_world import Stage, good_smoke, no_smoke, serving, spoilt, stage_of
 
-from contracts.artifacts import Artifact, ArtifactRef, find_artifact, open_artifact
+from contracts.artifacts import Artifact, ArtifactRef, open_artifact
 from contracts.store import Store
 from inference.engines.base import Completion, SamplingParams
 from inference.engines.openai import OpenAIEngine
@@ -38,11 +38,7 @@ def url_of_nobody() -> str:
 
 
 def decision_artifact(stage: Stage) -> Artifact:
-    from ops import keys
-
-    evaluation = require_ref(stage.world.store, stage.world.experiment.name, "evaluation", "0000")
-    key = keys.decision_key(stage.experiment, "0000", stage.first, stage.base, evaluation)
-    found = find_artifact(stage.world.store, "sampler", key)
+    found = stage.step(stage.first, stage.base, "0000").work.find()
     assert found is not None
     return found
 

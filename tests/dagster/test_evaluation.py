@@ -8,6 +8,7 @@ from dagster_world import World
 
 from contracts.artifacts import list_artifacts
 from ops.evaluation import play_splits
+from ops.graph import EVALUATION
 from ops.step import begin
 from resources.errors import EvaluationIncomplete
 from resources.progress import no_progress
@@ -23,7 +24,7 @@ def test_evaluation_without_episodes_fails_and_commits_nothing(ran: World, monke
     # no turn fits into a millisecond, which the deterministic profile calls a fault of the infrastructure
     rollouts = ran.experiment.rollouts.model_copy(update={"episode_timeout_s": 0.001, "max_attempts": 1})
     hurried = ran.experiment.model_copy(update={"rollouts": rollouts})
-    step = begin(dg.build_op_context(), hurried, "evaluation", ran.store, no_progress)
+    step = begin(dg.build_op_context(), hurried, EVALUATION, ran.store, no_progress)
     policy, suite = (require_ref(ran.store, ran.experiment.name, asset) for asset in ("base_policy", "task_suite"))
     before = len(list(list_artifacts(ran.store, "evaluation_run")))
     sampler, sandboxes = SamplerResource(), SandboxesResource()

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter
 from contracts.digests import digest_of
 from contracts.store import Store, open_store
-from contracts.tasks import Split
-from ops import keys
 from ops.evaluation import compare
 from ops.floor import compare_with_floor, find_floor, lineage
 from ops.gate_power import gate_note
 from ops.publishing import judge
+from ops.readings import gate_reading
 from resources.errors import NotMaterialized
 from resources.experiment import Experiment
 from resources.registry import BasePolicy, Registry
@@ -36,7 +35,7 @@ SUITE, BASE, STATE = policy("suite", "task_suite"), policy("base"), policy("stat
 
 def play(store: Store, name: str, solved: int, experiment: Experiment = EXPERIMENT) -> Artifact:
     """The gate run of a policy that solves the first `solved` of TASKS tasks, twice each."""
-    key = keys.evaluation_run_key(experiment, policy(name), SUITE, Split.GATE, experiment.evaluation.gate_samples)
+    key = gate_reading(experiment).work(store, experiment, policy(name), SUITE).key
     rows = [{"task_id": f"t{task:03d}", "solved": task < solved} for task in range(TASKS) for _ in range(2)]
     with ArtifactWriter(store, "evaluation_run", key, parents={}, config={"of": name}, code_version="1") as out:
         out.add_table("rewards.parquet", pa.Table.from_pylist(rows))

@@ -6,9 +6,10 @@ import dagster as dg
 import pytest
 from dagster_world import World
 
-from assets.naming import ONCE, PER_ITERATION, key_of
+from assets.naming import key_of
 from contracts.artifacts import find_artifact, list_artifacts, open_artifact
 from contracts.store import Store
+from ops.graph import ONCE, PER_ITERATION
 from ops.inputs import cursor_before, find_inputs
 from resources.errors import RegistryError
 from resources.refs import require_ref

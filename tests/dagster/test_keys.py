@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 
 from contracts.artifacts import ArtifactRef
+from contracts.store import Store, open_store
 from contracts.tasks import Split
-from curation.tasks.build import suite_key
-from curation.tasks.suite import TaskSuiteConfig
-from ops import keys
-from ops.report.build import report_key
+from curation.tasks.build import planned_key
+from curation.tasks.demonstrations import demonstrations_key
+from curation.tokenizer import tokenizer_key
+from ops.graph import ITERATION_INPUTS, ONCE, PER_ITERATION, REPORT, TASK_SUITE, graph_of
+from ops.readings import Reading
+from ops.spec import Refs
+from ops.state import IterationInputs, IterationState, Start
 from resources.experiment import Experiment, SftBase, load_experiment, parse_experiment
 
 TINY = Path(__file__).parent / "tiny.yaml"
@@ -37,37 +41,57 @@ GOLDEN = {
 RUNS = {"evaluation_run", "evaluation_run greedy"}
 
 
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(str(tmp_path))
+
+
 def ref(kind: str) -> ArtifactRef:
     return ArtifactRef(kind=kind, key="0" * 64, digest=(kind.encode().hex() + "0" * 64)[:64])
 
 
-def all_keys(experiment: Experiment) -> dict[str, str]:
+def all_keys(experiment: Experiment, store: Store) -> dict[str, str | None]:
     """Every step's key, given the same inputs."""
-    base = experiment.base
-    assert isinstance(base, SftBase) and isinstance(experiment.tasks, TaskSuiteConfig)
-    policy, suite, start = ref("policy"), ref("task_suite"), ref("start")
-    shown = {"experiment": experiment.name, "iteration": "0001", "history": "0"}
+    assert isinstance(experiment.base, SftBase)
+    policy, suite = ref("policy"), ref("task_suite")
+    pinned = IterationInputs(
+        experiment=experiment.name,
+        iteration="0001",
+        policy=policy,
+        start=Start(checkpoint=ref("start"), trainer_state=ref("state")),
+        task_suite=suite,
+        base=ref("base"),
+        cursor=5,
+    )
+    made = {name: ref(name) for name in (*ONCE, *PER_ITERATION)}
+    state = IterationState(experiment, store, "0001", made, pinned)
+    parts: dict[str, Refs] = {
+        "base_policy": {"tokenizer": ref("tokenizer"), "demonstrations": ref("demonstrations")},
+        "evaluation": {"candidate_gate": ref("run")},
+    }
+    works = {
+        spec.name: spec.work_on(state, parts[spec.name]) if spec.name in parts else spec.work(state)
+        for spec in graph_of(experiment)
+    }
+    works |= {
+        "evaluation_run": Reading(Split.GATE, 2, greedy=False).work(store, experiment, policy, suite),
+        "evaluation_run greedy": Reading(Split.HELD_OUT, 1, greedy=True).work(store, experiment, policy, suite),
+        "report": REPORT.work_with(
+            store,
+            {"rollouts": ref("rollouts")},
+            {"experiment": experiment.name, "iteration": "0001", "history": "0"},
+        ),
+    }
+    seed = experiment.demonstrated.seed
     return {
-        "task_suite": suite_key(experiment.tasks),
-        "tokenizer": keys.tokenizer_key(experiment),
-        "demonstrations": keys.demonstrations_key(experiment, base, ref("tokenizer")),
-        "base_policy": keys.sft_key(experiment, base, ref("tokenizer"), ref("demonstrations")),
-        "iteration_inputs": keys.inputs_key(experiment, "0001"),
-        "prompts": keys.prompts_key(experiment, "0001", suite, 5),
-        "rollouts": keys.rollouts_key(experiment, "0001", policy, ref("prompts"), suite),
-        "rewards": keys.rewards_key(experiment, ref("rollouts"), suite),
-        "dataset": keys.dataset_key(experiment, ref("rollouts"), ref("rewards")),
-        "checkpoint": keys.checkpoint_key(experiment, "0001", ref("dataset"), start, ref("state")),
-        "evaluation_run": keys.evaluation_run_key(experiment, policy, suite, Split.GATE, 2),
-        "evaluation_run greedy": keys.evaluation_run_key(experiment, policy, suite, Split.HELD_OUT, 1, greedy=True),
-        "evaluation": keys.evaluation_key(experiment, {"candidate_gate": ref("run")}),
-        "sampler": keys.decision_key(experiment, "0001", ref("checkpoint"), start, ref("evaluation")),
-        "report": report_key({"rollouts": ref("rollouts")}, shown),
+        **{name: work.key if work else None for name, work in works.items()},
+        "tokenizer": tokenizer_key(seed),
+        "demonstrations": demonstrations_key(experiment.base.demonstrations, seed, ref("tokenizer")),
     }
 
 
-def test_the_keys_of_work_that_stores_hold_do_not_change() -> None:
-    assert all_keys(load_experiment(TINY)) == GOLDEN
+def test_the_keys_of_work_that_stores_hold_do_not_change(store: Store) -> None:
+    assert all_keys(load_experiment(TINY), store) == GOLDEN
 
 
 @pytest.mark.parametrize(
@@ -102,20 +126,28 @@ def test_the_keys_of_work_that_stores_hold_do_not_change() -> None:
         ({"iterations": 3, "description": "other"}, set()),
     ],
 )
-def test_settings_change_only_the_keys_of_their_own_step(change: dict[str, Any], moved: set[str]) -> None:
-    before = all_keys(parse_experiment({"name": "one"}))
-    after = all_keys(parse_experiment({"name": "one", **change}))
+def test_settings_change_only_the_keys_of_their_own_step(change: dict[str, Any], moved: set[str], store: Store) -> None:
+    before = all_keys(parse_experiment({"name": "one"}), store)
+    after = all_keys(parse_experiment({"name": "one", **change}), store)
     assert {step for step in before if before[step] != after[step]} == moved
 
 
-def test_an_equal_policy_plays_an_evaluation_once_across_experiments() -> None:
-    one, two = (all_keys(parse_experiment({"name": name})) for name in ("one", "two"))
+def test_an_equal_policy_plays_an_evaluation_once_across_experiments(store: Store) -> None:
+    one, two = (all_keys(parse_experiment({"name": name}), store) for name in ("one", "two"))
     assert one["evaluation_run"] == two["evaluation_run"]
     assert one["rollouts"] != two["rollouts"]
 
 
-def test_iteration_inputs_are_named_by_their_place_alone() -> None:
-    one = keys.inputs_key(parse_experiment({"name": "one"}), "0001")
-    assert one == keys.inputs_key(parse_experiment({"name": "one", "seed": 5}), "0001")
-    assert one != keys.inputs_key(parse_experiment({"name": "one"}), "0002")
-    assert one != keys.inputs_key(parse_experiment({"name": "two"}), "0001")
+def test_iteration_inputs_are_named_by_their_place_alone(store: Store) -> None:
+    def key(iteration: str, **values: Any) -> str | None:
+        return ITERATION_INPUTS.work_on(IterationState(parse_experiment(values), store, iteration), {}).key
+
+    one = key("0001", name="one")
+    assert one == key("0001", name="one", seed=5)
+    assert one != key("0002", name="one")
+    assert one != key("0001", name="two")
+
+
+def test_the_slice_of_a_generated_suite_is_what_builds_it(store: Store) -> None:
+    experiment = load_experiment(TINY)
+    assert TASK_SUITE.key(IterationState(experiment, store)) == planned_key(experiment.tasks, store)

@@ -8,7 +8,8 @@ import dagster as dg
 from dagster_world import World
 
 from assets.naming import check, key_of, partitions_of
-from ops.rollouts import ASSET, CHECK, make_plan, rollout_ops
+from ops.graph import ROLLOUTS
+from ops.rollouts import CHECK, make_plan, rollout_ops
 from ops.step import begin
 from resources.progress import no_progress
 from resources.ref_io import RefIOManager
@@ -18,11 +19,9 @@ from resources.store import StoreResource
 
 def test_missing_groups_fail_the_check(ran: World) -> None:
     experiment = ran.experiment.model_copy(update={"seed": 99})  # nothing is sampled with this seed
-    step = begin(dg.build_op_context(partition_key="0000"), experiment, ASSET, ran.store, no_progress)
-    inputs, prompts = (
-        require_ref(ran.store, experiment.name, name, "0000") for name in ("iteration_inputs", "prompts")
-    )
-    planned = make_plan(step, inputs, prompts).ref.model_dump(mode="json")
+    given = {name: require_ref(ran.store, experiment.name, name, "0000") for name in ROLLOUTS.upstream}
+    step = begin(dg.build_op_context(partition_key="0000"), experiment, ROLLOUTS, ran.store, no_progress, given)
+    planned = make_plan(step).ref.model_dump(mode="json")
     _, _, merge = rollout_ops(experiment)
 
     @dg.op
@@ -30,13 +29,13 @@ def test_missing_groups_fail_the_check(ran: World) -> None:
         return [{"plan": planned, "shard": 0}]
 
     @dg.graph_asset(
-        key=key_of(experiment, ASSET),
+        key=key_of(experiment, ROLLOUTS.name),
         partitions_def=partitions_of(experiment),
-        check_specs=[check(experiment, ASSET, CHECK, "", blocking=True)],
+        check_specs=[check(experiment, ROLLOUTS, CHECK, "", blocking=True)],
     )
     def rollouts() -> dict[str, Any]:
         merged, checked = merge(shards())
-        return {"result": merged, f"{key_of(experiment, ASSET).to_python_identifier()}_{CHECK}": checked}
+        return {"result": merged, f"{key_of(experiment, ROLLOUTS.name).to_python_identifier()}_{CHECK}": checked}
 
     store = StoreResource()
     with dg.DagsterInstance.ephemeral() as instance:

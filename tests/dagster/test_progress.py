@@ -5,6 +5,7 @@ import pytest
 
 from contracts.store import open_store
 from ops import step as steps
+from ops.graph import ROLLOUTS
 from ops.step import begin
 from resources.experiment import Experiment
 from resources.progress import Progress
@@ -19,7 +20,7 @@ def test_progress_reaches_the_sink_always_and_dagster_sometimes(
 
     @dg.op
     def work(context: dg.OpExecutionContext) -> None:
-        step = begin(context, tiny, "rollouts", open_store(str(tmp_path)), heard.append)
+        step = begin(context, tiny, ROLLOUTS, open_store(str(tmp_path)), heard.append)
         for done in range(3):
             step.progress.update("sampling", done, 3, tokens_per_second=10.0 * done)
 

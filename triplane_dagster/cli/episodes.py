@@ -91,8 +91,7 @@ def _rows(store: Store, source: Artifact) -> Iterator[dict[str, Any]]:
 
 
 def _rollouts(store: Store, experiment: str, iteration: str) -> Artifact:
-    from resources.refs import require_ref
-    from triplane_dagster.cli.history import partitions
+    from resources.refs import partitions, require_ref
 
     wanted = iteration or max(partitions(store, experiment, "rollouts"), default="")
     if not wanted:

@@ -12,7 +12,7 @@ from contracts.store import Store
 from contracts.tasks import Split
 from curation.measures import MEASURES, measure_names
 from curation.statistics import PassRate, pass_rate
-from resources.refs import read_artifact, read_ref
+from resources.refs import partitions, read_artifact, read_ref
 from resources.registry import Registry
 
 Rates = dict[str, dict[str, PassRate]]
@@ -56,16 +56,6 @@ class IterationSummary:
     def live_after(self) -> str | None:
         """Digest of the policy that is live after this iteration's decision."""
         return self.policy if self.decision == "live" else self.parent if self.decision else None
-
-
-def experiments_in(store: Store) -> list[str]:
-    """Names of the experiments that have materialized an asset in `store`."""
-    return sorted({key.split("/")[2] for key in store.list("pointers/assets/")})
-
-
-def partitions(store: Store, experiment: str, asset: str) -> list[str]:
-    """Partitions in which an asset was materialized, sorted."""
-    return sorted({key.split("/")[4] for key in store.list(f"pointers/assets/{experiment}/{asset}/")})
 
 
 def summaries(store: Store, experiment: str) -> list[IterationSummary]:

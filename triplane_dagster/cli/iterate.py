@@ -135,7 +135,7 @@ def _warn_of_other_versions(experiment: Experiment) -> None:
 
 def _warn_of_other_settings(experiment: Experiment) -> None:
     """Print one line on stderr if the results shown were made with other settings."""
-    from triplane_dagster.cli.history import partitions
+    from resources.refs import partitions
     from triplane_dagster.settings import changed_steps
 
     store = open_store()

@@ -38,7 +38,7 @@ def _mirror_stderr_alone() -> Iterator[None]:
     Its four helper processes a step are in the terminal's process group and answer Ctrl-C with tracebacks; what steps
     print on stdout does not belong among a command's results. Log files get everything, as before.
     """
-    from dagster._core.execution import compute_logs
+    from triplane_dagster.private_dagster import compute_logs
 
     before = compute_logs.tail_to_stream
     compute_logs.tail_to_stream = _show

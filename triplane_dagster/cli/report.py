@@ -57,9 +57,9 @@ def _write(target: Path, page: bytes) -> Path:
 
 
 def _last(store: Store, experiment: str) -> str:
-    from ops.report.sources import iterations_of
+    from resources.refs import partitions
 
-    found = iterations_of(store, experiment, "rollouts")
+    found = partitions(store, experiment, "rollouts")
     if not found:
         raise ArtifactMissing(
             f"{experiment} has no rollouts in {store.url}: run `triplane iterate -e {experiment}` first"

@@ -28,7 +28,7 @@ def status(
 
         triplane status -e quickstart --json
     """
-    from triplane_dagster.cli.history import experiments_in
+    from resources.refs import experiments_in
 
     store = open_store()
     names = [experiment] if experiment else experiments_in(store)

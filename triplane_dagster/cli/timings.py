@@ -10,7 +10,7 @@ def experiment_seconds(experiment: str) -> Seconds:
     """Seconds of each asset's steps in all runs of an experiment, including interrupted and repeated ones."""
     from dagster import RunsFilter
 
-    from assets.naming import ONCE, PER_ITERATION
+    from ops.graph import ONCE, PER_ITERATION
     from triplane_dagster.jobs import EXPERIMENT_TAG
     from triplane_dagster.run import open_instance
 

@@ -73,8 +73,7 @@ def code_servers(instance: DagsterInstance) -> Iterator[Path]:
 
     Yields a workspace file that points at them.
     """
-    from dagster._cli.proxy_server_manager import ProxyServerManager
-    from dagster._core.workspace.load_target import WorkspaceFileTarget
+    from triplane_dagster.private_dagster import ProxyServerManager, WorkspaceFileTarget
 
     with (
         ProxyServerManager(
@@ -90,9 +89,11 @@ def code_servers(instance: DagsterInstance) -> Iterator[Path]:
 @contextmanager
 def daemon(instance: DagsterInstance, workspace: Path) -> Iterator[None]:
     """Run the daemon for queue, schedules and sensors until the block ends."""
-    from dagster._serdes import serialize_value
+    from dagster import serialize_value
 
-    command = [sys.executable, "-m", "dagster._daemon", "run", "--log-level", "warning", "--workspace", str(workspace)]
+    from triplane_dagster.private_dagster import DAEMON_MODULE
+
+    command = [sys.executable, "-m", DAEMON_MODULE, "run", "--log-level", "warning", "--workspace", str(workspace)]
     child = subprocess.Popen([*command, "--instance-ref", serialize_value(instance.get_ref())])
     try:
         yield

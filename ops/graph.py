@@ -1,0 +1,307 @@
+"""The graph: every step once, in order. The asset of a step that is added here is `assets/<name>.py`.
+
+task_suite, base_policy                                                                  once
+iteration_inputs -> prompts -> rollouts -> rewards -> dataset -> checkpoint -> evaluation -> sampler -> report
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from contracts.artifacts import Artifact, Manifest, find_artifact, open_artifact
+from contracts.digests import digest_of
+from curation.dataset import DATASET_VERSION
+from curation.rewards import REWARDS_VERSION
+from curation.tasks.build import planned_key
+from curation.tasks.demonstrations import DEMONSTRATIONS_VERSION, demonstrations_key, demonstrations_slice
+from curation.tasks.importing.suite import IMPORT_SUITE_VERSION
+from curation.tasks.suite import SUITE_VERSION, TaskSuiteConfig
+from curation.tokenizer import TOKENIZER_VERSION, tokenizer_key
+from inference.rollouts import ROLLOUTS_VERSION
+from ops import where
+from ops.floor import find_floor
+from ops.readings import EVALUATION_RUN, EVALUATION_RUN_VERSION, WHO, readings_of, sampling_slice
+from ops.spec import Refs, Slice, StepSpec
+from ops.state import IterationState
+from resources.experiment import Experiment, ImportedBase, SftBase
+from resources.refs import read_ref
+from trainer.config import GRPO_VERSION, IMPORT_VERSION, SFT_VERSION
+
+PLAN = "rollout_plan"
+"""Kind of the artifact that hands out an iteration's groups; it has the key of the rollouts."""
+
+
+def _place(state: IterationState) -> Slice:
+    return {"experiment": state.experiment.name, "iteration": state.iteration}
+
+
+TASK_SUITE = StepSpec(
+    name="task_suite",
+    version=SUITE_VERSION,
+    slice=lambda state: state.experiment.tasks.model_dump(mode="json"),
+    plane="curation",
+    needs=("sandboxes",),
+    once=True,
+)
+IMPORTED_SUITE = replace(
+    TASK_SUITE,
+    version=IMPORT_SUITE_VERSION,
+    key_of=lambda state: planned_key(state.experiment.tasks, state.store),
+    recorded_by=None,
+)
+
+
+def _sft(experiment: Experiment) -> SftBase:
+    assert isinstance(experiment.base, SftBase), "an imported base policy is not trained here"
+    return experiment.base
+
+
+def _warm_start_slice(state: IterationState) -> Slice:
+    experiment, base = state.experiment, _sft(state.experiment)
+    return {
+        "model": base.model.model_dump(mode="json"),
+        "sft": base.sft.model_dump(mode="json"),
+        "seed": experiment.seed,
+        "numerics": experiment.trainer.launcher.numerics,
+    }
+
+
+def _taught_by(state: IterationState) -> Refs | None:
+    """Tokenizer and demonstrations of the warm start."""
+    base, seed = _sft(state.experiment), state.experiment.demonstrated.seed
+    tokenizer = find_artifact(state.store, "tokenizer", tokenizer_key(seed))
+    if tokenizer is None:
+        return None
+    shown = find_artifact(state.store, "demonstrations", demonstrations_key(base.demonstrations, seed, tokenizer.ref))
+    return {"tokenizer": tokenizer.ref, "demonstrations": shown.ref} if shown else None
+
+
+def _demonstration_slices(state: IterationState, made: Artifact) -> Iterator[tuple[Any, Any]]:
+    shown = made.manifest.parents.get("demonstrations")
+    if shown is not None:
+        wanted = demonstrations_slice(_sft(state.experiment).demonstrations, state.experiment.demonstrated.seed)
+        yield open_artifact(state.store, shown).manifest.config, wanted
+
+
+BASE_POLICY = StepSpec(
+    name="base_policy",
+    version=SFT_VERSION,
+    slice=_warm_start_slice,
+    kind="checkpoint",
+    plane="trainer",
+    needs=("launcher",),
+    once=True,
+    key_inputs=_taught_by,
+    part_versions={"tokenizer": TOKENIZER_VERSION, "demonstrations": DEMONSTRATIONS_VERSION},
+    part_slices=_demonstration_slices,
+)
+
+
+def _imported_key(state: IterationState) -> str | None:
+    """The key of what was imported last: it is made of the content."""
+    ref = read_ref(state.store, state.experiment.name, "base_policy")
+    return ref.key if ref else None
+
+
+def _import_place(experiment: Experiment) -> str:
+    assert isinstance(experiment.base, ImportedBase), "a trained base policy is not imported"
+    return f"import of {experiment.base.path}"
+
+
+IMPORTED_BASE = replace(
+    BASE_POLICY,
+    version=IMPORT_VERSION,
+    slice=lambda state: state.experiment.base.model_dump(mode="json"),
+    where=_import_place,
+    key_inputs=None,
+    key_of=_imported_key,
+    recorded_by=None,
+    part_versions={},
+    part_slices=None,
+)
+
+ITERATION_INPUTS = StepSpec(
+    name="iteration_inputs",
+    version="1",
+    slice=_place,
+    inputs={"task_suite": "task_suite", "base": "base_policy"},
+    key_inputs=lambda state: {},  # by its place alone, so it is written once
+    recorded_by=None,
+)
+
+PROMPTS = StepSpec(
+    name="prompts",
+    version="1",
+    slice=lambda state: {
+        **state.experiment.prompts.model_dump(mode="json", exclude={"workers"}),
+        "iteration": state.iteration,
+        "cursor": state.pinned.cursor if state.pinned else 0,
+        "seed": state.experiment.seed,
+    },
+    inputs={"task_suite": "iteration_inputs.task_suite"},
+)
+
+ROLLOUTS = StepSpec(
+    name="rollouts",
+    version=ROLLOUTS_VERSION,
+    slice=lambda state: {
+        **sampling_slice(state.experiment),
+        **_place(state),
+        "workers": state.experiment.prompts.workers,
+        "rollouts": state.experiment.rollouts.model_dump(mode="json"),
+    },
+    inputs={
+        "policy": "iteration_inputs.policy",
+        "prompts": "prompts",
+        "task_suite": "iteration_inputs.task_suite",
+    },
+    plane="inference",
+    needs=("sampler", "sandboxes"),
+    recorded_by=PLAN,
+)
+
+REWARDS = StepSpec(
+    name="rewards",
+    version=REWARDS_VERSION,
+    slice=lambda state: state.experiment.rewards.slice(),
+    inputs={"rollouts": "rollouts", "task_suite": "iteration_inputs.task_suite"},
+    plane="curation",
+    needs=("sandboxes",),
+)
+
+DATASET = StepSpec(
+    name="dataset",
+    version=DATASET_VERSION,
+    slice=lambda state: state.experiment.dataset.model_dump(mode="json"),
+    inputs={"rollouts": "rollouts", "rewards": "rewards"},
+    plane="curation",
+    where=lambda experiment: "this process (DuckDB)",
+)
+
+
+def _training_seed(state: IterationState) -> int:
+    """A 31-bit seed of its own for each iteration's training."""
+    return int(digest_of([state.experiment.seed, f"training/{state.iteration}"])[:8], 16) >> 1
+
+
+CHECKPOINT = StepSpec(
+    name="checkpoint",
+    version=GRPO_VERSION,
+    slice=lambda state: {
+        "grpo": state.experiment.trainer.grpo.model_dump(mode="json"),
+        "seed": _training_seed(state),
+        "numerics": state.experiment.trainer.launcher.numerics,
+    },
+    inputs={
+        "dataset": "dataset",
+        "checkpoint": "iteration_inputs.start.checkpoint",
+        "trainer_state": "iteration_inputs.start.trainer_state",
+    },
+    plane="trainer",
+    needs=("launcher",),
+)
+
+
+def _compared_runs(state: IterationState) -> Refs | None:
+    """The runs of candidate and parent, and of the best policy so far on the gate, by role."""
+    candidate, pinned = state.find("checkpoint"), state.pinned
+    if candidate is None or pinned is None:
+        return None
+    found: dict[str, Artifact | None] = {
+        f"{who}_{each.name}": each.work(state.store, state.experiment, policy, pinned.task_suite).find()
+        for who, policy in zip(WHO, (candidate, pinned.start.checkpoint), strict=True)
+        for each in readings_of(state.experiment)
+    }
+    runs = {role: run.ref for role, run in found.items() if run is not None}
+    if len(runs) < len(found):
+        return None
+    floor = find_floor(state.store, state.experiment, pinned.start.checkpoint, pinned.base, pinned.task_suite)
+    return runs | ({"best_gate": floor.run.ref} if floor else {})
+
+
+def _run_slices(state: IterationState, made: Artifact) -> Iterator[tuple[Any, Any]]:
+    wanted = {f"{who}_{each.name}": each for each in readings_of(state.experiment) for who in WHO}
+    # the best policy so far may have been played long ago: how says nothing of this evaluation's settings
+    runs = {
+        role: ref
+        for role, ref in made.manifest.parents.items()
+        if ref.kind == EVALUATION_RUN and role.startswith(tuple(f"{who}_" for who in WHO))
+    }
+    for role, ref in runs.items():
+        now = wanted[role].slice(state.experiment) if role in wanted else {}
+        yield open_artifact(state.store, ref).manifest.config, now
+    yield sorted(runs), sorted(wanted)
+
+
+EVALUATION = StepSpec(
+    name="evaluation",
+    version="2",
+    slice=lambda state: {each.name: each.slice(state.experiment) for each in readings_of(state.experiment)},
+    inputs={"candidate": "checkpoint", "parent": "iteration_inputs.start.checkpoint"},
+    plane="inference",
+    needs=("sampler", "sandboxes"),
+    config=lambda state: {"confidence": state.experiment.promotion.confidence},
+    key_inputs=_compared_runs,
+    part_versions={EVALUATION_RUN: EVALUATION_RUN_VERSION},
+    part_slices=_run_slices,
+)
+
+
+def _gate_note(state: IterationState) -> str:
+    from ops.gate_power import gate_note  # simulates, which only a dry run does
+
+    return gate_note(state.store, state.experiment)
+
+
+SAMPLER = StepSpec(
+    name="sampler",
+    version="2",
+    slice=lambda state: {
+        **state.experiment.promotion.model_dump(mode="json", exclude={"on_refusal"}),
+        **_place(state),
+    },
+    inputs={
+        "candidate": "checkpoint",
+        "parent": "iteration_inputs.start.checkpoint",
+        "evaluation": "evaluation",
+    },
+    plane="inference",
+    needs=("sampler", "sandboxes"),
+    where=where.deployment,
+    note=_gate_note,
+)
+
+REPORTED = (ITERATION_INPUTS, PROMPTS, ROLLOUTS, REWARDS, DATASET, CHECKPOINT, EVALUATION, SAMPLER)
+REPORT = StepSpec(
+    name="report",
+    version="2",
+    slice=lambda state: {},
+    inputs={spec.name: spec.name for spec in REPORTED},
+    key_of=lambda state: None,  # it holds the rows of earlier iterations, which are not read to plan one
+    recorded_by=None,
+)
+
+GRAPH = (TASK_SUITE, BASE_POLICY, *REPORTED, REPORT)
+"""The steps in order. Suite and base policy as they are made here; see `graph_of`."""
+ONCE = tuple(spec.name for spec in GRAPH if spec.once)
+"""Unpartitioned assets."""
+PER_ITERATION = tuple(spec.name for spec in GRAPH if not spec.once)
+"""Assets with one partition an iteration."""
+
+
+def graph_of(experiment: Experiment) -> tuple[StepSpec, ...]:
+    """The steps of an experiment in order: its suite and its base policy are made or imported."""
+    suite = TASK_SUITE if isinstance(experiment.tasks, TaskSuiteConfig) else IMPORTED_SUITE
+    base = BASE_POLICY if isinstance(experiment.base, SftBase) else IMPORTED_BASE
+    return tuple({TASK_SUITE.name: suite, BASE_POLICY.name: base}.get(spec.name, spec) for spec in GRAPH)
+
+
+def spec_behind(spec: StepSpec, made: Manifest) -> StepSpec:
+    """The declaration that this artifact of the step was made by: suite and base policy may have been imported."""
+    if spec is TASK_SUITE and made.config.get("kind") == "import":
+        return IMPORTED_SUITE
+    if spec is BASE_POLICY and "demonstrations" not in made.parents:
+        return IMPORTED_BASE
+    return spec

@@ -1,0 +1,93 @@
+"""How an evaluation plays a policy: which splits, how many samples a task, and at which temperature.
+
+Each (policy, reading) is one artifact of kind `evaluation_run`, which every experiment with equal settings shares.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from contracts.artifacts import ArtifactRef
+from contracts.digests import action_key
+from contracts.store import Store
+from contracts.tasks import Split
+from curation.rewards import REWARDS_VERSION
+from curation.tasks.suite import TaskSuiteConfig
+from inference.rollouts import ROLLOUTS_VERSION
+from ops.spec import Work
+from resources.experiment import Experiment
+
+EVALUATION_RUN = "evaluation_run"
+EVALUATION_RUN_VERSION = f"{ROLLOUTS_VERSION}+{REWARDS_VERSION}"
+EVALUATION_SLOTS = "evaluation"
+"""Stands for the experiment in the seeds of evaluations, so that experiments with an equal policy share its runs."""
+WHO = ("candidate", "parent")
+"""The policies that an evaluation compares."""
+_GROUPING = {"group_size", "oversample", "refill", "concurrency", "profile"}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One way in which a policy plays a split."""
+
+    split: Split
+    samples: int
+    """Episodes a task."""
+    greedy: bool
+    """At temperature 0, not at that of the rollouts."""
+
+    @property
+    def name(self) -> str:
+        """Suffix of its roles, e.g. held_out_greedy."""
+        return f"{self.split.value}_greedy" if self.greedy else self.split.value
+
+    def slice(self, experiment: Experiment) -> dict[str, Any]:
+        """What decides the run beside policy and suite: nothing of grouping, rewards or training."""
+        rollouts = experiment.rollouts.model_dump(mode="json", exclude=_GROUPING)
+        return {
+            **sampling_slice(experiment),
+            "split": self.split.value,
+            "samples": self.samples,
+            "rollouts": {**rollouts, "temperature": 0.0} if self.greedy else rollouts,
+        }
+
+    def work(self, store: Store, experiment: Experiment, policy: ArtifactRef, suite: ArtifactRef) -> Work:
+        """The run of a policy."""
+        parents, config = {"policy": policy, "task_suite": suite}, self.slice(experiment)
+        inputs = {role: ref.digest for role, ref in parents.items()}
+        key = action_key(EVALUATION_RUN, inputs, config, EVALUATION_RUN_VERSION)
+        return Work(store, EVALUATION_RUN, key, parents, config, EVALUATION_RUN_VERSION)
+
+
+def gate_reading(experiment: Experiment) -> Reading:
+    """How the gate is played, which decides."""
+    return Reading(Split.GATE, experiment.evaluation.gate_samples, greedy=False)
+
+
+def readings_of(experiment: Experiment) -> list[Reading]:
+    """How every policy is played: the gate, and what no decision reads, sampled and greedily.
+
+    Imported suites have no unseen tasks.
+    """
+    config = experiment.evaluation
+    reported = {Split.HELD_OUT: config.held_out_samples}
+    if isinstance(experiment.tasks, TaskSuiteConfig):
+        reported[Split.UNSEEN] = config.unseen_samples
+    found = [gate_reading(experiment)]
+    for split, samples in reported.items():
+        if samples:
+            found.append(Reading(split, samples, greedy=False))
+        if samples and config.greedy:
+            found.append(Reading(split, 1, greedy=True))
+    return found
+
+
+def sampling_slice(experiment: Experiment) -> dict[str, Any]:
+    """What decides an episode of a policy beside the agent loop's settings."""
+    return {
+        "engine": experiment.engine.kind,
+        "sandbox_limits": experiment.sandboxes.limits.model_dump(mode="json"),
+        "spaced": experiment.base.spaced,
+        "seed": experiment.seed,
+    }

@@ -1,0 +1,44 @@
+"""Where the resources are that steps need, for people, by their names in Dagster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from inference.engines.config import OpenAIConfig, VllmConfig
+from resources.experiment import Experiment
+
+
+def engine(experiment: Experiment) -> str:
+    """The engine that samples, and how many episodes at once."""
+    config, prompts = experiment.engine, experiment.prompts
+    address = config.base_url if isinstance(config, OpenAIConfig | VllmConfig) else None
+    place = f" at {address}" if address else ""
+    return f"{config.kind} engine{place}, {prompts.workers} worker(s) x {experiment.rollouts.concurrency} episodes"
+
+
+def deployment(experiment: Experiment) -> str:
+    """The engine of the smoke episode, and the servers of the live policy."""
+    found = experiment.deployment
+    canary = f"canary {found.canary}" if found.canary else engine(experiment).partition(",")[0]
+    return f"smoke episode on {canary}; {len(found.servers)} server(s) to swap"
+
+
+def sandboxes(experiment: Experiment) -> str:
+    """The envd server."""
+    found = experiment.sandboxes
+    return f"envd at {found.address}" if found.address else f"envd started here ({found.backend})"
+
+
+def launcher(experiment: Experiment) -> str:
+    """The machines of a training, and whether the launcher will refuse them."""
+    from resources.launcher import local_refusal  # imports Dagster, which listing the steps does not need
+
+    found = experiment.trainer.launcher
+    device = f"{found.gpus} GPU(s)" if found.gpus else "CPU"
+    refusal = local_refusal(found.nodes, found.gpus)
+    place = f"{found.kind} launcher, {found.nodes} node(s), {device}"
+    return f"{place}: WILL BE REFUSED ({refusal})" if refusal else place
+
+
+WHERE: Mapping[str, Callable[[Experiment], str]] = {"sampler": engine, "sandboxes": sandboxes, "launcher": launcher}
+"""By resource."""
