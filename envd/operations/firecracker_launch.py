@@ -47,7 +47,7 @@ async def launch(
         try:
             await (
                 await backend.create(_spec(0, digest, run_dir, limits))
-            ).destroy()  # the family's boot is not what is measured
+            ).destroy()  # the base machine's boot is not what is measured
             began = time.perf_counter()
             started = await asyncio.gather(
                 *(_one(backend, _spec(n, digest, run_dir, limits)) for n in range(1, count + 1))

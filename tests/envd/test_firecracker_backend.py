@@ -63,7 +63,7 @@ def elsewhere(installed: Installed, tmp_path_factory: pytest.TempPathFactory) ->
     yield from _machines(installed, tmp_path_factory.mktemp("there"))
 
 
-def test_a_family_boots_once_and_its_machines_load_its_snapshot(machines: Machines, installed: Installed) -> None:
+def test_a_base_machine_boots_once_and_others_load_its_snapshot(machines: Machines, installed: Installed) -> None:
     async def job(here: Machines) -> None:
         await asyncio.gather(*(here.create(template="f" * 64) for _ in range(4)))
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from envd.backends.base import BoxSpec
 from envd.backends.qemu.machine import Console
 from envd.backends.qemu.qmp import Qmp, QmpError
-from envd.backends.vm.families import Families, Family
+from envd.backends.vm.base_machines import BaseMachine, BaseMachines
 from envd.backends.vm.machine import About, Shape, kernel_arguments, read_about, write_about
 from envd.backends.vm.media import make_disk
 from envd.backends.vm.process import VmmProcess
@@ -91,26 +91,26 @@ def test_what_a_vmm_wrote_is_opened_only_where_it_is_a_file_of_the_size_it_may_h
     os.close(open_written(tmp_path, "large", 100))
 
 
-def test_a_sealed_family_can_be_mapped_and_not_be_written() -> None:
-    family = Family(PAGE)
-    memory, state = family.raw
+def test_a_sealed_base_machine_can_be_mapped_and_not_be_written() -> None:
+    booted = BaseMachine(PAGE)
+    memory, state = booted.raw
     os.write(memory, b"memory")
     os.write(state, b"state")
-    family.seal()
-    with family.opened() as (ours, ours_too):
-        for fd in (ours, family.raw[1]):
+    booted.seal()
+    with booted.opened() as (ours, ours_too):
+        for fd in (ours, booted.raw[1]):
             with pytest.raises(PermissionError):
                 os.pwrite(fd, b"x", 0)
         writable = os.open(f"/proc/self/fd/{ours}", os.O_RDWR)  # as QEMU opens it
         with pytest.raises(PermissionError):
             os.write(writable, b"x")
         os.close(writable)
-        with family.opened() as (_, another):
+        with booted.opened() as (_, another):
             assert os.read(ours_too, 5) == os.read(another, 5) == b"state"
-    family.close()
+    booted.close()
 
 
-def test_a_family_is_booted_once_and_the_least_used_are_let_go() -> None:
+def test_a_base_machine_is_booted_once_and_the_least_used_are_let_go() -> None:
     class Booted:
         closed = False
 
@@ -120,7 +120,7 @@ def test_a_family_is_booted_once_and_the_least_used_are_let_go() -> None:
     made: dict[str, list[Booted]] = {}
 
     async def job() -> None:
-        families: Families[Booted] = Families(2 * SHAPE.machine_mb)
+        bases: BaseMachines[Booted] = BaseMachines(2 * SHAPE.machine_mb)
 
         async def get(name: str) -> Booted:
             async def boot() -> Booted:
@@ -128,7 +128,7 @@ def test_a_family_is_booted_once_and_the_least_used_are_let_go() -> None:
                 made.setdefault(name, []).append(Booted())
                 return made[name][-1]
 
-            return await families.get((name, SHAPE), boot)
+            return await bases.get((name, SHAPE), boot)
 
         assert len({id(each) for each in await asyncio.gather(*(get("a") for _ in range(5)))}) == 1
         await get("b")
@@ -141,9 +141,9 @@ def test_a_family_is_booted_once_and_the_least_used_are_let_go() -> None:
 
         for _ in range(2):  # a boot that failed is tried again
             with pytest.raises(SandboxStartError):
-                await families.get(("d", SHAPE), fails)
+                await bases.get(("d", SHAPE), fails)
         await get("d")
-        await families.close()
+        await bases.close()
         assert all(each.closed for several in made.values() for each in several)
 
     asyncio.run(job())

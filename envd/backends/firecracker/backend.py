@@ -1,7 +1,7 @@
 """Sandboxes as microVMs under Firecracker.
 
-    boot once a template and shape -> full snapshot                     "family"
-    create     a Firecracker that maps the family's memory copy-on-write -> INIT with a fresh seed, host name and clock
+    boot once a template and shape -> full snapshot: a base machine
+    create     a Firecracker that maps its memory copy-on-write -> INIT with a fresh seed, host name and clock
     snapshot   a diff over what it was loaded from; merged, once the machine runs again, into one that stands alone
 
 Written against Firecracker's published API and tested against a server that speaks it
@@ -100,8 +100,8 @@ class FirecrackerBox(MachineBox[FirecrackerMachine]):
             (jail / name).unlink(missing_ok=True)
 
 
-class _Family:
-    """The snapshot that a family's machines start from, in a directory of the server's."""
+class _BaseMachine:
+    """The snapshot of a base machine, which others start from, in a directory of the server's."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -129,11 +129,11 @@ class FirecrackerBackend(MachineBackend[FirecrackerBox]):
         return self._features(self._firecracker.named + ("" if self._firecracker.jailer else " without jailer"))
 
     async def create(self, spec: BoxSpec) -> FirecrackerBox:
-        """Start a machine from its family's snapshot, which is made first where there is none yet."""
+        """Start a machine from its base machine's snapshot, which is made first where there is none yet."""
         shape = Shape.of(spec)
         disk = await self._media.template_disk(spec.template, spec.template_dir)
-        family = await self._families.get((spec.template, shape), lambda: self._boot(shape, disk))
-        return await self._go_on(spec, shape, family.directory / STATE, family.directory / MEMORY, disk)
+        booted = await self._bases.get((spec.template, shape), lambda: self._boot(shape, disk))
+        return await self._go_on(spec, shape, booted.directory / STATE, booted.directory / MEMORY, disk)
 
     async def restore(self, snapshot: Path, spec: BoxSpec) -> FirecrackerBox:
         """Start a machine from a snapshot."""
@@ -148,11 +148,11 @@ class FirecrackerBackend(MachineBackend[FirecrackerBox]):
         await super().stop()
         await asyncio.to_thread(shutil.rmtree, self._directory, True)
 
-    async def _boot(self, shape: Shape, disk: Path) -> _Family:
+    async def _boot(self, shape: Shape, disk: Path) -> _BaseMachine:
         """Boot a machine and keep its snapshot."""
         machine, group = self._machine(shape)
-        family = _Family(self._directory / "families" / group)
-        family.directory.mkdir(parents=True)
+        booted = _BaseMachine(self._directory / "bases" / group)
+        booted.directory.mkdir(parents=True)
         media = self._media
         try:
             await asyncio.to_thread(
@@ -169,18 +169,18 @@ class FirecrackerBackend(MachineBackend[FirecrackerBox]):
             for name, limit in ((STATE, _STATE_BYTES), (MEMORY, shape.machine_mb << 20)):
                 written = open_written(machine.root, f"full.{name}", limit)
                 try:
-                    await asyncio.to_thread(write_over, family.directory / name, written)
+                    await asyncio.to_thread(write_over, booted.directory / name, written)
                 finally:
                     os.close(written)
         except BaseException as error:
-            family.close()
+            booted.close()
             if isinstance(error, (SandboxGone, OSError, TimeoutError)):
                 raise SandboxStartError(f"a guest did not boot under Firecracker: {error} {machine.said}") from error
             raise
         finally:
             await machine.end()
             self._groups.remove(group)
-        return family
+        return booted
 
     async def _go_on(self, spec: BoxSpec, shape: Shape, state: Path, memory: Path, disk: Path) -> FirecrackerBox:
         """Start a machine in the state of another, as a sandbox of its own."""

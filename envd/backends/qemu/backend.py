@@ -1,7 +1,7 @@
 """Sandboxes as virtual machines under QEMU.
 
-    boot once a template and shape -> stop -> memory and device state in sealed memory files: a family
-    create     a QEMU that maps the family's memory copy-on-write -> INIT with a fresh seed, host name and clock
+    boot once a template and shape -> stop -> memory and device state in sealed memory files: a base machine
+    create     a QEMU that maps the base machine's memory copy-on-write -> INIT with a fresh seed, host name and clock
     snapshot   the whole state, memory included, in one file; restored wherever QEMU and guest image are the same
 
 Without KVM the processor is emulated (TCG): the same machine, some ten times slower.
@@ -24,8 +24,8 @@ from envd.backends.probing import probe
 from envd.backends.qemu.command import Parts, Qemu, find
 from envd.backends.qemu.machine import QemuMachine, open_all
 from envd.backends.vm.backend import WARM, MachineBackend
+from envd.backends.vm.base_machines import BaseMachine
 from envd.backends.vm.box import MachineBox
-from envd.backends.vm.families import Family
 from envd.backends.vm.machine import About, Shape, environment, read_about, write_about
 from envd.backends.vm.media import Media
 from envd.errors import BackendUnavailable, EnvdError, SandboxGone, SandboxStartError
@@ -75,7 +75,8 @@ class QemuBackend(MachineBackend[QemuBox]):
     name = "qemu"
 
     _vmm_mb, _vmm_pids = _QEMU_MB, _THREADS
-    _copies = 2  # its own pages, and the family's, which are charged to whoever reads them first (a snapshot reads all)
+    _copies = 2
+    """Its own pages, and the base machine's, charged to whoever reads them first (a snapshot reads all)."""
 
     def __init__(self, run_dir: Path, qemu: Qemu, media: Media) -> None:
         super().__init__(run_dir, media, starts=2)
@@ -87,11 +88,11 @@ class QemuBackend(MachineBackend[QemuBox]):
         return self._features(self._qemu.named)
 
     async def create(self, spec: BoxSpec) -> QemuBox:
-        """Start a machine from its family's, which is booted first where there is none yet."""
+        """Start a machine from its base machine, which is booted first where there is none yet."""
         shape = Shape.of(spec)
         disk = await self._media.template_disk(spec.template, spec.template_dir)
-        family = await self._families.get((spec.template, shape), lambda: self._boot(shape, disk))
-        with family.opened() as (memory, state), ExitStack() as held:
+        booted = await self._bases.get((spec.template, shape), lambda: self._boot(shape, disk))
+        with booted.opened() as (memory, state), ExitStack() as held:
             root, template = open_all(held, self._media.root, disk)
             parts = Parts(root, template, memory=memory)
             return await self._go_on(spec, shape, parts, state)
@@ -110,11 +111,11 @@ class QemuBackend(MachineBackend[QemuBox]):
                 ) from error
             return await self._go_on(spec, about.shape, Parts(root, template), state)
 
-    async def _boot(self, shape: Shape, disk: Path) -> Family:
-        """Boot a machine and keep it, stopped, as a family."""
+    async def _boot(self, shape: Shape, disk: Path) -> BaseMachine:
+        """Boot a machine and keep it, stopped, as a base machine."""
         began = time.monotonic()
-        family = Family(shape.machine_mb << 20)
-        memory, state = family.raw
+        booted = BaseMachine(shape.machine_mb << 20)
+        memory, state = booted.raw
         try:
             with ExitStack() as held:
                 media = self._media
@@ -137,12 +138,12 @@ class QemuBackend(MachineBackend[QemuBox]):
                 finally:
                     await machine.end()
                     self._groups.remove(group)
-            family.seal()
+            booted.seal()
         except BaseException:
-            family.close()
+            booted.close()
             raise
         _log.info("booted a template's machine in %.1f s", time.monotonic() - began)
-        return family
+        return booted
 
     async def _go_on(self, spec: BoxSpec, shape: Shape, parts: Parts, state: int) -> QemuBox:
         """Start a machine in the state of another, as a sandbox of its own."""

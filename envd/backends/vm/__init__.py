@@ -1,1 +1,1 @@
-"""What the backends of virtual machines share: boot media, families of snapshots, a machine's box and process."""
+"""What the backends of virtual machines share: boot media, base machines, a machine's box and process."""

@@ -1,4 +1,4 @@
-"""What the backends of virtual machines share: families, control groups, boxes that live, and the end of them all."""
+"""What the backends of virtual machines share: base machines, control groups, live boxes, and their end."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from envd.backends.base import Features, IsolationLevel
+from envd.backends.vm.base_machines import BaseMachines, base_machine_budget_mb
 from envd.backends.vm.box import MachineBox
-from envd.backends.vm.families import Families, family_budget_mb
 from envd.backends.vm.machine import About, Shape
 from envd.backends.vm.media import Media
 from envd.sandbox.cgroups import Cgroups
 
 WARM = "true; python3 -c pass; git --version; ls -la / >/dev/null"
-"""What a family's machine runs before it is kept, so that its copies find these pages in memory."""
+"""What a base machine's machine runs before it is kept, so that its copies find these pages in memory."""
 B = TypeVar("B", bound=MachineBox[Any])
 
 
@@ -34,7 +34,7 @@ class MachineBackend(Generic[B]):
         """starts: how many machines may start at once, for each processor."""
         self._media = media
         self._groups = Cgroups(f"{run_dir.name}-{self.name}")
-        self._families: Families[Any] = Families(family_budget_mb())
+        self._bases: BaseMachines[Any] = BaseMachines(base_machine_budget_mb())
         self._boxes: set[B] = set()
         self._placed = 0
         self._starting = asyncio.Semaphore(starts * (os.cpu_count() or 1))
@@ -42,7 +42,7 @@ class MachineBackend(Generic[B]):
 
     async def forget_template(self, template: str) -> None:
         """See `KeepsTemplates`."""
-        await self._families.forget(template)
+        await self._bases.forget(template)
         self._media.forget(template)
 
     async def died(self) -> str:
@@ -52,7 +52,7 @@ class MachineBackend(Generic[B]):
     async def stop(self) -> None:
         """Destroy everything."""
         self._failed.cancel()
-        await self._families.close()
+        await self._bases.close()
         await asyncio.gather(*(box.destroy() for box in list(self._boxes)))
         await asyncio.to_thread(self._media.remove)
         self._groups.close()

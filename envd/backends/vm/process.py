@@ -122,7 +122,7 @@ class VmmProcess:
                 pids += [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
             except OSError:
                 continue
-            # its own pages only: what it maps of a family's memory is shared
+            # its own pages only: what it maps of a base machine's memory is shared
             memory += sum(int(line.split()[1]) for line in about.splitlines() if line.startswith("RssAnon:"))
             cpu_s += sum(int(each) for each in ticks) / _TICKS
         return memory * 1024, cpu_s

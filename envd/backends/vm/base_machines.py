@@ -14,11 +14,11 @@ from envd.backends.vm.machine import Shape
 
 Key = tuple[str, Shape]
 _SHARE = 0.25
-"""Of the host's memory. Usually a family holds some 100 MB."""
+"""Of the host's memory. Usually a base machine holds some 100 MB."""
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-class Family:
+class BaseMachine:
     """A stopped machine in two memory files, sealed: nobody, not even a VMM that was taken over, can change what others
     start from.
     """
@@ -41,7 +41,7 @@ class Family:
 
     @contextmanager
     def opened(self) -> Iterator[tuple[int, int]]:
-        """(memory, state) as descriptors of the caller's own, which outlive the family."""
+        """(memory, state) as descriptors of the caller's own, which outlive the base machine."""
         with ExitStack() as held:
             memory = os.dup(self._memory)
             held.callback(os.close, memory)
@@ -56,13 +56,13 @@ class Family:
         os.close(self._state)
 
 
-def family_budget_mb() -> int:
-    """Memory that families may hold on this host, in MiB."""
+def base_machine_budget_mb() -> int:
+    """Memory that base machines may hold on this host, in MiB."""
     return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _SHARE) >> 20
 
 
 class Closable(Protocol):
-    """What is kept for a family."""
+    """What is kept for a base machine."""
 
     def close(self) -> None:
         """Let go of it."""
@@ -72,29 +72,29 @@ class Closable(Protocol):
 T = TypeVar("T", bound=Closable)
 
 
-class Families(Generic[T]):
-    """Boots each family once, however many ask at the same time."""
+class BaseMachines(Generic[T]):
+    """Boots each base machine once, however many ask at the same time."""
 
     def __init__(self, budget_mb: int) -> None:
-        """budget_mb: memory that all families together may hold, by their machines' whole sizes; the one just asked for
-        stays in any case.
+        """budget_mb: memory that all of them together may hold, by their whole sizes; the one just asked for stays in
+        any case.
         """
         self._budget_mb = budget_mb
         self._known: OrderedDict[Key, asyncio.Task[T]] = OrderedDict()
 
     async def get(self, key: Key, boot: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The family, booted by the first who asks. A boot that fails is tried again by the next one."""
+        """The base machine, booted by the first who asks. A boot that fails is tried again by the next one."""
         making = self._known.get(key)
         if making is None or _failed(making):
             making = self._known[key] = asyncio.create_task(boot())
         self._known.move_to_end(key)
         # shielded: who gives up leaves the boot to the others
-        family = await asyncio.shield(making)
+        booted = await asyncio.shield(making)
         self._shrink()
-        return family
+        return booted
 
     async def forget(self, template: str) -> None:
-        """Let go of a template's families."""
+        """Let go of a template's base machines."""
         for key in [key for key in self._known if key[0] == template]:
             making = self._known.pop(key)
             if not making.done():
