@@ -1,4 +1,4 @@
-"""What crosses planes: the words every plane shares, and nothing that computes.
+"""Definitions that the planes share: formats, names and digests. Computes nothing.
 
 In: rows, bytes and JSON from any plane. Out: the same, as immutable artifacts with digests.
 `digests` names content, `store` keeps bytes (a directory or S3), `artifacts` groups files under a manifest, `upkeep`

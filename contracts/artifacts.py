@@ -1,4 +1,4 @@
-"""Artifacts: immutable groups of files under a manifest that is written last.
+"""Artifacts: immutable groups of files with a manifest that is written last.
 
     artifacts/<kind>/<action key>/<attempt>/...files        any number of attempts, at most one survives
     artifacts/<kind>/<action key>/manifest.json             created exclusively; names the attempt that won
@@ -46,7 +46,7 @@ class Frozen(BaseModel):
 
 
 class ArtifactRef(Frozen):
-    """What passes between steps instead of data: where an artifact is, and what must be found there."""
+    """Reference that steps exchange instead of data: location and digest of an artifact."""
 
     kind: str
     key: str
@@ -77,7 +77,7 @@ class FileEntry(Frozen):
 
 
 class Manifest(Frozen):
-    """What `manifest.json` says. The artifact exists if and only if this file does."""
+    """Content of `manifest.json`. The artifact exists if and only if this file does."""
 
     kind: str
     schema_version: int
@@ -97,13 +97,13 @@ class Manifest(Frozen):
 
 
 def content_digest(kind: str, schema_version: int, files: Sequence[FileEntry]) -> str:
-    """What an artifact of these files is called: telemetry does not count."""
+    """Content digest of an artifact with these files; telemetry does not count."""
     content = {entry.path: entry.digest for entry in files if entry.digest is not None}
     return digest_of({"kind": kind, "schema_version": schema_version, "files": content})
 
 
 class Artifact:
-    """A committed artifact, opened for reading. Every file is checked against the manifest when first touched."""
+    """Committed artifact, opened for reading. Each file is checked against the manifest on first use."""
 
     def __init__(self, store: Store, manifest: Manifest) -> None:
         self.store = store
@@ -116,7 +116,7 @@ class Artifact:
 
     @property
     def meta(self) -> dict[str, Any]:
-        """The manifest's small facts, those that it is too old to have filled in."""
+        """Small facts of the manifest; those missing in old manifests are filled in."""
         return meta_of(self.manifest.kind, self.manifest.meta)
 
     def names(self) -> list[str]:
@@ -124,7 +124,7 @@ class Artifact:
         return sorted(entry.path for entry in self.manifest.files)
 
     def path(self, name: str) -> Path:
-        """A verified local file.
+        """Path of a verified local file.
 
         Raises ArtifactMissing for an unknown name, ArtifactCorrupt when its bytes are not the committed ones.
         """
@@ -149,12 +149,12 @@ class Artifact:
         return path
 
     def directory(self) -> Path:
-        """A local directory with all files, verified: what an engine or `from_pretrained` loads."""
+        """Local directory with all files, verified, as an engine or `from_pretrained` loads it."""
         paths = [self.path(name) for name in self.names()]
         return paths[0].parents[len(Path(self.names()[0]).parts) - 1]
 
     def table(self, name: str, columns: list[str] | None = None) -> pa.Table:
-        """A Parquet file as a table; columns that it is too old to have are null.
+        """Parquet file as a table; columns missing in old files are null.
 
         Raises ArtifactCorrupt when it was committed as something else.
         """
@@ -171,7 +171,7 @@ class Artifact:
             raise self._unreadable(name, "a Parquet file with these columns", error) from None
 
     def json(self, name: str) -> Any:
-        """A JSON file, parsed. Raises ArtifactCorrupt when it was committed as something else."""
+        """Parsed JSON file. Raises ArtifactCorrupt if it is not JSON."""
         import json
 
         try:
@@ -180,13 +180,13 @@ class Artifact:
             raise self._unreadable(name, "JSON", error) from None
 
     def _unreadable(self, name: str, what: str, fault: object) -> ArtifactCorrupt:
-        """The error for a file that is as it was committed, and no good."""
+        """Error for a file that matches its manifest but can't be read."""
         said = " ".join(str(fault).split())[:200]
         return ArtifactCorrupt(f"{self.ref.uri}/{name} is not {what} ({said}): {_AGAIN}")
 
 
 def artifact_exists(store: Store, kind: str, key: str) -> bool:
-    """Whether the work named `key` is committed."""
+    """Whether an artifact with the action key `key` is committed."""
     return store.exists(f"artifacts/{kind}/{key}/{MANIFEST}")
 
 
@@ -200,7 +200,7 @@ def find_artifact(store: Store, kind: str, key: str) -> Artifact | None:
 
 
 def _read_manifest(data: bytes, kind: str, key: str) -> Manifest:
-    """The manifest at this place.
+    """Manifest at this place.
 
     Raises ArtifactCorrupt for one that is damaged, changed or moved, SchemaError for one of another version.
     """
@@ -227,7 +227,7 @@ def _read_manifest(data: bytes, kind: str, key: str) -> Manifest:
 
 
 def open_artifact(store: Store, ref: ArtifactRef) -> Artifact:
-    """The artifact behind a reference. Raises ArtifactMissing, or ArtifactCorrupt when it holds something else."""
+    """Artifact of a reference. Raises ArtifactMissing, or ArtifactCorrupt if it has other content."""
     artifact = find_artifact(store, ref.kind, ref.key)
     if artifact is None:
         raise ArtifactMissing(
@@ -261,7 +261,7 @@ def list_artifacts(store: Store, kind: str | None = None) -> Iterator[Artifact]:
 
 
 class ArtifactWriter:
-    """Stages files in a temporary directory, then commits them as one artifact.
+    """Stages files in a temporary directory and commits them as one artifact.
 
     with ArtifactWriter(store, "dataset", key, parents={...}, config={...}, code_version="1") as out:
         out.add_table("rows.parquet", table)
@@ -323,7 +323,7 @@ class ArtifactWriter:
         self._digests[name] = None if telemetry else digest or _file_sha256(self.directory / name)
 
     def commit(self, meta: Mapping[str, Any] | None = None) -> Artifact:
-        """Publish.
+        """Commit the staged files as an artifact.
 
         If the same work was committed meanwhile, this attempt is dropped and the earlier artifact returned.
         """
@@ -368,7 +368,7 @@ class ArtifactWriter:
 
 @functools.cache
 def tool_versions() -> dict[str, str]:
-    """Versions of what shapes an artifact's bytes. Recorded, never part of a digest."""
+    """Versions of packages that shape an artifact's bytes. Recorded, never part of a digest."""
     found = {"python": platform.python_version()}
     for package in ("triplane", "torch", "pyarrow", "duckdb", "tokenizers", "dagster"):
         try:
@@ -384,7 +384,7 @@ def _file_sha256(path: Path) -> str:
 
 
 def _is_intact(path: Path, entry: FileEntry) -> bool:
-    """Whether the file has the bytes that were committed. Read once while it does not change."""
+    """Whether the file has the committed bytes. Read once as long as it does not change."""
     stat = path.stat()
     try:
         return stat.st_size == entry.size and _has_digest(path, stat.st_mtime_ns, entry.sha256)

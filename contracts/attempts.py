@@ -1,4 +1,4 @@
-"""What a writer notes in its stage before it touches the store, so that the traces of one that was killed can be found.
+"""Notes of a writer in its stage, written before it touches the store, by which traces of a killed writer are found.
 
 <scratch>/stage-<owner>/.attempt     store, the artifact's folder, and the attempt whose files it writes there
 """
@@ -32,7 +32,7 @@ def note_attempt(stage: Path, store: Store, folder: str, attempt: str) -> None:
 
 
 def read_note(stage: Path) -> AttemptNote | None:
-    """The note in a stage; None where there is none, or only a part of one: then nothing was in the store yet."""
+    """Note in a stage; None if there is none or it is incomplete (then nothing is in the store)."""
     try:
         return AttemptNote(**json.loads((stage / _NOTE).read_text()))
     except (OSError, ValueError, TypeError):
@@ -40,12 +40,12 @@ def read_note(stage: Path) -> AttemptNote | None:
 
 
 def seal_attempt(stage: Path, manifest: bytes) -> None:
-    """Note that every file is in the store: from here on anybody may complete the artifact by this manifest."""
+    """Record that every file is in the store; from now on any process may complete the artifact with this manifest."""
     (stage / _SEAL).write_bytes(manifest)
 
 
 def read_seal(stage: Path) -> bytes | None:
-    """The manifest, or None while files are missing."""
+    """Manifest of a sealed attempt, or None while files are missing."""
     try:
         return (stage / _SEAL).read_bytes()
     except OSError:

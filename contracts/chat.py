@@ -1,4 +1,4 @@
-"""Messages to tokens and back: ChatML with `<tool_call>` and `<tool_response>`, as Qwen3 uses it.
+"""Convert messages to tokens and back: ChatML with `<tool_call>` and `<tool_response>`, as Qwen3 uses it.
 
     <|im_start|>user\\n{instruction}<|im_end|>\\n<|im_start|>assistant\\n          prompt tokens
     <tool_call>{"name":"read","arguments":{"path":"a.py"}}</tool_call><|im_end|>  policy tokens, kept as sampled
@@ -34,7 +34,7 @@ _CALL = re.compile(re.escape(CALL_START) + r"(.*?)" + re.escape(CALL_END), re.DO
 
 @dataclass(frozen=True)
 class ToolCallText:
-    """A tool call as the policy wrote it."""
+    """Tool call as the policy wrote it."""
 
     name: str
     arguments: dict[str, Any]
@@ -42,7 +42,7 @@ class ToolCallText:
 
 @dataclass(frozen=True)
 class ParsedTurn:
-    """What a policy's turn asks for."""
+    """Tool calls in a policy's turn."""
 
     calls: tuple[ToolCallText, ...]
     """In order; several are meant to run in parallel."""
@@ -59,7 +59,7 @@ def render_call(call: ToolCallText, *, spaced: bool = False) -> str:
 
 
 def parse_turn(text: str) -> ParsedTurn:
-    """Read the tool calls of a turn's text (without its end token). A turn without any call ends the episode."""
+    """Parse the tool calls of a turn's text (without its end token). A turn without calls ends the episode."""
     calls: list[ToolCallText] = []
     for match in _CALL.finditer(text):
         try:
@@ -111,7 +111,7 @@ class ChatTokenizer:
         return int(self._text.get_vocab_size(with_added_tokens=True))
 
     def encode_text(self, text: str) -> list[int]:
-        """Tokens of untrusted text: markup inside it stays plain characters."""
+        """Tokens of untrusted text; markup in it stays plain characters."""
         return list(self._text.encode(text, add_special_tokens=False).ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -119,7 +119,7 @@ class ChatTokenizer:
         return str(self._text.decode(list(token_ids), skip_special_tokens=False))
 
     def prompt(self, messages: Sequence[tuple[str, str]]) -> list[int]:
-        """Prompt tokens of (role, content) messages, ending where the policy's first turn begins."""
+        """Prompt tokens of (role, content) messages up to the start of the policy's first turn."""
         parts: list[tuple[str, bool]] = []
         for role, content in messages:
             parts += [(TURN_START, True), (f"{role}\n{content}", False), (TURN_END, True), ("\n", False)]
@@ -137,7 +137,7 @@ class ChatTokenizer:
         return self._encode([*parts, (TURN_END, True), ("\n", False), (TURN_START, True), ("assistant\n", False)])
 
     def policy_turn(self, calls: Sequence[ToolCallText], text: str = "") -> list[int]:
-        """Tokens of a scripted policy's turn, its end token included: what SFT teaches."""
+        """Tokens of a scripted policy's turn with its end token, for supervised training."""
         parts: list[tuple[str, bool]] = [(text, False)]
         for index, call in enumerate(calls):
             body = render_call(call, spaced=self._spaced)[len(CALL_START) : -len(CALL_END)]
@@ -168,7 +168,7 @@ def chat_template(*, spaced: bool = False) -> str:
 
 
 def message_views(tokenizer: ChatTokenizer, token_ids: Sequence[int], roles: Sequence[int]) -> list[Mapping[str, Any]]:
-    """Runs of equal role as {"role": int, "text": str, "start": int, "end": int}: an episode as a person reads it."""
+    """Runs of equal role as {"role": int, "text": str, "start": int, "end": int}, for display."""
     views: list[Mapping[str, Any]] = []
     start = 0
     for end in range(1, len(roles) + 1):

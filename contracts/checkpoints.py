@@ -1,4 +1,4 @@
-"""What a policy checkpoint is made of: the Hugging Face layout of Qwen3-MoE with FP8 block-quantized linear weights.
+"""Layout of policy checkpoints: that of Hugging Face's Qwen3-MoE with FP8 block-quantized linear weights.
 
     config.json  model.safetensors  tokenizer.json  tokenizer_config.json  chat_template.jinja  generation_config.json
 

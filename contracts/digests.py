@@ -1,4 +1,4 @@
-"""Names for content: SHA-256 over canonical bytes, never over a file format's own framing.
+"""Digests of content: SHA-256 over canonical bytes, never over the framing of a file format.
 
 Source of the canonical JSON form: RFC 8785 restricted to what we use (sorted keys, no white space, UTF-8; floats by
 `repr`).
@@ -43,7 +43,7 @@ def digest_of(value: Any) -> str:
 
 
 def action_key(step: str, inputs: Mapping[str, str], config: Mapping[str, Any], code_version: str) -> str:
-    """The name of a piece of work: same key, same work.
+    """Action key of a step: equal keys mean equal work.
 
     inputs: digests by role. config: the step's OWN slice, nothing more. code_version: bumped by hand when the step's
     meaning changes.

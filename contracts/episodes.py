@@ -1,5 +1,4 @@
-"""Episodes as tables. One episode is one attempt at a task by a policy in a sandbox; its sequences hold the tokens,
-which are the truth.
+"""Tables of episodes. An episode is one attempt at a task by a policy in a sandbox; its sequences contain the tokens.
 
 Text is a view of tokens: nothing re-tokenizes what a policy sampled.
 """
@@ -17,7 +16,7 @@ from contracts.digests import digest_of
 
 
 class TokenRole(IntEnum):
-    """Who put a token into a sequence. Only POLICY tokens carry a logprob and a gradient."""
+    """Source of a token in a sequence. Only POLICY tokens have a logprob and a gradient."""
 
     PROMPT = 0
     POLICY = 1
@@ -26,7 +25,7 @@ class TokenRole(IntEnum):
 
 
 class Outcome(StrEnum):
-    """How an episode ended. `INFRA_ERROR` is retried and never scored."""
+    """Result of an episode. `INFRA_ERROR` is retried and never scored."""
 
     SOLVED = "solved"
     FAILED = "failed"
@@ -53,7 +52,7 @@ STRAGGLERS = (Outcome.ABORTED, Outcome.DROPPED)
 
 @dataclass(frozen=True)
 class Slot:
-    """The place an episode fills; it seeds the episode. Independent of who fills it and when."""
+    """Identity of an episode, which also seeds it. Independent of worker and time."""
 
     experiment: str
     iteration: str
@@ -69,17 +68,17 @@ class Slot:
 
     @property
     def digest(self) -> str:
-        """Name of the slot."""
+        """Digest of the slot."""
         return digest_of([self.experiment, self.iteration, self.group, self.task_id, self.sample, self.seed])
 
     @property
     def token_seed(self) -> int:
-        """63-bit seed of this slot's sampling."""
+        """63-bit seed for sampling in this slot."""
         return int(self.digest[:16], 16) >> 1
 
 
 def episode_id(slot: Slot, action_key: str, attempt: int = 0) -> str:
-    """H(slot, action key, attempt), 32 hex digits."""
+    """Id of an episode: H(slot, action key, attempt), 32 hex digits."""
     return digest_of([slot.digest, action_key, attempt])[:32]
 
 
@@ -174,7 +173,7 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class Episode:
-    """One attempt at a task: what happened, the tokens, and what it cost."""
+    """One attempt at a task: events, tokens and costs."""
 
     episode_id: str
     group_id: str
@@ -211,7 +210,7 @@ class Episode:
 
     @property
     def policy_tokens(self) -> int:
-        """How many tokens the policy sampled."""
+        """Number of tokens that the policy sampled."""
         return sum(role == TokenRole.POLICY for sequence in self.sequences for role in sequence.token_role)
 
 
@@ -252,14 +251,14 @@ def sequences_table(episodes: list[Episode]) -> pa.Table:
 
 
 def telemetry_table(episodes: list[Episode]) -> pa.Table:
-    """Rows of TELEMETRY; a column an episode does not know is null."""
+    """Rows of TELEMETRY; unknown values are null."""
     return pa.Table.from_pylist(
         [{"episode_id": episode.episode_id, **episode.telemetry} for episode in episodes], schema=TELEMETRY
     )
 
 
 def read_episodes(episodes: pa.Table, sequences: pa.Table) -> list[Episode]:
-    """The inverse of `episodes_table` and `sequences_table`, without telemetry, in the order of `episodes`."""
+    """Episodes from the tables of `episodes_table` and `sequences_table`, without telemetry, in order."""
     by_episode: dict[str, list[TokenSequence]] = {}
     for row in sorted(sequences.to_pylist(), key=lambda row: (row["episode_id"], row["index"])):
         spans = [(span["version"], span["start"], span["end"]) for span in row["policy_spans"]]
@@ -284,8 +283,7 @@ def read_episodes(episodes: pa.Table, sequences: pa.Table) -> list[Episode]:
 
 
 def lacks_variance(values: Iterable[Hashable | None]) -> bool:
-    """Whether a group has nothing to compare: its graded members (those not None) all have the same value, or none is
-    graded.
+    """Whether a group has nothing to compare: its graded members (not None) all have the same value, or there are none.
 
     The one definition of variance: refills and the dataset both ask it, about what the hidden tests said of each member
     (`solved`).

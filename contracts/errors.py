@@ -20,7 +20,7 @@ REFUSALS = {
 
 
 class TriplaneError(Exception):
-    """Base of every error this project raises on purpose.
+    """Base class of all errors that this project raises on purpose.
 
     Its message names the thing and, after a colon or a dash, the fix.
     """
@@ -35,7 +35,7 @@ class StoreError(TriplaneError):
 
 
 class ArtifactMissing(StoreError):
-    """No committed artifact answers to this key or digest."""
+    """No committed artifact has this key or digest."""
 
 
 class ArtifactCorrupt(StoreError):
@@ -43,15 +43,15 @@ class ArtifactCorrupt(StoreError):
 
 
 class SchemaError(TriplaneError):
-    """A table, checkpoint or message does not have the form its contract states."""
+    """A table, checkpoint or message does not follow its schema."""
 
 
 class InfraFault(TriplaneError):
-    """An engine, a sandbox, a judge or their server failed, not the policy: worth another attempt, never a score."""
+    """An engine, a sandbox, a judge or their server failed, not the policy: retried, never scored."""
 
 
 def describe(error: OSError) -> str:
-    """What the system refused, of what, and the fix, in one line: for errors that no part of the program expects."""
+    """One line for an unexpected system error: what was refused, for which thing, and the fix."""
     said = error.strerror or (os.strerror(error.errno) if error.errno else str(error))
     what = f"{error.filename}: {said}" if error.filename else " ".join(str(error).split()) or said
     return f"{what}: {REFUSALS.get(error.errno or 0, 'check it')}, then run the same command again"

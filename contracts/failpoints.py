@@ -1,4 +1,4 @@
-"""Named instants at which a process can be made to die, for proving that it may die anywhere.
+"""Named points at which a process can be killed or made to fail, to test crash safety.
 
     TRIPLANE_KILL_AT=group-committed       SIGKILL when this process first reaches that point
     TRIPLANE_KILL_AT=group-committed:3     ... the third time
@@ -46,7 +46,7 @@ POINTS: Mapping[str, str] = {
 
 @dataclass
 class _Order:
-    """What happens at which arrival at which point."""
+    """Point, number of the arrival, and action."""
 
     name: str
     left: int
@@ -56,13 +56,13 @@ class _Order:
 
 
 def failpoint(name: str) -> None:
-    """Die or fail here if the environment says so. name: of POINTS."""
+    """Kill the process or raise here if the environment says so. name: one of POINTS."""
     if _ORDERED:
         _arrive(name)
 
 
 def parse_order(variable: str, text: str) -> _Order:
-    """`name`, `name:n`, and for TRIPLANE_FAIL_AT `name:n:ERRNO`. Raises ConfigError."""
+    """Parse `name`, `name:n`, and for TRIPLANE_FAIL_AT `name:n:ERRNO`. Raises ConfigError."""
     name, _, rest = text.partition(":")
     number, _, code = rest.partition(":")
     fails = variable == FAIL_VARIABLE
@@ -91,7 +91,7 @@ def _arrive(name: str) -> None:
 
 @functools.cache
 def _orders() -> list[_Order]:
-    """Read late, so that a malformed order is an error of the work, which is one line, and not of an import."""
+    """Orders of the environment; read late, so that a malformed one is a one-line error and not an import error."""
     return [parse_order(each, os.environ[each]) for each in (KILL_VARIABLE, FAIL_VARIABLE) if os.environ.get(each)]
 
 

@@ -1,4 +1,4 @@
-"""Local copies of remote objects: bounded in size, shared by every process of a user, whole or absent.
+"""Local copies of remote objects: bounded in size, shared by all processes of a user, complete or absent.
 
     <base>/tmp/              partial downloads and staging
     <base>/<place>/<key>     complete copies, read-only
@@ -27,7 +27,7 @@ PARTIAL = "part-"
 
 
 class FileCache:
-    """Copies of one place's objects by key. `place` names a folder below `base`; the bound counts all places."""
+    """Copies of one store's objects by key. `place` names a folder below `base`; the limit counts all places."""
 
     def __init__(self, base: Path, place: str, limit_bytes: int, keep_s: float = KEEP_S) -> None:
         self._base, self._root, self.scratch = base, base / place, base / "tmp"
@@ -37,7 +37,7 @@ class FileCache:
             self.scratch.mkdir(parents=True, exist_ok=True)
 
     def find(self, key: str) -> Path | None:
-        """The copy of `key`, from now on recently used, or None."""
+        """Copy of `key`, marked as recently used, or None."""
         path = self._root / key
         try:
             status = path.stat()
@@ -49,9 +49,7 @@ class FileCache:
 
     @contextmanager
     def fill(self, key: str) -> Iterator[tuple[Path, Path]]:
-        """(where to write the object, where it will be): the first becomes the second when the block ends without an
-        error.
-        """
+        """(path to write to, final path): the first is renamed to the second if the block ends without an error."""
         partial = self.scratch / f"{PARTIAL}{owned_name()}"
         with self._readable_errors():
             try:
@@ -61,8 +59,8 @@ class FileCache:
                 partial.unlink(missing_ok=True)
 
     def adopt(self, key: str, source: Path) -> None:
-        """Keep `source`, which was just uploaded and changes no more, as the copy of `key`: by a hard link where that
-        works, else not.
+        """Use `source`, which was just uploaded and does not change, as the copy of `key`, by a hard link if
+        possible.
         """
         partial = self.scratch / f"{PARTIAL}{owned_name()}"
         try:
@@ -76,7 +74,7 @@ class FileCache:
                 partial.unlink(missing_ok=True)
 
     def forget(self, key: str) -> bool:
-        """Drop the copy of `key`. False when there was none."""
+        """Remove the copy of `key`. Returns False if there was none."""
         try:
             (self._root / key).unlink()
         except FileNotFoundError:
@@ -84,7 +82,7 @@ class FileCache:
         return True
 
     def sweep(self) -> None:
-        """Bring the cache below its bound, and remove unfinished copies of killed processes.
+        """Bring the cache below its limit, and remove incomplete copies of killed processes.
 
         Safe beside other processes.
         """
@@ -160,7 +158,7 @@ class FileCache:
 
 
 def cache_base() -> Path:
-    """$TRIPLANE_CACHE, else a folder of this user below the system's temporary one.
+    """Folder of the cache: $TRIPLANE_CACHE, else one of this user in the system's temporary folder.
 
     Raises StoreError when that is somebody else's.
     """
@@ -175,7 +173,7 @@ def cache_base() -> Path:
 
 
 def cache_limit() -> int:
-    """Bytes: $TRIPLANE_CACHE_GB (10^9 bytes), else 20 of them. Raises StoreError."""
+    """Size limit in bytes: $TRIPLANE_CACHE_GB (10^9 bytes), else 20 GB. Raises StoreError."""
     text = os.environ.get("TRIPLANE_CACHE_GB") or str(DEFAULT_GB)
     try:
         gigabytes = float(text)

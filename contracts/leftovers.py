@@ -1,5 +1,4 @@
-"""What killed processes left of their work in a store, and its removal: stages, unfinished copies, files of attempts
-that no manifest names.
+"""Find and remove what killed processes left in a store: stages, incomplete copies, files of uncommitted attempts.
 
 Only what is known to be abandoned: its process ran on this machine and is gone, or it is of elsewhere and a day old. An
 attempt whose files had all arrived is completed, which is safe even when its writer's last request is still on its way;
@@ -30,12 +29,12 @@ def sweep_leftovers(store: Store) -> None:
 
 
 def leftovers(store: Store) -> list[Path]:
-    """Files and folders of the store's scratch that dead processes left, sorted."""
+    """Files and folders in the store's scratch space that dead processes left, sorted."""
     return list(_abandoned(store.scratch))
 
 
 def sweep_leftover(entry: Path, store: Store) -> None:
-    """Settle one of `leftovers`. Raises StoreError."""
+    """Complete or remove one of `leftovers`. Raises StoreError."""
     if entry.name.startswith(STAGE):
         _sweep_stage(entry, store)
     else:
@@ -43,7 +42,7 @@ def sweep_leftover(entry: Path, store: Store) -> None:
 
 
 def sweep_once(store: Store) -> None:
-    """`sweep_leftovers`, the first time that this process asks for this store."""
+    """Call `sweep_leftovers` the first time that this process opens this store."""
     done = _swept(store.url)
     if not done:
         done.append(None)
@@ -77,7 +76,7 @@ def _sweep_stage(stage: Path, store: Store) -> None:
 
 
 def _settle(note: AttemptNote, manifest: bytes | None, store: Store) -> None:
-    """Complete an attempt, or remove its files unless they became the artifact."""
+    """Complete an attempt if all its files are there; else remove them unless they became the artifact."""
     if manifest is not None and _is_whole(manifest, note, store):
         store.create(f"{note.folder}/{MANIFEST}", manifest)
     _, kind, key = note.folder.split("/")
@@ -90,9 +89,7 @@ def _settle(note: AttemptNote, manifest: bytes | None, store: Store) -> None:
 
 
 def _is_whole(manifest: bytes, note: AttemptNote, store: Store) -> bool:
-    """Whether the manifest is complete and every file that it names is there still, in its size: since the seal
-    somebody may have removed them.
-    """
+    """Whether the manifest is complete and all its files still exist with their sizes."""
     try:
         promised = Manifest.model_validate_json(manifest).files
     except ValidationError:

@@ -1,5 +1,5 @@
-"""Temporary folders and files that say whose they are, so that what a killed process left is told from what a live one
-uses.
+"""Temporary files and folders whose names contain their owner process, so that leftovers of dead processes are
+recognized.
 
     <prefix><machine>.<pid>.<start>.<random>
 
@@ -34,12 +34,12 @@ _NAME = re.compile(r"(?P<machine>[0-9a-f]{6})\.(?P<pid>\d+)\.(?P<start>\d+)\.[A-
 
 
 def owned_name() -> str:
-    """A fresh name of this process's own."""
+    """New name that contains the identity of this process."""
     return f"{_owner(os.getpid())}.{uuid.uuid4().hex[:10]}"
 
 
 def owned_directory(prefix: str, parent: Path | None = None) -> tempfile.TemporaryDirectory[str]:
-    """A temporary directory of this process's own. parent: the system's folder for them when None."""
+    """Temporary directory of this process. parent: the system's temporary folder if None."""
     return tempfile.TemporaryDirectory(prefix=f"{prefix}{_owner(os.getpid())}.", dir=parent)
 
 
@@ -60,9 +60,7 @@ def socket_directory(prefix: str, socket_name: int) -> Path:
 
 
 def fate_of_owner(name: str, prefix: str = "") -> Fate:
-    """What became of the process that a name was given to here. unknown: no name of ours, of another machine, or it
-    can't be looked up.
-    """
+    """State of the process that a name belongs to. unknown: a foreign name, another machine, or not visible."""
     found = _NAME.match(name.removeprefix(prefix)) if name.startswith(prefix) else None
     if found is None or found["machine"] != _machine() or found["start"] == _UNSEEN_START:
         return "unknown"
@@ -73,20 +71,20 @@ def fate_of_owner(name: str, prefix: str = "") -> Fate:
 
 
 def is_abandoned(name: str, prefix: str = "") -> bool:
-    """Whether a name that starts with `prefix` and was given here belongs to a process of this machine that is gone."""
+    """Whether a name that starts with `prefix` belongs to a process of this machine that has ended."""
     return fate_of_owner(name, prefix) == "gone"
 
 
 def is_leftover(name: str, age_s: float, *prefixes: str) -> bool:
-    """Whether something of this age, named by one of these prefixes, may go: its process is gone, or it is old and
-    nobody here owns it.
+    """Whether something of this age and name may be removed: its process has ended, or it is old and has no owner
+    here.
     """
     fates = {fate_of_owner(name, prefix) for prefix in prefixes}
     return "gone" in fates or ("alive" not in fates and age_s > ABANDONED_S)
 
 
 def abandoned(parent: Path, prefix: str = "") -> Iterator[Path]:
-    """What dead processes left in `parent` under such names."""
+    """Files and folders in `parent` that dead processes left."""
     try:
         entries = sorted(parent.iterdir())
     except OSError:
@@ -97,13 +95,13 @@ def abandoned(parent: Path, prefix: str = "") -> Iterator[Path]:
 
 
 def sweep_abandoned(parent: Path, prefix: str = "") -> None:
-    """Remove what dead processes left in `parent`. Safe beside others that do the same."""
+    """Remove what dead processes left in `parent`. Safe to run concurrently."""
     for entry in abandoned(parent, prefix):
         remove(entry)
 
 
 def remove(entry: Path) -> None:
-    """Remove a file or a whole folder; silent when it is gone already, or belongs to another user."""
+    """Remove a file or folder; ignores one that is gone or belongs to another user."""
     if entry.is_dir() and not entry.is_symlink():
         shutil.rmtree(entry, ignore_errors=True)
     else:
@@ -119,6 +117,6 @@ def _owner(pid: int) -> str:
 
 @functools.cache
 def _machine() -> str | None:
-    """Six digits for this boot and pid namespace, or None where the system has no /proc."""
+    """Six digits for this boot and pid namespace, or None without /proc."""
     space = pid_space()
     return None if space is None else hashlib.sha256(space.encode()).hexdigest()[:6]

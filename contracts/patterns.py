@@ -1,4 +1,4 @@
-"""Patterns that name paths of a tree, as lines of a `.gitignore` do, but that each names what is wanted.
+"""Patterns of paths as in a `.gitignore`, where each pattern selects paths.
 
     *.py            a file of such a name, in any directory          no slash but at its end: at any depth
     src/*.py        files right in src                               a slash within or at its start: from the tree's
@@ -28,7 +28,7 @@ _State = tuple[tuple[int, int], ...] | None
 
 
 class PathPatterns:
-    """Tells paths that are named from those that are not, in time linear in the path's length.
+    """Matcher of paths, in time linear in the path's length.
 
     Raises ValueError, in one line with the fix, for a pattern that is none or for too many.
     """
@@ -43,7 +43,7 @@ class PathPatterns:
         self._directories: OrderedDict[str, _State] = OrderedDict()
 
     def names(self, path: str) -> bool:
-        """Whether a file at this path, relative to the root and without `..`, is named."""
+        """Whether a pattern matches a file at this path, relative to the root and without `..`."""
         directory, _, name = path.rpartition("/")
         state = self._directory(directory) if directory else self._start
         return state is None or self._next(state, name, is_directory=False) is None

@@ -1,6 +1,4 @@
-"""Mutable names over immutable content: numbered files created exclusively; the highest number counts, the list is the
-history.
-"""
+"""Mutable names for immutable content: exclusively created numbered files; the highest number is the value."""
 
 from __future__ import annotations
 
@@ -15,30 +13,30 @@ from contracts.store import Store
 
 @dataclass(frozen=True)
 class PointerEntry:
-    """One value a pointer had. `number` counts from 1 without gaps."""
+    """One value of a pointer. `number` counts from 1 without gaps."""
 
     number: int
     value: dict[str, Any]
 
 
 class Pointer:
-    """A named value with compare-and-swap and a full history, e.g. the live policy of an experiment."""
+    """Named value with compare-and-swap and a full history, e.g. the live policy of an experiment."""
 
     def __init__(self, store: Store, name: str) -> None:
         self._store = store
         self._prefix = f"pointers/{name}/"
 
     def history(self) -> list[PointerEntry]:
-        """Every value ever set, oldest first."""
+        """All values, oldest first."""
         return [self._read(key) for key in sorted(self._store.list(self._prefix))]
 
     def current(self) -> PointerEntry | None:
-        """The value that counts now, or None when the pointer was never set."""
+        """Current value, or None if the pointer was never set."""
         keys = sorted(self._store.list(self._prefix))
         return self._read(keys[-1]) if keys else None
 
     def current_of_few(self) -> PointerEntry | None:
-        """Like `current`, for a pointer that seldom has a second value: asks for the first two numbers, since S3 lists
+        """Like `current`, for pointers that rarely have a second value: reads the first two numbers, since S3 lists
         slowly.
         """
         first = self._find(1)

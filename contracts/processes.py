@@ -1,4 +1,4 @@
-"""What identifies a process of this machine, also after its pid was given to another."""
+"""Identity of a process on this machine that stays unique when its pid is reused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def boot_id() -> str | None:
-    """The kernel's name for this boot, or None where the system has no /proc."""
+    """Kernel's id of this boot, or None without /proc."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -25,7 +25,7 @@ def pid_space() -> str | None:
 
 
 def start_of(pid: int) -> str | None:
-    """Start time of a live process in clock ticks since boot, or None when there is none.
+    """Start time of a live process in clock ticks since boot, or None if there is none.
 
     Source: proc(5), field 22 of stat.
 

@@ -1,4 +1,4 @@
-"""How long to wait before an attempt that follows a failed one."""
+"""Pauses between retries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The connection to S3: one client a process, conditional by default, and what its errors mean to a user."""
+"""S3 client: one a process, conditional writes by default, errors for users."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _ELSEWHERE = ("301", "PermanentRedirect", "AuthorizationHeaderMalformed", "Illeg
 
 
 def connect(*, conditional: bool = True) -> S3Client:
-    """The client for the AWS_* variables of now. Raises StoreError when they make no sense.
+    """Client for the current AWS_* variables. Raises StoreError if they are invalid.
 
     conditional: every PutObject and CompleteMultipartUpload that it sends holds only if the key is new.
     """
@@ -85,24 +85,24 @@ def _only_when_new(params: dict[str, Any], **_: object) -> None:
 
 
 def code_of(error: ClientError | BotoCoreError) -> str:
-    """What went wrong, in one word."""
+    """Short code of an error."""
     return (
         str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, ClientError) else type(error).__name__
     )
 
 
 def is_missing(error: ClientError | BotoCoreError) -> bool:
-    """Whether the server said that there is no such object."""
+    """Whether the server reports that the object does not exist."""
     return code_of(error) in _MISSING
 
 
 def is_refused(error: ClientError | BotoCoreError) -> bool:
-    """Whether the server denied the right to ask that."""
+    """Whether the server denied permission."""
     return code_of(error) in _REFUSED
 
 
 def explain(error: ClientError | BotoCoreError, url: str, key: str, endpoint: str) -> StoreError:
-    """The error to raise instead, which names the thing and the fix. url: of the store."""
+    """Error to raise instead, with the thing and the fix. url: of the store."""
     code, bucket = code_of(error), url.removeprefix("s3://").partition("/")[0]
     if is_missing(error):
         return ArtifactMissing(f"store {url} has no {key}")

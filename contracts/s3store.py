@@ -1,4 +1,5 @@
-"""The S3 side of `contracts.store`: one object a key, exclusive creation by conditional writes, a local read cache.
+"""S3 implementation of `contracts.store`: one object a key, exclusive creation by conditional writes, a local read
+cache.
 
 create -> s3write (conditional; above 64 MiB in parts)      local_path -> filecache, else a streamed download
 """
@@ -179,8 +180,8 @@ class S3Store:
         return create_object(self._client, self._bucket, self._prefix + key, source)
 
     def _prove(self) -> None:
-        """Raise StoreError when the server overwrites: some old ones ignore If-None-Match, and then nothing keeps two
-        writers apart.
+        """Raise StoreError if the server overwrites objects: some old ones ignore If-None-Match, so that two writers
+        would collide.
         """
         probe = self._prefix + _PROBE
         if all(create_object(self._client, self._bucket, probe, b"") for _ in range(2)):
@@ -190,7 +191,7 @@ class S3Store:
             )
 
     def _own(self, name: str) -> str:
-        """The store's key of an object."""
+        """Key in the store of an object."""
         return name[len(self._prefix) :]
 
     def _object(self, key: str) -> GetObjectOutputTypeDef:
@@ -224,7 +225,7 @@ def _sha256(found: GetObjectOutputTypeDef) -> str:
 
 
 def _patiently(read: Callable[[], T]) -> T:
-    """The result of `read`, tried again when the stream breaks off or arrives damaged."""
+    """Result of `read`, retried if the stream breaks off or arrives damaged."""
     for attempt in range(1, READS):
         try:
             return read()

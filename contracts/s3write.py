@@ -1,4 +1,4 @@
-"""Exclusive creation on S3: who was first is known even when the answer to the deciding request was lost.
+"""Exclusive creation on S3: the first writer is known even if the reply to the deciding request was lost.
 
 Every object carries a token of its writer in its metadata. When a write ends without a clear answer, or with "it
 exists" (perhaps because a retry met what its own first try had written), the object there is asked whose it is.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def _megabytes(variable: str, default: float) -> int:
-    """Bytes: that many MiB, by a variable or the default. Raises StoreError."""
+    """Number of bytes from a variable in MiB, or the default. Raises StoreError."""
     text = os.environ.get(variable) or str(default)
     try:
         megabytes = float(text)
@@ -60,7 +60,7 @@ _CONFLICT = ("ConditionalRequestConflict", "OperationAborted", "409")
 
 
 def create_object(client: S3Client, bucket: str, key: str, source: bytes | Path) -> bool:
-    """Write `source` unless `key` exists. True when this call created it. Raises ClientError, BotoCoreError.
+    """Write `source` unless `key` exists. Returns True if this call created it. Raises ClientError, BotoCoreError.
 
     client: of `contracts.s3client.connect`, whose writes are conditional.
     """
@@ -88,7 +88,7 @@ def create_object(client: S3Client, bucket: str, key: str, source: bytes | Path)
 
 
 def transfers(client: S3Client) -> TransferManager:
-    """Large files in parts, a few at once. Use as a context manager."""
+    """Transfer large files in parts, a few at once. Context manager."""
     config = TransferConfig(
         multipart_threshold=MULTIPART_BYTES,
         multipart_chunksize=PART_BYTES,
@@ -100,7 +100,7 @@ def transfers(client: S3Client) -> TransferManager:
 
 
 def delete_all(client: S3Client, bucket: str, keys: Sequence[str]) -> None:
-    """Delete objects, a thousand a request; silent about absent ones. Raises ClientError, BotoCoreError."""
+    """Delete objects, a thousand a request; ignores missing ones. Raises ClientError, BotoCoreError."""
     for start in range(0, len(keys), DELETED_AT_ONCE):
         some = keys[start : start + DELETED_AT_ONCE]
         answer = client.delete_objects(Bucket=bucket, Delete={"Objects": [{"Key": key} for key in some], "Quiet": True})
@@ -111,7 +111,7 @@ def delete_all(client: S3Client, bucket: str, keys: Sequence[str]) -> None:
 
 
 def list_uploads(client: S3Client, bucket: str, prefix: str) -> list[MultipartUploadTypeDef]:
-    """Multipart uploads under way, or left by the dead, to keys that start with `prefix`.
+    """Multipart uploads in progress, or left by dead writers, to keys that start with `prefix`.
 
     Raises ClientError, BotoCoreError.
     """
@@ -121,7 +121,7 @@ def list_uploads(client: S3Client, bucket: str, prefix: str) -> list[MultipartUp
 
 
 def abort_upload(client: S3Client, bucket: str, key: str, upload_id: str) -> None:
-    """Give up a multipart upload; silent when it ended. Raises ClientError, BotoCoreError."""
+    """Abort a multipart upload; ignores one that has ended. Raises ClientError, BotoCoreError."""
     try:
         client.abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload_id)
     except ClientError as error:
@@ -148,9 +148,7 @@ def _send(client: S3Client, bucket: str, key: str, source: bytes | Path, token: 
 
 
 def _abort_others(client: S3Client, bucket: str, key: str) -> None:
-    """Give up what else is under way to a key that now exists: by those who can't win any more, or by a first request
-    whose answer was lost.
-    """
+    """Abort other uploads to a key that now exists: of losing writers, or of a first request whose reply was lost."""
     try:
         for upload in list_uploads(client, bucket, key):
             if upload["Key"] == key:
@@ -160,7 +158,7 @@ def _abort_others(client: S3Client, bucket: str, key: str) -> None:
 
 
 def _is_open(error: ClientError | BotoCoreError) -> bool:
-    """Whether after this error the object may be ours all the same."""
+    """Whether the object may be ours in spite of this error."""
     if not isinstance(error, ClientError):
         return True
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
@@ -168,7 +166,7 @@ def _is_open(error: ClientError | BotoCoreError) -> bool:
 
 
 def _writer(client: S3Client, bucket: str, key: str) -> str | None:
-    """Token of the object's writer, "" for one of another program, None when there is no object."""
+    """Token of the object's writer, "" for another program, None if there is no object."""
     try:
         return client.head_object(Bucket=bucket, Key=key)["Metadata"].get(WRITER, "")
     except ClientError as error:

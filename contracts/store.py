@@ -1,5 +1,4 @@
-"""Where bytes live: `Store` is a flat map from key to immutable bytes, a local directory or an S3 bucket behind one
-interface.
+"""`Store`: a flat map from key to immutable bytes, in a local directory or an S3 bucket.
 
 Keys are relative POSIX paths. Nothing overwrites: `create` is exclusive and atomic (hard link locally, `If-None-Match:
 *` on S3), so a reader sees a whole object or none, whoever dies while writing.
@@ -32,7 +31,7 @@ _KEY = re.compile(r"[A-Za-z0-9_.=@+-]+(/[A-Za-z0-9_.=@+-]+)*")
 
 @dataclass(frozen=True)
 class Entry:
-    """What a store knows of a key without reading it."""
+    """Metadata of a key, available without reading it."""
 
     key: str
     size: int
@@ -43,7 +42,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Upload:
-    """The parts of a large file whose upload began and did not end. They take space and are no key."""
+    """Parts of a large file whose upload began and did not end. They take space and are not a key."""
 
     key: str
     started_unix: float
@@ -55,14 +54,14 @@ class Store(Protocol):
 
     @property
     def url(self) -> str:
-        """What `open_store` takes to reach this store again."""
+        """URL with which `open_store` opens this store again."""
 
     @property
     def scratch(self) -> Path:
-        """A local folder for staging; what is left there belongs to nothing."""
+        """Local folder for staging; files left there belong to no artifact."""
 
     def create(self, key: str, data: bytes, *, cached: bool = False) -> bool:
-        """Write `data` under `key` unless it exists. True when this call created it.
+        """Write `data` under `key` unless it exists. Returns True if this call created it.
 
         cached: keep a copy where `local_path` finds it, of what this machine will soon read again.
         """
@@ -71,40 +70,40 @@ class Store(Protocol):
         """Like `create`, from a local file, without loading it into memory."""
 
     def get(self, key: str) -> bytes:
-        """The bytes under `key`. Raises ArtifactMissing."""
+        """Bytes under `key`. Raises ArtifactMissing."""
 
     def local_path(self, key: str) -> Path:
-        """A local, read-only file with the bytes under `key` (a cached download where the store is remote).
+        """Local, read-only file with the bytes under `key` (a cached download of a remote store).
 
         Raises ArtifactMissing.
         """
 
     def exists(self, key: str) -> bool:
-        """Whether `key` was created."""
+        """Whether `key` exists."""
 
     def list(self, prefix: str) -> list[str]:
-        """Every key that starts with `prefix`, sorted."""
+        """All keys that start with `prefix`, sorted."""
 
     def entries(self, prefix: str) -> Sequence[Entry]:
-        """Like `list`, with what is known of each key."""
+        """Like `list`, with the metadata of each key."""
 
     def checksum(self, key: str) -> str:
-        """SHA-256 of the bytes under `key` where they are, not of a cached copy: 64 hex digits.
+        """SHA-256 of the stored bytes under `key`, not of a cached copy: 64 hex digits.
 
         Raises ArtifactMissing.
         """
 
     def uploads(self) -> Sequence[Upload]:
-        """Uploads that did not end, also those still under way, sorted by key."""
+        """Incomplete uploads, including those in progress, sorted by key."""
 
     def abort(self, upload: Upload) -> None:
-        """Give up an upload; silent when it ended."""
+        """Abort an upload; ignores one that has ended."""
 
     def delete(self, key: str) -> None:
-        """Remove `key`; silent when absent. Only for what no manifest names."""
+        """Remove `key`; ignores a missing one. Only for keys that no manifest names."""
 
     def discard(self, prefix: str) -> None:
-        """Remove every key that starts with `prefix`, and uploads to such keys that never ended.
+        """Remove every key that starts with `prefix`, and incomplete uploads to such keys.
 
         Only for what a dead writer left.
         """
@@ -117,7 +116,7 @@ class Store(Protocol):
 
 
 def open_store(url: str | None = None) -> Store:
-    """The store at `url`, else at $TRIPLANE_STORE, else in `.triplane/store` below the working directory.
+    """Open the store at `url`, else at $TRIPLANE_STORE, else in `.triplane/store` in the working directory.
 
     url: a directory, `file:///dir`, or `s3://bucket/prefix` (endpoint and credentials by boto3's own environment
     variables; downloads are cached in $TRIPLANE_CACHE, up to $TRIPLANE_CACHE_GB).
@@ -136,7 +135,7 @@ def open_store(url: str | None = None) -> Store:
 
 
 def check_key(key: str) -> str:
-    """`key` itself when well-formed. Raises StoreError: keys never climb, never start with a slash."""
+    """Return `key` if it is well-formed. Raises StoreError for one that climbs or starts with a slash."""
     if not _KEY.fullmatch(key) or any(part in (".", "..") for part in key.split("/")):
         raise StoreError(f"store key {key!r} is not a relative path of letters, digits and _.=@+-")
     return key
@@ -284,7 +283,7 @@ class LocalStore:
 
 @contextmanager
 def readable_errors(root: Path, what: str = "store", variable: str = "TRIPLANE_STORE") -> Iterator[None]:
-    """Turn what the system says of a full, broken or forbidden disk into StoreError with its fix.
+    """Convert system errors of a full, broken or forbidden disk to StoreError with the fix.
 
     root: the folder to name; what: it is; variable: tells it to be elsewhere.
     """
@@ -306,7 +305,7 @@ def readable_errors(root: Path, what: str = "store", variable: str = "TRIPLANE_S
 
 @contextmanager
 def staging_errors(store: Store) -> Iterator[None]:
-    """`readable_errors` for what happens in a store's scratch folder: beside a remote store that is the cache."""
+    """Like `readable_errors`, for a store's scratch folder, which is the cache beside a remote store."""
     beside = store.url == str(store.scratch.parent)
     variable = "TRIPLANE_STORE" if beside else "TRIPLANE_CACHE"
     with readable_errors(store.scratch, "store's folder" if beside else "cache", variable):

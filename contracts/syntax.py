@@ -1,4 +1,4 @@
-"""Python source to syntax trees, from any thread."""
+"""Parse Python source, from any thread."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 def parse_python(source: str | bytes) -> ast.Module:
-    """`ast.parse`, one call at a time. Raises what it raises."""
+    """`ast.parse`, one call at a time, with its exceptions."""
     with _ONE_AT_A_TIME:
         return ast.parse(source)

@@ -1,4 +1,4 @@
-"""Tasks as rows: a small git repository, an instruction, hidden tests and a reference fix."""
+"""Tables of tasks: a small git repository, an instruction, hidden tests and a reference fix."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from contracts.digests import digest_of, sha256
 
 
 class Split(StrEnum):
-    """What may read a task: training, the promotion gate and stopping rules, or nothing but the report (held_out and
-    unseen).
-    """
+    """Use of a task: training, the promotion gate and stopping rules, or only the report (held_out and unseen)."""
 
     TRAIN = "train"
     GATE = "gate"
@@ -50,7 +48,7 @@ _DELIVERABLES = "artifacts"
 
 @dataclass(frozen=True)
 class Rule:
-    """What one assertion expects."""
+    """Expectation of one assertion."""
 
     form: str
     """compare, truth, raises, or kind: of a value that the assertion computes with, whether it is of a builtin type."""
@@ -70,7 +68,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Observed:
-    """Hidden tests without expectations, and the expectations."""
+    """Hidden tests without expectations, with the expectations beside them."""
 
     files: dict[str, bytes]
     """Test files that report what they would compare."""
@@ -97,7 +95,7 @@ class Decoy:
 
 @dataclass(frozen=True)
 class Checks:
-    """What a verdict rests on beside the hidden tests as written.
+    """Evidence for a verdict beside the hidden tests as written.
 
     Proven on the reference solution (curation/tasks/checks).
     """
@@ -138,7 +136,7 @@ class Checks:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The inverse of `to_json`. Raises ValueError, KeyError or TypeError for other text."""
+        """Checks from the text of `to_json`. Raises ValueError, KeyError or TypeError for other text."""
         found = json.loads(text)
         seen = found["observed"]
         observed = (
@@ -172,7 +170,7 @@ def _contents(files: dict[str, str]) -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class Task:
-    """One thing to fix."""
+    """One problem to solve."""
 
     task_id: str
     family: str
@@ -198,12 +196,12 @@ class Task:
 
     @property
     def files_digest(self) -> str:
-        """Digest of the files that a sandbox of this task starts from."""
+        """Digest of a tree of files: H over the sorted (path, SHA-256) pairs."""
         return files_digest(self.files)
 
     @property
     def digest(self) -> str:
-        """Digest of everything that decides how an episode of this task goes and is graded."""
+        """Digest of everything that decides how an episode of this task runs and is graded."""
         return digest_of(
             [
                 self.task_id,
@@ -246,7 +244,7 @@ def tasks_table(tasks: list[Task]) -> pa.Table:
 
 
 def read_tasks(table: pa.Table) -> list[Task]:
-    """The inverse of `tasks_table`."""
+    """Tasks from the rows of `tasks_table`."""
     return [
         Task(
             task_id=row["task_id"],
@@ -267,7 +265,7 @@ def read_tasks(table: pa.Table) -> list[Task]:
 
 
 def _meta_row(task: Task) -> str:
-    """The facts with the deliverables.
+    """Facts of a task with its deliverables.
 
     Most tasks declare none: a column for them would change every suite's digest.
     """

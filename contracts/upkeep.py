@@ -1,4 +1,4 @@
-"""A store's upkeep: is everything there that its manifests promise, and what is there that nobody promised?
+"""Maintenance of a store: check that everything in manifests exists, and find what no manifest names.
 
 check_store -> Fault ...        every manifest, and every file that it names, read where it is
 find_garbage -> Garbage ...     old attempts that no manifest names, old uploads that did not end, what dead processes
@@ -31,7 +31,7 @@ OnBytes = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that a manifest promises and the store does not hold."""
+    """Something that a manifest names and the store lacks."""
 
     place: str
     """Of the manifest or file, relative to the store."""
@@ -40,7 +40,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Garbage:
-    """Something that takes space and that nobody will ask for."""
+    """Something that takes space and is not needed."""
 
     what: Literal["attempt", "upload", "staging"]
     """attempt: files of an artifact that another writer committed, or nobody. upload: parts of a file whose last one
@@ -57,7 +57,7 @@ class Garbage:
 
 @dataclass(frozen=True)
 class Checked:
-    """What `check_store` looked at, and what it found."""
+    """Result of `check_store`."""
 
     artifacts: int
     files: int
@@ -67,7 +67,7 @@ class Checked:
 
 
 def check_store(store: Store, progress: OnBytes = lambda done, total: None) -> Checked:
-    """Read every manifest and every file. Raises StoreError when the store itself can't be read."""
+    """Read every manifest and every file. Raises StoreError if the store can't be read."""
     sizes = {entry.key: entry.size for entry in store.entries("artifacts/")}
     faults: list[Fault] = []
     promised: list[tuple[str, FileEntry]] = []
@@ -91,7 +91,7 @@ def check_store(store: Store, progress: OnBytes = lambda done, total: None) -> C
 
 
 def find_garbage(store: Store, older_than_s: float = OLD_S) -> list[Garbage]:
-    """What may go. older_than_s: only what did not change for so long; live writers leave traces, too."""
+    """What may be removed. older_than_s: minimum age, since live writers leave files, too."""
     now = time.time()
     uploads = (Garbage("upload", each.key, None, now - each.started_unix, each) for each in store.uploads())
     old = [each for each in (*_attempts(store, now), *uploads) if each.age_s > older_than_s]
@@ -99,7 +99,7 @@ def find_garbage(store: Store, older_than_s: float = OLD_S) -> list[Garbage]:
 
 
 def remove_garbage(store: Store, garbage: Garbage) -> bool:
-    """Remove it. False when a manifest names it by now: then it stays."""
+    """Remove it. Returns False, and keeps it, if a manifest names it by now."""
     if garbage.what == "staging":
         sweep_leftover(Path(garbage.place), store)
     elif garbage.upload is not None:
@@ -113,7 +113,7 @@ def remove_garbage(store: Store, garbage: Garbage) -> bool:
 
 
 def _staged(store: Store, now: float) -> Iterator[Garbage]:
-    """What dead processes left in the store's scratch."""
+    """Files of dead processes in the store's scratch space."""
     for path in leftovers(store):
         files = [path, *path.rglob("*")] if path.is_dir() else [path]
         try:
@@ -154,7 +154,7 @@ def _check_file(store: Store, key: str, entry: FileEntry, size: int | None) -> F
 
 
 def _attempts(store: Store, now: float) -> Iterator[Garbage]:
-    """Every attempt that no manifest names."""
+    """Attempts that no manifest names."""
     entries = [entry for entry in store.entries("artifacts/") if len(entry.key.split("/")) > 4]
     for folder, group in groupby(entries, key=lambda entry: entry.key.split("/")[:4]):
         _, kind, key, attempt = folder
@@ -165,7 +165,7 @@ def _attempts(store: Store, now: float) -> Iterator[Garbage]:
 
 
 def _is_named(store: Store, kind: str, key: str, attempt: str) -> bool:
-    """Whether the manifest names the attempt, or might: what one says that can't be read is not known."""
+    """Whether the manifest names the attempt, or might, if the manifest can't be read."""
     try:
         winner = find_artifact(store, kind, key)
     except (ArtifactCorrupt, SchemaError):

@@ -1,5 +1,4 @@
-"""Text of policies, sandboxes and repositories as people and agents are shown it: sequences that terminals obey are
-spelled out.
+"""Escape terminal control sequences in text of policies, sandboxes and repositories before it is shown.
 
 Spelled out are control characters (C0 without tab and newline, DEL, C1) and what overrides the direction of writing. A
 carriage return stays before a newline, where it moves nothing. All other text stays as it is. Interfaces for raw bytes
@@ -14,7 +13,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\
 
 
 def visible(text: str) -> str:
-    """The text with each control character as `\\x1b` and each override of direction as `\\u202e`."""
+    """Text with each control character as `\\x1b` and each override of direction as `\\u202e`."""
     return _CONTROL.sub(_spelled, text)
 
 
@@ -24,5 +23,5 @@ def _spelled(found: re.Match[str]) -> str:
 
 
 def visible_json(text: str) -> str:
-    """JSON with the same characters escaped as JSON escapes them: it reads as the same value."""
+    """JSON with the same characters escaped as in JSON; its value is unchanged."""
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

@@ -26,7 +26,7 @@ from contracts.artifacts import Artifact, ArtifactWriter, Frozen
 from contracts.episodes import TokenRole, lacks_variance
 from curation.errors import DuplicateRows, RewardsMismatch
 
-DATASET_VERSION = "2"
+DATASET_VERSION = "3"
 """Code version of the `dataset` step."""
 
 REASONS = (
@@ -74,12 +74,12 @@ MEMBERS = pa.schema(
         ("kept", pa.bool_()),
         ("reason", pa.string()),
         ("group_reward_mean", pa.float64()),
-        ("group_reward_std", pa.float64()),
         ("length", pa.int32()),
     ]
 )
-"""One row an episode, in rollouts order; (group_id, sample) is unique. Mean and population deviation are over all
-graded members of the group, kept or not (null: none is graded). length: tokens of the longest sequence.
+"""One row an episode, in rollouts order; (group_id, sample) is unique. `group_reward_mean` is over all
+graded members of the group, kept or not (null: none is graded): the baseline of its advantages. length: tokens of the
+longest sequence.
 """
 
 
@@ -193,8 +193,7 @@ WITH lengths AS (
 graded_groups AS (
     SELECT
         e.group_id,
-        avg(r.reward::DOUBLE ORDER BY e.file_row_number) AS group_reward_mean,
-        stddev_pop(r.reward::DOUBLE ORDER BY e.file_row_number) AS group_reward_std
+        avg(r.reward::DOUBLE ORDER BY e.file_row_number) AS group_reward_mean
     FROM episodes e JOIN rewards r USING (episode_id)
     WHERE r.reward IS NOT NULL
     GROUP BY e.group_id
@@ -202,7 +201,7 @@ graded_groups AS (
 reasons AS (
     SELECT
         e.episode_id, e.group_id, e.sample, r.reward, e.file_row_number AS position,
-        g.group_reward_mean, g.group_reward_std,
+        g.group_reward_mean,
         coalesce(l.length, 0) AS length,
         CASE
             WHEN e.outcome IN ('infra_error', 'aborted', 'dropped') THEN e.outcome

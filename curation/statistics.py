@@ -76,8 +76,8 @@ class Judgement:
 def rate_interval(
     solved: Sequence[float], samples: Sequence[float], confidence: float = CONFIDENCE
 ) -> tuple[float, float]:
-    """Interval of sum(solved) / sum(samples), by task: Wilson's score interval with as many observations as the tasks
-    are worth.
+    """Interval of sum(solved) / sum(samples), by task: Wilson's score interval with the effective number of
+    observations.
 
     solved, samples: one value a task, solved <= samples; tasks without samples are left out. With y_t the task's share,
     weighted by its samples, n tasks and rate p: a task is worth 1 / c observations, c = (sum (y_t - p)^2 + v) / (p (1 -
@@ -116,8 +116,8 @@ def difference_errors(differences: Numbers, samples: float) -> Numbers:
 
 
 def lower_bounds(differences: Numbers, samples: float, confidence: float) -> Numbers:
-    """Lower end of the two-sided interval of the mean difference, over the last axis of [..., tasks]: what the gate
-    decides by.
+    """Lower end of the two-sided interval of the mean difference over the last axis of [..., tasks]; the gate uses
+    it.
     """
     critical = student_quantile(0.5 + confidence / 2, differences.shape[-1] - 1)
     bounds: Numbers = differences.mean(-1) - critical * difference_errors(differences, samples)
@@ -127,7 +127,7 @@ def lower_bounds(differences: Numbers, samples: float, confidence: float) -> Num
 def paired_difference(
     candidate: Mapping[str, Sequence[int]], other: Mapping[str, Sequence[int]], gate_confidence: float = CONFIDENCE
 ) -> PairedDifference:
-    """Difference in pass rate, each task weighing the same.
+    """Difference in pass rate, with equal weight for each task.
 
     Both map task id to the 0/1 of its samples; tasks that only one has (or has no graded sample of) are left out. With
     d_t = mean(candidate_t) - mean(other_t): mean(d) +- t * `difference_errors`, cut to [-1, 1]. Below two tasks the
@@ -145,8 +145,7 @@ def paired_difference(
 
 
 def non_inferior(difference: PairedDifference, margin: float, other: str = "its parent") -> Judgement:
-    """Whether the candidate is at worst `margin` below the other policy: the difference's `bound` must lie above
-    -margin.
+    """Whether the candidate is at most `margin` below the other policy: the difference's `bound` must be above -margin.
 
     margin: in pass rate, e.g. 0.05. other: for the sentence. Raises ValueError when margin is negative.
     """
@@ -164,9 +163,7 @@ def non_inferior(difference: PairedDifference, margin: float, other: str = "its 
 
 
 def pass_rate(rewards: pa.Table, confidence: float = CONFIDENCE) -> PassRate:
-    """The share of solved episodes in a table with the columns `task_id` and `solved` (REWARDS); ungraded ones don't
-    count.
-    """
+    """Share of solved episodes in a table with the columns `task_id` and `solved` (REWARDS), without ungraded ones."""
     outcomes = solved_by_task(rewards)
     solved, samples = [sum(values) for values in outcomes.values()], [len(values) for values in outcomes.values()]
     n = sum(samples)
@@ -175,7 +172,7 @@ def pass_rate(rewards: pa.Table, confidence: float = CONFIDENCE) -> PassRate:
 
 
 def solved_by_task(rewards: pa.Table) -> dict[str, list[int]]:
-    """The 0/1 of each task's graded samples, in row order: what `paired_difference` compares."""
+    """0/1 results of each task's graded samples, in row order, for `paired_difference`."""
     found: dict[str, list[int]] = {}
     for task, solved in zip(rewards["task_id"].to_pylist(), rewards["solved"].to_pylist(), strict=True):
         if solved is not None:

@@ -25,20 +25,14 @@ LIMITS = tuple(each.name for each in fields(Limits))
 
 def limits_message(limits: Limits) -> pb.Limits:
     """Limits as a message."""
-    return pb.Limits(
-        memory_mb=limits.memory_mb,
-        pids=limits.pids,
-        cpu=limits.cpu,
-        disk_mb=limits.disk_mb,
-        lifetime_s=limits.lifetime_s,
-    )
+    return pb.Limits(**vars(limits))
 
 
 def export_message(export: Export | None) -> pb.Export | None:
     """An export as a message."""
     if export is None:
         return None
-    return pb.Export(artifacts=export.artifacts, max_files=export.max_files, max_bytes=export.max_bytes)
+    return pb.Export(**vars(export))
 
 
 def left_out_of(reply: Any) -> LeftOut:
@@ -53,14 +47,7 @@ def named_limits(message: pb.Limits) -> dict[str, Any]:
 
 def tool_result_message(result: ToolResult) -> pb.ToolResult:
     """A tool's result as a message."""
-    return pb.ToolResult(
-        ok=result.ok,
-        text=result.text,
-        true_bytes=result.true_bytes,
-        truncated=result.truncated,
-        timed_out=result.timed_out,
-        seconds=result.seconds,
-    )
+    return pb.ToolResult(**vars(result))
 
 
 def tool_result_of(message: pb.ToolResult) -> ToolResult:

@@ -17,7 +17,6 @@ from contracts.digests import digest_of
 from trainer.config import GrpoConfig
 from trainer.data import ScoredSequence, read_sequences
 from trainer.errors import TrainingDataError
-from trainer.losses import group_advantages
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def read_experience(dataset: Artifact, config: Mapping[str, Any], grpo: GrpoConf
         return None
     where = f"{dataset.ref.uri}/train.parquet"
     sequences = read_sequences(train, where, config["vocab_size"], config["max_position_embeddings"])
-    members = dataset.table("members.parquet", ["episode_id", "group_id", "reward"])
+    members = dataset.table("members.parquet", ["episode_id", "group_id", "reward", "group_reward_mean"])
     members = members.filter(pc.is_valid(members.column("reward"))).sort_by(
         [("group_id", "ascending"), ("episode_id", "ascending")]
     )
@@ -81,18 +80,21 @@ def read_experience(dataset: Artifact, config: Mapping[str, Any], grpo: GrpoConf
 def member_advantages(members: pa.Table, permute_seed: int | None) -> dict[str, float]:
     """Advantage by episode_id, over graded members sorted by group and episode.
 
-    permute_seed: a control that hands each group's rewards to its members at random.
+    Reward minus its group's mean: GRPO (arXiv:2402.03300) without the division by the deviation (Dr. GRPO,
+    arXiv:2503.20783).
+
+    The mean is the dataset's, over ALL graded members: those left out of training count. permute_seed: a control that
+    hands each group's rewards to its members at random.
     """
-    groups: list[str] = members.column("group_id").to_pylist()
+    groups = np.asarray(members.column("group_id").to_pylist())
     rewards = np.asarray(members.column("reward").to_pylist(), np.float64)
-    numbers = np.asarray([*map({name: index for index, name in enumerate(sorted(set(groups)))}.get, groups)], np.int64)
+    means = np.asarray(members.column("group_reward_mean").to_pylist(), np.float64)
     if permute_seed is not None:
-        for number, name in enumerate(sorted(set(groups))):
-            own = np.flatnonzero(numbers == number)
+        for name in sorted(set(groups.tolist())):
+            own = np.flatnonzero(groups == name)
             draw = np.random.default_rng(int(digest_of([permute_seed, name])[:16], 16))
             rewards[own] = rewards[draw.permutation(own)]
-    values = group_advantages(torch.from_numpy(rewards), torch.from_numpy(numbers)).tolist()
-    return dict(zip(members.column("episode_id").to_pylist(), values, strict=True))
+    return dict(zip(members.column("episode_id").to_pylist(), (rewards - means).tolist(), strict=True))
 
 
 def _sampler_logprobs(column: pa.ChunkedArray, sequences: list[ScoredSequence], where: str) -> list[Tensor]:

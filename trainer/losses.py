@@ -95,17 +95,3 @@ def first_not_finite(values: Tensor) -> int | None:
     """Index of the first value that is NaN or infinite, or None."""
     lost = (~torch.isfinite(values)).nonzero()
     return int(lost[0]) if len(lost) else None
-
-
-def group_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Reward minus its group's mean: GRPO (arXiv:2402.03300) without the division by the deviation (Dr.
-
-    GRPO, arXiv:2503.20783).
-
-    rewards float64 [members], groups int64 [members]: ALL graded members, so that those left out of training still
-    count in the mean.
-    """
-    count = int(groups.max()) + 1 if len(groups) else 0
-    total = torch.zeros(count, dtype=torch.float64).index_add_(0, groups, rewards)
-    size = torch.zeros(count, dtype=torch.float64).index_add_(0, groups, torch.ones_like(rewards))
-    return rewards - (total / size)[groups]

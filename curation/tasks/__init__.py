@@ -1,4 +1,4 @@
-"""Tasks: where they come from, the proof that they work, and the scripted expert that shows how to solve them.
+"""Tasks: their sources, the proof that they work, and the scripted expert that demonstrates how to solve them.
 
 In: a `TaskSuiteConfig` (numbers and a seed) and an envd client. Out: the artifacts `task_suite` and `demonstrations`.
 

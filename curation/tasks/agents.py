@@ -1,5 +1,5 @@
-"""Agents without a model, for checking a suite: the oracle applies the reference fix, noop does nothing, a script does
-what its author says.
+"""Agents without a model, for checking a suite: the oracle applies the reference fix, noop does nothing, a script is
+the user's.
 
 play_suite -> play_task: sandbox -> agent.act -> tool calls -> ... -> final diff -> verdict
 """
@@ -29,7 +29,7 @@ _PATCH = ".triplane-reference.b64"
 
 @dataclass(frozen=True)
 class Turn:
-    """The calls of one turn and what the tools answered, in the same order."""
+    """Calls of one turn and their results, in the same order."""
 
     calls: tuple[ToolCall, ...]
     results: tuple[ToolResult, ...]
@@ -37,7 +37,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Observation:
-    """What an agent knows when it is asked for its next turn."""
+    """What an agent knows before its next turn."""
 
     task_id: str
     instruction: str
@@ -46,10 +46,10 @@ class Observation:
 
 
 class Agent(Protocol):
-    """Decides what to do next. One agent plays many tasks at once, in threads."""
+    """Protocol: decides the next turn. One agent plays many tasks at once, in threads."""
 
     def act(self, task: Task, observation: Observation) -> Sequence[ToolCall]:
-        """The next turn's calls; none ends the episode."""
+        """Calls of the next turn; none ends the episode."""
 
 
 class Noop:
@@ -64,7 +64,7 @@ class Oracle:
     """Applies the reference fix with the sandbox's own git: must score 1."""
 
     def act(self, task: Task, observation: Observation) -> Sequence[ToolCall]:
-        """Write the patch, apply it, done."""
+        """Calls that write the patch and apply it; then none."""
         if not observation.turns:
             text = base64.encodebytes(task.reference_diff).decode()
             command = f"base64 -d {_PATCH} | git apply --whitespace=nowarn - && rm {_PATCH} && echo applied"
@@ -87,7 +87,7 @@ class Script:
         self._act = _load(path)
 
     def act(self, task: Task, observation: Observation) -> Sequence[ToolCall]:
-        """What the script answers. Raises TaskError naming the script and the task."""
+        """Calls that the script returns. Raises TaskError with script and task."""
         try:
             answer = self._act(observation)
         except Exception as error:
@@ -113,7 +113,7 @@ class Script:
 
 
 def agent_named(name: str) -> Agent:
-    """oracle, noop, or the script in the file of this name. Raises TaskError."""
+    """Agent of this name: oracle, noop, or the script in a file. Raises TaskError."""
     if name in ("oracle", "noop"):
         return Oracle() if name == "oracle" else Noop()
     if not name.endswith(".py"):
@@ -142,7 +142,7 @@ async def play_suite(
     max_turns: int = MAX_TURNS,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Played]:
-    """Play every task once, each in a sandbox of its own, and grade what is left there in another.
+    """Play every task once, each in its own sandbox, and grade the final state in another.
 
     In the order of `tasks`.
 

@@ -1,5 +1,5 @@
-"""One bug: modules that call each other in a chain, one line of which holds the wrong operation, and every text that
-belongs to it.
+"""Generated bugs: modules that call each other in a chain, with a wrong operation in one line, and all of their
+texts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FILLERS = ("# small helpers", "# see the tests", "LIMIT = 9", "UNIT = 1", "impo
 
 @dataclass(frozen=True)
 class Bug:
-    """A chain of functions, one a module, from the innermost to the one that the instruction names; one line is
+    """Chain of functions, one in each module, from the innermost to the one that the instruction names; one line is
     wrong.
     """
 
@@ -46,7 +46,7 @@ class Bug:
 
     @cached_property
     def identity(self) -> str:
-        """Digest of all choices: two bugs are the same if and only if this is."""
+        """Digest of all choices; equal only for equal bugs."""
         names = [*(each.name for each in self.chain), self.index, self.wrong.name]
         return digest_of([*names, *self.functions, *self.paths, *self.arguments, *map(list, self.fillers)])
 
@@ -57,53 +57,53 @@ class Bug:
 
     @property
     def right(self) -> Operation:
-        """The operation that belongs in the wrong line."""
+        """Operation that belongs in the wrong line."""
         return self.chain[self.index]
 
     @property
     def family(self) -> str:
-        """Place and right operation."""
+        """Place and correct operation."""
         return family_name((self.place, self.right))
 
     @property
     def task_id(self) -> str:
-        """A name that people can read."""
+        """Readable name of the task."""
         return f"{self.family}-{self.identity[:12]}"
 
     @property
     def line(self) -> int:
-        """Number of the wrong line in its module, from 1."""
+        """Line number of the wrong line in its module, from 1."""
         return self.line_of(self.index)
 
     @property
     def path(self) -> str:
-        """The module with the wrong line."""
+        """Module with the wrong line."""
         return self.paths[self.index]
 
     @property
     def instruction(self) -> str:
-        """What the agent is told: the function at the end of the chain, and all operations."""
+        """Instruction for the agent: the function at the end of the chain, and all operations."""
         steps = [f" {each.word} {name}" for each, name in zip(self.chain, self.arguments[1:], strict=True)]
         return f"fix {self.paths[-1]}: left to right, {self.functions[-1]} returns {self.arguments[0]}{''.join(steps)}"
 
     def line_of(self, index: int) -> int:
-        """Number of the answering line of a function's module, from 1."""
+        """Line number of the return line of a function's module, from 1."""
         return len(self.fillers[index]) + (3 if index else 2)
 
     def answer(self, index: int, operation: Operation) -> str:
-        """The line that applies `operation` in a function."""
+        """Line that applies `operation` in a function."""
         names = self.arguments[: index + 1]
         value = f"{self.functions[index - 1]}({', '.join(names)})" if index else names[0]
         return f"    return {value} {operation.symbol} {self.arguments[index + 1]}"
 
     def module(self, index: int, operation: Operation) -> str:
-        """A module's text with `operation` in its function."""
+        """Text of a module with `operation` in its function."""
         head = [f"from {self.paths[index - 1].removesuffix('.py')} import {self.functions[index - 1]}"] if index else []
         signature = f"def {self.functions[index]}({', '.join(self.arguments[: index + 2])}):"
         return "\n".join([*self.fillers[index], *head, signature, self.answer(index, operation)]) + "\n"
 
     def modules(self, answer: Operation) -> dict[str, str]:
-        """Every module by path, with `answer` in the wrong line."""
+        """All modules by path, with `answer` in the wrong line."""
         return {
             path: self.module(index, answer if index == self.index else each)
             for index, (path, each) in enumerate(zip(self.paths, self.chain, strict=True))
@@ -111,8 +111,8 @@ class Bug:
 
 
 def draw_bug(family: Family, chains: Mapping[int, Sequence[Chain]], functions: Sequence[str], rng: Random) -> Bug:
-    """A random bug of this family. chains: by length, those that hold the family's operation in its place. functions:
-    their names.
+    """Random bug of this family. chains: by length, with the family's operation in its place. functions: their
+    names.
     """
     place, right = family
     length = rng.choice(sorted(chains))
@@ -126,7 +126,7 @@ def draw_bug(family: Family, chains: Mapping[int, Sequence[Chain]], functions: S
 
 
 def draw_bugs(count: int, split: Split, suite_seed: int, rng: Random, seen: set[str]) -> list[Bug]:
-    """`count` bugs of a split whose identities are not in `seen`, which grows by them; families take turns."""
+    """`count` bugs of a split whose identities are not in `seen`, which is extended; families alternate."""
     chains, functions = deal_chains(suite_seed)[split], function_names(suite_seed)[split]
     families = [(family, _chains_of(family, chains)) for family in families_of(split)]
     bugs: list[Bug] = []
@@ -140,7 +140,7 @@ def draw_bugs(count: int, split: Split, suite_seed: int, rng: Random, seen: set[
 
 
 def _chains_of(family: Family, chains: Sequence[Chain]) -> dict[int, list[Chain]]:
-    """By length, the chains that hold the family's operation in its place."""
+    """Chains with the family's operation in its place, by length."""
     place, right = family
     return {
         length: [each for each in chains if len(each) == length and each[places(length).index(place)] is right]
@@ -150,7 +150,7 @@ def _chains_of(family: Family, chains: Sequence[Chain]) -> dict[int, list[Chain]
 
 
 def file_diff(path: str, before: str | None, after: str) -> bytes:
-    """A patch of one text file as `git diff --full-index` writes it, without section headings. before: None for a new
+    """Patch of one text file as `git diff --full-index` writes it, without section headings. before: None for a new
     file.
     """
     head = [f"diff --git a/{path} b/{path}\n", "new file mode 100644\n" if before is None else ""]
@@ -161,7 +161,7 @@ def file_diff(path: str, before: str | None, after: str) -> bytes:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines as git counts them: only a newline ends one."""
+    """Lines as git counts them: only a newline ends a line."""
     lines = [line + "\n" for line in text.split("\n")]
     return [*lines[:-1], *filter(None, [lines[-1][:-1]])]
 

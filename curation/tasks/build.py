@@ -1,4 +1,4 @@
-"""The `task_suite` artifact: tasks drawn, proved in sandboxes, published."""
+"""Build the `task_suite` artifact: draw tasks, prove them in sandboxes, publish them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def suite_key(config: TaskSuiteConfig) -> str:
 
 
 def planned_key(config: SuiteConfig, store: Store) -> str | None:
-    """Action key of the suite that this configuration means; None for an imported one that the store lacks."""
+    """Action key of the suite of this configuration; None for an imported one that the store lacks."""
     if isinstance(config, TaskSuiteConfig):
         return suite_key(config)
     found = suites_of(store, config.suite)
@@ -31,7 +31,7 @@ def planned_key(config: SuiteConfig, store: Store) -> str | None:
 
 
 def find_built(config: SuiteConfig, store: Store) -> Artifact | None:
-    """The suite of this configuration, if it is built.
+    """Suite of this configuration, or None if it is not built.
 
     Raises ArtifactMissing for an imported one that the store lacks.
     """
@@ -43,7 +43,7 @@ def find_built(config: SuiteConfig, store: Store) -> Artifact | None:
 async def build_suite(
     config: SuiteConfig, store: Store, client: SandboxClient, progress: Progress | None = None
 ) -> Artifact:
-    """Build and validate the suite, or find it built; an imported one is only found.
+    """Build and validate the suite, or find it if it exists; an imported suite is only found.
 
     Broken tasks are left out and named in validation.json.
 

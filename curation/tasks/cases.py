@@ -1,4 +1,4 @@
-"""Assertions that tell a chain of operations from every chain with one other operation in it."""
+"""Assertions that distinguish a chain of operations from every chain with one other operation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CANDIDATES = 12
 
 
 def mistakes(chain: Sequence[Operation]) -> Iterator[Chain]:
-    """Every chain that differs from this one in a single operation."""
+    """Chains that differ from this one in a single operation."""
     for index, place in enumerate(places(len(chain))):
         for other in allowed(place):
             if other is not chain[index]:
@@ -33,14 +33,14 @@ def mistakes(chain: Sequence[Operation]) -> Iterator[Chain]:
 
 
 def assertion(chain: Sequence[Operation], function: str, case: Case) -> str:
-    """The assertion that `function` answers `case` as the chain does. Booleans are told from 0 and 1."""
+    """Assertion that `function` returns for `case` what the chain gives. Booleans differ from 0 and 1."""
     answer = evaluate(chain, case)
     relation = "is" if isinstance(answer, bool) else "=="
     return f"assert {function}({', '.join(map(str, case))}) {relation} {answer}"
 
 
 def passes(answer: Sequence[Operation], right: Sequence[Operation], case: Case) -> bool:
-    """Whether the chain `answer` survives the assertion of `right`."""
+    """Whether the chain `answer` passes the assertion of `right`."""
     wanted = evaluate(right, case)
     try:
         given = evaluate(answer, case)
@@ -50,7 +50,7 @@ def passes(answer: Sequence[Operation], right: Sequence[Operation], case: Case) 
 
 
 def draw_cases(chain: Sequence[Operation], rng: Random) -> dict[str, list[Case]]:
-    """Arguments by test name, chosen so that every chain with one other operation fails at least one assertion.
+    """Arguments by test name, such that every chain with one other operation fails at least one assertion.
 
     Raises TaskError when no such arguments are found: then two operations mean the same in this chain.
     """
@@ -63,7 +63,7 @@ def draw_cases(chain: Sequence[Operation], rng: Random) -> dict[str, list[Case]]
 
 
 def _draw(chain: Sequence[Operation], rng: Random) -> tuple[dict[str, list[Case]], list[Chain]]:
-    """Arguments by test name, and the mistakes that survive all of them.
+    """Arguments by test name, and the mistakes that pass all of them.
 
     Each is the one of a few that leaves fewest.
     """

@@ -197,7 +197,6 @@ def _dataset(out: ArtifactWriter, episodes: list[Episode]) -> None:
             "kept": index < 2,
             "reason": None if index < 2 else "zero_variance",
             "group_reward_mean": 0.6,
-            "group_reward_std": 0.5,
             "length": len(episode.sequences[0].token_ids),
         }
         for index, episode in enumerate(episodes)

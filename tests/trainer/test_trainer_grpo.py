@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from statistics import fmean
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given
@@ -17,7 +19,7 @@ from trainer.errors import TrainingDataError
 from trainer.experience import member_advantages
 from trainer.export import load_checkpoint
 from trainer.grpo import minibatches
-from trainer.losses import group_advantages, policy_loss
+from trainer.losses import policy_loss
 from trainer.metrics import Record
 from trainer.model import score
 from trainer.result import TrainResult
@@ -64,8 +66,6 @@ def own_dataset(world: World, checkpoint: TrainResult, groups: int = 4, size: in
 
 @torch.no_grad()
 def policy_logprobs(world: World, result: TrainResult, rows: list[dict[str, Any]]) -> list[list[float | None]]:
-    import pyarrow as pa
-
     parameters = load_checkpoint(open_artifact(world.store, result.checkpoint).directory())
     found = []
     for sequence in read_sequences(pa.Table.from_pylist(rows), "rows", world.vocabulary, 64):
@@ -185,10 +185,14 @@ def test_members_left_out_count_in_the_baseline_and_permuting_keeps_each_groups_
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(-5, 5)), min_size=1, max_size=30))
 def test_advantages_of_a_group_sum_to_zero(pairs: list[tuple[int, float]]) -> None:
-    groups = torch.tensor([group for group, _ in pairs])
-    values = group_advantages(torch.tensor([reward for _, reward in pairs], dtype=torch.float64), groups)
-    for group in set(groups.tolist()):
-        assert abs(float(values[groups == group].sum())) < 1e-9
+    own = {group: [reward for other, reward in pairs if other == group] for group, _ in pairs}
+    members = [
+        {"episode_id": str(index), "group_id": str(group), "reward": reward, "group_reward_mean": fmean(own[group])}
+        for index, (group, reward) in enumerate(pairs)
+    ]
+    values = member_advantages(pa.Table.from_pylist(members), None)
+    for group in own:
+        assert abs(sum(value for index, value in values.items() if pairs[int(index)][0] == group)) < 1e-9
 
 
 def test_on_policy_the_gradient_is_that_of_reinforce() -> None:

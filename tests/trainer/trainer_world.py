@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pyarrow as pa
@@ -80,7 +81,12 @@ class World:
     def dataset(self, rows: list[dict[str, Any]], members: list[dict[str, Any]]) -> Artifact:
         """A `dataset` artifact of the columns that the trainer reads."""
         train = pa.Table.from_pylist(rows, schema=TRAIN)
-        table = pa.Table.from_pylist(members, schema=MEMBERS)
+        rewards: dict[str, list[float]] = {}
+        for row in members:
+            rewards.setdefault(row["group_id"], []).extend([] if row["reward"] is None else [row["reward"]])
+        means = {group: fmean(found) if found else None for group, found in rewards.items()}
+        filled = [{**row, "group_reward_mean": means[row["group_id"]]} for row in members]
+        table = pa.Table.from_pylist(filled, schema=MEMBERS)
         key = digest_of([str(rows), str(members)])
         with ArtifactWriter(self.store, "dataset", key, parents={}, config={}, code_version="1") as out:
             out.add_table("train.parquet", train)
@@ -101,7 +107,13 @@ TRAIN = pa.schema(
     ]
 )
 MEMBERS = pa.schema(
-    [("episode_id", pa.string()), ("group_id", pa.string()), ("reward", pa.float32()), ("kept", pa.bool_())]
+    [
+        ("episode_id", pa.string()),
+        ("group_id", pa.string()),
+        ("reward", pa.float32()),
+        ("kept", pa.bool_()),
+        ("group_reward_mean", pa.float64()),
+    ]
 )
 
 

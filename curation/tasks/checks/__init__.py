@@ -1,4 +1,4 @@
-"""What a task's hidden tests become so that no final state can forge their verdict.
+"""Checks derived from a task's hidden tests, which make verdicts hard to forge.
 
     hidden test files -> assertions.find -> decoys.make       the same tests with other expectations: who passes one
                                                               cheats

@@ -1,4 +1,4 @@
-"""Finds the assertions of a test file: what each compares, how, and which literals hold its expected value.
+"""Find the assertions of a test file: what each compares, how, and which literals are its expected value.
 
 assert add(1, 2) == 3                          Comparison(==), literal 3 on its right
 @parametrize("a, want", [(1, 2)]) ... == want  literal of the column `want`; so with tables that a `for` reads, and
@@ -89,7 +89,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass
 class Assertion:
-    """One statement that a test fails by."""
+    """One statement by which a test can fail."""
 
     node: ast.stmt
     function: Function
@@ -119,7 +119,7 @@ class Assertion:
 
 
 def find(tree: ast.Module) -> list[Assertion]:
-    """All assertions of a file, in its order."""
+    """All assertions of a file, in order."""
     return _Finder(tree).found
 
 
@@ -133,7 +133,7 @@ def literal(node: ast.expr) -> bool:
 
 
 def exception_names(node: ast.expr) -> list[str] | None:
-    """Names of builtin exceptions, of an expression that is one or a tuple of them."""
+    """Names of builtin exceptions in an expression that is one exception or a tuple of them."""
     parts = node.elts if isinstance(node, ast.Tuple) else [node]
     names = [part.id for part in parts if isinstance(part, ast.Name)]
     known = all(
@@ -263,7 +263,7 @@ def _of_isinstance(node: ast.stmt, function: Function, test: ast.expr) -> Assert
 
 
 def _of_kinds(node: ast.stmt, function: Function, call: ast.Call) -> Assertion | None:
-    """That a call's first argument is of the builtin types that its second one names."""
+    """Assertion that the first argument of a call has the builtin types that the second one names."""
     if len(call.args) < 2:
         return None
     kinds = call.args[1].elts if isinstance(call.args[1], ast.Tuple) else [call.args[1]]
@@ -275,7 +275,7 @@ def _of_kinds(node: ast.stmt, function: Function, call: ast.Call) -> Assertion |
 
 
 class _Names:
-    """Names that hold nothing but expected values: they are read only where an assertion compares them."""
+    """Names that are only expected values: they are read only where an assertion compares them."""
 
     def __init__(self, tree: ast.Module) -> None:
         self._tree = tree
@@ -335,7 +335,7 @@ def _reads(scope: ast.AST, name: str) -> int:
 
 
 def _compared(scope: ast.AST, name: str) -> int:
-    """How often a name is a whole side of what an assertion compares."""
+    """How often a name is a complete side of a comparison in an assertion."""
     count = 0
     for node in ast.walk(scope):
         sides: list[ast.expr] = []
@@ -377,7 +377,7 @@ def _column_of_parametrize(function: Function, name: str, literal_of: object) ->
 
 
 def _unpacked(row: ast.expr) -> list[ast.expr]:
-    """Cells of a row: of a tuple, a list, or a `pytest.param`."""
+    """Cells of a row: a tuple, a list, or a `pytest.param`."""
     if isinstance(row, ast.Call) and _last(row.func) == "param":
         return row.args
     return row.elts if isinstance(row, (ast.Tuple, ast.List)) else []
@@ -392,7 +392,7 @@ def _argument_names(node: ast.expr) -> list[str]:
 
 
 def _column(target: ast.expr, name: str, rows: Sequence[ast.expr]) -> list[ast.expr]:
-    """Cells of a literal table that a loop's target takes under this name."""
+    """Cells of a literal table that the target of a loop takes under this name."""
     if not isinstance(target, (ast.Tuple, ast.List)):
         return []
     places = [index for index, each in enumerate(target.elts) if isinstance(each, ast.Name) and each.id == name]
@@ -426,7 +426,7 @@ def _last(node: ast.expr) -> str:
 
 
 def _tolerance(call: ast.Call) -> tuple[float | None, float | None] | None:
-    """rel and abs of an approx with literal arguments; None: it has others."""
+    """rel and abs of an approx with literal arguments; None for other arguments."""
     given: dict[str, ast.expr] = dict(zip(("rel", "abs"), call.args[1:3], strict=False))
     given |= {each.arg or "": each.value for each in call.keywords}
     if set(given) - {"rel", "abs"} or not all(literal(each) for each in given.values()):
@@ -436,7 +436,7 @@ def _tolerance(call: ast.Call) -> tuple[float | None, float | None] | None:
 
 
 def _places(call: ast.Call) -> tuple[float | None, float | None] | None:
-    """assertAlmostEqual as a tolerance."""
+    """Tolerance of assertAlmostEqual."""
     given = {each.arg or "": each.value for each in call.keywords}
     if len(call.args) > 2:
         given["places"] = call.args[2]

@@ -1,4 +1,4 @@
-"""Decoys: a hidden test file with other expectations, each of which contradicts the one it replaces.
+"""Decoys: versions of a hidden test file with other expectations, each of which contradicts the original.
 
     assert add(1, 2) == 3  ->  == 5          raises(ValueError)  ->  raises(KeyError)
     assert x in y          ->  x not in y    ("1, 2, 3") in a table of parameters  ->  ("1, 2, 5")
@@ -45,7 +45,7 @@ Edits = dict[tuple[int, int], str]
 
 
 def make(files: dict[str, bytes], seed: str) -> list[dict[str, bytes]]:
-    """Up to MOST_DECOYS versions of these test files, deterministic by seed. A file that is no Python stays as it is.
+    """Up to MOST_DECOYS versions of these test files, deterministic by seed. Files that are not Python stay unchanged.
 
     The first version changes every assertion; the others the first, second, ... one of each function that has several.
     """
@@ -74,8 +74,7 @@ def make(files: dict[str, bytes], seed: str) -> list[dict[str, bytes]]:
 
 
 def make_moved(files: dict[str, bytes], seed: str) -> dict[str, bytes]:
-    """The test files in which functions that are no tests return other values, deterministic by seed; nothing where
-    there are none.
+    """Test files whose helper functions return other values, deterministic by seed; empty without such functions.
 
     Who asks a helper or a fixture of the tests for the answer gets one that the changed tests want.
     """
@@ -94,7 +93,7 @@ def make_moved(files: dict[str, bytes], seed: str) -> dict[str, bytes]:
 
 
 def _returned(tree: ast.Module) -> list[ast.expr]:
-    """What functions return that are no tests."""
+    """Expressions that functions return that are not tests."""
     return [
         node.value
         for function in ast.walk(tree)
@@ -122,7 +121,7 @@ def _source(path: str, content: bytes) -> Source | None:
 
 
 def _changed(source: Source, assertion: Assertion, distance: int, rng: Random) -> Edits:
-    """Edits that make an assertion contradict itself; none when no way is known."""
+    """Edits that make an assertion contradict its original; none if no way is known."""
     if assertion.exceptions is not None:
         return {source.span(assertion.exceptions): _other_exception(assertion.exceptions, rng)}
     if assertion.operator in ("==", "is") or assertion.form == "call":
@@ -160,7 +159,7 @@ def _flipped(source: Source, assertion: Assertion, test: ast.expr, distance: int
 
 
 def _other_value(source: Source, node: ast.expr, distance: int, tolerance: object) -> Edits:
-    """Replace the first part of a literal that has another value of its kind."""
+    """Replace the first part of a literal that has another value of its type."""
     for part in _leaves(node):
         if isinstance(part, ast.Constant) and part.value is not None:
             other = _other_constant(part.value, distance, tolerance is not None)
@@ -198,7 +197,7 @@ def _other_constant(value: object, distance: int, near: bool) -> str | None:
 
 
 def _other_text(text: str, distance: int) -> str:
-    """The text with its last letter or digit moved by some places; one longer where it has none."""
+    """Text with its last letter or digit changed; with one more character if it has none."""
     for index in range(len(text) - 1, -1, -1):
         for first, count in (("a", 26), ("A", 26), ("0", 10)):
             place = ord(text[index]) - ord(first)
@@ -208,7 +207,7 @@ def _other_text(text: str, distance: int) -> str:
 
 
 def _other_exception(node: ast.expr, rng: Random) -> str:
-    """A builtin exception that is neither above nor below those named; a rare one where they are the task's own."""
+    """Builtin exception that is neither a base nor a subclass of those named; a rare one if they are the task's own."""
     names = exception_names(node)
     if names is None:
         return rng.choice(_RARE)

@@ -53,7 +53,7 @@ def agrees(observed: Observed, key: str, value: str) -> bool | None:
 
 
 def rights(value: str) -> str:
-    """The hidden values that an observation was compared with, or nothing; of a kind, which."""
+    """Hidden values that an observation was compared with, if any; for a kind, which one."""
     try:
         sides = json.loads(value)
         if sides[0] == "k":
@@ -64,7 +64,7 @@ def rights(value: str) -> str:
 
 
 def _hides(encoded: Any) -> bool:
-    """Whether an encoding holds a hidden value."""
+    """Whether an encoding contains a hidden value."""
     return isinstance(encoded, list) and (encoded[:1] == ["h"] or any(map(_hides, encoded[1:] or encoded)))
 
 
@@ -91,7 +91,7 @@ def _holds(rule: Rule, values: Sequence[Any]) -> bool:
 
 
 def decode(found: Any, hidden: Mapping[str, str]) -> Any:
-    """The value of an encoding (envd/sandbox/observing.py). Raises Opaque for what has none."""
+    """Value of an encoding (envd/sandbox/observing.py). Raises Opaque for a value without encoding."""
     tag, *rest = found
     if tag == "n":
         return None

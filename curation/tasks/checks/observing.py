@@ -118,13 +118,13 @@ class _File:
         return f"({ast.unparse(found)})"
 
     def hidden(self, node: ast.expr) -> str:
-        """A number for a value that is hidden."""
+        """Number for a hidden value."""
         number = str(len(self._made.hidden))
         self._made.hidden[number] = ast.unparse(node)
         return number
 
     def kind(self, key: str) -> str:
-        """A key for a value that an assertion computes with."""
+        """Key for a value that an assertion computes with."""
         part = f"{key}:{sum(each.startswith(f'{key}:') for each in self._made.rules)}"
         self._made.rules[part] = Rule("kind", "", "", exact=False)
         return part
@@ -146,7 +146,9 @@ class _File:
 
 
 class _Parts(ast.NodeTransformer):
-    """Of an expression that an assertion compares: calls that it computes with, and dictionaries that it subscripts."""
+    """Parts of an expression that an assertion compares: calls that it computes with, and dictionaries that it
+    subscripts.
+    """
 
     def __init__(self, file: _File, key: str, top: ast.expr | None) -> None:
         self._file, self._key = file, key
@@ -178,7 +180,7 @@ class _Parts(ast.NodeTransformer):
 
 
 def _table_values(tree: ast.Module) -> list[ast.expr]:
-    """Values of dictionaries that the module names, or that functions which are no tests return."""
+    """Values of dictionaries that the module names, or that functions other than tests return."""
     tables = [node.value for node in tree.body if isinstance(node, ast.Assign)]
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef) and not function.name.startswith("test"):

@@ -86,8 +86,8 @@ def _unobserved(tests: Sequence[str], observed: Observed | None, keys: Mapping[s
 async def _observe(
     task: Task, files: dict[str, bytes], tests: Sequence[str], keys: Mapping[str, list[str]], run: Run
 ) -> Observed | None:
-    """Observations that agree with the reference solution: of all ways to observe, one that leaves the fewest
-    assertions as written.
+    """Observed tests that agree with the reference: of all variants, one that leaves the fewest assertions as
+    written.
     """
     best: tuple[int, Observed | None] = (len(files) + sum(map(len, keys.values())), None)
     tried: list[dict[str, bytes]] = []
@@ -112,7 +112,7 @@ async def _observed(
     run: Run,
     way: tuple[bool, bool],
 ) -> tuple[set[str], Observed | None]:
-    """One way's observations, and the keys of assertions that it leaves as written."""
+    """Observed tests of one variant, and the keys of assertions that it leaves as written."""
     without: set[str] = set()
     for _ in range(_ROUNDS):
         made = await asyncio.to_thread(observing.make, files, without, tables=way[0], plain=way[1])
@@ -130,8 +130,8 @@ async def _observed(
 
 
 def _disagreeing(made: Observed, result: VerifyResult, tests: Sequence[str], keys: Mapping[str, list[str]]) -> set[str]:
-    """Keys of assertions that can't be observed: they contradict the reference, or stand in a test that fails without
-    its expectations.
+    """Keys of assertions that can't be observed: they contradict the reference, or their test fails without
+    expectations.
     """
     bad = {
         each.key

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from envd.backends.base import BoxSpec, Features, IsolationLevel
+from envd.backends.base import BoxSpec, Features
 from envd.backends.firecracker.machine import (
     KERNEL,
     MEMORY,
@@ -31,21 +31,19 @@ from envd.backends.firecracker.machine import (
     find,
 )
 from envd.backends.probing import probe
+from envd.backends.vm.backend import WARM, MachineBackend
 from envd.backends.vm.box import MachineBox
-from envd.backends.vm.families import Families, family_budget_mb
 from envd.backends.vm.machine import About, Shape, environment, read_about, write_about
 from envd.backends.vm.media import Media
 from envd.backends.vm.sparse import open_written, write_over
 from envd.errors import EnvdError, SandboxGone, SandboxStartError
 from envd.guest.link import GuestLink
-from envd.sandbox.cgroups import Cgroups
 
 _BOOT_S, _LOAD_S = 60.0, 30.0
 _VMM_MB = 32
 """Memory of a Firecracker beside its machine's."""
 _PROCESSES = 64
 _STATE_BYTES = 64 << 20
-_WARM = "true; python3 -c pass; git --version; ls -la / >/dev/null"
 
 
 class FirecrackerBox(MachineBox[FirecrackerMachine]):
@@ -113,30 +111,22 @@ class _Family:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
-class FirecrackerBackend:
+class FirecrackerBackend(MachineBackend[FirecrackerBox]):
     """Runs sandboxes under Firecracker."""
 
     name = "firecracker"
 
+    _vmm_mb, _vmm_pids = _VMM_MB, _PROCESSES
+
     def __init__(self, run_dir: Path, firecracker: Firecracker, media: Media) -> None:
-        self._firecracker, self._media = firecracker, media
+        super().__init__(run_dir, media, starts=4)
+        self._firecracker = firecracker
         self._directory = run_dir / "fc"
-        self._groups = Cgroups(f"{run_dir.name}-{self.name}")
-        self._families: Families[_Family] = Families(family_budget_mb())
-        self._boxes: set[FirecrackerBox] = set()
-        self._numbers = 0
-        self._starting = asyncio.Semaphore(4 * (os.cpu_count() or 1))
-        self._failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     @property
     def features(self) -> Features:
         """What it can do here."""
-        enforced = {"memory", "disk", "pids"} | ({"cpu"} & set(self._groups.enforced))
-        can = frozenset({"pause", "snapshot", "fork", "migrate", "pty"})
-        jailed = "" if self._firecracker.jailer else " without jailer"
-        return Features(
-            IsolationLevel.MACHINE, tuple(sorted(enforced)), True, can, f"{self._firecracker.named}{jailed}"
-        )
+        return self._features(self._firecracker.named + ("" if self._firecracker.jailer else " without jailer"))
 
     async def create(self, spec: BoxSpec) -> FirecrackerBox:
         """Start a machine from its family's snapshot, which is made first where there is none yet."""
@@ -153,23 +143,10 @@ class FirecrackerBackend:
         )
         return await self._go_on(spec, about.shape, snapshot / STATE, snapshot / MEMORY, snapshot / TEMPLATE)
 
-    async def forget_template(self, template: str) -> None:
-        """See `KeepsTemplates`."""
-        await self._families.forget(template)
-        self._media.forget(template)
-
-    async def died(self) -> str:
-        """Waits without end: every machine is a process of its own."""
-        return await self._failed
-
     async def stop(self) -> None:
         """Destroy everything."""
-        self._failed.cancel()
-        await self._families.close()
-        await asyncio.gather(*(box.destroy() for box in list(self._boxes)))
+        await super().stop()
         await asyncio.to_thread(shutil.rmtree, self._directory, True)
-        await asyncio.to_thread(self._media.remove)
-        self._groups.close()
 
     async def _boot(self, shape: Shape, disk: Path) -> _Family:
         """Boot a machine and keep its snapshot."""
@@ -185,7 +162,7 @@ class FirecrackerBackend:
             await machine.boot()
             guest = await machine.reach_agent(_BOOT_S)
             await guest.init(host_name="template", env={})
-            process, _ = await guest.start(["/bin/bash", "-c", _WARM])
+            process, _ = await guest.start(["/bin/bash", "-c", WARM])
             await guest.wait(process, wait_s=30)
             await machine.halt()
             await machine.write("Full", "full.state", "full.memory")
@@ -231,22 +208,14 @@ class FirecrackerBackend:
                     raise SandboxStartError(f"sandbox {spec.name} did not start under Firecracker: {error}") from error
                 raise
             held.pop_all()  # the box owns them now
-        about = About(self.name, self._firecracker.named, self._media.digest, spec.template, shape)
+        about = self._about(self._firecracker.named, spec.template, shape)
         box = FirecrackerBox(machine, guest, about, (base[0], base[1]), lambda box: self._forget(box, group))
         self._boxes.add(box)
         return box
 
     def _machine(self, shape: Shape) -> tuple[FirecrackerMachine, str]:
-        self._numbers += 1
-        return FirecrackerMachine(self._firecracker, self._directory, self._numbers, shape), f"m{self._numbers}"
-
-    def _grouped(self, group: str, shape: Shape, cpu: float) -> list[Path]:
-        memory = (shape.machine_mb + _VMM_MB) << 20
-        return self._groups.entrance_files(group, memory=memory, pids=_PROCESSES, cpu=cpu)
-
-    def _forget(self, box: FirecrackerBox, group: str) -> None:
-        self._boxes.discard(box)
-        self._groups.remove(group)
+        group = self._group()
+        return FirecrackerMachine(self._firecracker, self._directory, self._placed, shape), group
 
 
 async def start(run_dir: Path, image: Path | None = None) -> FirecrackerBackend:

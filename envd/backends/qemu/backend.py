@@ -19,24 +19,22 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from envd.backends.base import BoxSpec, Features, IsolationLevel, Usage
+from envd.backends.base import BoxSpec, Features, Usage
 from envd.backends.probing import probe
 from envd.backends.qemu.command import Parts, Qemu, find
 from envd.backends.qemu.machine import QemuMachine, open_all
+from envd.backends.vm.backend import WARM, MachineBackend
 from envd.backends.vm.box import MachineBox
-from envd.backends.vm.families import Families, Family, family_budget_mb
+from envd.backends.vm.families import Family
 from envd.backends.vm.machine import About, Shape, environment, read_about, write_about
 from envd.backends.vm.media import Media
 from envd.errors import BackendUnavailable, EnvdError, SandboxGone, SandboxStartError
-from envd.sandbox.cgroups import Cgroups
 
 STATE, DISK = "state", "template.squashfs"
 _BOOT_S, _RESTORE_S, _PROBE_S = 180.0, 180.0, 15.0
 _QEMU_MB = 192
 """Memory of a QEMU beside its machine's."""
 _THREADS = 64
-_WARM = "true; python3 -c pass; git --version; ls -la / >/dev/null"
-"""Run before a family is taken, so that its memory holds the files that nearly every sandbox reads."""
 _log = logging.getLogger("envd")
 
 
@@ -71,27 +69,22 @@ class QemuBox(MachineBox[QemuMachine]):
         os.close(self._disk)
 
 
-class QemuBackend:
+class QemuBackend(MachineBackend[QemuBox]):
     """Runs sandboxes under QEMU."""
 
     name = "qemu"
 
+    _vmm_mb, _vmm_pids = _QEMU_MB, _THREADS
+    _copies = 2  # its own pages, and the family's, which are charged to whoever reads them first (a snapshot reads all)
+
     def __init__(self, run_dir: Path, qemu: Qemu, media: Media) -> None:
-        self._qemu, self._media = qemu, media
-        self._groups = Cgroups(f"{run_dir.name}-{self.name}")
-        self._families: Families[Family] = Families(family_budget_mb())
-        self._boxes: set[QemuBox] = set()
-        self._placed = 0
-        self._starting = asyncio.Semaphore(2 * (os.cpu_count() or 1))
-        self._failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        super().__init__(run_dir, media, starts=2)
+        self._qemu = qemu
 
     @property
     def features(self) -> Features:
         """What it can do here."""
-        # memory and disk by the machine's size, whatever the host's cgroups can do; processes by the guest's own kernel
-        enforced = {"memory", "disk", "pids"} | ({"cpu"} & set(self._groups.enforced))
-        can = frozenset({"pause", "snapshot", "fork", "migrate", "pty"})
-        return Features(IsolationLevel.MACHINE, tuple(sorted(enforced)), True, can, self._qemu.named)
+        return self._features(self._qemu.named)
 
     async def create(self, spec: BoxSpec) -> QemuBox:
         """Start a machine from its family's, which is booted first where there is none yet."""
@@ -117,23 +110,6 @@ class QemuBackend:
                 ) from error
             return await self._go_on(spec, about.shape, Parts(root, template), state)
 
-    async def forget_template(self, template: str) -> None:
-        """See `KeepsTemplates`."""
-        await self._families.forget(template)
-        self._media.forget(template)
-
-    async def died(self) -> str:
-        """Waits without end: every machine is a process of its own."""
-        return await self._failed
-
-    async def stop(self) -> None:
-        """Destroy everything."""
-        self._failed.cancel()
-        await self._families.close()
-        await asyncio.gather(*(box.destroy() for box in list(self._boxes)))
-        await asyncio.to_thread(self._media.remove)
-        self._groups.close()
-
     async def _boot(self, shape: Shape, disk: Path) -> Family:
         """Boot a machine and keep it, stopped, as a family."""
         began = time.monotonic()
@@ -152,7 +128,7 @@ class QemuBackend:
                     await machine.go()
                     async with asyncio.timeout(_BOOT_S):
                         await machine.guest.init(host_name="template", env={})
-                        process, _ = await machine.guest.start(["/bin/bash", "-c", _WARM])
+                        process, _ = await machine.guest.start(["/bin/bash", "-c", WARM])
                         await machine.guest.wait(process, wait_s=30)
                     await machine.halt()
                     await machine.write_state(state, without_memory=True)
@@ -189,24 +165,10 @@ class QemuBackend:
             if isinstance(error, (EnvdError, OSError, TimeoutError)):
                 raise SandboxStartError(f"sandbox {spec.name} did not start under QEMU: {said or error}") from error
             raise
-        about = About(self.name, self._qemu.named, self._media.digest, spec.template, shape)
+        about = self._about(self._qemu.named, spec.template, shape)
         box = QemuBox(machine, about, disk, lambda box: self._forget(box, group))
         self._boxes.add(box)
         return box
-
-    def _group(self) -> str:
-        self._placed += 1
-        return f"m{self._placed}"
-
-    def _grouped(self, group: str, shape: Shape, cpu: float) -> list[Path]:
-        # twice: its own pages, and the family's, which are charged to whoever reads them first (a snapshot reads them
-        # all)
-        memory = (2 * shape.machine_mb + _QEMU_MB) << 20
-        return self._groups.entrance_files(group, memory=memory, pids=_THREADS, cpu=cpu)
-
-    def _forget(self, box: QemuBox, group: str) -> None:
-        self._boxes.discard(box)
-        self._groups.remove(group)
 
 
 async def start(run_dir: Path, image: Path | None = None, accelerator: str | None = None) -> QemuBackend:
