@@ -149,7 +149,9 @@ def test_a_vmm_that_dies_is_told_and_leaves_nothing(machines: Machines) -> None:
     async def job(here: Machines) -> None:
         box = await here.create()
         jail = box._machine.root  # type: ignore[attr-defined]
-        box._machine._process.kill()  # type: ignore[attr-defined]
+        process = box._machine._process  # type: ignore[attr-defined]
+        process.kill()
+        await process.wait()
         with pytest.raises(SandboxGone):
             await says(box, "echo on")
         with pytest.raises(SandboxGone):
