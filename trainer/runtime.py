@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import torch
+from triplane_kernels.cpu import resolve_kernels
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEEP = 1 << 30
@@ -17,6 +18,7 @@ _KEEP = 1 << 30
 def make_deterministic(seed: int, threads: int) -> None:
     """Fix seeds, thread count and algorithms for the whole process."""
     torch.set_num_threads(threads)
+    resolve_kernels()
     # What torch.use_deterministic_algorithms(True) does, less its import of the compiler, which would take over a
     # second of every start.
     torch._C._set_deterministic_algorithms(True, warn_only=False)

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from triplane_kernels.cpu import resolve_kernels
 
 from inference.engines.base import Completion, SamplingParams
 from inference.engines.requests import Request
@@ -152,6 +153,7 @@ class BuiltinEngine:
         """Body of the engine's thread."""
         if self._threads is not None:
             torch.set_num_threads(self._threads)
+        resolve_kernels()
         try:
             with torch.inference_mode():
                 while not self._closing:

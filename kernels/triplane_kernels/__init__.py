@@ -9,6 +9,7 @@ In: tensors. Out: tensors. May import torch only; Triton and a GPU are found at 
     loss_head             log-probability and entropy without [tokens, vocabulary]
     moe                   the differentiable expert layer made of these; `moe_weights` its codes, `moe_module` the torch
                           module
+    cpu                   torch's own CPU math made to repeat to the bit
 
 `<op>.py` is public and registers torch operators (`custom_ops`), `<op>_reference.py` is torch, `<op>_triton.py` and
 `<op>_gluon.py` are imported when `machine.choose` picks them. `tuning` finds their launch configurations.
