@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.data import TokenSequence, make_batch
+from trainer.data import ScoredSequence, make_batch
 from trainer.export import load_checkpoint
 from trainer.model import score
 
@@ -16,7 +16,7 @@ from trainer.model import score
 def trainer_scores(directory: Path, sequences: list[list[int]]) -> list[Tensor]:
     """Of each token given those before it, 0.0 at index 0, as `Engine.score` gives them."""
     parameters = load_checkpoint(directory)
-    rows = [TokenSequence(np.asarray(tokens, np.int64), np.arange(1, len(tokens))) for tokens in sequences]
+    rows = [ScoredSequence(np.asarray(tokens, np.int64), np.arange(1, len(tokens))) for tokens in sequences]
     batch = make_batch(rows)
     with torch.no_grad():
         logprobs = score(parameters.leaves, parameters.config, batch).logprobs

@@ -94,7 +94,7 @@ def test_a_process_that_is_killed_is_quoted_after_what_it_managed_to_say(bucket:
 def test_a_bucket_that_cannot_be_used_is_one_line(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PIPES_BUCKET, "absent")
     with pytest.raises(
-        LaunchFailed, match=rf"bucket absent, .* can't be used \(NoSuchBucket\): .* unset {PIPES_BUCKET}"
+        LaunchFailed, match=rf"bucket absent .* can't be used \(NoSuchBucket\): .* unset {PIPES_BUCKET}"
     ):
         launch([sys.executable, "-c", "pass"], [])
 

@@ -111,3 +111,8 @@ async def served(tmp_path: Path) -> AsyncIterator[OperationsClient]:
         gc.collect()
         await asyncio.sleep(0)
     assert not unheard
+
+
+def closed_above(path: Path) -> str:
+    """The first directory above a path that other users can't enter."""
+    return next((str(each) for each in reversed(path.parents) if not each.stat().st_mode & 0o001), "")

@@ -167,8 +167,9 @@ def test_sandboxes_end_with_the_spawner_and_the_next_start_sweeps(run_dir: Path)
 def test_everything_goes_with_a_server_that_is_killed(run_dir: Path) -> None:
     template(run_dir)
     code = (
-        "import asyncio, sys; from pathlib import Path; from envd.backends import namespaces; from envd.backends.base"
-        " import BoxSpec\nfrom envd.types import Limits\nasync def main(run_dir):\n    backend = await"
+        "import asyncio, sys; from pathlib import Path; from envd.backends.namespaces import backend as namespaces\n"
+        "from envd.backends.base import BoxSpec\nfrom envd.types import Limits\n"
+        "async def main(run_dir):\n    backend = await"
         " namespaces.start(run_dir, pool=2)\n    box = await backend.create(BoxSpec('a', 'template', run_dir /"
         " 'templates/template', Limits()))\n    await box.guest.shell([('sleep 1000 & setsid sleep 1000 & head -c"
         " 9000000 /dev/zero > x', 10)])\n    print(box._started.pid, flush=True)\n    await"

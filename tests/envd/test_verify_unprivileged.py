@@ -20,7 +20,7 @@ import pytest
 from envd.client import ToolCall
 from envd.operations.client import OperationsClient
 from envd.types import VerifyResult
-from tests.envd.harness import TESTS, Harness
+from tests.envd.harness import TESTS, Harness, closed_above
 
 pytestmark = [
     pytest.mark.slow,
@@ -51,11 +51,6 @@ shift 3
 CONFINED = f"""{SHOW_PYTHON}
 exec setpriv --bounding-set -all --inh-caps -all --no-new-privs --reuid 10001 --regid 10001 --clear-groups "$@"
 """
-
-
-def closed_above(path: Path) -> str:
-    """The first directory above a path that other users can't enter."""
-    return next((str(each) for each in reversed(path.parents) if not each.stat().st_mode & 0o001), "")
 
 
 @pytest.fixture(scope="module")
