@@ -53,7 +53,7 @@ class Laboratory:
     def command(self, *arguments: str) -> list[str]:
         return [str(Path(sys.executable).with_name("triplane")), *arguments]
 
-    def run(self, *arguments: str, timeout: float = 900) -> str:
+    def run(self, *arguments: str, timeout: float = 1800) -> str:
         done = subprocess.run(
             self.command(*arguments), cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=timeout
         )

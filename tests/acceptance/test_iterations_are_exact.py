@@ -15,7 +15,7 @@ from contracts.artifacts import list_artifacts
 from resources.registry import Registry
 from tests.acceptance.laboratory import ROOT, Laboratory, processes_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 TINY = ROOT / "tests" / "dagster" / "tiny.yaml"
 KINDS = (
     "task_suite",
