@@ -68,7 +68,7 @@ def test_ten_kills_while_a_policy_acts_and_learns_change_nothing(learned: Labora
     assert laboratory.digests(*KINDS, "group") == learned.digests(*KINDS, "group")
     assert decisions(laboratory) == decisions(learned)
     rewards = learned.artifact("rewards", "0001").table("rewards.parquet")["reward"].to_pylist()
-    assert len(set(rewards)) > 2, "a policy that never acts proves nothing"
+    assert 0 < sum(reward >= 1 for reward in rewards) < len(rewards), "a policy that never acts proves nothing"
     deadline = time.monotonic() + 30
     while (left := list(processes_of(tmp_path))) and time.monotonic() < deadline:
         time.sleep(0.5)

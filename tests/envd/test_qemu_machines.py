@@ -233,6 +233,7 @@ def test_a_server_serves_machines(image: Path, monkeypatch: pytest.MonkeyPatch) 
         Harness(server.address).sandbox(job, files=FILES)
 
 
+@pytest.mark.skipif(shutil.which("qemu-system-x86_64") is None, reason="needs Debian's package qemu-system-x86")
 def test_a_missing_image_is_one_line_with_its_fix(tmp_path: Path) -> None:
     with pytest.raises(BackendUnavailable, match=r"envd\.images\.build --out"):
         asyncio.run(qemu.start(tmp_path, tmp_path / "nothing", "tcg"))
