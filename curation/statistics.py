@@ -92,13 +92,20 @@ def rate_interval(
         raise ValueError("solved samples of a task are out of range: expected 0 <= solved <= samples")
     if n < 2:
         return 0.0, 1.0
-    rate = float(wins.sum() / counts.sum())
-    between = float((((wins - rate * counts) / counts.mean()) ** 2).sum())
-    share = min(1.0, (between + PSEUDO_VARIANCE) / (rate * (1 - rate) * (n - 1) + PSEUDO_VARIANCE))
+    low, high = rate_intervals(wins, counts, confidence)
+    return float(low), float(high)
+
+
+def rate_intervals(wins: Numbers, counts: Numbers, confidence: float = CONFIDENCE) -> tuple[Numbers, Numbers]:
+    """Both ends of `rate_interval` over the last axis of wins, [..., tasks], with 2 tasks or more and counts > 0."""
+    n = counts.shape[-1]
+    rate = wins.sum(-1) / counts.sum()
+    between = (((wins - rate[..., None] * counts) / counts.mean()) ** 2).sum(-1)
+    share = np.minimum(1.0, (between + PSEUDO_VARIANCE) / (rate * (1 - rate) * (n - 1) + PSEUDO_VARIANCE))
     a = NormalDist().inv_cdf(0.5 + confidence / 2) ** 2 * share / n
-    centre, half = (rate + a / 2) / (1 + a), math.sqrt(a * a / 4 + a * rate * (1 - rate)) / (1 + a)
-    low = 0.0 if rate == 0 else max(0.0, centre - half)
-    high = 1.0 if rate == 1 else min(1.0, centre + half)
+    centre, half = (rate + a / 2) / (1 + a), np.sqrt(a * a / 4 + a * rate * (1 - rate)) / (1 + a)
+    low = np.where(rate == 0, 0.0, np.maximum(0.0, centre - half))
+    high = np.where(rate == 1, 1.0, np.minimum(1.0, centre + half))
     return low, high
 
 
