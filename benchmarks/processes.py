@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,12 +23,13 @@ class Children:
     def __init__(self) -> None:
         self._running: set[subprocess.Popen[bytes]] = set()
         self._stopped = False
+        self._starting = threading.Lock()
 
     def run(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
         """Append what the command prints to `log` and return its exit status; -1 after `stop`."""
-        if self._stopped:
-            return -1
-        with log.open("ab") as file:
+        with self._starting, log.open("ab") as file:
+            if self._stopped:
+                return -1
             child = subprocess.Popen(
                 command,
                 stdout=file,
@@ -36,7 +38,7 @@ class Children:
                 env=dict(environment),
                 preexec_fn=partial(_die_with_parent, os.getpid()),
             )
-        self._running.add(child)
+            self._running.add(child)
         try:
             return child.wait()
         finally:
@@ -44,7 +46,8 @@ class Children:
 
     def stop(self) -> None:
         """Ask every child to end, and start no more."""
-        self._stopped = True
+        with self._starting:
+            self._stopped = True
         for child in list(self._running):
             child.terminate()
         for child in list(self._running):
