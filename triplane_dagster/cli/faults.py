@@ -1,4 +1,4 @@
-"""Convert errors, also those of Dagster, its database and the system, to one line that names the thing and the fix."""
+"""Convert errors, also those of Dagster, its database and the system, to one line with the fix."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def line_of(error: BaseException) -> str | None:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Iterate over `error` and the errors it was raised from; Dagster wraps what a step raises."""
+    """Iterate over `error` and the errors it was raised from, since Dagster wraps errors of steps."""
     seen: BaseException | None = error
     while seen is not None:
         yield seen
@@ -32,14 +32,14 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _of_dagster(error: BaseException) -> str | None:
-    """Message for errors of Dagster's own records, with their location."""
+    """Message for errors of Dagster's records, with their location."""
     module, name = type(error).__module__.partition(".")[0], type(error).__name__
     said = " ".join(str(getattr(error, "orig", None) or error).split())[:300]
     if module == "sqlalchemy":
         where = f"{_HOME}={os.environ[_HOME]}" if os.environ.get(_HOME) else "the dagster.yaml here"
         scratch = os.environ.get("TMPDIR") or "/tmp"
         return (
-            f"Dagster's records, where {where} says, can't be used ({said}): free some space there and in {scratch},"
+            f"Dagster's records, located by {where}, can't be used ({said}): free some space there and in {scratch},"
             f" make them writable, or point {_HOME} elsewhere, then run the same command again"
         )
     if name == "DagsterInvariantViolationError" and _HOME in said:

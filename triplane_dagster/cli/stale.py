@@ -7,7 +7,7 @@ from triplane_dagster.cli.output import console
 
 
 def stale_lines(store: Store, experiment: str, *, newest: bool = False) -> list[str]:
-    """Lines that name every stale step (newest: of the newest iteration) and the consequence; empty if nothing is."""
+    """Lines about stale steps (newest: of the newest iteration only) and the consequence; empty if there are none."""
     from triplane_dagster.staleness import stale_steps
 
     stale = stale_steps(store, experiment, newest=newest)
