@@ -1,7 +1,6 @@
-"""Do printed intervals hold what they promise, and does the gate refuse as often as it says? By simulation, with the
-functions in use.
+"""Simulated coverage of printed intervals and refusal rates of the gate, computed with the production functions.
 
-pass rates of tasks ~ Beta(mean, correlation within tasks) -> samples -> interval -> does it hold the true value?
+pass rates of tasks ~ Beta(mean, correlation within tasks) -> samples -> interval -> does it contain the true value?
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from curation.statistics import (
 SAMPLES = (1, 2, 4, 8)
 MEANS = (0.2, 0.5, 0.8, 0.95)
 CORRELATIONS = (0.05, 0.3, 0.7)
-"""Share of the variance of one sample that lies between tasks."""
+"""Shares of one sample's variance that lie between tasks."""
 LOSSES = (0.0, -0.03)
 FEW_TASKS = 14
-"""Tasks behind a rate of one family, as reports show them."""
+"""Number of tasks of one family, as in reports."""
 RESAMPLES = 1000
-"""Of the percentile bootstrap, shown for comparison."""
+"""Resamples of the percentile bootstrap, shown for comparison."""
 GATES = {"128 tasks x 2": Gate(128, 2, 0.05, 0.90), "128 tasks x 8": Gate(128, 8, 0.05, 0.90)}
 
 
@@ -42,13 +41,13 @@ class IntervalOptions(Options):
     """Options of the `intervals` benchmark."""
 
     tasks: int = Field(128, ge=8, le=10_000)
-    """Tasks of a split."""
+    """Number of tasks in a split."""
     trials: int = Field(2000, ge=100, le=100_000)
-    """Simulated evaluations behind each coverage."""
+    """Simulated evaluations per coverage."""
     iterations: int = Field(20, ge=1, le=1000)
-    """Iterations of the gate's sequences."""
+    """Iterations per sequence of gate decisions."""
     seed: int = Field(0, ge=0)
-    """Of the simulation."""
+    """Seed of the simulation."""
 
 
 OPTIONS = IntervalOptions
@@ -87,7 +86,7 @@ def run(options: IntervalOptions) -> Result:
 
 
 def task_rates(mean: float, share: float) -> TaskRates:
-    """Tasks of this mean rate, with this share of one sample's variance between them."""
+    """Task rates with this mean, and this share of one sample's variance between tasks."""
     return TaskRates(mean, (share * mean * (1 - mean)) ** 0.5, "simulated")
 
 
@@ -166,7 +165,7 @@ def _covered(intervals: Numbers, true: float) -> float:
 
 
 def _wilson(solved: Numbers, n: int) -> Numbers:
-    """Wilson's interval with every episode as an observation: what intervals by task are compared with."""
+    """Wilson's interval with every episode as an observation, for comparison with intervals by task."""
     a = student_quantile(0.5 + CONFIDENCE / 2, 10**6) ** 2 / n
     rate = solved / n
     centre, half = (rate + a / 2) / (1 + a), np.sqrt(a * a / 4 + a * rate * (1 - rate)) / (1 + a)
@@ -174,7 +173,7 @@ def _wilson(solved: Numbers, n: int) -> Numbers:
 
 
 def _refused(gate: Gate, rates: TaskRates, difference: float, options: IntervalOptions) -> float:
-    """Share of refusals among decisions taken one by one from the 0/1 of every episode, as an evaluation takes them."""
+    """Share of refusals among decisions made from the 0/1 results of every episode, as in an evaluation."""
     generator = np.random.default_rng(options.seed + 1)
     trials, refused = 2 * options.trials, 0
     for _ in range(trials):
@@ -192,7 +191,7 @@ def _refused(gate: Gate, rates: TaskRates, difference: float, options: IntervalO
 
 
 def _gate_metrics(options: IntervalOptions) -> dict[str, float]:
-    """Refusals in percent, and what sequences of losses come to with and without the floor, of tasks as `solves 80%, sd
+    """Refusals in percent, and total losses of sequences with and without the floor, for tasks such as `solves 80%, sd
     28 points`.
     """
     rates = replace(ASSUMED, mean=0.8, deviation=0.28)
