@@ -194,7 +194,7 @@ async def test_of_two_that_update_one_server_none_takes_the_others_weights_for_i
     while not seen(keeper)["waiting"]:
         await asyncio.sleep(0.05)
     before = len(seen(keeper)["resumed"])
-    with pytest.raises(StaleVersion, match="somebody else"):
+    with pytest.raises(StaleVersion, match="another client"):
         for _ in range(2):  # the mark may come once the second has been answered
             assert (await second.generate([1, 2], PARAMS)).spans == [(SECOND, 0, 8)]
     with pytest.raises(StaleVersion, match="updated or restarted by another client"):
