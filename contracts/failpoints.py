@@ -27,10 +27,10 @@ POINTS: Mapping[str, str] = {
     "store-write": "an object of a local store is about to be written",
     "artifact-staged": "an artifact's files are staged, none is in the store",
     "before-manifest": "an artifact's files are in the store, its manifest is not",
-    "after-manifest": "an artifact exists, what losing attempts left is not swept yet",
-    "multipart-under-way": "some of a large file's parts are on their way to S3",
+    "after-manifest": "an artifact exists, leftovers of losing attempts are not removed yet",
+    "multipart-under-way": "some parts of a large file are being uploaded to S3",
     "group-claimed": "a worker has claimed a group",
-    "group-sampled": "a group's episodes have ended and envd gave their diffs, nothing is committed",
+    "group-sampled": "a group's episodes have ended with their diffs, nothing is committed",
     "group-committed": "a group is committed",
     "evaluation-played": "an evaluation's episodes have ended, nothing is committed",
     "state-staged": "a trainer state or snapshot is written to its stage",
@@ -38,7 +38,7 @@ POINTS: Mapping[str, str] = {
     "checkpoint-staged": "a checkpoint's weights are written to their stage",
     "snapshot-committed": "a snapshot is committed, earlier ones are not dropped yet",
     "policy-promoted": "a policy went live, the decision about it is not recorded",
-    "artifact-described": "an artifact is committed, Dagster knows nothing of it",
+    "artifact-described": "an artifact is committed, Dagster has no record of it",
     "reference-written": "an asset's reference is in the store, Dagster has no event",
 }
 """Points with the state of the work there."""

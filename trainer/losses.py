@@ -21,7 +21,7 @@ class PolicyLoss:
     tokens: Tensor
     """float32 [tokens], without gradient: the loss of each token."""
     clipped: Tensor
-    """Number of tokens whose ratio was clipped."""
+    """Number of tokens for which the clipped term is the smaller one."""
     dual_clipped: Tensor
     """Tokens of negative advantage whose ratio exceeds `dual_clip`; they give no gradient."""
     bounded: Tensor

@@ -261,6 +261,6 @@ def _check_task(row: Mapping[str, Any], tasks: Mapping[str, Task]) -> None:
         )
     if task.digest != row["task_digest"]:
         raise RewardsMismatch(
-            f"task {row['task_id']} is not what episode {row['episode_id']} was played on ({task.digest[:12]}, was"
+            f"task {row['task_id']} has changed since episode {row['episode_id']} ({task.digest[:12]}, was"
             f" {row['task_digest'][:12]}): grade with the suite the rollouts name as parent"
         )

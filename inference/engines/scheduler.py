@@ -26,7 +26,7 @@ from inference.engines.sampling import SEED_MASK, sample, scaled_logprobs, unifo
 from inference.engines.weights import Weights
 
 PREFILL_TOKENS = 2048
-"""Maximum new tokens of an admitted group; limits a step's memory and latency."""
+"""New tokens at which a group admits no further request; limits a step's memory and latency."""
 CHUNK = 512
 """Maximum new tokens of one sequence in a step."""
 LOGIT_ROWS = 256

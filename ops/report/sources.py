@@ -53,6 +53,6 @@ def find_sources(store: Store, experiment: str, iteration: str) -> Sources:
     if refs["rollouts"] is None:
         raise NotMaterialized(
             f"{experiment} iteration {iteration} has no rollouts in {store.url}: `triplane status -e {experiment}`"
-            " lists what there is"
+            " lists its iterations"
         )
     return open_sources(store, experiment, iteration, {asset: ref for asset, ref in refs.items() if ref is not None})

@@ -45,5 +45,5 @@ def _of_dagster(error: BaseException) -> str | None:
     if name == "DagsterInvariantViolationError" and _HOME in said:
         return f"{said.rstrip('.')}. Or unset {_HOME}: the records are then kept in .triplane/dagster"
     if name in ("DagsterInvalidConfigError", "ParserError", "ScannerError") and module in ("dagster", "yaml"):
-        return f"dagster.yaml is not valid ({said}): correct it, or point {_HOME} at a folder with another one"
+        return f"dagster.yaml is not valid ({said}): correct it, or set {_HOME} to another folder"
     return None

@@ -171,8 +171,8 @@ def _print_plan(experiment: Experiment, *, as_json: bool) -> None:
 def _say_what_next(experiment: Experiment) -> None:
     name = "" if experiment.name == "quickstart" else f" -e {experiment.name}"
     lines = {
-        "triplane ui": "the same graph, its plots and runs, in the Dagster UI",
-        f"triplane episodes list{name}": "what the policy did; then triplane episodes show ID",
+        "triplane ui": "the same graph, with plots and runs, in the Dagster UI",
+        f"triplane episodes list{name}": "list episodes; then triplane episodes show ID",
         "triplane lineage DIGEST": "ancestors and descendants of a policy or an episode",
         f"triplane iterate{name} -n 1": "one more iteration",
         f"triplane serve{name}": "the live policy over the OpenAI API",

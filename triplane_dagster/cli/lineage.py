@@ -73,7 +73,7 @@ def _print_trace(found: Trace) -> None:
         out.print(Text(f"dataset {use.membership.dataset.ref.short} {kept} (reward {use.membership.reward})"))
         for node in use.checkpoints:
             out.print(Text(f"  -> {_line(node)}"))
-    none = "nothing yet" if found.episode is None else "no checkpoint was trained on it, so nothing descends"
+    none = "nothing yet" if found.episode is None else "no descendants: no checkpoint was trained on it"
     out.print(_tree("made into", found.descendants, none=none))
 
 

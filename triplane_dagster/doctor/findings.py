@@ -73,13 +73,13 @@ def _look(check: Check, found: dict[int, Finding], place: int) -> None:
     try:
         found[place] = check.look()
     except subprocess.TimeoutExpired as error:
-        found[place] = broken(f"no answer within {error.timeout:g} s", "look what keeps it, or run this again")
+        found[place] = broken(f"no answer within {error.timeout:g} s", "find what blocks it, or run this again")
     except Exception as error:  # noqa: BLE001 - what a check raises is what it found
         found[place] = broken(one_line(f"{type(error).__name__}: {error}"), "see the message")
 
 
 def _late(check: Check) -> Finding:
-    return broken(f"no answer within {check.timeout_s:g} s", "look what keeps it, or run this again")
+    return broken(f"no answer within {check.timeout_s:g} s", "find what blocks it, or run this again")
 
 
 def one_line(text: str, limit: int = 240) -> str:
