@@ -84,7 +84,7 @@ proto: $(STAMP)  ## regenerate contracts/pb from contracts/protos
 ui: $(NATIVE)  ## the Dagster web server and daemon on http://127.0.0.1:3000
 	$(BIN)/triplane ui
 
-bench: $(NATIVE)  ## every benchmark against its goal; those that need a GPU only where there is one
+bench: $(NATIVE)  ## every benchmark against its goals; GPU benchmarks only if there is a GPU
 	for name in $$($(BIN)/python -m benchmarks list --names); do $(BIN)/python -m benchmarks $$name || test $$? = 2 || exit 1; done
 
 clean:  ## remove the virtual environments and caches; keeps .triplane

@@ -1,4 +1,4 @@
-"""base_policy: the policy that iteration 0 acts with: a warm start on scripted experts, or an imported checkpoint."""
+"""base_policy: the acting policy of iteration 0, either a warm start on scripted experts or an imported checkpoint."""
 
 import dagster as dg
 
@@ -24,10 +24,18 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         spec,
         kinds={"pytorch", "huggingface"},
         description=(
-            "An FP8 mixture-of-experts checkpoint that knows the tools, with its tokenizer and demonstrations as"
-            " artifacts of their own."
+            "An FP8 mixture-of-experts checkpoint that calls tools; tokenizer and demonstrations are"
+            " separate artifacts."
         ),
-        checks=[check(experiment, spec, CHECK, "Every tensor that its config.json implies, no more.", blocking=True)],
+        checks=[
+            check(
+                experiment,
+                spec,
+                CHECK,
+                "The checkpoint has exactly the tensors that its config.json implies.",
+                blocking=True,
+            )
+        ],
     )
     def base_policy(
         context: dg.AssetExecutionContext,

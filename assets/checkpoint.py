@@ -1,4 +1,4 @@
-"""checkpoint[i]: the candidate: FP8 weights in the Hugging Face layout; its trainer_state is an artifact of its own."""
+"""checkpoint[i]: the candidate's FP8 weights in the Hugging Face layout; trainer_state is a separate artifact."""
 
 import dagster as dg
 
@@ -23,9 +23,15 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         experiment,
         CHECKPOINT,
         kinds={"pytorch", "huggingface"},
-        description="Weights after one iteration of policy gradient, exported as the very FP8 codes that were trained.",
+        description="Weights after one iteration of policy gradient, exported as the FP8 codes that were trained.",
         checks=[
-            check(experiment, CHECKPOINT, CHECK, "Every tensor that its config.json implies, no more.", blocking=True)
+            check(
+                experiment,
+                CHECKPOINT,
+                CHECK,
+                "The checkpoint has exactly the tensors that its config.json implies.",
+                blocking=True,
+            )
         ],
     )
     def checkpoint(

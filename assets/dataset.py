@@ -1,4 +1,4 @@
-"""dataset[i]: which sequences train; each episode left out keeps its reason. Rewards and groups, never advantages."""
+"""dataset[i]: sequences that train, and the reason for each episode left out. Rewards and groups, never advantages."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ CHECK = "has_something_to_learn_from"
 
 
 def something_to_learn_from(meta: Mapping[str, Any]) -> dg.AssetCheckResult:
-    """Whether a dataset contains rows to train on, and which reason left out the most."""
+    """Whether a dataset contains rows to train on, and the most frequent reason to leave episodes out."""
     left_out, episodes = sum(meta["reasons"].values()), meta["episodes"]
     most = max(meta["reasons"], key=lambda reason: meta["reasons"][reason])
     words = f"{left_out} of {episodes} episodes were left out"
@@ -42,7 +42,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         experiment,
         DATASET,
         kinds={"parquet", "duckdb"},
-        description="Rows that train, and for every other episode the reason why not.",
+        description="Rows that train, and the reason for each episode left out.",
         checks=[check(experiment, DATASET, CHECK, "At least one sequence was kept.", blocking=False)],
     )
     def dataset(

@@ -51,7 +51,7 @@ def pass_rates(body: Mapping[str, Any]) -> dg.MarkdownMetadataValue:
 
 
 def measured(own: Mapping[str, Any]) -> dict[str, float | None]:
-    """Rates of one policy by the name of the measure."""
+    """Rates of one policy, by name of the measure."""
     names = measure_names(own["k"], own["temperature"])
     return {name: own[key]["rate"] for key, name in zip(MEASURES, names, strict=True)}
 

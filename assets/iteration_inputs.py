@@ -27,8 +27,8 @@ class StartFrom(dg.Config):
     policy: str = Field(
         default="live",
         description=(
-            "live, base, or the beginning of a checkpoint's digest. Counts only when the iteration begins: a re-run"
-            " reads what was pinned."
+            "live, base, or the beginning of a checkpoint's digest. Used only"
+            " when the iteration begins: a re-run reads the pinned inputs."
         ),
     )
 
@@ -41,8 +41,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         ITERATION_INPUTS,
         kinds={"json"},
         description=(
-            "By digest: the acting policy, what training starts from, suite, base and prompt cursor. Written once, then"
-            " only read."
+            "References to acting policy, start of training, suite and base, and the prompt cursor. Written once."
         ),
     )
     def iteration_inputs(
@@ -70,6 +69,6 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
 
 
 def _restored(meta: Mapping[str, Any]) -> dict[str, str]:
-    """Note that the acting policy was restored by a rollback, if it was."""
+    """Note about the rollback that restored the acting policy, if any."""
     rollback = meta.get("rollback")
     return {"restored by": f"a rollback (change {rollback['number']}): {rollback['reason']}"} if rollback else {}

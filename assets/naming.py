@@ -36,7 +36,7 @@ def tags_of(spec: StepSpec) -> dict[str, str]:
 
 
 def declared(experiment: Experiment, name: str) -> StepSpec:
-    """Declaration of the step of this name in an experiment."""
+    """Declaration of a step in an experiment, by name."""
     return next(spec for spec in graph_of(experiment) if spec.name == name)
 
 
@@ -50,7 +50,7 @@ def define(
 ) -> Callable[[Callable[..., Any]], dg.AssetsDefinition]:
     """Decorate the function that makes the asset of a step.
 
-    It receives the references of the upstream assets as keyword arguments.
+    The function receives the references of the upstream assets as keyword arguments.
     """
     return dg.asset(
         key=key_of(experiment, spec.name),
@@ -68,5 +68,5 @@ def define(
 
 
 def check(experiment: Experiment, spec: StepSpec, name: str, description: str, *, blocking: bool) -> dg.AssetCheckSpec:
-    """Decorate a check of an asset. blocking: only for corrupt data, since it fails the run."""
+    """Decorate a check of an asset. blocking: fails the run, so use it for corrupt data only."""
     return dg.AssetCheckSpec(name, asset=key_of(experiment, spec.name), description=description, blocking=blocking)

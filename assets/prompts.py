@@ -1,4 +1,4 @@
-"""prompts[i]: the tasks this iteration samples, and a reserve for groups that show no variance."""
+"""prompts[i]: the tasks that this iteration samples, and a reserve that replaces groups without variance."""
 
 import dagster as dg
 
@@ -13,7 +13,7 @@ from resources.progress import ProgressSink
 from resources.store import StoreResource
 
 SHOWN = 12
-"""Groups listed: what the page shows without a click."""
+"""Number of listed groups: as many as the page shows without a click."""
 
 
 def build(experiment: Experiment) -> dg.AssetsDefinition:
@@ -23,7 +23,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         experiment,
         PROMPTS,
         kinds={"json"},
-        description="Tasks drawn without replacement within an epoch, deterministic by seed and cursor.",
+        description="Tasks drawn without replacement within an epoch; seed and cursor determine the draw.",
     )
     def prompts(
         context: dg.AssetExecutionContext,

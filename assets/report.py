@@ -21,7 +21,7 @@ from resources.progress import ProgressSink
 from resources.store import StoreResource
 
 SHOWN = 8
-"""Iterations in the table on the asset's page: what it shows without a click."""
+"""Rows of the table on the asset's page: as many as it shows without a click."""
 
 
 def iterations_table(rows: Sequence[Row]) -> dg.MarkdownMetadataValue:

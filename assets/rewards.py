@@ -1,4 +1,4 @@
-"""rewards[i]: each episode's final state graded by hidden tests in a fresh sandbox, never the agent's."""
+"""rewards[i]: each episode's final state graded by hidden tests in a fresh sandbox."""
 
 import dagster as dg
 

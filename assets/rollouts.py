@@ -1,4 +1,4 @@
-"""rollouts[i]: plan -> map(shard) -> merge. Every sampled group is kept; tokens are the truth."""
+"""rollouts[i]: plan -> map(shard) -> merge. Every sampled group is kept, with the sampled token ids."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         ins=inputs_of(experiment, ROLLOUTS),
         description="Episodes of the acting policy in sandboxes: episodes, sequences with logprobs, and their costs.",
         code_version=ROLLOUTS.version,
-        check_specs=[check(experiment, ROLLOUTS, CHECK, "Nothing that the plan leads to is missing.", blocking=True)],
+        check_specs=[check(experiment, ROLLOUTS, CHECK, "All groups that the plan requires exist.", blocking=True)],
     )
     def rollouts(iteration_inputs: Any, prompts: Any) -> dict[str, Any]:
         merged, checked = merge(plan(iteration_inputs, prompts).map(shard).collect())

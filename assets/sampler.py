@@ -24,7 +24,7 @@ from resources.sandboxes import SandboxesResource
 from resources.store import StoreResource
 
 TRANSCRIPT = 4000
-"""Characters of the smoke episode on the asset's page."""
+"""Maximum characters of the smoke episode on the asset's page."""
 
 
 def build(experiment: Experiment) -> dg.AssetsDefinition:
@@ -34,10 +34,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         experiment,
         SAMPLER,
         kinds={"json"},
-        description=(
-            "Whether the candidate went live, and why: non-inferior on the gate, a smoke episode played, its parent"
-            " still live."
-        ),
+        description=("Whether the candidate went live, and why: gate, smoke episode, and a parent that is still live."),
     )
     def sampler(
         context: dg.AssetExecutionContext,
@@ -50,7 +47,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         step = begin(context, experiment, SAMPLER, store.open(), progress, given)
         inputs, candidate = step.inputs, step.parent("candidate")
         decided = publish(step, smoke=lambda: play_smoke(step, sampler, sandboxes, candidate, inputs.task_suite))
-        # also after a decision of long ago: servers that missed a change are brought to what is live now
+        # also after an old decision: servers that missed a change get the current live policy
         servers = bring_servers(step.store, experiment, inputs.base)
         decision, smoke = read_decision(decided), read_smoke(decided)
         registry = Registry(step.store, experiment.name)

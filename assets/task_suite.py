@@ -1,4 +1,4 @@
-"""task_suite: the tasks, proved in sandboxes: hidden tests fail before the fix and pass after it, cheats score
+"""task_suite: tasks proven in sandboxes: hidden tests fail before the fix and pass after it, and cheats score
 nothing.
 """
 
@@ -29,7 +29,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         description=(
             "Small repositories to repair, in the splits train, gate, held_out and unseen, validated in sandboxes."
         ),
-        checks=[check(experiment, spec, CHECK, "No split came out empty.", blocking=True)],
+        checks=[check(experiment, spec, CHECK, "Every split has tasks.", blocking=True)],
     )
     def task_suite(
         context: dg.AssetExecutionContext,

@@ -1,4 +1,4 @@
-"""The performance matrix: what the project promises, measured, with the promise beside the measurement.
+"""Benchmarks: the project's performance goals, and measurements to compare with them.
 
     python -m benchmarks NAME [--options]  ->  module NAME: run(Options) -> Result  ->  goals.yaml  ->  table or JSON,
     exit 1 on a miss

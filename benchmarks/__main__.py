@@ -20,11 +20,11 @@ from contracts.errors import ConfigError, TriplaneError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status: 0, 1 for a missed goal or an error, 2 for a wrong option or
-    where there is nothing to measure, 130 when interrupted.
+    """Run the command line and return the exit status: 0, 1 for a missed goal or an error, 2 for a wrong option or if
+    there is nothing to measure, 130 after an interruption.
     """
     try:
-        # so that children and sandboxes are ended too
+        # so that children and sandboxes are stopped, too
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         return _dispatch(list(sys.argv[1:] if arguments is None else arguments))
     except TriplaneError as error:

@@ -1,4 +1,4 @@
-"""Which benchmarks exist. A module is imported only when it is asked for, so that listing them needs no torch."""
+"""List of benchmarks. Modules are imported on request only, so that listing them needs no torch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from contracts.errors import ConfigError
 CATALOG: Mapping[str, str] = {
     "learning": "held-out compositions before and after learning, by seed, with a control that must not learn",
     "intervals": "coverage of the printed intervals and errors of the promotion gate, by simulation",
-    "overhead": "the share of an iteration that is not sampling, tools, grading or optimizing",
-    "engine": "tokens a second of the built-in engine beside HF generate of the same checkpoint",
-    "chaos": "iterations killed at named points and random instants: same content, nothing sampled twice, nothing left",
-    "envd": "sandboxes through gRPC beside bubblewrap, runc, runsc and SWE-ReX: latency, rate, memory of idle ones",
-    "envd-soak": "sandboxes come and go while clients, spawner and server are killed: nothing is left",
-    "envd-fuzz": "malformed and hostile requests on every method: the server stays up and right",
-    "verdicts": "forged final states caught, honest ones left alone, and milliseconds of one verification",
-    "kernels": "TFLOP/s and TB/s of the FP8 kernels on a GPU, beside the card's ceilings and torch's own products",
-    "s3": "an experiment on a local S3 server beside a directory: equal digests, and what S3 costs an iteration",
+    "overhead": "share of an iteration outside sampling, tools, grading and optimizing",
+    "engine": "tokens per second of the built-in engine, compared with HF generate on the same checkpoint",
+    "chaos": "iterations killed at named points and random times: same content, nothing sampled twice or left over",
+    "envd": "sandboxes over gRPC, compared with bubblewrap, runc, runsc and SWE-ReX: latency, rate, idle memory",
+    "envd-soak": "sandboxes created and destroyed while clients, spawner and server are killed: nothing is left over",
+    "envd-fuzz": "malformed and hostile requests to every method: the server stays available and correct",
+    "verdicts": "forged final states detected, honest ones accepted, and milliseconds per verification",
+    "kernels": "TFLOP/s and TB/s of the FP8 kernels on a GPU, compared with the card's ceilings and torch's products",
+    "s3": "an experiment on a local S3 server and in a directory: equal digests, and the cost of S3 per iteration",
 }
 
 

@@ -1,12 +1,12 @@
-"""Iterations that are killed again and again come to the same content as undisturbed ones, and leave nothing behind.
+"""Test that repeatedly killed iterations produce the same content as undisturbed ones and leave nothing behind.
 
     undisturbed:  iterate -n K                                                  -> iterate -n K -> ...
     disturbed:    iterate -n K, killed, again, killed, ... until it is through  -> the same, until all kills are dealt
                                                             compared here, and again after every further round
 
-Half of the kills come at named points (contracts.failpoints), half at random instants to a random victim. --faults adds
-faults of the store: S3 behind a proxy that fails, delays, truncates and loses answers; the local disk refuses writes.
-One seed, one sequence of kills.
+Half of the kills happen at named points (contracts.failpoints), half at random times to a random victim. --faults adds
+faults of the store: S3 behind a proxy that fails, delays, truncates and loses replies, or a local disk that refuses
+writes. The seed determines the sequence of kills.
 """
 
 from __future__ import annotations
@@ -35,35 +35,35 @@ from triplane_dagster.cli.bars import Bars
 
 BUCKET = "chaos"
 MULTIPART_MB = "0.25"
-"""So small that trainer states go up in parts, and can be cut off there."""
+"""Small enough that trainer states are uploaded in parts, so that kills can interrupt an upload."""
 FAULT_RATE = 0.03
-"""Share of the requests to S3 that meet a fault with --faults."""
+"""Share of the S3 requests that fail with --faults."""
 
 
 class ChaosOptions(Options):
     """Options of the `chaos` benchmark."""
 
     kills: int = Field(100, ge=1, le=10_000)
-    """Kills dealt on each store."""
+    """Number of kills per store."""
     store: Literal["local", "s3", "both"] = "both"
-    """Where artifacts are kept: a directory, a local S3 server, or one after the other."""
+    """Store: a directory, a local S3 server, or both in turn."""
     faults: bool = False
-    """Whether the store fails now and then, too."""
+    """Whether the store also fails at random."""
     seed: int = 0
-    """Of the kills and faults: which, where, when."""
+    """Seed of the kills and faults."""
     iterations: int = Field(3, ge=1, le=100)
-    """Iterations of a round."""
+    """Iterations per round."""
     round_kills: int = Field(20, ge=1, le=1000)
-    """Kills of a round at most; then it is finished, compared, and the next begins."""
+    """Maximum kills per round; then the round is finished and compared, and the next begins."""
     keep: str = ""
-    """Folder to keep stores and logs in; empty: a temporary one that is removed."""
+    """Folder that keeps stores and logs; empty: a temporary folder that is removed."""
 
 
 OPTIONS = ChaosOptions
 
 
 def run(options: ChaosOptions) -> Result:
-    """Disturb each store until its kills are dealt."""
+    """Disturb each store until all of its kills are done."""
     stores = ("local", "s3") if options.store == "both" else (options.store,)
     began = time.monotonic()
     with ExitStack() as stack:
@@ -86,7 +86,7 @@ def _shown(bars: Bars, store: str, kills: int) -> Callable[[int], None]:
 
 
 def _end_all(spared: Set[int]) -> None:
-    """After Ctrl-C or an error nothing that was started here goes on."""
+    """End all processes that were started here, also after Ctrl-C or an error."""
     kill_all([pid for pid in descendants(os.getpid()) if pid not in spared])
 
 
@@ -98,7 +98,7 @@ def _folder() -> Iterator[str]:
 
 @contextmanager
 def _place(store: str, folder: Path, options: ChaosOptions) -> Iterator[tuple[Lab, Weather | None]]:
-    """A lab with this kind of store, and the weather that it meets."""
+    """Lab with this kind of store, and the random faults of its requests."""
     folder.mkdir(parents=True)
     if store == "local":
         yield Lab(folder), None

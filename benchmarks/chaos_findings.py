@@ -1,4 +1,4 @@
-"""What is to be found after a disturbed run: the same content as without, nothing sampled twice, nothing left."""
+"""Examine a store after a disturbed run: equal content, nothing sampled twice, nothing left over."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from trainer.config import SNAPSHOT
 Work = tuple[str, str]
 """Action key of rollouts and group id; or action key of an evaluation run and ""."""
 ORPHANS_END_S = 30.0
-"""Seconds that what lost its parent may take to end."""
+"""Seconds for orphaned processes to end."""
 
 
 @dataclass(frozen=True)
 class Content:
-    """Everything that a store holds and that repeats exactly."""
+    """Reproducible content of a store."""
 
     artifacts: Mapping[tuple[str, str], str]
     """(kind, action key) -> content digest."""
@@ -37,7 +37,7 @@ class Content:
     """(number, policy, parent, iteration) of every policy that went live."""
 
     def differing(self, other: Content) -> list[str]:
-        """Kinds and keys that only one of the two holds, or that differ."""
+        """Kinds and keys that differ or exist in only one of the two."""
         names = sorted(set(self.artifacts) | set(other.artifacts))
         return [
             f"{kind}/{key[:12]}"
@@ -47,7 +47,7 @@ class Content:
 
 
 def read_content(store: Store) -> Content:
-    """The content of a store as it is now."""
+    """Current content of a store."""
     found = {(each.ref.kind, each.ref.key): each.ref.digest for each in list_artifacts(store)}
     history = [
         (each.number, each.policy.digest, each.parent, each.iteration) for each in Registry(store, NAME).history()
@@ -57,18 +57,18 @@ def read_content(store: Store) -> Content:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The ledger's account."""
+    """Counts of sampled tokens from the ledger."""
 
     sampled: int
     lost_at_most: int
-    """Sampled before an interruption, of work that was committed only after it: what may have been sampled again."""
+    """Tokens sampled before an interruption for work committed after it: upper bound of the tokens sampled again."""
     sampled_after_commit: int
-    """Groups and evaluations of which a token was sampled when they were committed already."""
+    """Groups and evaluations with tokens sampled after their commit."""
 
 
 def account(lines: Iterable[Sampled], commits: Mapping[Work, float], interruptions: Sequence[float]) -> Tokens:
-    """commits: when each work was committed; interruptions: when something was killed or a run failed; both in seconds
-    since 1970.
+    """Count tokens. commits: time of each commit; interruptions: times of kills and failed runs; both in seconds since
+    1970.
     """
     sampled = lost = 0
     again: set[Work] = set()
@@ -83,7 +83,7 @@ def account(lines: Iterable[Sampled], commits: Mapping[Work, float], interruptio
 
 
 def read_tokens(lab: Lab, interruptions: Sequence[float]) -> Tokens:
-    """The account of a lab."""
+    """Token counts of a lab."""
     store = lab.store()
     commits: dict[Work, float] = {}
     for group in list_artifacts(store, "group"):
@@ -106,7 +106,7 @@ def broken_artifacts(store: Store) -> list[str]:
 
 
 def unnamed_keys(store: Store) -> list[str]:
-    """What a store holds and nothing names: files of attempts that lost, snapshots and claims of work that is done."""
+    """Unreferenced keys of a store: files of losing attempts, snapshots and claims of finished work."""
     named = set()
     for artifact in list_artifacts(store):
         if artifact.ref.kind != SNAPSHOT:
@@ -116,13 +116,13 @@ def unnamed_keys(store: Store) -> list[str]:
 
 
 def temporary_files(lab: Lab) -> list[str]:
-    """What is left in the folders for temporary files."""
+    """Leftover files in the folders for temporary files."""
     folders = (lab.folder / "t", lab.folder / "s" / "tmp", lab.folder / "c" / "tmp")
     return [str(path.relative_to(lab.folder)) for folder in folders if folder.is_dir() for path in folder.iterdir()]
 
 
 def pending_uploads(lab: Lab) -> int:
-    """Multipart uploads that were begun and never ended."""
+    """Number of unfinished multipart uploads."""
     if not lab.url.startswith("s3:"):
         return 0
     bucket = lab.url.split("/")[2]
@@ -130,18 +130,20 @@ def pending_uploads(lab: Lab) -> int:
 
 
 def mounts_of(folder: Path) -> list[str]:
-    """Mounts at or of something below `folder`."""
+    """Mounts whose target or source is below `folder`."""
     return [line for line in Path("/proc/mounts").read_text().splitlines() if f"{folder}/" in line]
 
 
 def groups_of(pids: Iterable[int]) -> list[str]:
-    """Control groups that servers of these processes left."""
+    """Leftover control groups of servers with these pids."""
     ours = {str(pid) for pid in pids}
     return [path.name for path in abandoned_groups() if path.name.removeprefix(OWNED).split(".")[1] in ours]
 
 
 def orphans(spared: Set[int]) -> list[int]:
-    """Live processes below this one, which adopts orphans, once they had time to end. spared: children that stay."""
+    """Descendants of this process, which adopts orphans, that are alive after a grace period. spared: children to
+    ignore.
+    """
     deadline = time.monotonic() + ORPHANS_END_S
     while True:
         reap(spared)
@@ -152,7 +154,7 @@ def orphans(spared: Set[int]) -> list[int]:
 
 
 def reap(spared: Set[int]) -> None:
-    """Collect adopted children that ended."""
+    """Reap adopted children that have ended."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) in spared:
             continue

@@ -1,6 +1,4 @@
-"""Which kills are dealt, and dealing them: at named points by TRIPLANE_KILL_AT, at random instants by SIGKILL from
-outside.
-"""
+"""Choose and perform kills: at named points by TRIPLANE_KILL_AT, at random times by SIGKILL from outside."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ _STARTERS = ("envd.sandbox.zygote", "envd-spawn")
 Victim = Literal["group", "tree", "triplane", "trainer", "envd", "zygote", "sandbox"]
 VICTIMS: dict[Victim, str] = {
     "group": "the process group of `triplane`: itself and its trainer",
-    "tree": "everything at once, as when a machine dies",
+    "tree": "all processes at once, as in a machine failure",
     "triplane": "only the orchestrating process",
     "trainer": "only the trainer",
     "envd": "only the sandbox server",
@@ -28,7 +26,7 @@ VICTIMS: dict[Victim, str] = {
     "sandbox": "only a process in a sandbox",
 }
 FATAL: tuple[Victim, ...] = ("group", "tree", "triplane")
-"""Victims with which the command itself dies."""
+"""Victims that include the command itself."""
 MOST_ARRIVALS = {
     "store-write": 40,
     "artifact-staged": 8,
@@ -42,15 +40,15 @@ MOST_ARRIVALS = {
     "artifact-described": 8,
     "reference-written": 8,
 }
-"""Arrivals at a point among which the fatal one is drawn; 1 where not named."""
+"""Range of arrivals at a point from which the fatal one is drawn; default 1."""
 ONLY_ON: dict[str, str] = {"store-write": "local", "multipart-under-way": "s3"}
 BASE_ONLY = ("snapshot-committed",)
-"""Points that only the making of the base policy passes."""
+"""Points that occur only while the base policy is made."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """A kill to be dealt at a named point."""
+    """A kill at a named point."""
 
     point: str
     arrival: int
@@ -60,9 +58,7 @@ class Order:
 
 
 def orders(count: int, store: str, chance: random.Random) -> Iterator[Order]:
-    """`count` orders: every point of this store about equally often; what only the base policy's making passes comes
-    first.
-    """
+    """`count` orders: every point of this store about equally often; points of the base policy come first."""
     points = [point for point in POINTS if ONLY_ON.get(point, store) == store]
     later = [point for point in points if point not in BASE_ONLY]
     dealt = [point for point in points if point in BASE_ONLY][:count]
@@ -73,7 +69,7 @@ def orders(count: int, store: str, chance: random.Random) -> Iterator[Order]:
 
 
 def pick_victims(victim: Victim, triplane: int, chance: random.Random) -> Sequence[int]:
-    """The processes to kill now; none while the victim does not exist."""
+    """Processes to kill now; empty while the victim does not exist."""
     below = descendants(triplane)
     if victim == "triplane":
         return [triplane]
@@ -93,7 +89,9 @@ def pick_victims(victim: Victim, triplane: int, chance: random.Random) -> Sequen
 
 
 def kill_all(pids: Sequence[int]) -> bool:
-    """SIGKILL all at once: stopped first, so that none tidies up after another. Whether any was there."""
+    """SIGKILL all processes at once, after stopping them, so that none cleans up after another. Returns False if none
+    existed.
+    """
     hit = False
     for number in (signal.SIGSTOP, signal.SIGKILL) if len(pids) > 1 else (signal.SIGKILL,):
         for pid in pids:
@@ -104,9 +102,9 @@ def kill_all(pids: Sequence[int]) -> bool:
 
 
 def _is_zygote(pid: int, below: dict[int, int], commands: dict[int, str]) -> bool:
-    """Whether it is the verifier's zygote or the spawner.
+    """Whether the process is the verifier's zygote or the spawner.
 
-    A sandbox's process 1 carries the command line of the one that forked it.
+    Process 1 of a sandbox has the command line of the process that forked it.
     """
     return any(name in commands[pid] and name not in commands.get(below[pid], "") for name in _STARTERS)
 

@@ -1,4 +1,4 @@
-"""A folder in which `triplane iterate` runs as a user's would, with every place that it may write to below it.
+"""Folder in which `triplane iterate` runs as for a user; all places that it writes to are below this folder.
 
 s store   t TMPDIR   c cache   l ledger   d dagster   run.log   kills.log
 
@@ -27,13 +27,13 @@ _OURS = ("TRIPLANE_", "DAGSTER_")
 
 @dataclass
 class Lab:
-    """One store of the experiment, and the command that works on it."""
+    """One store of the experiment, and the command that uses it."""
 
     folder: Path
     url: str = ""
-    """Of the store; empty: a directory of the lab's own."""
+    """URL of the store; empty: a directory in the lab."""
     extra: Mapping[str, str] = field(default_factory=dict)
-    """Variables by which the store is found."""
+    """Environment variables for access to the store."""
     seed: int = 3
 
     def __post_init__(self) -> None:
@@ -43,7 +43,7 @@ class Lab:
 
     @property
     def store_url(self) -> str:
-        """What the command gets as TRIPLANE_STORE."""
+        """Value of TRIPLANE_STORE for the command."""
         return self.url or str(self.folder / "s")
 
     @property
@@ -53,15 +53,15 @@ class Lab:
 
     @property
     def log(self) -> Path:
-        """What the runs printed."""
+        """Output of the runs."""
         return self.folder / "run.log"
 
     def store(self) -> Store:
-        """The store, opened in this process, whose environment must name the lab's S3 server."""
+        """The store, opened in this process. The environment must name the lab's S3 server."""
         return open_store(self.store_url)
 
     def environment(self, kill_at: str = "", fail_at: str = "") -> dict[str, str]:
-        """Of a run."""
+        """Environment variables of a run."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
         orders = {KILL_VARIABLE: kill_at, FAIL_VARIABLE: fail_at}
         return {
@@ -79,7 +79,7 @@ class Lab:
         }
 
     def start(self, iterations: int, kill_at: str = "", fail_at: str = "") -> subprocess.Popen[bytes]:
-        """Run `triplane iterate -n iterations` as the leader of a process group of its own."""
+        """Start `triplane iterate -n iterations` as the leader of a new process group."""
         command = [
             sys.executable,
             "-m",
@@ -119,7 +119,7 @@ class Lab:
             file.write(f"{time.strftime('%H:%M:%S')} {line}\n")
 
     def said(self, since: int) -> str:
-        """What was printed after the log had `since` bytes."""
+        """Output after the first `since` bytes of the log."""
         with self.log.open("rb") as file:
             file.seek(since)
             return file.read().decode(errors="replace")

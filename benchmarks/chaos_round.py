@@ -1,4 +1,4 @@
-"""Rounds of disturbed iterations beside their undisturbed twin."""
+"""Rounds of disturbed iterations, compared with undisturbed ones."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from triplane_dagster.targets import Target
 STUCK_S = 600.0
 """Seconds after which a run counts as hung."""
 START_S = 2.0
-"""Seconds that a run takes at least before it works."""
+"""Minimum start-up time of a run, in seconds."""
 LOOK_S = 0.05
 MISSES = 2
-"""Runs that may end before they reach an ordered point; then a random kill takes its place."""
+"""Runs that may end before they reach an ordered point; then a random kill replaces it."""
 GOOD_RUNS = 6
-"""Tries of the run that finishes a round where the store has faults; elsewhere the first must succeed."""
+"""Attempts at the run that finishes a round if the store has faults; without faults the first must succeed."""
 Dealt = Callable[[int], None]
 
 
 @dataclass
 class Twin:
-    """The undisturbed runs; what they came to after each round is kept."""
+    """The undisturbed runs, with their results after each round."""
 
     lab: Lab
     iterations: int
@@ -45,7 +45,7 @@ class Twin:
     """(content, tokens, seconds of the round)."""
 
     def round(self, number: int) -> tuple[Content, Tokens, float]:
-        """What the undisturbed runs came to after round `number`, from 0."""
+        """Result of the undisturbed runs after round `number`, from 0."""
         while len(self.rounds) <= number:
             code, seconds = self.lab.iterate(self.iterations, STUCK_S)
             if code:
@@ -56,7 +56,7 @@ class Twin:
 
 
 class Disturbed:
-    """The disturbed runs on one store, and what was found."""
+    """The disturbed runs on one store, and the findings."""
 
     def __init__(self, lab: Lab, twin: Twin, seed: int, *, faults: bool) -> None:
         self._lab, self._twin, self._faults = lab, twin, faults
@@ -71,23 +71,24 @@ class Disturbed:
         self.victims: Counter[str] = Counter()
         self.store_faults: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
-        """What was found that should not be, by name of the metric."""
+        """Number of faults found, by name of the metric."""
         self.details: list[str] = []
 
     @property
     def dealt(self) -> int:
-        """Kills so far."""
+        """Number of kills so far."""
         return self.points.total() + self.victims.total()
 
     def run(self, kills: int, round_kills: int, dealt: Dealt) -> None:
-        """Rounds until `kills` are dealt."""
+        """Run rounds until `kills` kills are done."""
         plan = self._plan(kills)
         dealt(0)
         while plan and self._round < 2 * kills + 2:
-            self._twin.round(self._round)  # first, and alone: it says how long the round takes
+            self._twin.round(self._round)  # first and alone, to measure the duration of the round
             ended_well = self._disturb(plan, min(kills, self.dealt + round_kills), dealt)
             if not ended_well and self._is_over():
-                # killed when all was done: who sweeps after it is the next command, which is the next round's
+                # killed after its work was done: the next command, which belongs to the next round, removes its
+                # leftovers
                 self._round += 1
                 if plan:
                     continue
@@ -97,23 +98,23 @@ class Disturbed:
             self._round += 1
 
     def _plan(self, kills: int) -> deque[tuple[Order | None, int]]:
-        """(order, or None for a kill at random; runs that missed it so far)."""
+        """Queue of (order, or None for a random kill; runs that missed it so far)."""
         named: list[Order | None] = list(orders(kills - kills // 2, self._kind, self._chance))
         rest = [*named[1:], *[None] * (kills // 2)]
         self._chance.shuffle(rest)
         return deque((each, 0) for each in [*named[:1], *rest])
 
     def _disturb(self, plan: deque[tuple[Order | None, int]], until: int, dealt: Dealt) -> bool:
-        """Start the command again and again, and kill it, until `until` kills are dealt or the round is over.
+        """Start the command repeatedly and kill it, until `until` kills are done or the round is over.
 
-        True when it ended well.
+        Returns True if it ended successfully.
         """
         while plan and self.dealt < until:
             order, missed = plan.popleft()
             before = self.dealt
             unordered = 1 + sum(each is None for each, _ in plan)
             code = self._ordered(order) if order else self._at_random(min(until - self.dealt, unordered))
-            for _ in range(self.dealt - before - 1):  # a run can take several at random
+            for _ in range(self.dealt - before - 1):  # one run can get several random kills
                 plan.remove(next(each for each in plan if each[0] is None))
             if self.dealt == before:
                 plan.append((None, 0) if order is None or missed + 1 >= MISSES else (order, missed + 1))
@@ -123,7 +124,7 @@ class Disturbed:
         return False
 
     def _is_over(self) -> bool:
-        """Whether the command had done all that it set out to do: started again, it would begin the next round."""
+        """Whether the command had finished its work, so that a restart would begin the next round."""
         entry = Pointer(self._lab.store(), f"targets/{NAME}").current()
         target = Target.model_validate(entry.value) if entry else None
         return target is not None and target.done and target.first == self._round * self._twin.iterations
@@ -139,7 +140,7 @@ class Disturbed:
         return code
 
     def _at_random(self, most: int) -> int:
-        """Kill a random victim at a random instant; while the command survives it, up to `most` times."""
+        """Kill a random victim at a random time; repeat up to `most` times while the command survives."""
         horizon = self._expected_s()
         process, _ = self._start()
         for _ in range(most):
@@ -152,7 +153,7 @@ class Disturbed:
         return self._ended(process)
 
     def _strike(self, process: subprocess.Popen[bytes], victim: Victim, after_s: float) -> bool:
-        """Kill the victim once the time has come and it exists. False when the command ended before."""
+        """Kill the victim after `after_s`, as soon as it exists. Returns False if the command ended before."""
         due, stuck = time.monotonic() + after_s, time.monotonic() + STUCK_S
         while process.poll() is None and time.monotonic() < stuck:
             if time.monotonic() >= due and kill_all(pids := pick_victims(victim, process.pid, self._chance)):
@@ -164,7 +165,7 @@ class Disturbed:
         return False
 
     def _start(self, kill_at: str = "") -> tuple[subprocess.Popen[bytes], int]:
-        """(the command, size of its log before)."""
+        """Start the command. Returns its process, and the size of the log before."""
         fail_at = ""
         if self._faults and self._kind == "local" and self._chance.random() < 0.5:
             fail_at = f"store-write:{self._chance.randint(1, 60)}:{self._chance.choice(['EIO', 'ENOSPC'])}"
@@ -174,7 +175,7 @@ class Disturbed:
         return process, since
 
     def _ended(self, process: subprocess.Popen[bytes]) -> int:
-        """Wait for its end."""
+        """Wait for the end of a run. Returns its exit code."""
         try:
             code = process.wait(STUCK_S)
         except subprocess.TimeoutExpired:
@@ -187,11 +188,10 @@ class Disturbed:
         return code
 
     def _expected_s(self) -> float:
-        """Half of the seconds that the rest of the round takes undisturbed, by the share of its iterations that is
-        left.
+        """Half of the undisturbed duration of the rest of the round, by its share of iterations, in seconds.
 
-        Half, since the machine may be quicker now, and a kill that comes too late is none. What comes later is met
-        after the next start.
+        Half, since the machine may be faster now and a late kill would miss. Later parts are killed after the next
+        start.
         """
         _, _, seconds = self._twin.round(self._round)
         count, store = self._twin.iterations, self._lab.store()
@@ -200,13 +200,13 @@ class Disturbed:
         return START_S + max(seconds - START_S, 1.0) * max(left, 0.5) / count / 2
 
     def _finish(self) -> None:
-        """Let the command end well. It sweeps what the killed ones left."""
+        """Let the command finish; it removes leftovers of killed runs."""
         for _ in range(GOOD_RUNS if self._faults else 1):
             code, _ = self._lab.iterate(self._twin.iterations, STUCK_S)
             if code == 0:
                 return
             self._interruptions.append(time.time())
-        raise TriplaneError(f"a run that nothing disturbed ended with code {code}: {_last_line(self._lab)}")
+        raise TriplaneError(f"an undisturbed run ended with code {code}: {_last_line(self._lab)}")
 
     def _compare(self) -> None:
         lab, store = self._lab, self._lab.store()
@@ -229,7 +229,7 @@ class Disturbed:
         self.details += [f"round {self._round}: {metric}: {each}" for each in what[:5]]
 
     def metrics(self, kills: int) -> dict[str, float]:
-        """By name, as goals.yaml names them."""
+        """Metrics by their names in goals.yaml."""
         log = self._log()
         excess = self._tokens.sampled - self._calm.sampled
         return {
@@ -248,7 +248,7 @@ class Disturbed:
         return self._lab.log.read_text(errors="replace")
 
     def row(self) -> dict[str, Any]:
-        """For the table."""
+        """Row of the table."""
         return {
             "kills": self.dealt,
             "at points": self.points.total(),
@@ -263,7 +263,7 @@ class Disturbed:
         }
 
     def notes(self) -> list[str]:
-        """Kills by point and victim, faults by kind, and what was found amiss."""
+        """Kills by point and victim, faults by kind, and faults found."""
         lines = [f"killed at {_counts(self.points)}", f"killed at random: {_counts(self.victims)}"]
         return [*lines, *([f"faults: {_counts(self.store_faults)}"] if self.store_faults else []), *self.details]
 
@@ -288,4 +288,4 @@ def _counts(counter: Counter[str]) -> str:
 
 def _last_line(lab: Lab) -> str:
     lines = lab.log.read_text(errors="replace").strip().splitlines()
-    return (lines[-1] if lines else "it said nothing")[:500]
+    return (lines[-1] if lines else "no output")[:500]

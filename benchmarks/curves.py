@@ -25,42 +25,40 @@ class SplitCurve:
     live: tuple[Scores, ...]
 
     def gains(self, measure: str = "greedy") -> list[float]:
-        """Points over the base policy after each iteration."""
+        """Gain over the base policy after each iteration, in points."""
         return [100 * (scores[measure] - self.base[measure]) for scores in self.live]
 
     def final_gain(self, measure: str = "greedy") -> float:
-        """The gain after the last iteration: one comparison, not the largest of many."""
+        """Gain after the last iteration: a single comparison, not the largest of many."""
         return self.gains(measure)[-1]
 
     def over_majority(self) -> list[float]:
-        """Points that the live policy's greedy answers lie above the base policy's maj@k, after each iteration."""
+        """Lead of the live policy's greedy pass rate over the base policy's maj@k after each iteration, in points."""
         return [100 * (scores["greedy"] - self.base["majority"]) for scores in self.live]
 
     def reached(self, gain: float, over_majority: float) -> int | None:
-        """Iterations after which greedy had gained `gain` points and lay `over_majority` above the base's maj@k, or
-        None.
-        """
+        """Iterations until greedy gained `gain` points and led the base's maj@k by `over_majority`, or None."""
         both = zip(self.gains(), self.over_majority(), strict=True)
         return next(
             (index + 1 for index, (own, over) in enumerate(both) if own >= gain and over >= over_majority), None
         )
 
     def ends_above(self, gain: float, over_majority: float) -> bool:
-        """Whether both hold after the last iteration."""
+        """Whether both conditions hold after the last iteration."""
         return self.final_gain() >= gain and self.over_majority()[-1] >= over_majority
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One experiment."""
+    """Curves of one experiment."""
 
     experiment: str
     held_out: SplitCurve
     unseen: SplitCurve
     base_seconds: float
-    """That task suite and base policy took."""
+    """Seconds for task suite and base policy."""
     seconds: tuple[float, ...]
-    """That each iteration took."""
+    """Seconds of each iteration."""
 
     def row(self, gain: float, over_majority: float) -> dict[str, Any]:
         """A row of the benchmark's table, in percent and points."""
@@ -84,7 +82,7 @@ class Curve:
 def read_curve(store: Store, experiment: str, iterations: int) -> Curve:
     """The first `iterations` of an experiment.
 
-    Raises ArtifactMissing when they were not measured on held-out and unseen tasks.
+    Raises ArtifactMissing if they were not measured on held-out and unseen tasks.
     """
     history = [each for each in summaries(store, experiment) if each.decision][:iterations]
     spent = experiment_seconds(experiment)

@@ -1,5 +1,5 @@
-"""Tokens a second of the built-in engine beside `transformers`' generate, on the same weights, prompts and threads in
-the same run.
+"""Tokens per second of the built-in engine and of `transformers`' generate, with the same weights, prompts and threads
+in one run.
 
 lockstep   one batch, every sequence as long as the others: what a static batch is best at
 ragged     four times as many sequences of all lengths, as turns of agents are; the reference takes them a batch after
@@ -35,15 +35,15 @@ class EngineOptions(Options):
     """Options of the `engine` benchmark."""
 
     concurrency: int = Field(64, ge=1, le=1024)
-    """Sequences at once."""
+    """Number of concurrent sequences."""
     prompt_tokens: int = Field(32, ge=1, le=256)
     """Tokens of each prompt."""
     new_tokens: int = Field(64, ge=1, le=256)
-    """Most tokens sampled for one prompt."""
+    """Maximum tokens sampled for one prompt."""
     repeats: int = Field(3, ge=1, le=100)
-    """Runs of each engine, turn about; medians count."""
+    """Runs of each engine, alternating; results are medians."""
     threads: int = Field(0, ge=0, le=256)
-    """Of torch; 0: as many as there are cores."""
+    """Torch threads; 0: one per core."""
 
 
 OPTIONS = EngineOptions
@@ -51,19 +51,19 @@ OPTIONS = EngineOptions
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts, and how many tokens each is to get; nothing stops earlier."""
+    """Prompts with the number of tokens to sample for each; sampling never stops earlier."""
 
     prompts: Prompts
     lengths: list[int]
 
     def batches(self, size: int) -> list[Workload]:
-        """The same in order, `size` at a time."""
+        """The workload in order, in batches of `size`."""
         starts = range(0, len(self.prompts), size)
         return [Workload(self.prompts[i : i + size], self.lengths[i : i + size]) for i in starts]
 
 
 def workloads(options: EngineOptions) -> dict[str, Workload]:
-    """The two workloads, the same for the same options."""
+    """The two workloads; equal options give equal workloads."""
     random = torch.Generator().manual_seed(0)
 
     def make(count: int, shortest: int) -> Workload:
@@ -74,7 +74,7 @@ def workloads(options: EngineOptions) -> dict[str, Workload]:
 
 
 def run(options: EngineOptions) -> Result:
-    """Measure both engines turn about, so that a change of load meets both."""
+    """Measure both engines alternately, so that changes of load affect both."""
     threads = options.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     metrics: dict[str, float] = {}
@@ -105,7 +105,7 @@ def _measure(policy: Path, plain: Path, work: Workload, options: EngineOptions, 
     batches = work.batches(options.concurrency)
     seconds: dict[str, list[float]] = {"builtin": [], "hf_generate": []}
     with asyncio.Runner() as loop:
-        # no state is kept between runs, so each run computes its prompts
+        # no state is reused between runs, so each run computes its prompts
         engine = BuiltinEngine(policy, "random", max_batch=options.concurrency, threads=threads, prefix_bytes=0)
         try:
             for index in range(options.repeats + 1):
@@ -125,7 +125,7 @@ async def _generate(engine: BuiltinEngine, work: Workload, *, seed: int) -> floa
     params = [SamplingParams(1.0, length, first + index) for index, length in enumerate(work.lengths)]
     done = await asyncio.gather(*(engine.generate(*pair) for pair in zip(work.prompts, params, strict=True)))
     seconds = time.perf_counter() - begin
-    assert [len(each.token_ids) for each in done] == work.lengths, "nothing stops a sequence early here"
+    assert [len(each.token_ids) for each in done] == work.lengths, "no stop token ends a sequence early"
     return seconds
 
 

@@ -1,8 +1,8 @@
-"""Sandboxes through gRPC beside what else runs commands in sandboxes here: bubblewrap, runc, runsc, SWE-ReX's local
-runtime.
+"""Sandboxes over gRPC, compared with other programs that run commands in sandboxes: bubblewrap, runc, runsc, SWE-ReX's
+local runtime.
 
-A sandbox counts as created when its first exec has returned. The server, its sandboxes and the clients that measure
-share the machine's cores; peers are measured in the same run, one after the other, nothing else of ours running.
+A sandbox counts as created when its first exec has returned. The server, its sandboxes and the measuring clients share
+the machine's cores. Peers are measured in the same run, one after the other, with no other load of the benchmark.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ class EnvdOptions(Options):
     """Options of the `envd` benchmark."""
 
     repeats: int = Field(500, ge=5, le=100_000)
-    """Measurements of each call; verifications are a fifth of it."""
+    """Measurements of each call; a fifth as many of verifications."""
     pool: int = Field(32, ge=0, le=1000)
-    """Sandboxes that the server keeps ready; the burst creates ten times as many, at least 100."""
+    """Size of the server's pool; the burst creates ten times as many sandboxes, at least 100."""
     idle: int = Field(2000, ge=1, le=20_000)
-    """Sandboxes held at once."""
+    """Number of sandboxes held at once."""
     seconds: float = Field(10, gt=0, le=600)
-    """How long create-and-destroy is counted."""
+    """Duration of the create-and-destroy measurement, in seconds."""
     peers: str = "bubblewrap runc runsc swerex"
-    """What to measure beside, separated by blanks."""
+    """Peers to compare with, separated by blanks."""
     peer_repeats: int = Field(30, ge=2, le=1000)
-    """Measurements of each operation of a peer."""
+    """Measurements of each operation per peer."""
 
 
 OPTIONS = EnvdOptions
 
 
 def run(options: EnvdOptions) -> Result:
-    """Measure a server of our own, then the peers."""
+    """Measure a server started here, then the peers."""
     prefer_short_round_trips()
     notes = [
         f"load average at the start: {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores, which the"
@@ -95,7 +95,7 @@ def _peers(options: EnvdOptions, notes: list[str]) -> list[tuple[str, load.Timin
             found.append((peer.name, timings, _peer_cycles(peer, options.peer_repeats)))
     if "swerex" in names and (timings := measure_swerex(options.peer_repeats, options.peer_repeats, notes)):
         found.append(("swerex", timings, len(timings["cycle"]) / sum(timings["cycle"])))
-        notes.append("swerex isolates nothing: a bash session of this machine's; its cycles are one at a time")
+        notes.append("swerex isolates nothing: a bash session on this machine; its cycles run one at a time")
     return found
 
 
@@ -116,7 +116,7 @@ def _time_peer(peer: Peer, repeats: int) -> load.Timings:
 
 
 def _peer_cycles(peer: Peer, repeats: int) -> float:
-    """Created and destroyed a second, by as many threads as the machine that the goals are for has cores."""
+    """Sandboxes created and destroyed per second, with as many threads as the goals' reference machine has cores."""
 
     def work() -> None:
         for _ in range(max(1, repeats // _THREADS)):
@@ -144,7 +144,7 @@ def _row(name: str, timings: Mapping[str, Sequence[float]], per_second: float) -
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """On uvloop where it is installed, as the server does."""
+    """Run on uvloop if it is installed, as the server does."""
     try:
         import uvloop
     except ImportError:

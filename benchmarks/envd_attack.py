@@ -1,4 +1,4 @@
-"""The three ways of attack: a request, a connection that breaks, and a sandbox that lies to the server."""
+"""Three kinds of attack: a hostile request, a broken connection, and a sandbox that sends false data to the server."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from envd.guest.link import GuestLink
 from envd.guest.protocol import HEAD
 
 UNPARSED = "DecodeError"
-"""In what gRPC itself answers where bytes are no message: the services never see them."""
+"""Part of gRPC's own reply to bytes that are no message; the services never see them."""
 _CUT = "Internal error from Core"
-"""In what our own end of a stream says whose other end closed it first."""
+"""Part of the client's error for a stream that the server closed first."""
 _DEADLINE_S = 40.0
 _STREAM_S = 0.05
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 
 
 async def send(channel: grpc.aio.Channel, request: Hostile, chance: random.Random) -> tuple[str, str]:
-    """Send one. Returns the status's name, and the server's words where nobody thought of what happened."""
+    """Send one request. Returns the status name, and the server's message if the error was unexpected."""
     method = METHODS[request.path]
     kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
     call = getattr(channel, kind)(request.path)
@@ -55,7 +55,7 @@ async def send(channel: grpc.aio.Channel, request: Hostile, chance: random.Rando
 
 
 async def _read_some(call: Any) -> None:
-    """A stream without end is left half-way."""
+    """Read the beginning of a stream, then cancel it."""
     try:
         async with asyncio.timeout(_STREAM_S):
             for _ in range(5):
@@ -68,7 +68,7 @@ async def _read_some(call: Any) -> None:
 
 
 async def _clear(channel: grpc.aio.Channel, reply: Any) -> None:
-    """What was made by a request that happened to be a good one."""
+    """Delete the results of a request that succeeded by chance."""
     made = [reply] if isinstance(reply, pb.CreateReply) else []
     if isinstance(reply, operations_pb.CreateBatchReply):
         made = [each.created for each in reply.results if each.HasField("created")]
@@ -83,7 +83,7 @@ async def _clear(channel: grpc.aio.Channel, reply: Any) -> None:
 
 
 async def break_connection(address: str, chance: random.Random) -> None:
-    """Bytes that are no HTTP/2, or that begin as it, and an end without a word. address: `unix:/path`."""
+    """Send bytes that are no valid HTTP/2 and abort the connection. address: `unix:/path`."""
     with suppress(OSError):
         _, writer = await asyncio.open_unix_connection(address.removeprefix("unix:"))
         rubbish = chance.randbytes(chance.choice((0, 9, 300, 20_000)))
@@ -94,9 +94,9 @@ async def break_connection(address: str, chance: random.Random) -> None:
 
 
 async def lying_guest(chance: random.Random) -> None:
-    """Ask a guest that answers with random frames.
+    """Send a request to a guest that replies with random frames.
 
-    Raises SandboxGone or a file's error, as for any guest that is broken.
+    Raises SandboxGone or a file error, as for any broken guest.
     """
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)

@@ -1,5 +1,5 @@
-"""Malformed and hostile requests on every method of a real server, while another client's control sandbox must give the
-right answers all along.
+"""Malformed and hostile requests to every method of a real server, while a control sandbox of another client must stay
+correct.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from envd.sandbox.proctree import descendants
 from envd.types import ToolCall
 
 _OF_GRPC = (UNPARSED, "ExecuteBatchError")
-"""In what gRPC itself logs: of such bytes, and of callers that have gone."""
+"""Parts of gRPC's own log lines about such bytes and about clients that have disconnected."""
 _PATIENT = ("/Batch", "/Verify", "/Migrate")
-"""They queue behind each other, and their own deadlines are part of the request."""
+"""Methods that queue requests, and whose deadlines are part of the request."""
 _WARM = 500
 _SOCKETS, _GUESTS = 0.03, 0.03
 """Shares of broken connections and of lying guests."""
@@ -46,22 +46,22 @@ class FuzzOptions(Options):
     """Options of the `envd-fuzz` benchmark."""
 
     requests: int = Field(100_000, ge=1)
-    """How many to send."""
+    """Number of requests to send."""
     at_once: int = Field(32, ge=1, le=512)
-    """Attackers, each with one request at a time."""
+    """Number of attackers, each with one request at a time."""
     sandboxes: int = Field(8, ge=1, le=100)
-    """Sandboxes that attackers rightly have and attack from outside."""
+    """Sandboxes that the attackers own and attack from outside."""
     backend: str = "namespaces"
-    """The server's."""
+    """Backend of the server."""
     seed: int = 0
-    """Of the requests; which attacker sends which is up to the machine."""
+    """Seed of the requests; timing decides which attacker sends which request."""
 
 
 OPTIONS = FuzzOptions
 
 
 def run(options: FuzzOptions) -> Result:
-    """Attack a server of our own and count what came of it."""
+    """Attack a server started here and count the results."""
     with owned_directory("bench-fuzz-") as made, ExitStack() as stack:
         log = Path(made) / "server.log"
         with _standard_error(log):
@@ -74,7 +74,7 @@ def run(options: FuzzOptions) -> Result:
 
 
 class Fuzz:
-    """Attackers, the control and what was counted."""
+    """Attackers, the control sandbox and the counts."""
 
     def __init__(self, address: str, pid: int, options: FuzzOptions) -> None:
         self._address, self._pid, self._options = address, pid, options
@@ -88,7 +88,7 @@ class Fuzz:
         self._begin = time.monotonic()
 
     async def run(self) -> None:
-        """Send all, then look once more."""
+        """Send all requests, then check the server once more."""
         async with OperationsClient(self._address) as client, OperationsClient(self._address) as other:
             self._template = await client.put_template({"app.py": b"def add(a, b):\n    return a + b\n"})
             self._sandboxes = [
@@ -109,7 +109,7 @@ class Fuzz:
             self._memory.append(_resident(self._pid))
 
     def result(self, *, died: bool) -> Result:
-        """What was counted."""
+        """Counts as a benchmark result."""
         warm, *later = self._memory or [0]
         metrics = {
             "requests": float(self.sent),
@@ -129,7 +129,7 @@ class Fuzz:
         return Result(metrics, rows, [*notes, *self.failures[:5]])
 
     def read_log(self, log: Path) -> None:
-        """What the server wrote of exceptions that nobody thought of, also where no answer told of them."""
+        """Read unexpected exceptions from the server's log, including those that no reply reported."""
         self.log_bytes = log.stat().st_size
         plain = False
         with log.open(errors="replace") as lines:
@@ -179,18 +179,18 @@ class Fuzz:
             self.surprises[f"{request.path} hung"] += 0
 
     async def _waits(self, client: OperationsClient, request: Hostile) -> bool:
-        """Whether its sandbox was paused under it: what a sandbox is asked then is answered once it runs again."""
+        """Whether the request's sandbox was paused meanwhile: it then replies only after it resumes."""
         kind = message_factory.GetMessageClass(METHODS[request.path].input_type)
         identity = getattr(kind.FromString(request.messages[0]), "sandbox_id", "")
         return any(each.id == identity and each.state == "paused" for each in await client.list())
 
     async def _break_connection(self, chance: random.Random) -> None:
-        """Bytes that are no HTTP/2, or that begin as it, and an end without a word."""
+        """Send bytes that are no valid HTTP/2 and abort the connection."""
         self.codes["(broken connection)"] += 1
         await break_connection(self._address, chance)
 
     async def _lie(self, chance: random.Random) -> None:
-        """The server's end of a sandbox's stream, with a sandbox that sends what it likes."""
+        """Test the server's end of a sandbox's stream with random data from the sandbox."""
         self.codes["(lying guest)"] += 1
         try:
             await lying_guest(chance)
@@ -200,7 +200,7 @@ class Fuzz:
             self.surprises[f"a lying guest: {error!r}"[:300]] += 1
 
     async def _replace(self, client: OperationsClient, number: int) -> None:
-        """A sandbox that has ended, or no longer runs, by a fresh one."""
+        """Replace a sandbox that has ended or no longer runs."""
         old = self._sandboxes[number]
         try:
             if (await old.status()).state == "running":
@@ -212,7 +212,7 @@ class Fuzz:
             self._sandboxes[number] = await client.create(self._template, limits=_LIMITS)
 
     async def _control(self, sandbox: ManagedSandbox, over: asyncio.Event) -> None:
-        """Until all is sent, and once more after it."""
+        """Check the control sandbox until all requests are sent, and once more after that."""
         while True:
             last = over.is_set()
             try:
@@ -237,7 +237,7 @@ class Fuzz:
 
 @contextmanager
 def _standard_error(file: Path) -> Iterator[None]:
-    """Children that are started within write their errors to a file."""
+    """Redirect standard error of children that are started within the block to a file."""
     kept = os.dup(2)
     try:
         with file.open("wb") as target:
@@ -249,7 +249,7 @@ def _standard_error(file: Path) -> Iterator[None]:
 
 
 def _resident(pid: int) -> int:
-    """Bytes of memory that a process has; 0 where it has gone."""
+    """Resident memory of a process in bytes; 0 if it has ended."""
     with suppress(OSError):
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0

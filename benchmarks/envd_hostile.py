@@ -1,6 +1,6 @@
-"""Malformed and hostile requests for every method of an envd server, made from its protocol's own descriptors.
+"""Malformed and hostile requests for every method of an envd server, generated from its protocol descriptors.
 
-Everything is drawn from the `random.Random` that is given, so that a seed repeats it and hypothesis can shrink it.
+All random choices use the given `random.Random`, so that a seed reproduces them and hypothesis can shrink them.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _REALS = (0.0, -0.0, 1e-300, -1.0, 0.01, 1.5, 1e9, 1e308, float("inf"), float("-
 
 @dataclass(frozen=True)
 class Hostile:
-    """One request as it goes over the wire; methods that take a stream get each of `messages`."""
+    """One request in wire format; streaming methods get all of `messages`."""
 
     path: str
     messages: tuple[bytes, ...]
@@ -94,14 +94,14 @@ class Hostile:
 
 @dataclass(frozen=True)
 class Known:
-    """What an attacker rightly has: sandboxes of its own, and a template."""
+    """Resources that an attacker may use: its own sandboxes, and a template."""
 
     handles: Sequence[Handle]
     template: str
 
 
 def hostile_request(chance: random.Random, known: Known, path: str | None = None) -> Hostile:
-    """One of: random bytes, a damaged message, a well-formed one of hostile values; with a right, a wrong or no
+    """Random bytes, a damaged message, or a well-formed message with hostile values; with a valid, a wrong or no
     token.
     """
     path = path or chance.choice(sorted(METHODS))
@@ -129,9 +129,7 @@ def _damaged(chance: random.Random, data: bytes) -> bytes:
 
 
 def hostile_message(chance: random.Random, kind: Descriptor, known: Known, handle: Handle, depth: int = 0) -> Message:
-    """A well-formed message of hostile values; now and then its sandbox and template are right, so that it gets further
-    in.
-    """
+    """Well-formed message with hostile values; sometimes with a valid sandbox and template, to reach deeper code."""
     message: Message = message_factory.GetMessageClass(kind)()
     for field in kind.fields:
         if chance.random() < 0.25 or depth > 3:

@@ -1,4 +1,4 @@
-"""What a server may leave on a machine, looked at before and after: processes, mounts, control groups, files,
+"""Leftovers of a server on a machine, from a comparison before and after: processes, mounts, control groups, files,
 descriptors.
 """
 
@@ -20,16 +20,14 @@ _END_S = 20.0
 
 
 def adopt_orphans() -> None:
-    """From now on processes below this one that lose their parent become its children, so that none escapes the
-    count.
-    """
+    """Make this process adopt orphaned descendants from now on, so that all are counted."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "this process can't adopt orphans")
 
 
 @dataclass(frozen=True)
 class Leftovers:
-    """What is there; sets, so that what was there before can be taken off."""
+    """Sets of existing things, from which earlier ones can be subtracted."""
 
     processes: frozenset[int]
     mounts: frozenset[str]
@@ -37,7 +35,7 @@ class Leftovers:
     files: frozenset[str]
 
     def since(self, before: Leftovers) -> Leftovers:
-        """What is there now and was not before."""
+        """Things that exist now, but did not before."""
         return Leftovers(
             self.processes - before.processes,
             self.mounts - before.mounts,
@@ -50,8 +48,8 @@ class Leftovers:
 
 
 def look(folder: Path, pids: set[int]) -> Leftovers:
-    """folder: where the server had its files. pids: of all servers that ran, which their groups and directories are
-    named after.
+    """Look for leftovers. folder: the server's files. pids: of all servers that ran; groups and directories contain
+    them in their names.
     """
     reap()
     return Leftovers(
@@ -63,7 +61,7 @@ def look(folder: Path, pids: set[int]) -> Leftovers:
 
 
 def settled(folder: Path, pids: set[int], before: Leftovers) -> Leftovers:
-    """What is left once it had time to end."""
+    """Leftovers after a grace period."""
     deadline = time.monotonic() + _END_S
     while (left := look(folder, pids).since(before)) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -80,7 +78,7 @@ def descriptors(pids: set[int]) -> int:
 
 
 def reap() -> None:
-    """Collect adopted children that ended; those that `subprocess` waits for end while their owner looks."""
+    """Reap adopted children that have ended; `subprocess` reaps its own."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -94,7 +92,7 @@ _waited_for: set[int] = set()
 
 
 def keep(pid: int) -> None:
-    """A child that its starter waits for itself."""
+    """Exclude a child that its starter reaps itself."""
     _waited_for.add(pid)
 
 
@@ -104,7 +102,9 @@ def _mounts(folder: Path) -> list[str]:
 
 
 def _groups(pids: set[int]) -> list[str]:
-    """Groups named after one of these processes, as a server's are after its directory, and that after the server."""
+    """Groups with one of these pids in their names; a server's groups are named after its directory, which contains its
+    pid.
+    """
     owners, found = {str(pid) for pid in pids}, []
     for path, names, _ in os.walk(_CGROUPS):
         for name in names:

@@ -1,4 +1,4 @@
-"""What an envd server is measured by: each function drives it through gRPC and returns seconds, rates or bytes."""
+"""Measurements of an envd server: each function sends gRPC requests and returns seconds, rates or bytes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def burst(client: OperationsClient, count: int) -> Timings:
 
 
 async def calls(client: OperationsClient, repeats: int) -> Timings:
-    """One client, one sandbox, one call at a time; `info` does nothing and is the floor."""
+    """One client, one sandbox, one call at a time; `info` does nothing and gives the lower bound."""
     sandbox = await client.create(await client.put_template(FILES))
     work: dict[str, Callable[[], Awaitable[object]]] = {
         "info": client.info,
@@ -70,19 +70,19 @@ async def calls(client: OperationsClient, repeats: int) -> Timings:
 
 
 async def verifications(client: OperationsClient, repeats: int) -> list[float]:
-    """A verdict at a time, of a final state that passes its one hidden test."""
+    """One verdict at a time, on a final state that passes its single hidden test."""
     template = await client.put_template(FILES)
 
     async def verify() -> None:
         verdict = await client.verify(template, b"", _HIDDEN, ["test_hidden.py::test_add"])
         if [each.status for each in verdict.outcomes] != ["passed"]:
-            raise RuntimeError(f"a right final state was judged {verdict}")
+            raise RuntimeError(f"a correct final state was judged {verdict}")
 
     return await seconds_awaited(verify, repeats=repeats, warmups=3)
 
 
 async def cycles_per_second(address: str, seconds: float) -> float:
-    """Sandboxes created and destroyed a second, over several connections, in batches."""
+    """Sandboxes created and destroyed per second, over several connections, in batches."""
     done, deadline = 0, time.perf_counter() + seconds
 
     async def work() -> None:
@@ -108,20 +108,22 @@ async def cycles_per_second(address: str, seconds: float) -> float:
 
 @dataclass(frozen=True)
 class Idle:
-    """Sandboxes that were held at once."""
+    """Sandboxes held at once."""
 
     held: int
-    """Of those asked for, how many had answered a first exec and answered another one after all were held."""
+    """Number of sandboxes that completed a first exec, and another one after all were created."""
     mb_of_machine: float
-    """MiB each by which the machine's available memory fell: processes, kernel objects and the server's own share."""
+    """Decrease of the machine's available memory per sandbox, in MiB: processes, kernel objects and the server's
+    share.
+    """
     mb_of_groups: float
-    """MiB each that their control groups count."""
+    """Memory per sandbox by its control group, in MiB."""
     seconds: float
-    """To create them all."""
+    """Seconds to create all sandboxes."""
 
 
 async def hold_idle(client: OperationsClient, count: int) -> Idle:
-    """Hold `count` sandboxes, each of which has answered a first exec."""
+    """Hold `count` sandboxes, each after a first exec."""
     template = await client.put_template(FILES)
     made: list[ManagedSandbox] = []
     slots = asyncio.Semaphore(_AT_ONCE)
@@ -150,7 +152,7 @@ async def hold_idle(client: OperationsClient, count: int) -> Idle:
 
 
 async def destroy_all(client: OperationsClient, made: list[ManagedSandbox]) -> None:
-    """End sandboxes in batches."""
+    """Destroy sandboxes in batches."""
     for at in range(0, len(made), 200):
         some = made[at : at + 200]
         request = operations_pb.DeleteBatchRequest(
@@ -160,7 +162,7 @@ async def destroy_all(client: OperationsClient, made: list[ManagedSandbox]) -> N
 
 
 def available_bytes() -> int:
-    """What the kernel says could be given to programs now."""
+    """Available memory by the kernel's estimate, in bytes."""
     line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
     return int(line.split()[1]) * 1024
 

@@ -1,7 +1,7 @@
-"""What else runs commands in sandboxes on this machine: bubblewrap, runc and runsc, started as their users start them.
+"""Other programs that run commands in sandboxes on this machine: bubblewrap, runc and runsc, started in the usual way.
 
 Each gets the same root: the host's /usr and /etc read-only, a fresh /proc, /dev and /tmp, and a workspace with one
-file, in namespaces of its own.
+file, in separate namespaces.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FILE = "app.py"
 
 
 class PeerBox(Protocol):
-    """A sandbox of a peer's."""
+    """Sandbox of a peer."""
 
     def execute(self) -> None:
         """Run `true`."""
@@ -41,7 +41,7 @@ class PeerBox(Protocol):
 
 
 class Peer(Protocol):
-    """Something that starts sandboxes."""
+    """A program that starts sandboxes."""
 
     name: str
 
@@ -52,12 +52,12 @@ class Peer(Protocol):
 
 @dataclass
 class ShellBox:
-    """bubblewrap around a shell that is told what to run; it has no other way in."""
+    """bubblewrap around a shell that gets commands on its input; bubblewrap has no other way to run them."""
 
     process: subprocess.Popen[str]
 
     def execute(self) -> None:
-        """Run the program, not the shell's builtin."""
+        """Run the program `true`, not the shell's builtin."""
         self.say("/bin/true; echo $?", "0")
 
     def read(self) -> None:
@@ -65,14 +65,14 @@ class ShellBox:
         self.say(f"cat /workspace/{_FILE} >/dev/null; echo $?", "0")
 
     def destroy(self) -> None:
-        """It ends all that it started."""
+        """Kill bubblewrap, which ends all of its processes."""
         for pipe in _pipes(self.process):
-            pipe.close()  # a shell that outlives bubblewrap ends with its input
+            pipe.close()  # a shell that outlives bubblewrap exits at the end of its input
         self.process.kill()
         self.process.wait()
 
     def say(self, line: str, expected: str) -> None:
-        """Have the shell run a line, and wait for what it must answer."""
+        """Let the shell run a line, and wait for the expected output."""
         stdin, stdout = _pipes(self.process)
         stdin.write(line + "\n")
         stdin.flush()
@@ -81,7 +81,7 @@ class ShellBox:
 
 
 class Bubblewrap:
-    """`bwrap`, all namespaces its own."""
+    """`bwrap` with all namespaces unshared."""
 
     name = "bubblewrap"
 
@@ -92,7 +92,7 @@ class Bubblewrap:
         self._command = ["bwrap", "--unshare-all", "--die-with-parent", *binds, *links, *places, "/bin/bash"]
 
     def create(self) -> ShellBox:
-        """Start one; it answers when this returns."""
+        """Start one; the shell responds when this returns."""
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         box = ShellBox(subprocess.Popen(self._command, text=True, **pipes))  # type: ignore[call-overload]
         box.say("echo 0", "0")
@@ -101,7 +101,7 @@ class Bubblewrap:
 
 @dataclass
 class ContainerBox:
-    """A container of an OCI runtime's; each command is an `exec` of the runtime's."""
+    """Container of an OCI runtime; each command is an `exec` of the runtime."""
 
     runtime: list[str]
     identity: str
@@ -115,7 +115,7 @@ class ContainerBox:
         _run([*self.runtime, "exec", self.identity, "/bin/cat", f"/workspace/{_FILE}"])
 
     def destroy(self) -> None:
-        """End it and forget it."""
+        """Kill and delete the container."""
         _run([*self.runtime, "delete", "--force", self.identity])
 
 
@@ -136,7 +136,7 @@ class OciRuntime:
 
 @contextmanager
 def peers_here(names: list[str], notes: list[str]) -> Iterator[list[Peer]]:
-    """Those of `names` that are installed and really start a sandbox; why the others do not goes to `notes`."""
+    """Those of `names` that are installed and can start a sandbox; `notes` gets the reasons for the others."""
     with owned_directory("bench-peers-") as made:
         folder = Path(made)
         workspace = folder / "workspace"
@@ -157,7 +157,7 @@ def peers_here(names: list[str], notes: list[str]) -> Iterator[list[Peer]]:
                 finally:
                     box.destroy()
             except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-                notes.append(f"{name} starts no sandbox here: not compared ({error})")
+                notes.append(f"{name} can't start a sandbox here: not compared ({error})")
                 continue
             found.append(peer)
         yield found
@@ -211,7 +211,7 @@ def _config(workspace: Path) -> dict[str, Any]:
 
 
 def _run(command: list[str]) -> None:
-    """Run to its end. Its output goes nowhere: a detached container would keep a pipe open."""
+    """Run a command to its end. Its output is discarded, since a detached container would keep a pipe open."""
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     subprocess.run(command, check=True, timeout=_ANSWER_S, **quiet)  # type: ignore[call-overload]
 

@@ -1,8 +1,9 @@
-"""Sandboxes come and go while clients, the spawner and the server are killed at random; at the end nothing may be left.
+"""Create and destroy sandboxes while clients, the spawner and the server are killed at random; nothing may be left
+over.
 
-Whom a kill strikes, and after how many sandboxes, is drawn from the seed. A server that was killed, or whose spawner
-was, is started again on the same directory. This process adopts orphans, so that what escapes its parent is still
-counted.
+The seed determines the victim of each kill and the number of sandboxes before it. After a kill of the server or its
+spawner, the server is started again on the same directory. This process adopts orphans, so that processes without a
+parent are counted, too.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from envd.sandbox.proctree import descendants
 _START_S = 60.0
 _STALLED_S = 120.0
 _PATIENCE_S = 60.0
-"""Beyond a lifetime, on a busy machine."""
+"""Seconds to wait beyond a lifetime, for a busy machine."""
 _VICTIMS = ("client", "client", "spawner", "server")
 
 
@@ -44,22 +45,22 @@ class SoakOptions(Options):
     """Options of the `envd-soak` benchmark."""
 
     count: int = Field(20_000, ge=20)
-    """Sandboxes to create and end."""
+    """Number of sandboxes to create and destroy."""
     clients: int = Field(2, ge=1, le=64)
-    """Client processes at a time."""
+    """Number of client processes."""
     every: int = Field(400, ge=10)
-    """Sandboxes between two kills, on average."""
+    """Average number of sandboxes between two kills."""
     pool: int = Field(4, ge=0)
-    """Sandboxes that the server keeps ready."""
+    """Size of the server's pool."""
     seed: int = 0
-    """Of what is killed when."""
+    """Seed of the kills."""
 
 
 OPTIONS = SoakOptions
 
 
 def run(options: SoakOptions) -> Result:
-    """Run the soak and count what is left."""
+    """Run the soak and count leftovers."""
     adopt_orphans()
     with owned_directory(OWNED) as made:
         folder = Path(made)
@@ -75,7 +76,7 @@ def run(options: SoakOptions) -> Result:
 
 
 class _Soak:
-    """Server and clients, and what was seen of them."""
+    """Server and clients, with the observations."""
 
     def __init__(self, options: SoakOptions, folder: Path) -> None:
         self._options, self._folder = options, folder
@@ -97,11 +98,11 @@ class _Soak:
         self.failed_restarts = self.sandboxes_left = self.descriptors_left = self.planned_kills = 0
         self._held_before = 0
         self._limits: frozenset[str] = frozenset()
-        """What the first server enforced."""
+        """Limits that the first server enforced."""
         self._begin = time.monotonic()
 
     def run(self) -> None:
-        """Until the wanted number was created."""
+        """Run until the requested number of sandboxes was created."""
         count = self._options.count
         self._start_server()
         plan = self._plan()
@@ -120,7 +121,7 @@ class _Soak:
                 time.sleep(0.02)
 
     def quiet(self) -> None:
-        """End the clients; what they forgot ends with its lifetime. Then nothing but the pool may live on."""
+        """End the clients; their remaining sandboxes end with their lifetime. Then only the pool may remain."""
         for client in self._clients:
             _end(client)
         self._clients = []
@@ -134,7 +135,7 @@ class _Soak:
         self.descriptors_left = max(0, more)
 
     def stop(self) -> None:
-        """End everything that still runs."""
+        """End all remaining processes."""
         for client in self._clients:
             _end(client)
         if self._server is not None and self._server.poll() is None:
@@ -144,7 +145,7 @@ class _Soak:
             _end(self._server)
 
     def result(self, left: Leftovers) -> Result:
-        """What was counted."""
+        """Counts as a benchmark result."""
         kills = sum(self.kills.values())
         kinds: Mapping[str, frozenset[int] | frozenset[str]] = {
             "processes": left.processes,
@@ -169,7 +170,9 @@ class _Soak:
         return Result(metrics, notes=[*notes, *self.wrong[:5]])
 
     def _plan(self) -> list[tuple[int, str]]:
-        """(after how many sandboxes, whom): all before the end, each kind at least once where there is room."""
+        """Pairs (number of sandboxes before the kill, victim): all before the end, each kind at least once if
+        possible.
+        """
         number = max(len(set(_VICTIMS)), self._options.count // self._options.every)
         moments = sorted(self._chance.sample(range(1, max(number + 1, int(self._options.count * 0.95))), number))
         victims = [*dict.fromkeys(_VICTIMS), *(self._chance.choice(_VICTIMS) for _ in range(number))][:number]
@@ -187,7 +190,7 @@ class _Soak:
             self._start_client()
 
     def _kill(self, victim: str) -> bool:
-        """False where there is none just now."""
+        """Kill the victim. Returns False if there is none now."""
         assert self._server is not None
         if victim == "client":
             target = self._chance.choice(self._clients).pid
@@ -215,11 +218,11 @@ class _Soak:
         try:
             limits = asyncio.run(_first_sandbox(self._address))
         except (EnvdError, TimeoutError) as error:
-            self._failed(f"a server did not come back: {error!r}")
+            self._failed(f"a server did not restart: {error!r}")
             return
         self._limits = self._limits or limits
         if limits != self._limits:
-            self._failed(f"a server came back that limits {sorted(limits)}, and the first {sorted(self._limits)}")
+            self._failed(f"a restarted server limits {sorted(limits)}, the first limited {sorted(self._limits)}")
             return
         deadline = time.monotonic() + 5  # the pool fills
         self._held_before = held = 0
@@ -234,7 +237,7 @@ class _Soak:
         _end(self._server)
 
     def _held(self) -> int:
-        """Descriptors of the server and of its spawner."""
+        """Number of descriptors of the server and its spawner."""
         assert self._server is not None
         return descriptors({self._server.pid, *_spawners(self._server.pid)})
 
@@ -260,7 +263,7 @@ class _Soak:
 
 
 async def _first_sandbox(address: str) -> frozenset[str]:
-    """Create and end one; the limits that the server enforces."""
+    """Create and destroy a sandbox. Returns the limits that the server enforces."""
     async with OperationsClient(address) as client, asyncio.timeout(_START_S):
         template = await client.put_template({"app.py": b"x = 1\n"})
         await (await client.create(template)).close()
@@ -273,7 +276,7 @@ async def _live(address: str) -> int:
 
 
 def _spawners(server: int) -> list[int]:
-    """What starts its sandboxes."""
+    """Processes that start the server's sandboxes."""
     found = []
     for pid, parent in descendants(server).items():
         with suppress(OSError):

@@ -1,8 +1,8 @@
 """One client of the soak, a process that may be killed at any instant: `python -m benchmarks.envd_soak_client ADDRESS
 SEED`.
 
-It writes a line a sandbox to standard output: `done`, `lost` (the server or the sandbox went away meanwhile), or
-`wrong` and what was wrong.
+It writes one line per sandbox to standard output: `done`, `lost` (the server or the sandbox ended meanwhile), or
+`wrong` and the error.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from envd.operations.client import ManagedSandbox, OperationsClient
 from envd.types import ToolCall
 
 LIFETIME_S = 15.0
-"""After it what a killed client forgot has ended."""
+"""Lifetime after which sandboxes of a killed client end."""
 _AT_ONCE = 4
 _LIMITS = Limits(memory_mb=128, pids=32, lifetime_s=LIFETIME_S)
 
 
 async def live_once(client: OperationsClient, template: str, chance: random.Random, number: int) -> str:
-    """One sandbox from creation to end; what to report of it."""
+    """Use one sandbox from creation to end. Returns the line to report."""
     try:
         sandbox = await client.create(template, limits=_LIMITS, env={"NUMBER": str(number)})
         wrong = await _act(sandbox, chance, number)
-        if chance.random() < 0.95:  # the rest is forgotten
+        if chance.random() < 0.95:  # the others end with their lifetime
             await sandbox.close()
     except FileError as error:
         return f"wrong {error}"
@@ -56,7 +56,7 @@ async def _act(sandbox: ManagedSandbox, chance: random.Random, number: int) -> s
 
 
 async def main(address: str, seed: int) -> None:
-    """Until it is killed, or nobody reads what it says."""
+    """Run until killed, or until nobody reads the output."""
     chance, number = random.Random(seed), seed * 1_000_000
 
     async def work() -> None:
@@ -70,7 +70,7 @@ async def main(address: str, seed: int) -> None:
                         said = await live_once(client, template, chance, number)
                         print(said, flush=True)
                         if said == "lost":
-                            break  # by a server that will come back without this template
+                            break  # the server will restart without this template
             except EnvdError:
                 pass
             await asyncio.sleep(0.1)

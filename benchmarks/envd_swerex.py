@@ -1,8 +1,7 @@
-"""SWE-ReX's local runtime, timed by a program of its own environment: a bash session without isolation, on this
-machine.
+"""SWE-ReX's local runtime, timed in a separate environment: a bash session without isolation, on this machine.
 
-Its packages are no dependency of ours: the benchmark makes a virtual environment for it in the user's cache and runs
-this file there as a script.
+Triplane does not depend on its packages: the benchmark creates a virtual environment in the user's cache and runs this
+file there as a script.
 """
 
 from __future__ import annotations
@@ -22,7 +21,9 @@ Timings = dict[str, list[float]]
 
 
 def measure_swerex(repeats: int, creations: int, notes: list[str]) -> Timings:
-    """Seconds of create, exec and read, as for other peers; empty, and why in `notes`, where it can't be installed."""
+    """Seconds of create, exec and read, as for other peers; empty if it can't be installed, with the reason in
+    `notes`.
+    """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "triplane" / "swe-rex"
     python = cache / "bin" / "python"
     try:

@@ -1,5 +1,5 @@
-"""A proxy before an S3 server that loses answers, cuts bodies, fails requests, answers late and forgets conditions: on
-order, or by weather.
+"""S3 proxy that loses replies, truncates bodies, fails requests, delays replies and drops conditions, on request or at
+random.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any, ClassVar, Literal
 
 Kind = Literal["lose_answer", "cut_body", "fail", "slow", "conflict", "refuse", "unconditional"]
 SLOW_S = 0.5
-"""Seconds that a slow answer is late."""
+"""Delay of a slow reply, in seconds."""
 _ANSWERS = {"fail": (503, "SlowDown"), "conflict": (409, "ConditionalRequestConflict"), "refuse": (403, "AccessDenied")}
 
 
 @dataclass
 class Fault:
-    """What happens to the next `times` requests of this method whose path and query contain `where`."""
+    """Fault of the next `times` requests of this method whose path and query contain `where`."""
 
     kind: Kind
     method: str
@@ -33,7 +33,7 @@ class Fault:
 
 
 class Weather:
-    """Faults that come by themselves: every request meets one with a probability of `rate`, by a seeded choice."""
+    """Random faults: every request fails with probability `rate`, by a seeded choice."""
 
     BY_METHOD: ClassVar[dict[str, tuple[Kind, ...]]] = {
         "GET": ("fail", "slow", "cut_body"),
@@ -49,7 +49,7 @@ class Weather:
         self._chance, self._lock = random.Random(seed), threading.Lock()
 
     def take(self, method: str) -> Fault | None:
-        """The fault that meets a request of this method."""
+        """Fault for a request of this method, if any."""
         with self._lock:
             if self._chance.random() >= self.rate:
                 return None
@@ -60,7 +60,7 @@ class Weather:
 
 @dataclass
 class FaultyS3:
-    """The proxy: its address, the faults still to come, and what was asked."""
+    """The proxy: its address, the pending faults, and the requests so far."""
 
     endpoint: str
     faults: list[Fault] = field(default_factory=list)
@@ -68,7 +68,7 @@ class FaultyS3:
     weather: Weather | None = None
 
     def take(self, method: str, path: str) -> Fault | None:
-        """The fault that meets this request."""
+        """Fault for this request, if any."""
         self.requests.append((method, path))
         for fault in self.faults:
             if fault.times > 0 and fault.method == method and fault.where in path:
@@ -79,7 +79,7 @@ class FaultyS3:
 
 @contextmanager
 def faulty_s3(server: str) -> Iterator[FaultyS3]:
-    """A proxy on this machine before `server` (host:port)."""
+    """Start a proxy on this machine for `server` (host:port)."""
     proxy = _Server(("127.0.0.1", 0), _Handler)
     state = FaultyS3(f"http://127.0.0.1:{proxy.server_address[1]}")
     _Handler.places[proxy.server_address[1]] = (server, state)
@@ -98,7 +98,7 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 128
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Quiet where whoever asked was killed."""
+        """Ignore errors of killed clients."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
@@ -142,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", length)
         self.end_headers()
         if self.command != "HEAD":
-            with suppress(ConnectionError):  # whoever asked may have been killed
+            with suppress(ConnectionError):  # the client may have been killed
                 self.wfile.write(data[: len(data) // 2] if cut else data)
         self.close_connection = cut
 

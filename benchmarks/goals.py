@@ -1,4 +1,4 @@
-"""Goals as data: `goals.yaml` says which metric must be on which side of which value, and why."""
+"""Goals as data: `goals.yaml` gives the bound of each metric, and its reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
 
 
 class Goal(BaseModel):
-    """One promise about one metric."""
+    """Bound of one metric."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     name: str
@@ -35,17 +35,17 @@ class Goal(BaseModel):
 
 
 class Verdict(BaseModel):
-    """How a goal came out."""
+    """Result of a goal."""
 
     model_config = ConfigDict(frozen=True)
     goal: Goal
     measured: float | None
-    """None when the benchmark did not report the metric: a miss."""
+    """None if the benchmark did not report the metric, which counts as a miss."""
     met: bool
 
 
 def load_goals(path: Path = GOALS) -> dict[str, list[Goal]]:
-    """Goals by benchmark. Raises ConfigError naming the first fault."""
+    """Goals by benchmark. Raises ConfigError with the first error."""
     try:
         return TypeAdapter(dict[str, list[Goal]]).validate_python(yaml.safe_load(path.read_text()))
     except yaml.YAMLError as error:
@@ -57,7 +57,7 @@ def load_goals(path: Path = GOALS) -> dict[str, list[Goal]]:
 
 
 def judge(goals: list[Goal], metrics: Mapping[str, float]) -> list[Verdict]:
-    """A verdict a goal, in order. A metric that is absent or NaN misses its goal."""
+    """One verdict per goal, in order. A metric that is absent or NaN misses its goal."""
     verdicts = []
     for goal in goals:
         measured = metrics.get(goal.metric)

@@ -1,6 +1,6 @@
-"""Coverage of the printed intervals and error rates of the gate, by simulation with the functions in use.
+"""Simulated coverage of printed intervals and refusal rates of the gate, computed with the production functions.
 
-pass rates of tasks ~ Beta(mean, correlation within tasks) -> samples -> interval -> does it hold the true value?
+pass rates of tasks ~ Beta(mean, correlation within tasks) -> samples -> interval -> does it contain the true value?
 
 Results are counts, so the coverage at one true value depends on how the steps between counts fall and oscillates around
 what the method gives (L. Brown, T. Cai and A. DasGupta, Statistical Science 16, 2001). Each row therefore has two
@@ -32,12 +32,12 @@ from curation.statistics import (
 SAMPLES = (1, 2, 4, 8)
 MEANS = (0.2, 0.5, 0.8, 0.95)
 CORRELATIONS = (0.05, 0.3, 0.7)
-"""Share of the variance of one sample that lies between tasks."""
+"""Shares of one sample's variance that lie between tasks."""
 LOSSES = (0.0, -0.03)
 NEARBY = 0.04
 """True values of `covered near %` are uniform within this distance, in pass rate, of the row's own."""
 FEW_TASKS = 14
-"""Tasks behind a rate of one family, as reports show them."""
+"""Number of tasks of one family, as in reports."""
 RESAMPLES, RESAMPLED = 1000, 2000
 """Resamples of the percentile bootstrap, shown for comparison, and the trials it is shown on."""
 DECISIONS = 4000
@@ -49,13 +49,13 @@ class IntervalOptions(Options):
     """Options of the `intervals` benchmark."""
 
     tasks: int = Field(128, ge=8, le=10_000)
-    """Tasks of a split."""
+    """Number of tasks in a split."""
     trials: int = Field(20_000, ge=100, le=100_000)
-    """Simulated evaluations behind each coverage."""
+    """Simulated evaluations per coverage."""
     iterations: int = Field(20, ge=1, le=1000)
-    """Iterations of the gate's sequences."""
+    """Iterations per sequence of gate decisions."""
     seed: int = Field(0, ge=0)
-    """Of the simulation."""
+    """Seed of the simulation."""
 
 
 OPTIONS = IntervalOptions
@@ -95,7 +95,7 @@ def run(options: IntervalOptions) -> Result:
 
 
 def task_rates(mean: float, share: float) -> TaskRates:
-    """Tasks of this mean rate, with this share of one sample's variance between them."""
+    """Task rates with this mean, and this share of one sample's variance between tasks."""
     return TaskRates(mean, (share * mean * (1 - mean)) ** 0.5, "simulated")
 
 
@@ -200,7 +200,7 @@ def _covered(intervals: Numbers, true: Numbers | float) -> float:
 
 
 def _wilson(solved: Numbers, n: int) -> Numbers:
-    """Wilson's interval with every episode as an observation: what intervals by task are compared with."""
+    """Wilson's interval with every episode as an observation, for comparison with intervals by task."""
     a = student_quantile(0.5 + CONFIDENCE / 2, 10**6) ** 2 / n
     rate = solved / n
     centre, half = (rate + a / 2) / (1 + a), np.sqrt(a * a / 4 + a * rate * (1 - rate)) / (1 + a)
@@ -208,7 +208,7 @@ def _wilson(solved: Numbers, n: int) -> Numbers:
 
 
 def _refused(gate: Gate, rates: TaskRates, difference: float, options: IntervalOptions) -> float:
-    """Share of refusals among decisions taken one by one from the 0/1 of every episode, as an evaluation takes them."""
+    """Share of refusals among decisions made from the 0/1 results of every episode, as in an evaluation."""
     generator = np.random.default_rng(options.seed + 1)
     refused = 0
     for _ in range(DECISIONS):
@@ -226,7 +226,7 @@ def _refused(gate: Gate, rates: TaskRates, difference: float, options: IntervalO
 
 
 def _gate_metrics(options: IntervalOptions) -> dict[str, float]:
-    """Refusals in percent, and what sequences of losses come to with and without the floor, of tasks as `solves 80%, sd
+    """Refusals in percent, and total losses of sequences with and without the floor, for tasks such as `solves 80%, sd
     28 points`.
     """
     rates = replace(ASSUMED, mean=0.8, deviation=0.28)

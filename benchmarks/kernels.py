@@ -1,11 +1,10 @@
-"""Every kernel of `triplane_kernels` on this machine's GPU, beside what the card reaches at all and what torch offers
-for the same.
+"""Every kernel of `triplane_kernels` on this machine's GPU, compared with the card's ceilings and torch's equivalents.
 
     parts (quantizers, ..., expert layer) --each in a process of its own--> a row a case, as it is measured --> metrics
 
-A part that crashes, hangs or finds no time is a note; the others are measured all the same. On a machine without a CUDA
-device there is nothing to measure; `--smoke` runs tiny sizes of every case there, under Triton's interpreter where
-Triton is installed, to show that the benchmark runs and is right.
+A part that crashes, hangs or runs out of time becomes a note; the others are still measured. Without a CUDA device
+there is nothing to measure; `--smoke` then runs tiny sizes of every case, under Triton's interpreter if Triton is
+installed, to show that the benchmark runs correctly.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ class KernelOptions(Options):
     """Options of the `kernels` benchmark."""
 
     smoke: bool = False
-    """Tiny sizes, on the CPU: shows that every case runs and is right; times mean nothing and no goal is judged."""
+    """Run tiny sizes on the CPU, to show that every case is correct. Times have no meaning; goals are not judged."""
     repeats: int = Field(30, ge=1, le=10_000)
-    """Calls timed for each case; medians count."""
+    """Timed calls per case; results are medians."""
     only: str = ""
-    """Parts to measure, by pieces of their names with commas between; all without. Goals are not judged then."""
+    """Parts to measure, as comma-separated pieces of their names; goals are then not judged. Empty: all parts."""
     seconds: float = Field(540, gt=0)
-    """No longer than this in all: parts that are left are noted, `--only` measures them."""
+    """Total time limit, in seconds. Remaining parts become notes; measure them with `--only`."""
     patience: float = Field(150, gt=0)
-    """Seconds that one case, compiled, searched and timed, may take."""
+    """Time limit of one case, including compilation and search, in seconds."""
     rows: Path | None = None
-    """A file to which each row is appended as it is measured, a JSON object a line."""
+    """File to which each measured row is appended, as one JSON object per line."""
 
 
 OPTIONS = KernelOptions
@@ -55,7 +54,7 @@ OPTIONS = KernelOptions
 def run(options: KernelOptions) -> Result:
     """Measure every part.
 
-    Raises NotHereError without a CUDA device, unless for a smoke run, and ConfigError where `only` names no part.
+    Raises NotHereError without a CUDA device, except for a smoke run, and ConfigError if `only` names no part.
     """
     parts = chosen_parts(options.only)
     if options.smoke:
@@ -77,7 +76,7 @@ def run(options: KernelOptions) -> Result:
 
 
 def _smoke(parts: list[str], options: KernelOptions) -> Result:
-    notes = ["smoke: tiny sizes on the CPU; times and rates mean nothing, and no goal was judged"]
+    notes = ["smoke: tiny sizes on the CPU; times and rates have no meaning, and no goal was judged"]
     if importlib.util.find_spec("triton") is not None:
         os.environ["TRITON_INTERPRET"] = "1"
         notes.append(f"Triton {_triton_version()}'s interpreter ran the kernels")
@@ -93,7 +92,7 @@ def _smoke(parts: list[str], options: KernelOptions) -> Result:
 
 
 def _apart(parts: list[str], options: KernelOptions, notes: list[str]) -> Iterator[Measured]:
-    """Everything the parts measure, each in a process of its own; what is lost becomes a note."""
+    """Measurements of all parts, each in a separate process; lost ones become notes."""
     deadline = time.monotonic() + options.seconds
     ceilings: dict[str, float] = {}
     for place, part in enumerate(["ceilings", *parts]):
@@ -112,7 +111,9 @@ def _apart(parts: list[str], options: KernelOptions, notes: list[str]) -> Iterat
 
 
 def _collected(found: Iterator[Measured], notes: list[str], options: KernelOptions, *, judged: bool) -> Result:
-    """All of it as one result; rows are told on standard error, and kept in a file where one is named, as they come."""
+    """Combine all measurements into one result. Rows are printed on standard error and appended to the file as they
+    arrive.
+    """
     metrics: dict[str, float] = {}
     rows: list[dict[str, Any]] = []
     for one in found:
@@ -133,7 +134,7 @@ def _collected(found: Iterator[Measured], notes: list[str], options: KernelOptio
 
 
 def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row without what is no JSON: NaN and infinity as text."""
+    """Row for JSON, with NaN and infinity as text."""
     return {
         name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in row.items()

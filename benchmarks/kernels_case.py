@@ -1,4 +1,4 @@
-"""One measured kernel: what it does, how much it moves or computes, what it is judged by and what runs beside it."""
+"""One measured kernel: its call, its bytes or operations, its accuracy bound and its peers."""
 
 from __future__ import annotations
 
@@ -16,44 +16,42 @@ Work = Callable[[], object]
 
 @dataclass(frozen=True)
 class Case:
-    """A call of a kernel on inputs that are already on the device."""
+    """Kernel call on inputs that are already on the device."""
 
     name: str
     shape: str
     work: Work
     amount: float | Callable[[], float]
-    """Bytes that must move, each input read once and each output written once; or floating-point operations. Called
-    where it takes a result to know.
+    """Bytes to move, with each input read once and each output written once; or floating-point operations. A function
+    if the amount depends on a result.
     """
     unit: str
     """"TB/s" or "TFLOP/s"."""
     error: Callable[[], float]
-    """Relative error of the result against float32 arithmetic, on a sample of it; NaN never passes."""
+    """Relative error of a sample of the result, compared with float32 arithmetic; NaN never passes."""
     bound: float
-    """The largest error that is right."""
+    """Largest accepted error."""
     metric: str | None = None
-    """Under this name the rate is reported for goals."""
+    """Name of the metric that reports the rate for goals."""
     best: bool = False
-    """Which rate counts where several cases share a metric: the smallest, or the largest where one of them is
-    enough.
-    """
+    """Whether the largest rate counts if several cases share a metric; else the smallest counts."""
     peers: Mapping[str, Callable[[], Work]] = field(default_factory=dict)
-    """Makers of others doing the same, on the same inputs."""
+    """Constructors of equivalent implementations on the same inputs, for comparison."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What became of one case."""
+    """Result of one case."""
 
     row: Mapping[str, Any] | None
     """A row of the table; all rows have the same keys."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     best: bool = False
-    """As of `Case`."""
+    """See `Case.best`."""
     notes: Sequence[str] = ()
 
     def counts(self, value: float, before: float) -> float:
-        """What a metric is that another case has set before."""
+        """Combine a rate with the metric's value from earlier cases."""
         return max(value, before) if self.best else min(value, before)
 
     def to_json(self) -> str:
@@ -62,12 +60,12 @@ class Measured:
 
     @classmethod
     def from_json(cls, line: str) -> Measured:
-        """What `to_json` wrote."""
+        """Parse the text of `to_json`."""
         return cls(**json.loads(line))
 
     @classmethod
     def failed(cls, kernel: str, shape: str, failure: Exception) -> Measured:
-        """A row that is wrong, since the case raised."""
+        """Row of a case that raised, marked as wrong."""
         reason = (str(failure).splitlines() or [type(failure).__name__])[0][:300]
         row = {
             "kernel": kernel,
@@ -84,12 +82,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large everything is."""
+    """Sizes of all inputs."""
 
     matrix: tuple[int, int]
-    """Rows and columns that the quantizers take."""
+    """Rows and columns of the quantizers' input."""
     dense: tuple[int, int, int]
-    """M, N, K of the product without groups."""
+    """M, N, K of the ungrouped product."""
     grouped: Mapping[str, tuple[int, int, int, int]]
     """Name -> M, N, K and groups."""
     tokens: int
@@ -97,7 +95,7 @@ class Sizes:
     experts: int
     picks: int
     width: int
-    """Of an expert: gate and up each."""
+    """Width of an expert's gate and up projections."""
     vocabulary: int
     head_tokens: int
     head_hidden: int
@@ -135,7 +133,7 @@ TINY = Sizes(
     head_tokens=8,
     head_hidden=64,
 )
-"""Shows in seconds, under Triton's interpreter, that every case runs and is right."""
+"""Small enough to test every case in seconds under Triton's interpreter."""
 
 
 def normal(*shape: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -144,7 +142,7 @@ def normal(*shape: int, device: torch.device, dtype: torch.dtype = torch.bfloat1
 
 
 def size_of(*tensors: Tensor) -> int:
-    """Bytes of all of them."""
+    """Total bytes of the tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

@@ -1,4 +1,4 @@
-"""Time on a CUDA device by its own events, with a cold cache; on a CPU by the clock."""
+"""Timing on a CUDA device by CUDA events, with a cold cache; on a CPU by the clock."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from benchmarks.kernels_case import Work
 from benchmarks.measure import median, seconds_of
 
 FLUSH_BYTES = 1 << 30
-"""Written before each call: several times the L2 cache of any GPU, so that no input is found there."""
+"""Bytes written before each call: several times the L2 cache of any GPU, to evict all inputs."""
 COPY_BYTES = 4 << 30
 PRODUCT = 8192
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Medians of `repeats` calls after `warmups` that do not count (compilation and the search for configurations fall
-    there).
-    """
+    """Medians of `repeats` calls after `warmups` calls, which include compilation and the search for configurations."""
 
     device: torch.device
     repeats: int
@@ -35,7 +33,8 @@ class Clock:
         pairs = []
         for _ in range(self.repeats):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            # Takes a quarter of a millisecond too, in which the host queues the call: launching is not measured.
+            # The flush takes a quarter of a millisecond, in which the host queues the call, so launching is not
+            # measured.
             flush.zero_()
             begin.record()
             work()
@@ -45,7 +44,7 @@ class Clock:
         return median([begin.elapsed_time(end) / 1e3 for begin, end in pairs])
 
     def peak_bytes(self, work: Work) -> int:
-        """Device memory that one call takes beyond what was allocated before it; 0 on a CPU."""
+        """Device memory that one call allocates, in bytes; 0 on a CPU."""
         if self.device.type != "cuda":
             return 0
         torch.cuda.synchronize(self.device)
@@ -56,8 +55,8 @@ class Clock:
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def ceilings(self) -> dict[str, float]:
-        """What this device reaches at all: bytes a second of a large copy (read and written), FLOP/s of a large
-        bfloat16 product; of a CPU nothing.
+        """Ceilings of this device: bytes per second of a large copy (read and written), FLOP/s of a large bfloat16
+        product; empty for a CPU.
         """
         if self.device.type != "cuda":
             return {}

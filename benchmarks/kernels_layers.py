@@ -1,6 +1,4 @@
-"""Cases made of several kernels: the loss head, in milliseconds and memory, and the expert layer beside its bfloat16
-twin.
-"""
+"""Cases of several kernels: the loss head, in milliseconds and memory, and the expert layer, compared with bfloat16."""
 
 from __future__ import annotations
 
@@ -19,15 +17,13 @@ from benchmarks.kernels_clock import Clock
 
 ROUNDED = 0.02
 LAYER = 0.08
-"""Two FP8 products after each other, on quantized weights."""
+"""Accepted error of two consecutive FP8 products on quantized weights."""
 SAMPLE = 64
 Row = dict[str, Any]
 
 
 def loss_head_rows(sizes: Sizes, clock: Clock) -> Iterator[Measured]:
-    """Forward, and forward and backward, of log-probability and entropy; a logits matrix that is materialized beside
-    it.
-    """
+    """Forward, and forward and backward, of log-probability and entropy, compared with a materialized logits matrix."""
     device = clock.device
     hidden = normal(sizes.head_tokens, sizes.head_hidden, device=device).requires_grad_()
     weight = (normal(sizes.vocabulary, sizes.head_hidden, device=device) * sizes.head_hidden**-0.5).requires_grad_()
@@ -79,7 +75,7 @@ def _materialized(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tens
 
 
 def expert_layer_rows(sizes: Sizes, clock: Clock) -> Iterator[Measured]:
-    """Forward and backward of the layer with FP8 products, and with none; weights are quantized outside, as once an
+    """Forward and backward of the layer with and without FP8 products; weights are quantized beforehand, as once per
     optimizer step.
 
     The speedup is over the faster of two twins in bfloat16: the same layer without FP8, and torch's grouped products.
@@ -123,7 +119,7 @@ def expert_layer_rows(sizes: Sizes, clock: Clock) -> Iterator[Measured]:
 
 
 def _torch_layer(hidden: Tensor, logits: Tensor, masters: list[Tensor], picks: int) -> Tensor:
-    """The layer by torch alone: sorted tokens, `grouped_mm`."""
+    """The layer in torch alone: sorted tokens, `grouped_mm`."""
     gate, up, down = masters
     shares, experts = logits.softmax(-1).topk(picks, dim=-1)
     shares = (shares / shares.sum(-1, keepdim=True)).to(hidden.dtype)

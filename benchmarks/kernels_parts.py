@@ -1,4 +1,4 @@
-"""The parts of the `kernels` benchmark, and how a case of one becomes a row."""
+"""Parts of the `kernels` benchmark, and the measurement of their cases."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ PARTS: Mapping[str, tuple[str, str]] = {
     "grouped qwen down": ("kernels_products", "grouped_qwen_down"),
     "loss head": ("kernels_layers", "loss_head_rows"),
     "expert layer": ("kernels_layers", "expert_layer_rows"),
-    # last: written by hand for Hopper, it is what a fault of a GPU's would stop first
+    # last: hand-written for Hopper, and so the most likely part to crash on another GPU
     "Gluon": ("kernels_products", "grouped_gluon"),
 }
-"""Name -> module, and its function: cases by (sizes, device), or what was measured by (sizes, clock)."""
+"""Name -> (module, function). The function returns cases for (sizes, device), or measurements for (sizes, clock)."""
 SAME = 0.1
-"""Largest relative distance of what computes the same product in another precision."""
+"""Largest relative distance between results of the same product in different precisions."""
 
 
 def chosen_parts(only: str) -> list[str]:
-    """Parts whose name holds one of the pieces of `only`, which commas part; all for "".
+    """Parts whose name contains one of the comma-separated pieces of `only`; all for "".
 
-    Raises ConfigError where a piece is in no name.
+    Raises ConfigError if no name contains a piece.
     """
     pieces = [piece.strip() for piece in only.split(",") if piece.strip()]
     for piece in pieces:
@@ -44,9 +44,9 @@ def chosen_parts(only: str) -> list[str]:
 
 
 def measure(part: str, sizes: Sizes, clock: Clock, ceilings: Mapping[str, float]) -> Iterator[Measured]:
-    """Each case of a part as it is measured; one that raises is a wrong row that says why."""
+    """Yield the result of each case of a part; a case that raises gives a wrong row with the error."""
     module, function = PARTS[part]
-    # imported late: what imports Triton must find the interpreter switched on or off for good
+    # imported late: the interpreter must be switched on or off before Triton is imported
     found = getattr(importlib.import_module(f"benchmarks.{module}"), function)
     if module == "kernels_layers":
         yield from found(sizes, clock)
@@ -89,7 +89,7 @@ def _measure_case(case: Case, clock: Clock, ceilings: Mapping[str, float]) -> Me
 
 
 def _distance(theirs: object, ours: object) -> float:
-    """Relative distance of two results, where both are one tensor of the same shape; 0 where they can't be compared."""
+    """Relative distance of two results, if both are one tensor of the same shape; 0 if they can't be compared."""
     if not isinstance(theirs, Tensor) or not isinstance(ours, Tensor) or theirs.shape != ours.shape:
         return 0.0
     return relative_error(theirs, ours)

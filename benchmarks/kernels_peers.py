@@ -1,4 +1,4 @@
-"""What torch itself offers for the same products: block-scaled `_scaled_mm`, `_grouped_mm`, row-scaled
+"""torch's implementations of the same products: block-scaled `_scaled_mm`, `_grouped_mm`, row-scaled
 `_scaled_grouped_mm`, and a loop.
 """
 
@@ -35,13 +35,15 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Work:
 
 
 def grouped_mm_wgrad(gradient: Tensor, a: Tensor, offsets: Tensor) -> Work:
-    """`torch._grouped_mm` in bfloat16: gradient [M, N] transposed by a [M, K], one product a group."""
+    """`torch._grouped_mm` in bfloat16: gradient [M, N] transposed by a [M, K], one product per group."""
     ends, turned = offsets[1:].contiguous(), gradient.t()
     return lambda: F.grouped_mm(turned, a, offs=ends)
 
 
 def row_scaled_grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Work:
-    """`torch._scaled_grouped_mm`: FP8 with one scale a row, coarser than blocks. a [M, K], b [G, N, K] in bfloat16."""
+    """`torch._scaled_grouped_mm`: FP8 with one scale per row, coarser than blocks. a [M, K], b [G, N, K] in
+    bfloat16.
+    """
     a_codes, a_scales = _by_row(a)
     b_codes, b_scales = _by_row(b)
     ends, turned, row = offsets[1:].contiguous(), b_codes.mT, F.ScalingType.RowWise
@@ -51,7 +53,7 @@ def row_scaled_grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Work:
 
 
 def loop(a: Tensor, b: Tensor, offsets: Tensor) -> Work:
-    """A bfloat16 product a group, one after the other, group sizes known to the host: the naive expert layer."""
+    """One bfloat16 product per group in sequence, with group sizes on the host: the naive expert layer."""
     bounds = offsets.tolist()
     out = a.new_empty(a.shape[0], b.shape[1])
 
@@ -64,7 +66,7 @@ def loop(a: Tensor, b: Tensor, offsets: Tensor) -> Work:
 
 
 def loop_wgrad(gradient: Tensor, a: Tensor, offsets: Tensor) -> Work:
-    """A bfloat16 product a group, for the weights' gradients."""
+    """One bfloat16 product per group, for the weights' gradients."""
     bounds = offsets.tolist()
     out = a.new_empty(len(bounds) - 1, gradient.shape[1], a.shape[1])
 

@@ -1,8 +1,7 @@
-"""One part of the `kernels` benchmark in a process of its own: a kernel that crashes or hangs takes its part with it
-and no other.
+"""One part of the `kernels` benchmark in a separate process, so that a crash or hang of a kernel loses only that part.
 
-`python -m benchmarks.kernels_process PART` reads {"repeats": n, "ceilings": {...}} and writes a JSON object a line for
-each `Measured`.
+`python -m benchmarks.kernels_process PART` reads {"repeats": n, "ceilings": {...}} and writes one line of JSON for each
+`Measured`.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ COMMAND = [sys.executable, "-m", "benchmarks.kernels_process"]
 
 
 class Lost(Exception):
-    """The rest of a part could not be measured, and why."""
+    """The rest of a part could not be measured; the message gives the reason."""
 
 
 def measured_apart(
     part: str, repeats: int, ceilings: dict[str, float], patience: float, deadline: float
 ) -> Iterator[Measured]:
-    """What the part's process measures, as it does.
+    """Results of the part's process, as they arrive.
 
-    Raises Lost where it dies, is silent for `patience` seconds, or the deadline (monotonic clock) comes.
+    Raises Lost if it dies, is silent for `patience` seconds, or reaches the deadline (monotonic clock).
     """
     worker = subprocess.Popen(
         [*COMMAND, part], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -63,7 +62,7 @@ def measured_apart(
                 line = said.get(timeout=max(min(patience, deadline - time.monotonic()), 0))
             except queue.Empty:
                 over = time.monotonic() >= deadline
-                raise Lost("the time was over" if over else f"no result in {patience:g} seconds: ended") from None
+                raise Lost("time limit reached" if over else f"no result in {patience:g} seconds: killed") from None
             if line is None:
                 break
             yield Measured.from_json(line)
@@ -76,7 +75,7 @@ def measured_apart(
 
 
 def main() -> int:
-    """Measure the part that the command line names."""
+    """Measure the part given on the command line."""
     from benchmarks.kernels_parts import measure
 
     order = json.load(sys.stdin)

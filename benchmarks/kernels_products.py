@@ -1,5 +1,5 @@
-"""Cases bound by the matrix units: the block-scaled product, and the grouped ones of the experts: forward, dgrad and
-wgrad.
+"""Cases bound by the matrix units: the block-scaled product, and the experts' grouped products (forward, dgrad,
+wgrad).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from benchmarks import kernels_peers as peers
 from benchmarks.kernels_case import Case, Sizes, Work, normal, relative_error
 
 PRODUCT = 0.06
-"""An FP8 product of normal data is 3.7% off."""
+"""Accepted error; an FP8 product of normal data has 3.7%."""
 ROUNDED = 0.01
 SAMPLE = 256
 
 
 def dense(sizes: Sizes, device: torch.device) -> Iterator[Case]:
-    """The product without groups."""
+    """Cases of the ungrouped product."""
     rows, columns, inner = sizes.dense
     a, b = normal(rows, inner, device=device), normal(columns, inner, device=device)
     left, right = quantize_activations(a), quantize_weights(b)
@@ -59,14 +59,14 @@ def grouped_qwen_down(sizes: Sizes, device: torch.device) -> Iterator[Case]:
 
 
 def grouped_gluon(sizes: Sizes, device: torch.device) -> Iterator[Case]:
-    """The forward products on the Gluon kernel, by itself; nothing where it does not run."""
+    """The forward products on the Gluon kernel alone; empty if it can't run."""
     for name, shape in sizes.grouped.items() if machine().gluon else ():
         yield _Grouped(name, *shape, device).on_gluon()
 
 
 class _Grouped:
-    """The products of one projection of an expert layer: a [M, K] by b [G, N, K], groups as uneven as routing makes
-    them.
+    """The products of one projection of an expert layer: a [M, K] by b [G, N, K], with groups as uneven as in real
+    routing.
     """
 
     def __init__(self, name: str, rows: int, columns: int, inner: int, groups: int, device: torch.device) -> None:
@@ -112,7 +112,7 @@ class _Grouped:
         yield self._case("wgrad", "bfloat16", lambda: grouped_gemm_wgrad(gradient, a, offsets), self._wgrad, ROUNDED)
 
     def on_gluon(self) -> Case:
-        """Forward in FP8, with Gluon forced; left alone, what tuning found the faster is taken."""
+        """Forward in FP8, with Gluon forced; by default tuning selects the faster kernel."""
         left, weights, offsets = quantize_activations(self._a), quantize_weights(self._b), self._offsets
         return self._case(
             "forward", "FP8 on Gluon", _on_gluon(lambda: grouped_gemm(left, weights, offsets)), self._forward, PRODUCT
@@ -132,7 +132,7 @@ class _Grouped:
             return relative_error(part(work()), right)
 
         metric = f"grouped_{product}_{self._name}_tflops".replace(" ", "_")
-        # Which operands are the better ones is only open for wgrad.
+        # Only for wgrad is it open which operands are better.
         judged = operands == "FP8" or product == "wgrad"
         return Case(
             f"grouped {product}, {operands}",
@@ -148,7 +148,7 @@ class _Grouped:
         )
 
     def _sample(self) -> tuple[int, slice]:
-        """A group that has rows, and some of them."""
+        """A nonempty group, and some of its rows."""
         bounds = self._offsets.tolist()
         group = max(range(len(bounds) - 1), key=lambda index: bounds[index + 1] - bounds[index])
         return group, slice(bounds[group], min(bounds[group] + SAMPLE, bounds[group + 1]))
@@ -168,7 +168,7 @@ class _Grouped:
 
 
 def _on_gluon(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """The same with the Gluon kernel forced."""
+    """The same call with the Gluon kernel forced."""
 
     def forced() -> Tensor:
         before = os.environ.get(FORCE, "")
@@ -182,7 +182,7 @@ def _on_gluon(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 def _uneven(rows: int, groups: int, device: torch.device) -> Tensor:
-    """int32 offsets of groups as routers fill them: sizes differ by a third, are multiples of 128, and sum to rows."""
+    """int32 offsets of groups as from a router: sizes differ by a third, are multiples of 128, and sum to rows."""
     blocks = rows // 128
     shares = torch.rand(groups, generator=torch.Generator().manual_seed(0)) + 1.0
     bounds = (shares.cumsum(0) / shares.sum() * blocks).round().int() * 128

@@ -1,6 +1,6 @@
 """Cases bound by memory: quantizers, token permutation, SwiGLU, the router.
 
-A rate is bytes that must move, over time.
+A rate is the number of bytes to move, divided by time.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from triplane_kernels.swiglu import swiglu, swiglu_backward, swiglu_quantized
 from benchmarks.kernels_case import Case, Sizes, normal, relative_error, size_of
 
 QUANTIZED = 0.04
-"""FP8 blocks of normal data are 2.6% off; more than this is wrong."""
+"""Accepted error; FP8 blocks of normal data have 2.6%."""
 ROUNDED = 0.01
 QUANTIZERS, PERMUTE = "quantizers_tb_per_s", "permute_tb_per_s"
 SAMPLE = 256
-"""Rows that are compared."""
+"""Number of compared rows."""
 
 
 def quantizers(sizes: Sizes, device: torch.device) -> Iterator[Case]:

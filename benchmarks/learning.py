@@ -1,11 +1,12 @@
-"""Does it learn? Held-out compositions before and after, for several seeds, and for a control that must not learn.
+"""Pass rates on held-out compositions before and after learning, for several seeds, and for a control that must not
+learn.
 
     base policy of seed s -> iterations -> the live policy after each, on held-out and unseen tasks
                                            (one child process an experiment)
     the first seeds' base policies with rewards permuted within each group: the control
 
-Both splits are read by no gate and no stopping rule. Everything is kept in the work folder: killed, the same command
-goes on where it was.
+No gate and no stopping rule uses these two splits. The work folder keeps everything, so that the same command resumes
+after a kill.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from triplane_dagster.assembly import experiments_folder
 from triplane_dagster.cli.bars import Bars
 
 TARGET_GAIN = 15.0
-"""Points of greedy answers over the base policy's."""
+"""Required gain of the greedy pass rate over the base policy's, in points."""
 TARGET_OVER_MAJORITY = 5.0
-"""Points of greedy answers over the base policy's maj@k: what no sharpening of the base policy gives."""
+"""Required lead of the greedy pass rate over the base policy's maj@k, in points, which sharpening alone can't reach."""
 POLL_S = 5.0
 CONTROL = "trainer.grpo.permute_rewards=true"
 
@@ -42,17 +43,17 @@ class LearningOptions(Options):
     """Options of the `learning` benchmark."""
 
     seeds: int = Field(5, ge=1, le=100)
-    """Seeds 0 to N-1, each with a base policy of its own."""
+    """Number of seeds, 0 to N-1, each with its own base policy."""
     iterations: int = Field(10, ge=1, le=1000)
     """Iterations of each seed and of each control."""
     jobs: int = Field(2, ge=1, le=64)
-    """Experiments at once, of one thread each."""
+    """Concurrent experiments, of one thread each."""
     experiment: str = "quickstart"
     """The experiment to repeat."""
     work: str = DEFAULT_FOLDER
     """Folder that is kept and resumed."""
     controls: int = Field(3, ge=0, le=100)
-    """Seeds that also run with permuted rewards, from 0; without any their goals are missed."""
+    """Number of seeds, from 0, that also run with permuted rewards; with 0 the goals of controls are missed."""
     set: str = ""
     """Further overrides, separated by blanks, e.g. "prompts.groups=16 tasks.train=64"."""
 
@@ -61,7 +62,7 @@ OPTIONS = LearningOptions
 
 
 def run(options: LearningOptions) -> Result:
-    """Run what is missing, then read the curves."""
+    """Run missing iterations, then read the curves."""
     bench = Workbench.at(options.work)
     runs = _experiments(bench, options)
     _run_all(bench, runs, options)
@@ -77,9 +78,9 @@ def _row(curve: Curve) -> dict[str, Any]:
 
 
 def _metrics(curves: dict[str, Curve]) -> dict[str, float]:
-    """Of the seeds: shares, medians and worst.
+    """Metrics. Of the seeds: shares, medians and the worst.
 
-    Of the controls: the largest gain of any, after the last iteration and after any.
+    Of the controls: the largest gain, after the last and after any iteration.
     """
     seeds = [curve for name, curve in curves.items() if name.startswith("learning_seed_")]
     controls = [curve for name, curve in curves.items() if name.startswith("learning_permuted_")]
@@ -113,9 +114,9 @@ def _experiments(bench: Workbench, options: LearningOptions) -> list[Experiment]
 
 
 def _run_all(bench: Workbench, runs: list[Experiment], options: LearningOptions) -> None:
-    """Bring every experiment to its iterations, showing how far each is.
+    """Run every experiment to its number of iterations, with progress bars.
 
-    A control comes after the seed whose base policy it shares.
+    A control runs after the seed whose base policy it shares.
     """
     children = Children()
     with Bars() as bars, ThreadPoolExecutor(options.jobs) as pool:
@@ -134,9 +135,9 @@ def _run_all(bench: Workbench, runs: list[Experiment], options: LearningOptions)
 
 
 def _iterate(children: Children, bench: Workbench, experiment: Experiment, options: LearningOptions) -> None:
-    """Bring an experiment to its iterations in a child process, as a user would.
+    """Run an experiment to its number of iterations in a child process, as a user would.
 
-    Raises TriplaneError with the log's name.
+    Raises TriplaneError with the log's path.
     """
     log = bench.root / "logs" / f"{experiment.name}.log"
     command = [sys.executable, "-m", "triplane_dagster.cli", "demo", "-e", experiment.name, "--json"]

@@ -1,4 +1,4 @@
-"""The machine a number was measured on: no number is worth anything without it."""
+"""Facts about the machine, without which a measurement has no meaning."""
 
 from __future__ import annotations
 

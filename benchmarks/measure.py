@@ -1,4 +1,4 @@
-"""Timing helpers that every benchmark shares."""
+"""Timing helpers shared by all benchmarks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which `percent` of `values` lie, by linear interpolation.
+    """Percentile of `values`, by linear interpolation.
 
-    Raises ValueError when `values` is empty.
+    Raises ValueError if `values` is empty.
     """
     if not values:
         raise ValueError("no values to take a percentile of: measure at least once")

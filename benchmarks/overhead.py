@@ -1,9 +1,8 @@
-"""What the frame costs: the share of an iteration in which nothing is sampled, no tool runs, nothing is graded and no
-step is optimized.
+"""Overhead: the share of an iteration without sampling, tools, grading or optimizing.
 
-Sampling, tools and grading count while at least one call to an engine or a sandbox is open; optimizing is the trainer's
-own seconds a step. Everything else is overhead: Dagster, starting processes, loading weights, Parquet, digests,
-merging.
+Sampling, tools and grading count while at least one call to an engine or a sandbox is open; optimizing is the sum of
+the trainer's seconds per step. Everything else is overhead: Dagster, starting processes, loading weights, Parquet,
+digests, merging.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class OverheadOptions(Options):
     """Options of the `overhead` benchmark."""
 
     iterations: int = Field(2, ge=1, le=100)
-    """Iterations measured, after one that warms up; medians count."""
+    """Measured iterations, after one warm-up; results are medians."""
     experiment: str = "quickstart"
     """The experiment to measure."""
     work: str = DEFAULT_FOLDER
@@ -50,7 +49,7 @@ OPTIONS = OverheadOptions
 
 
 def run(options: OverheadOptions) -> Result:
-    """Make the base policy where it is missing, warm up with one iteration, measure the next."""
+    """Make the base policy if it is missing, warm up with one iteration, measure the next ones."""
     bench = Workbench.at(options.work)
     source = experiments_folder() / f"{options.experiment}.yaml"
     experiment = bench.add_experiment(source, "overhead", options.set.split())
@@ -108,7 +107,7 @@ def _seconds(spans: Spans, wall: float, optimizing: float) -> dict[str, float]:
 
 
 def optimizing_seconds(store: Store, experiment: Experiment, partition: str) -> float:
-    """Seconds that the trainer spent in steps, by its own metrics."""
+    """Seconds of the trainer's steps, from its metrics."""
     checkpoint = open_artifact(store, require_ref(store, experiment.name, "checkpoint", partition))
     lines = checkpoint.path("metrics.jsonl").read_text().splitlines()
     return float(sum(json.loads(line).get("seconds", 0.0) for line in lines))

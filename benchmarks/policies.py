@@ -1,6 +1,4 @@
-"""Policies to measure with: random weights in the checkpoint layout, and the same weights as plain transformers loads
-them.
-"""
+"""Policies for measurements: random weights in the checkpoint layout, and the same weights for plain transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from trainer.parameters import Parameters, draw_masters
 
 
 def write_random_policy(directory: Path, model: ModelConfig, *, vocabulary: int, seed: int = 0) -> Path:
-    """A checkpoint of this shape that was never trained. Costs the same to run as a trained one."""
+    """Write an untrained checkpoint of this shape, which costs the same to run as a trained one."""
     config = model.hf_config(vocabulary)
     directory.mkdir(parents=True)
     tensors = checkpoint_tensors(Parameters.from_masters(config, draw_masters(config, seed)))
@@ -28,7 +26,7 @@ def write_random_policy(directory: Path, model: ModelConfig, *, vocabulary: int,
 
 
 def dequantize_policy(directory: Path, target: Path) -> Path:
-    """The same policy in float32, as `from_pretrained` takes it on a CPU."""
+    """Write the same policy in float32, for `from_pretrained` on a CPU."""
     tensors = load_file(directory / WEIGHTS)
     plain: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():

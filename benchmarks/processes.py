@@ -1,4 +1,4 @@
-"""Child processes that end with their parent, however it ends."""
+"""Child processes that end with their parent, even if it is killed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 30.0
 _libc = ctypes.CDLL(None)
-"""Loaded here: between fork and exec, in a process with threads, nothing may be loaded."""
+"""Loaded here, since a process with threads must not load libraries between fork and exec."""
 
 
 class Children:
-    """Runs commands to their end; `stop` ends those that still run, from any thread."""
+    """Runs commands to their end; `stop` ends running ones, from any thread."""
 
     def __init__(self) -> None:
         self._running: set[subprocess.Popen[bytes]] = set()
@@ -26,7 +26,7 @@ class Children:
         self._starting = threading.Lock()
 
     def run(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
-        """Append what the command prints to `log` and return its exit status; -1 after `stop`."""
+        """Run a command, append its output to `log` and return its exit status; -1 after `stop`."""
         with self._starting, log.open("ab") as file:
             if self._stopped:
                 return -1
@@ -45,7 +45,7 @@ class Children:
             self._running.discard(child)
 
     def stop(self) -> None:
-        """Ask every child to end, and start no more."""
+        """Send all children a signal to end, and start no more."""
         with self._starting:
             self._stopped = True
         for child in list(self._running):
@@ -59,5 +59,5 @@ class Children:
 
 def _die_with_parent(parent: int) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM))
-    if os.getppid() != parent:  # it died before the kernel was asked to watch it
+    if os.getppid() != parent:  # the parent died before the request
         os.kill(os.getpid(), signal.SIGTERM)

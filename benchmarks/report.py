@@ -1,4 +1,4 @@
-"""Results for people (tables) and for programs (one JSON object)."""
+"""Results as tables, and as one JSON object for programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from triplane_dagster.cli.output import console
 def as_json(
     name: str, options: Options, machine: Mapping[str, Any], result: Result, verdicts: Sequence[Verdict]
 ) -> dict[str, Any]:
-    """Everything of one run, JSON-like."""
+    """Complete result of one run, JSON-like."""
     return {
         "benchmark": name,
         "options": options.model_dump(mode="json"),
@@ -31,7 +31,7 @@ def as_json(
 
 
 def print_report(name: str, machine: Mapping[str, Any], result: Result, verdicts: Sequence[Verdict]) -> None:
-    """The rows, the metrics and the goals."""
+    """Print the rows, the metrics and the goals."""
     out = console()
     out.print(f"{name} on {machine['cpu']}, {machine['cores']} cores, load {machine['load_average'][0]}")
     if result.rows:
@@ -43,7 +43,7 @@ def print_report(name: str, machine: Mapping[str, Any], result: Result, verdicts
 
 
 def print_catalog(goals: Mapping[str, Sequence[Goal]], *, as_text: bool) -> None:
-    """What can be run and what it must reach."""
+    """Print the benchmarks and their goals."""
     rows = [
         {"benchmark": name, "measures": text, "goals": _goals_text(goals.get(name, []))}
         for name, text in CATALOG.items()
@@ -57,7 +57,7 @@ def print_catalog(goals: Mapping[str, Sequence[Goal]], *, as_text: bool) -> None
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Rows with equal keys as a table."""
+    """Table of rows with equal keys."""
     table = Table(*rows[0].keys(), highlight=True) if rows else Table()
     for row in rows:
         table.add_row(*(number(value) if isinstance(value, float) else str(value) for value in row.values()))
@@ -65,7 +65,7 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def number(value: float) -> str:
-    """Four significant digits, without an exponent where it can be helped."""
+    """Four significant digits, without an exponent if possible."""
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 

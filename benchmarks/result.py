@@ -1,4 +1,4 @@
-"""What a benchmark returns."""
+"""Result and options of a benchmark."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from contracts.errors import TriplaneError
 
 
 class Options(BaseModel):
-    """Base of every benchmark's options: each field is a command-line option, its docstring the help."""
+    """Base class of benchmark options: each field is a command-line option, with its docstring as help."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 @dataclass(frozen=True)
 class Result:
-    """Metrics that goals may name, the rows behind them, and what a reader should know."""
+    """Metrics for goals, the rows with details, and notes for readers."""
 
     metrics: Mapping[str, float]
     rows: Sequence[Mapping[str, Any]] = ()
-    """A table; equal keys in every row."""
+    """Table rows with equal keys."""
     notes: Sequence[str] = field(default=())
     judged: bool = True
-    """False: this run only shows that the benchmark works; goals are left alone."""
+    """False: the run only tests the benchmark; goals are not judged."""
 
 
 class NotHereError(TriplaneError):

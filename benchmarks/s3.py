@@ -1,10 +1,10 @@
-"""The same experiment in a directory and on a local S3 server: equal content, and what S3 costs an iteration.
+"""The same experiment in a directory and on a local S3 server: equal content, and the cost of S3 per iteration.
 
     local: base assets -> 0000 ------> 0001 ------> ...
     s3:       base assets -> 0000 ------> 0001 ---> ...      turn about, in one process, so that a change of load meets
               both
 
-Both begin with nothing, in a temporary folder that is removed at the end, also after Ctrl-C.
+Both start empty, in a temporary folder that is removed at the end, also after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from triplane_dagster.run import Runner, open_runner
 
 BUCKET = "triplane"
 SHOWN = 24
-"""Kinds of requests worth a line."""
+"""Maximum listed kinds of requests."""
 
 
 class S3Options(Options):
     """Options of the `s3` benchmark."""
 
     iterations: int = Field(0, ge=0, le=1000)
-    """Iterations in each of the two stores; 0: as many as the experiment has."""
+    """Iterations in each store; 0: the experiment's number."""
     experiment: str = "quickstart"
     """Name of an experiment, or the path of a YAML file."""
     set: str = ""
@@ -58,21 +58,21 @@ OPTIONS = S3Options
 
 @dataclass
 class Place:
-    """One of the two stores, with Dagster records of its own."""
+    """One of the two stores, with separate Dagster records."""
 
     name: str
     url: str
     runner: Runner
     seconds: list[float] = field(default_factory=list)
-    """Of each iteration."""
+    """Seconds of each iteration."""
 
     @property
     def store(self) -> Store:
-        """Its artifacts."""
+        """Store with the artifacts."""
         return open_store(self.url)
 
     def run(self, partition: str | None) -> None:
-        """Run the base assets (None) or an iteration here."""
+        """Run the base assets (None) or an iteration in this store."""
         os.environ["TRIPLANE_STORE"] = self.url
         begin = time.perf_counter()
         try:
@@ -80,13 +80,13 @@ class Place:
                 self.runner.base()
                 return
             self.runner.iteration(partition)
-        except dg.DagsterExecutionInterruptedError:  # what Dagster makes of Ctrl-C
+        except dg.DagsterExecutionInterruptedError:  # Dagster's error for Ctrl-C
             raise KeyboardInterrupt from None
         self.seconds.append(time.perf_counter() - begin)
 
 
 def run(options: S3Options) -> Result:
-    """Run the experiment in both places, and compare what they hold."""
+    """Run the experiment in both places, and compare their artifacts."""
     with tempfile.TemporaryDirectory(prefix="bench-s3-") as scratch, Bars() as bars, quiet_dagster():
         folder = Path(scratch)
         experiment = _experiment(options, folder)
@@ -100,7 +100,7 @@ def run(options: S3Options) -> Result:
 
 
 def _run_turn_about(local: Place, remote: Place, iterations: int, server: S3Server) -> list[Traffic]:
-    """Traffic of each iteration on S3."""
+    """Run iterations alternately in both places. Returns the traffic of each iteration on S3."""
     traffic = []
     for partition in (None, *map(iteration_key, range(iterations))):
         local.run(partition)
@@ -152,7 +152,7 @@ def _digests(store: Store) -> Mapping[str, list[str]]:
 def _experiment(options: S3Options, folder: Path) -> Experiment:
     named = Path(options.experiment)
     source = named if named.suffix == ".yaml" else experiments_folder() / f"{options.experiment}.yaml"
-    load_experiment(source)  # a file that is missing or malformed is named here
+    load_experiment(source)  # raises an error that names a missing or malformed file
     values: dict[str, Any] = apply_overrides(yaml.safe_load(source.read_text()), options.set.split())
     path = folder / source.name
     path.write_text(yaml.safe_dump(values, sort_keys=False))
@@ -161,7 +161,7 @@ def _experiment(options: S3Options, folder: Path) -> Experiment:
 
 @contextmanager
 def _environment(server: S3Server, folder: Path) -> Iterator[None]:
-    """Variables of both places, put back at the end. Makes the bucket."""
+    """Set the environment variables of both places, and restore them at the end. Creates the bucket."""
     before = dict(os.environ)
     os.environ.update({**server.environment, "TRIPLANE_CACHE": str(folder / "cache")})
     try:

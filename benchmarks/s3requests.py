@@ -1,4 +1,4 @@
-"""What a store asked of S3, by verb and by what it was about."""
+"""S3 requests of a store, by verb and subject."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from benchmarks.s3server import Request
 
 @dataclass(frozen=True)
 class Traffic:
-    """The requests of a stretch of time."""
+    """Requests of a period."""
 
     verbs: Mapping[str, int]
     """GET, PUT, ... -> requests, most first."""
     subjects: Mapping[str, int]
     """E.g. "GET group/manifest.json" -> requests, most first."""
     received: int
-    """Bytes that the server was sent."""
+    """Bytes sent to the server."""
     sent: int
-    """Bytes that it sent."""
+    """Bytes sent by the server."""
 
     @property
     def requests(self) -> int:
-        """All of them."""
+        """Total number of requests."""
         return sum(self.verbs.values())
 
 
 def traffic_of(requests: Sequence[Request]) -> Traffic:
-    """Count them."""
+    """Count requests."""
     return Traffic(
         verbs=dict(Counter(each.verb for each in requests).most_common()),
         subjects=dict(Counter(_subject(each) for each in requests).most_common()),
@@ -39,7 +39,7 @@ def traffic_of(requests: Sequence[Request]) -> Traffic:
 
 
 def _subject(request: Request) -> str:
-    """Verb, the part of the store, and how it ended where that says something."""
+    """Verb, part of the store, and the status if it is notable."""
     parts = request.key.split("/")[2:]
     match parts:
         case ["artifacts", kind, *rest]:

@@ -1,6 +1,6 @@
-"""A local S3 server (moto's) in a process of its own, which notes every request that it answered.
+"""A local S3 server (moto) in a separate process, which records every completed request.
 
-s3_server(folder) -> S3Server(endpoint) ; .taken() -> the requests answered since the last call
+s3_server(folder) -> S3Server(endpoint) ; .taken() -> requests completed since the last call
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Application = Callable[[Environ, StartResponse], Iterable[bytes]]
 
 @dataclass(frozen=True)
 class Request:
-    """One request, as answered."""
+    """One completed request."""
 
     verb: str
     """GET, HEAD, PUT, POST, DELETE, or LIST."""
@@ -35,9 +35,9 @@ class Request:
     """Bucket and key, or bucket and prefix of a list."""
     status: int
     received: int
-    """Bytes of its body."""
+    """Bytes of the request's body."""
     sent: int
-    """Bytes of the answer's body."""
+    """Bytes of the reply's body."""
 
 
 class S3Server:
@@ -49,7 +49,7 @@ class S3Server:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables by which boto3 finds it."""
+        """Environment variables for access by boto3."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_ACCESS_KEY_ID": "local",
@@ -58,7 +58,7 @@ class S3Server:
         }
 
     def taken(self) -> list[Request]:
-        """What it answered since the last call, in order."""
+        """Requests completed since the last call, in order."""
         with self._log.open("rb") as file:
             file.seek(self._read)
             lines = file.read().splitlines(keepends=True)
@@ -69,14 +69,14 @@ class S3Server:
 
 @contextmanager
 def s3_server(folder: Path) -> Iterator[S3Server]:
-    """Start a server that forgets everything when the block ends. folder: for its log.
+    """Start a server without persistent data, which ends with the block. folder: for its log.
 
-    Raises ConfigError where moto is missing.
+    Raises ConfigError if moto is not installed.
     """
     log = folder / "requests.jsonl"
     log.touch()
     with (folder / "server.log").open("wb") as errors:
-        # a session of its own: Ctrl-C is for its user, who still has to tidy up on it
+        # a new session: on Ctrl-C the client still needs the server for its cleanup
         server = subprocess.Popen(
             [sys.executable, "-m", __name__, str(log)],
             stdout=subprocess.PIPE,
@@ -133,7 +133,7 @@ def _request(environ: Environ, status: int, sent: int) -> Request:
 
 
 def main(log: Path) -> None:
-    """Serve until told to end. Prints the port."""
+    """Print the port and serve until signaled."""
     end_with_parent()
     try:
         from moto.moto_server.werkzeug_app import (
@@ -149,7 +149,7 @@ def main(log: Path) -> None:
         protocol_version = "HTTP/1.1"
 
         def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
-            """Silent: the log that `counted` writes says more."""
+            """Log nothing: the log of `counted` has more detail."""
 
     application = counted(DomainDispatcherApplication(create_backend_app), log)
     server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=Quiet)

@@ -1,4 +1,4 @@
-"""When work was in progress: intervals by kind, recorded around calls to engines and sandboxes."""
+"""Intervals of work by kind, recorded around calls to engines and sandboxes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Spans:
 
     @contextmanager
     def of(self, kind: str) -> Iterator[None]:
-        """Record the time that the block takes."""
+        """Record the duration of the block."""
         begin = time.perf_counter()
         try:
             yield
@@ -114,7 +114,7 @@ class MeasuredClient(SandboxClient):
 
 
 class MeasuredSandboxes(SandboxesResource):
-    """Hands out measured clients."""
+    """Provides measured clients."""
 
     _spans: Spans = PrivateAttr(default_factory=Spans)
 
@@ -125,7 +125,7 @@ class MeasuredSandboxes(SandboxesResource):
             yield client
 
     def record_in(self, spans: Spans) -> None:
-        """Where later clients record."""
+        """Set the spans in which later clients record."""
         self._spans = spans
 
 
@@ -143,5 +143,5 @@ class MeasuredSampler(SamplerResource):
             yield MeasuredEngine(engine, self._spans)
 
     def record_in(self, spans: Spans) -> None:
-        """Where later engines record."""
+        """Set the spans in which later engines record."""
         self._spans = spans

@@ -1,4 +1,4 @@
-"""Environment variables for the time of a block."""
+"""Environment variables for the duration of a block."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def surroundings(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set them; put back what was before."""
+    """Set environment variables, and restore the previous values at the end."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -1,9 +1,9 @@
-"""Forged and honest final states, graded by the real verifier, and what one verification costs.
+"""Forged and honest final states, graded by the real verifier, and the duration of one verification.
 
     tests/redteam  ->  states  ->  Verifier on a server of its own  ->  counts
     quickstart's reference fixes, one after the other               ->  milliseconds
 
-The states belong to the test suite, so this runs in a checkout only.
+The states are part of the test suite, so this requires a checkout.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class VerdictsOptions(Options):
     """Options of `python -m benchmarks verdicts`."""
 
     timed: int = Field(default=100, ge=1)
-    """Verifications that are timed, one after the other, each of another quickstart task."""
+    """Number of timed verifications, in sequence, each of another quickstart task."""
     tasks: int = Field(default=5, ge=1)
-    """Local tasks at which each honest style is graded twice, beside one package."""
+    """Local tasks for which each honest style is graded twice, in addition to one package."""
     packages: bool = True
     """Also grade states of three packages of PyPI; needs a package index."""
     states: bool = True
-    """Grade states; otherwise only the time is measured, and goals are left alone."""
+    """Whether to grade states; else only the time is measured, and goals are not judged."""
 
 
 OPTIONS = VerdictsOptions
@@ -51,7 +51,7 @@ OPTIONS = VerdictsOptions
 def run(options: VerdictsOptions) -> Result:
     """Grade all states and time verifications.
 
-    Raises NotHereError outside of a checkout, or without a package index.
+    Raises NotHereError outside a checkout, or without a package index.
     """
     metrics: dict[str, float] = {}
     rows: list[dict[str, Any]] = []
@@ -61,7 +61,7 @@ def run(options: VerdictsOptions) -> Result:
     from tests.redteam.grading import Grader
 
     with Grader() as grader:
-        # before any state that holds memory or processes
+        # before any state that keeps memory or processes
         seconds = asyncio.run(_timed(grader.address, options.timed))
         metrics |= {f"verify_p{percent}_ms": percentile(seconds, percent) * 1000 for percent in (50, 90)}
         if options.states:
@@ -71,8 +71,8 @@ def run(options: VerdictsOptions) -> Result:
 
 
 async def _timed(address: str, count: int) -> list[float]:
-    """Seconds of one verification of a reference fix after another; no verdict is remembered, and the tasks hold their
-    checks, as a suite's do.
+    """Seconds of sequential verifications of reference fixes. No verdict is cached; the tasks contain their checks, as
+    in a suite.
     """
     tasks = generate_tasks(TaskSuiteConfig.of_count(max(6, count + _WARM), _TASKS_SEED))[: count + _WARM]
     found = []
@@ -129,7 +129,7 @@ def _states(grader: Grader, options: VerdictsOptions) -> tuple[dict[str, float],
 
 
 def _decided(found: Graded) -> tuple[object, ...]:
-    """What of a verdict must not differ; messages may hold values of a random answer."""
+    """Parts of a verdict that must be equal; messages may contain values of a random answer."""
     verdict = found.verdict
     return (
         ()

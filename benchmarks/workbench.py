@@ -1,11 +1,10 @@
-"""A folder of its own for benchmarks that run iterations: store, Dagster records and experiment files, kept and
-resumed.
+"""Separate folder for benchmarks that run iterations: store, Dagster records and experiment files, kept for resuming.
 
     .triplane/benchmarks/  store/  dagster/<experiment>/  experiments/  logs/
 
-Each experiment has Dagster records of its own, so that several can run at once without waiting for one SQLite file.
-Experiments that differ in name alone share what does not depend on it: task suite, demonstrations, a seed's base
-policy.
+Each experiment has separate Dagster records, so that several can run concurrently without waiting for one SQLite file.
+Experiments that differ only in name share the artifacts that don't depend on it: task suite, demonstrations, a seed's
+base policy.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Workbench:
 
     @classmethod
     def at(cls, folder: str) -> Workbench:
-        """Make the folder, or find it."""
+        """Create the folder if it does not exist."""
         bench = cls(Path(folder).absolute())
         for name in ("store", "dagster", "experiments", "logs"):
             (bench.root / name).mkdir(parents=True, exist_ok=True)
@@ -41,11 +40,11 @@ class Workbench:
 
     @property
     def store(self) -> Store:
-        """Its artifacts."""
+        """Store with the artifacts."""
         return open_store(str(self.root / "store"))
 
     def environment(self, experiment: str) -> dict[str, str]:
-        """Variables that make a process work here, on this experiment."""
+        """Environment variables for a process that uses this folder and experiment."""
         return {
             **os.environ,
             "TRIPLANE_STORE": str(self.root / "store"),
@@ -55,7 +54,7 @@ class Workbench:
         }
 
     def enter(self, experiment: str) -> None:
-        """Make this process work here, on this experiment."""
+        """Make this process use this folder and experiment."""
         os.environ.update(self.environment(experiment))
 
     def add_experiment(self, source: Path, name: str, overrides: list[str]) -> Experiment:

@@ -3,8 +3,8 @@
     artifacts/<kind>/<action key>/<attempt>/...files        any number of attempts, at most one survives
     artifacts/<kind>/<action key>/manifest.json             created exclusively; names the attempt that won
 
-Same action key, same work: `find` before working, `ArtifactWriter.commit` after. Whoever commits second adopts the
-first one's result.
+Equal action keys mean equal work: call `find_artifact` before the work, `ArtifactWriter.commit` after it. A second
+writer adopts the result of the first.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _READERS, _READ_AHEAD = 8, 32
 
 
 class Frozen(BaseModel):
-    """Base of the models that are written to disk: immutable, no unknown keys."""
+    """Base class of models on disk: immutable; unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -61,7 +61,7 @@ class ArtifactRef(Frozen):
 
     @property
     def short(self) -> str:
-        """Twelve digits of the content digest, for people."""
+        """Twelve digits of the content digest, for display."""
         return self.digest[:12]
 
 
@@ -73,7 +73,7 @@ class FileEntry(Frozen):
     """Bytes."""
     sha256: str
     digest: str | None
-    """Its share of the content digest; None for telemetry, which is outside it."""
+    """Digest that enters the content digest; None for telemetry, which does not."""
 
 
 class Manifest(Frozen):
@@ -91,7 +91,7 @@ class Manifest(Frozen):
     """The step's own slice of the experiment."""
     code_version: str
     meta: dict[str, Any]
-    """Small facts worth reading without opening a file."""
+    """Small facts that are readable without opening a file."""
     tool_versions: dict[str, str]
     created_unix: float
 
@@ -103,7 +103,7 @@ def content_digest(kind: str, schema_version: int, files: Sequence[FileEntry]) -
 
 
 class Artifact:
-    """Committed artifact, opened for reading. Each file is checked against the manifest on first use."""
+    """Committed artifact, opened for reading. The first use of a file checks it against the manifest."""
 
     def __init__(self, store: Store, manifest: Manifest) -> None:
         self.store = store
@@ -111,12 +111,12 @@ class Artifact:
 
     @property
     def ref(self) -> ArtifactRef:
-        """The reference to pass on."""
+        """Reference to this artifact."""
         return ArtifactRef(kind=self.manifest.kind, key=self.manifest.action_key, digest=self.manifest.content_digest)
 
     @property
     def meta(self) -> dict[str, Any]:
-        """Small facts of the manifest; those missing in old manifests are filled in."""
+        """Small facts of the manifest, with defaults for facts that old manifests lack."""
         return meta_of(self.manifest.kind, self.manifest.meta)
 
     def names(self) -> list[str]:
@@ -126,7 +126,7 @@ class Artifact:
     def path(self, name: str) -> Path:
         """Path of a verified local file.
 
-        Raises ArtifactMissing for an unknown name, ArtifactCorrupt when its bytes are not the committed ones.
+        Raises ArtifactMissing for an unknown name, ArtifactCorrupt if its bytes have changed.
         """
         entry = next((entry for entry in self.manifest.files if entry.path == name), None)
         if entry is None:
@@ -149,14 +149,14 @@ class Artifact:
         return path
 
     def directory(self) -> Path:
-        """Local directory with all files, verified, as an engine or `from_pretrained` loads it."""
+        """Local directory with all files, verified, for an engine or `from_pretrained`."""
         paths = [self.path(name) for name in self.names()]
         return paths[0].parents[len(Path(self.names()[0]).parts) - 1]
 
     def table(self, name: str, columns: list[str] | None = None) -> pa.Table:
         """Parquet file as a table; columns missing in old files are null.
 
-        Raises ArtifactCorrupt when it was committed as something else.
+        Raises ArtifactCorrupt if it is not a Parquet file with these columns.
         """
         path = self.path(name)
         try:
@@ -202,7 +202,7 @@ def find_artifact(store: Store, kind: str, key: str) -> Artifact | None:
 def _read_manifest(data: bytes, kind: str, key: str) -> Manifest:
     """Manifest at this place.
 
-    Raises ArtifactCorrupt for one that is damaged, changed or moved, SchemaError for one of another version.
+    Raises ArtifactCorrupt if it was damaged, changed or moved, SchemaError if it has another version.
     """
     import json
 
@@ -236,14 +236,14 @@ def open_artifact(store: Store, ref: ArtifactRef) -> Artifact:
         )
     if artifact.manifest.content_digest != ref.digest:
         raise ArtifactCorrupt(
-            f"{ref.uri} holds {artifact.ref.short}, but {ref.short} was asked for: this store is not the one the"
-            " reference came from"
+            f"{ref.uri} holds {artifact.ref.short}, not the requested {ref.short}: the reference comes from"
+            " another store"
         )
     return artifact
 
 
 def discard_artifact(store: Store, ref: ArtifactRef) -> None:
-    """Remove an artifact that nothing refers to, e.g. a snapshot of a finished training."""
+    """Remove an unreferenced artifact, e.g. a snapshot of a finished training."""
     store.discard(f"{ref.uri}/")
 
 
@@ -252,7 +252,7 @@ def list_artifacts(store: Store, kind: str | None = None) -> Iterator[Artifact]:
     prefix = f"artifacts/{kind}/" if kind else "artifacts/"
     paths = [key.split("/") for key in store.list(prefix)]
     names = [(parts[1], parts[2]) for parts in paths if len(parts) == 4 and parts[3] == MANIFEST]
-    # a remote store answers in tens of milliseconds: ask for several at once, but not for all when the caller stops
+    # a remote store replies in tens of milliseconds: request several at once, but not all, since the caller may stop
     # early
     with ThreadPoolExecutor(_READERS) as pool:
         for start in range(0, len(names), _READ_AHEAD):
@@ -283,10 +283,10 @@ class ArtifactWriter:
         self._parents, self._config, self._code_version = dict(parents), dict(config), code_version
         self._digests: dict[str, str | None] = {}
         self._uploading: str | None = None
-        """Where files go that no manifest can name yet."""
+        """Folder for files that no manifest can name yet."""
         self._stage = scratch_directory(store)
         self.directory = Path(self._stage.name)
-        """Where the caller may write files itself before naming them with `add_file`."""
+        """Folder in which the caller may write files before naming them with `add_file`."""
 
     def __enter__(self) -> Self:
         return self
@@ -295,7 +295,7 @@ class ArtifactWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._uploading is not None:
-            with suppress(StoreError):  # unreachable: `store gc` finds the files
+            with suppress(StoreError):  # the store is unreachable: `store gc` removes the files later
                 self._store.discard(self._uploading)
         self._stage.cleanup()
         if isinstance(error, OSError):
@@ -317,7 +317,7 @@ class ArtifactWriter:
         self._digests[name] = None if telemetry else sha256(data)
 
     def add_file(self, name: str, digest: str | None = None, *, telemetry: bool = False) -> None:
-        """Name a file already in `directory`. digest: of its content where the file format adds framing of its own
+        """Add a file that is already in `directory`. digest: of its content, if the file format adds framing
         (safetensors).
         """
         self._digests[name] = None if telemetry else digest or _file_sha256(self.directory / name)
@@ -325,7 +325,7 @@ class ArtifactWriter:
     def commit(self, meta: Mapping[str, Any] | None = None) -> Artifact:
         """Commit the staged files as an artifact.
 
-        If the same work was committed meanwhile, this attempt is dropped and the earlier artifact returned.
+        If an equal artifact was committed meanwhile, drop this attempt and return the earlier one.
         """
         attempt = uuid.uuid4().hex[:12]
         folder = f"artifacts/{self._kind}/{self._key}"
@@ -349,7 +349,7 @@ class ArtifactWriter:
         )
         body = manifest.model_dump_json(indent=1).encode()
         seal_attempt(self.directory, body)
-        self._uploading = None  # from here on the manifest may exist, whatever the next call answers
+        self._uploading = None  # from here on the manifest may exist, even if the next call fails
         failpoint("before-manifest")
         won = self._store.create(f"{folder}/{MANIFEST}", body)
         failpoint("after-manifest")
@@ -368,7 +368,7 @@ class ArtifactWriter:
 
 @functools.cache
 def tool_versions() -> dict[str, str]:
-    """Versions of packages that shape an artifact's bytes. Recorded, never part of a digest."""
+    """Versions of packages that affect an artifact's bytes. Recorded, but part of no digest."""
     found = {"python": platform.python_version()}
     for package in ("triplane", "torch", "pyarrow", "duckdb", "tokenizers", "dagster"):
         try:
@@ -384,7 +384,7 @@ def _file_sha256(path: Path) -> str:
 
 
 def _is_intact(path: Path, entry: FileEntry) -> bool:
-    """Whether the file has the committed bytes. Read once as long as it does not change."""
+    """Whether the file has the committed bytes; an unchanged file is read once."""
     stat = path.stat()
     try:
         return stat.st_size == entry.size and _has_digest(path, stat.st_mtime_ns, entry.sha256)
@@ -393,12 +393,12 @@ def _is_intact(path: Path, entry: FileEntry) -> bool:
 
 
 class _Differs(Exception):
-    """Raised and not returned: a cache keeps no exceptions, so a file that was mended is read again."""
+    """Raised instead of a False result: the cache keeps no exceptions, so a repaired file is read again."""
 
 
 @functools.lru_cache(maxsize=65_536)
 def _has_digest(path: Path, mtime_ns: int, sha256: str) -> bool:
-    """True for a file of this digest; raises _Differs for another. mtime_ns: the version of the file that was read."""
+    """Return True if the file has this digest, else raise _Differs. mtime_ns: version of the file, for the cache."""
     if _file_sha256(path) != sha256:
         raise _Differs
     return True

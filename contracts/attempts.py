@@ -1,4 +1,4 @@
-"""Notes of a writer in its stage, written before it touches the store, by which traces of a killed writer are found.
+"""Notes in a writer's stage, written before it changes the store, to find leftovers of a killed writer.
 
 <scratch>/stage-<owner>/.attempt     store, the artifact's folder, and the attempt whose files it writes there
 """
@@ -19,11 +19,11 @@ class AttemptNote:
     """One attempt at committing an artifact."""
 
     store: str
-    """URL."""
+    """URL of the store."""
     folder: str
-    """The artifact's, `artifacts/<kind>/<key>`."""
+    """Folder of the artifact, `artifacts/<kind>/<key>`."""
     attempt: str
-    """Name of the attempt's own folder below it."""
+    """Name of the attempt's folder below it."""
 
 
 def note_attempt(stage: Path, store: Store, folder: str, attempt: str) -> None:
@@ -32,7 +32,7 @@ def note_attempt(stage: Path, store: Store, folder: str, attempt: str) -> None:
 
 
 def read_note(stage: Path) -> AttemptNote | None:
-    """Note in a stage; None if there is none or it is incomplete (then nothing is in the store)."""
+    """Note in a stage; None if it is missing or incomplete (then the store has no files of the attempt)."""
     try:
         return AttemptNote(**json.loads((stage / _NOTE).read_text()))
     except (OSError, ValueError, TypeError):
@@ -40,7 +40,7 @@ def read_note(stage: Path) -> AttemptNote | None:
 
 
 def seal_attempt(stage: Path, manifest: bytes) -> None:
-    """Record that every file is in the store; from now on any process may complete the artifact with this manifest."""
+    """Record that the store has all files; from now on any process may complete the artifact with this manifest."""
     (stage / _SEAL).write_bytes(manifest)
 
 

@@ -6,7 +6,7 @@
     <|im_start|>assistant\\n                                                      environment tokens
     ...
 
-Markup is encoded by token id; text from outside is encoded with special tokens disabled, so no file content can close a
+Markup is encoded by token id; other text is encoded with special tokens disabled, so that no file content can close a
 turn.
 """
 
@@ -45,13 +45,13 @@ class ParsedTurn:
     """Tool calls in a policy's turn."""
 
     calls: tuple[ToolCallText, ...]
-    """In order; several are meant to run in parallel."""
+    """Calls in order; several calls run in parallel."""
     error: str | None
-    """Why the turn can't be executed, or None. One bad call spoils the turn."""
+    """Why the turn can't be executed, or None. One invalid call makes the whole turn invalid."""
 
 
 def render_call(call: ToolCallText, *, spaced: bool = False) -> str:
-    """The text of one call. spaced: Qwen's own layout, with newlines and blanks."""
+    """Text of one call. spaced: Qwen's layout, with newlines and blanks."""
     body = {"name": call.name, "arguments": dict(call.arguments)}
     if spaced:
         return f"{CALL_START}\n{json.dumps(body, ensure_ascii=False)}\n{CALL_END}"
@@ -59,7 +59,7 @@ def render_call(call: ToolCallText, *, spaced: bool = False) -> str:
 
 
 def parse_turn(text: str) -> ParsedTurn:
-    """Parse the tool calls of a turn's text (without its end token). A turn without calls ends the episode."""
+    """Tool calls in the text of a turn, without its end token. A turn without calls ends the episode."""
     calls: list[ToolCallText] = []
     for match in _CALL.finditer(text):
         try:
@@ -81,7 +81,7 @@ def parse_turn(text: str) -> ParsedTurn:
 
 
 class ChatTokenizer:
-    """A tokenizer that knows the chat markup. Thread-safe for reading."""
+    """Tokenizer with the chat markup. Thread-safe for reading."""
 
     def __init__(self, tokenizer: Tokenizer, *, spaced: bool = False) -> None:
         self._text = tokenizer
@@ -99,7 +99,7 @@ class ChatTokenizer:
 
     @classmethod
     def from_directory(cls, directory: Path, *, spaced: bool = False) -> ChatTokenizer:
-        """Load `tokenizer.json`. Raises SchemaError when it is absent or lacks the markup."""
+        """Load `tokenizer.json`. Raises SchemaError if it is missing or lacks the markup."""
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise SchemaError(f"{directory} has no tokenizer.json: is it a checkpoint directory?")
@@ -126,9 +126,7 @@ class ChatTokenizer:
         return self._encode([*parts, (TURN_START, True), ("assistant\n", False)])
 
     def environment_turn(self, responses: Sequence[str]) -> list[int]:
-        """Tokens that follow a policy's turn (which ended with its own end token): the tools' answers, in call
-        order.
-        """
+        """Tokens after a policy's turn and its end token: the tools' results, in call order."""
         glue = "\n" if self._spaced else ""
         parts: list[tuple[str, bool]] = [("\n", False), (TURN_START, True), ("user\n", False)]
         for index, response in enumerate(responses):
@@ -146,7 +144,9 @@ class ChatTokenizer:
         return self._encode([*parts, (TURN_END, True)])
 
     def _encode(self, parts: Sequence[tuple[str, bool]]) -> list[int]:
-        """Encode (text, is markup) parts; neighbouring texts are joined first, as encoding the whole string would."""
+        """Encode (text, is markup) parts. Adjacent texts are joined first, so that the result equals encoding the whole
+        string.
+        """
         ids: list[int] = []
         pending = ""
         for text, markup in parts:

@@ -21,8 +21,8 @@ from contracts.qwen3_moe import expert_names, parameter_shapes
 BLOCK = 128
 WEIGHTS = "model.safetensors"
 ForwardRecipe = Literal["w8", "w8a8-1x128", "full"]
-"""Which rounding the forward pass applies: weights, weights and activations, or none. Trainer and engine run the
-manifest's.
+"""Rounding of the forward pass: weights, weights and activations, or none. Trainer and engine use the manifest's
+recipe.
 """
 
 UNQUANTIZED = ("lm_head", "model.embed_tokens", "model.norm")
@@ -43,12 +43,11 @@ def quantization_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def ragged_sides(config: Mapping[str, Any]) -> dict[str, int]:
-    """Sides of quantized matrices that are no multiple of BLOCK, by what gives them in `config.json`, e.g.
-    {"hidden_size": 96}; empty: none.
+    """Sides of quantized matrices that are no multiple of BLOCK, by key or formula of `config.json`, e.g.
+    {"hidden_size": 96}.
 
-    A last, partial block is not read alike everywhere: transformers takes rows // (rows of scales) as the block's
-    height, so that 192 rows become two blocks of 96; vLLM and SGLang refuse such experts and such parts of a fused
-    projection.
+    Loaders disagree about a partial last block: transformers uses rows // (rows of scales) as the block's height, so
+    that 192 rows become two blocks of 96; vLLM and SGLang refuse such experts and such parts of a fused projection.
     """
     head = config["head_dim"]
     sides = {
@@ -66,9 +65,7 @@ def is_quantized(name: str) -> bool:
 
 
 def expected_tensors(config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name -> (safetensors dtype, shape) of every tensor that a checkpoint with this config.json must hold, no more and
-    no less.
-    """
+    """Name -> (safetensors dtype, shape) of exactly the tensors of a checkpoint with this config.json."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, shape in parameter_shapes(config).items():
         for single in expert_names(name, shape):

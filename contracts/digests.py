@@ -45,8 +45,8 @@ def digest_of(value: Any) -> str:
 def action_key(step: str, inputs: Mapping[str, str], config: Mapping[str, Any], code_version: str) -> str:
     """Action key of a step: equal keys mean equal work.
 
-    inputs: digests by role. config: the step's OWN slice, nothing more. code_version: bumped by hand when the step's
-    meaning changes.
+    inputs: digests by role. config: only the step's OWN slice. code_version: raised by hand if the step computes
+    something else.
     """
     return digest_of({"step": step, "inputs": dict(inputs), "config": dict(config), "code_version": code_version})
 

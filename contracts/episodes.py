@@ -1,6 +1,6 @@
 """Tables of episodes. An episode is one attempt at a task by a policy in a sandbox; its sequences contain the tokens.
 
-Text is a view of tokens: nothing re-tokenizes what a policy sampled.
+Text is decoded from tokens; sampled tokens are never tokenized again.
 """
 
 from __future__ import annotations
@@ -29,37 +29,39 @@ class Outcome(StrEnum):
 
     SOLVED = "solved"
     FAILED = "failed"
-    """Ended by what the policy did to its own sandbox; `Episode.failure` says what. Worth 0."""
+    """The policy broke its own sandbox; `Episode.failure` gives the cause. Scores 0."""
     COMPLETED = "completed"
-    """Ended by the policy, not graded yet: what rollouts write. Grading tells solved from failed."""
+    """The policy ended the episode; not graded yet. Rollouts write this outcome; grading decides between solved and
+    failed.
+    """
     TRUNCATED = "truncated"
-    """Out of tokens or turns."""
+    """The episode ran out of tokens or turns."""
     TIMED_OUT = "timed_out"
     FORMAT_ERROR = "format_error"
     """A tool call that can't be parsed ended the episode."""
     ABORTED = "aborted"
-    """Over-sampling: called off while it ran, since enough others of its group had arrived. Not scored; tokens up to
-    then are kept.
+    """Over-sampling: canceled while running, since enough others of its group had finished. Not scored; its tokens are
+    kept.
     """
     DROPPED = "dropped"
-    """Over-sampling: played to its end, not among those kept. Not scored; tokens are kept."""
+    """Over-sampling: finished, but not selected. Not scored; its tokens are kept."""
     INFRA_ERROR = "infra_error"
 
 
 STRAGGLERS = (Outcome.ABORTED, Outcome.DROPPED)
-"""Outcomes of over-sampled episodes that were not kept: a row each, no reward, no training."""
+"""Outcomes of over-sampled episodes that were not selected: they have rows, but no reward, and do not train."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Identity of an episode, which also seeds it. Independent of worker and time."""
+    """Identity and seed of an episode, independent of worker and time."""
 
     experiment: str
     iteration: str
     """Partition key such as "0003", or the name of an evaluation split."""
     group: str
-    """group_id of the group it belongs to: a task that is drawn twice has two groups. An evaluation, which has no
-    groups, names the task.
+    """group_id of the episode's group; a task that is drawn twice has two groups. Evaluations have no groups and use
+    the task's id.
     """
     task_id: str
     sample: int
@@ -117,8 +119,8 @@ EPISODES = pa.schema(
         ("final_diff", pa.binary()),
     ]
 )
-"""One row an episode. `failure` says why an episode failed, null for all other outcomes; `tool_calls.arguments` is
-canonical JSON; `image_digest` is that of the task's files; `final_state` digests what `final_diff` (git format) holds.
+"""One row per episode. `failure` is the cause of outcome failed, else null; `tool_calls.arguments` is canonical JSON;
+`image_digest` is the digest of the task's files, `final_state` that of `final_diff` (git format).
 """
 
 SEQUENCES = pa.schema(
@@ -131,8 +133,8 @@ SEQUENCES = pa.schema(
         ("policy_spans", pa.list_(_SPAN)),
     ]
 )
-"""One row a sequence; the three lists have equal length. `logprobs` (of the distribution really sampled from) is null
-off POLICY tokens.
+"""One row per sequence; the three lists have equal length. `logprobs`, under the sampling distribution, is null for
+tokens that are not POLICY.
 """
 
 TELEMETRY = pa.schema(
@@ -180,10 +182,10 @@ class Episode:
     task_id: str
     task_digest: str
     files_digest: str
-    """Of the files that the sandbox started from; the column `image_digest`."""
+    """Digest of the files that the sandbox started from; the column `image_digest`."""
     sample: int
     attempt: int
-    """Which attempt it was, from 0. Always 0 under the deterministic profile, where every attempt comes to the same;
+    """Number of the attempt, from 0. Always 0 under the deterministic profile, where all attempts give the same result;
     telemetry counts them.
     """
     seed: int
@@ -197,9 +199,9 @@ class Episode:
     final_diff: bytes
     sequences: list[TokenSequence]
     failure: str | None = None
-    """What ended an episode of outcome FAILED, for people."""
+    """Explanation of outcome FAILED."""
     telemetry: dict[str, Any] = field(default_factory=dict)
-    """Columns of TELEMETRY beside episode_id."""
+    """Columns of TELEMETRY, except episode_id."""
 
     @property
     def final_state(self) -> str:
@@ -283,9 +285,8 @@ def read_episodes(episodes: pa.Table, sequences: pa.Table) -> list[Episode]:
 
 
 def lacks_variance(values: Iterable[Hashable | None]) -> bool:
-    """Whether a group has nothing to compare: its graded members (not None) all have the same value, or there are none.
+    """Whether all graded members (not None) of a group have the same value, or there are none.
 
-    The one definition of variance: refills and the dataset both ask it, about what the hidden tests said of each member
-    (`solved`).
+    The only definition of variance, for refills and the dataset; it compares the hidden tests' results (`solved`).
     """
     return len({value for value in values if value is not None}) < 2

@@ -1,4 +1,4 @@
-"""Errors that a user reads: one line that names the thing and the fix."""
+"""Errors for users: one line with the thing and the fix."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ REFUSALS = {
     errno.ENFILE: "end some processes",
     errno.ENOMEM: "free some memory",
 }
-"""What a system may refuse whatever the program does, by errno, and what to do about it."""
+"""Fixes for system errors that the program can't prevent, by errno."""
 
 
 class TriplaneError(Exception):
-    """Base class of all errors that this project raises on purpose.
+    """Base class of the project's errors.
 
     Its message names the thing and, after a colon or a dash, the fix.
     """
@@ -47,11 +47,11 @@ class SchemaError(TriplaneError):
 
 
 class InfraFault(TriplaneError):
-    """An engine, a sandbox, a judge or their server failed, not the policy: retried, never scored."""
+    """An engine, a sandbox, a judge or their server failed, not the policy. Retried, never scored."""
 
 
 def describe(error: OSError) -> str:
-    """One line for an unexpected system error: what was refused, for which thing, and the fix."""
+    """One line for an unexpected system error: the failure, the thing, and the fix."""
     said = error.strerror or (os.strerror(error.errno) if error.errno else str(error))
     what = f"{error.filename}: {said}" if error.filename else " ".join(str(error).split()) or said
     return f"{what}: {REFUSALS.get(error.errno or 0, 'check it')}, then run the same command again"

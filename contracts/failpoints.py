@@ -4,7 +4,7 @@
     TRIPLANE_KILL_AT=group-committed:3     ... the third time
     TRIPLANE_FAIL_AT=store-write:2:ENOSPC  raise that OSError instead (EIO when no name is given), as a bad disk would
 
-Children inherit the variables and count for themselves. Unset, which is read once at import, a point costs one
+Children inherit the variables and count separately. The variables are read once, at import; if unset, a point costs one
 comparison.
 """
 
@@ -27,10 +27,10 @@ POINTS: Mapping[str, str] = {
     "store-write": "an object of a local store is about to be written",
     "artifact-staged": "an artifact's files are staged, none is in the store",
     "before-manifest": "an artifact's files are in the store, its manifest is not",
-    "after-manifest": "an artifact exists, what losing attempts left is not swept yet",
-    "multipart-under-way": "some of a large file's parts are on their way to S3",
+    "after-manifest": "an artifact exists, leftovers of losing attempts are not removed yet",
+    "multipart-under-way": "some parts of a large file are being uploaded to S3",
     "group-claimed": "a worker has claimed a group",
-    "group-sampled": "a group's episodes have ended and envd gave their diffs, nothing is committed",
+    "group-sampled": "a group's episodes have ended with their diffs, nothing is committed",
     "group-committed": "a group is committed",
     "evaluation-played": "an evaluation's episodes have ended, nothing is committed",
     "state-staged": "a trainer state or snapshot is written to its stage",
@@ -38,10 +38,10 @@ POINTS: Mapping[str, str] = {
     "checkpoint-staged": "a checkpoint's weights are written to their stage",
     "snapshot-committed": "a snapshot is committed, earlier ones are not dropped yet",
     "policy-promoted": "a policy went live, the decision about it is not recorded",
-    "artifact-described": "an artifact is committed, Dagster knows nothing of it",
+    "artifact-described": "an artifact is committed, Dagster has no record of it",
     "reference-written": "an asset's reference is in the store, Dagster has no event",
 }
-"""Every point and what is true there."""
+"""Points with the state of the work there."""
 
 
 @dataclass
@@ -50,13 +50,13 @@ class _Order:
 
     name: str
     left: int
-    """Arrivals until it happens."""
+    """Arrivals until the action."""
     error: int | None
     """errno to raise; None: SIGKILL."""
 
 
 def failpoint(name: str) -> None:
-    """Kill the process or raise here if the environment says so. name: one of POINTS."""
+    """Kill the process or raise here if an environment variable requests it. name: one of POINTS."""
     if _ORDERED:
         _arrive(name)
 
@@ -91,7 +91,9 @@ def _arrive(name: str) -> None:
 
 @functools.cache
 def _orders() -> list[_Order]:
-    """Orders of the environment; read late, so that a malformed one is a one-line error and not an import error."""
+    """Orders from the environment; parsed late, so that a malformed one is a one-line error instead of an import
+    error.
+    """
     return [parse_order(each, os.environ[each]) for each in (KILL_VARIABLE, FAIL_VARIABLE) if os.environ.get(each)]
 
 

@@ -3,8 +3,8 @@
     <base>/tmp/              partial downloads and staging
     <base>/<place>/<key>     complete copies, read-only
 
-What was not used for longest goes first. What was used within `keep_s` never goes: some process may be about to open
-it.
+The least recently used copies are removed first. Copies used within `keep_s` are never removed: a process may be about
+to open them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from contracts.owned import is_leftover, owned_name
 DEFAULT_GB = 20.0
 KEEP_S = 3600.0
 PARTIAL = "part-"
-"""How the names of unfinished copies begin."""
+"""Prefix of the names of unfinished copies."""
 
 
 class FileCache:
@@ -41,7 +41,7 @@ class FileCache:
         path = self._root / key
         try:
             status = path.stat()
-            # the access time alone: readers recognize a file that they have checked before by its modification time
+            # set only the access time: readers recognize a checked file by its modification time
             os.utime(path, ns=(time.time_ns(), status.st_mtime_ns))
         except FileNotFoundError:
             return None
@@ -59,9 +59,7 @@ class FileCache:
                 partial.unlink(missing_ok=True)
 
     def adopt(self, key: str, source: Path) -> None:
-        """Use `source`, which was just uploaded and does not change, as the copy of `key`, by a hard link if
-        possible.
-        """
+        """Use `source`, an immutable file that was just uploaded, as the copy of `key`, by a hard link if possible."""
         partial = self.scratch / f"{PARTIAL}{owned_name()}"
         try:
             os.link(source, partial)
@@ -84,7 +82,7 @@ class FileCache:
     def sweep(self) -> None:
         """Bring the cache below its limit, and remove incomplete copies of killed processes.
 
-        Safe beside other processes.
+        Safe to run concurrently.
         """
         now, files = time.time(), sorted(self._files())
         excess = sum(size for _, size, _ in files) - self._limit
@@ -120,7 +118,7 @@ class FileCache:
             self.sweep()
 
     def _files(self) -> Iterator[tuple[float, int, Path]]:
-        """(time of last use, bytes, path) of every copy of every place."""
+        """(time of last use, bytes, path) of all copies in all places."""
         for folder, names, files in os.walk(self._base):
             if Path(folder) == self._base:
                 names[:] = [name for name in names if name != self.scratch.name]
@@ -160,7 +158,7 @@ class FileCache:
 def cache_base() -> Path:
     """Folder of the cache: $TRIPLANE_CACHE, else one of this user in the system's temporary folder.
 
-    Raises StoreError when that is somebody else's.
+    Raises StoreError if it belongs to another user.
     """
     chosen = os.environ.get("TRIPLANE_CACHE")
     if chosen:

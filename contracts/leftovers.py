@@ -1,8 +1,8 @@
 """Find and remove what killed processes left in a store: stages, incomplete copies, files of uncommitted attempts.
 
-Only what is known to be abandoned: its process ran on this machine and is gone, or it is of elsewhere and a day old. An
-attempt whose files had all arrived is completed, which is safe even when its writer's last request is still on its way;
-of any other the files are removed. Safe beside other processes, live or sweeping.
+Only abandoned files are removed: their process ran on this machine and has ended, or they are from elsewhere and a day
+old. An attempt with all files in the store is completed, which is safe even if its writer's last request is still on
+its way; the files of other attempts are removed. Safe to run concurrently, also with writers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from contracts.store import STAGE, Store
 
 
 def sweep_leftovers(store: Store) -> None:
-    """Remove what dead processes left. Raises StoreError."""
+    """Remove leftovers of dead processes. Raises StoreError."""
     for entry in leftovers(store):
         sweep_leftover(entry, store)
 
@@ -42,7 +42,7 @@ def sweep_leftover(entry: Path, store: Store) -> None:
 
 
 def sweep_once(store: Store) -> None:
-    """Call `sweep_leftovers` the first time that this process opens this store."""
+    """Call `sweep_leftovers` once per process and store."""
     done = _swept(store.url)
     if not done:
         done.append(None)
@@ -69,7 +69,7 @@ def _sweep_stage(stage: Path, store: Store) -> None:
     note = read_note(stage)
     if note is not None and note.store != store.url:
         if time.time() - stage.lstat().st_mtime < ABANDONED_S:
-            return  # its files are elsewhere: whoever works there settles them
+            return  # the attempt belongs to another store, whose users settle it
     elif note is not None:
         _settle(note, read_seal(stage), store)
     remove(stage)
@@ -83,7 +83,7 @@ def _settle(note: AttemptNote, manifest: bytes | None, store: Store) -> None:
     try:
         winner = find_artifact(store, kind, key)
     except (ArtifactCorrupt, SchemaError):
-        return  # which attempt won can't be told: its reader will say what is wrong
+        return  # unreadable manifest: keep the files; readers report the damage
     if winner is None or winner.manifest.attempt != note.attempt:
         store.discard(f"{note.folder}/{note.attempt}/")
 

@@ -3,8 +3,8 @@ recognized.
 
     <prefix><machine>.<pid>.<start>.<random>
 
-machine: of the boot and the pid namespace; start: of the process, since pids are reused. Only what a process of this
-machine left is known to be abandoned; beside other machines nothing is touched.
+machine: digest of the boot and the pid namespace; start: start time of the process, since pids are reused. Only
+leftovers of this machine's processes are recognized; those of other machines are never touched.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Fate = Literal["alive", "gone", "unknown"]
 _UNSEEN_START = "0"
 _SHORT = Path("/tmp")
 _SOCKET_PATH = 107
-"""Bytes of a socket's whole path: Linux takes no more (unix(7))."""
+"""Maximum bytes of a socket's path on Linux (unix(7))."""
 ABANDONED_S = 24 * 3600.0
-"""Age in seconds from which what no process of this machine owns was left by a killed one."""
+"""Age in seconds above which files without an owner on this machine count as leftovers."""
 _NAME = re.compile(r"(?P<machine>[0-9a-f]{6})\.(?P<pid>\d+)\.(?P<start>\d+)\.[A-Za-z0-9_]+")
 
 
@@ -44,11 +44,10 @@ def owned_directory(prefix: str, parent: Path | None = None) -> tempfile.Tempora
 
 
 def socket_directory(prefix: str, socket_name: int) -> Path:
-    """A folder of this process's own that sockets go to: where temporary files go, or in /tmp where a socket's path
-    would be too long.
+    """Folder of this process for sockets: in the temporary folder, or in /tmp if a socket's path would be too long.
 
-    socket_name: bytes of the longest socket's name. What dead processes left under the same prefix is removed first;
-    the caller removes this one.
+    socket_name: bytes of the longest socket's name. First removes leftovers of dead processes with the same prefix; the
+    caller removes the new folder.
     """
     usual, name = Path(tempfile.gettempdir()), f"{prefix}{owned_name()}"
     for parent in {usual, _SHORT}:
@@ -60,7 +59,7 @@ def socket_directory(prefix: str, socket_name: int) -> Path:
 
 
 def fate_of_owner(name: str, prefix: str = "") -> Fate:
-    """State of the process that a name belongs to. unknown: a foreign name, another machine, or not visible."""
+    """State of the process that owns a name. unknown: a foreign name, another machine, or not visible."""
     found = _NAME.match(name.removeprefix(prefix)) if name.startswith(prefix) else None
     if found is None or found["machine"] != _machine() or found["start"] == _UNSEEN_START:
         return "unknown"
@@ -76,8 +75,8 @@ def is_abandoned(name: str, prefix: str = "") -> bool:
 
 
 def is_leftover(name: str, age_s: float, *prefixes: str) -> bool:
-    """Whether something of this age and name may be removed: its process has ended, or it is old and has no owner
-    here.
+    """Whether a file of this age and name may be removed: its process has ended, or it is old and has no owner on this
+    machine.
     """
     fates = {fate_of_owner(name, prefix) for prefix in prefixes}
     return "gone" in fates or ("alive" not in fates and age_s > ABANDONED_S)
@@ -95,13 +94,13 @@ def abandoned(parent: Path, prefix: str = "") -> Iterator[Path]:
 
 
 def sweep_abandoned(parent: Path, prefix: str = "") -> None:
-    """Remove what dead processes left in `parent`. Safe to run concurrently."""
+    """Remove leftovers of dead processes in `parent`. Safe to run concurrently."""
     for entry in abandoned(parent, prefix):
         remove(entry)
 
 
 def remove(entry: Path) -> None:
-    """Remove a file or folder; ignores one that is gone or belongs to another user."""
+    """Remove a file or folder; ignore it if it is gone or belongs to another user."""
     if entry.is_dir() and not entry.is_symlink():
         shutil.rmtree(entry, ignore_errors=True)
     else:
@@ -111,7 +110,7 @@ def remove(entry: Path) -> None:
 
 @functools.lru_cache(maxsize=4)
 def _owner(pid: int) -> str:
-    # without /proc no owner can be looked up: a machine that matches none
+    # without /proc owners are unknown: use a name that matches no machine
     return f"{_machine() or 'unseen'}.{pid}.{start_of(pid) or _UNSEEN_START}"
 
 

@@ -6,8 +6,8 @@
     src/**/data/    everything below any directory data in src       **: any number of directories; a slash at its end:
                     directories only
 
-`*`, `?` and `[...]` stay within one name. A pattern that names a directory names everything below it. Nothing is taken
-back (`!`).
+`*`, `?` and `[...]` match within one name. A pattern that matches a directory selects everything below it. There is no
+negation (`!`).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from collections.abc import Iterable, Sequence
 
 MAX_PATTERNS = 32
 MAX_LENGTH = 256
-"""Characters of a pattern."""
+"""Maximum characters of a pattern."""
 _ANY_DEPTH = "**"
 _REMEMBERED = 4096
-"""Directories whose state is kept while paths are looked at."""
+"""Number of cached states of directories."""
 _State = tuple[tuple[int, int], ...] | None
-"""Where a path may go on in which pattern; None: everything below is named."""
+"""Positions in the patterns at which a path may continue; None: everything below is selected."""
 
 
 class PathPatterns:
     """Matcher of paths, in time linear in the path's length.
 
-    Raises ValueError, in one line with the fix, for a pattern that is none or for too many.
+    Raises ValueError, with a one-line message and fix, for an invalid pattern or too many patterns.
     """
 
     def __init__(self, patterns: Sequence[str]) -> None:
@@ -62,7 +62,7 @@ class PathPatterns:
         return state
 
     def _next(self, state: Iterable[tuple[int, int]], name: str, *, is_directory: bool) -> _State:
-        """After one more name of the path."""
+        """State after one more name of the path."""
         found: set[tuple[int, int]] = set()
         for index, at in state:
             parts, only_directories = self._patterns[index]
@@ -78,7 +78,7 @@ class PathPatterns:
         return self._closed(found) if found else ()
 
     def _closed(self, found: set[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-        """With what `**` may pass over."""
+        """State with the positions that `**` may skip."""
         for index, at in tuple(found):
             parts = self._patterns[index][0]
             while parts[at] is None:
@@ -88,7 +88,7 @@ class PathPatterns:
 
 
 _Parts = tuple[list[re.Pattern[str] | None], bool]
-"""A pattern's names, None for `**`, never the last; and whether only directories are named."""
+"""A pattern's names, with None for `**`, which is never last; and whether it selects only directories."""
 
 
 def _parts(pattern: str) -> _Parts:
@@ -96,8 +96,8 @@ def _parts(pattern: str) -> _Parts:
     names = plain.lstrip("/").split("/")
     if not pattern.isprintable() or len(pattern) > MAX_LENGTH or pattern.startswith("!") or "\\" in pattern:
         raise ValueError(
-            f"artifact {pattern[:80]!r} may have {MAX_LENGTH} printable characters, no backslash and no ! at its start:"
-            " name what is wanted"
+            f"artifact {pattern[:80]!r} may have {MAX_LENGTH} printable characters, no backslash and no leading !:"
+            " select the wanted files"
         )
     if {"", ".", ".."} & set(names) or any(_ANY_DEPTH in name and name != _ANY_DEPTH for name in names):
         raise ValueError(
@@ -111,5 +111,5 @@ def _parts(pattern: str) -> _Parts:
     try:
         found = [None if name == _ANY_DEPTH else re.compile(fnmatch.translate(name)) for name in names]
     except re.error as error:
-        raise ValueError(f"artifact {pattern[:80]!r} holds a wrong [...]: {error}") from error
+        raise ValueError(f"artifact {pattern[:80]!r} has an invalid [...]: {error}") from error
     return found, pattern.endswith("/")

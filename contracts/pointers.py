@@ -1,4 +1,4 @@
-"""Mutable names for immutable content: exclusively created numbered files; the highest number is the value."""
+"""Mutable names for immutable content: numbered files, created exclusively; the highest number holds the value."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Pointer:
         return self._read(keys[-1]) if keys else None
 
     def current_of_few(self) -> PointerEntry | None:
-        """Like `current`, for pointers that rarely have a second value: reads the first two numbers, since S3 lists
-        slowly.
+        """Like `current`, for pointers that rarely have a second value: reads the first two numbers, since listing S3
+        is slow.
         """
         first = self._find(1)
         return self.current() if first is not None and self._store.exists(self._key(2)) else first
@@ -45,7 +45,7 @@ class Pointer:
     def advance(self, value: dict[str, Any], expected_number: int) -> bool:
         """Set `value` if the current number is still `expected_number` (0: never set).
 
-        False when someone else was first.
+        Returns False if another writer was first.
         """
         return self._store.create(self._key(expected_number + 1), canonical_json(value))
 
@@ -66,6 +66,6 @@ class Pointer:
 
 
 def pointer_folders(store: Store, folder: str) -> list[str]:
-    """First parts of the names of all pointers below `folder`, sorted, e.g. the partitions of an asset."""
+    """Sorted names directly below `folder`, e.g. the partitions of an asset."""
     prefix = f"pointers/{folder}/"
     return sorted({key.removeprefix(prefix).split("/")[0] for key in store.list(prefix)})

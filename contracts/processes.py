@@ -14,9 +14,7 @@ def boot_id() -> str | None:
 
 
 def pid_space() -> str | None:
-    """This boot and this pid namespace, within which a pid and its start name one process; None where the system has no
-    /proc.
-    """
+    """This boot and pid namespace, within which pid and start time identify a process; None without /proc."""
     boot = boot_id()
     try:
         return None if boot is None else f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -29,7 +27,7 @@ def start_of(pid: int) -> str | None:
 
     Source: proc(5), field 22 of stat.
 
-    Raises OSError when that can't be asked: no descriptor is left, for one.
+    Raises OSError if /proc can't be read, e.g. for lack of descriptors.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

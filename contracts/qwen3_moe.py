@@ -1,6 +1,6 @@
-"""The architecture of Qwen3-MoE: the numbers of its config.json, and the shape of every weight they imply.
+"""Architecture of Qwen3-MoE: the numbers in its config.json, and the resulting shape of every weight.
 
-Trainer, exported checkpoints and the built-in engine all read it here.
+Shared by trainer, exported checkpoints and the built-in engine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contracts.errors import SchemaError
 
 @dataclass(frozen=True)
 class Architecture:
-    """The numbers of config.json that shape the forward pass."""
+    """Numbers of config.json that define the forward pass."""
 
     vocabulary: int
     hidden: int
@@ -33,7 +33,7 @@ class Architecture:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Architecture:
-        """The architecture that a config.json describes. Raises SchemaError naming the first key it lacks."""
+        """Architecture from a config.json. Raises SchemaError with the first missing key."""
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         try:
             return cls(
@@ -87,7 +87,7 @@ def parameter_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def expert_names(name: str, shape: tuple[int, ...]) -> list[str]:
-    """Exported names of the matrices behind a parameter: one, or one an expert."""
+    """Exported names of a parameter's matrices: one, or one per expert."""
     if len(shape) < 3:
         return [name]
     return [name.replace(".experts.", f".experts.{index}.") for index in range(shape[0])]

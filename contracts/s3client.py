@@ -1,4 +1,4 @@
-"""S3 client: one a process, conditional writes by default, errors for users."""
+"""S3 client: one per process, with conditional writes by default and readable errors."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
 CONNECTIONS = 32
-"""At most so many requests of one process at once; further ones wait."""
+"""Maximum concurrent requests of one process; further requests wait."""
 CONNECT_S, READ_S = 5.0, 60.0
 """Seconds to wait for a connection, and for the next byte."""
 ATTEMPTS = 5
-"""Tries of one request; with standard backoff (up to 1, 2, 4, 8 s) a dead endpoint is given up within 15 s of
-waiting.
+"""Attempts of one request. With standard backoff (up to 1, 2, 4, 8 s) the pauses for a dead endpoint total at most 15
+s.
 """
 
 _MISSING = ("404", "NoSuchKey", "NotFound")
@@ -54,7 +54,7 @@ _ELSEWHERE = ("301", "PermanentRedirect", "AuthorizationHeaderMalformed", "Illeg
 def connect(*, conditional: bool = True) -> S3Client:
     """Client for the current AWS_* variables. Raises StoreError if they are invalid.
 
-    conditional: every PutObject and CompleteMultipartUpload that it sends holds only if the key is new.
+    conditional: every PutObject and CompleteMultipartUpload succeeds only if the key is new.
     """
     environment = tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith("AWS_")))
     return _connect(os.getpid(), environment, conditional)
@@ -102,7 +102,7 @@ def is_refused(error: ClientError | BotoCoreError) -> bool:
 
 
 def explain(error: ClientError | BotoCoreError, url: str, key: str, endpoint: str) -> StoreError:
-    """Error to raise instead, with the thing and the fix. url: of the store."""
+    """StoreError or ArtifactMissing for an S3 error, with the thing and the fix. url: of the store."""
     code, bucket = code_of(error), url.removeprefix("s3://").partition("/")[0]
     if is_missing(error):
         return ArtifactMissing(f"store {url} has no {key}")

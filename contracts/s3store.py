@@ -1,4 +1,4 @@
-"""S3 implementation of `contracts.store`: one object a key, exclusive creation by conditional writes, a local read
+"""S3 implementation of `contracts.store`: one object per key, exclusive creation by conditional writes, a local read
 cache.
 
 create -> s3write (conditional; above 64 MiB in parts)      local_path -> filecache, else a streamed download
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 READS = 4
-"""Tries of one download whose stream breaks off (a request that gets no answer is tried again by the client itself)."""
+"""Attempts of one download whose stream breaks off (the client itself retries requests without a reply)."""
 READ_PAUSE_S = 0.2
-"""Mean pause after a first broken download; `backoff_s` gives the next ones."""
+"""Mean pause after the first broken download, in seconds; `backoff_s` gives later pauses."""
 BROKEN_STREAM = (FlexibleChecksumError, IncompleteReadError, ReadTimeoutError, ResponseStreamingError)
 _CHUNK = 2**20
 _PROBE = "tmp/conditional-writes"
@@ -48,9 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 class S3Store:
-    """A store in an S3 bucket (or any server that speaks S3 with `If-None-Match` on PutObject and
-    CompleteMultipartUpload).
-    """
+    """A store in an S3 bucket, or on any S3 server with `If-None-Match` on PutObject and CompleteMultipartUpload."""
 
     def __init__(self, bucket: str, prefix: str) -> None:
         if not bucket:
@@ -68,7 +66,7 @@ class S3Store:
 
     @property
     def scratch(self) -> Path:
-        """See Store.scratch. On the cache's disk, so that what is uploaded is cached without a copy."""
+        """See Store.scratch. On the cache's disk, so that uploads are cached without copying."""
         return self._cache.scratch
 
     def create(self, key: str, data: bytes, *, cached: bool = False) -> bool:
@@ -153,7 +151,7 @@ class S3Store:
         self._cache.forget(key)
 
     def discard(self, prefix: str) -> None:
-        """See Store.discard. Uploads that may not be listed are left to the bucket's lifecycle rule."""
+        """See Store.discard. Without permission to list uploads, they are left to the bucket's lifecycle rule."""
         keys = self.list(prefix)
         with self._explained(prefix):
             delete_all(self._client, self._bucket, [self._prefix + key for key in keys])
@@ -180,7 +178,7 @@ class S3Store:
         return create_object(self._client, self._bucket, self._prefix + key, source)
 
     def _prove(self) -> None:
-        """Raise StoreError if the server overwrites objects: some old ones ignore If-None-Match, so that two writers
+        """Raise StoreError if the server overwrites objects: old servers ignore If-None-Match, so that two writers
         would collide.
         """
         probe = self._prefix + _PROBE
@@ -191,7 +189,7 @@ class S3Store:
             )
 
     def _own(self, name: str) -> str:
-        """Key in the store of an object."""
+        """Store key of an object."""
         return name[len(self._prefix) :]
 
     def _object(self, key: str) -> GetObjectOutputTypeDef:
@@ -225,7 +223,7 @@ def _sha256(found: GetObjectOutputTypeDef) -> str:
 
 
 def _patiently(read: Callable[[], T]) -> T:
-    """Result of `read`, retried if the stream breaks off or arrives damaged."""
+    """Result of `read`, which is retried if the stream breaks off or is damaged."""
     for attempt in range(1, READS):
         try:
             return read()

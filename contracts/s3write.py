@@ -1,7 +1,7 @@
-"""Exclusive creation on S3: the first writer is known even if the reply to the deciding request was lost.
+"""Exclusive creation on S3, which identifies the first writer even after a lost reply.
 
-Every object carries a token of its writer in its metadata. When a write ends without a clear answer, or with "it
-exists" (perhaps because a retry met what its own first try had written), the object there is asked whose it is.
+Every object's metadata contains a token of its writer. After a write without a clear reply, or with the reply "exists"
+(perhaps to the retry of a successful request), the token shows whose object it is.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ def _megabytes(variable: str, default: float) -> int:
 WRITER = "writer"
 """Metadata field `x-amz-meta-writer`."""
 MULTIPART_BYTES = _megabytes("TRIPLANE_S3_MULTIPART_MB", 64.0)
-"""Files above this go up, and come down, in parts."""
+"""Size in bytes above which files are uploaded and downloaded in parts."""
 PART_BYTES = 16 * 2**20
 PARTS_AT_ONCE = 8
 DELETED_AT_ONCE = 1000
-"""S3's own bound."""
+"""S3's limit of objects per request."""
 CONFLICTS = 6
-"""Tries when S3 asks to try again since another writer of the key is under way."""
+"""Attempts if S3 reports a concurrent writer of the key."""
 CONFLICT_PAUSE_S = 0.05
-"""Mean pause after a first conflict; `backoff_s` gives the next ones."""
+"""Mean pause after the first conflict, in seconds; `backoff_s` gives later pauses."""
 
 _log = logging.getLogger(__name__)
 _LOST = ("PreconditionFailed", "412")
@@ -88,7 +88,7 @@ def create_object(client: S3Client, bucket: str, key: str, source: bytes | Path)
 
 
 def transfers(client: S3Client) -> TransferManager:
-    """Transfer large files in parts, a few at once. Context manager."""
+    """Context manager for the transfer of large files in parts, a few at once."""
     config = TransferConfig(
         multipart_threshold=MULTIPART_BYTES,
         multipart_chunksize=PART_BYTES,
@@ -100,7 +100,7 @@ def transfers(client: S3Client) -> TransferManager:
 
 
 def delete_all(client: S3Client, bucket: str, keys: Sequence[str]) -> None:
-    """Delete objects, a thousand a request; ignores missing ones. Raises ClientError, BotoCoreError."""
+    """Delete objects, a thousand per request; ignore missing ones. Raises ClientError, BotoCoreError."""
     for start in range(0, len(keys), DELETED_AT_ONCE):
         some = keys[start : start + DELETED_AT_ONCE]
         answer = client.delete_objects(Bucket=bucket, Delete={"Objects": [{"Key": key} for key in some], "Quiet": True})
@@ -121,7 +121,7 @@ def list_uploads(client: S3Client, bucket: str, prefix: str) -> list[MultipartUp
 
 
 def abort_upload(client: S3Client, bucket: str, key: str, upload_id: str) -> None:
-    """Abort a multipart upload; ignores one that has ended. Raises ClientError, BotoCoreError."""
+    """Abort a multipart upload; ignore it if it has ended. Raises ClientError, BotoCoreError."""
     try:
         client.abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload_id)
     except ClientError as error:
@@ -148,17 +148,19 @@ def _send(client: S3Client, bucket: str, key: str, source: bytes | Path, token: 
 
 
 def _abort_others(client: S3Client, bucket: str, key: str) -> None:
-    """Abort other uploads to a key that now exists: of losing writers, or of a first request whose reply was lost."""
+    """Abort other uploads to a key that now exists: those of losing writers, or of a first request with a lost
+    reply.
+    """
     try:
         for upload in list_uploads(client, bucket, key):
             if upload["Key"] == key:
                 abort_upload(client, bucket, key, upload["UploadId"])
     except (ClientError, BotoCoreError) as error:
-        _log.warning("uploads to %s that never ended stay until `triplane store gc`: %s", key, error)
+        _log.warning("unfinished uploads to %s stay until `triplane store gc`: %s", key, error)
 
 
 def _is_open(error: ClientError | BotoCoreError) -> bool:
-    """Whether the object may be ours in spite of this error."""
+    """Whether this call may have created the object despite the error."""
     if not isinstance(error, ClientError):
         return True
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
@@ -166,7 +168,7 @@ def _is_open(error: ClientError | BotoCoreError) -> bool:
 
 
 def _writer(client: S3Client, bucket: str, key: str) -> str | None:
-    """Token of the object's writer, "" for another program, None if there is no object."""
+    """Token of the object's writer; "" if another program wrote it, None if there is no object."""
     try:
         return client.head_object(Bucket=bucket, Key=key)["Metadata"].get(WRITER, "")
     except ClientError as error:

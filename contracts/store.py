@@ -1,7 +1,7 @@
 """`Store`: a flat map from key to immutable bytes, in a local directory or an S3 bucket.
 
-Keys are relative POSIX paths. Nothing overwrites: `create` is exclusive and atomic (hard link locally, `If-None-Match:
-*` on S3), so a reader sees a whole object or none, whoever dies while writing.
+Keys are relative POSIX paths. Nothing is overwritten: `create` is exclusive and atomic (hard link locally,
+`If-None-Match: *` on S3). So a reader sees a whole object or none, even if a writer is killed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from contracts.owned import owned_directory, owned_name
 
 DEFAULT_STORE = ".triplane/store"
 STAGE = "stage-"
-"""How the names of staging directories begin."""
+"""Prefix of the names of staging directories."""
 _KEY = re.compile(r"[A-Za-z0-9_.=@+-]+(/[A-Za-z0-9_.=@+-]+)*")
 
 
@@ -37,12 +37,12 @@ class Entry:
     size: int
     """Bytes."""
     modified_unix: float
-    """When it was created."""
+    """Time of creation."""
 
 
 @dataclass(frozen=True)
 class Upload:
-    """Parts of a large file whose upload began and did not end. They take space and are not a key."""
+    """Parts of a large file whose upload has not ended. They take space, but are not readable under a key."""
 
     key: str
     started_unix: float
@@ -54,7 +54,7 @@ class Store(Protocol):
 
     @property
     def url(self) -> str:
-        """URL with which `open_store` opens this store again."""
+        """URL of this store for `open_store`."""
 
     @property
     def scratch(self) -> Path:
@@ -63,7 +63,7 @@ class Store(Protocol):
     def create(self, key: str, data: bytes, *, cached: bool = False) -> bool:
         """Write `data` under `key` unless it exists. Returns True if this call created it.
 
-        cached: keep a copy where `local_path` finds it, of what this machine will soon read again.
+        cached: also put a copy into the cache of `local_path`, if this machine will soon read it.
         """
 
     def create_file(self, key: str, source: Path) -> bool:
@@ -97,21 +97,21 @@ class Store(Protocol):
         """Incomplete uploads, including those in progress, sorted by key."""
 
     def abort(self, upload: Upload) -> None:
-        """Abort an upload; ignores one that has ended."""
+        """Abort an upload; ignore it if it has ended."""
 
     def delete(self, key: str) -> None:
-        """Remove `key`; ignores a missing one. Only for keys that no manifest names."""
+        """Remove `key`; ignore a missing key. Only for keys that no manifest names."""
 
     def discard(self, prefix: str) -> None:
         """Remove every key that starts with `prefix`, and incomplete uploads to such keys.
 
-        Only for what a dead writer left.
+        Only for leftovers of dead writers.
         """
 
     def forget(self, key: str) -> bool:
         """Drop a cached download of `key`, so that `local_path` fetches it again.
 
-        False when there is none: what it gave is the original.
+        Returns False if there is none, because `local_path` returned the original.
         """
 
 
@@ -135,7 +135,7 @@ def open_store(url: str | None = None) -> Store:
 
 
 def check_key(key: str) -> str:
-    """Return `key` if it is well-formed. Raises StoreError for one that climbs or starts with a slash."""
+    """Return `key` if it is well-formed. Raises StoreError if it contains `..` or starts with a slash."""
     if not _KEY.fullmatch(key) or any(part in (".", "..") for part in key.split("/")):
         raise StoreError(f"store key {key!r} is not a relative path of letters, digits and _.=@+-")
     return key
@@ -144,7 +144,7 @@ def check_key(key: str) -> str:
 class LocalStore:
     """A store in a directory.
 
-    Writers fill a file under `tmp/` and link it to its place; a killed writer leaves only that.
+    Writers fill a file under `tmp/` and link it to its place; a killed writer leaves only a temporary file.
     """
 
     def __init__(self, root: Path) -> None:
@@ -155,7 +155,7 @@ class LocalStore:
 
     @property
     def url(self) -> str:
-        """The directory, absolute."""
+        """Absolute path of the directory."""
         return str(self._root)
 
     @property
@@ -229,14 +229,14 @@ class LocalStore:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def uploads(self) -> Sequence[Upload]:
-        """See Store.uploads. Files come whole here."""
+        """See Store.uploads. Always empty: files are created whole."""
         return ()
 
     def abort(self, upload: Upload) -> None:
-        """See Store.abort. There is none."""
+        """See Store.abort. Does nothing."""
 
     def delete(self, key: str) -> None:
-        """See Store.delete. Folders left empty go too."""
+        """See Store.delete. Also removes empty folders."""
         path = self._root / check_key(key)
         path.unlink(missing_ok=True)
         for parent in path.parents:
@@ -285,7 +285,7 @@ class LocalStore:
 def readable_errors(root: Path, what: str = "store", variable: str = "TRIPLANE_STORE") -> Iterator[None]:
     """Convert system errors of a full, broken or forbidden disk to StoreError with the fix.
 
-    root: the folder to name; what: it is; variable: tells it to be elsewhere.
+    root: folder for the message; what: its name; variable: environment variable that moves it.
     """
     try:
         yield
@@ -305,7 +305,7 @@ def readable_errors(root: Path, what: str = "store", variable: str = "TRIPLANE_S
 
 @contextmanager
 def staging_errors(store: Store) -> Iterator[None]:
-    """Like `readable_errors`, for a store's scratch folder, which is the cache beside a remote store."""
+    """Like `readable_errors`, for a store's scratch folder, which is in the cache for a remote store."""
     beside = store.url == str(store.scratch.parent)
     variable = "TRIPLANE_STORE" if beside else "TRIPLANE_CACHE"
     with readable_errors(store.scratch, "store's folder" if beside else "cache", variable):

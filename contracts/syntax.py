@@ -6,7 +6,7 @@ import ast
 import threading
 
 _ONE_AT_A_TIME = threading.Lock()
-"""CPython before 3.11.8 and 3.12.2 counts the depth of all threads in one place and then raises SystemError
+"""CPython before 3.11.8 and 3.12.2 shares the recursion depth between threads and then raises SystemError
 (python/cpython#106905).
 """
 

@@ -37,13 +37,13 @@ TASKS = pa.schema(
         ("checks", pa.string()),
     ]
 )
-"""One row a task; `files` and `hidden_files` are sorted by path, `meta` is canonical JSON, with the deliverables of a
-task that declares any. `checks` is canonical JSON too, null where none are proven; older suites lack the column.
+"""One row per task; `files` and `hidden_files` are sorted by path, `meta` is canonical JSON, including declared
+deliverables. `checks` is canonical JSON, or null if none are proven; older suites lack the column.
 """
 
 
 _DELIVERABLES = "artifacts"
-"""Key of the deliverables in `meta`, as stored suites have it."""
+"""Key of the deliverables in `meta` of stored suites."""
 
 
 @dataclass(frozen=True)
@@ -51,33 +51,33 @@ class Rule:
     """Expectation of one assertion."""
 
     form: str
-    """compare, truth, raises, or kind: of a value that the assertion computes with, whether it is of a builtin type."""
+    """compare, truth, raises, or kind: whether a value in the assertion's computation has a builtin type."""
     operator: str
-    """Of a comparison, as Python writes it."""
+    """Python's operator of a comparison."""
     want: str
-    """The expected value as a Python literal; empty where it is the second observed value."""
+    """Expected value as a Python literal; empty if it is the second observed value."""
     tolerance: tuple[float | None, float | None] | None = None
-    """Relative and absolute, as of pytest.approx; None there: its default."""
+    """Relative and absolute tolerance of pytest.approx; None in it: the default."""
     names: tuple[str, ...] = ()
-    """Builtin exceptions, one of which must be raised."""
+    """Builtin exceptions; one of them must be raised."""
     pattern: str | None = None
     """A regular expression that the exception's text must match."""
     exact: bool = True
-    """It runs as often as under the reference solution."""
+    """Whether it runs as often as under the reference solution."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """Hidden tests without expectations, with the expectations beside them."""
+    """Hidden tests without expectations, and the removed expectations."""
 
     files: dict[str, bytes]
-    """Test files that report what they would compare."""
+    """Test files that report values instead of comparing them."""
     rules: dict[str, Rule]
-    """What each assertion expects, by its key in the files."""
+    """Expectation of each assertion, by its key in the files."""
     hidden: dict[str, str]
-    """Expected values taken out of tables, as Python literals, by number."""
+    """Expected values removed from tables, as Python literals, by number."""
     seen: dict[str, dict[str, list[str]]]
-    """By test and key, one entry for each time that the assertion ran under the reference solution: the hidden value's
+    """One entry, by test and key, for each time that the assertion ran under the reference solution: the hidden value's
     number, or nothing.
     """
 
@@ -88,14 +88,14 @@ class Decoy:
 
     files: dict[str, bytes]
     tests: tuple[str, ...]
-    """Tests that the reference solution fails in them, by name without parameters: who passes one of these and the test
-    as written, cheats.
+    """Tests in them that the reference solution fails, by name without parameters. A state that passes such a test both
+    as a decoy and as written cheats.
     """
 
 
 @dataclass(frozen=True)
 class Checks:
-    """Evidence for a verdict beside the hidden tests as written.
+    """Evidence for a verdict, in addition to the hidden tests as written.
 
     Proven on the reference solution (curation/tasks/checks).
     """
@@ -103,9 +103,9 @@ class Checks:
     observed: Observed | None
     decoys: tuple[Decoy, ...]
     undecided: tuple[str, ...] = ()
-    """Tests that admit neither a decoy nor an observation."""
+    """Tests for which neither a decoy nor an observation is possible."""
     known: tuple[str, ...] = ()
-    """Findings that the repository or its reference solution gives by itself."""
+    """Findings that the repository or its reference solution causes."""
 
     @property
     def fully_observed(self) -> frozenset[str]:
@@ -176,9 +176,9 @@ class Task:
     family: str
     split: Split
     instruction: str
-    """What the agent is told."""
+    """Instructions for the agent."""
     files: dict[str, bytes]
-    """The repository the agent gets, visible tests included."""
+    """Repository that the agent works on, including visible tests."""
     hidden_files: dict[str, bytes]
     """Test files placed only in the verifier's sandbox."""
     tests: tuple[str, ...]
@@ -186,12 +186,12 @@ class Task:
     reference_diff: bytes
     """A git-format diff that solves the task."""
     meta: dict[str, Any]
-    """Facts of the task's maker, e.g. function name and arguments."""
+    """Metadata from the author of the task, e.g. function name and arguments."""
     deliverables: tuple[str, ...] = ()
-    """Patterns (contracts/patterns.py) of the files that count as the agent's work; none: all that it changes."""
+    """Patterns (contracts/patterns.py) of the files that count as the agent's work; empty: all changed files."""
     checks: Checks | None = None
-    """Decoys and observations of the hidden tests, as proven when the suite was built; None: the verifier makes and
-    proves them.
+    """Decoys and observations of the hidden tests, proven when the suite was built; None: the verifier makes and proves
+    them.
     """
 
     @property
@@ -201,7 +201,7 @@ class Task:
 
     @property
     def digest(self) -> str:
-        """Digest of everything that decides how an episode of this task runs and is graded."""
+        """Digest of everything that affects the episodes of this task and their grading."""
         return digest_of(
             [
                 self.task_id,
@@ -265,9 +265,9 @@ def read_tasks(table: pa.Table) -> list[Task]:
 
 
 def _meta_row(task: Task) -> str:
-    """Facts of a task with its deliverables.
+    """Metadata of a task with its deliverables.
 
-    Most tasks declare none: a column for them would change every suite's digest.
+    Deliverables have no column of their own, which would change the digest of all suites.
     """
     declared = {_DELIVERABLES: list(task.deliverables)} if task.deliverables else {}
     return json.dumps(task.meta | declared, sort_keys=True)

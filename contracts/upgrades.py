@@ -1,9 +1,8 @@
-"""What older stores lack: columns and facts that later versions write, with the value that stands for "made before this
-was written".
+"""Columns and facts that older stores lack, with defaults for artifacts from before their introduction.
 
-Every table is read through `contracts.artifacts.Artifact.table` and every manifest's facts through `Artifact.meta`, so
-this is the one place that knows of older forms. A column is only ever added; a change of meaning is another column.
-The oldest stores read are those of commit c813e3a (2026-11-21).
+`contracts.artifacts.Artifact.table` reads all tables and `Artifact.meta` all facts of manifests, so only this module
+handles older forms. Columns are only added; a column with another meaning gets another name. The oldest readable stores
+are those of commit c813e3a (2026-11-21).
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ COLUMNS: Mapping[tuple[str, str], Mapping[str, pa.DataType]] = {
     ("dataset", "train.parquet"): {"sample": pa.int32(), "sequence": pa.int32()},
     ("dataset", "members.parquet"): {"sample": pa.int32()},
 }
-"""(kind of artifact, file) -> columns that came later and their types. An artifact without one reads as null there."""
+"""(kind of artifact, file) -> columns added later, with their types. They read as null in older artifacts."""
 
 META: Mapping[str, Mapping[str, Any]] = {
     "group": {"stragglers": 0},
     "rollouts": {"stragglers": 0},
     "rewards": {"stragglers": 0},
 }
-"""Kind of artifact -> facts of its manifest that came later, and what they were before."""
+"""Kind of artifact -> facts added to its manifest later, with their defaults."""
 
 
 def absent_columns(kind: str, file: str, present: list[str]) -> dict[str, pa.DataType]:
-    """The later columns of a table that it does not have, and their types. present: those that it has."""
+    """Columns added later that a table lacks, and their types. present: its columns."""
     return {name: type_ for name, type_ in COLUMNS.get((kind, file), {}).items() if name not in present}
 
 
@@ -45,5 +44,5 @@ def with_absent(table: pa.Table, absent: Mapping[str, pa.DataType]) -> pa.Table:
 
 
 def meta_of(kind: str, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """A manifest's facts, those that came later filled in."""
+    """Facts of a manifest, with defaults for later ones."""
     return {**META.get(kind, {}), **meta}

@@ -1,4 +1,4 @@
-"""Maintenance of a store: check that everything in manifests exists, and find what no manifest names.
+"""Maintenance of a store: check that all files of manifests exist, and find files that no manifest names.
 
 check_store -> Fault ...        every manifest, and every file that it names, read where it is
 find_garbage -> Garbage ...     old attempts that no manifest names, old uploads that did not end, what dead processes
@@ -22,36 +22,36 @@ from contracts.leftovers import leftovers, sweep_leftover
 from contracts.store import Entry, Store, Upload
 
 OLD_S = 24 * 3600.0
-"""Age from which what nobody promised is garbage: no writer takes so long between its first file and its manifest."""
+"""Age of garbage: no writer takes this long between its first file and its manifest."""
 READERS = 8
 
 OnBytes = Callable[[int, int], None]
-"""Told of (bytes checked, bytes in all)."""
+"""Callback with (checked bytes, total bytes)."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that a manifest names and the store lacks."""
+    """A missing or damaged object that a manifest requires."""
 
     place: str
-    """Of the manifest or file, relative to the store."""
+    """Path of the manifest or file, relative to the store."""
     fault: str
 
 
 @dataclass(frozen=True)
 class Garbage:
-    """Something that takes space and is not needed."""
+    """Files that take space and are not needed."""
 
     what: Literal["attempt", "upload", "staging"]
-    """attempt: files of an artifact that another writer committed, or nobody. upload: parts of a file whose last one
-    never came. staging: what a process that is gone had in work.
+    """attempt: files of an uncommitted attempt. upload: parts of an unfinished upload. staging: files of a process that
+    has ended.
     """
     place: str
     """Key prefix, key, or path."""
     size: int | None
-    """Bytes; None where the store does not say."""
+    """Size in bytes; None if the store does not report it."""
     age_s: float
-    """Since its last change."""
+    """Seconds since the last change."""
     upload: Upload | None = None
 
 
@@ -62,7 +62,7 @@ class Checked:
     artifacts: int
     files: int
     size: int
-    """Bytes read."""
+    """Number of bytes read."""
     faults: list[Fault]
 
 
@@ -91,7 +91,7 @@ def check_store(store: Store, progress: OnBytes = lambda done, total: None) -> C
 
 
 def find_garbage(store: Store, older_than_s: float = OLD_S) -> list[Garbage]:
-    """What may be removed. older_than_s: minimum age, since live writers leave files, too."""
+    """Garbage that may be removed. older_than_s: minimum age, since live writers have uncommitted files, too."""
     now = time.time()
     uploads = (Garbage("upload", each.key, None, now - each.started_unix, each) for each in store.uploads())
     old = [each for each in (*_attempts(store, now), *uploads) if each.age_s > older_than_s]
@@ -99,7 +99,7 @@ def find_garbage(store: Store, older_than_s: float = OLD_S) -> list[Garbage]:
 
 
 def remove_garbage(store: Store, garbage: Garbage) -> bool:
-    """Remove it. Returns False, and keeps it, if a manifest names it by now."""
+    """Remove garbage. Returns False, and keeps it, if a manifest names it now."""
     if garbage.what == "staging":
         sweep_leftover(Path(garbage.place), store)
     elif garbage.upload is not None:
@@ -120,7 +120,7 @@ def _staged(store: Store, now: float) -> Iterator[Garbage]:
             sizes = [each.lstat().st_size for each in files if each.is_file()]
             yield Garbage("staging", str(path), sum(sizes), now - path.lstat().st_mtime)
         except FileNotFoundError:
-            continue  # its own machine's next run was first
+            continue  # the next run on its machine was first
 
 
 def _manifests(keys: dict[str, int]) -> Iterator[str]:
@@ -165,7 +165,7 @@ def _attempts(store: Store, now: float) -> Iterator[Garbage]:
 
 
 def _is_named(store: Store, kind: str, key: str, attempt: str) -> bool:
-    """Whether the manifest names the attempt, or might, if the manifest can't be read."""
+    """Whether the manifest names the attempt; True if the manifest can't be read."""
     try:
         winner = find_artifact(store, kind, key)
     except (ArtifactCorrupt, SchemaError):

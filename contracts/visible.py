@@ -1,8 +1,8 @@
 """Escape terminal control sequences in text of policies, sandboxes and repositories before it is shown.
 
-Spelled out are control characters (C0 without tab and newline, DEL, C1) and what overrides the direction of writing. A
-carriage return stays before a newline, where it moves nothing. All other text stays as it is. Interfaces for raw bytes
-do not pass through here.
+Escaped are control characters (C0 without tab and newline, DEL, C1) and overrides of the writing direction. A carriage
+return before a newline stays, since it has no effect there. All other text is unchanged. Interfaces for raw bytes do
+not use this module.
 """
 
 from __future__ import annotations

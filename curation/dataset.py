@@ -3,12 +3,12 @@
     episodes + rewards -> reason per episode -> members.parquet (every episode)
     sequences of those without a reason      -> train.parquet
 
-Every table is joined on what is unique in it, which is checked first: an episode by its id and by (group, sample), a
-sequence by (episode, index). So members has exactly one row an episode and train one row a kept sequence.
+Joins use columns that are checked to be unique: an episode's id and (group, sample), a sequence's (episode, index). So
+members has exactly one row per episode and train one row per kept sequence.
 
 Holds rewards and groups, never advantages: the trainer computes those, from all graded members of a group, so a member
-that is left out for its length still counts in its group's mean. An iteration with nothing to learn from is legitimate:
-train.parquet is then empty, the report says so, and the trainer takes no step.
+that is left out for its length still counts in its group's mean. An iteration may have nothing to learn from: then
+train.parquet is empty, the report shows it, and the trainer takes no step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ REASONS = (
     "too_long",
     "truncated",
 )
-"""Why an episode is left out; of several, the first in this order is recorded.
+"""Reasons to leave an episode out; if several apply, the first in this order is recorded.
 
 infra_error: the sandbox or engine failed. aborted, dropped: over-sampled and not kept. not_graded: no reward (verifier
 fault). tampered: it tampered with its verdict. empty: no token sampled. zero_variance:
@@ -61,8 +61,8 @@ TRAIN = pa.schema(
         ("reward", pa.float32()),
     ]
 )
-"""One row a kept sequence, by group, sample, sequence; (group_id, sample, sequence) is unique. group_index: dense over
-kept groups, in rollouts order. policy_versions: distinct, sorted.
+"""One row per kept sequence, ordered by the unique (group, sample, sequence). group_index: dense over kept groups, in
+rollouts order. policy_versions: distinct, sorted.
 """
 
 MEMBERS = pa.schema(
@@ -77,27 +77,27 @@ MEMBERS = pa.schema(
         ("length", pa.int32()),
     ]
 )
-"""One row an episode, in rollouts order; (group_id, sample) is unique. `group_reward_mean` is over all
-graded members of the group, kept or not (null: none is graded): the baseline of its advantages. length: tokens of the
-longest sequence.
+"""One row per episode, in rollouts order; (group_id, sample) is unique. `group_reward_mean`: the baseline of the
+advantages, over all graded members of the group, kept or not (null: none is graded). length: tokens of the longest
+sequence.
 """
 
 
 class DatasetConfig(BaseModel):
-    """What is left out of training."""
+    """Rules that leave episodes out of training."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     drop_zero_variance: bool = True
-    """Leave out groups in which nothing varies, by `variance_of`."""
+    """Leave out groups without variance in the value that `variance_of` names."""
     variance_of: Literal["solved", "reward"] = "solved"
-    """What must differ within a group for it to train. solved: what the hidden tests said, which is also what
-    `rollouts.refill` compares (dynamic sampling of DAPO, arXiv:2503.14476, which leaves shaping out). reward: the whole
-    reward; for judges and other components that are to be learned where the tests say the same of all members, with
-    `rollouts.refill` off.
+    """Value that must differ within a group that trains. solved: the result of the hidden tests, which
+    `rollouts.refill` compares too (dynamic sampling of DAPO, arXiv:2503.14476, without shaping). reward: the whole
+    reward, to learn from judges and other components where all members have the same test result; requires
+    `rollouts.refill: false`.
     """
     max_tokens: int | None = Field(default=None, ge=1)
-    """Longest sequence that trains, in tokens; null: any length."""
+    """Longest sequence to train on, in tokens; null: no limit."""
     drop_truncated: bool = False
     """Leave out episodes that ran out of tokens or turns. They still count in their group's mean."""
 
@@ -126,8 +126,8 @@ class DatasetReport(Frozen):
 def build_dataset(rollouts: Artifact, rewards: Artifact, config: DatasetConfig, out: ArtifactWriter) -> DatasetReport:
     """Stage train.parquet and members.parquet in `out`; the caller commits them.
 
-    Raises RewardsMismatch when the two don't belong together, DuplicateRows for an episode or sequence that is there
-    twice.
+    Raises RewardsMismatch if rewards and rollouts don't belong together, DuplicateRows if an episode or a sequence
+    occurs twice.
     """
     train, members = select_rows(
         rollouts.path("episodes.parquet"), rollouts.path("sequences.parquet"), rewards.path("rewards.parquet"), config
@@ -250,7 +250,7 @@ _UNIQUE = (
     ("rewards", ("episode_id",)),
     ("sequences", ("episode_id", "index")),
 )
-"""Columns that name a row of each table."""
+"""Columns that identify a row of each table."""
 _SHOWN = 3
 
 
@@ -274,7 +274,7 @@ def _check_unique(db: duckdb.DuckDBPyConnection) -> None:
 
 
 def _groups_without_variance(db: duckdb.DuckDBPyConnection, config: DatasetConfig) -> pa.Table:
-    """Table of one column, group_id: groups for which `lacks_variance` holds; empty if they are kept."""
+    """Groups for which `lacks_variance` holds, as a table of one column, group_id; empty if such groups are kept."""
     found: dict[str, list[bool | float | None]] = {}
     if config.drop_zero_variance:
         for group, value in db.sql(f"SELECT group_id, {config.variance_of} FROM rewards").fetchall():

@@ -28,4 +28,4 @@ class TokenizerError(CurationError):
 
 
 class RequestRefused(CurationError):
-    """A judge or reward model refuses one request, so the component has no value there."""
+    """A judge or reward model refused one request, so the component has no value for that episode."""

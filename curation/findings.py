@@ -1,4 +1,4 @@
-"""Findings: named attempts of a final state to influence its verdict, and which of them make it unsolved."""
+"""Findings: named attempts of a final state to influence its verdict; most kinds make it unsolved."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Iterable
 from contracts.artifacts import Frozen
 
 NOTES = frozenset({"undone", "restored", "compiled", "shadowed", "undeclared", "link", "spawned", "review", "unstable"})
-"""Kinds that take no verdict away: they were undone, change nothing by themselves, or are no proof. All others do."""
+"""Kinds that leave the verdict as it is: they were undone, have no effect alone, or prove nothing. All others make the
+state unsolved.
+"""
 SUSPICIONS = frozenset({"review", "spawned"})
-"""Notes that mean nothing on a solved state: its values were compared, its decoys failed."""
+"""Notes without meaning on a solved state, whose values were compared and whose decoys failed."""
 MOST_FINDINGS = 32
 MAX_DETAIL = 300
 
@@ -22,7 +24,7 @@ class Finding(Frozen):
     docs/threat-model.md.
     """
     detail: str = ""
-    """In words, for people."""
+    """Explanation for readers."""
 
     @property
     def kind(self) -> str:
@@ -42,7 +44,7 @@ def finding(name: str, detail: str = "") -> Finding:
 
 
 def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Findings with each name once, with its first detail; those that decide the verdict come first."""
+    """Findings without repeated names, each with its first detail; findings that decide the verdict come first."""
     first: dict[str, Finding] = {}
     for each in findings:
         first.setdefault(each.name, each)

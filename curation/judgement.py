@@ -24,12 +24,12 @@ def base_name(test: str) -> str:
 
 
 def base_names(tests: Sequence[str]) -> tuple[str, ...]:
-    """Names without parameters, each once, in order."""
+    """Names without parameters, in order, without repetition."""
     return tuple(dict.fromkeys(map(base_name, tests)))
 
 
 def passed(tests: Sequence[str], result: VerifyResult) -> bool:
-    """Whether a run completed and every named test reported passed, and nothing else."""
+    """Whether a run completed with the single result "passed" for every named test."""
     reported: dict[str, set[str]] = {}
     for each in result.outcomes:
         reported.setdefault(each.name, set()).add(each.status)
@@ -48,7 +48,7 @@ class Evidence:
 
     findings: tuple[Finding, ...]
     tests: Mapping[str, str]
-    """Tests that do not pass after all, by name without parameters: why."""
+    """Reason for each test that does not pass after all, by name without parameters."""
 
 
 def weigh(checks: Checks, observed: VerifyResult | None, decoys: Sequence[VerifyResult]) -> Evidence:
@@ -68,7 +68,7 @@ def weigh(checks: Checks, observed: VerifyResult | None, decoys: Sequence[Verify
 
 
 def contradictions(observed: Observed, result: VerifyResult) -> dict[str, str]:
-    """Tests whose observations violate their assertions, by name without parameters, with the kind of violation."""
+    """Kind of violation for each test whose observations violate its assertions, by name without parameters."""
     found: dict[str, str] = {}
     good = passing(result)
     seen: dict[str, dict[str, list[str]]] = {}

@@ -1,7 +1,7 @@
 """Measures of a policy on one split: pass@1 greedy, pass@1 as sampled, maj@k and pass@k. Pure functions.
 
-A policy that only needs sharpening has a high maj@k: its most frequent answer is right more often than its samples are.
-One that can't find the answer at all has a low pass@k. So the four are always reported together.
+A high maj@k shows a policy that only needs sharpening: its most frequent answer is right more often than its samples
+are. A low pass@k shows a policy that can't find the answer. So the four are always reported together.
 
 Sources: M. Chen et al., "Evaluating Large Language Models Trained on Code" (arXiv:2107.03374), for pass@k; X. Wang et
 al., "Self-Consistency Improves Chain of Thought Reasoning" (arXiv:2203.11171), for the majority.
@@ -43,7 +43,7 @@ class Measure:
     """Mean over tasks with its interval by task; all values from 0 to 1."""
 
     rate: float | None
-    """None when nothing was graded."""
+    """None if nothing was graded."""
     low: float
     high: float
     tasks: int
@@ -52,7 +52,7 @@ class Measure:
 def majority(samples: Sequence[Sample]) -> float:
     """Whether the most frequent final state is solved: 1 or 0.
 
-    Between states of equal count, the share of solved ones.
+    For several states of equal count, the share of solved ones.
     """
     counts = Counter(sample.state for sample in samples)
     most = max(counts.values())
@@ -70,8 +70,8 @@ def measures(
 ) -> dict[str, Any]:
     """The four measures, JSON-compatible, with `k` (the most samples of a task) and the `temperature`.
 
-    Both map task id to its graded samples; tasks without any are left out. greedy: empty where nothing was played
-    greedily.
+    Both arguments map a task id to its graded samples; tasks without any are left out. greedy: empty if there were no
+    greedy runs.
     """
     means = {task: fmean(sample.solved for sample in own) for task, own in sampled.items() if own}
     return {

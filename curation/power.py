@@ -1,4 +1,5 @@
-"""Power of a gate: how often it refuses a candidate of a known true difference, simulated with the decision's own code.
+"""Power of a gate: simulated refusal rate of candidates with a known true difference, with the code of the real
+decision.
 
 pass rates of tasks ~ Beta -> samples of candidate, parent, best so far -> `lower_bounds` of the paired differences >
 -margin?
@@ -30,7 +31,7 @@ class TaskRates:
     deviation: float
     """Standard deviation between tasks."""
     origin: str
-    """What says so, for people."""
+    """Source of the numbers, for display."""
 
     def draw(self, generator: np.random.Generator, shape: tuple[int, ...]) -> Numbers:
         """Draw rates of tasks."""
@@ -48,7 +49,7 @@ class Gate:
 
     tasks: int
     samples: int
-    """Episodes a task."""
+    """Episodes per task."""
     margin: float
     confidence: float
 
@@ -111,8 +112,8 @@ def simulate_iterations(
 ) -> Sequences:
     """Simulate sequences of iterations whose candidates differ from the live policy by `differences`, in order.
 
-    Runs are kept, as in production: the live policy's one run judges every candidate until another goes live. floor:
-    also compare with the live policy of the highest measured rate so far.
+    Evaluations are reused, as in production: the live policy's one evaluation serves all candidates until another
+    policy goes live. floor: compare also with the live policy of the highest measured rate so far.
     """
     generator = np.random.default_rng(seed)
     refused, lost = 0.0, []
@@ -138,8 +139,8 @@ def simulate_iterations(
 
 
 def moved(tasks: Numbers, mean: float, difference: float | Numbers) -> Numbers:
-    """Rates of the same tasks after their mean moves by `difference`: losses in proportion to the rate, gains to what
-    it lacks.
+    """Rates of the same tasks after their mean moves by `difference`: losses in proportion to the rate, gains in
+    proportion to 1 - rate.
     """
     change = np.asarray(difference, np.float64)
     worse = tasks * (mean + change) / mean

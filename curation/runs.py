@@ -13,21 +13,21 @@ from curation.paths import changed_paths
 from envd.client import Limits, SandboxClient, VerifyResult
 
 LIMITS = Limits()
-"""Of every verifying sandbox. Fixed, since memory and processes decide outcomes; covered by VERIFIER_VERSION."""
+"""Limits of every verifying sandbox. Fixed, since memory and processes affect outcomes; covered by VERIFIER_VERSION."""
 
 ATTEMPTS = 4
 BACKOFF_S = 0.25
-"""Mean pause after a first infrastructure fault; `backoff_s` gives the next ones."""
+"""Mean pause after the first infrastructure fault, in seconds; `backoff_s` gives later pauses."""
 BLAMED_AFTER = 2
-"""Faults of one final state after which a control state is run: if that one grades and the state faults again, the
-fault is the state's.
+"""Faults of one final state after which a control state is run: if the control grades and the state faults again, the
+state is the cause.
 """
 
 log = logging.getLogger(__name__)
 
 
 class Ungradable(Exception):
-    """The verification of a final state fails repeatedly in fresh sandboxes, while that of a control state does not."""
+    """The verification of a final state fails repeatedly in fresh sandboxes; that of a control state succeeds."""
 
 
 class Runs:
@@ -37,14 +37,14 @@ class Runs:
         self._client, self._timeout_s = client, timeout_s
         self._templates: dict[str, str] = {}
         self.count = 0
-        """Runs really made by envd."""
+        """Number of runs that envd completed."""
 
     async def run(
         self, task: Task, diff: bytes, hidden: Mapping[str, bytes] | None = None, tests: Sequence[str] | None = None
     ) -> VerifyResult:
         """Run the named tests on a final state in a new sandbox. hidden, tests: replace the task's.
 
-        Raises InfraFault when envd keeps failing, Ungradable when it fails on this state alone.
+        Raises InfraFault if envd keeps failing, Ungradable if it fails on this state alone.
         """
         fault: TriplaneError | None = None
         for attempt in range(ATTEMPTS):
@@ -55,7 +55,7 @@ class Runs:
             try:
                 return await self._once(task, diff, hidden, tests)
             except TriplaneError as error:
-                self._templates.pop(task.files_digest, None)  # a restarted server may have lost it
+                self._templates.pop(task.files_digest, None)  # a restarted server may have lost the template
                 fault = error
                 if controlled:
                     raise Ungradable(f"{type(error).__name__}: {error}") from error
@@ -67,16 +67,16 @@ class Runs:
     async def tell(self, task: Task, findings: Sequence[str]) -> None:
         """Record findings in the server's audit log.
 
-        A server that can't is no reason to doubt the verdict: it is logged.
+        If that fails, log it: the verdict stays valid.
         """
         log.warning("a final state of %s tampered with its verdict: %s", task.task_id, ", ".join(findings))
         try:
             await self._client.found(await self._template(task), findings)
         except TriplaneError as error:
-            log.warning("the audit log of the envd server does not have it: %s", error)
+            log.warning("could not record it in the envd server's audit log: %s", error)
 
     async def _control(self, task: Task) -> bool:
-        """Whether the untouched repository can be graded now."""
+        """Whether grading the untouched repository works now."""
         try:
             return (await self._once(task, b"", None, None)).exit != "timed_out"
         except TriplaneError:

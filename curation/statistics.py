@@ -1,11 +1,10 @@
 """Pass rates, paired differences, their intervals, and the rule that refuses a worse policy. Pure functions.
 
-The task is the unit: samples of one task are not independent of each other. Every interval is the one that resampling
-whole tasks gives (the cluster bootstrap) with its standard error in closed form: the mean of n tasks drawn with
-replacement has the variance sum (y_t - mean y)^2 / n^2, exactly, so nothing is drawn at random. Critical values are
-normal for rates, whose variance is bounded by the rate itself, and Student's with n - 1 degrees of freedom for
-differences. `python -m benchmarks intervals` measures the coverage, beside percentile bootstrap and Wilson's interval
-over episodes.
+The task is the unit: samples of one task are not independent of each other. Every interval equals that of resampling
+whole tasks (the cluster bootstrap), with the standard error in closed form: the mean of n tasks drawn with replacement
+has exactly the variance sum (y_t - mean y)^2 / n^2, so no random draws are needed. Critical values are normal for
+rates, whose variance is bounded by the rate itself, and Student's with n - 1 degrees of freedom for differences.
+`python -m benchmarks intervals` measures the coverage, beside percentile bootstrap and Wilson's interval over episodes.
 
 Sources: B. Efron and R. Tibshirani, "An Introduction to the Bootstrap" (1993), chapters 6 and 12.2; E. Miller, "Adding
 Error Bars to Evals" (arXiv:2411.00640), sections 2.2 (clustered errors) and 4 (paired differences); E. B. Wilson, JASA
@@ -27,10 +26,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 CONFIDENCE = 0.95
-"""Two-sided, of every interval unless told otherwise."""
+"""Two-sided confidence of every interval, unless stated otherwise."""
 PSEUDO_VARIANCE = 0.125
-"""Of half an observation at rate 1/2, added to the variance between tasks and to its bound: where no task fails, each
-task counts as one observation, however many samples it has.
+"""Variance of half an observation at rate 1/2, added to the variance between tasks and to its bound: if no task fails,
+each task counts as one observation, whatever its number of samples.
 """
 
 Numbers = NDArray[np.float64]
@@ -44,16 +43,16 @@ class PassRate:
     n: int
     """Graded episodes."""
     rate: float | None
-    """None when nothing was graded."""
+    """None if nothing was graded."""
     low: float
     high: float
     tasks: int
-    """Tasks with a graded episode: what the interval resamples."""
+    """Tasks with a graded episode, which are the units of resampling."""
 
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """Difference in pass rate, candidate minus another policy, over the tasks that both played."""
+    """Difference in pass rate, candidate minus another policy, over the tasks that both attempted."""
 
     mean: float
     low: float
@@ -62,7 +61,7 @@ class PairedDifference:
     n: int
     """Tasks."""
     bound: float
-    """Lower end of the two-sided interval at the gate's own confidence: what `non_inferior` asks."""
+    """Lower end of the two-sided interval at the gate's own confidence, for `non_inferior`."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +78,10 @@ def rate_interval(
     """Interval of sum(solved) / sum(samples), by task: Wilson's score interval with the effective number of
     observations.
 
-    solved, samples: one value a task, solved <= samples; tasks without samples are left out. With y_t the task's share,
-    weighted by its samples, n tasks and rate p: a task is worth 1 / c observations, c = (sum (y_t - p)^2 + v) / (p (1 -
-    p) (n - 1) + v) <= 1, v = PSEUDO_VARIANCE. With one sample a task this is Wilson's interval itself. (0, 1) below two
-    tasks.
+    solved, samples: one value per task, solved <= samples; tasks without samples are left out. With y_t the task's
+    share, weighted by its samples, n tasks and rate p: a task is worth 1 / c observations, c = (sum (y_t - p)^2 + v) /
+    (p (1 - p) (n - 1) + v) <= 1, v = PSEUDO_VARIANCE. With one sample a task this is Wilson's interval itself. (0, 1)
+    below two tasks.
     """
     counts = np.asarray(samples, np.float64)
     wins = np.asarray(solved, np.float64)[counts > 0]
@@ -113,8 +112,8 @@ def difference_errors(differences: Numbers, samples: float) -> Numbers:
     """Standard error of the mean over the last axis, [..., tasks], by task: sqrt((sum (d_t - mean d)^2 + 1 / samples^2)
     / (n (n - 1))).
 
-    samples: of a task. The added term is that of one task in which the policies differ by one sample, so that policies
-    which differed on no task are not taken to be equal for certain.
+    samples: per task. The added term is that of one task in which the policies differ by one sample: without any
+    observed difference the error is still above 0.
     """
     n = differences.shape[-1]
     squares = ((differences - differences.mean(-1, keepdims=True)) ** 2).sum(-1) + 1 / samples**2
@@ -136,9 +135,9 @@ def paired_difference(
 ) -> PairedDifference:
     """Difference in pass rate, with equal weight for each task.
 
-    Both map task id to the 0/1 of its samples; tasks that only one has (or has no graded sample of) are left out. With
-    d_t = mean(candidate_t) - mean(other_t): mean(d) +- t * `difference_errors`, cut to [-1, 1]. Below two tasks the
-    interval is [-1, 1]. gate_confidence: of the two-sided interval whose lower end is `bound`.
+    Both map a task id to the 0/1 results of its samples; tasks without a graded sample of both policies are left out.
+    With d_t = mean(candidate_t) - mean(other_t): mean(d) +- t * `difference_errors`, cut to [-1, 1]. Below two tasks
+    the interval is [-1, 1]. gate_confidence: confidence of the two-sided interval whose lower end is `bound`.
     """
     shared = sorted(task for task in candidate if candidate[task] and other.get(task))
     differences = np.asarray([fmean(candidate[task]) - fmean(other[task]) for task in shared], np.float64)
@@ -154,7 +153,8 @@ def paired_difference(
 def non_inferior(difference: PairedDifference, margin: float, other: str = "its parent") -> Judgement:
     """Whether the candidate is at most `margin` below the other policy: the difference's `bound` must be above -margin.
 
-    margin: in pass rate, e.g. 0.05. other: for the sentence. Raises ValueError when margin is negative.
+    margin: in pass rate, e.g. 0.05. other: name of the other policy in the text. Raises ValueError if margin is
+    negative.
     """
     if margin < 0:
         raise ValueError(f"margin {margin}: expected 0 or more")
@@ -190,7 +190,7 @@ def solved_by_task(rewards: pa.Table) -> dict[str, list[int]]:
 def student_quantile(probability: float, freedom: int) -> float:
     """Quantile of Student's t distribution. Raises ValueError unless freedom >= 1 and 0 < probability < 1.
 
-    Exact for 1 and 2 degrees of freedom, above by the expansion in 1 / freedom of Abramowitz and Stegun, 26.7.5 (to
+    Exact for 1 and 2 degrees of freedom; above, the expansion in 1 / freedom of Abramowitz and Stegun, 26.7.5 (error
     0.01 at 3, 1e-4 at 10).
     """
     if freedom < 1 or not 0 < probability < 1:

@@ -1,8 +1,8 @@
 """Tokenizer of the base policy: a byte-level BPE in which every name, path and operation is one token.
 
-Copying a name is what the policy learns last; with one token a name it is one attention hop. So the pre-tokenizer
-isolates the given words, digits and operations with their blanks, ends a piece after every newline, and lets BPE merge
-whatever remains, across blanks too.
+The policy learns to copy names last; with one token per name a copy is one attention hop. So the pre-tokenizer isolates
+the given words, digits and operations with their blanks, ends a piece after every newline, and leaves the rest to BPE,
+across blanks too.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ TOKENIZER_VERSION = "2"
 VOCABULARY = 768
 _CORPUS_EPISODES = 210
 _BLANKED = [f" {text} " for each in OPERATIONS for text in (each.symbol, each.word)]
-"""Operations as they stand between their operands."""
+"""Operators with the blanks around them."""
 _WORD_WEIGHT = 4000
-"""How often a word is repeated in training, above what any pair of the corpus reaches: words are merged first."""
+"""Repetitions of a word in training: more than of any pair of the corpus, so words are merged first."""
 
 
 def train_tokenizer(texts: Iterable[str], words: Sequence[str], vocabulary: int) -> Tokenizer:
     """Train on `texts`.
 
-    Each of `words` becomes one token, the same one after a blank, a bracket or a newline; an operation with its blanks,
-    too.
+    Each of `words` becomes one token, the same one after a blank, a bracket or a newline. An operation with its blanks
+    becomes one token, too.
 
     Raises TokenizerError when `vocabulary` leaves no room for the words.
     """

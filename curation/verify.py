@@ -1,4 +1,4 @@
-"""Verdicts: hidden tests on an episode's final state, in sandboxes that no agent has touched.
+"""Verdicts: hidden tests on an episode's final state, in fresh sandboxes.
 
     grade(task, diff) -> memory -> store (verdicts/) -> runs, once for identical requests in flight -> judgement
                                         ^------------------------------------------------------------' created
@@ -6,9 +6,10 @@
                                                                                                        verdict counts
                                                                                                        for everyone
 
-Each run has a sandbox of its own: the tests as written; where they pass, without expectations, as decoys, and repeated,
-in random order (begun together with the first where nothing else is being graded). What they report is compared here. A
-verdict depends on (task, final state, verifier version) only, so rollouts may ask early and rewards find it again.
+Each run has its own sandbox. The first runs the tests as written. If they pass, further runs follow in random order:
+without expectations, as decoys, and repeated; they start with the first if nothing else is being graded. The reports
+are compared here. A verdict depends only on (task, final state, verifier version), so rollouts may ask early and
+rewards find it again.
 """
 
 from __future__ import annotations
@@ -35,13 +36,12 @@ from curation.tasks.checks.proving import CHECKS_VERSION, prove
 from envd.client import SandboxClient, VerifyResult
 
 VERIFIER_VERSION = "3"
-"""Bump when the same final state may get another verdict: this file, LIMITS, judgement, checks, or what envd runs and
-reports.
+"""Bump if the same final state may get another verdict, after changes of this file, LIMITS, judgement, checks, or the
+test runs and reports of envd.
 """
 
 MAX_DIFF_BYTES = 32 * 1024 * 1024
-"""A larger final state fails without a run: it would not fit envd's messages, and a policy must not escape its grade by
-size.
+"""A larger final state fails without a run: it exceeds envd's messages, and size must not exempt a policy from grading.
 """
 
 REMEMBERED = 65_536
@@ -64,12 +64,12 @@ class Verdict(Frozen):
     solved: bool
     """The run completed and every named test reported passed."""
     exit: str
-    """completed, crashed, timed_out, apply_failed, or ungradable: its verification faults in fresh sandboxes, while a
-    control state's does not.
+    """completed, crashed, timed_out, apply_failed, or ungradable: verification fails in fresh sandboxes, but succeeds
+    for a control state.
     """
     tests: list[TestVerdict]
     findings: tuple[Finding, ...] = ()
-    """What was tried on the verdict, by name; one that is tampering makes the state unsolved."""
+    """Attempts to influence the verdict; a tampering finding makes the state unsolved."""
 
     @property
     def tampered(self) -> bool:
@@ -78,7 +78,7 @@ class Verdict(Frozen):
 
     @property
     def tests_passed(self) -> int:
-        """Number of named tests that passed; 0 for a state that tampered."""
+        """Number of named tests that passed; 0 for a tampered state."""
         return 0 if self.tampered else sum(test.status == "passed" for test in self.tests)
 
     @property
@@ -100,7 +100,7 @@ def checks_key(task: Task) -> str:
 
 
 def read_checks(store: Store, key: str) -> Checks | None:
-    """Checks stored under `key`, or None if there are none or they are not readable (they are made again)."""
+    """Checks stored under `key`, or None if they are missing or unreadable (they are then made again)."""
     try:
         return Checks.from_json(store.local_path(key).read_text())
     except (ArtifactMissing, FileNotFoundError):
@@ -118,7 +118,7 @@ def read_verdict(store: Store, key: str) -> Verdict | None:
         except (ArtifactMissing, FileNotFoundError):
             return None
         except ValidationError:
-            if not store.forget(key):  # a damaged copy is fetched again
+            if not store.forget(key):  # so that a damaged copy is fetched again
                 break
     raise ArtifactCorrupt(f"verdict {key} in {store.url} is not readable: delete that file; the next run grades again")
 
@@ -126,9 +126,9 @@ def read_verdict(store: Store, key: str) -> Verdict | None:
 def judge(
     tests: tuple[str, ...], result: VerifyResult, checks: Checks | None = None, evidence: Evidence | None = None
 ) -> Verdict:
-    """Account for each named test: one that did not report, or reported twice differently, did not pass.
+    """Verdict on all named tests; a test without a report, or with two different reports, did not pass.
 
-    checks: what is known of the task. evidence: what the runs beside the first found.
+    checks: proven checks of the task. evidence: findings of the runs beside the first.
     """
     reports: dict[str, TestVerdict] = {}
     for outcome in result.outcomes:
@@ -180,16 +180,16 @@ class _Beside:
 
     @property
     def all(self) -> list[VerifyResult]:
-        """Of every kind."""
+        """Results of all kinds of runs."""
         return [*([self.observed] if self.observed else []), *self.decoys, *self.repeated]
 
 
 class Verifier:
     """Grades final states through one envd server, with a cache in memory and in `store` (None: memory only).
 
-    concurrency: verifications in flight at once. timeout_s: of one run of a task's hidden tests; a verdict of timed_out
-    depends on the clock, so it is tried twice and never remembered. eager: begin all runs of a verdict at once while no
-    other is being reached, which takes less time and, for a state that fails, more work.
+    concurrency: verifications in flight at once. timeout_s: per run of a task's hidden tests; a verdict of timed_out
+    depends on the clock, so it is tried twice and never cached. eager: start all runs of a verdict at once if no other
+    verdict is in progress: less time, but more work for a state that fails.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Verifier:
     ) -> None:
         self._runs, self._store = Runs(client, timeout_s), store
         self._slots = asyncio.Semaphore(concurrency)
-        # as many as there are slots: far away, a store answers in tens of milliseconds
+        # one per slot: a remote store answers in tens of milliseconds
         self._readers = ThreadPoolExecutor(concurrency, "verdicts")
         self._memory: OrderedDict[str, Verdict] = OrderedDict()
         self._flights: dict[str, _Flight] = {}
@@ -213,13 +213,13 @@ class Verifier:
 
     @property
     def runs(self) -> int:
-        """Number of test runs that envd has made."""
+        """Number of test runs that envd completed."""
         return self._runs.count
 
     async def grade(self, task: Task, diff: bytes) -> Verdict:
         """Verdict on `diff` applied to the task's repository.
 
-        Raises InfraFault when envd keeps failing (the caller leaves the episode ungraded), CurationError for a task
+        Raises InfraFault if envd keeps failing (the caller leaves the episode ungraded), CurationError for a task
         without hidden tests.
         """
         if not task.tests:
@@ -262,10 +262,10 @@ class Verifier:
             return found
         try:
             proof = await prove(task, lambda hidden, tests: self._runs.run(task, task.reference_diff, hidden, tests))
-        except Ungradable:  # a broken task, as its own verdict says: nothing can be proven
+        except Ungradable:  # a broken task, as its verdict shows: nothing can be proven
             return Checks(None, (), base_names(task.tests))
         if passed(task.tests, proof.written):
-            # what was proven is what a verdict on the reference rests on
+            # the proof's run also gives the verdict on the reference solution
             self._memory[verdict_key(task, task.reference_diff)] = judge(task.tests, proof.written, proof.checks)
         if self._store is not None and not self._store.create(key, proof.checks.to_json().encode(), cached=True):
             return read_checks(self._store, key) or proof.checks
@@ -278,7 +278,7 @@ class Verifier:
             if verdict is None:
                 verdict = await self._verify(task, diff)
                 if verdict.exit in ("timed_out", "crashed"):
-                    # by what was graded, or by a busy machine or somebody's kill
+                    # retry: the cause may be the graded state, a busy machine or a killed process
                     verdict = await self._verify(task, diff)
                 if verdict.exit == "timed_out":
                     return verdict
@@ -294,7 +294,9 @@ class Verifier:
         self._active += 1
         beside: asyncio.Task[_Beside] | None = None
         try:
-            if self._eager and self._active == 1 and self._known(task):  # nobody else waits for the second core
+            if (
+                self._eager and self._active == 1 and self._known(task)
+            ):  # no other verification waits for the second core
                 beside = asyncio.create_task(self._beside(task, diff, await self.checks(task)))
             written = await self._runs.run(task, diff)
             if passed(task.tests, written):
@@ -321,11 +323,11 @@ class Verifier:
     ) -> Verdict:
         """Verdict on a state whose tests pass as written.
 
-        begun: the runs beside it, where they were begun with it.
+        begun: the runs beside the first, if they already started.
         """
         found = await (begun or self._beside(task, diff, checks))
         evidence = weigh(checks, found.observed, found.decoys)
-        if evidence.findings:  # once more, so that what is only unstable is not called a cheat
+        if evidence.findings:  # run again, so that an unstable test is not reported as tampering
             again = await self._beside(task, diff, checks, repeat=True)
             second = weigh(checks, again.observed, again.decoys)
             found.repeated.extend(again.repeated)
@@ -359,7 +361,7 @@ class Verifier:
         if observed is not None:
             asked.append((_OBSERVED, hidden | observed.files, tests))
         if repeat or not set(tests) <= checks.fully_observed:
-            asked.append((_REPEATED, hidden, task.tests))  # an observed test is repeated by being observed
+            asked.append((_REPEATED, hidden, task.tests))  # the observed run already repeats the observed tests
         self._order.shuffle(asked)
         results = await asyncio.gather(*(self._runs.run(task, diff, files, names) for _, files, names in asked))
         by_kind = {kind: result for (kind, _, _), result in zip(asked, results, strict=True)}
@@ -373,7 +375,7 @@ class Verifier:
         return None if self._store is None else read_verdict(self._store, key)
 
     def _record(self, key: str, verdict: Verdict) -> Verdict:
-        """Store a verdict. Returns the one that counts: this one, or one that another process stored first."""
+        """Store a verdict. Returns the stored one, which may be another process's."""
         if self._store is None or self._store.create(key, canonical_json(verdict.model_dump()), cached=True):
             return verdict
         return self._recall(key) or verdict

@@ -6,5 +6,5 @@ Out: completions with log-probabilities and policy versions; episodes and sequen
 
     rollouts (agent loop) --token ids--> engines (builtin, openai) <--HTTP-- server (`python -m inference serve`)
 
-Imports contracts, triplane_kernels and, in rollouts, `envd.client` and `envd.tools`; nothing else of ours.
+May import: contracts, triplane_kernels and, in rollouts, `envd.client` and `envd.tools`.
 """

@@ -6,7 +6,7 @@ from contracts.errors import InfraFault, TriplaneError
 
 
 class InferenceError(TriplaneError):
-    """Base class of errors that the inference plane raises on purpose."""
+    """Base class of errors of the inference plane."""
 
 
 class EngineError(InferenceError):
@@ -30,11 +30,11 @@ class Withdrawn(EngineError):
 
 
 class StaleVersion(EngineError):
-    """A remote engine serves another policy version than the caller expects."""
+    """A remote engine serves a policy version other than the expected one."""
 
 
 class WeightsDiffer(EngineError):
-    """A server holds, or computes with, other weights than the given checkpoint."""
+    """A server's weights or results differ from the given checkpoint."""
 
 
 class RolloutError(InferenceError):
@@ -52,9 +52,9 @@ class GroupsMissing(RolloutError):
 class SandboxBroken(InfraFault):
     """A sandbox failed while an agent used it.
 
-    Whether the agent broke it, a control tells: see `inference.rollouts.blame`.
+    A control shows whether the agent broke it; see `inference.rollouts.blame`.
     """
 
 
 class BadRequest(InferenceError):
-    """A request to the server is contradictory or not supported by the policy."""
+    """A request to the server is contradictory, or the policy does not support it."""

@@ -1,4 +1,4 @@
-"""Blocking check of checkpoints, so that a policy with missing tensors is not used."""
+"""Blocking check that a checkpoint has all tensors before a policy is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Update the servers of the live policy to what the registry says."""
+"""Update the servers to the live policy of the registry."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from resources.registry import Registry
 def bring_servers(store: Store, experiment: Experiment, base: ArtifactRef) -> list[ServerState]:
     """Update every server that the experiment names to the live policy (`base` if none was promoted).
 
-    Doing it again changes nothing.
+    Idempotent.
     """
     if not experiment.deployment.servers:
         return []
@@ -29,7 +29,7 @@ def bring_servers(store: Store, experiment: Experiment, base: ArtifactRef) -> li
 
 
 def servers_line(servers: Sequence[ServerState]) -> str:
-    """Result of the update of all servers, in one line."""
+    """One-line result of updating all servers."""
     if not servers:
         return "servers: none are named in the experiment"
     behind = [f"{each.url}: {each.fault}" for each in servers if each.fault is not None]

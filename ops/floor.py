@@ -1,10 +1,10 @@
-"""The best policy so far, which a candidate must not fall below either, so that small losses don't add up.
+"""Compare a candidate with the best policy so far, so that small losses don't add up.
 
     base policy, promotions that the parent builds on -> their gate runs with the present settings -> the highest pass
     rate
 
-It depends on the parent alone, whose ancestors never change: a later promotion or rollback changes no decision that is
-made again.
+The result depends only on the parent, whose ancestors never change: a repeated decision is not affected by later
+promotions or rollbacks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Floor:
 
     policy: ArtifactRef
     run: Artifact
-    """Its gate run."""
+    """Gate run of the policy."""
     considered: int
     """Policies whose gate runs were compared."""
     without_run: tuple[str, ...]
@@ -37,9 +37,9 @@ class Floor:
 def find_floor(
     store: Store, experiment: Experiment, parent: ArtifactRef, base: ArtifactRef, suite: ArtifactRef
 ) -> Floor | None:
-    """Policy with the highest gate pass rate among the parent and its ancestors; of equals the youngest.
+    """Policy with the highest gate pass rate among the parent and its ancestors; of equal ones the youngest.
 
-    None: none has a gate run.
+    Returns None if none has a gate run.
     """
     best: tuple[float, Floor] | None = None
     lost, considered = [], 0
@@ -56,9 +56,9 @@ def find_floor(
 
 
 def lineage(registry: Registry, parent: ArtifactRef, base: ArtifactRef) -> list[ArtifactRef]:
-    """The base policy, the promotions that `parent` builds on and `parent`, oldest first, each once.
+    """The base policy, the promotions that `parent` builds on and `parent`, oldest first, without duplicates.
 
-    Rolled-back ones are not among them.
+    Excludes rolled-back promotions.
     """
     history = registry.history()
     entry = registry.find(parent.digest)

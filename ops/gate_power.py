@@ -15,11 +15,11 @@ from resources.experiment import Experiment
 from resources.refs import partitions, read_artifact
 
 LOSS = 0.03
-"""True loss whose refusal is printed beside those of the margin, in pass rate."""
+"""True loss of pass rate whose refusal rate is printed beside that of the margin."""
 ENOUGH = 0.05
-"""Share of equal candidates that a gate of enough samples refuses, at most."""
+"""Largest share of equal candidates that a gate with enough samples may refuse."""
 SAMPLES = (1, 2, 4, 8, 16, 32, 64)
-"""Samples a task that are tried for it."""
+"""Samples per task to try."""
 
 
 def gate_note(store: Store, experiment: Experiment) -> str:
@@ -48,7 +48,7 @@ def gate_note(store: Store, experiment: Experiment) -> str:
 
 
 def _samples_wanted(gate: Gate, rates: TaskRates) -> str:
-    """Smallest power of two of samples a task at which few equal candidates are refused."""
+    """Smallest power of two of samples per task at which at most ENOUGH of equal candidates are refused."""
     for samples in SAMPLES:
         if refusal_rate(replace(gate, samples=samples), rates, 0.0, trials=2000) <= ENOUGH:
             return f"{samples} sample(s) a task"
@@ -63,7 +63,7 @@ def _gate_tasks(store: Store, experiment: Experiment) -> int | None:
 
 
 def _rates(store: Store, experiment: Experiment) -> TaskRates:
-    """Task rates of the last evaluation's parent if known, else assumed ones."""
+    """Task rates of the last evaluation's parent, or assumed rates if there is none."""
     evaluated = partitions(store, experiment.name, "evaluation")
     evaluation = read_artifact(store, experiment.name, "evaluation", evaluated[-1]) if evaluated else None
     ref = evaluation.manifest.parents.get("parent_gate") if evaluation else None

@@ -1,4 +1,4 @@
-"""The graph: every step once, in order. The asset of a step that is added here is `assets/<name>.py`.
+"""The graph: all steps in order. Each step needs an asset in `assets/<name>.py`.
 
 task_suite, base_policy                                                                  once
 iteration_inputs -> prompts -> rollouts -> rewards -> dataset -> checkpoint -> evaluation -> sampler -> report
@@ -30,7 +30,7 @@ from resources.refs import read_ref
 from trainer.config import GRPO_VERSION, IMPORT_VERSION, SFT_VERSION
 
 PLAN = "rollout_plan"
-"""Kind of the artifact that hands out an iteration's groups; it has the key of the rollouts."""
+"""Kind of the artifact that assigns an iteration's groups to shards; its key is that of the rollouts."""
 
 
 def _place(state: IterationState) -> Slice:
@@ -100,7 +100,7 @@ BASE_POLICY = StepSpec(
 
 
 def _imported_key(state: IterationState) -> str | None:
-    """The key of what was imported last: it is made of the content."""
+    """Key of the latest import, which depends on the imported content."""
     ref = read_ref(state.store, state.experiment.name, "base_policy")
     return ref.key if ref else None
 
@@ -127,7 +127,7 @@ ITERATION_INPUTS = StepSpec(
     version="1",
     slice=_place,
     inputs={"task_suite": "task_suite", "base": "base_policy"},
-    key_inputs=lambda state: {},  # by its place alone, so it is written once
+    key_inputs=lambda state: {},  # the key depends on the partition alone, so the artifact is written once
     recorded_by=None,
 )
 
@@ -182,7 +182,7 @@ DATASET = StepSpec(
 
 
 def _training_seed(state: IterationState) -> int:
-    """A 31-bit seed of its own for each iteration's training."""
+    """Separate 31-bit training seed for each iteration."""
     return int(digest_of([state.experiment.seed, f"training/{state.iteration}"])[:8], 16) >> 1
 
 
@@ -223,7 +223,7 @@ def _compared_runs(state: IterationState) -> Refs | None:
 
 def _run_slices(state: IterationState, made: Artifact) -> Iterator[tuple[Any, Any]]:
     wanted = {f"{who}_{each.name}": each for each in readings_of(state.experiment) for who in WHO}
-    # the best policy so far may have been played long ago: how says nothing of this evaluation's settings
+    # ignores the best policy so far: an earlier evaluation may have run it, with other settings
     runs = {
         role: ref
         for role, ref in made.manifest.parents.items()
@@ -250,7 +250,7 @@ EVALUATION = StepSpec(
 
 
 def _gate_note(state: IterationState) -> str:
-    from ops.gate_power import gate_note  # simulates, which only a dry run does
+    from ops.gate_power import gate_note  # a simulation, for dry runs only
 
     return gate_note(state.store, state.experiment)
 
@@ -279,12 +279,12 @@ REPORT = StepSpec(
     version="2",
     slice=lambda state: {},
     inputs={spec.name: spec.name for spec in REPORTED},
-    key_of=lambda state: None,  # it holds the rows of earlier iterations, which are not read to plan one
+    key_of=lambda state: None,  # the key contains rows of earlier iterations, which planning does not read
     recorded_by=None,
 )
 
 GRAPH = (TASK_SUITE, BASE_POLICY, *REPORTED, REPORT)
-"""The steps in order. Suite and base policy as they are made here; see `graph_of`."""
+"""The steps in order, with a generated suite and a trained base policy; see `graph_of`."""
 ONCE = tuple(spec.name for spec in GRAPH if spec.once)
 """Unpartitioned assets."""
 PER_ITERATION = tuple(spec.name for spec in GRAPH if not spec.once)
@@ -292,14 +292,14 @@ PER_ITERATION = tuple(spec.name for spec in GRAPH if not spec.once)
 
 
 def graph_of(experiment: Experiment) -> tuple[StepSpec, ...]:
-    """The steps of an experiment in order: its suite and its base policy are made or imported."""
+    """The steps of an experiment in order, with its suite and its base policy made or imported."""
     suite = TASK_SUITE if isinstance(experiment.tasks, TaskSuiteConfig) else IMPORTED_SUITE
     base = BASE_POLICY if isinstance(experiment.base, SftBase) else IMPORTED_BASE
     return tuple({TASK_SUITE.name: suite, BASE_POLICY.name: base}.get(spec.name, spec) for spec in GRAPH)
 
 
 def spec_behind(spec: StepSpec, made: Manifest) -> StepSpec:
-    """The declaration that this artifact of the step was made by: suite and base policy may have been imported."""
+    """Declaration that made this artifact of a step: suite and base policy may have been imported."""
     if spec is TASK_SUITE and made.config.get("kind") == "import":
         return IMPORTED_SUITE
     if spec is BASE_POLICY and "demonstrations" not in made.parents:

@@ -50,13 +50,13 @@ def find_inputs(store: Store, experiment: Experiment, iteration: str) -> Iterati
 
 
 def pin_inputs(step: Step, policy: str) -> Artifact:
-    """Inputs of this iteration; they are pinned if it has not begun. policy: "live", "base" or a digest prefix of a
+    """Inputs of this iteration; pins them if it has not begun. policy: "live", "base" or a digest prefix of a
     checkpoint.
     """
     found = step.work.find()
     if found is not None:
         return found
-    require_launchable(step.experiment)  # now, not when hours of rollouts are to be trained on
+    require_launchable(step.experiment)  # fail now, not after hours of rollouts
     start = resolve_start(step.store, step.experiment.name, step.parent("base"), policy)
     inputs = IterationInputs(
         experiment=step.experiment.name,
@@ -82,7 +82,7 @@ def restoring_rollback(store: Store, experiment: str, policy: ArtifactRef) -> di
 
 
 def resolve_start(store: Store, experiment: str, base: ArtifactRef, policy: str) -> Start:
-    """Start for the requested policy. Raises RegistryError for an unknown or ambiguous digest prefix."""
+    """Starting point for the requested policy. Raises RegistryError for an unknown or ambiguous digest prefix."""
     if policy == "live":
         live = Registry(store, experiment).live()
         if live is not None:
@@ -104,7 +104,7 @@ def find_checkpoint(store: Store, prefix: str) -> ArtifactRef:
 
 
 def cursor_before(store: Store, experiment: Experiment, iteration: str) -> int:
-    """Number of prompts drawn before this iteration, as the previous one recorded it; its draw is repeated if it
+    """Number of prompts drawn before this iteration, as recorded by the previous one, whose draw is repeated if it
     committed none.
     """
     if int(iteration) == 0:

@@ -1,4 +1,4 @@
-"""How an evaluation plays a policy: which splits, how many samples a task, and at which temperature.
+"""Readings of an evaluation: the splits, samples per task and temperature with which a policy runs.
 
 Each (policy, reading) is one artifact of kind `evaluation_run`, which every experiment with equal settings shares.
 """
@@ -21,7 +21,7 @@ from resources.experiment import Experiment
 EVALUATION_RUN = "evaluation_run"
 EVALUATION_RUN_VERSION = f"{ROLLOUTS_VERSION}+{REWARDS_VERSION}"
 EVALUATION_SLOTS = "evaluation"
-"""Stands for the experiment in the seeds of evaluations, so that experiments with an equal policy share its runs."""
+"""Replaces the experiment's name in the seeds of evaluations, so that experiments share the runs of an equal policy."""
 WHO = ("candidate", "parent")
 """The policies that an evaluation compares."""
 _GROUPING = {"group_size", "oversample", "refill", "concurrency", "profile"}
@@ -29,21 +29,21 @@ _GROUPING = {"group_size", "oversample", "refill", "concurrency", "profile"}
 
 @dataclass(frozen=True)
 class Reading:
-    """One way in which a policy plays a split."""
+    """Settings with which a policy runs on a split."""
 
     split: Split
     samples: int
-    """Episodes a task."""
+    """Episodes per task."""
     greedy: bool
-    """At temperature 0, not at that of the rollouts."""
+    """Temperature 0 instead of that of the rollouts."""
 
     @property
     def name(self) -> str:
-        """Suffix of its roles, e.g. held_out_greedy."""
+        """Suffix of the roles, e.g. held_out_greedy."""
         return f"{self.split.value}_greedy" if self.greedy else self.split.value
 
     def slice(self, experiment: Experiment) -> dict[str, Any]:
-        """What decides the run beside policy and suite: nothing of grouping, rewards or training."""
+        """Settings that affect the run, beyond policy and suite; none of grouping, rewards or training."""
         rollouts = experiment.rollouts.model_dump(mode="json", exclude=_GROUPING)
         return {
             **sampling_slice(experiment),
@@ -61,12 +61,12 @@ class Reading:
 
 
 def gate_reading(experiment: Experiment) -> Reading:
-    """How the gate is played, which decides."""
+    """Reading of the gate, which decides about promotion."""
     return Reading(Split.GATE, experiment.evaluation.gate_samples, greedy=False)
 
 
 def readings_of(experiment: Experiment) -> list[Reading]:
-    """How every policy is played: the gate, and what no decision reads, sampled and greedily.
+    """All readings of a policy: the gate, and the splits for information only, sampled and greedy.
 
     Imported suites have no unseen tasks.
     """
@@ -84,7 +84,7 @@ def readings_of(experiment: Experiment) -> list[Reading]:
 
 
 def sampling_slice(experiment: Experiment) -> dict[str, Any]:
-    """What decides an episode of a policy beside the agent loop's settings."""
+    """Settings that affect an episode, beyond those of the agent loop."""
     return {
         "engine": experiment.engine.kind,
         "sandbox_limits": experiment.sandboxes.limits.model_dump(mode="json"),

@@ -42,7 +42,7 @@ def flip_metadata(store: Store, rewards: Artifact, rollouts: ArtifactRef) -> dic
 
 
 def _cell(value: Any) -> str | float | bool:
-    """Value of a table cell; Dagster's tables accept neither lists nor null."""
+    """Value for a table cell: Dagster's tables accept neither lists nor null."""
     if isinstance(value, (bool, float)):
         return value
     return "" if value is None else ", ".join(value) if isinstance(value, list) else str(value)

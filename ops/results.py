@@ -21,7 +21,7 @@ Metadata = dict[str, Any]
 SHORT = 16
 """Digits of another artifact's digest: enough for `triplane lineage`."""
 MAX_MARKDOWN = 30_000
-"""Characters of one markdown entry; Dagster wants an event below 100 KB."""
+"""Maximum characters of one Markdown entry, to keep a Dagster event below 100 KB."""
 
 
 def describe(artifact: Artifact) -> Metadata:
@@ -33,7 +33,7 @@ def describe(artifact: Artifact) -> Metadata:
     ]
     found: Metadata = {"parents": dg.MetadataValue.table(rows)} if rows else {}
     return found | {
-        # older than the materialization when the work was found, not done again
+        # earlier than the materialization if the artifact already existed
         "committed": dg.MetadataValue.timestamp(manifest.created_unix),
         "digest": ref.digest,
         "action key": ref.key,
@@ -44,12 +44,12 @@ def describe(artifact: Artifact) -> Metadata:
 
 
 def present(metadata: Mapping[str, Any]) -> Metadata:
-    """Metadata for display: names in words, floats with four digits. Dagster's own keys stay."""
+    """Metadata for display: readable names, floats with four digits. Dagster's own keys stay."""
     return {name if "/" in name else label(name): _rounded(value) for name, value in metadata.items()}
 
 
 def label(name: str) -> str:
-    """Name of a column or metric in words."""
+    """Readable name of a column or metric."""
     return name.replace("held_out", "held-out").replace("_", " ")
 
 

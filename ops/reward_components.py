@@ -13,7 +13,7 @@ EVIDENCE_FILE = "evidence.parquet"
 
 
 def component_metadata(rewards: Artifact, config: RewardConfig) -> Metadata:
-    """Mean, deviation and share of non-zero values of each component before its weight, and whether recomputation is
+    """Unweighted mean, deviation and share of non-zero values of each component, and whether recomputation is
     identical.
     """
     evidence = rewards.table(EVIDENCE_FILE) if EVIDENCE_FILE in rewards.names() else None

@@ -1,7 +1,7 @@
 """Roll back to a policy that was live: append an entry to the registry, then update every server.
 
-Whoever dies between the two left a rollback that is done and servers that are behind: `bring_servers` alone is to be
-repeated, by `roll_back_once` for a request that can be told from others, by naming the live policy otherwise.
+A crash between the two leaves outdated servers after a complete rollback. Then repeat only `bring_servers`: call
+`roll_back_once` with the same request id, or else roll back to the live policy.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class RollbackPlan:
     """Effects of a rollback that has not been carried out."""
 
     live: LivePolicy
-    """What is live now, and so what the change is conditional on."""
+    """Current live policy; the rollback fails if it changes."""
     target: Restorable
-    """What will be live."""
+    """Policy that will be live."""
     undone: tuple[str, ...]
     """Iterations whose promotion the restored policy does not build on."""
     redone: tuple[str, ...]
-    """Iterations that were undone by an earlier rollback and count again."""
+    """Iterations that an earlier rollback undid and this one restores."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,19 @@ class RolledBack:
     entry: LivePolicy
     servers: list[ServerState]
     before: bool = False
-    """Whether the change was made by an earlier attempt, and only servers were brought now."""
+    """Whether an earlier attempt changed the registry, so that only servers were updated now."""
 
 
 def plan_rollback(store: Store, experiment: str, to: str | None) -> RollbackPlan:
     """Plan a rollback to `to` (see Registry.restorable).
 
-    Raises RegistryError, AlreadyLive among them, and ArtifactCorrupt or ArtifactMissing for a target that can't be
-    served any more; changes nothing.
+    Changes nothing. Raises RegistryError (AlreadyLive included), and ArtifactCorrupt or ArtifactMissing for a target
+    that can no longer be served.
     """
     registry = Registry(store, experiment)
     target = registry.restorable(to, base_of(store, experiment))
     live = registry.live()
-    assert live is not None, "restorable refuses where nothing was promoted"
+    assert live is not None, "restorable raises if nothing was promoted"
     open_artifact(store, target.policy).directory()
     open_artifact(store, target.trainer_state)
     return _plan(registry, live, target)
@@ -74,16 +74,16 @@ def _plan(registry: Registry, live: LivePolicy, target: Restorable) -> RollbackP
 
 
 def roll_back(store: Store, experiment: Experiment, plan: RollbackPlan, reason: str) -> RolledBack:
-    """Carry out a plan. Raises RegistryError if another change came first; nothing is changed then."""
+    """Carry out a plan. Raises RegistryError, and changes nothing, if another change came first."""
     entry = change_live(store, experiment.name, plan, reason)
     return RolledBack(plan, entry, bring_live(store, experiment))
 
 
 def roll_back_once(store: Store, experiment: Experiment, to: str | None, reason: str, request: str) -> RolledBack:
-    """Roll back for a request that may be repeated after a crash: the registry changes once, servers are updated each
+    """Roll back for a request that may be repeated after a crash: the registry changes once, servers are updated every
     time.
 
-    Raises what `plan_rollback` and `roll_back` raise.
+    Raises the errors of `plan_rollback` and `roll_back`.
     """
     registry = Registry(store, experiment.name)
     entry = registry.rollback_of(request)
@@ -98,10 +98,10 @@ def change_live(
 ) -> LivePolicy:
     """Change the registry without updating the servers.
 
-    Raises RegistryError when another change came first: nothing was changed.
+    Raises RegistryError, and changes nothing, if another change came first.
     """
     if not reason.strip():
-        raise ConfigError("the reason of the rollback is empty: give a few words; the registry keeps them")
+        raise ConfigError("the reason of the rollback is empty: give a few words, which the registry records")
     return Registry(store, experiment).rollback(plan.target, reason.strip(), expected=plan.live.number, request=request)
 
 
@@ -126,7 +126,7 @@ def base_of(store: Store, experiment: str) -> BasePolicy | None:
 
 
 def observation(experiment: str, done: RolledBack) -> dg.AssetObservation:
-    """Observation of the rollback for the sampler's page, at the iteration that is live again."""
+    """Observation of the rollback for the sampler's page, in the partition of the restored iteration."""
     plan, entry, rollback = done.plan, done.entry, done.entry.rollback
     metadata: dict[str, Any] = {
         "rolled back": f"{plan.live.policy.short} -> {entry.policy.short}",

@@ -34,7 +34,7 @@ def rollout_numbers(rollouts: Artifact) -> dict[str, Any]:
 def sampled_numbers(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Number and speed of the episodes that this run sampled; shards may have run concurrently or in sequence.
 
-    shards: what `sample_shard` returned, one of each shard that had something to look at.
+    shards: results of `sample_shard`, one per shard with missing groups.
     """
     groups = sum(shard["groups"] - shard["found"] for shard in shards)
     tokens = sum(shard["tokens"] for shard in shards)
@@ -46,7 +46,7 @@ def sampled_numbers(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def speed_before(step: Step) -> dict[str, Any]:
-    """Sampling speed of an earlier materialization of this partition, kept for the plot if a repeat samples nothing."""
+    """Sampling speed of an earlier materialization of this partition, for the plot if a repetition samples nothing."""
     wanted = dg.AssetRecordsFilter(
         dg.AssetKey([step.experiment.name, step.spec.name]), asset_partitions=[step.iteration]
     )

@@ -15,13 +15,13 @@ from contracts.tasks import Task
 
 SAMPLES = 4
 MAX_TEXT = 1500
-"""Characters of one transcript."""
+"""Maximum characters of one transcript."""
 
 
 def sample_episodes(
     rollouts: Artifact, tokenizer: ChatTokenizer, tasks: Mapping[str, Task], rewards: Artifact | None = None
 ) -> dg.MarkdownMetadataValue:
-    """Episodes spread over the artifact, each with task, outcome and decoded text, as Markdown."""
+    """Markdown of a few evenly spaced episodes, each with task, outcome and decoded text."""
     episodes = rollouts.table(
         "episodes.parquet", columns=["episode_id", "task_id", "outcome", "turns", "policy_tokens"]
     )

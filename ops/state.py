@@ -1,4 +1,4 @@
-"""What a step of an iteration finds: the experiment, the store, and the artifacts that earlier steps made."""
+"""State of an iteration that a step reads: the experiment, the store, and the artifacts of earlier steps."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from resources.experiment import Experiment
 
 
 class Start(Frozen):
-    """What training goes on from."""
+    """Checkpoint and trainer state that training continues from."""
 
     checkpoint: ArtifactRef
     trainer_state: ArtifactRef
 
 
 class IterationInputs(Frozen):
-    """What one iteration starts from, by digest."""
+    """References to everything that one iteration starts from."""
 
     experiment: str
     iteration: str
     policy: ArtifactRef
-    """The checkpoint that acts."""
+    """The acting checkpoint."""
     start: Start
     task_suite: ArtifactRef
     base: ArtifactRef
@@ -34,26 +34,26 @@ class IterationInputs(Frozen):
     cursor: int
     """Prompts drawn by earlier iterations."""
     carried_over: list[str] = Field(default_factory=list)
-    """Episode ids taken over unfinished from an earlier iteration."""
+    """Ids of unfinished episodes carried over from an earlier iteration."""
 
 
 @dataclass(frozen=True)
 class IterationState:
-    """One iteration of an experiment (or its base, without an iteration) as far as it is made."""
+    """Materialized part of one iteration of an experiment, or of its base."""
 
     experiment: Experiment
     store: Store
     partition: str | None = None
-    """Iteration key such as "0003"; None for the assets that are made once."""
+    """Iteration key such as "0003"; None for unpartitioned assets."""
     made: Mapping[str, ArtifactRef] = field(default_factory=dict)
     """Artifacts by asset."""
     pinned: IterationInputs | None = None
-    """Content of `iteration_inputs`; None while the iteration has not begun."""
+    """Content of `iteration_inputs`; None before the iteration begins."""
 
     @property
     def iteration(self) -> str:
         """The iteration key of a partitioned asset."""
-        assert self.partition is not None, "assets that are made once have no iteration"
+        assert self.partition is not None, "unpartitioned assets have no iteration"
         return self.partition
 
     @property
@@ -63,9 +63,9 @@ class IterationState:
         return self.pinned
 
     def find(self, source: str) -> ArtifactRef | None:
-        """The artifact behind an asset's name or, as `iteration_inputs.policy`, behind a field of the pinned inputs.
+        """Artifact of an asset or, for a source such as `iteration_inputs.policy`, of a field of the pinned inputs.
 
-        None: not made yet.
+        Returns None if it does not exist yet.
         """
         asset, _, field_path = source.partition(".")
         if not field_path:

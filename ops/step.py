@@ -1,4 +1,4 @@
-"""Context of a step that is being run, and its progress."""
+"""Context of a running step, and its progress."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from resources.experiment import Experiment
 from resources.progress import Progress, ProgressSink
 
 OBSERVE_EVERY_S = 5.0
-"""Seconds between two observations of one step: enough for a plot to move, few enough for the event log."""
+"""Seconds between two observations of one step: frequent enough for plots, rare enough for the event log."""
 
 Context = dg.OpExecutionContext | dg.AssetExecutionContext
 
 
 class StepProgress:
-    """Reports every update to the sink and some to Dagster, every few seconds."""
+    """Reports every update to the sink, and one to Dagster every few seconds."""
 
     def __init__(
         self, context: Context, experiment: str, asset: str, partition: str | None, sink: ProgressSink
@@ -75,13 +75,13 @@ class Step:
 
     @cached_property
     def work(self) -> Work:
-        """Work of this step; all of its inputs are made."""
+        """Work of this step, whose inputs must exist."""
         work = self.spec.work(self.state)
         assert work is not None, f"{self.spec.name} is run without its inputs"
         return work
 
     def parent(self, role: str) -> ArtifactRef:
-        """Input in this role, as the step declares it."""
+        """Declared input of this role."""
         return self.work.parents[role]
 
 
@@ -93,9 +93,11 @@ def begin(
     sink: ProgressSink,
     given: Mapping[str, ArtifactRef] | None = None,
 ) -> Step:
-    """Begin the step that `context` runs. given: artifacts of the upstream assets, by asset."""
+    """Start the step that `context` runs. given: artifacts of the upstream assets, by asset."""
     partition = context.partition_key if context.has_partition_key else None
-    made = {asset: given[asset] for asset in spec.upstream} if given else {}  # Dagster gives them in order of name
+    made = (
+        {asset: given[asset] for asset in spec.upstream} if given else {}
+    )  # Dagster passes them in alphabetical order
     pinned = read_inputs(store, made["iteration_inputs"]) if "iteration_inputs" in made else None
     progress = StepProgress(context, experiment.name, spec.name, partition, sink)
     return Step(spec, IterationState(experiment, store, partition, made, pinned), progress, context)

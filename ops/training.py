@@ -1,4 +1,4 @@
-"""Training jobs (warm start and one iteration of GRPO), each in a process that the launcher runs."""
+"""Training jobs (warm start and one iteration of GRPO), each in a process of the launcher."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from resources.launcher import Launcher
 from trainer.config import SNAPSHOT, SNAPSHOT_JOB, GrpoJob, SftJob
 
 METRIC_NAMES = {"lr": "learning_rate", "old_kl": "KL to the acting policy", "tis_mean": "importance_weight_mean"}
-"""What the asset page calls the trainer's metrics, where that differs."""
+"""Names on the asset page of the trainer's metrics, if they differ."""
 OF_ONE_STEP = ("rows", "tokens", "seconds")
-"""Metrics of a single optimizer step that say nothing of the whole."""
+"""Metrics that are meaningful for a single optimizer step only."""
 
 
 def warm_start(
@@ -77,15 +77,15 @@ def training_numbers(checkpoint: Artifact) -> dict[str, Any]:
 
 
 def _drop_snapshots(store: Store, job: SftJob) -> None:
-    """Remove snapshots of a trainer that was killed after its checkpoint was committed."""
+    """Remove snapshots of a trainer that was killed after it committed its checkpoint."""
     for snapshot in list(list_artifacts(store, SNAPSHOT)):
         if snapshot.manifest.config.get(SNAPSHOT_JOB) == job.key:
             discard_artifact(store, snapshot.ref)
 
 
 def _train(step: Step, launcher: Launcher, job: SftJob | GrpoJob, steps: int, taken: int) -> Artifact:
-    """Run `job` unless its result exists. steps: maximum of optimizer steps; taken: steps of the policy that it starts
-    from.
+    """Run `job` unless its result exists. steps: maximum number of optimizer steps; taken: steps that its start has
+    taken.
     """
     found = find_artifact(step.store, "checkpoint", job.key)
     if found is not None and find_artifact(step.store, "trainer_state", job.key) is not None:

@@ -12,7 +12,7 @@ from contracts.errors import SchemaError
 def weights_fault(directory: Path) -> str | None:
     """First tensor that is missing, malformed or not finite, as text, or None.
 
-    Holds one tensor at a time in memory.
+    Loads one tensor at a time.
     """
     import torch
     from safetensors import SafetensorError, safe_open

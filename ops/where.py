@@ -1,4 +1,4 @@
-"""Where the resources are that steps need, for people, by their names in Dagster."""
+"""Locations of the Dagster resources that steps need, for display."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def sandboxes(experiment: Experiment) -> str:
 
 
 def launcher(experiment: Experiment) -> str:
-    """The machines of a training, and whether the launcher will refuse them."""
-    from resources.launcher import local_refusal  # imports Dagster, which listing the steps does not need
+    """Machines of the training, and whether the launcher accepts them."""
+    from resources.launcher import local_refusal  # imports Dagster, which is not needed to list the steps
 
     found = experiment.trainer.launcher
     device = f"{found.gpus} GPU(s)" if found.gpus else "CPU"
@@ -41,4 +41,4 @@ def launcher(experiment: Experiment) -> str:
 
 
 WHERE: Mapping[str, Callable[[Experiment], str]] = {"sampler": engine, "sandboxes": sandboxes, "launcher": launcher}
-"""By resource."""
+"""Functions by resource."""

@@ -1,4 +1,4 @@
-"""Servers of the live policy. Each server is updated to what the registry names, whoever changed it and when.
+"""Update the servers of the live policy after every change of the registry.
 
 live? -> load -> a few tokens, stamped and finite? -> live still? -> serving
   ^---------------- no, or a fault ------------------------|
@@ -42,18 +42,18 @@ class ServerState:
     policy: str | None
     """Digest of the live policy that it serves, or None."""
     fault: str | None
-    """Why it does not serve it, and whether it is withdrawn."""
+    """Why the server does not serve that policy, and whether it was withdrawn; None if it serves it."""
 
 
 async def swap_servers(config: DeploymentConfig, live: Live) -> list[ServerState]:
-    """Update every server to the live policy, all at once. Requests in flight continue."""
+    """Update all servers to the live policy concurrently. Requests in flight continue."""
     return list(await asyncio.gather(*(_swap(url, config, live) for url in config.servers)))
 
 
 @asynccontextmanager
 async def open_canary(config: DeploymentConfig, policy: Artifact) -> AsyncIterator[Engine]:
     """Canary that serves `policy`. Raises EngineError."""
-    assert config.canary is not None, "the caller asked whether there is one"
+    assert config.canary is not None, "the caller checks that a canary is configured"
     engine = _connect(config.canary, config, policy)
     try:
         await engine.load_weights(policy.directory(), policy.ref.digest)
@@ -124,7 +124,7 @@ def _connect(url: str, config: DeploymentConfig, policy: Artifact) -> OpenAIEngi
 
 
 async def _withdraw(url: str, reason: str) -> str:
-    """Take a server out of service. Returns the result in words."""
+    """Take a server out of service. Returns the result as text."""
     try:
         async with httpx.AsyncClient(timeout=WITHDRAW_TIMEOUT_S) as http:
             (await http.post(f"{url}/withdraw", json={"reason": reason})).raise_for_status()

@@ -1,7 +1,7 @@
 """An experiment: one YAML file, parsed into one typed value with a slice for each step.
 
-A step's own slice, and nothing more, goes into its action key: changing the trainer's never resamples. Where a thing
-runs (addresses, processes, GPUs) is in no key.
+Only a step's own slice enters its action key: changing a trainer setting never resamples. Addresses, processes and GPUs
+enter no key.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from trainer.config import GrpoConfig, ModelConfig, SftConfig
 
 
 class Section(BaseModel):
-    """Base class of the sections of an experiment: immutable, no unknown keys."""
+    """Base class of an experiment's sections: immutable; unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class SftBase(Section):
-    """The base policy is a fresh model, warmed up on scripted expert episodes."""
+    """Base policy: a fresh model, trained on scripted expert episodes."""
 
     kind: Literal["sft"] = "sft"
-    """Discriminates the two ways to get a base policy."""
+    """Selects this kind of base policy."""
     demonstrations: DemonstrationConfig = DemonstrationConfig()
     """The expert episodes."""
     model: ModelConfig = ModelConfig()
-    """The model's shape."""
+    """Shape of the model."""
     sft: SftConfig = SftConfig()
-    """The recipe and its stopping criterion."""
+    """Training recipe and stopping criterion."""
 
     @property
     def spaced(self) -> bool:
@@ -60,12 +60,12 @@ class SftBase(Section):
 
 
 class ImportedBase(Section):
-    """The base policy is an existing checkpoint directory of Qwen3-MoE in the Hugging Face layout."""
+    """Base policy: an existing Qwen3-MoE checkpoint directory in the Hugging Face layout."""
 
     kind: Literal["import"]
-    """Discriminates the two ways to get a base policy."""
+    """Selects this kind of base policy."""
     path: str = Field(min_length=1)
-    """The directory, as the process that materializes base_policy sees it."""
+    """Path of the directory on the machine that materializes base_policy."""
     spaced: bool = True
     """Whether tool calls are written with blanks and newlines, as Qwen writes them."""
 
@@ -79,26 +79,26 @@ class PromptsConfig(Section):
     """How many groups an iteration samples."""
 
     groups: int = Field(default=64, ge=1, le=1_000_000)
-    """Prompts an iteration."""
+    """Prompts per iteration."""
     reserve: int = Field(default=16, ge=0, le=1_000_000)
-    """Further prompts, for groups that show no variance."""
+    """Spare prompts that replace groups without variance."""
     workers: int = Field(default=1, ge=1, le=1024)
-    """Mapped steps that share the groups. A worker holds hundreds of episodes at once, so tens are many."""
+    """Mapped steps that share the groups. One worker runs hundreds of episodes at once; few are needed."""
 
 
 class LimitsConfig(Section):
-    """What one episode's sandbox may use."""
+    """Resource limits of one episode's sandbox."""
 
     memory_mb: int = Field(default=512, ge=16)
-    """All its processes and files together, in MiB."""
+    """Memory of all processes and files together, in MiB."""
     pids: int = Field(default=64, ge=4)
     """Processes and threads alive at once."""
     cpu: float = Field(default=1.0, gt=0)
-    """Cores."""
+    """CPU cores."""
     disk_mb: int = Field(default=64, ge=1)
-    """Everything it writes, in MiB."""
+    """Disk space for all written files, in MiB."""
     lifetime_s: float = Field(default=600.0, gt=0)
-    """Seconds after which it is destroyed, whoever forgot it."""
+    """Maximum lifetime, in seconds."""
 
     def limits(self) -> Limits:
         """Limits in the environment plane's type."""
@@ -109,15 +109,15 @@ class SandboxesConfig(Section):
     """Where episodes and verifications run."""
 
     backend: Literal["auto", "namespaces", "gvisor", "qemu", "firecracker", "plain"] = "auto"
-    """Of the server started here; agents and verdicts run on it. auto: namespaces, else gvisor. plain isolates nothing
-    and is never chosen by auto.
+    """Backend of the sandbox server that the run starts, for agents and verdicts. auto: namespaces, else gvisor. plain
+    isolates nothing; auto never chooses it.
     """
     address: str | None = None
-    """`unix:/path` or `host:port` of an envd server that already runs, its key in $TRIPLANE_ENVD_KEY_FILE; null takes
-    $TRIPLANE_ENVD, else starts one for the run.
+    """`unix:/path` or `host:port` of a running envd server, whose key is in $TRIPLANE_ENVD_KEY_FILE. null: use
+    $TRIPLANE_ENVD, or start a server for the run.
     """
     limits: LimitsConfig = LimitsConfig()
-    """What one episode's sandbox may use."""
+    """Resource limits of one episode's sandbox."""
 
 
 class LauncherConfig(Section):
@@ -126,84 +126,79 @@ class LauncherConfig(Section):
     kind: Literal["local"] = "local"
     """local: a process on this machine."""
     nodes: int = Field(default=1, ge=1, le=1024)
-    """Machines."""
+    """Number of machines."""
     gpus: int = Field(default=0, ge=0, le=64)
-    """GPUs a machine; 0 trains on the CPU. The local launcher refuses any other number: the trainer computes on the CPU
-    only.
+    """GPUs per machine; 0 trains on the CPU. The local launcher accepts only 0: the trainer computes on the CPU only.
     """
     threads: int = Field(default=2, ge=1, le=1024)
-    """CPU threads of a training process. Another count gives other bits, so it is part of the keys of base_policy and
-    checkpoint, and is never taken from the machine: the same experiment trains the same bits on 2 cores and on 64.
+    """CPU threads of a training process. The count changes the resulting bits, so it is part of the keys of base_policy
+    and checkpoint and does not depend on the machine: results are the same on 2 cores and on 64.
     """
     timeout_s: float = Field(default=86_400.0, gt=0)
-    """Seconds after which a training process is stopped."""
+    """Maximum run time of a training process, in seconds."""
 
     @property
     def numerics(self) -> dict[str, str | int]:
-        """Settings that decide the bits of a training run beside inputs, configuration and torch; part of its action
-        key.
-        """
+        """Settings, beyond inputs, configuration and torch, that affect the resulting bits; part of the action key."""
         device = "cuda" if self.gpus else "cpu"
         return {"backend": "torch", "device": device, "threads": self.threads, "ranks": self.nodes * max(1, self.gpus)}
 
 
 class TrainerConfig(Section):
-    """One iteration's training."""
+    """Training of one iteration."""
 
     grpo: GrpoConfig = GrpoConfig()
-    """The algorithm."""
+    """Settings of the training algorithm."""
     launcher: LauncherConfig = LauncherConfig()
-    """Where it runs."""
+    """Where training runs."""
 
 
 class EvaluationConfig(Section):
     """How the candidate and its parent are compared."""
 
     gate_samples: int = Field(default=2, ge=1, le=1024)
-    """Episodes a gate task. The gate decides; with few of them it also refuses many equal candidates, see `iterate
-    --dry-run`.
+    """Episodes per gate task. Promotion depends on the gate. Fewer episodes refuse more candidates that are as good as
+    their parent; see `iterate --dry-run`.
     """
     held_out_samples: int = Field(default=8, ge=0, le=1024)
-    """Episodes a held-out task: the k of maj@k and pass@k. No decision reads them; 0 plays none."""
+    """Episodes per held-out task: the k of maj@k and pass@k. No decision uses them; 0 disables them."""
     unseen_samples: int = Field(default=8, ge=0, le=1024)
-    """Episodes an unseen task, where the suite has any. No decision reads them; 0 plays none."""
+    """Episodes per unseen task, if the suite has any. No decision uses them; 0 disables them."""
     greedy: bool = True
-    """Whether held-out and unseen tasks are played once more at temperature 0."""
+    """Whether to run held-out and unseen tasks once more at temperature 0."""
 
 
 class PromotionConfig(Section):
     """When a candidate goes live."""
 
     margin: float = Field(default=0.05, ge=0, le=1)
-    """Pass rate on the gate that the candidate may lose, at most: to its parent, and to the best policy so far of those
-    the parent builds on.
+    """Largest accepted loss of gate pass rate, compared with the parent and with the best policy that the parent builds
+    on.
     """
     confidence: float = Field(default=0.90, gt=0, lt=1)
-    """Of the two-sided interval, by task, whose lower end must stay above -margin. Printed intervals are always at 95%.
-    `iterate --dry-run` prints how often this rule refuses a known true difference.
+    """Confidence of the two-sided interval, by task. The candidate passes if the lower end is above -margin. Printed
+    intervals always use 95%. `iterate --dry-run` prints how often this rule refuses a known true difference.
     """
     on_refusal: Literal["stop", "retry_from_live"] = "retry_from_live"
-    """What the next iteration of a sequence does: not start, or sample again with the live policy."""
+    """After a refusal, stop the sequence of iterations, or sample the next one with the live policy."""
 
 
 class DeploymentConfig(Section):
-    """Where the live policy is served.
+    """Servers of the live policy.
 
-    The registry alone says which one that is; servers named here are told of every change.
+    The registry names the live policy; the servers listed here are updated after every change.
     """
 
     servers: tuple[str, ...] = ()
-    """Base URLs, up to and including /v1, of `python -m inference serve` or `triplane serve` processes; each must see
-    the store's files. Those that can't be swapped are withdrawn from traffic and named on the sampler's page.
+    """Base URLs, up to and including /v1, of `python -m inference serve` or `triplane serve` processes that can read
+    the store's files. A server that can't be swapped is withdrawn from traffic and shown on the sampler's page.
     """
     canary: str | None = None
-    """Base URL of such a server without traffic, on which a candidate plays its smoke episode; null: an engine as
-    `engine` says.
-    """
+    """Base URL of a server without traffic that runs a candidate's smoke episode; null: use the engine of `engine`."""
     attempts: int = Field(default=3, ge=1, le=100)
-    """Attempts at the swap of one server."""
+    """Attempts to swap one server."""
     timeout_s: float = Field(default=120.0, gt=0)
-    """Deadline of one request to a server, in seconds; loading weights is one."""
+    """Timeout of one request to a server, in seconds; loading weights is one request."""
 
     @field_validator("servers", "canary")
     @classmethod
@@ -230,43 +225,43 @@ def _kind_of_suite(value: Any) -> str:
 
 
 class Experiment(Section):
-    """Everything that decides what an experiment's assets hold."""
+    """All settings of an experiment's assets."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]{0,62}$")
-    """Prefix of its assets and name of its partitions: lower case letters, digits and underscores."""
+    """Prefix of the assets and name of the partitions: lower case letters, digits and underscores."""
     description: str = ""
-    """One line for the UI."""
+    """One-line description for the UI."""
     seed: int = Field(default=0, ge=0, lt=2**31)
-    """Of sampling, prompts and training. Tasks and demonstrations have their own."""
+    """Seed of sampling, prompts and training. Tasks and demonstrations have their own seeds."""
     iterations: int = Field(default=8, ge=1, le=9999)
-    """Iterations that `demo` and an unnumbered `iterate` run."""
+    """Iterations that `demo` runs, and `iterate` if no number is given."""
     tasks: Annotated[
         Annotated[TaskSuiteConfig, Tag("generated")] | Annotated[ImportedSuiteConfig, Tag("import")],
         Discriminator(_kind_of_suite),
     ] = TaskSuiteConfig()
     """The task suite: generated, or imported by `triplane tasks import`."""
     base: Annotated[SftBase | ImportedBase, Field(discriminator="kind")] = SftBase()
-    """The policy that iteration 0 samples with and trains from."""
+    """Policy that iteration 0 samples with and trains from."""
     prompts: PromptsConfig = PromptsConfig()
     """How many groups an iteration samples."""
     rollouts: RolloutConfig = RolloutConfig()
-    """The agent loop."""
+    """Settings of the agent loop."""
     engine: EngineConfig = BuiltinConfig()
-    """What serves the policy."""
+    """Engine that serves the policy."""
     sandboxes: SandboxesConfig = SandboxesConfig()
     """Where episodes run."""
     rewards: RewardConfig = RewardConfig()
-    """What an episode is worth."""
+    """Components and weights of the reward."""
     dataset: DatasetConfig = DatasetConfig()
-    """What is left out of training."""
+    """Rules that leave episodes out of training."""
     trainer: TrainerConfig = TrainerConfig()
     """Training of one iteration."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """Comparison with the parent."""
+    """Comparison of the candidate with its parent."""
     promotion: PromotionConfig = PromotionConfig()
     """When a candidate goes live."""
     deployment: DeploymentConfig = DeploymentConfig()
-    """Where the live policy is served. In no key."""
+    """Servers of the live policy. Not part of any key."""
 
     @field_validator("base", "engine", mode="before")
     @classmethod
@@ -287,7 +282,7 @@ class Experiment(Section):
         return self
 
     def _require_one_variance(self) -> None:
-        """Refuse a dataset that compares something else than refills, which know only the results of the tests."""
+        """Require that the dataset and refills compare the same values; refills know only test results."""
         of_solved = self.dataset.drop_zero_variance and self.dataset.variance_of == "solved"
         if self.rollouts.refill and self.dataset.drop_zero_variance and not of_solved:
             raise ValueError(
@@ -302,9 +297,7 @@ class Experiment(Section):
 
     @property
     def demonstrated(self) -> TaskSuiteConfig:
-        """Generated suite of the base policy's tokenizer and demonstrations: the experiment's own, or the default
-        one.
-        """
+        """Generated suite for the base policy's tokenizer and demonstrations: the experiment's own, or the default."""
         return self.tasks if isinstance(self.tasks, TaskSuiteConfig) else TaskSuiteConfig()
 
     @property

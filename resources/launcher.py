@@ -39,17 +39,17 @@ class Launcher(Protocol):
         timeout_s: float,
         on_message: OnMessage,
     ) -> list[Mapping[str, Any]]:
-        """Run a command; `on_message` gets each message when it arrives. Returns all messages. Raises LaunchFailed."""
+        """Run a command; call `on_message` for each message on arrival. Returns all messages. Raises LaunchFailed."""
 
 
 class LocalLauncher(dg.ConfigurableResource[Any]):
     """Runs a command as a child process of this machine.
 
-    One that heeds `PARENT_VARIABLE`, as the trainer does, dies with its parent.
+    A command that observes `PARENT_VARIABLE`, as the trainer does, exits with its parent.
     """
 
-    grace_s: float = Field(default=5.0, gt=0, description="Seconds a child gets to end after being asked to")
-    poll_s: float = Field(default=0.1, gt=0, description="Seconds between looks for messages")
+    grace_s: float = Field(default=5.0, gt=0, description="Seconds between SIGTERM and SIGKILL")
+    poll_s: float = Field(default=0.1, gt=0, description="Polling interval for messages, in seconds")
     pipes_bucket: str = Field(
         default="",
         description=f"S3 bucket through which a child reports; empty: ${PIPES_BUCKET}, else a file of this machine",
@@ -111,7 +111,7 @@ class LocalLauncher(dg.ConfigurableResource[Any]):
 
 
 def local_refusal(nodes: int, gpus: int) -> str | None:
-    """Reason why the local launcher refuses this, or None."""
+    """Why the local launcher can't run this many nodes or GPUs, or None."""
     if nodes != 1:
         return f"trainer.launcher.nodes={nodes}: the local launcher uses one machine; set it to 1"
     if gpus:

@@ -1,4 +1,4 @@
-"""Event loops that signals can end: the work is canceled and cleans up, then the signal gets its usual handler."""
+"""Event loops that handle signals: the signal cancels the work, which cleans up, and then reaches its usual handler."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def run_async(work: Coroutine[Any, Any, T]) -> T:
     """Like asyncio.run, but SIGINT and SIGTERM cancel the work; Dagster's handler would raise in the middle of it.
 
-    An exception raised in the middle of a loop's callback is logged and forgotten, so here a signal cancels `work`;
-    once that has ended, the signal goes to whoever handled it before.
+    asyncio logs and drops an exception that is raised in a callback of the loop. So a signal cancels `work` here; after
+    `work` has ended, the previous handler gets the signal.
     """
     if threading.current_thread() is not threading.main_thread():
         return asyncio.run(work)
@@ -48,7 +48,7 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _hand_on(number: signal.Signals, handler: Any) -> None:
-    """Call the earlier handler of a signal; sending the signal again would count as a second one."""
+    """Call the previous handler of a signal; sending the signal again would count as a second signal."""
     if callable(handler):
         handler(number, None)
     else:

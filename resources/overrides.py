@@ -18,7 +18,7 @@ from resources.errors import ExperimentError
 def apply_overrides(values: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     """Copy of nested `values` with each "a.b=c" applied; c is parsed as YAML.
 
-    Raises ExperimentError for one without `=`.
+    Raises ExperimentError for an override without `=`.
     """
     result = copy.deepcopy(values)
     for override in overrides:
@@ -53,7 +53,7 @@ def _value(text: str, override: str) -> Any:
 
 
 def explain(error: ValidationError, model: type[BaseModel], source: str) -> str:
-    """One line for each fault: field, value, problem and, for an unknown key, the nearest known one."""
+    """One line per error: field, value, problem and, for an unknown key, the most similar known key."""
     lines = []
     for fault in error.errors():
         path = _without_tags(model, fault["loc"])
@@ -67,13 +67,13 @@ def explain(error: ValidationError, model: type[BaseModel], source: str) -> str:
 
 
 def _shown(where: str, value: Any) -> str:
-    """Value as an error shows it; hidden where people put secrets by mistake."""
+    """Value for an error message; hidden in fields where users put secrets by mistake."""
     secret = ".endpoint" in where and (where.endswith("api_key_env") or "@" in repr(value))
     return "(not shown)" if secret else f"{value!r:.60}"
 
 
 def _without_tags(model: type[BaseModel], path: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Path of a fault as in the file: pydantic inserts the chosen kind after every discriminated union."""
+    """Path of an error in the file, without the kind that pydantic inserts after every discriminated union."""
     kept: list[int | str] = []
     places: list[Any] = [model]
     tag_follows = False
@@ -92,7 +92,7 @@ def _without_tags(model: type[BaseModel], path: tuple[int | str, ...]) -> tuple[
 
 
 def _is_discriminated(place: Any) -> bool:
-    """Whether a field, or an item of a tuple, is a union that a tag decides."""
+    """Whether a field, or an item of a tuple, is a discriminated union."""
     if isinstance(place, FieldInfo):
         return place.discriminator is not None or any(isinstance(each, Discriminator) for each in place.metadata)
     return any(isinstance(each, FieldInfo) and _is_discriminated(each) for each in get_args(place)[1:])
@@ -111,7 +111,7 @@ def _suggest(model: type[BaseModel], path: tuple[int | str, ...]) -> str:
         ]
     known = sorted({name for each in models for name in each.model_fields})
     if path[-1] in known:
-        return "another kind has it, the chosen one has not; remove it"
+        return "only another kind has this field; remove it"
     near = difflib.get_close_matches(str(path[-1]), known, n=1)
     return f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
 

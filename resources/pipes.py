@@ -21,7 +21,7 @@ from resources.errors import LaunchFailed
 PIPES_BUCKET = "TRIPLANE_PIPES_BUCKET"
 """Names the bucket in the environment."""
 _PREFIX = "triplane-pipes-"
-"""How the names of the folders begin through which a child is told its context and reports."""
+"""Prefix of the folders that carry a child's context and messages."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Channel:
     injector: dg.PipesContextInjector
     reader: dg.PipesMessageReader
     ended: Callable[[], None]
-    """To be called when the process has ended: nobody waits for messages that a killed one would still have sent."""
+    """Call this when the process has ended, so that the reader stops waiting for messages of a killed process."""
 
 
 def open_channel(bucket: str) -> AbstractContextManager[Channel]:
-    """Open the channel of one process. bucket: "" means $TRIPLANE_PIPES_BUCKET; files if that is not set.
+    """Open the channel of one process. bucket: "" means $TRIPLANE_PIPES_BUCKET, or files if it is not set.
 
     Raises LaunchFailed.
     """
@@ -52,7 +52,7 @@ def open_channel(bucket: str) -> AbstractContextManager[Channel]:
 
 
 def sweep_channels() -> None:
-    """Remove folders left by killed launchers; this is needed even if a run never launches anything."""
+    """Remove folders left by killed launchers. Call this also in runs that never launch anything."""
     sweep_abandoned(Path(tempfile.gettempdir()), _PREFIX)
 
 

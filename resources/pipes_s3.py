@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
 PREFIX = "triplane-pipes"
-"""Folder of the bucket. What a killed run leaves there is for a lifecycle rule: expire after a day."""
+"""Folder of the bucket. Use a lifecycle rule (expire after a day) to remove leftovers of killed runs."""
 LOOK_S = 0.5
-"""Seconds, at least, between two looks for messages."""
+"""Shortest polling interval for messages, in seconds."""
 CLOSED = json.dumps({PIPES_PROTOCOL_VERSION_FIELD: PIPES_PROTOCOL_VERSION, "method": "closed", "params": None})
 _log = logging.getLogger(__name__)
 
 
 @contextmanager
 def bucket_channel(bucket: str) -> Iterator[Channel]:
-    """Open a channel in its own folder of `bucket`, which is removed at the end. Raises LaunchFailed."""
+    """Open a channel in its own folder of `bucket`; the folder is removed at the end. Raises LaunchFailed."""
     client, folder = connect(conditional=False), f"{PREFIX}/{uuid.uuid4().hex}"
     try:
         reader = _Messages(client, bucket, folder)
@@ -49,7 +49,7 @@ def bucket_channel(bucket: str) -> Iterator[Channel]:
 
 
 class _Messages(PipesS3MessageReader):
-    """Reader that fetches all messages at once and closes the channel for a process that was killed before it could."""
+    """Reader that fetches all messages at once and closes the channel for a killed process."""
 
     def __init__(self, client: S3Client, bucket: str, folder: str) -> None:
         super().__init__(interval=LOOK_S, bucket=bucket, client=client)
@@ -63,11 +63,11 @@ class _Messages(PipesS3MessageReader):
             yield {**params, "key_prefix": f"{self._folder}/messages"}
 
     def messages_are_readable(self, params: Mapping[str, Any]) -> bool:
-        """Always true; missing messages are requested again."""
+        """Return True: a missing message is requested again later."""
         return True
 
     def download_messages(self, cursor: Any, params: Mapping[str, Any]) -> tuple[Any, str] | None:
-        """Lines of every chunk from the next one on.
+        """Lines of all chunks from the next one on.
 
         Once the process has ended and nothing is left, that it closed the channel.
         """

@@ -1,4 +1,4 @@
-"""Progress of long steps, for a terminal's bars, a log, or nobody."""
+"""Progress of long steps, for terminal bars, a log, or no display."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Progress:
     partition: str | None
     """Iteration key such as "0003", or None for unpartitioned assets."""
     phase: str
-    """What it is doing, in a word or two."""
+    """Current activity, in a word or two."""
     done: float
     """Units finished."""
     total: float | None
-    """Units in all; None when unknown."""
+    """Total units; None if unknown."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """Current measurements, e.g. {"tokens_per_second": 6100.0}."""
 
@@ -33,4 +33,4 @@ class ProgressSink(Protocol):
 
 
 def no_progress(update: Progress) -> None:
-    """Sink that drops updates; Dagster's own observations remain."""
+    """Sink that drops updates; Dagster still records its own observations."""

@@ -16,13 +16,13 @@ from resources.refs import require_ref, write_ref
 from resources.store import StoreResource
 
 REF = dg.PythonObjectDagsterType(
-    ArtifactRef, name="ArtifactRef", description="Where an artifact is, and its content digest."
+    ArtifactRef, name="ArtifactRef", description="Location and content digest of an artifact."
 )
 dg.make_python_type_usable_as_dagster_type(ArtifactRef, REF)
 
 
 class RefIOManager(dg.ConfigurableIOManager):
-    """Stores references in the artifact store, so that they outlive processes and need no shared disk."""
+    """Stores references in the artifact store: they survive process exits and need no shared disk."""
 
     store: dg.ResourceDependency[StoreResource]
 

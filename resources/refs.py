@@ -1,4 +1,4 @@
-"""References to what an asset produced last. Does not import Dagster, which would take longer than most queries.
+"""References to the latest artifact of each asset. Avoids importing Dagster, which takes longer than most queries.
 
 pointers/assets/<experiment>/<asset>/<partition>/<number>.json     an ArtifactRef; the highest number counts
 """
@@ -19,17 +19,17 @@ def _pointer(store: Store, experiment: str, asset: str, partition: str | None) -
 
 
 def experiments_in(store: Store) -> list[str]:
-    """Names of the experiments that ever produced an asset in `store`, sorted."""
+    """Sorted names of the experiments with an asset in `store`."""
     return pointer_folders(store, _FOLDER)
 
 
 def partitions(store: Store, experiment: str, asset: str) -> list[str]:
-    """Partitions in which an asset was ever produced, sorted."""
+    """Sorted partitions that an asset was materialized in."""
     return pointer_folders(store, f"{_FOLDER}/{experiment}/{asset}")
 
 
 def read_ref(store: Store, experiment: str, asset: str, partition: str | None = None) -> ArtifactRef | None:
-    """Reference to what an asset produced last, or None. partition: None for an unpartitioned asset."""
+    """Reference to the latest artifact of an asset, or None. partition: None for an unpartitioned asset."""
     entry = _pointer(store, experiment, asset, partition).current_of_few()
     return ArtifactRef.model_validate(entry.value) if entry else None
 
@@ -44,7 +44,7 @@ def require_ref(store: Store, experiment: str, asset: str, partition: str | None
 
 
 def write_ref(store: Store, experiment: str, asset: str, partition: str | None, ref: ArtifactRef) -> None:
-    """Record what an asset produced. Recording the same value again changes nothing."""
+    """Record the artifact that an asset produced. Idempotent."""
     pointer = _pointer(store, experiment, asset, partition)
     value = ref.model_dump(mode="json")
     while True:
@@ -56,6 +56,6 @@ def write_ref(store: Store, experiment: str, asset: str, partition: str | None, 
 
 
 def read_artifact(store: Store, experiment: str, asset: str, partition: str | None = None) -> Artifact | None:
-    """Artifact that an asset produced last, or None if there is none or it is gone."""
+    """Latest artifact of an asset, or None if there is none or it was deleted."""
     ref = read_ref(store, experiment, asset, partition)
     return find_artifact(store, ref.kind, ref.key) if ref else None

@@ -1,10 +1,10 @@
-"""Registry of the live policy. Materialized is not live: only the registry says which policy may be used.
+"""Registry of the live policy. A materialized policy is not live until the registry names it.
 
     promote:  A -> B          B's parent was live
     rollback: A -> B -> A     one more entry; history is never rewritten
 
-Every change is a compare-and-swap on the number of the last entry, so of two changes at once one wins and the other
-learns of it.
+Every change is a compare-and-swap on the number of the last entry: of two concurrent changes one succeeds, the other is
+refused.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from contracts.store import Store
 from resources.errors import AlreadyLive, RegistryError
 
 BASE = "base"
-"""In the place of an iteration: the base policy, which none made."""
+"""Stands for the base policy where an iteration is expected."""
 _NUMBER_DIGITS = 5
-"""More decimal digits than these begin a digest."""
+"""A longer decimal number is read as the beginning of a digest."""
 
 
 class Rollback(Frozen):
     """Reason and origin of a rollback."""
 
     to: int
-    """Number of the entry that is restored, itself no rollback; 0: the base policy."""
+    """Number of the restored promotion; 0: the base policy."""
     reason: str
-    """What the operator said."""
+    """Reason that the operator gave."""
     unix: float
-    """When, in seconds since 1970."""
+    """Time of the rollback, in seconds since 1970."""
     request: str | None = None
-    """What asked for it, e.g. a Dagster run together with its relaunches; None: nobody asks again."""
+    """Id of the request, e.g. of a Dagster run and its relaunches; None: the request is never repeated."""
 
 
 class LivePolicy(Frozen):
@@ -43,9 +43,9 @@ class LivePolicy(Frozen):
     number: int
     """Position in the history, from 1."""
     policy: ArtifactRef
-    """Its checkpoint."""
+    """Checkpoint of the policy."""
     trainer_state: ArtifactRef
-    """What training goes on from."""
+    """State that training continues from."""
     parent: str
     """Digest of the policy it replaced."""
     iteration: str
@@ -74,7 +74,7 @@ class Restorable(Frozen):
     """Policy that was live and can become live again."""
 
     number: int
-    """Of the promotion that first made it live; 0: the base policy."""
+    """Number of the promotion that first made it live; 0: the base policy."""
     policy: ArtifactRef
     trainer_state: ArtifactRef
     iteration: str
@@ -83,11 +83,11 @@ class Restorable(Frozen):
 
 @dataclass(frozen=True)
 class BasePolicy:
-    """Policy that acts while none is promoted."""
+    """Policy that acts until one is promoted."""
 
     policy: ArtifactRef
     trainer_state: Callable[[], ArtifactRef]
-    """Finds what training goes on from; asked only when it is wanted. Raises NotMaterialized."""
+    """Finds the state that training continues from; called only if needed. Raises NotMaterialized."""
 
 
 class Registry:
@@ -98,7 +98,7 @@ class Registry:
         self._pointer = Pointer(store, f"live/{experiment}")
 
     def live(self) -> LivePolicy | None:
-        """Entry of the live policy, or None if none was promoted (then the base policy acts)."""
+        """Entry of the live policy, or None if no policy was promoted and the base policy acts."""
         entry = self._pointer.current()
         return _policy(entry) if entry else None
 
@@ -107,11 +107,11 @@ class Registry:
         return [_policy(entry) for entry in self._pointer.history()]
 
     def find(self, digest: str) -> LivePolicy | None:
-        """Latest entry by which the policy of this digest went live, or None."""
+        """Latest entry that made the policy of this digest live, or None."""
         return next((entry for entry in reversed(self.history()) if entry.policy.digest == digest), None)
 
     def promotion_of(self, digest: str, iteration: str) -> LivePolicy | None:
-        """Entry by which an iteration's candidate was promoted, or None; it need not be live any more."""
+        """Entry that promoted an iteration's candidate, or None. The candidate may no longer be live."""
         return next(
             (
                 entry
@@ -130,10 +130,10 @@ class Registry:
     ) -> LivePolicy | None:
         """Make `candidate` live if its parent (a digest) is still live.
 
-        None when another policy is live by now: nothing changed.
+        Returns None, and changes nothing, if another policy is live.
 
-        A policy is promoted once: after a rollback it comes back by another rollback only. While nothing was promoted
-        yet the base policy counts as live, so any parent is accepted.
+        A policy is promoted once: after a rollback only another rollback restores it. The first promotion accepts any
+        parent, since the base policy counts as live.
         """
         history = self.history()
         if not _may_follow(history, candidate, parent):
@@ -151,8 +151,8 @@ class Registry:
         """Policy that a rollback names.
 
         to: "base", the number of a change, the beginning of the digest of a policy that was live, or None for the
-        policy from which the live one was made live. base: None where there is no base policy. Raises RegistryError
-        when there is none or several, AlreadyLive when it is live.
+        policy from which the live one was made live. base: None if there is no base policy. Raises RegistryError if no
+        policy or several match, AlreadyLive if the policy is live.
         """
         history = self.history()
         live = history[-1] if history else None
@@ -175,15 +175,15 @@ class Registry:
         )
 
     def rollback_of(self, request: str) -> LivePolicy | None:
-        """Entry that carried out `request`, or None; it need not be live any more."""
+        """Entry that carried out `request`, or None. Its policy may no longer be live."""
         return _carried_out(self.history(), request)
 
     def rollback(self, target: Restorable, reason: str, *, expected: int, request: str | None = None) -> LivePolicy:
         """Make an earlier policy live again by appending an entry. expected: number of the live entry that the caller
         has seen.
 
-        A request is carried out once: asked again it gives its entry of then. Raises RegistryError when another change
-        came first: nothing was changed.
+        A request is carried out once; repeating it returns the same entry. Raises RegistryError, and changes nothing,
+        if another change came first.
         """
         history = self.history()
         done = _carried_out(history, request) if request else None
@@ -219,9 +219,7 @@ class Registry:
         return _lines(history)[live if number is None else number]
 
     def rolled_back(self) -> dict[str, LivePolicy]:
-        """Policies that went live and that the live one does not build on, by digest, each with the rollback that undid
-        it.
-        """
+        """Former live policies that the live one does not build on, by digest, each with the rollback that undid it."""
         history = self.history()
         lines = _lines(history)
         standing = lines[history[-1].origin] if history else []

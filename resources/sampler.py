@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Role = Literal["rollouts", "evaluation"]
-"""What an engine is wanted for; who owns GPUs decides by it."""
+"""Purpose of a leased engine; shown in the log and in the lock of its GPUs."""
 
 
 class SamplerResource(dg.ConfigurableResource[Any]):
     """Leases engines to steps.
 
-    The built-in one and a vLLM server are kept between the leases of a run; remote ones are connected to for each.
+    The built-in engine and a vLLM server are kept between the leases of a run; each lease opens its own connection to a
+    remote engine.
     """
 
     _kept: dict[str, tuple[BuiltinEngine, str]] = PrivateAttr(default_factory=dict)
@@ -51,7 +52,7 @@ class SamplerResource(dg.ConfigurableResource[Any]):
     ) -> AsyncIterator[Engine]:
         """Lease an engine that serves `policy` (a checkpoint) until the block ends.
 
-        Its versions are the policy's content digest.
+        The engine's version is the policy's content digest.
         """
         if isinstance(config, BuiltinConfig):
             yield await self._builtin(policy, config)

@@ -18,13 +18,13 @@ from resources.experiment import SandboxesConfig
 _log = logging.getLogger(__name__)
 
 ADDRESS_VARIABLE = "TRIPLANE_ENVD"
-"""Where an envd server runs already, for every experiment that names none: a deployment's, beside the code location."""
+"""Address of a running envd server, e.g. of a deployment, for experiments that name none."""
 
 
 class SandboxesResource(dg.ConfigurableResource[Any]):
     """Provides clients of the sandbox server.
 
-    A server that it starts lives until the run ends; one that died is replaced for the next step that asks.
+    A server started here runs until the run ends; a server that died is replaced on the next request.
     """
 
     _servers: dict[str, tuple[LocalEnvd, ExitStack]] = PrivateAttr(default_factory=dict)

@@ -20,7 +20,7 @@ class StoreResource(dg.ConfigurableResource[Any]):
     )
 
     def open(self) -> Store:
-        """Open the store, and remove what killed processes left in it and in their message channels."""
+        """Open the store, and remove leftovers of killed processes from it and from their message channels."""
         store = open_store(self.url or None)
         sweep_once(store)
         sweep_channels()

@@ -65,10 +65,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(source: str) -> dict[str, Any]:
     job = read_job(source)
-    # Read by OpenMP when torch loads it: threads that spin for each other make a step ten times slower beside any other
-    # load.
+    # OpenMP reads this when torch loads it: under other load, threads that busy-wait for each other make a step ten
+    # times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Imported late: a malformed job must not wait for torch.
+    # Imported late, so that a malformed job fails before torch loads.
     from trainer.console import console_watcher
     from trainer.metrics import pipes_watcher
     from trainer.pipes import open_pipes
@@ -92,7 +92,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
     for each in (
         signal.SIGTERM,
         signal.SIGINT,
-    ):  # the launcher asks again for what Ctrl-C asked of both: clean up undisturbed
+    ):  # the launcher repeats the signal of Ctrl-C, which reached both: don't interrupt the clean-up
         signal.signal(each, signal.SIG_IGN)
     raise TrainingStopped(number)
 
@@ -100,4 +100,4 @@ def _stop(number: int, frame: FrameType | None) -> None:
 if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
-    os._exit(status)  # taking down the interpreter with torch in it takes a second for nothing
+    os._exit(status)  # shutting down the interpreter with torch takes a needless second

@@ -20,7 +20,7 @@ IMPORT_VERSION = "1"
 """Code version of `trainer.import_hf`."""
 
 SNAPSHOT, SNAPSHOT_JOB = "trainer_snapshot", "job"
-"""Kind of the marks that a job resumes from, and where their manifest's config names the job's key."""
+"""Kind of the snapshot markers that a job resumes from, and the manifest config field with the job's key."""
 
 
 class _Settings(BaseModel):
@@ -37,11 +37,11 @@ class ModelConfig(_Settings):
     layers: int = Field(default=3, ge=1)
     """Decoder layers."""
     experts: int = Field(default=8, ge=1)
-    """Experts a layer."""
+    """Experts per layer."""
     expert_width: int = Field(default=128, ge=8)
     """Inner width of one expert."""
     experts_per_token: int = Field(default=2, ge=1)
-    """Experts the router picks for a token."""
+    """Experts that the router selects per token."""
     heads: int = Field(default=4, ge=1)
     """Query heads."""
     kv_heads: int = Field(default=4, ge=1)
@@ -49,11 +49,11 @@ class ModelConfig(_Settings):
     head_dim: int = Field(default=32, ge=2, multiple_of=2)
     """Width of one head."""
     max_positions: int = Field(default=512, ge=8)
-    """Longest context, tokens."""
+    """Longest context, in tokens."""
     rope_theta: float = Field(default=10_000.0, gt=0)
     """Base of the rotary position frequencies."""
     rms_norm_eps: float = Field(default=1e-6, gt=0)
-    """Added to the mean square before its root."""
+    """Epsilon added to the mean square before the root."""
     tie_word_embeddings: bool = True
     """Whether the output head is the embedding matrix."""
     initializer_range: float = Field(default=0.02, gt=0)
@@ -125,35 +125,35 @@ class SftConfig(_Settings):
     """Supervised warm start. It stops by a criterion, not by time; see `expected_solve`."""
 
     learning_rate: float = Field(default=3e-3, ge=0)
-    """Of Muon, for the quantized matrices."""
+    """Learning rate of Muon, for the quantized matrices."""
     adamw_learning_rate: float = Field(default=3e-3, ge=0)
-    """Of AdamW, for embeddings, norms and routers."""
+    """Learning rate of AdamW, for embeddings, norms and routers."""
     batch_size: int = Field(default=16, ge=1)
-    """Demonstrations a step."""
+    """Demonstrations per step."""
     warmup_steps: int = Field(default=50, ge=0)
     """Steps over which the learning rates rise linearly."""
     max_gradient_norm: float = Field(default=1.0, gt=0)
-    """Gradients of a greater global norm are scaled down to it."""
+    """Gradients with a larger global norm are scaled down to this norm."""
     router_balance: float = Field(default=0.0, ge=0)
     """Weight of the load-balance loss of the routers, over the tokens of one step."""
     max_steps: int = Field(default=4000, ge=1)
-    """Bound on the steps. Reaching it without meeting the criterion is reported in the metrics."""
+    """Maximum number of steps. The metrics show if training reached it before the criterion."""
     evaluate_every: int = Field(default=50, ge=1)
-    """Steps between looks at the validation demonstrations."""
+    """Steps between evaluations on the validation demonstrations."""
     probe_episodes: int = Field(default=128, ge=1)
-    """Clean validation demonstrations a look reads while the criterion is still far."""
+    """Clean validation demonstrations per evaluation while the criterion is still far."""
     evaluation_episodes: int = Field(default=640, ge=1)
-    """Clean validation demonstrations that decide."""
+    """Clean validation demonstrations of an evaluation that may stop training."""
     expected_solve: float = Field(default=0.20, gt=0, le=1)
     """Stop at this mean probability that a sampled episode equals the clean expert's: mean of exp(sum of log p over
     policy tokens).
     """
     expected_form: float = Field(default=0.9, gt=0, le=1)
-    """Stop also needs this mean probability of the episode's first turn. Demonstrations that vary it (parallel calls)
-    bound what is reachable.
+    """Stopping also requires this mean probability of the episode's first turn. Demonstrations that vary it (parallel
+    calls) limit the reachable value.
     """
     consecutive: int = Field(default=2, ge=1)
-    """Looks in a row that must meet both."""
+    """Consecutive evaluations that must meet both criteria."""
     snapshot_every: int = Field(default=200, ge=1)
     """Steps between snapshots from which a killed job resumes, with the same result bit for bit."""
 
@@ -162,9 +162,9 @@ class GrpoConfig(_Settings):
     """One iteration of group-relative policy optimization."""
 
     learning_rate: float = Field(default=5e-4, ge=0)
-    """Of AdamW, for all weights. 0 leaves every code and scale as it is."""
+    """Learning rate of AdamW, for all weights. 0 changes no code and no scale."""
     optimizer_steps: int = Field(default=8, ge=1)
-    """Minibatches the iteration's groups are cut into."""
+    """Number of minibatches that the iteration's groups are split into."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """AdamW's decay of the first moment."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
@@ -176,43 +176,39 @@ class GrpoConfig(_Settings):
     clip_high: float = Field(default=0.28, ge=0)
     """The probability ratio is clipped above 1 + clip_high."""
     dual_clip: float = Field(default=3.0, gt=1)
-    """Bound of the probability ratio where the advantage is negative (arXiv:1912.09729): beyond it a token gives no
-    gradient.
-    """
+    """Bound of the probability ratio for negative advantages (arXiv:1912.09729); tokens beyond it have no gradient."""
     importance_cap: float = Field(default=2.0, gt=0)
     """Cap of the trainer / sampler probability ratio that corrects for their difference."""
     temperature: float = Field(default=1.0, gt=0)
-    """Of the rollouts: logits are divided by it. Must equal the rollouts' own."""
+    """Sampling temperature of the rollouts, which divides the logits. Must equal rollouts.temperature."""
     max_gradient_norm: float = Field(default=1.0, gt=0)
-    """Gradients of a greater global norm are scaled down to it."""
+    """Gradients with a larger global norm are scaled down to this norm."""
     router_balance: float = Field(default=0.0, ge=0)
-    """Weight of the load-balance loss of the routers, over the tokens of one optimizer step, whatever microbatches hold
-    them. Above 0 a further forward pass counts the tokens of each expert first.
+    """Weight of the routers' load-balance loss, over all tokens of one optimizer step. Above 0 an additional forward
+    pass first counts the tokens of each expert.
     """
     microbatch_tokens: int = Field(default=4096, ge=64)
-    """Most tokens, padding included, a forward pass holds.
+    """Maximum tokens of a forward pass, including padding.
 
-    Bounds memory; the gradient is that of the whole minibatch.
+    Limits memory use; the gradient is that of the whole minibatch.
     """
     permute_rewards: bool = False
-    """A control: rewards are permuted within each group by the seed, so nothing can be learned from them."""
+    """Control experiment: permute rewards within each group by the seed, so that nothing can be learned from them."""
 
 
 class _Job(Frozen):
     store: str
-    """What `contracts.store.open_store` takes."""
+    """Store URL for `contracts.store.open_store`."""
     key: str
     """Action key of the checkpoint and of the trainer state."""
     seed: int
-    """Of initialization and order."""
+    """Seed of initialization and data order."""
     threads: int = Field(default=1, ge=1)
-    """CPU threads. Another count gives other bits."""
+    """CPU threads. The count changes the resulting bits."""
 
     @property
     def numerics(self) -> dict[str, str | int]:
-        """Settings that decide the bits of a training run beside inputs, configuration and torch; recorded in the
-        manifest.
-        """
+        """Settings, beyond inputs, configuration and torch, that affect the resulting bits; part of the manifest."""
         return {"backend": "torch", "device": "cpu", "threads": self.threads, "ranks": 1}
 
 

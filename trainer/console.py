@@ -1,4 +1,4 @@
-"""Show progress on stderr: a bar on a terminal, plain lines elsewhere. stdout is left for the result."""
+"""Show progress on stderr: a bar on a terminal, plain lines elsewhere. stdout has only the result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.metrics import Record, Watcher
 
 @contextmanager
 def console_watcher(job: SftJob | GrpoJob, every: int = 25) -> Iterator[Watcher]:
-    """Watcher that shows a run. every: number of training records between two plain lines."""
+    """Watcher that shows a run's progress. every: number of training records between two plain lines."""
     if not sys.stderr.isatty():
         yield _lines(every if isinstance(job, SftJob) else 1)
         return

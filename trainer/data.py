@@ -22,7 +22,7 @@ class ScoredSequence:
     token_ids: np.ndarray
     """int64 [length]."""
     scored: np.ndarray
-    """int64, ascending: positions of the policy's tokens. Never 0, which nothing predicts."""
+    """int64, ascending: positions of the policy's tokens. Never 0, since no earlier token predicts it."""
 
     @property
     def length(self) -> int:
@@ -37,7 +37,9 @@ class ScoredSequence:
 
 
 def read_sequences(table: pa.Table, what: str, vocabulary: int, longest: int) -> list[ScoredSequence]:
-    """Rows with `token_ids` and `token_role`. Raises TrainingDataError with `what` and the row number."""
+    """Sequences from rows with `token_ids` and `token_role`. Raises TrainingDataError with `what` and the row
+    number.
+    """
     ids, roles = table.column("token_ids").to_pylist(), table.column("token_role").to_pylist()
     found = []
     for index, (row, role) in enumerate(zip(ids, roles, strict=True)):
@@ -64,7 +66,7 @@ def read_sequences(table: pa.Table, what: str, vocabulary: int, longest: int) ->
 
 
 def make_batch(sequences: Sequence[ScoredSequence]) -> Batch:
-    """Pad sequences at the right to the longest one."""
+    """Pad sequences at the right to the length of the longest."""
     length = max(sequence.length for sequence in sequences)
     ids = np.zeros((len(sequences), length), np.int64)
     rows, targets, owners = [], [], []
@@ -83,7 +85,7 @@ def make_batch(sequences: Sequence[ScoredSequence]) -> Batch:
 
 
 def cut_by_length(sequences: Sequence[ScoredSequence], tokens: int) -> list[list[int]]:
-    """Indices of `sequences` in microbatches of like length, each at most `tokens` with padding, at least one
+    """Indices of `sequences` in microbatches of similar length, each of at most `tokens` with padding, but at least one
     sequence.
     """
     order = sorted(range(len(sequences)), key=lambda index: (sequences[index].length, index))

@@ -7,7 +7,7 @@ from signal import Signals
 from contracts.errors import ConfigError, TriplaneError
 
 LAST_WORDS = "trainer: "
-"""What the last line of a failed trainer begins with; the reason follows."""
+"""Prefix of the reason in the last line of a failed trainer."""
 
 
 class TrainingConfigError(ConfigError):
@@ -19,7 +19,7 @@ class TrainingError(TriplaneError):
 
 
 class TrainingDataError(TrainingError):
-    """Demonstrations or a dataset lack what training needs."""
+    """Demonstrations or a dataset lack data for training."""
 
 
 class TrainingDiverged(TrainingError):
@@ -30,5 +30,5 @@ class TrainingStopped(TrainingError):
     """The process was asked to stop (SIGTERM or Ctrl-C)."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {Signals(number).name}: run the same job again to go on")
+        super().__init__(f"stopped by {Signals(number).name}: run the same job again to continue")
         self.exit_status = 128 + number

@@ -1,4 +1,4 @@
-"""Read a dataset artifact for the policy loss: kept sequences with the sampler's logprobs and an advantage each."""
+"""Read a dataset artifact for the policy loss: kept sequences with the sampler's logprobs and advantages."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class Experience:
     advantages: Tensor
     """float32 [rows]."""
     reward_mean: float
-    """Over all graded members."""
+    """Mean reward of all graded members."""
     members: int
     """Graded episodes, kept or not."""
 
 
 def read_experience(dataset: Artifact, config: Mapping[str, Any], grpo: GrpoConfig, seed: int) -> Experience | None:
-    """Rows of `dataset`, or None if it keeps none.
+    """Rows of `dataset`, or None if it has none.
 
-    Raises TrainingDataError naming the row or episode at fault.
+    Raises TrainingDataError, which names the invalid row or episode.
     """
     columns = ["episode_id", "group_id", "token_ids", "token_role", "logprobs"]
     train = dataset.table("train.parquet", columns)
@@ -83,8 +83,8 @@ def member_advantages(members: pa.Table, permute_seed: int | None) -> dict[str, 
     Reward minus its group's mean: GRPO (arXiv:2402.03300) without the division by the deviation (Dr. GRPO,
     arXiv:2503.20783).
 
-    The mean is the dataset's, over ALL graded members: those left out of training count. permute_seed: a control that
-    hands each group's rewards to its members at random.
+    The mean is the dataset's, over ALL graded members, including those left out of training. permute_seed: control
+    experiment that permutes each group's rewards at random.
     """
     groups = np.asarray(members.column("group_id").to_pylist())
     rewards = np.asarray(members.column("reward").to_pylist(), np.float64)

@@ -1,4 +1,4 @@
-"""Write and read checkpoints in the Hugging Face layout, with the codes and scales that the forward pass used."""
+"""Write and read checkpoints in the Hugging Face layout, with the codes and scales of the forward pass."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DTYPES = {torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32", torch.int64: "I
 
 
 def checkpoint_tensors(parameters: Parameters) -> dict[str, Tensor]:
-    """Tensors of the exported layout by name, experts one by one."""
+    """Tensors of the exported layout by name, one per expert."""
     tensors: dict[str, Tensor] = {}
     for buffer in parameters.buffers:
         for name in buffer.spans:

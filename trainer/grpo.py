@@ -40,7 +40,7 @@ from trainer.state import TrainerState, capture_state, load_state, publish_state
 def train_grpo(job: GrpoJob, store: Store, watchers: Iterable[Watcher] = ()) -> TrainResult:
     """Run `job` and publish its checkpoint and trainer state.
 
-    An empty dataset publishes the same weights anew, marked as skipped.
+    For an empty dataset, publish the same weights again, marked as skipped.
     """
     start, dataset = open_artifact(store, job.checkpoint), open_artifact(store, job.dataset)
     saved = open_artifact(store, job.trainer_state)
@@ -166,7 +166,7 @@ def accumulate(
 ) -> Totals:
     """Add the gradient of one minibatch's loss, microbatch by microbatch. Returns its sums.
 
-    The cut does not change the gradient.
+    The division into microbatches does not change the gradient.
 
     old: log probabilities of every row before the first step. parts: rows of each microbatch. Raises TrainingDiverged.
     """

@@ -1,7 +1,7 @@
 """Import a Hugging Face Qwen3-MoE directory (bfloat16 or float32) as a base policy: a checkpoint and a trainer state.
 
-Masters are the weights as float32; the checkpoint holds their FP8 blocks. Layers must be alike: no dense layers, no
-attention bias.
+Masters are the weights as float32; the checkpoint has their FP8 blocks. All layers must have the same structure: no
+dense layers, no attention bias.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _REQUIRED = {
     "mlp_only_layers": [],
     "use_sliding_window": False,
 }
-# What transformers leaves out of config.json where it equals the class's default.
+# transformers omits these from config.json if they equal the class's defaults.
 _DEFAULTS = {"norm_topk_prob": False, "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "initializer_range": 0.02}
 _COPIED = (
     "vocab_size",
@@ -51,10 +51,10 @@ _COPIED = (
 
 
 def import_checkpoint(directory: Path, store: Store, key: str | None = None) -> Artifact:
-    """Publish `directory` as `checkpoint` (returned) and `trainer_state` of one key. key: action key; by default made
+    """Publish `directory` as `checkpoint` (returned) and `trainer_state` of one key. key: action key; default: derived
     from the content.
 
-    Raises TrainingDataError naming the file, field or tensor that does not fit.
+    Raises TrainingDataError, which names the unsupported file, field or tensor.
     """
     config = import_config(directory)
     masters = _read_masters(directory, config)
@@ -82,9 +82,9 @@ def import_checkpoint(directory: Path, store: Store, key: str | None = None) -> 
 
 
 def import_config(directory: Path) -> dict[str, Any]:
-    """The config.json of the checkpoint made from `directory`.
+    """config.json for the checkpoint made from `directory`.
 
-    Raises TrainingDataError for a model the trainer does not run.
+    Raises TrainingDataError for an unsupported model.
     """
     path = directory / "config.json"
     if not path.is_file():
@@ -179,7 +179,7 @@ def _read_masters(directory: Path, config: Mapping[str, Any]) -> dict[str, Tenso
 
 
 def _publish_tokenizer(directory: Path, store: Store) -> Artifact:
-    """Commit the directory's tokenizer as a `tokenizer` artifact; one without the chat markup is refused."""
+    """Commit the directory's tokenizer as a `tokenizer` artifact. Raises an error if it lacks the chat markup."""
     ChatTokenizer.from_directory(directory)
     files = {name: directory / name for name in TOKENIZER_FILES if (directory / name).is_file()}
     data = {name: path.read_bytes() for name, path in files.items()}

@@ -1,4 +1,4 @@
-"""End a trainer with the process that launched it. Requires Linux; elsewhere the trainer outlives it."""
+"""End a trainer when its launcher dies. Requires Linux; on other systems the trainer keeps running."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import sys
 from trainer.errors import TrainingStopped
 
 PARENT_VARIABLE = "TRIPLANE_TRAINER_PARENT"
-"""Names the launcher's pid in the environment of a trainer that is to end with it."""
+"""Environment variable with the pid of the launcher, for a trainer that must end with it."""
 _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Request SIGTERM for the death of the launcher, if one asked for it. Raises TrainingStopped if it is already gone.
+    """Request SIGTERM on the launcher's death, if the launcher asked for it. Raises TrainingStopped if it is already
+    dead.
 
-    Asked for by the trainer itself, since code between fork and exec is unsafe in a launcher that has threads.
+    The trainer itself makes the request, since code between fork and exec is unsafe in a launcher with threads.
     """
     launcher = os.environ.get(PARENT_VARIABLE)
     if launcher is None or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM))
-    if str(os.getppid()) != launcher:  # it died before the kernel was asked to watch it
+    if str(os.getppid()) != launcher:  # the launcher died before the request
         raise TrainingStopped(signal.SIGTERM)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 LOG_RATIO_BOUND = 20.0
-"""Nats. Clipping ends far below (exp(20) is 4.9e8), so the bound changes no update; it keeps exp() finite in float32,
-which ends at exp(88.7).
+"""In nats. The clip bounds are far below (exp(20) is 4.9e8), so this bound changes no update; it keeps exp() finite in
+float32, which overflows above exp(88.7).
 """
 
 
@@ -19,9 +19,9 @@ class PolicyLoss:
 
     loss: Tensor
     tokens: Tensor
-    """float32 [tokens], without gradient: the loss of each."""
+    """float32 [tokens], without gradient: the loss of each token."""
     clipped: Tensor
-    """Tokens whose ratio was clipped against their advantage."""
+    """Number of tokens for which the clipped term is the smaller one."""
     dual_clipped: Tensor
     """Tokens of negative advantage whose ratio exceeds `dual_clip`; they give no gradient."""
     bounded: Tensor

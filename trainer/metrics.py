@@ -1,7 +1,7 @@
-"""Metrics of a run: one JSON object a step, stored in the artifact and shown during the run.
+"""Metrics of a run: one JSON object per step, stored in the artifact and shown during the run.
 
-Watchers are whoever wants to see records early: the terminal (`trainer.console`) and Dagster Pipes, when Dagster
-launched the process.
+Watchers receive records during the run: the terminal (`trainer.console`), and Dagster Pipes if Dagster launched the
+process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Metrics:
             watch(record)
 
     def jsonl(self) -> bytes:
-        """All records, one JSON object a line."""
+        """All records, one JSON object per line."""
         return "".join(json.dumps(record) + "\n" for record in self.records).encode()
 
 

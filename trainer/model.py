@@ -1,6 +1,6 @@
 """Forward pass of Qwen3-MoE in plain torch, with the numerics of `transformers.Qwen3MoeForCausalLM`, for training.
 
-Tokens are padded at the right, so causal attention alone keeps padding out. Only positions whose next token is scored
+Tokens are padded at the right, so causal attention alone excludes padding. Only positions whose next token is scored
 reach the last layer's experts and the output head.
 """
 
@@ -40,15 +40,15 @@ class Scores:
     entropy: Tensor
     """float32 [scored], nats; carries no gradient."""
     routing: Routing | None
-    """Of the batch's real tokens; None unless asked for."""
+    """Routing of the batch's real tokens; None unless requested."""
 
 
 @dataclass(frozen=True)
 class Routing:
     """Assignment of tokens to experts in each layer. Sums over tokens, so those of several batches can be added.
 
-    Padding is left out. A layer counts the tokens that reach its experts: all of them, and in the last layer those that
-    predict a scored one.
+    Excludes padding. A layer counts the tokens that reach its experts: all tokens, but in the last layer only those
+    that predict a scored token.
     """
 
     counts: Tensor
@@ -124,7 +124,7 @@ def _attention(
     sine: Tensor,
     rows: Tensor | None,
 ) -> Tensor:
-    """Residual attention over flat hidden states [tokens, hidden]; returns only `rows` of the result where given."""
+    """Residual attention over flat hidden states [tokens, hidden]; returns only `rows` of the result, if given."""
     eps, head = config["rms_norm_eps"], config["head_dim"]
     normed = F.rms_norm(hidden, hidden.shape[-1:], weights["input_layernorm"], eps)
     query = F.linear(normed, weights["self_attn.q_proj"]).view(*shape, -1, head)

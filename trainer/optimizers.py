@@ -1,6 +1,6 @@
 """Optimizers over whole buffers: Muon for the quantized matrices of a warm start, AdamW for everything else.
 
-Both keep their state per parameter name in `state()` and `load()`, so that it survives as plain tensors in safetensors.
+`state()` and `load()` use tensors by parameter name, so that the state can be stored as safetensors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Optimizer(Protocol):
 class AdamW:
     """AdamW (arXiv:1711.05101, algorithm 2) over the masters of `buffers`.
 
-    Not `torch.optim.AdamW`: its first step imports torch's compiler, a second of CPU time in a process that lives for
+    Not `torch.optim.AdamW`: its first step imports torch's compiler, which takes one second of CPU time in a process of
     four.
     """
 
@@ -79,7 +79,7 @@ class Muon:
 
     Source: Keller Jordan et al., "Muon: An optimizer for hidden layers" (2024).
 
-    One expert is one matrix; matrices of equal shape are orthogonalized in one batch.
+    Each expert is a separate matrix; matrices of equal shape are orthogonalized in one batch.
     """
 
     def __init__(self, buffers: Sequence[Buffer], momentum: float = 0.95) -> None:

@@ -28,8 +28,8 @@ PLAIN = "plain"
 class Buffer:
     """Tensors that share one allocation.
 
-    Quantized: `master`, `leaf`, `gradient` are [matrices, rows, columns] of one shape. Plain: [elements], used as they
-    are.
+    Quantized: `master`, `leaf`, `gradient` are [matrices, rows, columns] of one shape. Plain: [elements], without
+    quantization.
     """
 
     name: str
@@ -60,11 +60,11 @@ class Buffer:
 class Parameters:
     """A model's weights.
 
-    `leaves` is what `trainer.model` takes; `requantize` must follow every change of the masters.
+    `leaves` are the input of `trainer.model`. Call `requantize` after every change of the masters.
     """
 
     config: dict[str, Any]
-    """The checkpoint's config.json."""
+    """Content of the checkpoint's config.json."""
     buffers: list[Buffer]
     leaves: dict[str, Tensor] = field(default_factory=dict)
 
@@ -127,7 +127,7 @@ class Parameters:
 
 
 def draw_masters(config: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
-    """Fresh float32 masters: norms 1, everything else normal with `initializer_range`."""
+    """Fresh float32 masters: norms are 1, all others normally distributed with `initializer_range`."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: (

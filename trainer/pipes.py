@@ -1,6 +1,6 @@
 """Messages to Dagster if it launched this process: through a local file, or through an S3 bucket.
 
-Which one, the launcher says in the environment. A bucket needs no disk in common: it is what a pod uses.
+The launcher selects one by environment variables. A bucket needs no shared disk; pods use it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 PIPES_VARIABLE = "DAGSTER_PIPES_CONTEXT"
 UPLOAD_S = 0.5
-"""Seconds, at least, between two uploads of messages; each upload is one object."""
+"""Minimum seconds between two uploads of messages; each upload is one object."""
 
 
 @contextmanager
 def open_pipes() -> Iterator[PipesContext | None]:
-    """Open Dagster's channel, which is closed at the end of the block; None if nobody launched this process.
+    """Open Dagster's channel, which is closed at the end of the block; None if Dagster did not launch this process.
 
     Raises TrainingError.
     """
@@ -54,6 +54,6 @@ def _open_bucket(bucket: str) -> PipesContext:
         )
     except (ClientError, BotoCoreError) as error:
         raise TrainingError(
-            f"bucket {bucket}, through which the launcher is told of progress, can't be read ({code_of(error)}): "
+            f"bucket {bucket} for messages to the launcher can't be read ({code_of(error)}): "
             "check AWS_ENDPOINT_URL, the network and the credentials of this process"
         ) from None

@@ -15,7 +15,7 @@ def resume_parameters(
 ) -> Parameters:
     """Parameters with the masters of the state.
 
-    Raises TrainingDataError unless they quantize to the very checkpoint `loaded`.
+    Raises TrainingDataError unless they quantize exactly to the checkpoint `loaded`.
     """
     parameters = Parameters.from_masters(loaded.config, state.masters)
     for ours, theirs in zip(parameters.buffers, loaded.buffers, strict=True):

@@ -15,7 +15,7 @@ from trainer.sft import train_sft
 
 
 def run_job(job: SftJob | GrpoJob, watchers: Iterable[Watcher] = ()) -> TrainResult:
-    """Result of the job; committed work is not done again. Raises TriplaneError."""
+    """Result of the job; committed artifacts are reused. Raises TriplaneError."""
     store = open_store(job.store)
     checkpoint = find_artifact(store, "checkpoint", job.key)
     state = find_artifact(store, "trainer_state", job.key)

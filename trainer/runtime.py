@@ -1,4 +1,4 @@
-"""Configure the process: deterministic bits without needless loss of speed."""
+"""Configure the process for deterministic bits at full speed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def make_deterministic(seed: int, threads: int) -> None:
     """Fix seeds, thread count and algorithms for the whole process."""
     torch.set_num_threads(threads)
     resolve_kernels()
-    # What torch.use_deterministic_algorithms(True) does, less its import of the compiler, which would take over a
-    # second of every start.
+    # Equals torch.use_deterministic_algorithms(True) without importing the compiler, which takes over a second per
+    # start.
     torch._C._set_deterministic_algorithms(True, warn_only=False)
     # Deterministic mode also fills fresh memory with NaN to expose bugs; nothing here reads uninitialized memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -38,7 +38,7 @@ class Look:
     solve: float
     """Mean probability that an episode sampled at temperature 1 equals the clean expert's, which solves its task."""
     form: float
-    """The same of the first turn alone."""
+    """The same probability for the first turn alone."""
     loss: float
     """Mean negative log probability of a policy token, nats."""
     episodes: int
@@ -50,7 +50,7 @@ class Look:
 
 @torch.no_grad()
 def look(parameters: Parameters, sequences: Sequence[ScoredSequence], tokens: int = 8192) -> Look:
-    """Score `sequences` with `parameters`. tokens: maximum of one forward pass."""
+    """Score `sequences` with `parameters`. tokens: maximum per forward pass."""
     solve = form = loss = 0.0
     count = 0
     for part in cut_by_length(sequences, tokens):
@@ -68,7 +68,7 @@ def look(parameters: Parameters, sequences: Sequence[ScoredSequence], tokens: in
 def train_sft(job: SftJob, store: Store, watchers: Iterable[Watcher] = ()) -> TrainResult:
     """Run `job` and publish its checkpoint and trainer state.
 
-    A job killed on the way goes on from its last snapshot.
+    A killed job continues from its last snapshot.
     """
     tokenizer, demonstrations = open_artifact(store, job.tokenizer), open_artifact(store, job.demonstrations)
     chat = ChatTokenizer.from_directory(tokenizer.directory())
@@ -214,7 +214,7 @@ class _Run:
 
 
 def batch_members(count: int, batch_size: int, seed: int, step: int) -> list[int]:
-    """Rows of the batch at `step` (from 0): consecutive parts of one permutation an epoch, without a shorter last
+    """Rows of the batch at `step` (from 0): consecutive parts of one permutation per epoch, without a shorter last
     part.
     """
     size = min(batch_size, count)

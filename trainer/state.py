@@ -1,7 +1,7 @@
-"""Trainer state: what training needs beside a checkpoint to continue exactly. Safetensors and JSON, never pickle.
+"""Trainer state: data beyond the checkpoint to continue training exactly. Safetensors and JSON, never pickle.
 
-`state.safetensors` holds `master.<parameter>` and the optimizer's tensors; `state.json` the step and which optimizer
-they belong to.
+`state.safetensors` has `master.<parameter>` and the optimizer's tensors; `state.json` the step and the optimizer's
+name.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class TrainerState:
 
     masters: dict[str, Tensor]
     optimizer: dict[str, Tensor]
-    """What the optimizer's `load` takes; empty for "none"."""
+    """Argument of the optimizer's `load`; empty for "none"."""
     optimizer_name: OptimizerName
     step: int
     """Optimizer steps taken since the base policy began."""
     extra: dict[str, Any]
-    """What else the training loop must remember."""
+    """Further state of the training loop."""
 
 
 def capture_state(
@@ -73,7 +73,7 @@ def publish_state(
 def load_state(artifact: Artifact, config: Mapping[str, Any]) -> TrainerState:
     """Load a state that `publish_state` committed, for a model with this config.json.
 
-    Raises TrainingDataError when they do not fit.
+    Raises TrainingDataError if they do not match.
     """
     tensors, body = read_tensors(artifact.path("state.safetensors")), artifact.json("state.json")
     masters = {name.removeprefix(_MASTER): tensor for name, tensor in tensors.items() if name.startswith(_MASTER)}
@@ -127,7 +127,7 @@ class Snapshots:
 
     def _drop(self, steps: Any) -> None:
         for step in steps:
-            # in order of name the manifest goes last: what a kill leaves can still be found
+            # the manifest sorts last, so after a kill the remaining files can still be found
             for key in self._store.list(f"artifacts/{self.kind}/{self._key(step)}/"):
                 self._store.delete(key)
 

@@ -20,7 +20,7 @@ _SYSTEM = re.compile(r"\(os error (\d+)\)")
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
     """Write the file.
 
-    Raises OSError where the system refuses: safetensors itself tells of a full disk in words only.
+    Raises OSError if the system refuses; safetensors itself reports a full disk only as text.
     """
     try:
         save_file(dict(tensors), path, metadata=metadata)

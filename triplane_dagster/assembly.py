@@ -1,4 +1,4 @@
-"""Build Dagster definitions from experiments: assets, jobs, schedules, sensors and the resources they share."""
+"""Build Dagster definitions from experiments: assets, jobs, schedules, sensors and shared resources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find runs whose process was killed; Dagster would show them as running and count them against the run limit."""
+"""Find runs whose process was killed: Dagster shows them as running and counts them against the run limit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import dagster as dg
 from contracts.processes import boot_id, start_of
 
 PROCESS_TAG = "triplane/process"
-"""Which process executes an in-process run: host, boot, pid, start."""
+"""Tag with the process that executes an in-process run: host, boot, pid, start."""
 
 _UNFINISHED = [
     dg.DagsterRunStatus.NOT_STARTED,
@@ -27,7 +27,7 @@ def process_name(pid: int) -> str | None:
 
 
 def cancel_dead_runs(instance: dg.DagsterInstance) -> list[str]:
-    """Mark the unfinished runs of processes that died on this machine as canceled. Returns their ids."""
+    """Mark unfinished runs as canceled if their process died on this machine. Returns their ids."""
     here = process_name(os.getpid())
     canceled = []
     for run in instance.get_runs(dg.RunsFilter(statuses=_UNFINISHED)):
@@ -35,6 +35,8 @@ def cancel_dead_runs(instance: dg.DagsterInstance) -> list[str]:
         if here is None or name is None or name.split("/")[0] != here.split("/")[0]:
             continue
         if process_name(int(name.split("/")[2])) != name:
-            instance.report_run_canceled(run, "Its process died. Committed work is kept; the next run goes on from it.")
+            instance.report_run_canceled(
+                run, "The process died. Committed work is kept; the next run continues from it."
+            )
             canceled.append(run.run_id)
     return canceled

@@ -1,4 +1,4 @@
-"""Definitions that Dagster loads: everything that the experiment files describe."""
+"""Definitions for Dagster, from the experiment files."""
 
 from __future__ import annotations
 

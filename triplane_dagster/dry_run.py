@@ -1,6 +1,4 @@
-"""What a run would do, without doing it: every step with its key, whether its work is already there, and where it would
-run.
-"""
+"""Plan of a run, without running it: each step's key, whether its artifact exists, and where it would run."""
 
 from __future__ import annotations
 
@@ -24,15 +22,15 @@ class PlannedStep:
     step: str
     partition: str | None
     key: str | None
-    """Action key; None while it depends on what an earlier step will make."""
+    """Action key; None while it depends on a missing artifact of an earlier step."""
     state: str
-    """found: its work is committed. will run: it is not, or can't be known yet."""
+    """found: the artifact is committed. will run: it is missing, or its key is not yet known."""
     config: str
     """Digest of the step's own slice of the experiment."""
     where: str
-    """What would run it."""
+    """Location where the step would run."""
     note: str | None = None
-    """What to know before it runs: of the decision, how often it would be wrong."""
+    """Note about the step, e.g. the error rates of the decision."""
 
 
 def plan_of(experiment: Experiment, store: Store | None = None) -> list[PlannedStep]:

@@ -1,7 +1,7 @@
 """Find one episode among all artifacts by its id or an unambiguous prefix of it.
 
-An episode's rows lie in `rollouts` (an iteration's) or `evaluation_run` (a policy's examination); in `group` alone
-while its iteration is still sampling. Which datasets took it, and why not, stands in their `members.parquet`.
+`rollouts` (of an iteration) and `evaluation_run` (of a policy) contain an episode's rows; while its iteration is still
+sampling, only `group` does. The `members.parquet` of a dataset shows whether it uses the episode, and why not.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from contracts.errors import ArtifactMissing
 from contracts.store import Store
 
 MERGED = ("rollouts", "evaluation_run")
-"""Artifact kinds that hold the episodes of finished work, the most telling first."""
+"""Artifact kinds with the episodes of finished work, the most informative first."""
 UNMERGED = ("group",)
-"""Hundreds an iteration; only an unfinished iteration's episodes are there alone."""
+"""Hundreds of artifacts per iteration, needed only for episodes of an unfinished iteration."""
 ID_DIGITS = 32
 
 
@@ -54,12 +54,14 @@ class Membership:
     dataset: Artifact
     kept: bool
     reason: str | None
-    """Why it was left out."""
+    """Reason why the episode was left out."""
     reward: float | None
 
 
 def find_episodes(store: Store, prefix: str, kinds: Sequence[str]) -> list[EpisodeHome]:
-    """Episodes in artifacts of these kinds whose id starts with `prefix`, each once, in the first kind that has it."""
+    """Episodes whose id starts with `prefix` in artifacts of these kinds; an episode in several kinds is taken from the
+    first.
+    """
     found: dict[str, EpisodeHome] = {}
     if not 0 < len(prefix) <= ID_DIGITS:
         return []
@@ -71,7 +73,7 @@ def find_episodes(store: Store, prefix: str, kinds: Sequence[str]) -> list[Episo
 
 
 def find_episode(store: Store, prefix: str) -> EpisodeHome:
-    """The one episode whose id starts with `prefix`. Raises ArtifactMissing if there is none, or more than one."""
+    """The only episode whose id starts with `prefix`. Raises ArtifactMissing for none or several."""
     found = find_episodes(store, prefix, MERGED) or find_episodes(store, prefix, UNMERGED)
     if not found:
         raise ArtifactMissing(
@@ -95,7 +97,7 @@ def memberships(store: Store, episode_id: str) -> list[Membership]:
 
 
 def rewards_of(store: Store, rollouts: Artifact) -> dict[str, dict[str, Any]]:
-    """Rows of `rewards.parquet` by episode id: the artifact's own file (evaluation_run), else the rewards graded from
+    """Rows of `rewards.parquet` by episode id: of the artifact itself (evaluation_run), else of the rewards made from
     it.
     """
     if "rewards.parquet" in rollouts.names():

@@ -23,7 +23,7 @@ def is_complete(store: Store, experiment: Experiment, iteration: str) -> bool:
 
 
 def next_partition(store: Store, experiment: Experiment) -> str:
-    """First iteration without a decision; an interrupted one is finished before another begins."""
+    """First iteration without a decision: an interrupted one is finished before the next begins."""
     number = 0
     while is_finished(store, experiment, iteration_key(number)):
         number += 1
@@ -37,7 +37,7 @@ def decision_of(store: Store, experiment: Experiment, iteration: str) -> Decisio
 
 
 def may_continue(store: Store, experiment: Experiment, iteration: str) -> bool:
-    """Whether a sequence continues after this iteration. promotion.on_refusal decides if its candidate did not go
+    """Whether a sequence continues after this iteration: promotion.on_refusal decides if the candidate did not go
     live.
     """
     decision = decision_of(store, experiment, iteration)

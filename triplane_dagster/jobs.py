@@ -14,9 +14,9 @@ from triplane_dagster.private_dagster import UnresolvedAssetJobDefinition
 
 EXPERIMENT_TAG = "triplane/experiment"
 MAX_RETRIES_TAG = "dagster/max_retries"
-"""How often Dagster launches a run again whose worker died, if `run_retries` is on in its instance."""
+"""Maximum relaunches of a run whose worker died, if `run_retries` is enabled in the Dagster instance."""
 REMAINING_TAG = "triplane/remaining"
-"""How many iterations follow the one that carries it; see `sensors`."""
+"""Number of iterations that follow the tagged run; see `sensors`."""
 
 
 def base_job_name(experiment: Experiment) -> str:
@@ -35,7 +35,7 @@ def rollback_job_name(experiment: Experiment) -> str:
 
 
 def _tags(experiment: Experiment) -> dict[str, str]:
-    # re-execution from the failed step can end in success with mapped steps missing; committed work is skipped anyway
+    # re-execution from the failed step can succeed with mapped steps missing; committed work is skipped anyway
     return {"dagster/retry_strategy": "ALL_STEPS", EXPERIMENT_TAG: experiment.name}
 
 
@@ -65,11 +65,11 @@ class RollBackTo(dg.Config):
     to: str = Field(
         default="",
         description=(
-            "base, the number of a change, or the beginning of the digest of a policy that was live; empty: the policy"
-            " before."
+            "base, the number of a change, or the beginning of the digest of a policy that was live;"
+            " empty: the previous policy."
         ),
     )
-    reason: str = Field(description="Why, in a few words. Kept in the registry.")
+    reason: str = Field(description="Reason, in a few words. Recorded in the registry.")
 
 
 def rollback_job(experiment: Experiment) -> dg.JobDefinition:
@@ -92,7 +92,7 @@ def rollback_job(experiment: Experiment) -> dg.JobDefinition:
         description=(
             f"{experiment.name}: make an earlier policy live again. Adds a change to the registry; nothing is deleted."
         ),
-        # launched anew after a crash, "the policy before" could mean another one by then: a person asks again
+        # no relaunch after a crash: "the previous policy" could be another one by then; an operator has to ask again
         tags={**_tags(experiment), MAX_RETRIES_TAG: "0"},
     )
     def job() -> None:

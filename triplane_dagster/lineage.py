@@ -2,7 +2,7 @@
 
     manifests' parents  ->  Graph  ->  trace(query)  ->  ancestors: what made it    descendants: what was made of it
 
-Pure functions over committed manifests; nothing here is written or remembered.
+Pure functions over committed manifests; nothing is written or cached.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from triplane_dagster.episode_index import MERGED, UNMERGED, EpisodeHome, Member
 
 @dataclass(frozen=True)
 class Node:
-    """One artifact. Its URI is its identity, since equal content may exist under two keys."""
+    """One artifact, identified by its URI, since equal content may exist under two keys."""
 
     ref: ArtifactRef
     meta: Mapping[str, Any] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Edge:
-    """`parent` was an input of `child`, in the role that the child's manifest gives it. Both are uris."""
+    """`parent` was an input of `child`, in the role from the child's manifest. Both are URIs."""
 
     parent: str
     child: str
@@ -41,7 +41,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class Graph:
-    """All artifacts of a store by uri, and the edges into and out of each."""
+    """All artifacts of a store by URI, and the edges into and out of each."""
 
     nodes: Mapping[str, Node]
     parents: Mapping[str, tuple[Edge, ...]]
@@ -70,12 +70,12 @@ class Trace:
     """Result of `triplane lineage`."""
 
     starts: tuple[Node, ...]
-    """Artifacts with the digest asked for, or the one that holds the episode asked for."""
+    """Artifacts with the requested digest, or the artifact with the requested episode."""
     episode: EpisodeHome | None
     ancestors: tuple[Step, ...]
     descendants: tuple[Step, ...]
     uses: tuple[EpisodeUse, ...]
-    """Of an episode only."""
+    """Uses of an episode; empty for other queries."""
 
 
 def build_graph(store: Store) -> Graph:
@@ -92,7 +92,7 @@ def build_graph(store: Store) -> Graph:
 
 
 def link(nodes: Iterable[Node], edges: Sequence[Edge]) -> Graph:
-    """Graph of nodes and edges; of two nodes with one URI the later counts.
+    """Graph of nodes and edges; of two nodes with the same URI the later counts.
 
     Every edge's ends must be among the nodes.
     """
@@ -103,7 +103,7 @@ def link(nodes: Iterable[Node], edges: Sequence[Edge]) -> Graph:
 def resolve(graph: Graph, prefix: str) -> tuple[Node, ...]:
     """Artifacts whose content digest or action key starts with `prefix`; several only if their content is equal.
 
-    Raises ArtifactMissing when nothing matches or contents differ.
+    Raises ArtifactMissing if nothing matches or contents differ.
     """
     found = _named(graph, prefix)
     if not found:
@@ -119,12 +119,12 @@ def resolve(graph: Graph, prefix: str) -> tuple[Node, ...]:
 
 
 def ancestors(graph: Graph, starts: tuple[Node, ...]) -> tuple[Step, ...]:
-    """Everything that `starts` were made from, nearest first."""
+    """All artifacts that `starts` were made from, nearest first."""
     return _walk(graph, starts, graph.parents, "parent")
 
 
 def descendants(graph: Graph, starts: tuple[Node, ...]) -> tuple[Step, ...]:
-    """Everything that was made from `starts`, nearest first."""
+    """All artifacts that were made from `starts`, nearest first."""
     return _walk(graph, starts, graph.children, "child")
 
 

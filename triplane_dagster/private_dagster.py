@@ -1,7 +1,7 @@
-"""Everything that we use of Dagster although Dagster does not export it, each with the reason.
+"""All uses of Dagster's private names, each with its reason.
 
-Private names may change in any release. `tests/dagster/test_private_dagster.py` checks them against the Dagster that is
-installed, and that no other module imports private ones.
+Private names may change in any release. `tests/dagster/test_private_dagster.py` checks them against the installed
+Dagster, and that no other module imports private names.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from dagster._core.definitions.unresolved_asset_job_definition import Unresolved
 # The client of a code server raises it when the server can't be reached.
 from dagster._core.errors import DagsterAssetCheckFailedError, DagsterUserCodeUnreachableError
 
-# The command line replaces `compute_logs.tail_to_stream`: how step output is mirrored has no setting.
+# The command line replaces `compute_logs.tail_to_stream`: mirroring of step output has no setting.
 from dagster._core.execution import compute_logs
 
-# A run launcher answers run monitoring with them.
+# Replies of a run launcher to run monitoring.
 from dagster._core.launcher.base import CheckRunHealthResult, WorkerStatus
 
-# Our web server is Dagster's with one more route; both are arguments of its constructor.
+# Constructor arguments of the web server, which adds one route to Dagster's.
 from dagster._core.workspace.context import WorkspaceProcessContext
 from dagster._core.workspace.load_target import WorkspaceFileTarget
 
-# The question whether a code server still executes a run, and the answer.
+# Request and reply for whether a code server still executes a run.
 from dagster._grpc.types import CanCancelExecutionRequest, CanCancelExecutionResult
 
-# The signature of a run launcher that dagster.yaml names.
+# Signature of a run launcher that dagster.yaml names.
 from dagster._serdes.config_class import ConfigurableClassData
 
 DAEMON_MODULE = "dagster._daemon"
-"""Run by `python -m`, as the script `dagster-daemon` is not on PATH in every virtual environment."""
+"""Run by `python -m`, since the script `dagster-daemon` may not be on PATH."""
 
 __all__ = [
     "CanCancelExecutionRequest",

@@ -32,11 +32,11 @@ from triplane_dagster.targets import begin_target, end_target
 next_partition = iterations.next_partition
 
 _QUIET = {"loggers": {"console": {"config": {"log_level": "WARNING"}}}}
-"""Dagster's own log goes to the instance; the terminal belongs to progress."""
+"""Dagster's log goes to the instance only; the terminal shows progress."""
 
 
 def open_instance(folder: Path | None = None) -> dg.DagsterInstance:
-    """Dagster instance that the web server uses, too: $DAGSTER_HOME, else the dagster.yaml in `folder` (default:
+    """Dagster instance, shared with the web server: $DAGSTER_HOME, else the dagster.yaml in `folder` (default:
     here).
     """
     if os.environ.get("DAGSTER_HOME"):
@@ -48,7 +48,7 @@ def open_instance(folder: Path | None = None) -> dg.DagsterInstance:
 
 
 class Runner:
-    """Runs an experiment's jobs in this process. Servers and engines that it starts live until it is closed."""
+    """Runs an experiment's jobs in this process. Its servers and engines stay up until it is closed."""
 
     def __init__(self, experiment: Experiment, instance: dg.DagsterInstance, progress: ProgressSink) -> None:
         self.experiment, self._instance = experiment, instance
@@ -64,15 +64,14 @@ class Runner:
     def base(self) -> None:
         """Materialize task suite and base policy.
 
-        What is committed is found, not made again. Raises what the failing step raised.
+        Committed artifacts are reused. Raises the error of the failing step.
         """
         self._run(self._base, None)
 
     def iteration(self, partition: str, start_from: str = "live") -> None:
-        """Materialize one iteration. Raises what the failing step raised.
+        """Materialize one iteration. Raises the error of the failing step.
 
-        start_from: live, base, or the beginning of a checkpoint's digest; counts only when the iteration was never
-        begun.
+        start_from: live, base, or the beginning of a checkpoint's digest; ignored if the iteration has begun.
         """
         self._instance.add_dynamic_partitions(self.experiment.name, [partition])
         step = key_of(self.experiment, "iteration_inputs").to_python_identifier()
@@ -105,12 +104,12 @@ class Runner:
     def _cancel(self, run_id: str) -> None:
         """Mark an interrupted run as canceled.
 
-        Dagster calls it failed, since it was not Dagster that was asked to end it.
+        Dagster records it as failed, since Dagster did not terminate it.
         """
         run = self._instance.get_run_by_id(run_id)
         if run is not None:
             self._instance.report_run_canceled(
-                run, "Interrupted. Committed work is kept; the next run goes on from it."
+                run, "Interrupted. Committed work is kept; the next run continues from it."
             )
 
 
@@ -131,7 +130,7 @@ def open_runner(
 ) -> Iterator[Runner]:
     """Context of a runner that is closed at the end of the block.
 
-    Runs that a kill left unfinished are marked as canceled first.
+    First marks unfinished runs of killed processes as canceled.
     """
     cancel_dead_runs(instance)
     runner = Runner(experiment, instance, progress)
@@ -150,9 +149,8 @@ def run_iterations(
 ) -> list[str]:
     """Make the base assets, then `count` further iterations in sequence. Returns the partition keys with a decision.
 
-    After a kill, the same call finishes the iterations it set out to make, and no more. Stops after a refusal when
-    promotion.on_refusal says so. Raises what a failing step raised. between: called after each run; may raise to stop
-    there.
+    After a kill, the same call finishes the remaining iterations and adds none. Stops after a refusal if
+    promotion.on_refusal is stop. Raises the error of a failing step. between: called after each run; may raise to stop.
     """
     require_launchable(experiment)
     store = open_store()

@@ -19,7 +19,7 @@ def nightly(experiment: Experiment, job: UnresolvedAssetJobDefinition) -> dg.Sch
         cron_schedule="0 2 * * *",
         execution_timezone="UTC",
         default_status=dg.DefaultScheduleStatus.STOPPED,
-        description=f"{experiment.name}: one more iteration a night.",
+        description=f"{experiment.name}: one iteration per night.",
     )
     def schedule(context: dg.ScheduleEvaluationContext) -> dg.RunRequest:
         iteration = next_partition(open_store(), experiment)

@@ -14,7 +14,7 @@ from triplane_dagster.private_dagster import UnresolvedAssetJobDefinition
 
 
 def continue_sequence(experiment: Experiment, job: UnresolvedAssetJobDefinition) -> dg.SensorDefinition:
-    """Request the next iteration after a successful one that has some remaining."""
+    """Request the next iteration after a successful one, if some remain."""
 
     @dg.run_status_sensor(
         run_status=dg.DagsterRunStatus.SUCCESS,
@@ -23,7 +23,7 @@ def continue_sequence(experiment: Experiment, job: UnresolvedAssetJobDefinition)
         request_job=job,
         default_status=dg.DefaultSensorStatus.RUNNING,
         minimum_interval_seconds=10,
-        description=f"{experiment.name}: goes on while the tag {REMAINING_TAG} is above 0.",
+        description=f"{experiment.name}: continues while the tag {REMAINING_TAG} is above 0.",
     )
     def sensor(context: dg.RunStatusSensorContext) -> dg.RunRequest | dg.SkipReason:
         return next_request(context, experiment)
@@ -32,7 +32,7 @@ def continue_sequence(experiment: Experiment, job: UnresolvedAssetJobDefinition)
 
 
 def next_request(context: dg.RunStatusSensorContext, experiment: Experiment) -> dg.RunRequest | dg.SkipReason:
-    """Request that follows the run that has just succeeded."""
+    """Request for the run after a successful one."""
     run = context.dagster_run
     remaining = run.tags.get(REMAINING_TAG, "0")
     if not remaining.isdecimal() or int(remaining) < 1:

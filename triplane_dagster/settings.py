@@ -1,4 +1,4 @@
-"""Find steps that were made with other settings than the experiment has now, from the slices that artifacts record."""
+"""Find steps whose recorded slice differs from the experiment's current settings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _changed(spec: StepSpec, state: IterationState) -> bool:
 
 
 def _slices(spec: StepSpec, state: IterationState, made: Artifact) -> Iterator[tuple[Any, Any]]:
-    """(slice as recorded, the experiment's slice) of the step and of what it made on the way."""
+    """(recorded slice, the experiment's slice) of the step and of the parents that it makes itself."""
     record = find_artifact(state.store, spec.recorded_by, made.ref.key) if spec.recorded_by else made
     if record is not None:
         yield record.manifest.config, spec.own_config(state)

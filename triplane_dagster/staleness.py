@@ -1,7 +1,7 @@
-"""Find artifacts whose step has another code version now.
+"""Find artifacts whose step has changed its code version.
 
-Stale work stays readable and in use. A step that is materialized again is made anew, under another key, and so is what
-depends on it.
+Stale artifacts stay readable and in use. Materializing the step again makes a new artifact under another key, as do the
+steps that depend on it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class StaleStep:
 
     step: str
     iterations: tuple[str, ...]
-    """In order; empty for a step that no iteration has."""
+    """Affected iterations, in order; empty for an unpartitioned step."""
     version: str
-    """That made it."""
+    """Version that made the artifact."""
     now: str
-    """This Triplane's."""
+    """Version of the installed Triplane."""
 
     def __str__(self) -> str:
         first, last = (self.iterations or ("",))[0], (self.iterations or ("",))[-1]
@@ -35,9 +35,9 @@ class StaleStep:
 
 
 def stale_steps(store: Store, experiment: str, *, newest: bool = False) -> list[StaleStep]:
-    """Steps of everything that `experiment` materialized last whose version has changed, in graph order.
+    """Steps of the experiment's latest artifacts whose version has changed, in graph order.
 
-    newest: look only at the newest iteration of each step, which takes the same time however many there are.
+    newest: read only the newest iteration of each step, in constant time.
     """
     found: dict[tuple[str, str, str], list[str]] = {}
     for step, iteration, version, now in _versions(store, experiment, newest):
@@ -51,7 +51,7 @@ def stale_steps(store: Store, experiment: str, *, newest: bool = False) -> list[
 def _versions(store: Store, experiment: str, newest: bool) -> Iterator[tuple[str, str | None, str, str]]:
     """(step, iteration, version that made it, current version) of each materialized asset."""
     for spec in GRAPH:
-        if spec is REPORT:  # no step reads it, so it is never stale
+        if spec is REPORT:  # no step reads reports, so they are never stale
             continue
         iterations: list[str | None] = [None] if spec.once else [*partitions(store, experiment, spec.name)]
         for iteration in iterations[-1:] if newest else iterations:
@@ -65,7 +65,7 @@ def _versions(store: Store, experiment: str, newest: bool) -> Iterator[tuple[str
 def _of_parents(
     store: Store, spec: StepSpec, iteration: str | None, made: Artifact
 ) -> Iterator[tuple[str, str | None, str, str]]:
-    """Versions of parts of a step that are artifacts of their own; parts of one kind have one version."""
+    """Versions of the parts of a step that are separate artifacts; parts of one kind share a version."""
     for ref in {ref.kind: ref for ref in made.manifest.parents.values()}.values():
         part = find_artifact(store, ref.kind, ref.key) if ref.kind in spec.part_versions else None
         if part is not None:

@@ -1,4 +1,4 @@
-"""Targets of `triplane iterate`, stored so that the same command after a kill completes them and adds nothing."""
+"""Targets of `triplane iterate`, stored so that repeating the command after a kill adds no iterations."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Target(Frozen):
     """Sequence of iterations that was requested."""
 
     first: int
-    """Number of its first iteration."""
+    """Number of the first iteration."""
     count: int
-    """Iterations asked for."""
+    """Number of requested iterations."""
     done: bool = False
-    """It ended: all were made, or one was refused and promotion.on_refusal is stop."""
+    """Whether the target ended: all iterations were made, or one was refused and promotion.on_refusal is stop."""
 
     def iterations(self) -> list[str]:
         """Partition keys of the target, in order."""
@@ -32,8 +32,8 @@ def _pointer(store: Store, experiment: Experiment) -> Pointer:
 def begin_target(store: Store, experiment: Experiment, count: int) -> Target:
     """The unfinished target of this size, or a new one that starts at the next iteration.
 
-    One whose iterations all came to a decision is still the same command's, killed before `end_target`: it is not to
-    add to it.
+    An unfinished target whose iterations all have a decision belongs to a command killed before `end_target`; the
+    repeated command adds no iterations.
     """
     pointer = _pointer(store, experiment)
     entry = pointer.current()
@@ -47,7 +47,7 @@ def begin_target(store: Store, experiment: Experiment, count: int) -> Target:
 
 
 def decided_target(store: Store, experiment: Experiment) -> Target | None:
-    """Target of a command that was killed after its last decision, before it ended."""
+    """Target of a command that was killed between its last decision and `end_target`."""
     entry = _pointer(store, experiment).current()
     target = Target.model_validate(entry.value) if entry else None
     if target is None or target.done:

@@ -1,8 +1,8 @@
-"""Run launcher for production: Dagster's default launcher, which also detects that a run's code server is gone.
+"""Run launcher for production: Dagster's default launcher that also detects the loss of a run's code server.
 
-Dagster's own lacks the second half: when a code server dies together with the run inside it, nobody is left to mark
-that run as failed, and it would hold its experiment's place in the queue for ever. Run monitoring asks here;
-`run_retries` then launches the run again.
+Dagster's launcher lacks this: after a code server dies with the run inside it, no process marks the run as failed, and
+the run occupies its experiment's place in the queue forever. Run monitoring calls this launcher; `run_retries` then
+launches the run again.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from triplane_dagster.private_dagster import (
 )
 
 ANSWER_S = 20
-"""Seconds to wait for the code server."""
+"""Timeout for a reply of the code server, in seconds."""
 
 
 class WatchedRunLauncher(DefaultRunLauncher):
     """Launches runs in the code server and checks that they still run there.
 
-    For servers of `dagster api grpc`, which know all their runs.
+    Requires servers of `dagster api grpc`, which know all their runs.
     """
 
     @classmethod
@@ -37,13 +37,13 @@ class WatchedRunLauncher(DefaultRunLauncher):
 
     @property
     def supports_check_run_worker_health(self) -> bool:
-        """Always true, so that Dagster checks runs."""
+        """Return True: Dagster may check the health of runs."""
         return True
 
     def check_run_worker_health(self, run: DagsterRun) -> CheckRunHealthResult:
-        """Health of a run; FAILED only if the code server answers that it does not execute it.
+        """Health of a run; FAILED only if the code server replies that it does not execute the run.
 
-        One that can't be reached may be starting: asked again later.
+        An unreachable server may be starting: Dagster checks again later.
         """
         client = self._get_grpc_client_for_termination(run.run_id)  # type: ignore[no-untyped-call]
         if client is None:
@@ -51,7 +51,7 @@ class WatchedRunLauncher(DefaultRunLauncher):
         try:
             answer = client.can_cancel_execution(CanCancelExecutionRequest(run_id=run.run_id), timeout=ANSWER_S)
         except DagsterUserCodeUnreachableError:
-            return CheckRunHealthResult(WorkerStatus.RUNNING, f"{client.host} does not answer: asked again later")
+            return CheckRunHealthResult(WorkerStatus.RUNNING, f"{client.host} does not reply: checking again later")
         if deserialize_value(answer, CanCancelExecutionResult).can_cancel:
             return CheckRunHealthResult(WorkerStatus.RUNNING)
         return CheckRunHealthResult(

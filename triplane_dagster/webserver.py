@@ -1,7 +1,7 @@
 """Dagster web server that also serves reports: ROUTE/<action key> is the page of that `report` artifact.
 
-Run by `triplane ui`; where Dagster's services run apart, `python -m triplane_dagster.webserver` takes the place of
-`dagster-webserver`.
+`triplane ui` starts it; deployments with separate Dagster services run `python -m triplane_dagster.webserver` instead
+of `dagster-webserver`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from ops.report import ROUTE
 from triplane_dagster.private_dagster import WorkspaceFileTarget, WorkspaceProcessContext
 
 SANDBOX = {"Content-Security-Policy": "sandbox allow-scripts allow-popups", "X-Content-Type-Options": "nosniff"}
-"""A report shows what a policy wrote: whatever ran there would have no origin, hence no way to this server's
+"""A report contains text of a policy: the sandbox gives its scripts no origin, and so no access to the server's
 GraphQL.
 """
 GRACE_S = 3
-"""Seconds that open connections get when the server ends."""
+"""Seconds for open connections to close when the server stops."""
 
 
 class ReportingWebserver(DagsterWebserver[Any, Any]):
     """Dagster's web server with a route for reports."""
 
     def build_routes(self) -> list[BaseRoute]:
-        """Our routes followed by Dagster's, whose last one matches everything."""
+        """Report routes, followed by Dagster's, whose last one matches everything."""
         return [Route(f"{ROUTE}/{{key}}", report_page), *super().build_routes()]  # type: ignore[no-untyped-call]
 
 
@@ -72,7 +72,7 @@ def main(
     host: Annotated[str, typer.Option("--host", "-h", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", "-p", help="Port to listen on.")] = 3000,
 ) -> None:
-    """Serve the Dagster UI and reports. The instance is $DAGSTER_HOME, else that of the dagster.yaml here."""
+    """Serve the Dagster UI and reports. The instance is $DAGSTER_HOME, else that of ./dagster.yaml."""
     from triplane_dagster.run import open_instance
 
     with open_instance() as instance:

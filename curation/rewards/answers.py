@@ -3,8 +3,8 @@
     ask(question) -> store (judgements/) -> the endpoint, once for equal questions in flight
                            ^-----------------' created exclusively: the first answer counts for everyone
 
-A question is the request itself (model, prompt, sampling) with the model's revision. Weights, bounds and addresses are
-not part of it, so grading again with other weights asks nothing. Kept is what was said; what it means is read from it
+A question is the request (model, prompt, sampling) with the model's revision. It contains no weights, bounds or
+addresses, so grading again with other weights sends no request. The cache keeps the reply's text, which is parsed again
 each time.
 """
 
@@ -23,16 +23,16 @@ from contracts.errors import ArtifactCorrupt, ArtifactMissing
 from contracts.store import Store
 
 ANSWERS_VERSION = "1"
-"""Bump when the same question may be asked in other words."""
+"""Bump if the wording of the same question may change."""
 
 
 class Answer(Frozen):
     """Reply of an endpoint."""
 
     text: str
-    """Its own words."""
+    """Text of the reply."""
     served: str
-    """The model's name, as the endpoint gave it; empty when it gave none."""
+    """Model name that the endpoint returned; empty if it returned none."""
 
 
 def question_key(question: Mapping[str, Any]) -> str:
@@ -53,7 +53,7 @@ class Answers:
     ) -> Answer:
         """Cached reply to a request; if there is none, the result of `asking`, which is cached.
 
-        slots: one is held until the answer is kept.
+        slots: one is held until the reply is stored.
         """
         key = question_key(question)
         lock = self._asking.setdefault(key, asyncio.Lock())
@@ -75,7 +75,7 @@ class Answers:
             ) from None
 
     def _keep(self, key: str, answer: Answer) -> Answer:
-        """Store a reply. Returns the one that counts: this one, or one that another process stored first."""
+        """Store a reply. Returns the stored one, which may be another process's."""
         if self._store.create(key, canonical_json(answer.model_dump())):
             return answer
         return self._recall(key) or answer

@@ -2,8 +2,7 @@
 
     reward = solved * [hidden tests pass] + valid * [well conducted] + sum over components of weight * clip(value)
 
-A component's sign is in its docstring: penalties have values <= 0, so a positive weight always asks for what the name
-says.
+Each component's docstring gives its sign. Penalties have values <= 0, so that a positive weight always penalizes.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 from curation.rewards.prompt import JUDGE_TEMPLATE, MODEL_TEMPLATE, check_template
 
 COMPONENTS_VERSION = "1"
-"""Bump when a component's value may become another for the same episode. In the rewards' key only where there are
-components.
+"""Bump if a component's value may change for the same episode. Part of the rewards' key only if there are components.
 """
 
 RuleName = Literal["read_before_edit", "repeated_calls", "failed_calls", "edits_tests", "ran_tests", "tested_last_edit"]
@@ -32,22 +30,20 @@ class _Part(BaseModel):
 
 
 class Endpoint(_Part):
-    """Where a judge or a reward model answers. In no key: a model that moves is not asked again."""
+    """Endpoint of a judge or a reward model. Not part of any key: moving a model repeats no request."""
 
     url: str
-    """http:// or https://. A judge's ends in /v1, a reward model's is the scoring route itself, such as
+    """http:// or https:// URL. A judge's URL ends in /v1; a reward model's is the scoring route, such as
     http://host:8000/classify.
     """
     api_key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
-    """NAME of the environment variable that holds the key, never the key itself. null: none is sent."""
+    """NAME of the environment variable that holds the API key, never the key itself. null: no key is sent."""
     timeout_s: float = Field(default=120.0, gt=0, le=86_400)
-    """Seconds one attempt may take."""
+    """Timeout of one attempt, in seconds."""
     concurrency: int = Field(default=16, ge=1, le=4096)
-    """Requests in flight at most. They run beside the hidden tests."""
+    """Maximum number of requests in flight. They run concurrently with the hidden tests."""
     attempts: int = Field(default=5, ge=1, le=20)
-    """Attempts at one request that meets infrastructure faults: no connection, no answer in time, HTTP 408, 425, 429 or
-    5xx.
-    """
+    """Attempts per request after infrastructure faults: no connection, timeout, HTTP 408, 425, 429 or 5xx."""
 
     @model_validator(mode="after")
     def _plain_url(self) -> Self:
@@ -57,16 +53,16 @@ class Endpoint(_Part):
 
 
 class Component(_Part):
-    """What every component has: a name, a weight, and bounds of its value."""
+    """Fields of every component: a name, a weight, and bounds of its value."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]{0,62}$")
-    """Its column in tables and plots: lower case letters, digits and underscores; neither `solved` nor `valid`."""
+    """Column name in tables and plots: lower case letters, digits and underscores; neither `solved` nor `valid`."""
     weight: float = Field(allow_inf_nan=False)
-    """What a value of 1 is worth. 0 records the component without rewarding it."""
+    """Reward for a value of 1. 0 records the component without rewarding it."""
     clip_low: float | None = Field(default=None, allow_inf_nan=False)
-    """Lower values count as this; null: no bound."""
+    """Lower values are raised to this bound; null: no bound."""
     clip_high: float | None = Field(default=None, allow_inf_nan=False)
-    """Higher values count as this; null: no bound."""
+    """Higher values are lowered to this bound; null: no bound."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -75,7 +71,7 @@ class Component(_Part):
         return self
 
     def clip(self, value: float) -> float:
-        """The value within the component's bounds."""
+        """Clip a value to the component's bounds."""
         value = value if self.clip_low is None else max(self.clip_low, value)
         return value if self.clip_high is None else min(self.clip_high, value)
 
@@ -85,25 +81,25 @@ class TestsComponent(Component):
 
     __test__ = False
     kind: Literal["tests"]
-    """Discriminates the components."""
+    """Selects this component."""
 
 
 class FormatComponent(Component):
     """Minus the number of tool calls that could not be parsed."""
 
     kind: Literal["format"]
-    """Discriminates the components."""
+    """Selects this component."""
 
 
 class LengthComponent(Component):
     """Soft penalty for long episodes, in [-1, 0]: DAPO's overlong shaping, by the tokens that the policy sampled."""
 
     kind: Literal["length"]
-    """Discriminates the components."""
+    """Selects this component."""
     budget: int = Field(ge=1)
-    """Policy tokens at which the value has fallen to -1."""
+    """Policy tokens at which the value reaches -1."""
     cushion: int = Field(ge=1)
-    """Tokens before the budget over which it falls, linearly, from 0."""
+    """Tokens before the budget over which the value falls linearly from 0 to -1."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -116,7 +112,7 @@ class TurnsComponent(Component):
     """Minus the number of turns beyond the free ones."""
 
     kind: Literal["turns"]
-    """Discriminates the components."""
+    """Selects this component."""
     free: int = Field(default=0, ge=0)
     """Turns that cost nothing."""
 
@@ -125,48 +121,50 @@ class TraceComponent(Component):
     """A named rule over the recorded tool calls, in [0, 1]. `triplane experiments raters` lists the rules."""
 
     kind: Literal["trace"]
-    """Discriminates the components."""
+    """Selects this component."""
     rule: RuleName
-    """Which rule."""
+    """Name of the rule."""
 
 
 class _Asked(Component):
     model: str = Field(min_length=1)
-    """The model's name, as the endpoint knows it."""
+    """Model name at the endpoint."""
     revision: str = ""
-    """Whatever tells this model from an earlier one of the same name; changing it asks again."""
+    """Distinguishes this model from an earlier one of the same name; changing it sends all requests again."""
     max_chars: int = Field(default=60_000, ge=200)
-    """Characters of each part that are shown; of a longer one the middle is left out."""
+    """Maximum characters of each part in the request; the middle of a longer part is left out."""
     extra: dict[str, Any] = {}
-    """Further fields of the request, e.g. {chat_template_kwargs: {enable_thinking: false}}. A null leaves a usual field
-    out.
+    """Further fields of the request, e.g. {chat_template_kwargs: {enable_thinking: false}}. A null removes a default
+    field.
     """
     endpoint: Endpoint
-    """Where it answers."""
+    """Endpoint of the model."""
 
 
 class JudgeComponent(_Asked):
     """A language model's judgement, in [0, 1] from worst to best, over an OpenAI-compatible chat endpoint."""
 
     kind: Literal["judge"]
-    """Discriminates the components."""
+    """Selects this component."""
     template: str = JUDGE_TEMPLATE
-    """What is asked. {task}, {diff}, {transcript} and {reference} stand for the episode's parts, which are fenced and
-    marked as data.
+    """Prompt of the judge. {task}, {diff}, {transcript} and {reference} are replaced by parts of the episode, fenced
+    and marked as data.
     """
     lowest: float = Field(default=0.0, allow_inf_nan=False)
-    """The worst score on the scale the judge is told."""
+    """Worst score on the scale in the prompt."""
     highest: float = Field(default=10.0, allow_inf_nan=False)
-    """The best score."""
+    """Best score on that scale."""
     samples: int = Field(default=1, ge=1, le=64)
-    """Judgements of one episode, averaged. Each has its own seed, which matters at a temperature above 0."""
+    """Number of judgements of one episode, which are averaged. Each has its own seed, which matters above temperature
+    0.
+    """
     temperature: float = Field(default=0.0, ge=0, le=2)
-    """Of the judge."""
+    """Sampling temperature of the judge."""
     max_tokens: int = Field(default=512, ge=1)
-    """Tokens the judge may answer with."""
+    """Maximum tokens of the judge's reply."""
     structured: Literal["json_schema", "json_object", "none"] = "json_schema"
-    """How the schema is asked for beside the prompt: OpenAI's response_format, or nothing for a server that lacks
-    it.
+    """Value of OpenAI's response_format, which requests the schema in addition to the prompt; none for a server that
+    lacks it.
     """
 
     @model_validator(mode="after")
@@ -181,17 +179,17 @@ class RewardModelComponent(_Asked):
     """A reward model's score, as the server returns it, over one of vLLM's scoring routes."""
 
     kind: Literal["reward_model"]
-    """Discriminates the components."""
+    """Selects this component."""
     api: Literal["classify", "score", "pooling"] = "classify"
-    """The shape of request and answer, whatever the route's address is."""
+    """Format of request and reply, independent of the URL."""
     input: Literal["text", "chat", "tokens"] = "text"
     """text: the rendered template. chat: the task as the user's message, the template as the assistant's. tokens: the
     token ids of the episode's last context, for a model that shares the policy's tokenizer.
     """
     template: str = MODEL_TEMPLATE
-    """What is scored. Places as in a judge's template, without fences."""
+    """Text to score. Placeholders as in a judge's template, without fences."""
     index: int = Field(default=-1, ge=-4096, le=4096)
-    """Which number of the vector that classify and pooling return; of one vector a token, the last token's is taken."""
+    """Index into the vector that classify and pooling return; of one vector per token, the last token's is used."""
     activation: bool | None = None
     """Whether the server applies softmax or sigmoid (`use_activation`); null leaves it to the server."""
 
@@ -220,16 +218,15 @@ class RewardConfig(_Part):
     """Weights of the reward's components."""
 
     solved: float = Field(default=1.0, allow_inf_nan=False)
-    """For a final state that passes every hidden test."""
+    """Reward for a final state that passes every hidden test."""
     valid: float = Field(default=0.1, allow_inf_nan=False)
-    """For an episode that ended by itself, without a format error and with at least one edit that took."""
+    """Reward for an episode that the policy ended without a format error and with at least one successful edit."""
     max_ungraded: float = Field(default=0.05, ge=0, le=1)
-    """Share of the episodes that may stay ungraded for infrastructure faults; above it the step fails instead of
-    training on a remainder. Under the deterministic profile, without judges, none may: the same rollouts always get the
-    same rewards.
+    """Largest share of episodes left ungraded by infrastructure faults; above it the step fails. Under the
+    deterministic profile, without judges, no episode may stay ungraded: the same rollouts always get the same rewards.
     """
     components: tuple[AnyComponent, ...] = ()
-    """Further components, added to the two above: see docs/rewards.md."""
+    """Further components, added to `solved` and `valid`; see docs/rewards.md."""
 
     @model_validator(mode="after")
     def _distinct(self) -> Self:
@@ -241,7 +238,7 @@ class RewardConfig(_Part):
 
     @model_serializer(mode="wrap")
     def _leave_out_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """The fields, `components` only where set: action keys of work that does not use it stay."""
+        """Serialize `components` only if set, so that existing action keys stay."""
         values: dict[str, Any] = dump(self)
         if not self.components:
             values.pop("components", None)
@@ -249,11 +246,11 @@ class RewardConfig(_Part):
 
     @property
     def asked(self) -> tuple[Asked, ...]:
-        """Components that an endpoint answers: with any, grading again elsewhere is equivalent instead of identical."""
+        """Components that an endpoint answers. With any of them, repeated grading is equivalent, not identical."""
         return tuple(each for each in self.components if isinstance(each, Asked))
 
     def slice(self) -> dict[str, Any]:
-        """What decides the rewards: all of this but where endpoints are."""
+        """Settings that affect rewards: all fields except the endpoints."""
         if not self.components:
             return self.model_dump(mode="json")
         values = self.model_dump(mode="json", exclude={"components": {"__all__": {"endpoint"}}})

@@ -1,7 +1,7 @@
 """HTTP client of a judge or reward model: bounded concurrency, deadlines, retries with jitter for infrastructure
 faults.
 
-What an answer means is the caller's: here an answer is JSON, a refusal of this one request, or a fault.
+A reply is JSON, which the caller interprets, a refusal of this one request, or a fault.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from curation.rewards.answers import Answer
 from curation.rewards.config import Endpoint
 
 BACKOFF_S = 0.5
-"""Mean pause after a first fault; `backoff_s` gives the next ones."""
+"""Mean pause after the first fault, in seconds; `backoff_s` gives later pauses."""
 MAX_PAUSE_S = 60.0
-"""Longest pause, also when the server asks for more by Retry-After."""
+"""Longest pause, in seconds, even if Retry-After asks for more."""
 MAX_TEXT = 200
-"""Characters of a server's words in an error."""
+"""Maximum characters of a server's reply in an error."""
 
 _AGAIN = {408, 425, 429}
 _MISTAKES = {401, 403, 404, 405}
 _MISCONFIGURED = {
-    401: "it wants a key: name the variable that holds it in endpoint.api_key_env",
-    403: "the key is not allowed this: check endpoint.api_key_env and the model's name",
+    401: "it requires an API key: name its environment variable in endpoint.api_key_env",
+    403: "the API key lacks permission: check endpoint.api_key_env and the model's name",
     404: "check endpoint.url and the model's name",
     405: "check endpoint.url",
 }
@@ -40,14 +40,12 @@ class EndpointClient:
     """Client of one endpoint. May be used from one event loop only."""
 
     def __init__(self, component: str, endpoint: Endpoint) -> None:
-        """component: for errors. Raises CurationError if the environment variable of the key is not set."""
+        """component: its name, for errors. Raises CurationError if the environment variable of the key is not set."""
         self._who, self._endpoint = f"component {component}", endpoint
         self._url = endpoint.url.rstrip("/")
         self._key = _key(self._who, endpoint)
         self.slots = asyncio.Semaphore(endpoint.concurrency)
-        """One is held from before a request until its answer is kept, so a kill loses no more answers than there are
-        slots.
-        """
+        """A slot is held from before a request until its reply is stored: a kill loses at most one reply per slot."""
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         self._http = httpx.AsyncClient(
             headers=headers,
@@ -55,15 +53,15 @@ class EndpointClient:
             timeout=httpx.Timeout(endpoint.timeout_s, connect=min(10.0, endpoint.timeout_s), pool=None),
         )
         self.requests = 0
-        """Requests really sent."""
+        """Number of requests sent."""
 
     async def post(self, path: str, body: dict[str, Any], read: Callable[[Any], Answer]) -> Answer:
         """Reply to a request. path: appended to the endpoint's URL.
 
-        The caller holds a slot. read: finds the answer in the JSON, or raises ValueError.
+        The caller holds a slot. read: extracts the reply from the JSON, or raises ValueError.
 
-        Raises InfraFault when attempts are used up, RequestRefused for a request that the server won't serve,
-        CurationError when it serves none.
+        Raises InfraFault after the last attempt, RequestRefused if the server refuses this request, CurationError if it
+        refuses all requests.
         """
         url = self._url + path
         fault, asked = "", 0.0

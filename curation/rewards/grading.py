@@ -4,9 +4,9 @@
     judges, reward models (network) +--> shapers --> sum of weight * clip(value) --> REWARDS, EVIDENCE
                  side by side ----'
 
-Re-gradable: verdicts are looked up by (task, final state, verifier version) and answers by question, so a new verifier
-or new weights grade old rollouts again; `flips` says what that changed. An infrastructure failure is a null reward,
-never 0; a state that tampers, or that cannot be graded while others can, scores 0.
+Old rollouts can be graded again with a new verifier or new weights: verdicts are cached by (task, final state, verifier
+version) and replies by question; `flips` lists the differences. An infrastructure failure gives a null reward, never 0.
+A state that tampers, or that alone cannot be graded, scores 0.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ REWARDS_VERSION = f"2+verifier{VERIFIER_VERSION}"
 """Code version of the `rewards` step; a new verifier is a new action key."""
 
 UNSCORED = (Outcome.INFRA_ERROR.value, Outcome.ABORTED.value, Outcome.DROPPED.value)
-"""Outcomes that say nothing about the policy."""
+"""Outcomes that are not the policy's."""
 
 SANDBOX_BROKEN = "sandbox_broken"
 """Verdict of an episode whose agent broke its own sandbox: it left no final state to grade, and scores 0."""
@@ -80,10 +80,10 @@ async def grade_rollouts(
     store: Store,
     tokenizer: Callable[[], ChatTokenizer],
 ) -> Graded:
-    """Grade every episode of a `rollouts` artifact. tokenizer: loads the acting policy's, if a component reads
+    """Grade every episode of a `rollouts` artifact. tokenizer: loads the acting policy's tokenizer if a component reads
     transcripts.
 
-    Raises what `grade_episodes` does, and CurationError for an endpoint that is set up wrongly.
+    Raises the errors of `grade_episodes`, and CurationError for a misconfigured endpoint.
     """
     transcripts = Transcripts(rollouts.table("sequences.parquet"), tokenizer()) if config.asked else None
     async with Raters(config, store, transcripts) as raters:
@@ -95,7 +95,7 @@ async def grade_episodes(
 ) -> pa.Table:
     """Rows of REWARDS for a table of EPISODES, in its order. progress: (graded, total), after each episode.
 
-    Raises RewardsMismatch when an episode's task is unknown or has changed or a component asks about transcripts,
+    Raises RewardsMismatch if an episode's task is unknown or has changed or a component needs transcripts,
     GradingIncomplete beyond `config.max_ungraded`.
     """
     async with Raters(config, None, None) as raters:
@@ -152,8 +152,7 @@ async def _grade_one(
 ) -> _Found:
     if row["outcome"] in (*UNSCORED, Outcome.FAILED):
         return _Found(None, {}, None)
-    # an infrastructure fault is a result here: what else is under way for the episode goes on, and is kept for the next
-    # run
+    # an infrastructure fault is a result here: other work for the episode continues, and is cached for the next run
     done: list[Any] = await asyncio.gather(
         verifier.grade(task, row["final_diff"]),
         *(raters.ask(component, row, task) for component in config.asked),
@@ -197,9 +196,7 @@ def reward_row(
     config: RewardConfig,
     ratings: Mapping[str, Rating] | None = None,
 ) -> dict[str, Any]:
-    """Row of REWARDS from a row of EPISODES. verdict None: not graded, no reward. ratings: of the components, by
-    name.
-    """
+    """Row of REWARDS from a row of EPISODES. verdict None: not graded, no reward. ratings: by component name."""
     row: dict[str, Any] = {name: episode[name] for name in ("episode_id", "group_id", "task_id")}
     if episode["outcome"] == Outcome.FAILED:
         return row | {
@@ -264,6 +261,6 @@ def _check_task(row: Mapping[str, Any], tasks: Mapping[str, Task]) -> None:
         )
     if task.digest != row["task_digest"]:
         raise RewardsMismatch(
-            f"task {row['task_id']} is not what episode {row['episode_id']} was played on ({task.digest[:12]}, was"
+            f"task {row['task_id']} has changed since episode {row['episode_id']} ({task.digest[:12]}, was"
             f" {row['task_digest'][:12]}): grade with the suite the rollouts name as parent"
         )

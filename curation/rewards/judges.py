@@ -19,7 +19,7 @@ from curation.rewards.config import JudgeComponent, RewardModelComponent
 from curation.rewards.prompt import fill, fill_fenced
 
 SHOWN = 80
-"""Characters of an answer outside its schema that an error repeats."""
+"""Maximum characters of an invalid reply in an error."""
 
 SCHEMA = {
     "type": "object",
@@ -27,8 +27,8 @@ SCHEMA = {
     "required": ["reason", "score"],
     "additionalProperties": False,
 }
-"""Reason first, so that a model argues before it scores. The scale is in the prompt: not every server takes bounds in a
-schema.
+"""The reason comes first, so that a model argues before it scores. The scale is in the prompt: not every server accepts
+bounds in a schema.
 """
 
 _SYSTEM = """\
@@ -78,7 +78,7 @@ def judge_answer(body: Any) -> Answer:
 
 
 def read_judgement(component: JudgeComponent, answer: Answer) -> tuple[float | None, str]:
-    """(score in [lowest, highest], or None outside the schema; the judge's reason, or the problem)."""
+    """(score in [lowest, highest], or None if the reply violates the schema; the judge's reason, or the problem)."""
     text = answer.text.strip()
     fenced = _FENCE.match(text)
     try:
@@ -127,7 +127,7 @@ def score_answer(component: RewardModelComponent, body: Any) -> Answer:
 
 
 def read_score(component: RewardModelComponent, answer: Answer) -> tuple[float | None, str]:
-    """(score or None; explanation). Of one vector a token, the last token's counts."""
+    """(score or None; explanation). Of one vector per token, the last token's is used."""
     found = json.loads(answer.text)
     if isinstance(found, list) and found and isinstance(found[-1], list):
         found = found[-1]
@@ -147,5 +147,5 @@ def _with_extra(body: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any
 
 
 def _storable(text: str) -> str:
-    """Text without lone surrogates, which JSON can spell and no file can hold."""
+    """Text without lone surrogates, which JSON can express but UTF-8 files can't."""
     return text.encode(errors="replace").decode()

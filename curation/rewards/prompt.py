@@ -1,8 +1,7 @@
 """Prompts of judges and reward models: a template whose placeholders are filled with parts of the episode, as data.
 
-An episode's text is written by the policy that is being judged. So each part stands between marks that carry a digest
-of the parts themselves, which no part can contain, and the control tokens of chat templates are broken up wherever they
-occur.
+The judged policy writes the episode's text. So each part stands between marks that contain a digest of all parts, which
+no part can contain, and all control tokens of chat templates are broken up.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Mapping
 from contracts.digests import digest_of
 
 PARTS = ("task", "diff", "transcript", "reference")
-"""Places of a template."""
+"""Placeholders of a template."""
 
 JUDGE_TEMPLATE = """A coding agent was asked:
 {task}
@@ -24,11 +23,11 @@ The change it left behind:
 How well does the change do what was asked, and would a careful maintainer accept it as it is?"""
 
 MODEL_TEMPLATE = "{transcript}\n\n{diff}"
-"""The transcript begins with what the agent was asked."""
+"""The transcript begins with the agent's task."""
 
 _PLACE = re.compile(r"\{([a-z_]+)\}")
 _CONTROL = re.compile(r"<(?=[|｜])|<(?=/?(?:s|bos|eos|start_of_turn|end_of_turn)>)|\[(?=/?INST\])")
-"""Where a control token of the usual chat templates begins: <|im_end|>, <｜User｜>, </s>, <end_of_turn>, [/INST]."""
+"""Beginning of a control token of common chat templates: <|im_end|>, <｜User｜>, </s>, <end_of_turn>, [/INST]."""
 
 
 def check_template(template: str) -> None:
@@ -79,7 +78,7 @@ def neutral(text: str) -> str:
 
 
 def shorten(text: str, limit: int) -> str:
-    """Beginning and end of a text longer than `limit`, with the length of what is missing."""
+    """Shorten a text beyond `limit` to its beginning and end, with the length of the omitted middle."""
     if len(text) <= limit:
         return text
     half = limit // 2

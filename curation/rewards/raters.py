@@ -1,4 +1,4 @@
-"""Ratings of an episode by every component: shapers at once; judges and reward models by request or from the cache."""
+"""Rate an episode by every component: shapers compute at once; judges and reward models reply, or the cache does."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ class Raters:
         async with Raters(config, store, transcripts) as raters:
             rating = await raters.ask(component, episode, task)
 
-    store: keeps the answers. transcripts: of the episodes that will be asked about. Both may be None where no component
-    asks.
+    store: caches the replies. transcripts: of the episodes to rate. Both may be None if no component uses an endpoint.
     """
 
     def __init__(self, config: RewardConfig, store: Store | None, transcripts: Transcripts | None) -> None:
@@ -66,7 +65,7 @@ class Raters:
     async def ask(self, component: Asked, episode: Mapping[str, Any], task: Task) -> Rating:
         """Rating of an episode by a judge or a reward model.
 
-        Raises InfraFault when it can't be reached, CurationError when it is set up wrongly.
+        Raises InfraFault if it can't be reached, CurationError if it is misconfigured.
         """
         try:
             if isinstance(component, JudgeComponent):
@@ -117,9 +116,7 @@ class Raters:
 
 
 async def together(*work: Any) -> list[Any]:
-    """All results in order. Every awaitable is awaited before the first error is raised, so that none is left
-    running.
-    """
+    """Results in order. Every awaitable ends before the first error is raised, so that none keeps running."""
     done = await asyncio.gather(*work, return_exceptions=True)
     for each in done:
         if isinstance(each, BaseException):
@@ -128,5 +125,5 @@ async def together(*work: Any) -> list[Any]:
 
 
 def contribution(component: Component, rating: Rating) -> float | None:
-    """weight * clip(value), or None without a value."""
+    """weight * clip(value), or None if there is no value."""
     return None if rating.value is None else component.weight * component.clip(rating.value)

@@ -14,7 +14,7 @@ from curation.rewards.config import RewardConfig
 
 @dataclass(frozen=True)
 class ComponentSummary:
-    """Values of one component before its weight, over the episodes in which it has one."""
+    """Unweighted values of one component, over the episodes in which it has a value."""
 
     name: str
     kind: str
@@ -25,13 +25,11 @@ class ComponentSummary:
     nonzero: float
     """Share of the values that are not 0."""
     missing: int
-    """Scored episodes in which the component found no value."""
+    """Scored episodes without a value of the component."""
 
 
 def component_summaries(rewards: pa.Table, evidence: pa.Table | None, config: RewardConfig) -> list[ComponentSummary]:
-    """Summaries of `solved`, `valid` and the configured components that have values. evidence: None if none was
-    kept.
-    """
+    """Summaries of `solved`, `valid` and the configured components with values. evidence: None if none was stored."""
     found = []
     parts = [part for row in rewards["components"].to_pylist() for part in row]
     for name, weight in (("solved", config.solved), ("valid", config.valid)):

@@ -21,14 +21,14 @@ REWARDS = pa.schema(
         ("findings", pa.list_(pa.string())),
     ]
 )
-"""One row an episode, in the order of `episodes`. reward and solved are null where nothing may be learned (see
-UNSCORED, `not_graded`); the reward alone is null where the tests ran but a component has no value.
+"""One row per episode, in the order of `episodes`. reward and solved are null if the episode must not train (see
+UNSCORED, `not_graded`); only reward is null if the tests ran but a component has no value.
 
-`components` holds what each one contributed, weight included: their sum is the reward. `verdict` is how the hidden
-tests' run ended (completed, crashed, timed_out, apply_failed, ungradable), `tampered` for a state that tampered with
-its verdict, sandbox_broken when the agent left none to run them on, the outcome of an unscored episode (infra_error,
-aborted, dropped), or not_graded when the verifier's infrastructure failed. `findings` are the names of what was found
-(docs/threat-model.md), empty for nearly all; tables of earlier versions lack the column.
+`components` holds the weighted contribution of each component; their sum is the reward. `verdict` is the exit of the
+hidden tests' run (completed, crashed, timed_out, apply_failed, ungradable), tampered if the state tampered with its
+verdict, sandbox_broken if the agent left no final state to test, the outcome of an unscored episode (infra_error,
+aborted, dropped), or not_graded if the verifier's infrastructure failed. `findings` are names of findings
+(docs/threat-model.md), usually none; tables of earlier versions lack the column.
 """
 
 EVIDENCE = pa.schema(
@@ -41,9 +41,8 @@ EVIDENCE = pa.schema(
         ("answers", pa.list_(pa.string())),
     ]
 )
-"""One row a scored episode and composed component, in that order. raw: what the component found; value: that within its
-clip bounds, before the weight; both null when it found nothing. reason: for people. answers: what an endpoint said, as
-it said it.
+"""One row per scored episode and composed component, in that order. raw: the component's value; value: the clipped raw,
+unweighted; both null if there is none. reason: explanation for readers. answers: unchanged replies of the endpoint.
 """
 
 FLIPS = pa.schema(
@@ -59,7 +58,7 @@ FLIPS = pa.schema(
         ("new_findings", pa.list_(pa.string())),
     ]
 )
-"""What `flips` returns."""
+"""Columns of `flips`."""
 
 _FLIPS = """
 SELECT
@@ -75,8 +74,8 @@ ORDER BY 1
 
 
 def flips(old: pa.Table, new: pa.Table) -> pa.Table:
-    """Episodes whose reward or verdict differs between two gradings, by episode_id; null where a grading has none for
-    one.
+    """Episodes whose reward or verdict differs between two gradings, by episode_id; null if a grading lacks the
+    episode.
     """
     findings = "n.findings" if "findings" in new.column_names else "NULL"
     with duckdb.connect() as db:

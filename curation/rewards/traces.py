@@ -1,7 +1,7 @@
 """Rules over the recorded tool calls of an episode. Pure functions that return a value in [0, 1] and its reason.
 
-A rule counts what its name says: give a bad habit a negative weight. A rule about edits is 0 without one, so that doing
-nothing earns nothing.
+A rule measures the behaviour in its name: give a bad habit a negative weight. A rule about edits is 0 without edits, so
+that inactivity earns nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from curation.rewards.config import RuleName
 _RUNNER = re.compile(
     r"(?:^|[;&|(]\s*|\n\s*)(?:\w+=\S*\s+)*(?:\S*/)?(?:pytest|python[\d.]*\s+-m\s+(?:pytest|unittest))\b"
 )
-"""pytest or unittest where a shell command begins."""
+"""pytest or unittest at the beginning of a shell command."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Rating:
-    """Value of one component for one episode. value None: it can't be computed."""
+    """Value of one component for one episode; None if it can't be computed."""
 
     value: float | None
     reason: str
@@ -73,7 +73,7 @@ def read_before_edit(calls: Sequence[Call], task: Task) -> Rating:
 
 
 def repeated_calls(calls: Sequence[Call], task: Task) -> Rating:
-    """Share of the calls that repeat an earlier one with equal arguments, with no change or command in between."""
+    """Share of the calls that repeat an earlier one with equal arguments, without a change or command in between."""
     asked: set[str] = set()
     repeated = 0
     for call in calls:
@@ -86,8 +86,8 @@ def repeated_calls(calls: Sequence[Call], task: Task) -> Rating:
 
 
 def failed_calls(calls: Sequence[Call], task: Task) -> Rating:
-    """Share of the calls that failed: unknown tools, wrong arguments, edits that match nothing, commands that exit with
-    an error.
+    """Share of the calls that failed: unknown tools, wrong arguments, edits without a match, commands that exit with an
+    error.
     """
     failed = sum(not call.ok for call in calls)
     return Rating(failed / len(calls) if calls else 0.0, f"{failed} of {len(calls)} calls failed")
@@ -125,7 +125,7 @@ RULES: dict[RuleName, Rule] = {
 
 
 def rule_table() -> list[dict[str, str]]:
-    """Each rule and what it counts, for display."""
+    """Names and descriptions of the rules, for display."""
     return [{"rule": name, "counts": " ".join((rule.__doc__ or "").split())} for name, rule in RULES.items()]
 
 

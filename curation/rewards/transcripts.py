@@ -30,7 +30,7 @@ class Transcripts:
         return list(self._contexts(episode_id)[-1]["token_ids"])
 
     def text(self, episode_id: str) -> str:
-        """All contexts of an episode, each run of tokens under the role that produced it."""
+        """All contexts of an episode, with each run of tokens under its role."""
         return "\n\n".join(self._context(row) for row in self._contexts(episode_id))
 
     def _contexts(self, episode_id: str) -> list[dict[str, Any]]:
@@ -46,7 +46,7 @@ class Transcripts:
 
 
 def parts_of(episode: Mapping[str, Any], task: Task, transcripts: Transcripts, wanted: set[str]) -> dict[str, str]:
-    """Requested parts of an episode, by the names of curation.rewards.prompt.PARTS."""
+    """Requested parts of an episode, by name as in curation.rewards.prompt.PARTS."""
     parts: dict[str, str] = {}
     if "task" in wanted:
         parts["task"] = task.instruction

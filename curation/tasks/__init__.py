@@ -1,4 +1,4 @@
-"""Tasks: their sources, the proof that they work, and the scripted expert that demonstrates how to solve them.
+"""Tasks: their sources, their proof in sandboxes, and the scripted expert that demonstrates solutions.
 
 In: a `TaskSuiteConfig` (numbers and a seed) and an envd client. Out: the artifacts `task_suite` and `demonstrations`.
 
@@ -6,5 +6,5 @@ In: a `TaskSuiteConfig` (numbers and a seed) and an envd client. Out: the artifa
                          |
                          +--> expert (tool calls and their answers) -> demonstrations     for the base policy's warm-up
 
-May import: contracts, envd.client, envd.tools, curation.errors. `inspect` holds what the command line shows.
+May import: contracts, envd.client, envd.tools, curation.errors. `inspect` renders tasks for the command line.
 """

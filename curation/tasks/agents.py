@@ -1,5 +1,5 @@
-"""Agents without a model, for checking a suite: the oracle applies the reference fix, noop does nothing, a script is
-the user's.
+"""Agents without a model, to check a suite: the oracle applies the reference fix, noop does nothing, a script is
+supplied by the user.
 
 play_suite -> play_task: sandbox -> agent.act -> tool calls -> ... -> final diff -> verdict
 """
@@ -23,7 +23,7 @@ from envd.client import Export, Limits, SandboxClient, ToolCall, ToolResult
 MAX_TURNS = 50
 TOOL_TIMEOUT_S = 30.0
 CONCURRENCY = 8
-"""Tasks played at once."""
+"""Tasks run concurrently."""
 _PATCH = ".triplane-reference.b64"
 
 
@@ -37,23 +37,23 @@ class Turn:
 
 @dataclass(frozen=True)
 class Observation:
-    """What an agent knows before its next turn."""
+    """Input of an agent's next turn."""
 
     task_id: str
     instruction: str
     turns: tuple[Turn, ...]
-    """So far; empty at the start."""
+    """Turns so far."""
 
 
 class Agent(Protocol):
-    """Protocol: decides the next turn. One agent plays many tasks at once, in threads."""
+    """Protocol: returns the next turn. One agent works on many tasks concurrently, in threads."""
 
     def act(self, task: Task, observation: Observation) -> Sequence[ToolCall]:
-        """Calls of the next turn; none ends the episode."""
+        """Calls of the next turn; an empty list ends the episode."""
 
 
 class Noop:
-    """Does nothing: must score 0."""
+    """Does nothing; must score 0."""
 
     def act(self, task: Task, observation: Observation) -> Sequence[ToolCall]:
         """No calls."""
@@ -61,10 +61,10 @@ class Noop:
 
 
 class Oracle:
-    """Applies the reference fix with the sandbox's own git: must score 1."""
+    """Applies the reference fix with git in the sandbox; must score 1."""
 
     def act(self, task: Task, observation: Observation) -> Sequence[ToolCall]:
-        """Calls that write the patch and apply it; then none."""
+        """Calls that write and apply the patch, then no calls."""
         if not observation.turns:
             text = base64.encodebytes(task.reference_diff).decode()
             command = f"base64 -d {_PATCH} | git apply --whitespace=nowarn - && rm {_PATCH} && echo applied"
@@ -79,7 +79,7 @@ class Oracle:
 class Script:
     """A Python file with `def act(observation)`, which returns a list of {"name": ..., "arguments": {...}}.
 
-    It runs here, not in the sandbox.
+    It runs in this process, not in the sandbox.
     """
 
     def __init__(self, path: Path) -> None:
@@ -123,7 +123,7 @@ def agent_named(name: str) -> Agent:
 
 @dataclass(frozen=True)
 class Played:
-    """One task, played and graded."""
+    """One task with its graded episode."""
 
     task: Task
     turns: int
@@ -142,11 +142,11 @@ async def play_suite(
     max_turns: int = MAX_TURNS,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Played]:
-    """Play every task once, each in its own sandbox, and grade the final state in another.
+    """Run the agent once on every task, each in its own sandbox, and grade the final state in another.
 
-    In the order of `tasks`.
+    Results are in the order of `tasks`.
 
-    Raises TaskError when the agent fails, InfraFault when envd keeps failing.
+    Raises TaskError if the agent fails, InfraFault if envd keeps failing.
     """
     slots, done = asyncio.Semaphore(CONCURRENCY), 0
 
@@ -170,7 +170,7 @@ async def play_suite(
 async def play_task(
     task: Task, agent: Agent, client: SandboxClient, verifier: Verifier, *, limits: Limits, max_turns: int
 ) -> Played:
-    """Play and grade one task."""
+    """Run the agent on one task and grade it."""
     turns: list[Turn] = []
     async with await client.create(await client.put_template(task.files), limits=limits) as sandbox:
         while len(turns) < max_turns:

@@ -1,6 +1,4 @@
-"""Generated bugs: modules that call each other in a chain, with a wrong operation in one line, and all of their
-texts.
-"""
+"""Generated bugs: modules that call each other in a chain, with a wrong operation in one line."""
 
 from __future__ import annotations
 
@@ -27,26 +25,24 @@ _FILLERS = ("# small helpers", "# see the tests", "LIMIT = 9", "UNIT = 1", "impo
 
 @dataclass(frozen=True)
 class Bug:
-    """Chain of functions, one in each module, from the innermost to the one that the instruction names; one line is
-    wrong.
-    """
+    """Chain of functions, one per module, from the innermost to the one in the instruction; one line is wrong."""
 
     chain: Chain
-    """What the functions should compute."""
+    """Correct operations of the functions."""
     index: int
     """Number of the wrong function, from 0."""
     wrong: Operation
-    """What it does instead."""
+    """Wrong operation of that function."""
     functions: tuple[str, ...]
     paths: tuple[str, ...]
     arguments: tuple[str, ...]
-    """One more than functions."""
+    """Argument names: one more than functions."""
     fillers: tuple[tuple[str, ...], ...]
-    """Lines above each function, which move its answer."""
+    """Lines above each function, which shift its line numbers."""
 
     @cached_property
     def identity(self) -> str:
-        """Digest of all choices; equal only for equal bugs."""
+        """Digest of all random choices; equal only for equal bugs."""
         names = [*(each.name for each in self.chain), self.index, self.wrong.name]
         return digest_of([*names, *self.functions, *self.paths, *self.arguments, *map(list, self.fillers)])
 
@@ -57,7 +53,7 @@ class Bug:
 
     @property
     def right(self) -> Operation:
-        """Operation that belongs in the wrong line."""
+        """Correct operation of the wrong line."""
         return self.chain[self.index]
 
     @property
@@ -82,7 +78,7 @@ class Bug:
 
     @property
     def instruction(self) -> str:
-        """Instruction for the agent: the function at the end of the chain, and all operations."""
+        """Instruction for the agent: the last function of the chain, and all operations."""
         steps = [f" {each.word} {name}" for each, name in zip(self.chain, self.arguments[1:], strict=True)]
         return f"fix {self.paths[-1]}: left to right, {self.functions[-1]} returns {self.arguments[0]}{''.join(steps)}"
 
@@ -150,7 +146,7 @@ def _chains_of(family: Family, chains: Sequence[Chain]) -> dict[int, list[Chain]
 
 
 def file_diff(path: str, before: str | None, after: str) -> bytes:
-    """Patch of one text file as `git diff --full-index` writes it, without section headings. before: None for a new
+    """Patch of one text file in the format of `git diff --full-index`, without section headings. before: None for a new
     file.
     """
     head = [f"diff --git a/{path} b/{path}\n", "new file mode 100644\n" if before is None else ""]
@@ -161,7 +157,7 @@ def file_diff(path: str, before: str | None, after: str) -> bytes:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines as git counts them: only a newline ends a line."""
+    """Lines as git splits them: only a newline ends a line."""
     lines = [line + "\n" for line in text.split("\n")]
     return [*lines[:-1], *filter(None, [lines[-1][:-1]])]
 

@@ -23,7 +23,7 @@ def suite_key(config: TaskSuiteConfig) -> str:
 
 
 def planned_key(config: SuiteConfig, store: Store) -> str | None:
-    """Action key of the suite of this configuration; None for an imported one that the store lacks."""
+    """Action key of the suite of this configuration; None if it is imported and the store lacks it."""
     if isinstance(config, TaskSuiteConfig):
         return suite_key(config)
     found = suites_of(store, config.suite)
@@ -33,7 +33,7 @@ def planned_key(config: SuiteConfig, store: Store) -> str | None:
 def find_built(config: SuiteConfig, store: Store) -> Artifact | None:
     """Suite of this configuration, or None if it is not built.
 
-    Raises ArtifactMissing for an imported one that the store lacks.
+    Raises ArtifactMissing if it is imported and the store lacks it.
     """
     if isinstance(config, ImportedSuiteConfig):
         return find_suite(store, config.suite)
@@ -43,11 +43,11 @@ def find_built(config: SuiteConfig, store: Store) -> Artifact | None:
 async def build_suite(
     config: SuiteConfig, store: Store, client: SandboxClient, progress: Progress | None = None
 ) -> Artifact:
-    """Build and validate the suite, or find it if it exists; an imported suite is only found.
+    """Build and validate the suite, or return the existing one; an imported suite must exist.
 
     Broken tasks are left out and named in validation.json.
 
-    Raises TaskError when more than 2% of the tasks are broken or a cheat passes. Interrupted, it goes on where it was.
+    Raises TaskError if more than 2% of the tasks are broken or a cheat passes. An interrupted build resumes.
     """
     found = find_built(config, store)
     if found is not None:

@@ -17,11 +17,11 @@ TESTS: dict[str, tuple[Bounds, Bounds]] = {
     "test_first_large": ((20, 90), (1, 4)),
     "test_any": ((1, 20), (1, 20)),
 }
-"""Name of a test -> least and greatest first argument, and of the others."""
+"""Name of a test -> (minimum, maximum) of the first argument, and of the others."""
 _PER_TEST = 3
 _ATTEMPTS = 50
 _CANDIDATES = 12
-"""Arguments that each assertion is chosen from."""
+"""Number of candidates for the arguments of each assertion."""
 
 
 def mistakes(chain: Sequence[Operation]) -> Iterator[Chain]:
@@ -33,7 +33,7 @@ def mistakes(chain: Sequence[Operation]) -> Iterator[Chain]:
 
 
 def assertion(chain: Sequence[Operation], function: str, case: Case) -> str:
-    """Assertion that `function` returns for `case` what the chain gives. Booleans differ from 0 and 1."""
+    """Assertion that `function` returns the chain's value for `case`. Booleans differ from 0 and 1."""
     answer = evaluate(chain, case)
     relation = "is" if isinstance(answer, bool) else "=="
     return f"assert {function}({', '.join(map(str, case))}) {relation} {answer}"
@@ -50,9 +50,9 @@ def passes(answer: Sequence[Operation], right: Sequence[Operation], case: Case) 
 
 
 def draw_cases(chain: Sequence[Operation], rng: Random) -> dict[str, list[Case]]:
-    """Arguments by test name, such that every chain with one other operation fails at least one assertion.
+    """Arguments by test name with which every chain with one other operation fails at least one assertion.
 
-    Raises TaskError when no such arguments are found: then two operations mean the same in this chain.
+    Raises TaskError if no such arguments are found: then two operations are equivalent in this chain.
     """
     for _ in range(_ATTEMPTS):
         drawn, survivors = _draw(chain, rng)
@@ -65,7 +65,7 @@ def draw_cases(chain: Sequence[Operation], rng: Random) -> dict[str, list[Case]]
 def _draw(chain: Sequence[Operation], rng: Random) -> tuple[dict[str, list[Case]], list[Chain]]:
     """Arguments by test name, and the mistakes that pass all of them.
 
-    Each is the one of a few that leaves fewest.
+    Each test's arguments are the best of a few candidates.
     """
     survivors = list(mistakes(chain))
     drawn: dict[str, list[Case]] = {}
@@ -83,7 +83,7 @@ def _draw(chain: Sequence[Operation], rng: Random) -> tuple[dict[str, list[Case]
 def _candidates(chain: Sequence[Operation], bounds: tuple[Bounds, Bounds], rng: Random) -> list[Case]:
     """Random arguments on which the chain is defined.
 
-    Every other one brings a last comparison near equality, where comparisons differ.
+    Every second candidate brings a last comparison near equality, where comparison operators differ.
     """
     found: list[Case] = []
     while len(found) < _CANDIDATES:

@@ -1,7 +1,7 @@
 """Chains of operations that each split may use.
 
 Chains of trained operations are split by their first two operations and their length: three quarters of those pairs
-serve training, demonstrations and gate, the others held_out. So a held-out chain begins as no chain of training does.
+serve training, demonstrations and gate, the others held_out. So no training chain begins like a held-out chain.
 `unseen` has one withheld operation.
 """
 
@@ -17,7 +17,7 @@ from curation.tasks.operations import Operation, Place, places, trained, withhel
 LENGTHS = (2, 3)
 HELD_OUT_SHARE = 0.25
 Family = tuple[Place, Operation]
-"""The place of the wrong line and the operation that belongs there."""
+"""Place of the wrong line, and its correct operation."""
 
 
 def family_name(family: Family) -> str:
@@ -49,8 +49,8 @@ def deal_chains(seed: int) -> dict[Split, tuple[Chain, ...]]:
 
 
 def _held_out_pairs(length: int, seed: int) -> set[Chain]:
-    """A share of the first two operations, such that every operation keeps pairs on both sides in each of its
-    places.
+    """Share of the pairs of first two operations for held_out, such that both sides have pairs of every operation in
+    each of its places.
     """
     first, second = (trained(place) for place in places(length)[:2])
     rng = Random(f"compositions/{seed}/{length}")

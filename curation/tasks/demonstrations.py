@@ -1,9 +1,9 @@
 """Demonstrations for the base policy: scripted episodes of a teacher that makes mistakes.
 
-The teacher follows the calls to the wrong line, copies and edits without fault. Which operation it writes there is
-right with probability `right_share` only. With `mistaken_share` it is the teacher's usual mistake, always the same one
-for an operation in its place; else any other. A policy that imitates it best is wrong at temperature 0 and by majority,
-and right now and then: what it lacks is knowledge, not certainty.
+The teacher follows the calls to the wrong line, copies and edits without errors. The operation that it writes is right
+with probability `right_share`. With probability `mistaken_share` it is the teacher's usual mistake, which depends only
+on the operation and its place; else any other operation. A policy that imitates the teacher perfectly is wrong at
+temperature 0 and by majority, and sometimes right: it lacks knowledge, not certainty.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DEMONSTRATIONS = pa.schema(
         ("task_id", pa.string()),
     ]
 )
-"""One row a demonstration. `clean`: its answer is the right one."""
+"""One row per demonstration. `clean`: whether its answer is right."""
 
 
 class DemonstrationConfig(BaseModel):
@@ -46,15 +46,17 @@ class DemonstrationConfig(BaseModel):
     count: int = Field(default=20_000, ge=1, le=2_000_000)
     """Rows of train.parquet, each of a different task."""
     validation_count: int = Field(default=1024, ge=1, le=100_000)
-    """Rows of validation.parquet: all clean, of tasks that train.parquet does not hold."""
+    """Rows of validation.parquet: all clean, of tasks that train.parquet lacks."""
     right_share: float = Field(default=0.25, ge=0, le=1)
     """Probability that a training answer is right."""
     mistaken_share: float = Field(default=0.5, ge=0, le=1)
-    """Probability that it is the teacher's usual mistake; the rest is spread over the other operations."""
+    """Probability that a training answer is the teacher's usual mistake; the rest is spread over the other
+    operations.
+    """
     parallel_share: float = Field(default=0.03, ge=0, le=1)
     """Probability that the first turn makes two calls at once."""
     seed: int = Field(default=0, ge=0)
-    """Draws the tasks, the teacher's usual mistakes and when it makes them."""
+    """Seed of the tasks, and of the teacher's usual mistakes and their occurrence."""
 
     @model_validator(mode="after")
     def _shares_fit(self) -> Self:
@@ -66,7 +68,9 @@ class DemonstrationConfig(BaseModel):
 
 
 def demonstrations_slice(config: DemonstrationConfig, suite_seed: int) -> dict[str, Any]:
-    """What decides the demonstrations beside the tokenizer. suite_seed: deals names and compositions."""
+    """Settings that affect the demonstrations, beyond the tokenizer. suite_seed: assigns names and compositions to
+    splits.
+    """
     return {**config.model_dump(), "suite_seed": suite_seed}
 
 
@@ -81,7 +85,7 @@ def build_demonstrations(
 ) -> Artifact:
     """Make the `demonstrations` artifact.
 
-    Of the suite only the seed counts: it deals the names and compositions of the train split.
+    Only the seed of the suite matters: it assigns names and compositions to the train split.
     """
     slice_ = demonstrations_slice(config, suite_config.seed)
     parents = {"tokenizer": tokenizer_artifact.ref}
@@ -118,7 +122,7 @@ def render_demonstrations(
 
 
 def usual_mistakes(seed: int) -> dict[str, Operation]:
-    """Operation that the teacher usually writes instead, by family name."""
+    """The teacher's usual mistake, by family name."""
     rng = Random(f"mistakes/{seed}")
     by_place: dict[Place, list[Family]] = {}
     for family in families_of(Split.TRAIN):

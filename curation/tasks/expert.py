@@ -1,8 +1,7 @@
 """Scripted expert: follow the calls to the wrong line, replace it, say done. Replies come from the real tools.
 
-Before it acts on what it has read it notes the operation that the instruction wants there and the one that the file
-has. With both side by side, whether to edit here or to read on is a comparison of neighbours: a small policy learns it
-in a third of the steps, and with every seed.
+After reading a file, the expert notes the requested operation and the file's operation. So the choice between editing
+and reading on is a comparison of adjacent words: a small policy learns it in a third of the steps, and with every seed.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def open_workbench() -> Iterator[Workbench]:
 
 
 class Workbench:
-    """Directory in which expert episodes are played in sequence, with the tools of the sandboxes."""
+    """Directory in which expert episodes run in sequence, with the tools of the sandboxes."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -91,13 +90,13 @@ class Workbench:
 
 
 def note(bug: Bug, index: int) -> str:
-    """Note of the expert after reading a function: the operation wanted there and the one it finds."""
+    """Note of the expert after reading a function: the requested and the actual operation."""
     has = bug.wrong if index == bug.index else bug.chain[index]
     return f"want {bug.chain[index].word} have {has.symbol} here"
 
 
 def expert_tokens(episode: ExpertEpisode, tokenizer: ChatTokenizer) -> tuple[list[int], list[int]]:
-    """Token ids and roles of the whole episode, as the agent loop would record them."""
+    """Token ids and roles of the whole episode, as the agent loop records them."""
     ids = tokenizer.prompt([("user", episode.instruction)])
     roles = [int(TokenRole.PROMPT)] * len(ids)
     for turn in episode.turns:

@@ -11,13 +11,13 @@ from curation.errors import TaskError
 
 
 def suite_tasks(suite: Artifact, split: Split | None = None) -> dict[str, Task]:
-    """Tasks of a `task_suite` artifact by id, in its order. split: only these."""
+    """Tasks of a `task_suite` artifact by id, in its order. split: only tasks of this split."""
     tasks = read_tasks(suite.table("tasks.parquet"))
     return {task.task_id: task for task in tasks if split is None or task.split == split}
 
 
 def task_rows(tasks: Mapping[str, Task], family: str | None = None) -> list[dict[str, str]]:
-    """One row a task, for a table or `--json`. family: only these."""
+    """One row per task, for a table or `--json`. family: only tasks of this family."""
     return [
         {"task_id": task.task_id, "split": task.split.value, "family": task.family, "instruction": task.instruction}
         for task in tasks.values()
@@ -26,7 +26,7 @@ def task_rows(tasks: Mapping[str, Task], family: str | None = None) -> list[dict
 
 
 def find_task(tasks: Mapping[str, Task], task_id: str) -> Task:
-    """The task with this id, or whose id alone starts with it. Raises TaskError naming near ones."""
+    """The task with this id or unambiguous prefix. Raises TaskError with similar ids."""
     if task_id in tasks:
         return tasks[task_id]
     matches = [name for name in tasks if name.startswith(task_id)]

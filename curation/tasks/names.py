@@ -1,7 +1,7 @@
 """The 256 names that tasks use, and the split of each.
 
 Names are pronounceable, four letters, and one token each (see curation.tokenizer). Splits share no function name.
-Arguments take any name: one that training never showed can't be copied.
+Arguments may have any name, since the policy can't copy a name that training never showed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _FIRST = ("ba", "de", "fi", "go", "ka", "le", "mi", "nu", "pa", "ro", "sa", "te"
 _SECOND = ("bo", "da", "fe", "gu", "ki", "la", "mo", "ni", "pu", "ra", "se", "to", "vu", "wa", "xi", "zo")
 NAMES = tuple(first + second for first in _FIRST for second in _SECOND)
 _SHARES = {Split.TRAIN: 160, Split.GATE: 32, Split.HELD_OUT: 40, Split.UNSEEN: 24}
-"""Names that each split may give to functions."""
+"""Number of function names of each split."""
 
 
 def function_names(seed: int) -> dict[Split, tuple[str, ...]]:

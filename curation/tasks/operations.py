@@ -1,10 +1,10 @@
-"""What a generated task computes: a chain of operations, applied from left to right, each in a function of its own.
+"""Computation of a generated task: a chain of operations, applied from left to right, each in a separate function.
 
     mibo plus teni times vuda       inner(mibo, teni) = mibo + teni          outer(mibo, teni, vuda) = inner(mibo, teni)
                                     * vuda
 
-A chain of two operations has the places inner and outer, one of three also middle. Which operations a place can hold in
-training is fixed here, and so is what only the split `unseen` shows.
+A chain of two operations has the places inner and outer, one of three also middle. This module fixes the operations of
+each place in training, and those that only the split `unseen` has.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Operation:
     """One binary operation on integers."""
 
     name: str
-    """In identifiers and tables."""
+    """Name in identifiers and tables."""
     word: str
-    """In an instruction, between its operands."""
+    """Word between the operands in an instruction."""
     symbol: str
-    """In Python, between its operands."""
+    """Python operator."""
     compute: Number
-    """The same, to be run here."""
+    """Function that computes the operation."""
 
 
 ARITHMETIC = (
@@ -52,7 +52,7 @@ OPERATIONS = (*ARITHMETIC, *COMPARISONS)
 BY_NAME = {each.name: each for each in OPERATIONS}
 
 _ALLOWED: dict[Place, tuple[Operation, ...]] = {"inner": ARITHMETIC, "middle": ARITHMETIC, "outer": OPERATIONS}
-"""Comparisons stand only where nothing computes on with their answer."""
+"""Comparisons are only allowed where no operation uses their result."""
 _WITHHELD: dict[Place, frozenset[str]] = {
     "inner": frozenset({"over", "xor"}),
     "middle": frozenset({"plus", "and"}),
@@ -66,22 +66,22 @@ def places(length: int) -> tuple[Place, ...]:
 
 
 def allowed(place: Place) -> tuple[Operation, ...]:
-    """Every operation that a place can hold in any split."""
+    """Operations of a place in any split."""
     return _ALLOWED[place]
 
 
 def trained(place: Place) -> tuple[Operation, ...]:
-    """Operations that training tasks and demonstrations show in this place, right or wrong."""
+    """Operations of this place in training tasks and demonstrations, right or wrong."""
     return tuple(each for each in _ALLOWED[place] if each.name not in _WITHHELD[place])
 
 
 def withheld(place: Place) -> tuple[Operation, ...]:
-    """Operations that only tasks of the split `unseen` show in this place."""
+    """Operations of this place that only the split `unseen` has."""
     return tuple(each for each in _ALLOWED[place] if each.name in _WITHHELD[place])
 
 
 def evaluate(chain: Sequence[Operation], values: Sequence[int]) -> int:
-    """Apply `chain` from left to right: one value more than operations. Raises ZeroDivisionError as Python does."""
+    """Apply `chain` from left to right to one value more than operations. Raises ZeroDivisionError as Python does."""
     answer = values[0]
     for each, value in zip(chain, values[1:], strict=True):
         answer = each.compute(answer, value)

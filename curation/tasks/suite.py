@@ -20,20 +20,20 @@ HIDDEN_TEST = "tests/test_hidden.py"
 
 
 class TaskSuiteConfig(BaseModel):
-    """How many tasks a split holds, and from which seed."""
+    """Number of tasks per split, and the seed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     train: int = Field(default=448, ge=1, le=1_000_000)
-    """Tasks that rollouts draw from."""
+    """Tasks of the split train, from which rollouts draw."""
     gate: int = Field(default=128, ge=1, le=100_000)
-    """Tasks that evaluation and stopping rules read."""
+    """Tasks of the split gate, for promotion and stopping rules."""
     held_out: int = Field(default=96, ge=1, le=100_000)
-    """Tasks that no decision reads: compositions of operations that train and gate have none of."""
+    """Tasks of the split held_out, with compositions of operations that train and gate lack. No decision uses them."""
     unseen: int = Field(default=48, ge=1, le=100_000)
-    """Tasks that no decision reads: operations in places where no training task has them."""
+    """Tasks of the split unseen, with operations in places where no training task has them. No decision uses them."""
     seed: int = Field(default=0, ge=0)
-    """Deals names and compositions and draws the tasks."""
+    """Seed that assigns names and compositions to splits and draws the tasks."""
 
     @property
     def count(self) -> int:
@@ -50,12 +50,12 @@ class TaskSuiteConfig(BaseModel):
 
 
 class ImportedSuiteConfig(BaseModel):
-    """A suite that `triplane tasks import` put into the experiment's store."""
+    """A suite in the experiment's store, made by `triplane tasks import`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: Literal["import"]
-    """Discriminates it from a generated suite, whose numbers are given instead."""
+    """Selects an imported suite; a generated suite has no kind."""
     suite: str = Field(pattern=r"^[0-9a-f]{8,64}$")
     """Digest of the task_suite artifact, or at least its first eight digits."""
 
@@ -80,7 +80,7 @@ def generate_tasks(config: TaskSuiteConfig) -> list[Task]:
 
 
 def make_task(bug: Bug, split: Split) -> Task:
-    """The task that asks for this bug's fix. Its tests depend on the bug alone."""
+    """Task to fix this bug. Its tests depend on the bug alone."""
     before, after = bug.modules(bug.wrong), bug.modules(bug.right)
     cases = draw_cases(bug.chain, Random(f"tests/{bug.identity}"))
     return Task(
@@ -114,9 +114,7 @@ def make_task(bug: Bug, split: Split) -> Task:
 
 
 def wrong_answers(task: Task) -> dict[str, bytes]:
-    """By operation, the patch that puts it in the wrong line; for every operation that the place allows but the right
-    one.
-    """
+    """Patches that put a wrong operation into the wrong line, by operation, for all wrong operations of the place."""
     path, number = str(task.meta["path"]), int(task.meta["line"])
     before = task.files[path].decode()
     lines = before.splitlines(keepends=True)
@@ -132,7 +130,7 @@ def wrong_answers(task: Task) -> dict[str, bytes]:
 
 
 def visible_test(bug: Bug) -> str:
-    """The test file that the agent gets: one assertion, which the wrong line may happen to pass."""
+    """Visible test file: one assertion, which the wrong line may pass by chance."""
     (case, *_), *_ = draw_cases(bug.chain, Random(f"visible/{bug.identity}")).values()
     check = assertion(bug.chain, bug.functions[-1], case)
     return f"{_import(bug)}\n\n\ndef test_visible():\n    {check}\n"

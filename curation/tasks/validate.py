@@ -1,7 +1,6 @@
 """Prove tasks in sandboxes: tests fail before the fix and pass after it; neither cheats nor other answers pass.
 
-Generated tasks resemble each other, so one of each family is probed; an imported task (its meta says which tests fail)
-is probed itself.
+Of similar generated tasks one per family is probed; every imported task (whose meta names the failing tests) is probed.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from envd.client import SandboxClient
 
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
-"""Called with (tasks and probes done, all of them)."""
+"""Called with (finished tasks and probes, total)."""
 _BATCH = 256
 _CONFTEST = """import pytest
 
@@ -40,7 +39,7 @@ _EXIT = "import os\n\nos._exit(0)\n"
 
 
 class BrokenTask(Frozen):
-    """Task that is left out, with the reason."""
+    """Task left out of the suite, with the reason."""
 
     task_id: str
     reason: str
@@ -54,27 +53,27 @@ class CheatResult(Frozen):
     cheat: str
     solved: bool
     exit: str
-    """How the verification ended."""
+    """Exit of the verification."""
 
 
 class ValidationReport(Frozen):
     """Result of the validation. Contains no timings, since it is part of the suite's content."""
 
     tasks: int
-    """Tasks looked at."""
+    """Number of validated tasks."""
     broken: list[BrokenTask]
     families: dict[str, int]
     """Sound tasks by family."""
     cheats: list[CheatResult]
-    """Every one must say solved: false, but for imported tasks that are broken by it."""
+    """Results of the cheats. solved must be false, except for imported tasks, which a solving cheat makes broken."""
     wrong_answers: int
-    """Other families' expressions tried on one generated task of each family; a task that takes one is broken."""
+    """Expressions of other families tried on one generated task of each family; a task that accepts one is broken."""
     decoys: int = 0
-    """Decoys of sound tasks: versions of hidden tests that the reference solution is shown to fail."""
+    """Decoys of sound tasks: versions of hidden tests that the reference solution demonstrably fails."""
     observed: int = 0
-    """Hidden tests of sound tasks whose values are compared outside of the run."""
+    """Hidden tests of sound tasks whose values are compared outside the run."""
     undecided: dict[str, list[str]] = Field(default_factory=dict)
-    """By task, sound tests that admit neither a decoy nor an observation: what passes them as written is believed."""
+    """Sound tests, by task, without a possible decoy or observation: passing them as written suffices."""
 
 
 async def validate_tasks(
@@ -83,12 +82,11 @@ async def validate_tasks(
     """Grade every task before and after its reference fix; probe one task of each family, and every imported one, with
     cheats.
 
-    Returns the report, and the sound tasks in their order, with the decoys and observations that their references
-    prove. store: where verdicts are remembered, so that an interrupted validation goes on where it was.
-    Raises InfraFault when envd keeps failing.
+    Returns the report, and the sound tasks in their order, with decoys and observations proven on their references.
+    store: caches verdicts, so that an interrupted validation resumes. Raises InfraFault if envd keeps failing.
     """
     verifier = Verifier(client, store)
-    tasks = [dataclasses.replace(task, checks=None) for task in tasks]  # what a suite holds is proven again
+    tasks = [dataclasses.replace(task, checks=None) for task in tasks]  # checks stored in a suite are proven again
     probes = list({task.task_id if is_imported(task) else task.family: task for task in reversed(tasks)}.values())
     count = _Count(len(tasks) + len(probes), progress)
     reasons: dict[str, str] = {}
@@ -129,7 +127,7 @@ async def validate_tasks(
 
 
 def cheat_diffs(task: Task) -> dict[str, bytes]:
-    """By name, patches that try to pass without solving: leave with status 0, skip everything, mark everything
+    """Patches, by name, that try to pass without a solution: exit with status 0, skip all tests, mark all tests as
     passed.
     """
     path = str(task.meta["path"])
@@ -144,13 +142,13 @@ def cheat_diffs(task: Task) -> dict[str, bytes]:
 
 
 def is_imported(task: Task) -> bool:
-    """Whether the task came from outside: then its meta names what must fail before the fix."""
+    """Whether the task is imported: then its meta names the tests that must fail before the fix."""
     return "fail_to_pass" in task.meta
 
 
 async def _soundness(verifier: Verifier, task: Task) -> str | None:
     """Reason why a task is broken, or None."""
-    await verifier.checks(task)  # grades the reference on the way
+    await verifier.checks(task)  # also grades the reference
     before, after = await asyncio.gather(verifier.grade(task, b""), verifier.grade(task, task.reference_diff))
     if before.solved:
         return "its hidden tests pass before the fix"
@@ -164,7 +162,7 @@ async def _soundness(verifier: Verifier, task: Task) -> str | None:
 
 
 def _contradiction(task: Task, before: Verdict, after: Verdict) -> str | None:
-    """What the verdicts say against an imported task. Before its fix nothing need even be importable."""
+    """Contradiction between the verdicts and an imported task, or None. Before the fix, imports may fail."""
     early = [test.name for test in before.tests if test.name in task.meta["fail_to_pass"] and test.status == "passed"]
     if early:
         return f"its test {early[0]} is said to fail before the fix, and passes"
@@ -204,7 +202,7 @@ def _summary(verdict: Verdict) -> str:
 
 
 class _Count:
-    """Counts what is done and tells `progress`."""
+    """Counts finished work and reports it to `progress`."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self._done, self._total, self._progress = 0, total, progress

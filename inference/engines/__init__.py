@@ -1,8 +1,8 @@
 """Engines behind one interface (`base.Engine`): token ids in, token ids with log-probabilities and policy versions out.
 
-`open_engine` picks one by its config. `builtin` runs on the CPU in a thread of this process, `openai` talks to a
-server, `vllm` to one that it gives each policy and proves to serve it (vllm_update); it may start that server itself
-(vllm_keeper). May import contracts, triplane_kernels and inference.errors.
+`open_engine` picks one by its config. `builtin` runs on the CPU in a thread of this process. `openai` connects to a
+server. `vllm` loads each policy into a vLLM server and proves that it is served (vllm_update); it may start that server
+itself (vllm_keeper). May import contracts, triplane_kernels and inference.errors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, overload
 from inference.engines.base import Completion, Engine, SamplingParams
 from inference.engines.config import BuiltinConfig, EngineConfig, OpenAIConfig, VllmConfig
 
-if TYPE_CHECKING:  # torch and httpx are loaded by who opens the one or the other
+if TYPE_CHECKING:  # load torch and httpx only for engines that need them
     from inference.engines.builtin import BuiltinEngine
     from inference.engines.openai import OpenAIEngine
     from inference.engines.vllm import VllmEngine
@@ -44,10 +44,10 @@ def open_engine(
 def open_engine(
     spec: BuiltinConfig | OpenAIConfig | VllmConfig, directory: Path, version: str, keeper: VllmKeeper | None = None
 ) -> BuiltinEngine | OpenAIEngine | VllmEngine:
-    """An engine for the checkpoint in `directory`, called `version`.
+    """Engine for the checkpoint in `directory`, with the policy version `version`.
 
-    A server is expected to serve that version already, or to be given it by `load_weights`; it refuses to answer with
-    another one. vLLM is given it with the first call. keeper: of the vLLM server to use and to leave running.
+    A server must already serve that version, or get it by `load_weights`; other versions are refused. vLLM loads it on
+    the first call. keeper: keeper of the vLLM server to use, which stays running.
     """
     if isinstance(spec, VllmConfig):
         from inference.engines.vllm import VllmEngine

@@ -15,17 +15,15 @@ class SamplingParams:
     """Parameters for sampling one completion."""
 
     temperature: float
-    """0 is greedy; else logits are divided by it. Logprobs are those of the distribution really sampled from; greedy
-    ones of temperature 1.
+    """0 is greedy; else logits are divided by it. Logprobs are those of the sampling distribution, or of temperature 1
+    if greedy.
     """
     max_tokens: int
-    """Tokens to generate at most, at least 1."""
+    """Maximum tokens to generate, at least 1."""
     seed: int
-    """The random number of the token at absolute position p of a sequence depends on (seed, p) only, never on the
-    batch.
-    """
+    """The random number of the token at absolute position p depends only on (seed, p), never on the batch."""
     stop_token_ids: tuple[int, ...] = ()
-    """Sampling any of these ends the completion; it is kept as the last token."""
+    """Sampling one of these ends the completion and keeps it as the last token."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +31,11 @@ class Completion:
     """Sampled tokens of one request."""
 
     token_ids: list[int]
-    """New tokens only, the stop token included."""
+    """New tokens only, including the stop token."""
     logprobs: list[float]
-    """One a token, natural log, float32 values."""
+    """One per token, natural logarithm, float32 values."""
     spans: list[tuple[str, int, int]]
-    """(policy version, start, end) within `token_ids`: contiguous, covering all; more than one after a hot reload."""
+    """(policy version, start, end) within `token_ids`, contiguous and complete; more than one after a hot reload."""
     finish_reason: FinishReason
 
 
@@ -47,20 +45,20 @@ class Engine(Protocol):
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """Continue `prompt_ids`.
 
-        Raises RequestTooLong when the prompt leaves no room for a token; a context that fills up ends the completion
-        with "length".
+        Raises RequestTooLong if the prompt leaves no room for a token. A full context ends the completion with
+        "length".
         """
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
-        """Log-probability of each token given those before it; index 0 is 0.0. temperature: above 0."""
+        """Log-probability of each token given the previous ones; index 0 is 0.0. temperature: above 0."""
 
     async def load_weights(self, directory: Path, version: str) -> None:
-        """Serve the checkpoint in `directory` from now on. Requests in flight continue; later tokens carry
+        """Serve the checkpoint in `directory` from now on. Requests in flight continue; their later tokens have
         `version`.
         """
 
     async def version(self) -> str:
-        """Policy version that the next token will carry."""
+        """Policy version of the next token."""
 
     async def close(self) -> None:
         """Stop serving; requests in flight end with "abort". Idempotent."""

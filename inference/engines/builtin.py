@@ -3,8 +3,8 @@
     event loop --Request--> inbox --> Scheduler.step, again and again --results--> event loop
                                             ^-- (weights, version) between two steps
 
-Its bits depend on the weights, the tokens and the seed; not on the batch, the arrival order, reuse of a cached prefix
-or one or two threads.
+Results depend to the bit on weights, tokens and seed, not on the batch, the arrival order, reuse of a cached prefix or
+the choice of one or two threads.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from inference.errors import EngineError, EngineStopped, RequestTooLong
 
 PREFIX_BYTES = 512 << 20
 SWITCH_INTERVAL_S = 0.0002
-"""How long Python code elsewhere in the process may hold the interpreter while the engine's thread waits for it.
-Python's default, 5 ms, is paid up to once an operation of a forward pass: beside a half-busy event loop a workload of 8
-s took 30 s.
+"""Python's switch interval, in seconds: how long another thread may hold the interpreter while the engine's thread
+waits. The default of 5 ms may occur once per operation of a forward pass: with a half-busy event loop a workload of 8 s
+took 30 s.
 """
 _SCORE = SamplingParams(temperature=1.0, max_tokens=1, seed=0)
 
@@ -48,8 +48,9 @@ class BuiltinEngine:
         threads: int | None = None,
         prefix_bytes: int = PREFIX_BYTES,
     ) -> None:
-        """directory: a checkpoint. max_batch: sequences computed at once. threads: of torch, None for its default.
-        prefix_bytes: memory for the state of finished sequences, 0 turns reuse off."""
+        """directory: a checkpoint. max_batch: largest batch. threads: of torch, None for its default. prefix_bytes:
+        memory to reuse the state of finished sequences; 0 disables reuse.
+        """
         weights = read_weights(directory)
         self._architecture = weights.architecture
         self._version = version
@@ -96,7 +97,7 @@ class BuiltinEngine:
         return scores
 
     async def load_weights(self, directory: Path, version: str) -> None:
-        """See Engine.load_weights. Raises EngineError for another architecture; the policy in place then stays."""
+        """See Engine.load_weights. Raises EngineError for another architecture; the current policy then stays."""
         weights = await asyncio.to_thread(read_weights, directory)
         if weights.architecture != self._architecture:
             raise EngineError(f"{directory} has another architecture than the served policy: open a new engine")
@@ -135,7 +136,7 @@ class BuiltinEngine:
         loop = asyncio.get_running_loop()
         request = Request(kind, tokens, params, loop.create_future(), loop)
         self._scheduler.waiting.append(request)
-        self._check_running()  # again: had the thread stopped in between, nobody would answer
+        self._check_running()  # check again: the thread may have stopped in between, and would never reply
         self._wake.set()
         try:
             return await request.future
@@ -202,7 +203,7 @@ def _call(loop: asyncio.AbstractEventLoop, function: Any, *arguments: Any) -> No
     try:
         loop.call_soon_threadsafe(function, *arguments)
     except RuntimeError:
-        return  # the caller's loop is closed: nobody waits
+        return  # the caller's loop is closed
 
 
 def _resolve(future: asyncio.Future[Any], result: Any) -> None:

@@ -16,79 +16,77 @@ class BuiltinConfig(_Config):
 
     kind: Literal["builtin"] = "builtin"
     max_batch: int = Field(default=256, ge=1, le=4096)
-    """Sequences computed at once."""
+    """Largest batch, in sequences."""
     threads: int | None = Field(default=None, ge=1)
-    """Torch threads; null for torch's own default. Two beside other load are slower than one."""
+    """Torch threads; null: torch's default. On a busy machine two are slower than one."""
     prefix_megabytes: int = Field(default=512, ge=0)
-    """Memory for the state of finished turns, in MiB; 0 turns reuse off."""
+    """Memory to reuse the state of finished turns, in MiB; 0 disables reuse."""
 
 
 class _RemoteConfig(_Config):
     connections: int = Field(default=256, ge=1)
-    """Requests in flight at most."""
+    """Maximum number of requests in flight."""
     timeout_s: float = Field(default=600.0, gt=0)
-    """Deadline of one call, in seconds."""
+    """Timeout of one call, in seconds."""
     retries: int = Field(default=4, ge=0, le=20)
-    """More attempts after a connection fault; any answer, even an error, is final."""
+    """Retries after a connection fault; any HTTP response, even an error, is final."""
 
 
 class OpenAIConfig(_RemoteConfig):
-    """A server that takes and returns token ids over the OpenAI completions API and is told of no new policies: `python
-    -m inference serve`, or any.
-    """
+    """A server with a fixed policy and token ids in the OpenAI completions API, e.g. `python -m inference serve`."""
 
     kind: Literal["openai"] = "openai"
     base_url: str
-    """Up to and including `/v1`, e.g. http://localhost:8000/v1."""
+    """URL up to and including `/v1`, e.g. http://localhost:8000/v1."""
     model: str = "policy"
-    """The name the server gives the policy."""
+    """Model name of the policy at the server."""
 
 
 class VllmConfig(_RemoteConfig):
-    """A vLLM server, given every policy and proven to serve it: one started for the run, or one that runs (`base_url`).
+    """A vLLM server, started for the run or already running (`base_url`), that loads every policy and is tested to
+    serve it.
 
     See docs/engines.md.
     """
 
     kind: Literal["vllm"] = "vllm"
     base_url: str | None = None
-    """Root of a server that runs, e.g. http://host:8000; it must see our files. Null starts one here and stops it at
-    the end of the run.
+    """Root URL of a running server, e.g. http://host:8000, that can read the store's files. null: start a server on
+    this machine for the run.
     """
     python: str = "python"
-    """Interpreter of the environment that has vLLM, for a server started here."""
+    """Python interpreter of the environment with vLLM, for a server started here."""
     flags: tuple[str, ...] = ()
-    """More arguments for a server started here, e.g. [--max-model-len, "16384"]. They win over ours."""
+    """Further arguments for a server started here, e.g. [--max-model-len, "16384"]; they override the defaults."""
     env: dict[str, str] = {}
-    """More environment variables for a server started here."""
+    """Further environment variables for a server started here."""
     devices: tuple[int, ...] = ()
-    """GPUs of a server started here (CUDA_VISIBLE_DEVICES); empty: all. One server at a time has them."""
+    """GPUs of a server started here (CUDA_VISIBLE_DEVICES), locked for one server at a time; empty: all."""
     tensor_parallel: int = Field(default=1, ge=1, le=64)
-    """GPUs (or CPU workers) that share a layer, of a server started here."""
+    """Tensor-parallel size: GPUs (or CPU workers) of a server started here."""
     weights: Literal["auto", "fp8", "dequantized"] = "auto"
-    """What the server loads: the FP8 checkpoint itself, or a float32 copy of it in $TRIPLANE_CACHE. auto: the copy on a
-    CPU, where vLLM loads no FP8 blocks.
+    """Weights that the server loads: the FP8 checkpoint, or a float32 copy of it in $TRIPLANE_CACHE. auto: the copy on
+    a CPU, where vLLM can't load FP8 blocks.
     """
     exact: bool = True
-    """Whether served weights must be the checkpoint's to the bit. Only for GPU kernels that quantize weights again:
-    false leaves small differences to the probes.
+    """Whether served weights must equal the checkpoint's to the bit. Set false only for GPU kernels that quantize
+    weights again; then only the probes bound the differences.
     """
     tolerance: float | None = Field(default=None, gt=0)
-    """Largest difference of a probe's log-probability, served against computed by the built-in engine. Null: 1e-4 for
+    """Largest difference between a probe's log-probability from the server and from the built-in engine. null: 1e-4 for
     float32 weights; 0.5 for FP8 kernels, which round activations.
     """
     probe_gigabytes: float = Field(default=4.0, ge=0)
-    """Checkpoints larger than this are not computed here for the probes: their tensors and layers are compared, their
-    log-probabilities are not.
+    """Largest checkpoint, in GB, whose probes the built-in engine computes. Of larger ones tensors and layers are
+    compared, but no log-probabilities.
     """
     startup_timeout_s: float = Field(default=900.0, gt=0)
-    """Seconds until a server that was started must answer, and that GPUs in use are waited for."""
+    """Timeout for a started server to answer, and for GPUs in use to become free, in seconds."""
     drain_s: float = Field(default=60.0, ge=0)
-    """Seconds that requests in flight get to finish before new weights are loaded; then they are aborted, and sampled
-    again.
+    """Seconds for requests in flight to finish before new weights are loaded; then they are aborted and sampled again.
     """
     max_restarts: int = Field(default=2, ge=0, le=100)
-    """Times that a server which died is started again, a lease."""
+    """Maximum restarts of a server that died, per lease."""
 
 
 EngineConfig = Annotated[BuiltinConfig | OpenAIConfig | VllmConfig, Field(discriminator="kind")]

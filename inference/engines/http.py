@@ -12,14 +12,14 @@ from inference.errors import EngineError, EngineStopped, EngineUnreachable, Requ
 
 FIRST_PAUSE_S = 0.1
 SEED_BITS = (1 << 63) - 1
-"""vLLM takes signed 64-bit seeds only."""
+"""vLLM accepts only signed 64-bit seeds."""
 _FAULTS = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 
 
 class JsonClient:
     """Client for paths below one address.
 
-    Any answer is final, also an error. May be used from one event loop only, as httpx's pool requires.
+    Any HTTP response is final, even an error. May be used from one event loop only, as httpx's pool requires.
     """
 
     def __init__(self, base: str, *, connections: int = 256, timeout_s: float = 600.0, retries: int = 4) -> None:
@@ -32,12 +32,12 @@ class JsonClient:
     async def call(self, method: str, path: str, body: dict[str, Any] | None = None, **query: Any) -> Any:
         """Reply of the server.
 
-        Raises EngineUnreachable without an answer, EngineStopped for a failure of the server (5xx), StaleVersion,
-        RequestTooLong, and EngineError for any other refusal.
+        Raises EngineUnreachable without a response, EngineStopped for a failure of the server (5xx), StaleVersion,
+        RequestTooLong, and EngineError for other errors.
         """
         url = f"{self.base}{path}"
         for attempt in range(self._retries + 1):
-            if self._http.is_closed:  # by whoever replaced the server, while this call waited to be repeated
+            if self._http.is_closed:  # closed after a replacement of the server, while this call waited for its retry
                 raise EngineUnreachable(f"the client of {url} was closed: repeat the call")
             try:
                 return _read(url, await self._http.request(method, url, json=body, params=query))
@@ -53,9 +53,7 @@ class JsonClient:
                     f"{url} is not the address of an engine ({error}): write http://host:port/v1"
                 ) from None
             except httpx.TimeoutException as error:
-                raise EngineUnreachable(
-                    f"{url} did not answer in time ({type(error).__name__}): raise timeout_s"
-                ) from error
+                raise EngineUnreachable(f"{url} timed out ({type(error).__name__}): raise timeout_s") from error
         raise AssertionError("the loop returns or raises")
 
     async def is_healthy(self, path: str, timeout_s: float) -> bool:
@@ -66,7 +64,7 @@ class JsonClient:
             return False
 
     async def close(self) -> None:
-        """Close the connections; the server continues for others."""
+        """Close the connections; the server keeps running."""
         await self._http.aclose()
 
 

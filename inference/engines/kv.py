@@ -8,15 +8,13 @@ from torch import Tensor
 from contracts.qwen3_moe import Architecture
 
 ROW = 8
-"""Lengths and row counts are padded to this: with it, CPU matrix products give a row the same bits whatever shares its
-batch.
-"""
+"""Lengths and row counts are padded to this, so that CPU matrix products give a row the same bits in every batch."""
 LANES = 8
-"""Extra columns of the value cache; the first is 1, so that the product with the weights also gives their sum."""
+"""Extra columns of the value cache; the first is 1, so that the product also gives the sum of the weights."""
 
 
 def round_up(size: int, unit: int) -> int:
-    """The smallest multiple of `unit` that is at least `size`."""
+    """Smallest multiple of `unit` that is at least `size`."""
     return -(-size // unit) * unit
 
 

@@ -3,10 +3,10 @@
     tokens [T] -> embedding -> layers x (norm, attention over the cache, norm, routed experts) -> hidden [T, hidden] ->
     logits
 
-A row's bits do not depend on what shares its batch, nor on whether it was computed in prefill or in decode, because
-every product has a row count padded to a multiple of 16 (4 in attention), the cached length is padded to a multiple of
-8 (and to 16), the softmax's sum is taken by the same product as its values, and experts see their own rows only, padded
-likewise. Reference: transformers' Qwen3MoeForCausalLM.
+A row's bits are the same in every batch, and in prefill and decode, since every product has a row count padded to a
+multiple of 16 (4 in attention), the cached length is padded to a multiple of 8 (at least 16), one product computes the
+softmax's sum and values, and experts get only their own rows, padded likewise. Reference: transformers'
+Qwen3MoeForCausalLM.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from inference.engines.kv import ROW, KvCache, round_up
 from inference.engines.weights import LayerWeights, Weights
 
 TOKEN_ROWS = 16
-"""Rows of a product with weights are padded to a multiple of this: on some processors 8 rows are summed in another
-order where more than 128 products are.
+"""Rows of a product with weights are padded to a multiple of this: some processors sum 8 rows in another order if there
+are more than 128 products.
 """
 QUERY_ROWS = 4
 PIECE = 128
-"""Cached positions that one product in attention contracts at most."""
+"""Maximum cached positions that one product in attention contracts."""
 SHORTEST = 16
-"""Cached positions that attention reads at least: a product 8 columns wide takes another path, with other bits."""
+"""Minimum cached positions that attention reads: a product 8 columns wide takes another code path, with other bits."""
 Integers = npt.NDArray[np.int64]
 
 
@@ -42,7 +42,7 @@ class Batch:
     first: int
     rows: int
     width: int
-    """Query rows a sequence in attention: the largest count, rounded up to QUERY_ROWS."""
+    """Query rows per sequence in attention: the largest count, rounded up to QUERY_ROWS."""
     length: int
     """Cached positions that attention reads, rounded up to ROW, at least SHORTEST."""
     tokens: Tensor
@@ -54,13 +54,13 @@ class Batch:
     cells: Tensor
     """[T] int64: each token's place in the [rows * width] rectangle"""
     unseen: Tensor
-    """[rows, 1, width, length] bool: what a query may not see"""
+    """[rows, 1, width, length] bool: positions masked for a query"""
     ends: Integers
     """[rows]: one past each sequence's last token in the flat order"""
 
 
 def make_batch(first: int, tokens: list[Integers], starts: Integers) -> Batch:
-    """Lay out `tokens[i]`, which begin at position `starts[i]` of the sequence in slot `first + i`."""
+    """Batch of `tokens[i]`, which begin at position `starts[i]` of the sequence in slot `first + i`."""
     counts = np.fromiter((len(part) for part in tokens), np.int64, len(tokens))
     ends = np.cumsum(counts)
     total, width = int(ends[-1]), round_up(int(counts.max()), QUERY_ROWS)
@@ -111,7 +111,7 @@ def forward(
 ) -> Tensor:
     """Run the batch, writing its keys and values to the cache. Returns normalized hidden states [T padded, hidden].
 
-    routes: gets each layer's chosen experts, [T padded, experts_per_token].
+    routes: output list for each layer's chosen experts, [T padded, experts_per_token].
     """
     shape = weights.architecture
     cos, sin = rotary.tables(batch)
@@ -171,8 +171,8 @@ def _attention(
 
 
 def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
-    """`bmm(weights, values)`, summed in pieces of fixed size: beyond some 190 positions the library would choose pieces
-    by the padded length, and with them the bits. A piece that only pads adds exact zeros.
+    """`bmm(weights, values)`, summed in pieces of fixed size: beyond some 190 positions the library chooses pieces by
+    the padded length, which changes the bits. Pieces of padding add exact zeros.
     """
     total = torch.bmm(weights[..., :PIECE], values[:, :PIECE])
     for start in range(PIECE, weights.shape[-1], PIECE):
@@ -181,7 +181,7 @@ def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def _experts(shape: Architecture, layer: LayerWeights, x: Tensor, routes: list[Tensor] | None) -> Tensor:
-    """Top-k routed experts; each runs over its own rows, gathered to a group padded to TOKEN_ROWS."""
+    """Top-k routed experts; each processes its own rows, gathered into a group padded to TOKEN_ROWS."""
     top = shape.experts_per_token
     shares, chosen = F.linear(x, layer.router).softmax(-1).topk(top, -1)
     if shape.normalize_top_k:

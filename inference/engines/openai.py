@@ -1,8 +1,8 @@
-"""Client of a server that takes and returns token ids over the OpenAI completions API: ours, or vLLM.
+"""Client of a server with token ids in the OpenAI completions API: Triplane's, or vLLM.
 
-Retries, bounded and with jitter, follow connection faults only; any answer is final. Every request carries its seed, so
-asking our server again gives the same tokens. Start vLLM with `--logprobs-mode processed_logprobs`, else its logprobs
-ignore the temperature.
+Only connection faults are retried, a limited number of times, with jitter. Every request contains its seed, so a
+repetition at Triplane's server gives the same tokens. Start vLLM with `--logprobs-mode processed_logprobs`, else its
+logprobs ignore the temperature.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from inference.engines.http import SEED_BITS, JsonClient
 from inference.errors import EngineError, StaleVersion
 
 OWNER = "triplane"
-"""What /v1/models says of a policy served by us."""
+"""Owner of a policy in /v1/models of Triplane's server."""
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -34,10 +34,10 @@ class OpenAIEngine:
         timeout_s: float = 600.0,
         retries: int = 4,
     ) -> None:
-        """version: the version to be served; our server refuses to serve another (StaleVersion).
+        """version: required version; Triplane's server refuses others (StaleVersion).
 
-        None takes whatever is served. directory: the checkpoint of that version. vLLM knows no versions: it must show
-        that it was started on this directory (StaleVersion), its answers are then stamped with `version`.
+        None accepts any version. directory: the checkpoint of that version. vLLM has no versions: it must show that it
+        was started on this directory (else StaleVersion); its tokens then get `version`.
         """
         self._base, self._model, self._version = base_url.rstrip("/"), model, version
         self._directory = directory
@@ -65,7 +65,7 @@ class OpenAIEngine:
         return self._completion(answer)
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
-        """See Engine.score. Of vLLM only at temperature 1."""
+        """See Engine.score. vLLM supports temperature 1 only."""
         if await self._is_ours():
             body = {"token_ids": list(token_ids), "temperature": temperature, "policy_version": self._version}
             return list((await self._client.call("POST", "/score", body))["logprobs"])
@@ -83,7 +83,7 @@ class OpenAIEngine:
         return [0.0, *(entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], found, strict=True))]
 
     async def load_weights(self, directory: Path, version: str) -> None:
-        """See Engine.load_weights. `directory` must be readable by the server, which must be ours."""
+        """See Engine.load_weights. The server must be Triplane's, and be able to read `directory`."""
         if not await self._is_ours():
             raise EngineError(f"{self._base} is not a Triplane server: restart it with {directory} to serve {version}")
         await self._client.call("POST", "/load_weights", {"directory": str(directory.absolute()), "version": version})
@@ -92,14 +92,14 @@ class OpenAIEngine:
     async def version(self) -> str:
         """See Engine.version.
 
-        For a server that isn't ours, the version given at construction once it shows that it serves that (else it
-        raises StaleVersion), or its model's name when none was given.
+        For other servers, returns the version given at construction, after a check that the server serves it (else
+        raises StaleVersion), or its model's name if none was given.
         """
         policy = await self._policy()
         return str(policy["version"]) if self._own else self._version or str(policy["id"])
 
     async def close(self) -> None:
-        """See Engine.close. The server goes on serving others."""
+        """See Engine.close. The server keeps running."""
         await self._client.close()
 
     async def _is_ours(self) -> bool:
@@ -123,7 +123,7 @@ class OpenAIEngine:
         return policy
 
     def _check_origin(self, policy: dict[str, Any]) -> None:
-        """Check the origin of a foreign server, which names no version: vLLM names the model it was started with in
+        """Check the checkpoint of a server without versions: vLLM returns the model that it was started with in
         `root`.
         """
         root = str(policy.get("root") or policy["id"])

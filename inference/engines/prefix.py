@@ -1,4 +1,4 @@
-"""Cache of keys and values of finished sequences: a prompt that begins with one computes only the rest."""
+"""Cache of keys and values of finished sequences: a prompt that begins with a cached one computes only the rest."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PrefixStore:
         return self._capacity > 0
 
     def put(self, prefix: Prefix) -> None:
-        """Keep `prefix`, dropping the least recently used ones beyond the capacity."""
+        """Add `prefix`, and drop the least recently used ones beyond the capacity."""
         key = int(self._hashes(prefix.tokens)[-1])
         self._drop(key)
         self._found[key] = prefix
@@ -66,7 +66,7 @@ class PrefixStore:
         return None
 
     def clear(self) -> None:
-        """Drop everything, since keys and values of other weights can't be used."""
+        """Drop all prefixes, since keys and values of other weights are useless."""
         self._found.clear()
         self._lengths.clear()
         self._size = 0

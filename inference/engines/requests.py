@@ -1,4 +1,4 @@
-"""Requests, and the table of the sequences that the scheduler computes."""
+"""Requests, and the table of the scheduler's sequences."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Request:
     cancelled: bool = False
     """Set by the event loop's thread, read by the engine's."""
     shared: bool = False
-    """Whether others with the same prompt wait for its state."""
+    """Whether other requests with the same prompt wait for its state."""
     followed: bool = False
-    """Whether it waited for another's state once; it never waits twice."""
+    """Whether it has waited for another request's state; it never waits twice."""
     marks: list[tuple[str, int]] = field(default_factory=list)
-    """(version, tokens generated before it took over), the first at admission."""
+    """(version, tokens generated before the version changed), the first at admission."""
 
     def completion(self, tokens: list[int], logprobs: list[float], reason: FinishReason) -> Completion:
         """Result of the finished call, with the spans of its versions."""
@@ -45,15 +45,15 @@ class SequenceTable:
         self.tokens = np.zeros((0, 0), np.int64)
         self.logprobs = np.zeros((0, 0), np.float32)
         self.length = np.zeros(0, np.int64)
-        """Tokens known, prompt and sampled."""
+        """Number of tokens, prompt and sampled."""
         self.cached = np.zeros(0, np.int64)
-        """Tokens whose keys and values are in the cache."""
+        """Number of tokens with keys and values in the cache."""
         self.limit = np.zeros(0, np.int64)
         """Length at which the completion ends."""
         self.seed = np.zeros(0, np.uint64)
         self.temperature = np.zeros(0, np.float32)
         self.stops = np.zeros((0, stops), np.int64)
-        """Stop tokens, filled up with -1."""
+        """Stop tokens, padded with -1."""
 
     def reserve(self, slots: int, length: int, stops: int) -> None:
         """Make room for `slots` sequences of `length` tokens with `stops` stop tokens each."""

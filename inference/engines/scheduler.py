@@ -26,19 +26,17 @@ from inference.engines.sampling import SEED_MASK, sample, scaled_logprobs, unifo
 from inference.engines.weights import Weights
 
 PREFILL_TOKENS = 2048
-"""A group is admitted until it holds this many new tokens; bounds a step's memory and latency."""
+"""New tokens at which a group admits no further request; limits a step's memory and latency."""
 CHUNK = 512
-"""New tokens of one sequence in a step at most."""
+"""Maximum new tokens of one sequence in a step."""
 LOGIT_ROWS = 256
-"""Rows of logits at once when scoring."""
+"""Rows of logits computed at once for scoring."""
 
 Deliver = Callable[[Request, Any], None]
 
 
 class Scheduler:
-    """Owner of the cache and of every sequence in it. Not thread-safe: one thread calls everything but
-    `waiting.append`.
-    """
+    """Owns the cache and its sequences. Not thread-safe: only `waiting.append` may be called from other threads."""
 
     def __init__(self, weights: Weights, version: str, *, max_batch: int, prefix_bytes: int, deliver: Deliver) -> None:
         self.weights, self.version = weights, version
@@ -60,7 +58,7 @@ class Scheduler:
 
     @property
     def scoring(self) -> bool:
-        """Whether a `score` is partly done; its result must come from one version, so a reload waits."""
+        """Whether a `score` has begun; its result must be of one version, so a reload waits."""
         return bool(self._prefilling) and self._table.requests[self._decoding].kind == "score"
 
     def step(self) -> None:
@@ -76,8 +74,8 @@ class Scheduler:
     def reload(self, weights: Weights, version: str) -> None:
         """Use other weights from the next step on.
 
-        Sequences in flight are prefilled again, so that later tokens are what `version` alone would sample after those
-        before them, and their logprobs what it scores.
+        Sequences in flight are prefilled again, so that later tokens and their logprobs are those of `version` alone,
+        given the previous tokens.
         """
         self.weights, self.version = weights, version
         self._prefixes.clear()
@@ -89,7 +87,7 @@ class Scheduler:
             request.marks.append((version, int(self._table.length[slot]) - len(request.tokens)))
 
     def abort(self) -> None:
-        """Finish everything in flight and everything waiting with "abort"."""
+        """Finish all requests in flight and waiting with "abort"."""
         for slot in reversed(range(len(self._table.requests))):
             self._finish(slot, "abort")
         while self.waiting:
@@ -108,7 +106,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Start a group.
 
-        Of requests with one prompt (a GRPO group) the first goes ahead, the others follow with its state.
+        Of requests with the same prompt (a GRPO group) the first is computed, and the others start from its state.
         """
         self._chunk = CHUNK
         kind, fresh = self.waiting[0].kind, 0
@@ -132,9 +130,9 @@ class Scheduler:
         self.waiting.extendleft(reversed(followers))
 
     def _place(self, request: Request) -> int:
-        """Give `request` the next slot, with the cached part of its prompt.
+        """Put `request` into the next slot, with the cached part of its prompt.
 
-        Returns how many tokens remain to be computed.
+        Returns the number of tokens to compute.
         """
         count, slot = len(request.tokens), len(self._table.requests)
         limit = count
@@ -156,7 +154,7 @@ class Scheduler:
         table, first, last = self._table, self._decoding, self._decoding + self._prefilling
         starts = table.cached[first:last].copy()
         stops = np.minimum(table.length[first:last], starts + self._chunk)
-        # A finished row of a group whose longest prompt goes on recomputes its last token: the same bits, at the cost
+        # While a group's longest prompt continues, a finished row recomputes its last token: the same bits, at the cost
         # of one row.
         starts = np.minimum(starts, stops - 1)
         parts = [
@@ -227,7 +225,7 @@ class Scheduler:
             self._finish(first + int(row), "stop" if stopped[row] else "length")
 
     def _finish(self, slot: int, reason: FinishReason) -> None:
-        """Deliver a sequence's result, keep what the next turn may reuse, and free its slot."""
+        """Deliver a sequence's result, keep its state for the next turn, and free its slot."""
         table, request = self._table, self._table.requests[slot]
         length, prompt = int(table.length[slot]), len(request.tokens)
         if request.kind == "score":

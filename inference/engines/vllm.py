@@ -27,11 +27,11 @@ from inference.engines.vllm_update import Policy, load_policy, prove_policy, sco
 from inference.errors import EngineError, EngineStopped, EngineUnreachable, RequestTooLong, StaleVersion, WeightsDiffer
 
 TOLERANCE = {"dequantized": 1e-4, "fp8": 0.5}
-"""Of probes. Two float32 implementations differ by some 1e-5; FP8 kernels that round activations move single tokens by
-tenths, a wrong order of experts by several.
+"""Tolerance of probes. Two float32 implementations differ by some 1e-5; FP8 kernels that round activations change
+single tokens by tenths, a wrong order of experts by several nats.
 """
 UNMARKED = "default"
-"""vLLM's version of weights that nobody marked: those it was started with."""
+"""vLLM's version of unmarked weights, i.e. those that it was started with."""
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 _log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 class VllmEngine:
     """See inference.engines.base.Engine.
 
-    Of one event loop. `keeper` outlives it; without one, a server it starts ends with it.
+    Belongs to one event loop. `keeper` outlives it; without a keeper, a server that it starts ends with it.
     """
 
     def __init__(self, config: VllmConfig, directory: Path, version: str, keeper: VllmKeeper | None = None) -> None:
@@ -48,9 +48,9 @@ class VllmEngine:
         self._owns_keeper = keeper is None
         self._client: JsonClient | None = None
         self._ready = False
-        """Whether the server behind `_client` is proven to serve `_version`."""
+        """Whether the server of `_client` is proven to serve `_version`."""
         self._proven: set[str] = set()
-        """Versions that a server was shown to serve here: requests in flight may still carry an earlier one."""
+        """Versions that a server has been proven to serve: requests in flight may still have an earlier one."""
         self._context = 0
         self._lock = asyncio.Lock()
         self._recovery: asyncio.Task[None] | None = None
@@ -60,7 +60,7 @@ class VllmEngine:
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """See Engine.generate.
 
-        When the server turns out to be dead, another one is started before the error reaches the caller.
+        If the server is dead, another one is started before the error is raised.
         """
         client = await self._attached()
         room = min(params.max_tokens, self._context - len(prompt_ids))
@@ -88,7 +88,7 @@ class VllmEngine:
         return self._completion(answer)
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
-        """See Engine.score. At temperature 1 only, and one token less than the context holds."""
+        """See Engine.score. Only at temperature 1, and for one token less than the context length."""
         client = await self._attached()
         if temperature != 1.0:
             raise EngineError(f"vLLM scores at temperature 1 only, not {temperature}")
@@ -104,14 +104,14 @@ class VllmEngine:
     async def load_weights(self, directory: Path, version: str) -> None:
         """See Engine.load_weights.
 
-        New requests wait meanwhile; those in flight finish with the old weights, or end with "abort".
+        New requests wait; those in flight finish with the old weights, or end with "abort".
         """
         async with self._lock:
             self._directory, self._version, self._ready = directory, version, False
             await self._attach()
 
     async def version(self) -> str:
-        """See Engine.version. Attaches first, so it returns the requested version or raises."""
+        """See Engine.version. Attaches first, so that it returns the requested version or raises."""
         return await served_version(await self._attached())
 
     async def close(self) -> None:
@@ -135,7 +135,7 @@ class VllmEngine:
             return self._client
 
     async def _attach(self) -> None:
-        """Make a server serve the policy: the running one, or a new one if there is none or it can't be given the
+        """Make a server serve the policy: the running one, or a new one if there is none or it can't load the
         weights.
         """
         address = self._config.base_url or self._keeper.address
@@ -153,7 +153,7 @@ class VllmEngine:
         except (WeightsDiffer, EngineUnreachable, EngineStopped) as error:
             if self._config.base_url is not None:
                 raise
-            _log.warning("vLLM is started again: %s", error)
+            _log.warning("restarting vLLM: %s", error)
             return False
         return True
 
@@ -185,7 +185,7 @@ class VllmEngine:
         return self._client
 
     async def _policy(self, client: JsonClient | None) -> Policy:
-        """Policy to load with its expected replies. client: that of a running server."""
+        """Policy to load with its expected replies. client: of a running server."""
         plain = self._config.weights == "dequantized"
         if self._config.weights == "auto":
             plain = await self._is_cpu(client)
@@ -215,7 +215,7 @@ class VllmEngine:
     async def _recovered(self, client: JsonClient) -> None:
         """Wait until the server of `client` is replaced, if it is dead.
 
-        Whoever gives up waiting does not stop that.
+        Canceling the wait does not cancel the replacement.
         """
         if self._recovery is None or self._recovery.done():
             self._recovery = asyncio.create_task(self._recover(client))
@@ -234,7 +234,7 @@ class VllmEngine:
                 self._failure = error
 
     async def _wait_for(self, client: JsonClient) -> None:
-        """Wait until a server of somebody else passes its health check; what it serves is checked again."""
+        """Wait until an external server passes its health check; its weights are then checked again."""
         deadline = time.monotonic() + self._config.startup_timeout_s
         while not await client.is_healthy("/health", HEALTH_S):
             if time.monotonic() > deadline:
@@ -249,7 +249,7 @@ class VllmEngine:
         if self._restarts >= self._config.max_restarts:
             raise EngineStopped(f"vLLM died {self._restarts + 1} times, see engine.max_restarts: {words}")
         self._restarts += 1
-        _log.warning("vLLM died, starting it again (%d of %d): %s", self._restarts, self._config.max_restarts, words)
+        _log.warning("vLLM died, restarting it (%d of %d): %s", self._restarts, self._config.max_restarts, words)
         await asyncio.to_thread(self._keeper.stop)
         self._ready = False
         await self._start_afresh()
@@ -274,7 +274,7 @@ class VllmEngine:
     ) -> list[tuple[str, int, int]]:
         """Versions with which the server marked its tokens.
 
-        Raises StaleVersion unless they cover all and each is known.
+        Raises StaleVersion unless they cover all tokens and are known.
         """
         spans = [(str(mark["version"]), int(mark["start"]), int(mark["end"])) for mark in marks or []]
         if [0, *(end for _, _, end in spans)] != [*(start for _, start, _ in spans), count]:
@@ -288,8 +288,8 @@ class VllmEngine:
         other = next((version for version, _, _ in spans if version not in known), None)
         if other is not None:
             raise StaleVersion(
-                f"vLLM sampled with {other[:24]}, the policy is {self._version[:12]}: somebody else updates this"
-                " server, give each its own"
+                f"vLLM sampled with {other[:24]}, the policy is {self._version[:12]}: another client updates"
+                " this server, use one server per client"
             )
         return spans
 
@@ -301,7 +301,7 @@ class VllmEngine:
 
 def mixed_seed(seed: int, position: int) -> int:
     """Seed of a request. vLLM counts random numbers from the request's first token, so each turn of an episode needs
-    its own.
+    another seed.
     """
     digest = hashlib.sha256(f"{seed}:{position}".encode()).digest()
     return int.from_bytes(digest[:8], "big") & SEED_BITS

@@ -1,11 +1,10 @@
 """Run a server and remove all of its processes at the end: `python vllm_guard.py PARENT SCRATCH GRACE_S -- COMMAND...`.
 Standard library only, Linux.
 
-It ends when the server ends, when asked to (SIGTERM), or when its parent is gone, however that one ended: its end of
-our stdin closes. Every process that descends from the server ends with it (orphans are handed to us, not to init), and
-SCRATCH is removed. Its own death is the one thing it can't clean up after: the kernel then kills the server, the
-server's workers watch $TRIPLANE_VLLM_GUARD themselves, and SCRATCH goes with its parent's stop or the next server's
-start.
+The guard ends when the server ends, on SIGTERM, or when its parent has ended, which closes stdin. It then kills all
+descendants of the server (it adopts orphans instead of init) and removes SCRATCH. If the guard itself is killed, the
+kernel kills the server, the server's workers watch $TRIPLANE_VLLM_GUARD themselves, and the parent's stop or the next
+server's start removes SCRATCH.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pathlib import Path
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_S = 0.2
 _TRACKER_S = 3.0
-"""Python's resource trackers remove shared memory once everyone else is gone; they get this long."""
+"""Seconds for Python's resource trackers to remove shared memory after all other processes have ended."""
 _TRACKER = b"multiprocessing.resource_tracker"
 
 
@@ -40,7 +39,7 @@ def main(arguments: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, ask)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    # code between fork and exec is safe here: this process has one thread
+    # code between fork and exec is safe, since this process has one thread
     server = subprocess.Popen(
         arguments[4:],
         stdin=subprocess.DEVNULL,
@@ -105,7 +104,7 @@ def _reap() -> None:
 
 
 def _descendants(root: int) -> Iterator[int]:
-    """Every process below `root`, zombies left out."""
+    """All descendants of `root`, except zombies."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():

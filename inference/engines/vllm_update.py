@@ -1,11 +1,12 @@
-"""Load a policy into a vLLM server and prove that it is served. Output in between counts as no policy's.
+"""Load a policy into a vLLM server and prove that it is served. Tokens sampled meanwhile belong to no policy.
 
 pause -> mark unproven -> load -> reset the prefix cache -> compare tensors and layers -> resume -> compare probes ->
 mark with the version
 
-An update's unproven mark is its own alone; the workers keep it with the weights they loaded. Before the server is
-resumed, before it is marked with the version and after, both must still be there: of two clients that update one server
-at once, the one that finds the other's traces raises StaleVersion, and no weights keep a version that is not theirs.
+Each update has a unique unproven mark, which the workers store with the loaded weights. The server's mark and the
+workers' mark are checked before the server resumes, before it is marked with the version, and after that. If two
+clients update one server concurrently, the one that finds the other's mark raises StaleVersion, so no weights keep a
+wrong version.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from inference.engines.vllm_probes import Probe
 from inference.errors import EngineError, EngineUnreachable, StaleVersion, WeightsDiffer
 
 UNPROVEN = "unproven:"
-"""Begins the version of weights that are not proven yet: no client takes them for a policy."""
+"""Prefix of the version of unproven weights, which no client accepts as a policy."""
 _SHOWN = 6
 _log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ class Policy:
     probes: list[Probe]
     exact: bool
     tolerance: float
-    """Of a probe's log-probability, natural log."""
+    """Largest difference of a probe's log-probability, in nats."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,16 @@ class _Update:
     client: JsonClient
     policy: Policy
     mark: str
-    """The version until all is proven. No other update has it."""
+    """Unique version until the weights are proven."""
     loaded: str
-    """What the workers say that they loaded, when their weights are this update's."""
+    """Mark that the workers report if their weights are from this update."""
 
 
 async def load_policy(client: JsonClient, policy: Policy, drain_s: float) -> None:
     """Replace the server's weights.
 
-    Requests in flight finish with the weights they began with, or are aborted after `drain_s` seconds. Raises
-    WeightsDiffer, or StaleVersion when somebody else updates the server: it then keeps its unproven mark.
+    Requests in flight finish with their initial weights, or are aborted after `drain_s` seconds. Raises WeightsDiffer,
+    or StaleVersion if another client updates the server, which then keeps its unproven mark.
     """
     mark = _fresh_mark(policy)
     update = _Update(client, policy, mark, loaded=mark)
@@ -85,7 +86,7 @@ async def prove_policy(client: JsonClient, policy: Policy) -> None:
 
 
 async def serves(client: JsonClient, version: str) -> bool:
-    """Whether the server was proven to serve this version: it has its mark and has loaded nothing else."""
+    """Whether the server was proven to serve this version: it has its mark and has loaded no other weights."""
     if await served_version(client) != version:
         return False
     return all(not loaded or loaded.startswith(_unproven(version)) for loaded in await _loaded(client))
@@ -107,7 +108,7 @@ async def pause(client: JsonClient, drain_s: float) -> None:
 
 
 async def reset_prefix_cache(client: JsonClient) -> None:
-    """Drop every cached prefix. Raises EngineError if the server did not."""
+    """Drop all cached prefixes. Raises EngineError if that fails."""
     answer = await client.call("POST", "/reset_prefix_cache")
     if not (answer or {}).get("success"):
         raise EngineError(
@@ -117,9 +118,7 @@ async def reset_prefix_cache(client: JsonClient) -> None:
 
 
 async def score(client: JsonClient, token_ids: list[int], salt: str) -> tuple[list[float], list[dict[str, Any]]]:
-    """(log-probability of each token given those before it, 0.0 at index 0; the versions that the server marks its
-    answer with).
-    """
+    """(log-probability of each token given the previous ones, 0.0 at index 0; versions in the server's reply)."""
     params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
     body = {"token_ids": token_ids, "sampling_params": params, "cache_salt": salt}
     answer = await client.call("POST", "/inference/v1/generate", body)
@@ -149,7 +148,7 @@ async def _conclude(update: _Update) -> None:
 async def _require(update: _Update, version: str) -> None:
     """Raise StaleVersion unless the server is marked with `version` and holds the weights of this update.
 
-    A version that belongs to other weights, since one of both came late, is taken away.
+    If another update came in between, remove a version that belongs to other weights.
     """
     client, policy = update.client, update.policy
     ours = set(await _loaded(client)) == {update.loaded}
@@ -159,8 +158,8 @@ async def _require(update: _Update, version: str) -> None:
     if not found.startswith(UNPROVEN) and (ours or found == policy.version):
         await _mark(client, update.mark)
     raise StaleVersion(
-        f"{client.base} was updated or started again by somebody else while policy {policy.version[:12]} was loaded (it"
-        f" is marked {found[:24]!r}): give each client its own server, and run this again"
+        f"{client.base} was updated or restarted by another client while policy {policy.version[:12]} was loaded (it"
+        f" is marked {found[:24]!r}): use one server per client, and run this again"
     )
 
 
@@ -174,7 +173,7 @@ async def _mark(client: JsonClient, version: str) -> None:
 
 
 async def _command(client: JsonClient, method: str, arguments: dict[str, Any]) -> list[Any]:
-    """Call a method of our extension on every worker of the server."""
+    """Call a method of the worker extension on every worker of the server."""
     try:
         answer = await client.call("POST", "/collective_rpc", {"method": method, "kwargs": arguments})
     except EngineUnreachable:
@@ -198,7 +197,7 @@ async def _compare_tensors(client: JsonClient, policy: Policy) -> None:
 
 
 async def _compare_probes(update: _Update) -> None:
-    """Compare the server's log probabilities with those computed here."""
+    """Compare the server's log probabilities with the expected ones."""
     client, policy, salt = update.client, update.policy, f"probe of {update.mark}"
     scored = await asyncio.gather(*(score(client, probe.token_ids, salt) for probe in policy.probes))
     if any({str(each["version"]) for each in marks} != {update.mark} for _, marks in scored):
@@ -213,7 +212,7 @@ async def _compare_probes(update: _Update) -> None:
     ]
     numbers = [gap for gap in gaps if math.isfinite(gap)]
     if len(numbers) < len(gaps):
-        what = f"log-probabilities of probes are no numbers ({len(gaps) - len(numbers)} of {len(gaps)} tokens)"
+        what = f"log-probabilities of probes are not finite ({len(gaps) - len(numbers)} of {len(gaps)} tokens)"
         raise WeightsDiffer(_refusal(client, policy, [what]))
     worst = max(gaps, default=0.0)
     if worst > policy.tolerance:

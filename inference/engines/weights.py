@@ -44,7 +44,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of a policy, ready to sample from. Immutable: a reload makes a new object."""
+    """Weights of a policy for sampling. Immutable: a reload creates a new object."""
 
     architecture: Architecture
     embedding: Tensor
@@ -53,15 +53,14 @@ class Weights:
     norm: Tensor
     """[hidden]"""
     head: Tensor
-    """[vocabulary, hidden]; the embedding itself where tied"""
+    """[vocabulary, hidden]; the embedding itself if tied"""
 
 
 def read_weights(directory: Path) -> Weights:
     """Load a checkpoint: FP8 blocks (recipe `w8`: weight = code * scale) or unquantized tensors of any float type
     (recipe `full`).
 
-    Raises SchemaError for a checkpoint that misses a tensor or has one of the wrong form, EngineError for one this
-    engine can't run.
+    Raises SchemaError for a missing or malformed tensor, EngineError for a checkpoint that this engine can't run.
     """
     architecture = read_architecture(_read_config(directory), directory)
     _, tensors = read_tensors(directory)
@@ -108,7 +107,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_tensors(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json, and every weight by name: float32, dequantized, finite and of its expected shape.
+    """config.json, and all weights by name: float32, dequantized, finite and of the expected shape.
 
     Raises SchemaError, EngineError.
     """

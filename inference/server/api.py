@@ -21,11 +21,11 @@ class _Sampling(_Request):
     temperature: float = Field(default=1.0, ge=0, le=100)
     """0 is greedy."""
     top_p: Literal[1] | None = None
-    """Only 1: the engine samples from the whole distribution, so that its logprobs are exact."""
+    """Only 1: the engine samples from the whole distribution, so that logprobs are exact."""
     n: Literal[1] = 1
-    """One completion a request; ask again for more."""
+    """Only 1: one completion per request."""
     seed: int | None = None
-    """Fixes every random number. Without one the server draws it."""
+    """Determines all random numbers. Default: the server draws a seed."""
     stream: bool = False
     """Must be false."""
     user: str | None = None
@@ -46,13 +46,13 @@ class CompletionRequest(_Sampling):
     max_tokens: int = Field(default=16, ge=1)
     """Tokens to generate at most."""
     logprobs: int | None = Field(default=None, ge=0, le=1)
-    """Any number: log-probabilities of the sampled tokens."""
+    """0 or 1: also return log-probabilities of the sampled tokens."""
     stop_token_ids: list[int] = Field(default_factory=list, max_length=64)
     """Tokens that end the completion and stay in it."""
     return_token_ids: bool = False
-    """Also answer with `token_ids` and `policy_spans`."""
+    """Also return `token_ids` and `policy_spans`."""
     policy_version: str | None = None
-    """Refuse (409) unless this version is being served."""
+    """Return 409 unless this version is served."""
 
 
 class ToolFunction(BaseModel):
@@ -70,7 +70,7 @@ class Tool(_Request):
 
 
 class CalledFunction(_Request):
-    """A call as OpenAI writes it: arguments are a JSON string (an object is accepted too)."""
+    """A call in OpenAI's format: arguments are a JSON string (an object is accepted, too)."""
 
     name: str
     arguments: str | dict[str, Any]
@@ -98,9 +98,9 @@ class ChatRequest(_Sampling):
 
     messages: list[Message] = Field(min_length=1)
     tools: list[Tool] = Field(default_factory=list)
-    """Described to the policy in the system message; answers carry `tool_calls`."""
+    """Tools for the system message; replies have `tool_calls`."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Tokens to generate at most; also as max_completion_tokens."""
+    """Maximum tokens to generate; also accepted as max_completion_tokens."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
 
@@ -111,7 +111,7 @@ class ScoreRequest(_Request):
     token_ids: list[int] = Field(min_length=1)
     temperature: float = Field(default=1.0, gt=0)
     policy_version: str | None = None
-    """Refuse (409) unless this version is being served."""
+    """Return 409 unless this version is served."""
 
 
 class LoadRequest(_Request):
@@ -120,11 +120,11 @@ class LoadRequest(_Request):
     directory: str = Field(min_length=1)
     """A checkpoint directory on the server's machine."""
     version: str = Field(min_length=1)
-    """What tokens of these weights are stamped with."""
+    """Policy version of tokens from these weights."""
 
 
 class WithdrawRequest(_Request):
     """POST /v1/withdraw."""
 
     reason: str = Field(min_length=1)
-    """What clients are told."""
+    """Reason in error replies to clients."""

@@ -1,10 +1,10 @@
-"""The HTTP application: routes over one engine.
+"""HTTP application: routes for one engine.
 
 request JSON -> pydantic model -> engine -> OpenAI-shaped answer     any TriplaneError -> {"error": {message, type,
                                                                      code}}
 
-A server that can't serve the live policy is withdrawn: /health and new completions answer 503 until weights were
-loaded. What is in flight ends.
+A server that can't serve the live policy is withdrawn: /health and new completions return 503 until weights are loaded.
+Requests in flight finish.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Application:
         """tokenizer: None serves token ids only."""
         self._engine, self._tokenizer, self._model = engine, tokenizer, model
         self.withdrawn: str | None = None
-        """Why it is out of service, or None."""
+        """Reason of a withdrawal, or None."""
 
     def starlette(self) -> Starlette:
         """The ASGI application."""
@@ -60,13 +60,13 @@ class Application:
     async def swap(self, directory: Path, version: str) -> None:
         """Serve another policy from now on, and end a withdrawal.
 
-        Raises EngineError; the policy in place then stays.
+        Raises EngineError; the current policy then stays.
         """
         await self._engine.load_weights(directory, version)
         self.withdrawn = None
 
     async def version(self) -> str:
-        """Policy version that is served."""
+        """Served policy version."""
         return await self._engine.version()
 
     async def _health(self, request: Request) -> JSONResponse:
@@ -184,7 +184,7 @@ def _json(
         gone = asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            return JSONResponse(await work) if work.done() else _error(499, "the client is gone", "cancelled")
+            return JSONResponse(await work) if work.done() else _error(499, "the client disconnected", "cancelled")
         finally:
             work.cancel()
             gone.cancel()
@@ -193,7 +193,7 @@ def _json(
 
 
 async def _disconnected(request: Request) -> None:
-    """Return when the client hangs up, so that its sequence frees its slot."""
+    """Return when the client disconnects, so that its sequence frees its slot."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -16,7 +16,7 @@ _TOOLS = "You may call these tools, described as JSON, one a line:"
 def prompt_tokens(tokenizer: ChatTokenizer, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
     """Tokens of the conversation up to the start of the assistant's turn.
 
-    Answers to parallel calls share one turn.
+    Results of parallel calls share one turn.
     """
     leading, index = _leading(messages, tools)
     if index == len(messages):
@@ -51,7 +51,7 @@ def prompt_tokens(tokenizer: ChatTokenizer, messages: Sequence[Message], tools: 
 def answer_message(text: str, answer_id: str) -> tuple[dict[str, Any], str]:
     """Assistant message of sampled text, and its finish reason ("tool_calls" or "stop").
 
-    Malformed calls stay text.
+    Malformed calls remain text.
     """
     body = text.removesuffix(TURN_END)
     turn = parse_turn(body)
@@ -70,7 +70,7 @@ def answer_message(text: str, answer_id: str) -> tuple[dict[str, Any], str]:
 
 
 def _leading(messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[list[tuple[str, str]], int]:
-    """The messages before the first assistant turn, tools described first, and how many messages they are."""
+    """Messages before the first assistant turn, with the tools described first, and their number."""
     index = 0
     leading: list[tuple[str, str]] = []
     if tools:

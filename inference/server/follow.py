@@ -4,7 +4,7 @@
         |
     Application.swap ---- fails ---> withdrawn, tried again at the next look
 
-A source that can't be asked (its store is away) leaves the server as it is: nobody knows that its policy is stale.
+If the source fails (e.g. its store is unreachable), the server keeps its policy, which may be current.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class Wanted:
 
     version: str
     directory: Callable[[], Path]
-    """Gives its checkpoint, fetched and verified; called only when it is to be loaded. Raises TriplaneError."""
+    """Fetches and verifies the checkpoint; called only to load it. Raises TriplaneError."""
 
 
 Source = Callable[[], Wanted]
-"""Says what is live. Raises TriplaneError. Called in a thread."""
+"""Returns the live policy. Raises TriplaneError. Called in a thread."""
 
 
 async def follow(app: Application, source: Source, poll_s: float) -> None:
-    """Keep `app` on the policy that `source` names, until cancelled. poll_s: seconds between two polls."""
+    """Keep `app` on the policy of `source` until canceled. poll_s: seconds between two polls."""
     said = ""
     while True:
         fault = await _look(app, source)
@@ -46,7 +46,7 @@ async def follow(app: Application, source: Source, poll_s: float) -> None:
 
 
 async def _look(app: Application, source: Source) -> str:
-    """Poll once. Returns what went wrong, or None."""
+    """Poll once. Returns an error message, or None."""
     try:
         wanted = await asyncio.to_thread(source)
     except TriplaneError as error:

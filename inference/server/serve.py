@@ -59,7 +59,7 @@ class Following:
 
     source: Source
     poll_s: float
-    """Seconds between two looks."""
+    """Seconds between two polls."""
 
 
 def serve(
@@ -74,7 +74,7 @@ def serve(
 ) -> None:
     """Serve until interrupted.
 
-    Prints the address once it answers. following: None stays with the policy until told by /v1/load_weights.
+    Prints the address once it is ready. following: None keeps the policy until /v1/load_weights.
     """
     host, port = split_address(listen)
     asyncio.run(_serve(directory, version, host, port, model, max_batch, threads, following))

@@ -1,4 +1,4 @@
-"""Numeric kernels for low-precision mixture-of-experts training, each with a torch reference that is always right.
+"""Numeric kernels for low-precision mixture-of-experts training, each with a torch reference implementation.
 
 In: tensors. Out: tensors. May import torch only; Triton and a GPU are found at run time.
 
@@ -12,6 +12,6 @@ In: tensors. Out: tensors. May import torch only; Triton and a GPU are found at 
     cpu                   torch's own CPU math made to repeat to the bit
 
 `<op>.py` is public and registers torch operators (`custom_ops`), `<op>_reference.py` is torch, `<op>_triton.py` and
-`<op>_gluon.py` are imported when `machine.choose` picks them. `tuning` finds their launch configurations.
-docs/kernels.md says more.
+`<op>_gluon.py` are imported when `machine.choose` picks them. `tuning` finds their launch configurations. See
+docs/kernels.md.
 """

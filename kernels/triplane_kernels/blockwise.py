@@ -12,7 +12,7 @@ from torch import Tensor
 BLOCK = 128
 E4M3_MAX = 448.0
 SMALLEST_SCALE = 2.0**-126
-"""Smallest normal float32. A denormal scale would have too few bits to divide by, or be zero."""
+"""Smallest normal float32. A denormal scale has too few bits for a division, or is zero."""
 
 
 def block_scales(amax: Tensor, *, power_of_two: bool = False) -> Tensor:
@@ -30,8 +30,8 @@ def block_scales(amax: Tensor, *, power_of_two: bool = False) -> Tensor:
 
 
 def by_e4m3_max(amax: Tensor) -> Tensor:
-    """amax / 448, rounded to nearest on every device: by a Python number torch's CUDA division multiplies with the
-    rounded reciprocal.
+    """amax / 448, rounded to nearest on every device. Division by a Python number would multiply by the rounded
+    reciprocal on CUDA.
     """
     return amax / amax.new_full((), E4M3_MAX)
 
@@ -51,7 +51,7 @@ def quantize_blockwise(weight: Tensor, *, power_of_two: bool = False) -> tuple[T
 
 
 def dequantize_blockwise(codes: Tensor, scales: Tensor) -> Tensor:
-    """The float32 weights [N, K] that codes [N, K] and scales [ceil(N/128), ceil(K/128)] stand for."""
+    """float32 weights [N, K] from codes [N, K] and scales [ceil(N/128), ceil(K/128)]."""
     return _unblocks(_blocks(codes.float()) * scales[:, None, :, None], codes.shape)
 
 

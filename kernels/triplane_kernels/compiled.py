@@ -1,9 +1,9 @@
-"""Compiles every kernel for an H200 on a machine without a GPU, and tells what NVIDIA's assembler says: `python -m
+"""Compile every kernel for an H200 on a machine without a GPU, and report the output of NVIDIA's assembler: `python -m
 triplane_kernels.compiled`.
 
-Public operators run over CPU tensors while Triton's driver is replaced by one that knows the target alone: launches
-stop after compilation to machine code. Each configuration that tuning would try is a row: registers, spills, shared
-memory, matrix and copy instructions, width of memory accesses.
+Public operators run on CPU tensors with a Triton driver that only knows the target: launches stop after compilation to
+machine code. Each tuning candidate is a row: registers, spills, shared memory, matrix and copy instructions, width of
+memory accesses.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from triplane_kernels.tuning import Config, Results
 
 H200 = Machine("NVIDIA H200", triton.__version__, False, (9, 0), 132, gluon=True)
 MOST_SHARED = 227 * 1024
-"""Bytes of shared memory that one block of threads can have on compute capability 9.0."""
+"""Maximum shared memory of one thread block on compute capability 9.0, in bytes."""
 _REGISTERS, _SHARED, _THREADS, _BLOCKS = 65536, 228 * 1024, 2048, 32
-"""What a multiprocessor has of each; a block takes 1 KiB of shared memory for itself."""
+"""Resources of a multiprocessor; each thread block reserves 1 KiB of shared memory."""
 _BEGIN, _END = "<!-- compiled: begin -->", "<!-- compiled: end -->"
 
 
@@ -50,28 +50,28 @@ class Compiled:
     config: str
     registers: int = 0
     stack: int = 0
-    """Bytes a thread keeps in local memory: spilled registers and arrays indexed at run time."""
+    """Local memory per thread, in bytes: spilled registers and arrays indexed at run time."""
     shared: int = 0
     """Bytes of shared memory."""
     blocks: int = 0
-    """Blocks of threads that fit a multiprocessor at once."""
+    """Thread blocks that fit on a multiprocessor."""
     matrix: tuple[str, ...] = ()
     """Kinds of wgmma instructions in the PTX."""
     copies: str = ""
-    """How tiles reach shared memory: "TMA", "cp.async", or "" where they go straight to registers."""
+    """Copies of tiles to shared memory: "TMA", "cp.async", or "" if tiles go straight to registers."""
     load_bits: int = 0
-    """Width of the global loads that move most bytes; 0 where all goes by TMA or cp.async."""
+    """Width of the global loads that move most bytes; 0 if TMA or cp.async do all copies."""
     store_bits: int = 0
     serialized: bool = False
-    """The assembler makes every wgmma wait for the one before (its C7514), since something touches accumulators in
-    flight.
+    """Whether the assembler serializes all wgmma instructions (warning C7514), since other code accesses accumulators
+    in flight.
     """
     refused: str = ""
-    """Why it does not compile or does not fit; the numbers mean nothing then."""
+    """Reason why it does not compile or fit; the numbers then have no meaning."""
 
 
 class _Target:
-    """What Triton's compiler asks of a driver."""
+    """Triton driver with only the target that the compiler needs."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -84,8 +84,8 @@ class _Target:
 
 
 def compile_case(name: str, *, first: bool = False) -> Iterator[Compiled]:
-    """Everything that case `name` launches, each kernel and configuration once. first: of each kernel's configurations
-    the first alone.
+    """All launches of case `name`, without duplicate kernels and configurations. first: only the first configuration of
+    each kernel.
     """
     kept: list[tuple[str, Any]] = []
     refused: list[Compiled] = []
@@ -121,14 +121,14 @@ def compile_case(name: str, *, first: bool = False) -> Iterator[Compiled]:
 
 
 def pretend() -> None:
-    """Make this process choose and launch as on an H200, for good."""
+    """Make this process choose and launch kernels permanently as on an H200."""
     triton.runtime.driver.set_active(_Target())
     machine_module._probe = lambda interpreter, index: H200  # type: ignore[assignment]
     machine_module._obstacle = lambda here, on_cuda, tensors: None
 
 
 def _text(config: Config) -> str:
-    """A configuration in one short line: BLOCK_ and num_ say nothing."""
+    """A configuration in one short line, without the prefixes BLOCK_ and num_."""
     return " ".join(f"{name.removeprefix('BLOCK_').removeprefix('num_')}={value}" for name, value in config.items())
 
 
@@ -161,7 +161,7 @@ def _describe(case: str, config: str, kernel: Any) -> Compiled:
 
 
 def _blocks(registers: int, warps: int, shared: int) -> int:
-    """How many blocks of threads a multiprocessor holds: registers are given by 8 a thread."""
+    """Number of thread blocks per multiprocessor; registers are allocated in units of 8 per thread."""
     threads = 32 * warps
     return min(
         _BLOCKS, _THREADS // threads, _REGISTERS // (-(-registers // 8) * 8 * threads), _SHARED // (shared + 1024)
@@ -169,7 +169,7 @@ def _blocks(registers: int, warps: int, shared: int) -> int:
 
 
 def _width(ptx: str, access: str) -> int:
-    """Bits of that kind of access to global memory ("ld" or "st") that moves most bytes."""
+    """Width in bits of the global memory access ("ld" or "st") that moves most bytes."""
     moved: dict[int, int] = {}
     for count, bits in re.findall(rf"\b{access}\.global[a-z0-9_.:]*?(?:\.v(\d))?\.[bfsu](\d+)\b", ptx):
         width = int(count or 1) * int(bits)
@@ -178,7 +178,7 @@ def _width(ptx: str, access: str) -> int:
 
 
 def _assemble(ptx: str) -> str:
-    """What NVIDIA's assembler says of the PTX."""
+    """Output of NVIDIA's assembler for the PTX."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
@@ -192,7 +192,7 @@ def _assemble(ptx: str) -> str:
 
 
 def table(rows: Sequence[Compiled]) -> str:
-    """The rows as Markdown."""
+    """Markdown table of the rows."""
     lines = [
         (
             f"Compiled for compute capability 9.0 on {date.today()} by Triton {triton.__version__}, torch"
@@ -219,7 +219,7 @@ def table(rows: Sequence[Compiled]) -> str:
 
 
 def write_between(path: Path, text: str) -> None:
-    """Replace what lies between the two marks of a Markdown file. Raises ValueError where a mark is missing."""
+    """Replace the text between the two marks of a Markdown file. Raises ValueError if a mark is missing."""
     before, begin, rest = path.read_text().partition(_BEGIN)
     _, end, after = rest.partition(_END)
     if not begin or not end:
@@ -230,7 +230,7 @@ def write_between(path: Path, text: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile the named cases, or all.
 
-    Returns the exit code: 1 where a first configuration does not compile, 2 under the interpreter.
+    Returns the exit code: 1 if a first configuration does not compile, 2 under the interpreter.
     """
     parser = argparse.ArgumentParser(
         prog="python -m triplane_kernels.compiled",

@@ -1,7 +1,7 @@
-"""What `compiled` compiles: each public operator once a kind of operand, on empty CPU tensors of the sizes that matter
-to a compiler.
+"""Cases of `compiled`: each public operator once per kind of operand, on empty CPU tensors of sizes that affect the
+compiler.
 
-A compiler makes other code for sizes that are 1 or no multiple of 16, and for rows that the copy engine can't take: the
+The compiler specializes on sizes that are 1 or no multiple of 16, and on rows that the copy engine can't copy: the
 cases "odd" and "ones".
 """
 
@@ -24,12 +24,12 @@ from triplane_kernels.swiglu import swiglu, swiglu_backward, swiglu_backward_qua
 P = ParamSpec("P")
 CASES: dict[str, Callable[..., object]] = {}
 FIRST_ALONE = frozenset({"odd sizes", "ones"})
-"""Cases that show that something compiles at all: their first configurations are enough, since these take minutes."""
+"""Cases that only test whether kernels compile: their first configurations suffice, since these take minutes."""
 E4M3, FLOAT = torch.float8_e4m3fn, torch.float32
 
 
 def case(name: str) -> Callable[[Callable[P, object]], Callable[P, object]]:
-    """Register the decorated function as the case of that name; it is called without arguments."""
+    """Register the decorated function as the case of that name. The function has no parameters."""
 
     def register(run: Callable[P, object]) -> Callable[P, object]:
         CASES[name] = run
@@ -43,12 +43,12 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def _rows(rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Codes and scales as `quantize_activations` gives them."""
+    """Codes and scales in the layout of `quantize_activations`."""
     return _empty(rows, columns, dtype=E4M3), _empty(-(-columns // 128), rows, dtype=FLOAT).t()
 
 
 def _matrices(*shape: int) -> tuple[Tensor, Tensor]:
-    """Codes and scales as `quantize_weights` gives them."""
+    """Codes and scales in the layout of `quantize_weights`."""
     return _empty(*shape, dtype=E4M3), _empty(*shape[:-2], *(-(-size // 128) for size in shape[-2:]), dtype=FLOAT)
 
 
@@ -172,7 +172,7 @@ def _loss_head_float32() -> None:
 
 @case("odd sizes")
 def _odd() -> None:
-    """No size is a multiple of 16: nothing goes by the copy engine, and few accesses are wide."""
+    """No size is a multiple of 16: the copy engine is not used, and few accesses are wide."""
     _small(rows=333, columns=201, depth=77, groups=3, experts=5)
 
 
@@ -193,7 +193,7 @@ def _small(rows: int, columns: int, depth: int, groups: int, experts: int) -> No
     grouped_gemm(x, _empty(groups, columns, depth), offsets)
     grouped_gemm_dgrad(_empty(rows, columns), _empty(groups, columns, depth), offsets)
     grouped_gemm_wgrad(_empty(rows, columns), x, offsets)
-    # as deep as the copy engine takes
+    # the largest depth for the copy engine
     grouped_gemm(_rows(rows, 16), _matrices(groups, columns, 16), offsets)
     gemm(_rows(rows, depth), _rows(columns, depth))
     permuted = permute(x.requires_grad_(), torch.zeros(rows, 1, dtype=torch.int32), experts, block=1)

@@ -1,4 +1,4 @@
-"""CPU math of torch that repeats to the bit from its first call on."""
+"""Make torch's CPU math reproducible to the bit from the first call on."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _UNARY = (
 def resolve_kernels() -> None:
     """Call each of MKL's vector functions once, in this thread alone. Takes a millisecond.
 
-    MKL chooses the kernel of a function when it is first called. Where several threads make that call together, one of
-    them may compute its share with a kernel of half the precision, once: errors near 1e-4 that no repetition shows
-    (pytorch issue 188792; oneMKL below 2025.0).
+    MKL chooses the kernel of a function at its first call. If several threads make that call concurrently, one of them
+    may once compute its share with a kernel of half the precision: errors near 1e-4 that do not repeat (pytorch issue
+    188792; oneMKL below 2025.0).
     """
     for dtype in (torch.float32, torch.float64):
         few = torch.full((8,), 0.5, dtype=dtype)

@@ -1,10 +1,9 @@
-"""Registration of kernels as torch operators `torch.ops.triplane.<name>`, so that torch.compile, FSDP2 and autograd
-treat them as torch's own.
+"""Registration of kernels as torch operators `torch.ops.triplane.<name>` for torch.compile, FSDP2 and autograd.
 
     @operator("scale", fake=_fake, save=_save, backward=_backward)
     def scale(x: Tensor, factor: float) -> Tensor: ...
 
-What `torch.library.custom_op` does, through the same registries, without importing the compiler (seconds) at the first
+Equals `torch.library.custom_op`, through the same registries, but does not import the compiler (seconds) at the first
 call.
 """
 
@@ -33,20 +32,20 @@ def operator(
     backward: Callable[..., Gradients] | None = None,
     mutates: Sequence[str] = (),
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Register the decorated function as `torch.ops.triplane.<name>` and return that operator, called as the function
-    is.
+    """Register the decorated function as `torch.ops.triplane.<name>` and return that operator, with the same call
+    signature.
 
     The function's annotations give the schema: Tensor, Tensor | None, int, float, bool, str, list[int], optional or
-    not, and as result Tensor or a tuple of them; parameters are positional, and keywords may name them. It gets tensors
-    on any device, runs below autograd, and must return new tensors: a result never is or views an argument or another
-    result, even when there is nothing to do.
+    not, and as result Tensor or a tuple of them; parameters are positional, and keywords may name them. The function
+    gets tensors on any device, runs below autograd, and must return new tensors: a result must never be or view an
+    argument or another result, even if there is nothing to compute.
 
-    fake: called as the function is, on tensors without data: returns empty tensors of the right shape, dtype and
-    device, and reads no values. save: `save(ctx, inputs, output)`, called when a gradient will be wanted: keeps what
-    `backward` needs by `ctx.save_for_backward`. backward: `backward(ctx, *gradients)`, a gradient a result (None where
-    the result was not used), returns one gradient a parameter. Made of torch's own and registered operators only, so
-    that it can be traced. Without it, a gradient asked for raises RuntimeError instead of vanishing. mutates: names of
-    parameters that are written to.
+    fake: has the same signature and gets tensors without data; returns empty tensors of the right shape, dtype and
+    device, and reads no values. save: `save(ctx, inputs, output)`, called if a gradient is required; stores the inputs
+    of `backward` by `ctx.save_for_backward`. backward: `backward(ctx, *gradients)`, with one gradient per result (None
+    for an unused result), returns one gradient per parameter. It may only use torch's and registered operators, so that
+    it can be traced. Without it, requesting a gradient raises RuntimeError. mutates: names of parameters that are
+    written to.
     """
 
     def register(function: Callable[P, R]) -> Callable[P, R]:
@@ -65,8 +64,8 @@ def operator(
 
 
 def _on_the_tensors_device(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` with the device of its first CUDA tensor as the current one: Triton launches on the current device,
-    whatever its pointers are.
+    """`function` with its first CUDA tensor's device as the current one, since Triton always launches on the current
+    device.
     """
 
     @functools.wraps(function)

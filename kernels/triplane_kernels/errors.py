@@ -1,15 +1,15 @@
-"""What the kernels refuse, each in one line that names the thing and the fix."""
+"""Errors of the kernels: one line each, with the thing and the fix."""
 
 from __future__ import annotations
 
 
 class KernelError(Exception):
-    """Anything this package refuses."""
+    """Base class of this package's errors."""
 
 
 class KernelUnavailable(KernelError, RuntimeError):
-    """A kernel was asked for that can't run on this machine or on these tensors."""
+    """The requested kernel can't run on this machine or on these tensors."""
 
 
 class KernelInputError(KernelError, ValueError):
-    """A shape, dtype or option that no implementation takes."""
+    """No implementation accepts this shape, dtype or option."""

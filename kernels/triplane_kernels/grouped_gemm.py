@@ -1,12 +1,12 @@
-"""Matrix products of an expert layer: rows sorted by expert, a matrix for each expert, in FP8 blocks or plain.
+"""Matrix products of an expert layer: rows sorted by expert, one matrix per expert, in FP8 blocks or plain.
 
     forward  out[m] = b[g] @ a[m]          [M, K] x [G, N, K] -> [M, N]
     dgrad    out[m] = b[g]^T @ grad[m]     [M, N] x [G, N, K] -> [M, K]
     wgrad    out[g] = sum of grad[m] a[m]^T  [M, N] x [M, K] -> [G, N, K]
 
-Each takes FP8 codes with scales or plain tensors, so that every product has its own toggle. FP8 products promote each
-128-deep partial sum to float32 before they scale and add it (DeepSeek-V3, section 3.3.2, arXiv:2412.19437). Group sizes
-stay on the device.
+Each product accepts FP8 codes with scales or plain tensors independently. FP8 products promote each 128-deep partial
+sum to float32 before they scale and add it (DeepSeek-V3, section 3.3.2, arXiv:2412.19437). Group sizes stay on the
+device.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def grouped_gemm_dgrad(
     """out[m] = b[g]^T @ grad[m]: the gradient of `grouped_gemm` with respect to a.
 
     grad: [M, N], plain or quantized by rows. b: [G, N, K], the forward's operand. transposed: b is [G, K, N] instead,
-    codes_t and scales_t of `quantize_weights_both`; FP8 units read both operands along the sum, so codes that are not
-    transposed are copied first. Returns [M, K].
+    codes_t and scales_t of `quantize_weights_both`. FP8 units read both operands along the summed dimension, so
+    untransposed codes are copied first. Returns [M, K].
     """
     both = Operands.check("grouped_gemm_dgrad", grad, b)
     if both.b_scales is not None and not transposed:
@@ -68,9 +68,9 @@ def grouped_gemm_wgrad(grad: Operand, a: Operand, offsets: Tensor, *, out_dtype:
     """out[g] = sum over the rows m of group g of grad[m] a[m]^T: the gradient of `grouped_gemm` with respect to b.
 
     grad: [M, N] and a: [M, K], plain; or the last two results of `quantize_both` of each: codes [N, M] and scales [N,
-    ceil(M/128)], codes [K, M] and scales [K, ceil(M/128)]. Blocks of 128 rows are shared by the groups that meet in
-    them; with offsets that are multiples of 128, as `permute` gives them, none are. Returns [G, N, K] in out_dtype,
-    zero for an empty group. Raises KernelInputError.
+    ceil(M/128)], codes [K, M] and scales [K, ceil(M/128)]. Adjacent groups may share a block of 128 rows; with offsets
+    that are multiples of 128, as from `permute`, none do. Returns [G, N, K] in out_dtype, zero for an empty group.
+    Raises KernelInputError.
     """
     both = Operands.check("grouped_gemm_wgrad", grad, a)
     _check_offsets("grouped_gemm_wgrad", offsets)

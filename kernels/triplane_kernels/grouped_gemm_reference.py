@@ -1,7 +1,7 @@
-"""Products of groups of rows with a matrix a group, in torch: dequantize, then one product a group, in float32 (float64
-for float64 operands).
+"""Grouped products of rows with one matrix per group, in torch: dequantize, then one product per group, in float32
+(float64 for float64 operands).
 
-Reads the group sizes on the host: on CUDA it waits for the device, which the kernels never do.
+Reads the group sizes on the host, so on CUDA it waits for the device; the kernels never do.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def grouped_gemm(both: Operands, offsets: Tensor, transposed: bool, out_dtype: t
 def grouped_gemm_wgrad(both: Operands, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
     """out[g] = a[m]^T @ b[m] over the rows m of group g.
 
-    FP8 operands come transposed, [N, M] and [K, M], scaled along M.
+    FP8 operands are transposed, [N, M] and [K, M], and scaled along M.
     """
     left, right = _rows(both.a, both.a_scales), _rows(both.b, both.b_scales)
     left, right = (left.t(), right.t()) if both.fp8 else (left, right)

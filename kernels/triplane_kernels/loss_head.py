@@ -1,9 +1,9 @@
-"""The language model's head and what a policy loss needs of it, without the [tokens, vocabulary] logits ever existing.
+"""Language model head for a policy loss, without materializing the [tokens, vocabulary] logits.
 
     hidden [T, H], weight [V, H], targets [T] --> logprob of each target, entropy of each distribution
 
-Forward sums each tile of logits and forgets it. Backward computes the logits of one chunk of the vocabulary at a time
-again. Sources: online softmax (arXiv:1805.02867), Cut Your Losses (arXiv:2411.09009).
+Forward reduces each tile of logits and discards it. Backward recomputes the logits, one chunk of the vocabulary at a
+time. Sources: online softmax (arXiv:1805.02867), Cut Your Losses (arXiv:2411.09009).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def loss_head(
     hidden and weight. Float64 computes in float64.
 
     A target that is not allowed has logprob -inf (and its token a finite gradient, as torch.log_softmax gives). A token
-    with NaN, without anything allowed, or whose target is outside 0 to V - 1 gets NaN, also in gradients. Raises
-    KernelInputError for what does not fit.
+    with NaN, without allowed entries, or with a target outside 0 to V - 1 gets NaN, also in gradients. Raises
+    KernelInputError for invalid inputs.
     """
     _check(hidden, weight, targets, temperature, allowed)
     if allowed is not None:
@@ -97,7 +97,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 def _gradients(ctx: Any, of_logprob: Tensor, of_entropy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     hidden, weight, targets, allowed, logprobs, entropy, lse = ctx.saved_tensors
-    # No probability is wrong where only the target is; its NaN has to reach the gradients all the same.
+    # An invalid target leaves all probabilities valid, but its NaN must still reach the gradients.
     of_logprob = torch.where(logprobs.isnan(), torch.nan, of_logprob)
     of_hidden, of_weight = _backward(
         of_logprob,
@@ -133,7 +133,7 @@ def _backward_fake(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _gradient_of(operand: Tensor, needed: bool) -> Tensor:
-    """Where an operand's gradient goes; empty when nobody asks for it."""
+    """Tensor for an operand's gradient; empty if it is not required."""
     return torch.empty_like(operand) if needed else operand.new_empty(0)
 
 

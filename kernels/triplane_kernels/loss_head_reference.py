@@ -1,4 +1,4 @@
-"""The fused loss head in plain torch, on any device: one pass over chunks of the vocabulary, each seen and forgotten.
+"""The fused loss head in plain torch, on any device: one pass over chunks of the vocabulary.
 
 Source: the running log-sum-exp is that of online softmax (arXiv:1805.02867); a chunk's gradient needs nothing but the
 chunk's logits and the saved log-sum-exp and entropy, so backward computes each chunk's logits again (arXiv:2411.09009).
@@ -17,7 +17,7 @@ CHUNK = 4096
 
 @dataclass(frozen=True)
 class Head:
-    """What `loss_head.loss_head` computes from, contiguous."""
+    """Contiguous inputs of `loss_head.loss_head`."""
 
     hidden: Tensor
     weight: Tensor
@@ -27,13 +27,13 @@ class Head:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those that there are."""
+        """The tensors that are not None."""
         return [self.hidden, self.weight, self.targets, *(() if self.allowed is None else (self.allowed,))]
 
 
 @dataclass(frozen=True)
 class Sums:
-    """What backward reads of a token: gradients of its results, and what forward kept; each [T]."""
+    """Inputs of backward per token: gradients of the results, and values saved by forward; each [T]."""
 
     of_logprob: Tensor
     of_entropy: Tensor
@@ -43,7 +43,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Where gradients go; an empty one is not wanted."""
+    """Output tensors for gradients; an empty one is not required."""
 
     of_hidden: Tensor
     """[T, H]."""
@@ -69,7 +69,7 @@ def loss_head_reference(head: Head) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def loss_head_backward_reference(head: Head, sums: Sums, into: Gradients) -> None:
-    """Writes the gradients of hidden and weight."""
+    """Write the gradients of hidden and weight."""
     hidden, weight, targets = head.hidden, head.weight, head.targets
     total = torch.zeros_like(hidden, dtype=sums.lse.dtype)
     for start in range(0, weight.shape[0], CHUNK):
@@ -79,7 +79,7 @@ def loss_head_backward_reference(head: Head, sums: Sums, into: Gradients) -> Non
         coefficient = sums.of_logprob[:, None] + sums.of_entropy[:, None] * (logprobs + sums.entropy[:, None])
         columns = torch.arange(start, stop, device=hidden.device)
         slope = (targets[:, None] == columns) * sums.of_logprob[:, None] - logprobs.exp() * coefficient
-        # What is not allowed has probability 0 and logprob -inf, and no gradient; one that is NaN reaches it too.
+        # A forbidden entry has probability 0, logprob -inf and no gradient, but a NaN gradient reaches it, too.
         nothing = torch.where(sums.of_logprob.isnan(), torch.nan, 0.0)[:, None]
         slope = torch.where(logits == -torch.inf, nothing, slope / head.temperature)
         if into.of_hidden.numel():
@@ -99,16 +99,18 @@ def _logits(head: Head, start: int) -> Tensor:
 
 
 def _sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every row: the largest logit, the sum of exp(z - largest), the sum of that times (z - largest)."""
+    """For every row: the largest logit, the sum of exp(z - largest), and the sum of exp(z - largest) * (z -
+    largest).
+    """
     peak = logits.amax(-1)
-    # A row of which nothing is allowed has no largest: shift by 0 instead of by -inf.
+    # A row without allowed entries has no largest logit: shift by 0 instead of -inf.
     shifted = logits - torch.where(peak == -torch.inf, 0, peak)[:, None]
     share = shifted.exp()
     return peak, share.sum(-1), torch.where(share == 0, 0, share * shifted).sum(-1)
 
 
 def combine(peaks: Tensor, masses: Tensor, moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Joins the sums of the parts of a row, each [parts, T]: returns log(mass), moment / mass, and the log-sum-exp,
+    """Combine the sums of the parts of a row, each [parts, T]. Returns log(mass), moment / mass, and the log-sum-exp,
     each [T].
 
     The entropy is log(mass) - moment / mass: both are relative to the largest logit, so nothing large cancels.

@@ -1,9 +1,10 @@
-"""What this machine can run, and which implementation of an op its tensors get.
+"""Capabilities of this machine, and the choice of an op's implementation.
 
     tensors, TRIPLANE_KERNELS --choose--> "reference" (torch, anywhere) | "triton" (CUDA, or the interpreter) | "gluon"
     (Hopper)
 
-A kernel that can't run gives way to the reference, said once; where it was asked for by name, that is an error.
+If a kernel can't run, the reference runs instead, with one log line; if the kernel was requested by name, that is an
+error.
 """
 
 from __future__ import annotations
@@ -25,41 +26,43 @@ Way = Literal["reference", "triton", "gluon"]
 FORCE = "TRIPLANE_KERNELS"
 """Environment variable that forces one implementation for every op: reference, triton or gluon."""
 GLUON_OPS = frozenset({"grouped_gemm"})
-"""Ops that have a Gluon version; where "gluon" is forced by the environment, the others run on Triton."""
+"""Ops with a Gluon version; if the environment forces "gluon", the others run on Triton."""
 _WAYS = ("reference", "triton", "gluon")
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What was found at run time, for the current CUDA device where there is one."""
+    """Capabilities found at run time, for the current CUDA device if there is one."""
 
     device: str
     """The CUDA device's name, "Triton interpreter" or "CPU"."""
     triton: str | None
-    """Triton's version; None where it can't be imported."""
+    """Triton's version; None if it can't be imported."""
     interpreter: bool
-    """Triton's kernels run on the CPU, under its interpreter (TRITON_INTERPRET=1, set before Triton is imported)."""
+    """Whether Triton's kernels run on the CPU, under its interpreter (TRITON_INTERPRET=1, set before Triton is
+    imported).
+    """
     capability: tuple[int, int] | None
     """CUDA compute capability; None without a CUDA device."""
     multiprocessors: int
     """Streaming multiprocessors of the CUDA device; 1 without one."""
     gluon: bool
-    """Gluon can be imported and the device has Hopper's warpgroup matrix instructions."""
+    """Whether Gluon can be imported and the device has Hopper's warpgroup matrix instructions."""
 
     @property
     def fp8(self) -> bool:
-        """The matrix units take FP8: Ada (8.9), Hopper (9.0) and later."""
+        """Whether the matrix units support FP8: Ada (8.9), Hopper (9.0) and later."""
         return self.capability is not None and self.capability >= (8, 9)
 
     @property
     def tma(self) -> bool:
-        """The tensor memory accelerator copies tiles by descriptor: Hopper (9.0) and later."""
+        """Whether the tensor memory accelerator copies tiles by descriptor: Hopper (9.0) and later."""
         return self.capability is not None and self.capability >= (9, 0)
 
 
 def machine() -> Machine:
-    """What this process can run now; cheap after the first call."""
+    """Capabilities of this process now; cheap after the first call."""
     cuda = torch.cuda.is_available()
     return _probe(_interpreting(), torch.cuda.current_device() if cuda else None)
 
@@ -67,10 +70,9 @@ def machine() -> Machine:
 def choose(op: str, *tensors: Tensor, wanted: str | None = None) -> Way:
     """The implementation that `op` runs on `tensors`.
 
-    wanted: forces one; so does the environment variable TRIPLANE_KERNELS, which `wanted` overrides. Left alone: Triton
-    for CUDA tensors, and for CPU tensors under Triton's interpreter; the reference elsewhere and for float64, which
-    kernels don't compute in.
-    Raises KernelUnavailable where the forced one can't run, KernelInputError for an unknown name or tensors on several
+    wanted: forces one; it overrides the environment variable TRIPLANE_KERNELS. Default: Triton for CUDA tensors, and
+    for CPU tensors under Triton's interpreter; else the reference, also for float64, which kernels don't support.
+    Raises KernelUnavailable if the forced one can't run, KernelInputError for an unknown name or tensors on several
     devices.
     """
     named = wanted or forced()
@@ -98,12 +100,12 @@ def choose(op: str, *tensors: Tensor, wanted: str | None = None) -> Way:
 
 
 def forced() -> str | None:
-    """What the environment forces for every op, as it is written; None where it leaves the choice."""
+    """Value of the environment variable that forces an implementation for every op; None if unset."""
     return os.environ.get(FORCE) or None
 
 
 def _obstacle(here: Machine, on_cuda: bool, tensors: tuple[Tensor, ...]) -> str | None:
-    """Why Triton can't run on these tensors."""
+    """Reason why Triton can't run on these tensors, or None."""
     if here.triton is None:
         return "Triton is not installed (pip install triton, on Linux)"
     if any(tensor.dtype == torch.float64 for tensor in tensors):

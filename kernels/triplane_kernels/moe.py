@@ -1,13 +1,13 @@
-"""A mixture-of-experts layer whose matrix products run on FP8 blocks, differentiable, with weights quantized once an
-optimizer step.
+"""Differentiable mixture-of-experts layer with matrix products in FP8 blocks; weights are quantized once per optimizer
+step.
 
     hidden [T, H], logits [T, E] --route, permute--> rows [P, H], shares [T, k]
       rows --quantize 1x128--> grouped product with gate_up --SwiGLU, quantize--> grouped product with down --> rows [P,
       H] rows, shares --unpermute--> [T, H]
 
-Backward: dgrad reads the same codes, transposed once an optimizer step (their blocks are square, so their scales hold
-both ways); gradients of the weights go straight through to the masters. Groups stay on the device from the router to
-the last product: nothing waits for the host.
+Backward: dgrad reads the same codes, transposed once per optimizer step (blocks are square, so the scales are the
+same); gradients of the weights go straight through to the masters. Groups stay on the device from the router to the
+last product, so nothing waits for the host.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ from triplane_kernels.swiglu import swiglu, swiglu_backward, swiglu_backward_qua
 
 @dataclass(frozen=True)
 class Recipe:
-    """Which products take FP8 operands; the others take operands of the rows' dtype, with quantized weights as their
-    codes' values.
-    """
+    """Products with FP8 operands; the others use operands of the rows' dtype, with quantized weights dequantized."""
 
     forward: bool = True
     """Activations in 1x128 blocks against the weights' codes: recipe w8a8-1x128. False with quantized weights: recipe
@@ -42,7 +40,9 @@ class Recipe:
     dgrad: bool = True
     """Gradients in 1x128 blocks against the same codes."""
     wgrad: bool = False
-    """Gradients and activations in blocks of 128 rows. Off, since here FP8 on both sides costs the most accuracy."""
+    """Gradients and activations in blocks of 128 rows. Off by default, since FP8 on both sides loses the most accuracy
+    here.
+    """
     power_of_two: bool = False
     """Scales of activations and gradients rounded up to powers of two."""
 
@@ -62,7 +62,7 @@ def expert_layer(
     normalize: bool = True,
     recipe: Recipe = Recipe(),
 ) -> Tensor:
-    """Each token through its k experts, weighted by the router's shares and summed; without the residual.
+    """Sum of each token's k experts, weighted by the router's shares; without the residual.
 
     hidden: [T, H] bfloat16 or float32 (float64 on the reference). logits: [T, E], the router's. bias, scores,
     normalize: as in `route`. Returns [T, H] of hidden's dtype, differentiable in hidden, logits and the weights' gate,
@@ -147,7 +147,7 @@ def _backward(ctx: Any, gradient: Tensor, unused: Tensor | None) -> tuple[Tensor
 
 
 class _Sides(NamedTuple):
-    """A gradient [P, N] as dgrad and as wgrad read it: itself, or codes with their scales."""
+    """A gradient [P, N] for dgrad and for wgrad: plain, or codes with their scales."""
 
     along: Operand
     """Quantized in blocks of 128 columns."""
@@ -165,7 +165,7 @@ def _sides(ctx: Any, gradient: Tensor) -> _Sides:
 
 
 def _across(ctx: Any, matrix: Tensor) -> Operand:
-    """Activations as wgrad reads them."""
+    """Activations in the layout for wgrad."""
     return quantize_both(matrix, power_of_two=ctx.power_of_two)[2:] if ctx.wgrad else matrix
 
 
@@ -212,7 +212,7 @@ def _expert_mlp(
 
 
 def _values(operand: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The values that an operand stands for, in `dtype`."""
+    """Dequantized values of an operand, in `dtype`."""
     if scales is None:
         return operand.to(dtype)
     wide = torch.promote_types(dtype, torch.float32)

@@ -1,6 +1,4 @@
-"""The expert layer as a torch module that holds its own masters and router: for torch.compile, FSDP2 and models built
-of modules.
-"""
+"""The expert layer as a torch module with masters and router, for torch.compile, FSDP2 and models of modules."""
 
 from __future__ import annotations
 
@@ -14,11 +12,11 @@ from triplane_kernels.moe_weights import ExpertWeights
 
 
 class ExpertLayer(nn.Module):
-    """hidden [..., H] to [..., H] through k of E experts of width F; the residual is the caller's.
+    """hidden [..., H] to [..., H] through k of E experts of width F; the caller adds the residual.
 
     Parameters, by the names of a Qwen3-MoE checkpoint's stacked experts: `router` [E, H], `gate_proj` and `up_proj` [E,
-    F, H], `down_proj` [E, H, F], in `dtype`. Under FSDP2 they are sharded by experts; every rank quantizes what it
-    gathered, which gives all the same codes.
+    F, H], `down_proj` [E, H, F], in `dtype`. Under FSDP2 they are sharded by experts; every rank quantizes the gathered
+    weights, so all ranks have the same codes.
     """
 
     def __init__(
@@ -46,14 +44,14 @@ class ExpertLayer(nn.Module):
         self.down_proj = drawn(experts, hidden, width)
 
     def quantized(self) -> ExpertWeights:
-        """The weights as they are now.
+        """Quantized current weights.
 
-        Made once an optimizer step and given to every `forward` until the next; its codes are what to export.
+        Call this once per optimizer step and pass the result to every `forward` until the next; export its codes.
         """
         return ExpertWeights.quantize(self.gate_proj, self.up_proj, self.down_proj)
 
     def forward(self, hidden: Tensor, weights: ExpertWeights | None = None) -> Tensor:
-        """weights: from `quantized`; without them the masters are quantized anew, which costs one pass over them."""
+        """weights: from `quantized`; None: quantize the masters again, in one pass over them."""
         flat = hidden.reshape(-1, hidden.shape[-1])
         logits = nn.functional.linear(flat, self.router.to(flat.dtype))
         out = expert_layer(

@@ -1,5 +1,5 @@
-"""The expert layer in plain torch, differentiable by autograd, in any float dtype: what every way of computing it is
-judged by.
+"""The expert layer in plain torch, differentiable by autograd, in any float dtype: the reference for all
+implementations.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The weights of an expert layer as its matrix products read them: quantized once an optimizer step, the very codes
-that are exported.
+"""Weights of an expert layer for its matrix products: quantized once per optimizer step, into the codes that are
+exported.
 
     masters gate, up [E, F, H], down [E, H, F] --quantize--> codes, scales --join--> gate_up [E, 2F', H], down [E, H,
     F']
 
-F' is F rounded up to whole blocks where weights are quantized, so that no block holds rows of gate and of up; what
-fills it is zero.
+For quantized weights F' is F rounded up to whole blocks, with zero padding, so that no block has rows of both gate and
+up.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ Quantized = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """What the forward pass reads, and the tensors that its gradients belong to."""
+    """Operands of the forward pass, and the tensors that receive gradients."""
 
     gate: Tensor
-    """[E, F, H], any float dtype: the gradient of the gate projection goes here, straight through the quantization."""
+    """[E, F, H], any float dtype: receives the gradient of the gate projection, straight through the quantization."""
     up: Tensor
     """[E, F, H]."""
     down: Tensor
     """[E, H, F]."""
     gate_up_operand: Tensor
-    """[E, 2F', H]: codes, or values where weights are not quantized (F' is F then)."""
+    """[E, 2F', H]: codes, or values if weights are not quantized (then F' is F)."""
     gate_up_scales: Tensor | None
-    """float32 [E, 2F'/128, ceil(H/128)]; None where weights are not quantized."""
+    """float32 [E, 2F'/128, ceil(H/128)]; None if weights are not quantized."""
     gate_up_turned: Tensor | None
-    """The codes transposed, [E, H, 2F']: FP8 units read both operands along the sum, and dgrad sums over 2F'. None as
-    above.
+    """Transposed codes, [E, H, 2F']: FP8 units read both operands along the summed dimension, and dgrad sums over 2F'.
+    None if weights are not quantized.
     """
     down_operand: Tensor
     """[E, H, F']: codes or values."""
     down_scales: Tensor | None
     """float32 [E, ceil(H/128), F'/128], or None."""
     down_turned: Tensor | None
-    """The codes transposed, [E, F', H], or None."""
+    """Transposed codes, [E, F', H], or None."""
 
     @classmethod
     def quantize(cls, gate: Tensor, up: Tensor, down: Tensor) -> ExpertWeights:
         """Quantize masters: gate, up [E, F, H] and down [E, H, F], in 128x128 blocks.
 
-        To be done again after every change of them.
+        Repeat this after every change of the masters.
 
         Raises KernelInputError for shapes that don't fit.
         """
@@ -64,10 +64,9 @@ class ExpertWeights:
 
     @classmethod
     def from_codes(cls, gate: Tensor, up: Tensor, down: Tensor, codes: Mapping[str, Quantized]) -> ExpertWeights:
-        """Take the codes and scales of "gate", "up" and "down" as they are: those of a checkpoint, or those a trainer
-        holds.
+        """Use existing codes and scales of "gate", "up" and "down", from a checkpoint or a trainer.
 
-        gate, up, down: where gradients go, [E, F, H], [E, F, H] and [E, H, F]; their values are not read.
+        gate, up, down: tensors that receive gradients, [E, F, H], [E, F, H] and [E, H, F]; their values are not read.
         """
         _check_shapes(gate, up, down)
         for name, master in (("gate", gate), ("up", up), ("down", down)):
@@ -92,7 +91,7 @@ class ExpertWeights:
 
     @classmethod
     def full(cls, gate: Tensor, up: Tensor, down: Tensor, dtype: torch.dtype) -> ExpertWeights:
-        """Weights that are only rounded to `dtype`: the unquantized twin of a layer."""
+        """Weights that are only rounded to `dtype`, for an unquantized layer."""
         _check_shapes(gate, up, down)
         gate_up = torch.cat([gate.detach(), up.detach()], dim=1).to(dtype)
         return cls(gate, up, down, gate_up, None, None, down.detach().to(dtype).contiguous(), None, None)
@@ -103,10 +102,9 @@ class ExpertWeights:
         return self.gate_up_scales is not None
 
     def codes(self) -> dict[Name, Quantized]:
-        """Codes [E, N, K] and scales of "gate", "up" and "down" as the products read them, without what fills blocks:
-        what to export.
+        """Codes [E, N, K] and scales of "gate", "up" and "down" of the products, without padding, for export.
 
-        Raises KernelInputError where weights are not quantized.
+        Raises KernelInputError if weights are not quantized.
         """
         if self.gate_up_scales is None or self.down_scales is None:
             raise KernelInputError(
@@ -141,5 +139,5 @@ def _check_codes(name: str, master: Tensor, codes: Tensor, scales: Tensor) -> No
 
 
 def _padded(codes: Tensor, pad: tuple[int, ...]) -> Tensor:
-    """Codes as bytes, with zeros behind."""
+    """Codes as bytes, padded with zeros."""
     return torch.nn.functional.pad(codes.view(torch.uint8), pad)

@@ -1,4 +1,4 @@
-"""The two sides of a matrix product, as the public functions take them and as every implementation gets them."""
+"""The two operands of a matrix product, for the public functions and all implementations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Flat = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class Operands:
-    """Both sides of one kind and dtype: codes with scales, or plain values without."""
+    """Both operands, of one kind and dtype: codes with scales, or plain values."""
 
     a: Tensor
     a_scales: Tensor | None
@@ -39,15 +39,15 @@ class Operands:
 
     @property
     def fp8(self) -> bool:
-        """Whether these are codes with scales."""
+        """Whether the operands are codes with scales."""
         return self.a_scales is not None
 
     @property
     def flat(self) -> Flat:
-        """As torch's operators take them."""
+        """Flat arguments for torch's operators."""
         return self.a, self.a_scales, self.b, self.b_scales
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those that there are."""
+        """The tensors that are not None."""
         return [part for part in self.flat if part is not None]

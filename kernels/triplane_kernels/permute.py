@@ -3,7 +3,7 @@
     x [T, H], experts [T, k] --permute--> rows [P, H] in expert order --experts--> rows [P, H] --unpermute, weights-->
     [T, H]
 
-P depends on shapes alone, so nothing waits for the device: rows past the last group are padding too.
+P depends on shapes alone, so nothing waits for the device; rows after the last group are padding, too.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ TUNED_EXPERTS = 128
 
 
 class Plan(NamedTuple):
-    """Where every (token, expert) pair goes."""
+    """Row of every (token, expert) pair."""
 
     offsets: Tensor
     """int32 [E + 1]: rows offsets[e] to offsets[e + 1] belong to expert e; all are multiples of the block."""
     source: Tensor
     """int32 [P]: the pair token * k + slot in each row, -1 in padding."""
     position: Tensor
-    """int32 [T, k]: the row of each pair, -1 where it was dropped."""
+    """int32 [T, k]: the row of each pair, -1 if it was dropped."""
 
 
 class Permuted(NamedTuple):
-    """Rows in expert order, and where they came from."""
+    """Rows in expert order, and their sources."""
 
     rows: Tensor
     """[P, H], of x's dtype; padding rows are zeros."""
@@ -50,7 +50,7 @@ class Permuted(NamedTuple):
     source: Tensor
     """int32 [P]: the pair token * k + slot in each row, -1 in padding."""
     position: Tensor
-    """int32 [T, k]: the row of each pair, -1 where it was dropped."""
+    """int32 [T, k]: the row of each pair, -1 if it was dropped."""
 
 
 def permute(x: Tensor, experts: Tensor, num_experts: int, *, block: int = 128) -> Permuted:
@@ -66,9 +66,7 @@ def permute(x: Tensor, experts: Tensor, num_experts: int, *, block: int = 128) -
 
 
 def plan_permutation(experts: Tensor, num_experts: int, *, block: int = 128) -> Plan:
-    """The plan of `permute` alone, so that several tensors of the same tokens (codes and their scales) can follow
-    it.
-    """
+    """Plan of `permute` without rows, to permute several tensors of the same tokens (codes and their scales)."""
     if experts.dim() != 2 or experts.dtype not in (torch.int32, torch.int64):
         raise KernelInputError(
             f"permute: experts must be int32 or int64 [T, k], not {experts.dtype} {list(experts.shape)}"

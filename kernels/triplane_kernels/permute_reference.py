@@ -7,14 +7,12 @@ from torch import Tensor
 
 
 def padded_rows(pairs: int, num_experts: int, block: int) -> int:
-    """The most rows that `pairs` (token, expert) pairs can fill when every expert's group is padded to a multiple of
-    block.
-    """
+    """Maximum rows of `pairs` (token, expert) pairs with every expert's group padded to a multiple of block."""
     return (pairs + min(pairs, num_experts) * (block - 1)) // block * block
 
 
 def plan_reference(experts: Tensor, num_experts: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where every pair goes. experts: int32 [T, k]; returns offsets int32 [E+1], source int32 [P], position int32 [T,
+    """Row of every pair. experts: int32 [T, k]; returns offsets int32 [E+1], source int32 [P], position int32 [T,
     k].
     """
     device = experts.device
@@ -31,7 +29,7 @@ def plan_reference(experts: Tensor, num_experts: int, block: int) -> tuple[Tenso
     rank = torch.arange(pairs, device=device) - (counts.cumsum(0) - counts)[sorted_bucket]
     placed = torch.where(sorted_bucket < num_experts, offsets[sorted_bucket] + rank, -1)
     position = torch.empty_like(flat).scatter_(0, order, placed)
-    # Dropped pairs all land in one row more than there are, which is cut off.
+    # All dropped pairs go to one extra row, which is then removed.
     source = torch.full((rows + 1,), -1, dtype=torch.int64, device=device)
     source.scatter_(0, torch.where(placed >= 0, placed, rows), order)
     return offsets.int(), source[:rows].int(), position.view(experts.shape).int()

@@ -2,8 +2,8 @@
 
     x bf16|f32 --quantize_*--> codes float8_e4m3fn, scales; x' = codes * scales
 
-Every quantizer keeps NaN and infinity visible: a block that holds one becomes NaN. No block clamps a finite value.
-Quantizers carry no gradient. Sources: DeepSeek-V3, section 3.3 (arXiv:2412.19437); OCP Microscaling Formats 1.0; RCEIL
+Every quantizer keeps NaN and infinity visible: a block with one becomes NaN. Finite values are never clamped.
+Quantizers have no gradient. Sources: DeepSeek-V3, section 3.3 (arXiv:2412.19437); OCP Microscaling Formats 1.0; RCEIL
 scales, arXiv:2506.08027.
 """
 
@@ -32,12 +32,12 @@ def quantize_activations(
     """Quantize rows in blocks of 128 columns: scale = amax / 448, code = round_to_e4m3(x / scale).
 
     x: [M, K] bfloat16, float32 or float64, any M and K (edge blocks are narrower), any strides. Returns codes [M, K]
-    float8_e4m3fn and scales [M, ceil(K/128)] float32, stored column by column (stride 1 along M), as the GEMMs read
-    them. An all-zero block has scale 1.
+    float8_e4m3fn and scales [M, ceil(K/128)] float32, stored column by column (stride 1 along M) for the GEMMs. An
+    all-zero block has scale 1.
 
-    power_of_two: scales rounded up to powers of two. stochastic_seed: 0 to 2^63 - 1; rounds up with the probability
-    that makes the expected code * scale the value itself, by Philox at the element's place, so a step needs a seed of
-    its own. Raises KernelInputError.
+    power_of_two: scales rounded up to powers of two. stochastic_seed: 0 to 2^63 - 1; rounds up with the probability for
+    which the expected code * scale equals the value, by Philox at the element's position, so every step needs its own
+    seed. Raises KernelInputError.
     """
     _check("quantize_activations", x, 2, stochastic_seed)
     return _quantize_activations(x.detach(), power_of_two, stochastic_seed)
@@ -68,7 +68,7 @@ def quantize_weights_both(w: Tensor, *, power_of_two: bool = False) -> tuple[Ten
     """`quantize_weights`, and the same codes and scales transposed: codes_t [..., K, N], scales_t [..., ceil(K/128),
     ceil(N/128)].
 
-    Square blocks make both orientations the same numbers; the second is what dgrad multiplies by. One pass over w.
+    Square blocks give both orientations the same numbers; dgrad multiplies by the second. One pass over w.
     """
     return _weights(w, power_of_two, transposed=True)
 

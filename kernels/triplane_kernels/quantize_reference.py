@@ -22,7 +22,7 @@ E8M0_ONE = 127
 def quantize_activations(x: Tensor, power_of_two: bool, seed: int | None) -> tuple[Tensor, Tensor]:
     """Codes [M, K] and scales [M, ceil(K/128)] of x [M, K]: code = round(x * (1 / scale)).
 
-    Scales lie column by column.
+    Scales are stored column by column.
     """
     blocks = _row_blocks(_computed(x), BLOCK)
     scales = block_scales(blocks.abs().amax(dim=2), power_of_two=power_of_two)
@@ -31,8 +31,8 @@ def quantize_activations(x: Tensor, power_of_two: bool, seed: int | None) -> tup
 
 
 def quantize_both(x: Tensor, power_of_two: bool, seed: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`quantize_activations` of x [M, K] and of its transpose; a stochastic one draws the same number for an element in
-    both.
+    """`quantize_activations` of x [M, K] and of its transpose; stochastic rounding uses the same random number for an
+    element in both.
     """
     codes, scales = quantize_activations(x, power_of_two, seed)
     blocks = _row_blocks(_computed(x).t(), BLOCK)
@@ -53,7 +53,7 @@ def quantize_weights(w: Tensor, power_of_two: bool, transposed: bool) -> tuple[T
     codes = codes.view(padded.shape)[:, :rows].contiguous()
     scales = scales.view(count, padded.shape[1] // BLOCK, -(-columns // BLOCK))
     kept = slice(None) if transposed else slice(0)
-    # .contiguous() gives back the very tensor where nothing is to be moved; results of an operator may not share memory
+    # .contiguous() returns a contiguous tensor itself, but results of an operator must not share memory
     return (
         codes,
         scales,

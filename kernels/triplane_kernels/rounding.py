@@ -19,8 +19,8 @@ _MASK = 0xFFFFFFFF
 def to_e4m3(scaled: Tensor, random: Tensor | None = None) -> Tensor:
     """float8_e4m3fn codes of `scaled` (float32 or float64, any shape): clamped to +-448, NaN stays NaN.
 
-    random: uniform numbers in [0, 1) of that shape; with them a value between two codes takes the upper one with the
-    probability that makes the expectation the value itself. Without them: to nearest, ties to even.
+    random: uniform numbers in [0, 1) of that shape; with them a value between two codes is rounded up with the
+    probability for which the expectation equals the value. Without them: to nearest, ties to even.
     """
     clamped = scaled.clamp(-E4M3_MAX, E4M3_MAX)
     if random is not None:
@@ -31,14 +31,14 @@ def to_e4m3(scaled: Tensor, random: Tensor | None = None) -> Tensor:
 
 
 def _step(values: Tensor) -> Tensor:
-    """Distance of neighbouring codes at `values`: 2^(exponent - 3), and 2^-9 below the smallest normal code 2^-6."""
+    """Distance of adjacent codes at `values`: 2^(exponent - 3), and 2^-9 below the smallest normal code 2^-6."""
     _, exponent = torch.frexp(values)
     return power_of_two(exponent.clamp(min=-5) - 4, values.dtype)
 
 
 def power_of_two(exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """2^exponents (integers from -1022 to 1023) in `dtype`, by bits: `torch.ldexp` computes a power, which a GPU need
-    not round rightly.
+    """2^exponents (integers from -1022 to 1023) in `dtype`, by bits: `torch.ldexp` computes a power, which a GPU may
+    round incorrectly.
     """
     return ((exponents.long() + 1023) << 52).view(torch.float64).to(dtype)
 

@@ -29,7 +29,7 @@ def route(
 
     logits: [T, E] float32, bfloat16 or float16. bias: float32 [E], added to the scores for the choice only, never to
     the weights (auxiliary-loss-free balancing: DeepSeek-V3, section 2.1.2, arXiv:2412.19437); it gets no gradient.
-    scores: over the experts (softmax) or each by itself (sigmoid). normalize: divide a token's k weights by their sum.
+    scores: over all experts (softmax) or per expert (sigmoid). normalize: divide a token's k weights by their sum.
     Returns weights float32 [T, k], differentiable in logits, and experts int32 [T, k], highest score first, equal ones
     by lower index. Experts are always valid indices; NaN logits give NaN weights. Float64 logits are computed in
     float64. Raises KernelInputError for options and shapes that don't fit.

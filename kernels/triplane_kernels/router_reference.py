@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 TINY = 1e-20
-"""Added to the sum that normalizes: it changes no usual sum, and keeps k scores that all underflow from giving 0 / 0
+"""Added to the normalizing sum: it does not change usual sums, and avoids 0 / 0 if all k scores underflow
 (DeepSeek-V3).
 """
 
@@ -14,7 +14,7 @@ TINY = 1e-20
 def route_reference(logits: Tensor, k: int, bias: Tensor | None, scores: str, normalize: bool) -> tuple[Tensor, Tensor]:
     """Weights [T, k] and experts int32 [T, k] of logits [T, E]."""
     every = scores_reference(logits, scores)
-    # Scores rise with logits, so without a bias the logits themselves decide: no ties that rounding made.
+    # Scores increase with logits, so without a bias the logits decide, which avoids ties by rounding.
     keys = logits.to(every.dtype) if bias is None else every + bias.to(every.dtype)
     experts = keys.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     weights = every.gather(1, experts)
@@ -24,7 +24,7 @@ def route_reference(logits: Tensor, k: int, bias: Tensor | None, scores: str, no
 
 
 def route_backward_reference(gradient: Tensor, logits: Tensor, experts: Tensor, scores: str, normalize: bool) -> Tensor:
-    """Gradient of logits [T, E] from that of the weights [T, k]; the choice of experts carries none."""
+    """Gradient of logits [T, E] from that of the weights [T, k]; the choice of experts has no gradient."""
     every = scores_reference(logits, scores)
     chosen = experts.long()
     picked = every.gather(1, chosen)

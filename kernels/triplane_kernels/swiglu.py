@@ -41,11 +41,10 @@ def swiglu_backward(gradient: Tensor, gate_up: Tensor) -> Tensor:
 
 
 def swiglu_quantized(gate_up: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
-    """`quantize_activations` of silu(gate) * up, from its float32 values: nothing is rounded to gate_up's dtype
-    between.
+    """`quantize_activations` of silu(gate) * up, from its float32 values without rounding to gate_up's dtype.
 
-    gate_up: as of `swiglu`. Returns codes [P, F] float8_e4m3fn and scales [P, ceil(F/128)] float32 (stride 1 along P).
-    Codes carry no gradient: theirs, straight through, is `swiglu_backward`. Raises KernelInputError.
+    gate_up: see `swiglu`. Returns codes [P, F] float8_e4m3fn and scales [P, ceil(F/128)] float32 (stride 1 along P).
+    Codes have no gradient; `swiglu_backward` is the straight-through gradient. Raises KernelInputError.
     """
     _check(gate_up)
     return _swiglu_quantized(gate_up.detach().contiguous(), power_of_two)
@@ -58,7 +57,7 @@ def swiglu_backward_quantized(
     pass.
 
     Returns the gradient of gate_up [P, 2F] of its dtype, codes [P, 2F] float8_e4m3fn and scales [P, ceil(2F/128)]
-    float32 (stride 1 along P). Where F is no multiple of 128, one block of columns holds both gate and up. Raises
+    float32 (stride 1 along P). If F is no multiple of 128, one block of columns has both gate and up. Raises
     KernelInputError.
     """
     _check(gate_up, gradient)

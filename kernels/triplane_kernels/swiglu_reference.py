@@ -24,9 +24,7 @@ def swiglu_quantized(gate_up: Tensor, power_of_two: bool) -> tuple[Tensor, Tenso
 
 
 def swiglu_backward_quantized(gradient: Tensor, gate_up: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of gate_up [P, 2F], and its codes [P, 2F] and scales [P, ceil(2F/128)], taken before it is
-    rounded.
-    """
+    """The gradient of gate_up [P, 2F], and its codes [P, 2F] and scales [P, ceil(2F/128)] from unrounded values."""
     slopes = _swiglu_backward(gradient, gate_up)
     return slopes.to(gate_up.dtype), *quantize_reference.quantize_activations(slopes, power_of_two, None)
 

@@ -1,11 +1,10 @@
-"""Finds launch configurations for this machine's GPU and writes them where every user of this device gets them: `python
--m triplane_kernels.tune`.
+"""Find launch configurations for this machine's GPU and write them into the package: `python -m triplane_kernels.tune`.
 
     work: every op's shapes --> worker (a process: may crash or hang) --tried, found--> this process -->
     tuned/<device>.json after each shape
 
-A worker that dies, or tries one configuration for longer than --patience, is ended; its configuration is skipped with a
-note, and another goes on. Stops by itself after --seconds; started again, it goes on with the shapes that are left.
+If a worker dies, or needs longer than --patience for one configuration, it is killed; the configuration is skipped with
+a note, and another worker continues. Stops after --seconds; the next run continues with the remaining shapes.
 """
 
 from __future__ import annotations
@@ -27,35 +26,35 @@ from triplane_kernels.tune_worker import load_workloads
 from triplane_kernels.tuning import Config, Shape, Table, device_file, read_table, write_table
 
 DONE = "workloads done"
-"""Key of the table under which the finished workloads stand, as "op 4096x8192"."""
+"""Key of the table with the finished workloads, as "op 4096x8192"."""
 WORKER = [sys.executable, "-m", "triplane_kernels.tune_worker"]
 Work = tuple[str, Shape]
 
 
 @dataclass
 class Tuning:
-    """What is left to do, and what was found."""
+    """Remaining work and results."""
 
     path: Path
     table: Table
     work: list[Work]
     patience: float
-    """Seconds that one configuration, compiled and timed, may take."""
+    """Time limit of one configuration, compiled and timed, in seconds."""
     deadline: float
-    """On the monotonic clock."""
+    """Deadline on the monotonic clock."""
     skipped: list[tuple[str, Config]] = field(default_factory=list)
 
     def run(self) -> None:
-        """Workers one after the other, until nothing is left or the time is over."""
+        """Run workers in sequence until no work or time is left."""
         while self.work and time.monotonic() < self.deadline:
             before = len(self.work), len(self.skipped)
             self._worker()
             if (len(self.work), len(self.skipped)) == before and time.monotonic() < self.deadline:
                 op, shape = self.work.pop(0)
-                _note(f"{op} {_name(shape)}: the worker ended before it tried anything; passed over")
+                _note(f"{op} {_name(shape)}: the worker ended before its first configuration; skipped")
 
     def _worker(self) -> None:
-        """One worker, until it ends, hangs or the time is over."""
+        """Run one worker until it ends, hangs or reaches the deadline."""
         trying: tuple[str, Config] | None = None
         with _started({"work": self.work, "skipped": self.skipped}) as worker:
             for line in _lines(worker, self.patience, self.deadline):
@@ -86,7 +85,7 @@ class Tuning:
 
 @contextlib.contextmanager
 def _started(order: dict[str, object]) -> Iterator[subprocess.Popen[str]]:
-    """A worker with its order; ended on the way out whatever it does."""
+    """Start a worker with its input; kill it at the end of the block."""
     worker = subprocess.Popen(WORKER, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         with contextlib.suppress(BrokenPipeError):
@@ -100,7 +99,7 @@ def _started(order: dict[str, object]) -> Iterator[subprocess.Popen[str]]:
 
 
 def _lines(worker: subprocess.Popen[str], patience: float, deadline: float) -> Iterator[str]:
-    """Its lines, until it ends, is silent for `patience` seconds, or the deadline comes."""
+    """Lines of a worker until it ends, is silent for `patience` seconds, or reaches the deadline."""
     said: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     def listen() -> None:
@@ -129,7 +128,7 @@ def _note(text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Tune the named ops, or all. Returns the exit code: 2 where there is nothing to tune on."""
+    """Tune the named ops, or all. Returns the exit code: 2 without a suitable GPU."""
     workloads = load_workloads()
     parser = argparse.ArgumentParser(
         prog="python -m triplane_kernels.tune", description=(__doc__ or "").partition("\n\n")[0]
@@ -137,12 +136,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("ops", nargs="*", help=f"of {', '.join(sorted(workloads))}; all without")
     parser.add_argument("--out", type=Path, help="file to write; the package's own for this device without")
     parser.add_argument(
-        "--seconds", type=float, default=540, help="stop after so long (default: 540); the next run goes on"
+        "--seconds", type=float, default=540, help="time limit in seconds (default: 540); the next run continues"
     )
     parser.add_argument(
         "--patience", type=float, default=90, help="seconds that one configuration may take (default: 90)"
     )
-    parser.add_argument("--again", action="store_true", help="search anew what the file holds already")
+    parser.add_argument("--again", action="store_true", help="search again for configurations that the file has")
     chosen = parser.parse_args(arguments)
     here = machine()
     unknown = set(chosen.ops) - set(workloads)

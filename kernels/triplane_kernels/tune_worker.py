@@ -1,8 +1,8 @@
-"""The process that `tune` starts: runs workloads with a search at every lookup, and tells on standard output what it
-tries and finds.
+"""Process that `tune` starts: runs workloads with a search at every lookup, and reports tries and results on standard
+output.
 
-Standard input: one JSON object {"work": [[op, shape], ...], "skipped": [[op, configuration], ...]}. Output, a JSON
-object a line: {"trying": [op, configuration]} before each, {"done": [op, shape], "found": table} after each workload,
+Standard input: one JSON object {"work": [[op, shape], ...], "skipped": [[op, configuration], ...]}. Output, one JSON
+object per line: {"trying": [op, configuration]} before each, {"done": [op, shape], "found": table} after each workload,
 {"failed": [op, shape], "why": text}.
 """
 
@@ -21,7 +21,7 @@ from triplane_kernels.tuning import WORKLOADS, Config, Workload, searching
 
 
 def load_workloads() -> dict[str, Workload]:
-    """Every op's, after importing the modules that register them."""
+    """Workloads of all ops, after importing the modules that register them."""
     for module in pkgutil.iter_modules(triplane_kernels.__path__):
         if not module.name.endswith(("_triton", "_gluon")) and not module.name.startswith(("tune", "compiled")):
             importlib.import_module(f"triplane_kernels.{module.name}")
@@ -29,7 +29,7 @@ def load_workloads() -> dict[str, Workload]:
 
 
 def main() -> int:
-    """Until the work is done, or the CUDA context is lost: 1 then."""
+    """Run until the work is done. Returns 1 if the CUDA context is lost."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="tune: %(message)s")
     order = json.load(sys.stdin)
     skipped = [(op, config) for op, config in order["skipped"]]

@@ -1,4 +1,4 @@
-"""Launch configurations of the kernels: kept as data for known devices, found by search and remembered for others.
+"""Launch configurations of the kernels: stored as data for known devices, found by search and cached for others.
 
     lookup(op, shape) --> tuned/<device>.json, nearest shape --> user's cache, same shape bucket --> search (do_bench),
     into the cache
@@ -33,17 +33,17 @@ Table = dict[str, dict[str, Config]]
 """op -> shape bucket ("4096x8192") -> configuration."""
 Shape = tuple[int, ...]
 Results = Tensor | Sequence[Tensor] | None
-"""What a launch wrote: compared between configurations where it is given."""
+"""Output of a launch, compared between configurations if it is given."""
 TUNED = Path(__file__).parent / "tuned"
 CACHE = "TRIPLANE_KERNELS_CACHE"
-"""Environment variable naming the folder for configurations found by search; $XDG_CACHE_HOME/triplane/kernels without
-it.
+"""Environment variable with the folder for configurations found by search; default:
+$XDG_CACHE_HOME/triplane/kernels.
 """
 SAMPLE = 1 << 18
-"""Values of a result that are compared between configurations."""
+"""Number of values of a result that are compared between configurations."""
 SAMPLED_ROWS = 64
 DISTANCE = 0.01
-"""Largest relative distance of results that agree."""
+"""Largest relative distance of agreeing results."""
 _log = logging.getLogger(__name__)
 _remembered: dict[tuple[str, str, str], Config] = {}
 _recorder: list[Recorder] = []
@@ -51,16 +51,16 @@ _recorder: list[Recorder] = []
 
 @dataclass(frozen=True)
 class Recorder:
-    """What a search at every lookup fills and heeds."""
+    """State of a search at every lookup."""
 
     table: Table
     skipped: Sequence[tuple[str, Config]]
-    """Configurations of an op that are not tried: they brought a process down before."""
+    """Configurations to skip, since they crashed a process before."""
     announce: Callable[[str, Config], None]
-    """Told each configuration before it is compiled and launched."""
+    """Called with each configuration before it is compiled and launched."""
 
     def search(self, op: str, candidates: Sequence[Config], run: Callable[[Config], Results]) -> Config:
-        """`search` among those that are not skipped."""
+        """`search` without the skipped configurations."""
         announced: list[Config] = []
 
         def told(config: Config) -> Results:
@@ -74,7 +74,7 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Workload:
-    """Shapes worth tuning an op for, and how to run it once at each of them."""
+    """Shapes to tune an op for, and a function that runs it once."""
 
     shapes: Sequence[Shape]
     run: Callable[..., object]
@@ -85,7 +85,9 @@ WORKLOADS: dict[str, Workload] = {}
 
 
 def workload(op: str, shapes: Sequence[Shape]) -> Callable[[Callable[..., object]], Callable[..., object]]:
-    """Register the decorated function as what `python -m triplane_kernels.tune` runs for `op`, once a shape."""
+    """Register the decorated function as the workload of `op` for `python -m triplane_kernels.tune`, called once per
+    shape.
+    """
 
     def register(run: Callable[..., object]) -> Callable[..., object]:
         WORKLOADS[op] = Workload(shapes, run)
@@ -102,12 +104,12 @@ def bucket(shape: Sequence[int]) -> str:
 def lookup(
     op: str, shape: Sequence[int], candidates: Sequence[Config], run: Callable[[Config], Results], *, small: Config
 ) -> Config:
-    """The configuration to launch `op` with at `shape`.
+    """Configuration for a launch of `op` with `shape`.
 
-    candidates: what a search tries, the best guess first. run: launches the kernel once with a configuration, returns
-    what it wrote (the same tensors at every call) or None, and may be repeated. small: what the interpreter takes,
-    where sizes cost time. A candidate that the device refuses (registers, shared memory) is passed over; KernelError
-    where it refuses all. While a CUDA graph is captured nothing is searched: the first guess is taken.
+    candidates: configurations for a search, the best guess first. run: launches the kernel once with a configuration,
+    returns its output (the same tensors at every call) or None, and may be repeated. small: configuration for the
+    interpreter, where large tiles take long. A candidate that the device refuses (registers, shared memory) is skipped;
+    KernelError if it refuses all. During capture of a CUDA graph there is no search, and the first candidate is used.
     """
     here = machine()
     if here.interpreter:
@@ -127,7 +129,7 @@ def lookup(
         try:
             found = search(op, candidates, run)
         except torch.OutOfMemoryError:
-            _log.warning("%s: no memory is left to time configurations; the first is taken until there is", op)
+            _log.warning("%s: not enough memory to time configurations; using the first one for now", op)
             return candidates[0]
         _keep(op, key[2], found)
     _remembered[key] = found
@@ -135,9 +137,7 @@ def lookup(
 
 
 def nearest(table: Mapping[str, Config], shape: Sequence[int]) -> Config | None:
-    """The configuration whose bucket lies nearest to `shape`, by the sum of |log2| differences; None in an empty
-    table.
-    """
+    """Configuration whose bucket is nearest to `shape`, by the sum of |log2| differences; None for an empty table."""
 
     def distance(name: str) -> float:
         sizes = [int(part) for part in name.split("x")]
@@ -154,10 +154,10 @@ class _Trial:
 
 
 def search(op: str, candidates: Sequence[Config], run: Callable[[Config], Results]) -> Config:
-    """The fastest of `candidates` by the median of CUDA event times, among those whose results most of them share.
+    """Fastest of `candidates` by the median of CUDA event times, among those with the most frequent result.
 
-    What the device refuses (registers, shared memory) is passed over. Raises KernelError where none runs and where one
-    breaks the CUDA context, torch.OutOfMemoryError where results can't be compared or timed.
+    Skips candidates that the device refuses (registers, shared memory). Raises KernelError if none runs or one breaks
+    the CUDA context, torch.OutOfMemoryError if results can't be compared or timed.
     """
     trials: list[_Trial] = []
     refusal = ""
@@ -168,7 +168,7 @@ def search(op: str, candidates: Sequence[Config], run: Callable[[Config], Result
             raise
         except Exception as refused:  # noqa: BLE001  Triton's compiler and launcher raise many types for what a device lacks
             refusal = f"{type(refused).__name__}: {(str(refused).splitlines() or [''])[0]}"
-            _log.info("%s: %s is passed over: %s", op, candidate, refusal)
+            _log.info("%s: skipping %s: %s", op, candidate, refusal)
             _check_context(op, candidate, refused)
     if not trials:
         raise KernelError(
@@ -180,7 +180,7 @@ def search(op: str, candidates: Sequence[Config], run: Callable[[Config], Result
     for trial in trials:
         if trial not in agreed:
             _log.warning(
-                "%s: %s gives other results than %d configurations that agree; it is passed over",
+                "%s: skipping %s, whose results differ from %d agreeing configurations",
                 op,
                 trial.config,
                 len(agreed),
@@ -191,7 +191,7 @@ def search(op: str, candidates: Sequence[Config], run: Callable[[Config], Result
 def _try(candidate: Config, run: Callable[[Config], Results]) -> _Trial:
     from triton.testing import do_bench
 
-    # the second launch writes over values that no kernel writes, so what it leaves out is seen
+    # before the second launch, fill the output with values that no kernel writes, to detect unwritten ones
     for written in _tensors(run(candidate)):
         written.fill_(math.nan if written.is_floating_point() else torch.iinfo(written.dtype).max)
     sample = [_sample(written) for written in _tensors(run(candidate))]
@@ -203,9 +203,7 @@ def _tensors(results: Results) -> Sequence[Tensor]:
 
 
 def _sample(written: Tensor) -> Tensor:
-    """A copy of some evenly spread values, float32, that takes little memory: about SAMPLE of them, or some rows of
-    what is not contiguous.
-    """
+    """Small float32 copy of evenly spread values: about SAMPLE of them, or some rows of a non-contiguous tensor."""
     if written.is_contiguous():
         spread = written.detach().flatten()[:: max(written.numel() // SAMPLE, 1)]
     else:
@@ -214,7 +212,7 @@ def _sample(written: Tensor) -> Tensor:
 
 
 def agree(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
-    """Whether results differ by no more than the order of a sum can make: 1% in norm, NaN and infinity in the same
+    """Whether results differ by no more than the order of summation allows: 1% in norm, NaN and infinity in the same
     places.
     """
     for one, other in zip(ours, theirs, strict=True):
@@ -227,8 +225,8 @@ def agree(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
 
 
 def _check_context(op: str, candidate: Config, refused: Exception) -> None:
-    """Raises KernelError where the error was no refusal: after an illegal access every later call of this process
-    fails.
+    """Raise KernelError if the error broke the CUDA context: after an illegal access all later calls of this process
+    fail.
     """
     try:
         torch.cuda.synchronize()
@@ -243,7 +241,7 @@ def _check_context(op: str, candidate: Config, refused: Exception) -> None:
 def searching(
     skipped: Sequence[tuple[str, Config]] = (), announce: Callable[[str, Config], None] = lambda op, config: None
 ) -> Iterator[Table]:
-    """Inside, every lookup searches anew, whatever is kept; yields the table that fills.
+    """Context in which every lookup searches, regardless of stored configurations; yields the table of results.
 
     Arguments: fields of `Recorder`.
     """
@@ -256,8 +254,8 @@ def searching(
 
 
 def tuning_now() -> bool:
-    """Inside `searching`: kernels that could hang a device are candidates there alone, where a process that hangs is
-    ended.
+    """Whether `searching` is active: only then are kernels that could hang a device candidates, since `tune` kills a
+    hanging process.
     """
     return bool(_recorder)
 
@@ -273,13 +271,13 @@ def write_table(path: Path, table: Table) -> None:
 
 
 def device_file(device: str) -> Path:
-    """Where the package keeps the configurations of the device of this name."""
+    """The package's file of configurations for the device of this name."""
     return TUNED / f"{_slug(device)}.json"
 
 
 @cache
 def source_digest() -> str:
-    """Digest of every kernel's source: configurations found for another source are not taken."""
+    """Digest of all kernel sources: configurations of other sources are ignored."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         if path.stem.endswith(("_triton", "_gluon")):
@@ -293,7 +291,7 @@ def _packaged(device: str) -> Table:
 
 
 def read_table(path: Path) -> Table:
-    """The table in `path`; empty where there is none or it can't be read as one (a search then writes it anew)."""
+    """Table in `path`; empty if it is missing or unreadable (a search then writes it again)."""
     try:
         table = json.loads(path.read_text())
         if not isinstance(table, dict):
@@ -301,7 +299,7 @@ def read_table(path: Path) -> Table:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        _log.warning("%s: not a table of kernel configurations (%s); configurations are searched anew", path, error)
+        _log.warning("%s: not a table of kernel configurations (%s); searching configurations again", path, error)
         return {}
     return table
 
@@ -313,7 +311,7 @@ def _keep(op: str, name: str, found: Config) -> None:
     try:
         write_table(path, table)
     except OSError as error:
-        _log.warning("%s: can't keep a kernel configuration (%s); set %s to a writable folder", path, error, CACHE)
+        _log.warning("%s: can't store a kernel configuration (%s); set %s to a writable folder", path, error, CACHE)
 
 
 def _cache_file() -> Path:

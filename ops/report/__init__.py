@@ -7,14 +7,14 @@
                                                     (a view, outside the digest)
 
 In: artifacts of one iteration, the rows of earlier reports, seconds that Dagster measured. Out: an artifact of kind
-`report`. Everything a policy wrote reaches the page as compressed data and becomes text nodes only; `web/` holds the
-page's own markup, style and script.
+`report`. All text of a policy enters the page as compressed data and becomes text nodes only; `web/` holds the page's
+own markup, style and script.
 
 Imported by assets and triplane_dagster. May import: dagster (timings only), resources and what lies below.
 """
 
 ROUTE = "/reports"
-"""Where our web server shows reports: ROUTE/<action key>.
+"""Path of reports on Triplane's web server: ROUTE/<action key>.
 
-Without host and port, so a link is right behind any address.
+Without host and port, so that links work behind any address.
 """

@@ -21,7 +21,7 @@ from ops.report.timings import Seconds
 
 @dataclass(frozen=True)
 class Report:
-    """Report that is built but not committed."""
+    """Report before it is committed."""
 
     summary: dict[str, Any]
     """Deterministic: rows of all iterations so far, distributions, families, decision, inputs."""
@@ -30,7 +30,7 @@ class Report:
 
 
 def report_config(sources: Sources, earlier: list[Row]) -> dict[str, Any]:
-    """Settings that decide a report beside the artifacts of its own iteration."""
+    """Settings that affect a report, beyond the artifacts of its iteration."""
     return {"experiment": sources.experiment, "iteration": sources.iteration, "history": digest_of(earlier)}
 
 
@@ -68,7 +68,7 @@ def commit_report(sources: Sources, earlier: list[Row], seconds: Seconds) -> Art
     report = compose(sources, earlier, seconds)
     with work.writer() as out:
         out.add_json("summary.json", report.summary)
-        # both tell seconds, so they stay outside the content digest
+        # both contain durations, so they are not part of the content digest
         out.add_bytes("report.html", report.page, telemetry=True)
         out.add_json("timings.json", seconds, telemetry=True)
         return out.commit(
@@ -81,7 +81,7 @@ def commit_report(sources: Sources, earlier: list[Row], seconds: Seconds) -> Art
 
 
 def headline(row: Row) -> dict[str, float]:
-    """Main numbers of an iteration; those that it has not reached are absent."""
+    """Main numbers of an iteration, as far as they exist."""
     found: dict[str, float | None] = {"train reward": (row["train"] or {}).get("reward")}
     for split in (Split.HELD_OUT, Split.GATE):
         compared = row[split.value]

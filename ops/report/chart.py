@@ -10,10 +10,10 @@ from ops.report.history import Row
 
 WIDTH, HEIGHT, EDGE = 520, 170, 34
 SHOWN = 60
-"""Iterations drawn: the last ones."""
+"""Number of iterations in the chart: the latest ones."""
 SPLITS = ((Split.HELD_OUT, "#2268c9", "held-out"), (Split.GATE, "#c65a11", "gate"))
 INK, LINE = "#7d8899", "#b6bec9"
-"""Read well on a light and on a dark page."""
+"""Colors for light and dark pages."""
 
 
 def pass_rate_picture(rows: Sequence[Row]) -> str:

@@ -13,9 +13,9 @@ from ops.report.history import finite
 from ops.reward_components import EVIDENCE_FILE
 
 MAX_REASON, MAX_ANSWER = 600, 1_200
-"""Characters of one reason and of one answer of a judge."""
+"""Maximum characters of one reason and of one answer of a judge."""
 MAX_ANSWERS = 4
-"""Answers shown of one component."""
+"""Maximum answers per component."""
 
 
 def read_evidence(rewards: Artifact | None, episodes: Collection[str]) -> dict[str, list[dict[str, Any]]]:

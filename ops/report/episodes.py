@@ -1,7 +1,7 @@
 """Episodes for the report's viewer: facts of every episode; tokens, calls and diffs of as many as the page may contain.
 
-Listed and detailed episodes are taken round by round: the first sample of every group, then the second, and so on, so a
-cut is a fair sample.
+Episodes are listed and detailed round by round: the first sample of every group, then the second, and so on. So a
+truncated list is a fair sample.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ops.report.tokens import Vocabulary
 from ops.report.verdicts import read_verdicts
 
 MAX_LISTED = 5_000
-"""Episodes of the list."""
+"""Maximum number of listed episodes."""
 MAX_DETAIL_BYTES = 6_000_000
-"""Tokens, calls and diffs of all episodes, before compression: the page stays at a few MB."""
+"""Maximum size of tokens, calls and diffs of all episodes, before compression: limits the page to a few MB."""
 TOKEN_BYTES = 9
 """JSON bytes of one token: id, its share of roles and logprobs."""
 MAX_RESULT, MAX_DIFF = 4_000, 20_000
-"""Characters of one tool result and of one diff."""
+"""Maximum characters of one tool result and of one diff."""
 
 
 def viewer(sources: Sources, tasks: Mapping[str, Task]) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def viewer(sources: Sources, tasks: Mapping[str, Task]) -> dict[str, Any]:
 
 
 def clip(text: str, limit: int) -> str:
-    """Beginning of a text, with the length of what is missing."""
+    """Beginning of a text, with the length of the omitted rest."""
     return text if len(text) <= limit else f"{text[:limit]}\n[{len(text) - limit:,} more characters]"
 
 

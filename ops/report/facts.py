@@ -75,7 +75,7 @@ def graded_outcome(outcome: str, solved: bool | None) -> str:
 
 
 def families(sources: Sources, tasks: Mapping[str, Task]) -> dict[str, list[dict[str, Any]]]:
-    """Pass rate of every task family before (parent) and after (candidate), by split that was played."""
+    """Pass rate of every task family before (parent) and after (candidate), by evaluated split."""
     found: dict[str, list[dict[str, Any]]] = {}
     for split in (Split.HELD_OUT, Split.UNSEEN, Split.GATE):
         runs = {who: sources.parent("evaluation", f"{who}_{split.value}") for who in ("parent", "candidate")}

@@ -2,7 +2,7 @@
 
     report[previous].rows + rows of iterations since, from their artifacts + this iteration's row
 
-Reports chain, so a long history costs one read; rows are the same whether they came from a report or from artifacts.
+Each report contains earlier rows, so a long history needs one read. Rows from a report and from artifacts are equal.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from resources.refs import partitions, read_artifact
 
 Row = dict[str, Any]
 STEPS = 16
-"""Optimizer steps shown of one iteration."""
+"""Maximum optimizer steps per iteration."""
 STEP_NUMBERS = ("loss", "entropy", "old_kl", "grad_norm", "clip_fraction")
 
 
 def row_of(sources: Sources) -> Row:
-    """Numbers of one iteration; those that it has not reached are None."""
+    """Numbers of one iteration; None if they don't exist yet."""
     inputs, rollouts = sources.get("iteration_inputs"), sources.get("rollouts")
     rewards, dataset = sources.get("rewards"), sources.get("dataset")
     candidate, evaluation, decision = (sources.get(asset) for asset in ("checkpoint", "evaluation", "sampler"))

@@ -1,7 +1,7 @@
 """Render the report as one file with markup, style, script and data, without network access.
 
-Data goes in as gzipped JSON in base64, which cannot end its element. The script makes text nodes of it and never
-markup, and a content security policy lets nothing run but this very script: what a policy wrote stays text.
+The data is gzipped JSON in base64, which cannot close its element. The script creates text nodes only, never markup,
+and the content security policy allows no other script. So text of a policy stays text.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def read_data(page: bytes) -> dict[str, Any]:
     import json
 
     found = re.search(rb'<script id="data"[^>]*>([^<]*)</script>', page)
-    assert found is not None, "a rendered page holds its data"
+    assert found is not None, "a rendered page contains its data"
     data: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(found.group(1))))
     return data
 

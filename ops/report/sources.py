@@ -1,4 +1,4 @@
-"""Sources of a report: the artifacts that the assets of one iteration produced last."""
+"""Sources of a report: the latest artifacts of one iteration's assets."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from resources.refs import read_ref
 
 @dataclass(frozen=True)
 class Sources:
-    """Artifacts of one iteration by asset; an asset that it has not reached is absent."""
+    """Artifacts of one iteration by asset, as far as they exist."""
 
     store: Store
     experiment: str
     iteration: str
     artifacts: Mapping[str, Artifact]
     _parents: dict[ArtifactRef, Artifact] = field(default_factory=dict, repr=False)
-    """Opened once, since several parts of a report read them."""
+    """Opened parents, which several parts of a report read."""
 
     def get(self, asset: str) -> Artifact | None:
         """Artifact of an asset, or None."""
@@ -53,6 +53,6 @@ def find_sources(store: Store, experiment: str, iteration: str) -> Sources:
     if refs["rollouts"] is None:
         raise NotMaterialized(
             f"{experiment} iteration {iteration} has no rollouts in {store.url}: `triplane status -e {experiment}`"
-            " lists what there is"
+            " lists its iterations"
         )
     return open_sources(store, experiment, iteration, {asset: ref for asset, ref in refs.items() if ref is not None})

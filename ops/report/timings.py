@@ -10,7 +10,7 @@ from resources.refs import partitions, read_artifact
 Seconds = dict[str, dict[str, float]]
 """Iteration -> asset -> seconds."""
 RUNS = 20
-"""Runs of one iteration looked at: the latest."""
+"""Number of runs of one iteration to read: the latest."""
 
 
 def iteration_seconds(instance: dg.DagsterInstance, experiment: str, iteration: str) -> dict[str, float]:
@@ -26,7 +26,7 @@ def iteration_seconds(instance: dg.DagsterInstance, experiment: str, iteration: 
 
 
 def earlier_seconds(store: Store, experiment: str, iteration: str) -> Seconds:
-    """Seconds of the iterations before this one, from the last of their reports."""
+    """Seconds of the iterations before this one, from their latest report."""
     reports = [each for each in partitions(store, experiment, "report") if each < iteration]
     report = read_artifact(store, experiment, "report", reports[-1]) if reports else None
     found: Seconds = report.json("timings.json") if report else {}

@@ -11,11 +11,11 @@ from contracts.chat import ChatTokenizer
 from contracts.episodes import TokenRole
 
 UNFINISHED = "\ufffd"
-"""What a decoder makes of bytes that are no whole character."""
+"""Decoder output for an incomplete character."""
 MAX_JOINED = 8
 """Tokens that may share one character or emoji."""
 WORST = 9999
-"""Hundredths of a nat: a logprob below -99.99 is shown as that."""
+"""Largest stored value, in hundredths of a nat: logprobs below -99.99 are shown as -99.99."""
 
 
 class Vocabulary:
@@ -30,7 +30,7 @@ class Vocabulary:
     ) -> dict[str, Any]:
         """One sequence for the page. logprobs: of policy tokens only, in hundredths of a nat, positive; -1 if unknown.
 
-        joined: texts that differ from the id's own: characters spread over several tokens stand at the first of them.
+        joined: texts that differ from the id's own. A character of several tokens is placed at the first of them.
         """
         policy = [value for value, role in zip(logprobs, roles, strict=True) if role == TokenRole.POLICY]
         found: dict[str, Any] = {

@@ -12,9 +12,9 @@ from contracts.tasks import Task
 from curation.verify import read_verdict, verdict_key
 
 READERS = 16
-"""Verdicts read at once: each is a small object of its own, far away on S3."""
+"""Verdicts read concurrently: each is a separate small object, with high latency on S3."""
 MAX_MESSAGE = 600
-"""Characters of a test's message."""
+"""Maximum characters of a test's message."""
 
 Tests = list[dict[str, str]]
 

@@ -30,7 +30,7 @@ def test_metadata_names_content_rows_columns_and_parents(screen: Screen, lab: La
     expect(screen.value_of("digest")).to_have_text(re.compile("[0-9a-f]{64}"))
     expect(screen.page.get_by_text("Row count")).to_be_visible()
     expect(screen.page.get_by_role("row").filter(has_text="policy_tokens").first).to_contain_text("int32")
-    expect(screen.page.get_by_text("Content digest of the checkpoint that acted.")).to_be_visible()
+    expect(screen.page.get_by_text("Content digest of the acting checkpoint.")).to_be_visible()
     parents = screen.value_of("parents")
     for role in sorted(rollouts.manifest.parents):
         expect(parents).to_contain_text(role)

@@ -142,7 +142,7 @@ def test_a_broken_verifier_fails_the_step_instead_of_leaving_a_remainder() -> No
         ([], "which this suite lacks"),
         (
             [Task("t", "sum", Split.TRAIN, "other words", {}, {}, ("test_a",), b"", {})],
-            "is not what episode e was played on",
+            "has changed since episode e",
         ),
     ],
 )

@@ -32,7 +32,7 @@ def test_shipped_experiments_load_and_pass_a_dry_run(
         ("engine.thread=3", "engine.thread is not a field: did you mean threads?"),
         ("engine={kind: vllm, tolerance: -1}", "engine.tolerance = -1: Input should be greater than 0"),
         ("engine={kind: vllm, tolerence: 1}", "engine.tolerence is not a field: did you mean tolerance?"),
-        ("engine={kind: vllm, threads: 1}", "engine.threads is not a field: another kind has it"),
+        ("engine={kind: vllm, threads: 1}", "engine.threads is not a field: only another kind has this field"),
         ("rollouts.group_size=0", "rollouts.group_size = 0: Input should be greater than or equal to 1"),
         ("trainer.grpo.temperature=2", "set both to the same value"),
         ("sandboxes.limits.memory=3", "did you mean memory_mb?"),

@@ -61,7 +61,7 @@ def test_when_the_time_is_over_what_is_left_is_named() -> None:
     options, notes = kernels.KernelOptions(seconds=1.5), []
     found = list(kernels._apart(["activation", "router", "quantizers"], options, notes))
     assert len(found) == 2
-    assert "activation: the time was over" in notes[0] and "not measured: router, quantizers; --only" in notes[1]
+    assert "activation: time limit reached" in notes[0] and "not measured: router, quantizers; --only" in notes[1]
 
 
 def test_parts_are_chosen_by_pieces_of_their_names() -> None:

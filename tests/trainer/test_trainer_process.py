@@ -48,7 +48,7 @@ def test_sigterm_ends_with_one_line_and_the_same_command_goes_on(world: World, t
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 143
-    assert err.splitlines()[-1] == "trainer: stopped by SIGTERM: run the same job again to go on"
+    assert err.splitlines()[-1] == "trainer: stopped by SIGTERM: run the same job again to continue"
     assert "Traceback" not in err
 
 
@@ -156,7 +156,7 @@ def test_a_trainer_ends_when_its_launcher_is_killed(world: World) -> None:
         time.sleep(0.05)
     launcher.kill()
     _, err = launcher.communicate(timeout=60)  # ends when the trainer, which holds the pipe too, has ended
-    assert err.splitlines()[-1] == "trainer: stopped by SIGTERM: run the same job again to go on"
+    assert err.splitlines()[-1] == "trainer: stopped by SIGTERM: run the same job again to continue"
 
 
 def test_a_trainer_whose_launcher_is_gone_before_it_looks_does_not_start(world: World) -> None:

@@ -1,9 +1,9 @@
-"""The `triplane` command. It works on the same store and the same asset graph as the Dagster UI.
+"""The `triplane` command. It shares store and asset graph with the Dagster UI.
 
-In: arguments, experiments/*.yaml, a store. Out: tables for people, `--json` for programs, one-line errors on stderr.
-Modules: one a command; `app` registers them, `output` prints, `options` names the options that commands share,
-`history` reads what iterations achieved, `transcript` renders episodes, `bars` shows progress. Heavy imports (torch,
-dagster) happen inside commands, so `--help` is quick.
+In: arguments, experiments/*.yaml, a store. Out: tables, `--json` for programs, one-line errors on stderr. Modules: one
+per command; `app` registers them, `output` prints, `options` defines shared options, `history` reads the results of
+iterations, `transcript` renders episodes, `bars` shows progress. Commands import torch and dagster themselves, so
+`--help` is quick.
 
 Imported by nothing but benchmarks, which reads `history`. May import every package of this repository.
 """

@@ -16,9 +16,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from resources.progress import Progress as Update
 
 LINE_EVERY_S = 15.0
-"""Seconds between two lines about one phase where there is no terminal."""
+"""Seconds between two lines about one phase without a terminal."""
 SHOWN = ("tokens_per_second", "loss", "reward_mean", "expected_solve", "groups")
-"""Measurements worth a place beside a bar."""
+"""Measurements shown beside a bar."""
 
 
 class Bars:
@@ -39,7 +39,7 @@ class Bars:
         )
         self._tasks: dict[tuple[str | None, str, str], TaskID] = {}
         self._said: dict[tuple[str | None, str, str], float] = {}
-        """When a phase may have its next line; infinity once it is finished."""
+        """Earliest time of a phase's next line; infinity after the phase has finished."""
 
     def __enter__(self) -> Self:
         self._bars.start()

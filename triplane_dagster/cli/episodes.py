@@ -50,7 +50,7 @@ def list_episodes(
         if (not task or row["task"] == task) and (solved is None or row["solved"] == solved)
     ]
     title = f"{source.ref.kind} {source.ref.short}: {min(limit, len(rows))} of {len(rows)} episodes"
-    print_rows(rows[:limit], as_json=as_json, title=title, empty="no episode answers to this")
+    print_rows(rows[:limit], as_json=as_json, title=title, empty="no matching episode")
 
 
 @app.command()

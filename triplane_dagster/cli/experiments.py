@@ -91,7 +91,7 @@ def docs(
 
 @app.command()
 def raters(as_json: AsJson = False) -> None:
-    """List the rules that `rewards.components` of kind trace may use, and what each counts."""
+    """List the rules for `rewards.components` of kind trace, with descriptions."""
     from curation.rewards.traces import rule_table
 
     print_rows(rule_table(), as_json=as_json, empty="there are no rules")

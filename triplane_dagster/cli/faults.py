@@ -1,4 +1,4 @@
-"""Convert errors, also those of Dagster, its database and the system, to one line that names the thing and the fix."""
+"""Convert errors, also those of Dagster, its database and the system, to one line with the fix."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def line_of(error: BaseException) -> str | None:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Iterate over `error` and the errors it was raised from; Dagster wraps what a step raises."""
+    """Iterate over `error` and the errors it was raised from, since Dagster wraps errors of steps."""
     seen: BaseException | None = error
     while seen is not None:
         yield seen
@@ -32,18 +32,18 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _of_dagster(error: BaseException) -> str | None:
-    """Message for errors of Dagster's own records, with their location."""
+    """Message for errors of Dagster's records, with their location."""
     module, name = type(error).__module__.partition(".")[0], type(error).__name__
     said = " ".join(str(getattr(error, "orig", None) or error).split())[:300]
     if module == "sqlalchemy":
         where = f"{_HOME}={os.environ[_HOME]}" if os.environ.get(_HOME) else "the dagster.yaml here"
         scratch = os.environ.get("TMPDIR") or "/tmp"
         return (
-            f"Dagster's records, where {where} says, can't be used ({said}): free some space there and in {scratch},"
+            f"Dagster's records, located by {where}, can't be used ({said}): free some space there and in {scratch},"
             f" make them writable, or point {_HOME} elsewhere, then run the same command again"
         )
     if name == "DagsterInvariantViolationError" and _HOME in said:
         return f"{said.rstrip('.')}. Or unset {_HOME}: the records are then kept in .triplane/dagster"
     if name in ("DagsterInvalidConfigError", "ParserError", "ScannerError") and module in ("dagster", "yaml"):
-        return f"dagster.yaml is not valid ({said}): correct it, or point {_HOME} at a folder with another one"
+        return f"dagster.yaml is not valid ({said}): correct it, or set {_HOME} to another folder"
     return None

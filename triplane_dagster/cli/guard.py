@@ -1,4 +1,4 @@
-"""End a command early: an error becomes one line, a signal a message that says how to continue.
+"""End a command early: print one line for an error, and how to continue after a signal.
 
 TRIPLANE_DEBUG=1 shows tracebacks.
 """
@@ -18,12 +18,12 @@ from triplane_dagster.cli.interrupts import Interrupted, is_interrupt
 
 
 class GuardedGroup(TyperGroup):
-    """Command group in which none of our errors ends in a traceback."""
+    """Command group that prints Triplane's errors without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command.
 
-        Exits 1 after an error with a message of ours, 130 or 143 when interrupted, as shells say it.
+        Exits 1 after an error of Triplane, and 130 or 143 after a signal, as shells do.
         """
         try:
             return super().invoke(ctx)

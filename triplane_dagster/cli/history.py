@@ -25,24 +25,24 @@ REPORTED = (Split.HELD_OUT, Split.UNSEEN)
 
 @dataclass(frozen=True)
 class IterationSummary:
-    """Results of one iteration; a step that it has not reached is None."""
+    """Results of one iteration; None for steps that have not run."""
 
     iteration: str
     parent: str | None
-    """Digest of the policy that acted."""
+    """Digest of the acting policy."""
     policy: str | None
-    """Digest of the checkpoint made."""
+    """Digest of the new checkpoint."""
     train_reward: float | None
-    """Mean over graded episodes."""
+    """Mean reward of the graded episodes."""
     rates: Rates
-    """Of candidate and parent."""
+    """Pass rates of candidate and parent."""
     measures: Measures
-    """Of candidate and parent; of splits that are played more than once a task or greedily."""
+    """Measures of candidate and parent, on splits with greedy runs or more than one sample per task."""
     decision: str | None
     """live, refused or stale."""
     reasons: tuple[str, ...]
     rolled_back: str | None = None
-    """The rollback that took the policy back after it had gone live."""
+    """Rollback that undid the promotion of the policy."""
 
     def rate(self, split: Split, policy: str | None) -> PassRate | None:
         """Pass rate of candidate or parent on a split."""
@@ -66,7 +66,7 @@ def summaries(store: Store, experiment: str) -> list[IterationSummary]:
 
 
 def summary(store: Store, experiment: str, iteration: str, undone: Mapping[str, str]) -> IterationSummary:
-    """Summary of one iteration. undone: rollbacks by the digest of the policy that they took back."""
+    """Summary of one iteration. undone: rollbacks, by digest of the policy whose promotion they undid."""
     inputs = read_artifact(store, experiment, "iteration_inputs", iteration)
     candidate = read_ref(store, experiment, "checkpoint", iteration)
     decision = read_artifact(store, experiment, "sampler", iteration)
@@ -96,7 +96,7 @@ def base_measures(history: list[IterationSummary], split: Split) -> dict[str, An
 
 
 def base_row(history: list[IterationSummary]) -> dict[str, Any]:
-    """Table row of the policy that the first iteration started from. history: at least one iteration."""
+    """Table row of the policy that the first iteration started from. history: must not be empty."""
     return {
         "iteration": "base",
         "train reward": None,

@@ -6,9 +6,8 @@ once.
            --(Python)---> whoever handles it now: `_raise`, Dagster during a run, an event loop's canceller during a
            step
 
-The watcher sees what the others miss: Dagster drops a signal that arrives while it finishes a run, and code that is
-stuck handles none. An error raised where Python can't pass one on, as in a finalizer, is raised once more a moment
-later.
+The watcher handles cases that the others miss: Dagster drops a signal that arrives while it finishes a run, and blocked
+code handles none. Python drops an error that a finalizer raises, so it is raised again shortly after.
 """
 
 from __future__ import annotations
@@ -29,14 +28,16 @@ from types import FrameType
 from typing import Any
 
 GRACE_S = 8.0
-"""Seconds to clean up. What is left then ends by itself: each child watches its parent, and committed work needs no
-cleaning.
+"""Seconds to clean up. Remaining processes then exit by themselves: each child watches its parent, and committed work
+needs no cleaning up.
 """
 APART_S = 0.5
-"""Signals nearer to the first than this are the same request: a wrapper may pass on what the terminal sends too."""
+"""Signals within this many seconds of the first belong to the same request: a wrapper may forward a signal that the
+terminal sends, too.
+"""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SWALLOWED, _SOON_S = 0, 0.02
-"""A byte in the wakeup pipe that is no signal: the error that one raised came to nothing, raise it again soon."""
+"""Byte in the wakeup pipe that is no signal: Python dropped the error of a signal, so raise it again soon."""
 
 
 class Interrupted(BaseException):
@@ -66,11 +67,11 @@ class Interruption:
 
     def __init__(self, line: str | None = None) -> None:
         self.line = line
-        """What the command says at its end; None: how to go on."""
+        """Last line of the command; None: how to continue."""
         self.number: signal.Signals | None = None
-        """The first signal, or None."""
+        """First signal, or None."""
         self.ended = False
-        """The work has ended: whoever runs it tells how to go on."""
+        """Whether the work has ended, so that its caller prints how to continue."""
         self._seen = threading.Event()
 
     def begin(self, number: signal.Signals) -> None:
@@ -79,7 +80,9 @@ class Interruption:
         self._seen.set()
 
     def check(self, wait_s: float = 0.0) -> None:
-        """Raise Interrupted if a signal has arrived. wait_s: time to wait for a signal that is known to arrive."""
+        """Raise Interrupted if a signal has arrived. wait_s: time to wait for a signal that is known to be on its
+        way.
+        """
         if self._seen.wait(wait_s) and self.number is not None:
             raise Interrupted(self.number, self.line)
 
@@ -88,8 +91,8 @@ class Interruption:
 def stoppable(line: str | None = None) -> Iterator[Interruption]:
     """Context in which signals raise, and errors after a signal become Interrupted. Main thread only.
 
-    line: what an interruption says, where running the same command again is not how to go on. After an interruption the
-    process is expected to end: it is watched until then.
+    line: message of an interruption, if running the same command again is not the way to continue. After an
+    interruption the process is watched until it exits.
     """
     state, stderr = Interruption(line), os.dup(2)  # Dagster points descriptor 2 at a log file while a step runs
     reader, writer = os.pipe()
@@ -128,7 +131,7 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 def _raise_later(usual: Callable[[Any], Any], writer: int, lost: Any) -> None:
-    """Hook for errors in finalizers; raises those of signals again, passes on the others."""
+    """Hook for errors in finalizers: raises those of signals again and forwards the others."""
     if lost.exc_value is not None and is_interrupt(lost.exc_value):
         os.write(writer, bytes([_SWALLOWED]))
     else:
@@ -136,7 +139,7 @@ def _raise_later(usual: Callable[[Any], Any], writer: int, lost: Any) -> None:
 
 
 def _leave(state: Interruption) -> None:
-    """Exit at once after an interruption, since shutting down the interpreter with torch takes a second."""
+    """Exit at once after an interruption: shutting down the interpreter with torch takes a second."""
     if state.number is not None:
         sys.stdout.flush()
         os._exit(128 + state.number)
@@ -149,7 +152,7 @@ def _watch(state: Interruption, reader: int, stderr: int) -> None:
         return
     state.begin(number)
     if not _wait_for_another(reader, number):
-        return  # the work had ended before anybody here knew of the signal
+        return  # the work ended before this thread read the signal
     if not state.ended:
         os.write(stderr, f"\n{state.line or how_to_go_on(number)}\n".encode())
     os._exit(128 + number)

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def demo(experiment: ExperimentName = "quickstart", overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Train a small model to fix code, from nothing, on this CPU: tasks, base policy, then the experiment's iterations.
+    """Train a small model from scratch to fix code, on this CPU: tasks, base policy, then the experiment's iterations.
 
-    Interrupt it whenever you like: the same command goes on where it was. When all iterations are made, it shows them.
+    Interrupt it at any time: the same command continues. If all iterations exist, it shows their results.
 
     Examples:
 
@@ -61,9 +61,9 @@ def iterate(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run further iterations of an experiment, the base policy first where it is missing.
+    """Run further iterations of an experiment; make the base policy first if it is missing.
 
-    Killed at any instant, the same command finishes what it set out to do; no committed group is sampled again.
+    After a kill at any point, the same command finishes its iterations; no committed group is sampled again.
 
     Examples:
 
@@ -83,10 +83,10 @@ def iterate(
 
 
 def _run(experiment: Experiment, count: int) -> list[str]:
-    """Run `count` iterations under progress bars. Returns the partition keys that came to a decision."""
+    """Run `count` iterations with progress bars. Returns the partition keys with a decision."""
     if not count:
         return []
-    open_store()  # one that can't be used is told before seconds of imports
+    open_store()  # report an unusable store before seconds of imports
     with stoppable() as interruption:
         from triplane_dagster.cli.bars import Bars
         from triplane_dagster.run import open_instance, run_iterations
@@ -126,7 +126,7 @@ def _report(experiment: Experiment, only: list[str] | None, *, as_json: bool) ->
 
 
 def _warn_of_other_versions(experiment: Experiment) -> None:
-    """Warn on stderr, before anything runs, of work in the store made by other versions of its steps."""
+    """Warn on stderr, before anything runs, of artifacts made by other code versions."""
     from triplane_dagster.cli.stale import stale_lines
 
     for line in stale_lines(open_store(), experiment.name, newest=True):
@@ -134,7 +134,7 @@ def _warn_of_other_versions(experiment: Experiment) -> None:
 
 
 def _warn_of_other_settings(experiment: Experiment) -> None:
-    """Print one line on stderr if the results shown were made with other settings."""
+    """Warn on stderr if the shown results were made with other settings."""
     from resources.refs import partitions
     from triplane_dagster.settings import changed_steps
 
@@ -142,8 +142,8 @@ def _warn_of_other_settings(experiment: Experiment) -> None:
     changed = changed_steps(store, experiment, partitions(store, experiment.name, "iteration_inputs"))
     if changed:
         typer.echo(
-            f"warning: {', '.join(changed)} of {experiment.name} as shown were made with other settings than asked for"
-            " now: give the experiment another name (--set name=...), or make further iterations with `triplane"
+            f"warning: {', '.join(changed)} of {experiment.name} were made with other settings than the current"
+            " ones: give the experiment another name (--set name=...), or make further iterations with `triplane"
             " iterate`",
             err=True,
         )
@@ -171,9 +171,9 @@ def _print_plan(experiment: Experiment, *, as_json: bool) -> None:
 def _say_what_next(experiment: Experiment) -> None:
     name = "" if experiment.name == "quickstart" else f" -e {experiment.name}"
     lines = {
-        "triplane ui": "the same graph, its plots and runs, in the Dagster UI",
-        f"triplane episodes list{name}": "what the policy did; then triplane episodes show ID",
-        "triplane lineage DIGEST": "what made a policy or an episode, and what was made of it",
+        "triplane ui": "the same graph, with plots and runs, in the Dagster UI",
+        f"triplane episodes list{name}": "list episodes; then triplane episodes show ID",
+        "triplane lineage DIGEST": "ancestors and descendants of a policy or an episode",
         f"triplane iterate{name} -n 1": "one more iteration",
         f"triplane serve{name}": "the live policy over the OpenAI API",
     }

@@ -17,7 +17,7 @@ from triplane_dagster.cli.output import console, print_json
 from triplane_dagster.lineage import EpisodeUse, Node, Step, Trace, trace
 
 SHORT_META = 90
-"""Characters of an artifact's meta shown beside it."""
+"""Maximum characters of an artifact's meta in the tree."""
 
 
 def lineage(
@@ -41,7 +41,7 @@ def lineage(
 
 
 def trace_json(found: Trace) -> dict[str, Any]:
-    """A trace as JSON: nodes with meta and config, edges by uri and role."""
+    """A trace as JSON: nodes with meta and config, edges with URIs and role."""
     steps = (*found.ancestors, *found.descendants)
     edges = {(step.edge.parent, step.edge.child, step.edge.role) for step in steps}
     return {
@@ -73,14 +73,14 @@ def _print_trace(found: Trace) -> None:
         out.print(Text(f"dataset {use.membership.dataset.ref.short} {kept} (reward {use.membership.reward})"))
         for node in use.checkpoints:
             out.print(Text(f"  -> {_line(node)}"))
-    none = "nothing yet" if found.episode is None else "no checkpoint was trained on it, so nothing descends"
+    none = "nothing yet" if found.episode is None else "no descendants: no checkpoint was trained on it"
     out.print(_tree("made into", found.descendants, none=none))
 
 
 def _tree(title: str, steps: tuple[Step, ...], *, none: str) -> Tree:
-    """Tree of the walk; each artifact appears once, below the one through which it was first reached.
+    """Tree of the walk; each artifact appears once, below the artifact through which it was first reached.
 
-    Groups are counted: their rollouts stand for them.
+    Groups are only counted, since their rollouts represent them.
     """
     tree = Tree(Text(title, "bold"))
     if not steps:

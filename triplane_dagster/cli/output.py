@@ -1,4 +1,4 @@
-"""Print tables for people and JSON for programs."""
+"""Print tables, and JSON for programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keep Dagster's event log off the terminal, since the UI has it and bars show progress. TRIPLANE_DEBUG=1 shows it."""
+"""Hide Dagster's event log on the terminal: the UI shows it, and bars show progress. TRIPLANE_DEBUG=1 prints it."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def quiet_dagster() -> Iterator[None]:
 def _mirror_stderr_alone() -> Iterator[None]:
     """Replace Dagster's mirroring of step output, for which it has no setting.
 
-    Its four helper processes a step are in the terminal's process group and answer Ctrl-C with tracebacks; what steps
-    print on stdout does not belong among a command's results. Log files get everything, as before.
+    Dagster's four helper processes per step are in the terminal's process group and print tracebacks on Ctrl-C. Output
+    of steps on stdout would mix with a command's results. Log files still contain everything.
     """
     from triplane_dagster.private_dagster import compute_logs
 
@@ -50,7 +50,7 @@ def _mirror_stderr_alone() -> Iterator[None]:
 
 @contextmanager
 def _show(path: str, stream: Any) -> Iterator[None]:
-    """Copy what is written to the file at `path` to `stream`, if that is stderr."""
+    """Copy output from the file at `path` to `stream`, if that is stderr."""
     with ExitStack() as ending:
         if stream is sys.stderr:
             command = ["tail", "--quiet", f"--pid={os.getpid()}", "-F", "-c", "+0", path]

@@ -1,4 +1,4 @@
-"""docs/experiments.md, written from the pydantic models themselves."""
+"""Generate docs/experiments.md from the pydantic models."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ written by `triplane experiments docs -o docs/experiments.md` from the models in
 `triplane experiments show -e NAME` prints an experiment with every default filled in, and `--set a.b=c` overrides a
 value on the command line.
 
-A step's artifact is named by its inputs' digests and its own part of this file: changing `trainer.*` samples nothing
-again.
+The key of a step's artifact depends on its inputs and its own part of this file: changing `trainer.*` does not repeat
+sampling.
 """
 
 
@@ -41,7 +41,7 @@ def experiment_reference() -> str:
 
 
 def field_docstrings(model: type[BaseModel]) -> dict[str, str]:
-    """The string under each field of `model` and its bases, on one line."""
+    """Docstring of each field of `model` and its bases, on one line."""
     found: dict[str, str] = {}
     for base in reversed(model.__mro__):
         if issubclass(base, BaseModel) and base is not BaseModel:

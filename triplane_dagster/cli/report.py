@@ -24,7 +24,8 @@ def report(
 ) -> None:
     """Print the path of an iteration's report: curves, distributions, costs and every episode, in one file.
 
-    The asset `report` made it; an iteration that has none yet (it is still running) is drawn from what it has so far.
+    The asset `report` makes the page. For an unfinished iteration, this command makes a page from the existing
+    artifacts.
 
     Examples:
 
@@ -39,12 +40,14 @@ def report(
     page = _materialized(store, experiment, wanted)
     if page is None:
         page = _write(output or Path(f"{experiment}-{wanted}.html"), _drawn(store, experiment, wanted))
-        typer.echo(f"{experiment} {wanted} has no report yet: drawn from what it has, without seconds", err=True)
+        typer.echo(
+            f"{experiment} {wanted} has no report yet: this page shows existing artifacts, without durations", err=True
+        )
     elif output is not None:
         page = _write(output, page.read_bytes())
     typer.echo(page.absolute())
     if show and not webbrowser.open(page.absolute().as_uri()):
-        typer.echo("no web browser answers here: open the file above in one", err=True)
+        typer.echo("no web browser found: open the file above in one", err=True)
 
 
 def _write(target: Path, page: bytes) -> Path:

@@ -40,11 +40,11 @@ def rollback(
 ) -> None:
     """Make an earlier policy live again.
 
-    Nothing is deleted: the registry gains one more change, and servers are swapped.
+    Nothing is deleted: the registry gets one more change, and servers are swapped.
 
-    The next iteration acts with the restored policy and trains on from its weights and optimizer.
+    The next iteration acts with the restored policy and continues from its weights and optimizer.
 
-    Naming the policy that is live changes nothing and brings the servers to it again.
+    Naming the live policy changes nothing and updates the servers to it again.
 
     Examples:
 
@@ -88,7 +88,7 @@ def _bring_again(store: Store, experiment: Experiment, said: str, as_json: bool)
     from resources.registry import Registry
 
     live = Registry(store, experiment.name).live()
-    assert live is not None, "a policy is live already only where one was promoted"
+    assert live is not None, "a live policy requires a promotion"
     with stoppable(f"interrupted: {_how_to_bring(experiment, live)}"):
         servers = bring_live(store, experiment)
     if as_json:
@@ -99,7 +99,7 @@ def _bring_again(store: Store, experiment: Experiment, said: str, as_json: bool)
 
 
 def _how_to_bring(experiment: Experiment, live: LivePolicy) -> str:
-    """Message that says what is done, and how to update the remaining servers without rolling back further."""
+    """Message with the current state and the command that updates the remaining servers without another rollback."""
     command = f"triplane rollback -e {experiment.name} --to {live.origin or 'base'}"
     return f"{live.policy.short} is live; not all servers were updated, `{command}` updates them"
 
@@ -133,7 +133,7 @@ def _confirm() -> None:
 
 
 def _tell_dagster(experiment: Experiment, done: RolledBack) -> list[str]:
-    """Report the rollback on the sampler's page. Returns the error if that fails, which undoes nothing."""
+    """Report the rollback on the sampler's page. Returns the error if that fails; the rollback stays."""
     from dagster import DagsterError
 
     from ops.rollback import observation

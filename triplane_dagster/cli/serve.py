@@ -27,7 +27,7 @@ def serve(
 ) -> None:
     """Serve a policy until Ctrl-C: /v1/chat/completions, /v1/completions (text or token ids), /v1/models, /health.
 
-    Requests in flight during a swap go on: their policy_spans say which policy made each token.
+    Requests in flight during a swap continue: their policy_spans name the policy of each token.
 
     Examples:
 
@@ -61,7 +61,7 @@ def _serve_live(store: Store, experiment: str, listen: str, poll_s: float) -> No
         return Wanted(checkpoint.ref.digest, checkpoint.directory)
 
     first = live()
-    typer.echo(f"serving what is live in {experiment}, policy {first.version[:12]} now, at http://{listen}", err=True)
+    typer.echo(f"serving the live policy of {experiment}, currently {first.version[:12]}, at http://{listen}", err=True)
     try:
         run(
             first.directory(),

@@ -7,7 +7,7 @@ from triplane_dagster.cli.output import console
 
 
 def stale_lines(store: Store, experiment: str, *, newest: bool = False) -> list[str]:
-    """Lines that name every stale step (newest: of the newest iteration) and the consequence; empty if nothing is."""
+    """Lines about stale steps (newest: of the newest iteration only) and the consequence; empty if there are none."""
     from triplane_dagster.staleness import stale_steps
 
     stale = stale_steps(store, experiment, newest=newest)
@@ -16,11 +16,11 @@ def stale_lines(store: Store, experiment: str, *, newest: bool = False) -> list[
     return [
         (
             f"stale in {experiment}: made by another version of Triplane. It stays readable and in use; a step that is"
-            " materialized again is made"
+            " materialized again"
         ),
         (
-            "anew, and so is what depends on it. Further iterations go on from the live policy; --set name=NAME begins"
-            " anew beside it."
+            "gets a new artifact, and so do the steps that depend on it. Further iterations continue from the live"
+            " policy; --set name=NAME starts a separate experiment."
         ),
         *(f"  {step}" for step in stale),
     ]

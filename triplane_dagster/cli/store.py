@@ -20,8 +20,8 @@ app = typer.Typer(no_args_is_help=True, help="Check the artifact store, or remov
 
 _WHY = {
     "attempt": "no manifest names it",
-    "upload": "its last part never came",
-    "staging": "its process is gone",
+    "upload": "its upload never ended",
+    "staging": "its process has ended",
 }
 
 
@@ -58,12 +58,12 @@ def gc(
     ] = 24.0,
     as_json: AsJson = False,
 ) -> None:
-    """Remove what killed writers left: files that no manifest names, and incomplete uploads.
+    """Remove leftovers of killed writers: files that no manifest names, and incomplete uploads.
 
     Artifacts are never touched.
 
-    What a process of this machine left goes at once; anything else only when it is old, since its writer may be at work
-    elsewhere.
+    Leftovers of this machine's processes are removed at once; others only when they are old, since their writer may be
+    running elsewhere.
 
     Examples:
 

@@ -20,9 +20,9 @@ OfSuite = Annotated[
 
 
 def chosen_suite(store: Store, experiment: Experiment, digest: str | None = None) -> Artifact:
-    """Suite that a command works on: built with these settings, or by an older version, which is printed.
+    """Suite for a command: built with these settings, or by an older version, with a warning.
 
-    Raises ArtifactMissing with the command that makes it.
+    Raises ArtifactMissing, whose message names the command that builds the suite.
     """
     from curation.tasks.build import find_built
     from curation.tasks.importing.find import find_suite

@@ -97,7 +97,7 @@ def list_tasks(
     found = chosen_suite(open_store(), find_experiment(experiment, overrides), suite)
     rows = task_rows(suite_tasks(found, split), family)
     title = f"task suite {found.ref.short}: {min(limit, len(rows))} of {len(rows)} tasks"
-    print_rows(rows[:limit], as_json=as_json, title=title, empty="no task answers to this")
+    print_rows(rows[:limit], as_json=as_json, title=title, empty="no matching task")
 
 
 @app.command()

@@ -48,7 +48,7 @@ def import_tasks(
     """Make a task suite from your own repositories. Every task is proved in sandboxes; broken ones are named and left
     out.
 
-    Both formats are described in docs/tasks.md. What is imported already is found.
+    docs/tasks.md describes both formats. An existing import is reused.
 
     Examples:
 
@@ -97,9 +97,9 @@ def run(
     max_turns: Annotated[int, typer.Option(min=1, help="Maximum number of turns of a script.")] = 50,
     as_json: AsJson = False,
 ) -> None:
-    """Run an agent on a suite in real sandboxes and grade it as episodes are graded.
+    """Run an agent on a suite in real sandboxes, with the grading of episodes.
 
-    The oracle must solve every task and noop none: anything else is an error that names the task.
+    The oracle must solve every task, and noop none; otherwise an error names the first task.
 
     Examples:
 

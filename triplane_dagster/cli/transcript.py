@@ -30,7 +30,7 @@ STYLES = {
 def tokenizer_of(store: Store, policy_version: str) -> ChatTokenizer:
     """Tokenizer of the checkpoint with the digest `policy_version`.
 
-    Raises ArtifactMissing when the store has it no more.
+    Raises ArtifactMissing if the store no longer has it.
     """
     for checkpoint in list_artifacts(store, "checkpoint"):
         if checkpoint.ref.digest == policy_version:

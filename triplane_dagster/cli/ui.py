@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dagster import DagsterInstance
 
 GRACE_S = 20.0
-"""Seconds that the daemon gets to end: it may be launching a run."""
+"""Seconds for the daemon to exit, since it may be launching a run."""
 
 
 def ui(
@@ -40,7 +40,7 @@ def ui(
     """
     root = project_root()
     require_free(host, port)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that nothing is left running however this ends
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no process outlives this one
     typer.echo(f"http://{host}:{port} (Ctrl-C stops it)", err=True)
     os.environ.setdefault("DAGSTER_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TRIPLANE_STORE", str(Path(".triplane/store").absolute()))
@@ -50,7 +50,7 @@ def ui(
     from triplane_dagster.webserver import serve
 
     with open_instance() as instance, alone(Path(instance.root_directory).resolve()):
-        cancel_dead_runs(instance)  # a killed in-process run would hold the queue's only slot
+        cancel_dead_runs(instance)  # a killed in-process run would occupy the queue's only slot
         with code_servers(instance) as workspace, daemon(instance, workspace):
             serve(instance, workspace, host, port)
 
@@ -71,7 +71,7 @@ def alone(home: Path) -> Iterator[None]:
 def code_servers(instance: DagsterInstance) -> Iterator[Path]:
     """Start processes that load the definitions once for all clients, as `dagster dev` does.
 
-    Yields a workspace file that points at them.
+    Yields a workspace file with their addresses.
     """
     from triplane_dagster.private_dagster import ProxyServerManager, WorkspaceFileTarget
 
@@ -107,7 +107,7 @@ def daemon(instance: DagsterInstance, workspace: Path) -> Iterator[None]:
 
 
 def require_free(host: str, port: int) -> None:
-    """Raise ConfigError unless this address can be listened on, before time is spent on loading."""
+    """Raise ConfigError, before the slow loading, unless this address is free."""
     try:
         with socket.create_server((host, port)):
             pass

@@ -71,7 +71,7 @@ def package(name: str, fix: str, thorough: bool) -> Callable[[], Finding]:
 
 
 def vllm(thorough: bool) -> Finding:
-    """Find vLLM in this environment, or in one of its own beside the code."""
+    """Find vLLM in this environment, or in a separate one beside the code."""
     own = ROOT / ".venv-vllm" / "bin" / "python"
     here = _package(Path(sys.executable), "vllm", "`pip install -e '.[vllm]'` on a machine with GPUs", thorough)
     if here.state != "missing" or not own.is_file():

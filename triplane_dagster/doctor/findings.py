@@ -17,12 +17,12 @@ State = Literal["ok", "missing", "broken"]
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a check. missing: not present, which may be fine. broken: present but unusable."""
+    """Result of a check. missing: not present, which may be acceptable. broken: present but unusable."""
 
     state: State
     found: str
     fix: str = ""
-    """What to install or do, where the state is not ok."""
+    """Required installation or action, unless the state is ok."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Check:
     name: str
     needed_for: str
     look: Callable[[], Finding]
-    """Tries it. May raise: that is a finding too."""
+    """Performs the check. An exception is a finding, too."""
     required: bool = False
     """Whether the default quickstart can't run without it."""
     timeout_s: float = 30.0
@@ -56,7 +56,7 @@ def broken(found: str, fix: str) -> Finding:
 def make(checks: Sequence[Check]) -> list[tuple[Check, Finding]]:
     """Run all checks and return them with their findings, in the given order.
 
-    All are made at once; one that passes its deadline is left behind.
+    All checks run concurrently; a check is abandoned at its deadline.
     """
     found: dict[int, Finding] = {}
     threads = []
@@ -73,13 +73,13 @@ def _look(check: Check, found: dict[int, Finding], place: int) -> None:
     try:
         found[place] = check.look()
     except subprocess.TimeoutExpired as error:
-        found[place] = broken(f"no answer within {error.timeout:g} s", "look what keeps it, or run this again")
+        found[place] = broken(f"no answer within {error.timeout:g} s", "find what blocks it, or run this again")
     except Exception as error:  # noqa: BLE001 - what a check raises is what it found
         found[place] = broken(one_line(f"{type(error).__name__}: {error}"), "see the message")
 
 
 def _late(check: Check) -> Finding:
-    return broken(f"no answer within {check.timeout_s:g} s", "look what keeps it, or run this again")
+    return broken(f"no answer within {check.timeout_s:g} s", "find what blocks it, or run this again")
 
 
 def one_line(text: str, limit: int = 240) -> str:
@@ -100,7 +100,7 @@ class Said:
     def last_words(self) -> str:
         """Last line of output, on stdout or stderr."""
         lines = [*self.out.splitlines(), *self.err.splitlines()]
-        return one_line(next((line for line in reversed(lines) if line.strip()), "it said nothing"))
+        return one_line(next((line for line in reversed(lines) if line.strip()), "no output"))
 
 
 def ask(command: Sequence[str], timeout_s: float = 10.0, environment: Mapping[str, str] | None = None) -> Said:
@@ -128,7 +128,7 @@ def ask(command: Sequence[str], timeout_s: float = 10.0, environment: Mapping[st
 
 
 def trial(name: str, *arguments: str, timeout_s: float) -> Said:
-    """Run `triplane_dagster.doctor.trials.<name>` in a process of its own."""
+    """Run `triplane_dagster.doctor.trials.<name>` in a separate process."""
     return ask([sys.executable, "-m", f"triplane_dagster.doctor.trials.{name}", *arguments], timeout_s)
 
 

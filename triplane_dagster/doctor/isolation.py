@@ -1,4 +1,4 @@
-"""Checks of isolation: envd's backends by starting a sandbox, and the means of the kernel and of other programs."""
+"""Checks of isolation: start a sandbox with envd's backends, and test features of the kernel and other programs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def checks() -> list[Check]:
 
 
 def sandboxes() -> Finding:
-    """Start the server that a run would use, and run a command in one of its sandboxes."""
+    """Start the envd server as a run would, and run a command in one of its sandboxes."""
     address = os.environ.get("TRIPLANE_ENVD")
     said = trial("sandbox", address or "auto", timeout_s=SANDBOX_S)
     if said.code == 0:
@@ -88,7 +88,7 @@ def cgroups() -> Finding:
 
 
 def seccomp() -> Finding:
-    """Read what the kernel supports, and whether this process is filtered."""
+    """Read the kernel's seccomp support, and whether this process is filtered."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     if "Seccomp" not in fields:
         return missing("the kernel has none", "a kernel with CONFIG_SECCOMP_FILTER")

@@ -19,7 +19,7 @@ from triplane_dagster.doctor.findings import Check, Finding, broken, ok
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMORY_GIB, DISK_GIB = 2.0, 1.0
-"""Least of each for the quickstart, which holds a model of 1.5 million parameters and writes some 100 MB."""
+"""Minimum memory and disk for the quickstart, which has a model of 1.5 million parameters and writes some 100 MB."""
 OPEN_FILES = 1024
 CLOCK_S = 5.0
 
@@ -34,7 +34,7 @@ def checks() -> list[Check]:
         Check("memory", "everything", memory, required=True),
         Check("disk", "the store, or its cache", disk, required=True),
         Check("open files", "hundreds of episodes at once", open_files),
-        Check("clock", "S3, which refuses requests of another time", clock),
+        Check("clock", "S3, which refuses requests with a wrong time", clock),
     ]
 
 
@@ -101,12 +101,12 @@ def memory() -> Finding:
     total, free = (int(fields[name].split()[0]) / 2**20 for name in ("MemTotal", "MemAvailable"))
     said = f"{free:.1f} of {total:.1f} GiB available"
     if free < MEMORY_GIB:
-        return broken(said, f"end something: the quickstart wants {MEMORY_GIB:g} GiB")
+        return broken(said, f"stop other programs: the quickstart needs {MEMORY_GIB:g} GiB")
     return ok(said)
 
 
 def local_place() -> Path:
-    """Nearest existing folder to where this machine keeps the store, or the cache of a store on S3."""
+    """Nearest existing folder of the store on this machine, or of the cache of a store on S3."""
     from contracts.filecache import cache_base
 
     url = os.environ.get("TRIPLANE_STORE") or DEFAULT_STORE
@@ -121,12 +121,12 @@ def disk() -> Finding:
     free, total = (blocks * about.f_frsize / 2**30 for blocks in (about.f_bavail, about.f_blocks))
     said = f"{free:,.1f} of {total:,.1f} GiB free in {place}"
     if free < DISK_GIB:
-        return broken(said, f"free some, or set TRIPLANE_STORE: the quickstart wants {DISK_GIB:g} GiB")
+        return broken(said, f"free some space, or set TRIPLANE_STORE: the quickstart needs {DISK_GIB:g} GiB")
     return ok(said)
 
 
 def open_files() -> Finding:
-    """Read the limit of file descriptors and how full the machine's table is."""
+    """Read the limit of file descriptors and the machine's number of open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used, _, most = Path("/proc/sys/fs/file-nr").read_text().split()
     said = f"{soft} a process (at most {hard}); {used} open on this machine"

@@ -68,9 +68,9 @@ def _tried(store: Store, how: str) -> Finding:
     finally:
         store.delete(key)
     if created != [True, False]:
-        return broken(f"{store.url} let one object be created {sum(created)} times", "use another disk or S3 server")
+        return broken(f"{store.url} allowed {sum(created)} creations of one object", "use another disk or S3 server")
     if not same:
-        return broken(f"{store.url} does not give back what was written", "use another disk or S3 server")
+        return broken(f"{store.url} returned other bytes than were written", "use another disk or S3 server")
     return ok(f"{store.url}: created, read, listed, deleted; {how}")
 
 
@@ -79,7 +79,7 @@ def instance() -> Finding:
     said = trial("instance", timeout_s=INSTANCE_S)
     if said.code != 0:
         where = os.environ.get("DAGSTER_HOME")
-        fix = f"correct {where}/dagster.yaml, or what it points at" if where else "correct ./dagster.yaml"
+        fix = f"correct {where}/dagster.yaml, or the services that it names" if where else "correct ./dagster.yaml"
         return broken(said.last_words, fix)
     about = json.loads(said.out.splitlines()[-1])
     alive = (
@@ -114,7 +114,7 @@ def postgres() -> Finding:
 
 
 def docker() -> Finding:
-    """Ask the Docker server, not only its client."""
+    """Test the Docker server, not only its client."""
     try:
         said = ask(["docker", "version", "--format", "{{.Server.Version}}"])
     except FileNotFoundError:

@@ -6,6 +6,6 @@
                                                               saw
                                                               -> judging.agrees (in the judge's process alone)
 
-proving.py shows on the reference solution that decoys fail and observations agree, and keeps what it showed. Pure but
-for that file.
+proving.py proves on the reference solution that decoys fail and observations agree, and keeps the proven ones. All
+other files are pure.
 """

@@ -1,4 +1,4 @@
-"""Find the assertions of a test file: what each compares, how, and which literals are its expected value.
+"""Find the assertions of a test file: compared expression, operator, and literals of the expected value.
 
 assert add(1, 2) == 3                          Comparison(==), literal 3 on its right
 @parametrize("a, want", [(1, 2)]) ... == want  literal of the column `want`; so with tables that a `for` reads, and
@@ -77,11 +77,11 @@ OPPOSITES = {
     "assertNotRegex": "assertRegex",
     "assertSequenceEqual": "assertNotEqual",
 }
-"""Of unittest's methods, the one that fails where the other passes; all take the first two arguments alike."""
+"""Opposite methods of unittest; both use the first two arguments in the same way."""
 KINDS = frozenset(
     {"bool", "int", "float", "complex", "str", "bytes", "bytearray", "list", "tuple", "dict", "set", "frozenset"}
 )
-"""Builtin types that observed values have."""
+"""Builtin types of observed values."""
 _CHECKS = re.compile(r"_?(assert|check|expect|verify|ensure)")
 _RAISES = ("raises", "assertRaises", "assertRaisesRegex")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -93,29 +93,27 @@ class Assertion:
 
     node: ast.stmt
     function: Function
-    """The innermost function that holds it."""
+    """Innermost function that contains the assertion."""
     form: Literal["compare", "truth", "raises", "call", "other"]
-    """call: of a helper that asserts. other: fails somehow; only its opposite is known."""
+    """call: a call of an asserting helper. other: fails in another way; only its opposite is known."""
     operator: str = ""
     left: ast.expr | None = None
-    """The value under test: compared, or judged by its truth."""
+    """Value under test, which is compared or tested for truth."""
     right: ast.expr | None = None
     expected: list[ast.expr] = field(default_factory=list)
-    """Literals, each of which is the expected value of one execution; none: it is no literal, or not known to be
-    one.
-    """
+    """Literals, each the expected value of one execution; empty: the expected value is not known to be a literal."""
     direct: bool = False
-    """The literal stands in the assertion itself."""
+    """Whether the assertion itself contains the literal."""
     tolerance: tuple[float | None, float | None] | None = None
-    """Of pytest.approx around the expected value: relative, absolute; None: its default."""
+    """Relative and absolute tolerance of pytest.approx around the expected value; None: the default."""
     negated: bool = False
-    """Of a truth: the value must be false."""
+    """For form truth: whether the value must be false."""
     exceptions: ast.expr | None = None
-    """What must be raised."""
+    """Exceptions of which one must be raised."""
     pattern: str | None = None
-    """What the exception's text must match."""
+    """Pattern that the exception's text must match."""
     looped: bool = False
-    """It may run several times in one test."""
+    """Whether it may run several times in one test."""
 
 
 def find(tree: ast.Module) -> list[Assertion]:
@@ -275,14 +273,14 @@ def _of_kinds(node: ast.stmt, function: Function, call: ast.Call) -> Assertion |
 
 
 class _Names:
-    """Names that are only expected values: they are read only where an assertion compares them."""
+    """Names that are only expected values: only comparisons of assertions read them."""
 
     def __init__(self, tree: ast.Module) -> None:
         self._tree = tree
         self._only_compared: dict[tuple[int, str], bool] = {}
 
     def values(self, name: str, function: Function) -> list[ast.expr]:
-        """The literals that a name stands for in a function; none when it may stand for something else."""
+        """Literals that a name may have as value in a function; empty if other values are possible."""
         stores = [
             node
             for node in ast.walk(function)
@@ -311,7 +309,7 @@ class _Names:
         return []
 
     def _literal_of(self, node: ast.expr) -> Sequence[ast.expr]:
-        """Elements of a literal list or tuple, or of one that the module names and reads nowhere else."""
+        """Elements of a literal list or tuple, or of a module's named one that is read nowhere else."""
         if isinstance(node, (ast.List, ast.Tuple)):
             return node.elts
         if isinstance(node, ast.Name):
@@ -335,7 +333,7 @@ def _reads(scope: ast.AST, name: str) -> int:
 
 
 def _compared(scope: ast.AST, name: str) -> int:
-    """How often a name is a complete side of a comparison in an assertion."""
+    """Number of assertions in which a name is a whole side of the comparison."""
     count = 0
     for node in ast.walk(scope):
         sides: list[ast.expr] = []
@@ -392,7 +390,7 @@ def _argument_names(node: ast.expr) -> list[str]:
 
 
 def _column(target: ast.expr, name: str, rows: Sequence[ast.expr]) -> list[ast.expr]:
-    """Cells of a literal table that the target of a loop takes under this name."""
+    """Cells of a literal table that a loop assigns to this name."""
     if not isinstance(target, (ast.Tuple, ast.List)):
         return []
     places = [index for index, each in enumerate(target.elts) if isinstance(each, ast.Name) and each.id == name]

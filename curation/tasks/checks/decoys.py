@@ -3,9 +3,9 @@
     assert add(1, 2) == 3  ->  == 5          raises(ValueError)  ->  raises(KeyError)
     assert x in y          ->  x not in y    ("1, 2, 3") in a table of parameters  ->  ("1, 2, 5")
 
-What passes a test as written fails its decoy, since both can't hold; what passes both decides by something else than
-what it is asked. All numbers of a decoy move by the same distance, so that who guesses the answer's kind from what it
-can read finds a kind that fits.
+A solution that passes a test as written fails its decoy, since the two contradict each other; a state that passes both
+depends on something else than the question. All numbers of a decoy move by the same distance, so that a guess of the
+answer's kind from readable numbers stays consistent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from curation.tasks.checks.assertions import OPERATORS, OPPOSITES, Assertion, ex
 from curation.tasks.checks.edits import Source
 
 MOST_DECOYS = 4
-"""Of one task: one that changes every assertion, and others that change one in each function."""
+"""Maximum decoys per task: one that changes every assertion, and others that change one in each function."""
 _FLIPS = {
     "==": "!=",
     "!=": "==",
@@ -40,12 +40,12 @@ _MOVE = (
     "lambda found: not found if type(found) is bool else found + {distance} if type(found) in (int, float)"
     " else found + 'x' if type(found) is str else found"
 )
-"""What a helper returns, moved."""
+"""Changes the return value of a helper."""
 Edits = dict[tuple[int, int], str]
 
 
 def make(files: dict[str, bytes], seed: str) -> list[dict[str, bytes]]:
-    """Up to MOST_DECOYS versions of these test files, deterministic by seed. Files that are not Python stay unchanged.
+    """Up to MOST_DECOYS versions of these test files, deterministic by seed. Only Python files change.
 
     The first version changes every assertion; the others the first, second, ... one of each function that has several.
     """
@@ -76,7 +76,7 @@ def make(files: dict[str, bytes], seed: str) -> list[dict[str, bytes]]:
 def make_moved(files: dict[str, bytes], seed: str) -> dict[str, bytes]:
     """Test files whose helper functions return other values, deterministic by seed; empty without such functions.
 
-    Who asks a helper or a fixture of the tests for the answer gets one that the changed tests want.
+    A state that asks a helper or fixture of the tests for the answer gets the one that the changed tests expect.
     """
     distance = Random(f"moved/{seed}").randint(1, 6)
     version = {}
@@ -93,7 +93,7 @@ def make_moved(files: dict[str, bytes], seed: str) -> dict[str, bytes]:
 
 
 def _returned(tree: ast.Module) -> list[ast.expr]:
-    """Expressions that functions return that are not tests."""
+    """Return expressions of functions that are not tests."""
     return [
         node.value
         for function in ast.walk(tree)
@@ -121,7 +121,7 @@ def _source(path: str, content: bytes) -> Source | None:
 
 
 def _changed(source: Source, assertion: Assertion, distance: int, rng: Random) -> Edits:
-    """Edits that make an assertion contradict its original; none if no way is known."""
+    """Edits that make an assertion contradict its original; empty if none are known."""
     if assertion.exceptions is not None:
         return {source.span(assertion.exceptions): _other_exception(assertion.exceptions, rng)}
     if assertion.operator in ("==", "is") or assertion.form == "call":
@@ -159,7 +159,7 @@ def _flipped(source: Source, assertion: Assertion, test: ast.expr, distance: int
 
 
 def _other_value(source: Source, node: ast.expr, distance: int, tolerance: object) -> Edits:
-    """Replace the first part of a literal that has another value of its type."""
+    """Replace the first replaceable part of a literal by another value of its type."""
     for part in _leaves(node):
         if isinstance(part, ast.Constant) and part.value is not None:
             other = _other_constant(part.value, distance, tolerance is not None)
@@ -207,7 +207,9 @@ def _other_text(text: str, distance: int) -> str:
 
 
 def _other_exception(node: ast.expr, rng: Random) -> str:
-    """Builtin exception that is neither a base nor a subclass of those named; a rare one if they are the task's own."""
+    """Builtin exception that is neither a base nor a subclass of the named ones; a rare one if the task defines
+    them.
+    """
     names = exception_names(node)
     if names is None:
         return rng.choice(_RARE)

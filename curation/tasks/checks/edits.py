@@ -38,7 +38,7 @@ class Source:
         return start, end, self._data[start:end].decode()
 
     def edited(self, edits: dict[tuple[int, int], str]) -> bytes:
-        """File with these spans replaced. A span within another is ignored."""
+        """File with these spans replaced; nested spans are ignored."""
         answer, at = bytearray(), 0
         for (start, end), text in sorted(edits.items(), key=lambda each: (each[0][0], -each[0][1])):
             if start < at:

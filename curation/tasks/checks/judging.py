@@ -32,7 +32,7 @@ _SINGLETONS = (None, True, False)
 
 
 class Opaque(Exception):
-    """A value is not of a builtin type, so that comparing it would execute its code."""
+    """A value has no builtin type: comparing it would execute its code."""
 
 
 def agrees(observed: Observed, key: str, value: str) -> bool | None:
@@ -44,7 +44,7 @@ def agrees(observed: Observed, key: str, value: str) -> bool | None:
             return _raised(rule, sides)
         if rule.form == "kind":
             return True
-        # a hidden value is what was expected: nobody can have given it
+        # only the second side may contain hidden values, which are the expectations
         return _holds(rule, [decode(each, observed.hidden if place else {}) for place, each in enumerate(sides)])
     except Opaque:
         return None
@@ -53,7 +53,7 @@ def agrees(observed: Observed, key: str, value: str) -> bool | None:
 
 
 def rights(value: str) -> str:
-    """Hidden values that an observation was compared with, if any; for a kind, which one."""
+    """Hidden values that an observation was compared with, if any; for a kind, its name."""
     try:
         sides = json.loads(value)
         if sides[0] == "k":

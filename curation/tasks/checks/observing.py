@@ -1,4 +1,4 @@
-"""Rewrite hidden tests without expectations: each assertion reports its values, and the judge keeps what it expects.
+"""Rewrite hidden tests without expectations: each assertion reports its values, and the judge keeps the expectations.
 
 assert add(1, 2) == 3            ->  __see__('0:3', add(1, 2))           rule 0:3: == 3
 ("1 + 1", 2), in parameters      ->  ("1 + 1", __hidden__(4))            hidden 4: 2
@@ -26,8 +26,8 @@ def make(
 ) -> Observed:
     """Observed versions of these test files, except for assertions whose keys are in `without`.
 
-    tables: hide the values of dictionaries that stand in the files. plain: strip values that assertions compute with of
-    their own methods.
+    tables: hide the values of dictionaries in the files. plain: strip values in assertions' computations of their own
+    methods.
     """
     made = Observed({}, {}, {}, {})
     for number, path in enumerate(sorted(files)):
@@ -62,7 +62,7 @@ class _File:
         self._edits: dict[tuple[int, int], str] = {}
 
     def rewrite(self, path: str) -> None:
-        """Add the rewritten file, its rules and what it hides, if anything in it is observed."""
+        """Add the rewritten file, its rules and hidden values, if it has an observed assertion."""
         found = {f"{self._number}:{index}": each for index, each in enumerate(find(self._source.tree))}
         kept = {id(node) for key, each in found.items() if key in self._without for node in each.expected}
         for key, each in found.items():
@@ -108,8 +108,8 @@ class _File:
         self._made.rules[key] = Rule("compare", each.operator, want, tolerance=each.tolerance, exact=exact)
 
     def _text(self, key: str, node: ast.expr, *, inside: bool = False) -> str:
-        """An expression's text among arguments, its parts hidden and plain where they are to be. inside: the whole is
-        itself computed with.
+        """Text of an expression as an argument, with hidden and plain parts as configured. inside: the expression
+        itself is part of a computation.
         """
         changed = _Parts(self, key, node if not inside else None) if self._plain or self._tables else None
         found = changed.visit(copy.deepcopy(node)) if changed else node
@@ -124,7 +124,7 @@ class _File:
         return number
 
     def kind(self, key: str) -> str:
-        """Key for a value that an assertion computes with."""
+        """Key of a value in an assertion's computation."""
         part = f"{key}:{sum(each.startswith(f'{key}:') for each in self._made.rules)}"
         self._made.rules[part] = Rule("kind", "", "", exact=False)
         return part
@@ -146,9 +146,7 @@ class _File:
 
 
 class _Parts(ast.NodeTransformer):
-    """Parts of an expression that an assertion compares: calls that it computes with, and dictionaries that it
-    subscripts.
-    """
+    """Parts of a compared expression: calls in its computation, and subscripted dictionaries."""
 
     def __init__(self, file: _File, key: str, top: ast.expr | None) -> None:
         self._file, self._key = file, key
@@ -180,7 +178,7 @@ class _Parts(ast.NodeTransformer):
 
 
 def _table_values(tree: ast.Module) -> list[ast.expr]:
-    """Values of dictionaries that the module names, or that functions other than tests return."""
+    """Values of dictionaries with a name in the module, or returned by functions that are not tests."""
     tables = [node.value for node in tree.body if isinstance(node, ast.Assign)]
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef) and not function.name.startswith("test"):

@@ -14,12 +14,12 @@ from curation.tasks.checks.judging import agrees, rights
 from envd.client import VerifyResult
 
 CHECKS_VERSION = "2"
-"""Bump when other decoys or observations are made of the same tests."""
+"""Bump if the same tests get other decoys or observations."""
 _ROUNDS = 3
 _WAYS = ((True, True), (False, True), (True, False), (False, False))
-"""To observe: dictionaries' values hidden, values that assertions compute with stripped of methods."""
+"""Variants of observing: (hide dictionaries' values, strip values in computations of their methods)."""
 Run = Callable[[Mapping[str, bytes] | None, Sequence[str] | None], Coroutine[None, None, VerifyResult]]
-"""One run of the reference solution: with these hidden files and tests, or the task's own."""
+"""One run of the reference solution, with these hidden files and tests, or the task's own."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Proof:
 
 
 async def prove(task: Task, run: Run) -> Proof:
-    """Generate and prove the checks of a task. Raises what `run` raises.
+    """Generate and prove the checks of a task. Raises the errors of `run`.
 
-    Where the reference does not pass the tests as written nothing can be proven: then decoys alone are used, of tests
-    that hold assertions.
+    If the reference fails the tests as written, nothing can be proven: then only decoys are used, of tests with
+    assertions.
     """
     files = {path: content for path, content in task.hidden_files.items() if path.endswith(".py")}
     tests = base_names(task.tests)
@@ -86,9 +86,7 @@ def _unobserved(tests: Sequence[str], observed: Observed | None, keys: Mapping[s
 async def _observe(
     task: Task, files: dict[str, bytes], tests: Sequence[str], keys: Mapping[str, list[str]], run: Run
 ) -> Observed | None:
-    """Observed tests that agree with the reference: of all variants, one that leaves the fewest assertions as
-    written.
-    """
+    """Observed tests that agree with the reference, of the variant that leaves the fewest assertions unobserved."""
     best: tuple[int, Observed | None] = (len(files) + sum(map(len, keys.values())), None)
     tried: list[dict[str, bytes]] = []
     for way in _WAYS:
@@ -112,7 +110,7 @@ async def _observed(
     run: Run,
     way: tuple[bool, bool],
 ) -> tuple[set[str], Observed | None]:
-    """Observed tests of one variant, and the keys of assertions that it leaves as written."""
+    """Observed tests of one variant, and the keys of assertions that it leaves unobserved."""
     without: set[str] = set()
     for _ in range(_ROUNDS):
         made = await asyncio.to_thread(observing.make, files, without, tables=way[0], plain=way[1])

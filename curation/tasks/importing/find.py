@@ -8,7 +8,7 @@ from contracts.store import Store
 
 
 def suites_of(store: Store, digest: str) -> list[Artifact]:
-    """Task suites whose content digest starts with `digest`, each content once."""
+    """Task suites whose content digest starts with `digest`, without duplicates."""
     suites = list_artifacts(store, "task_suite")
     return list({suite.ref.digest: suite for suite in suites if suite.ref.digest.startswith(digest)}.values())
 

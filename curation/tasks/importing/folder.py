@@ -21,23 +21,25 @@ class TaskFile(Frozen):
     """Content of `task.yaml`. All paths are relative to its folder, which is the repository."""
 
     instruction: str = Field(min_length=1)
-    """What the agent is told."""
+    """Instructions for the agent."""
     tests: list[str]
     """Node ids of the tests that must pass after the fix; at least one fails before."""
     hidden: tuple[str, ...] = ()
-    """Files and directories that the agent does not get. The files of `tests` count as they are here, hidden or not."""
+    """Files and directories that the agent does not get. Grading uses this folder's version of the files of `tests`,
+    hidden or not.
+    """
     reference: str = Field(min_length=1)
-    """A patch file, or a directory with the fixed files at their places. The agent gets neither."""
+    """A patch file, or a directory with the fixed files under their paths. The agent gets neither."""
     deliverables: tuple[str, ...] = Field(default=(), validation_alias=DELIVERABLES)
-    """Patterns, as in `.gitignore`, of the files that count as the agent's work; none: all that it changes."""
+    """Patterns, as in `.gitignore`, of the files that count as the agent's work; empty: all changed files."""
     family: str | None = None
-    """Groups tasks in reports; the folder's name unless said."""
+    """Groups tasks in reports; default: the folder's name."""
     split: ImportedSplit | None = None
-    """Where the task belongs; dealt unless said."""
+    """Split of the task; default: assigned by share."""
 
 
 def read_folder(folder: Path) -> Reading:
-    """The tasks of a folder, by name. Raises TaskError when no subfolder holds a task.yaml."""
+    """The tasks of a folder, by name. Raises TaskError if no subfolder has a task.yaml."""
     reading = Reading()
     places = sorted(path.parent for path in folder.glob(f"*/{TASK_FILE}"))
     if not places:

@@ -1,10 +1,10 @@
-"""Import recorded interactions: what a user asked of an assistant, and the change that the user accepted.
+"""Import recorded interactions: a user's request to an assistant, and the change that the user accepted.
 
     messages, repo, base_commit, accepted_patch, tests  ->  an instance as SWE-bench writes it  ->  a task like any
     other
 
-What makes it a task is the proof: the change that was kept is the reference, and tests tell it from the state before.
-An interaction without them is left out by name. Nothing that the assistant said becomes part of the task.
+The accepted change is the reference, and tests must distinguish it from the state before. Interactions without them are
+left out and named. The task contains no text of the assistant.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ class _Message(BaseModel):
 
 
 class Interaction(BaseModel):
-    """One recorded conversation; further keys are not read, but for `split`, `deliverables`, `test_patch` and
-    `PASS_TO_PASS` of an instance.
+    """One recorded conversation. Of further keys only an instance's `split`, `deliverables`, `test_patch` and
+    `PASS_TO_PASS` are read.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     interaction_id: str = Field(min_length=1)
-    """Becomes the task's id."""
+    """Id of the task."""
     messages: list[_Message]
-    """The conversation in OpenAI's form, text only."""
+    """The conversation in OpenAI's format, text only."""
     instruction: str = ""
-    """What the agent is told instead of the opening messages, where those lean on what was said later."""
+    """Instructions that replace the opening messages, if those depend on later messages."""
     accepted_patch: str = ""
-    """The change that the person kept, against base_commit."""
+    """Accepted change, as a diff against base_commit."""
 
     @property
     def opening(self) -> str:

@@ -17,7 +17,7 @@ from curation.tasks.importing.trees import Tree
 from curation.tasks.validate import BrokenTask
 
 MAX_BYTES = 48 * 1024 * 1024
-"""Of a task's files: more would not fit one message to envd."""
+"""Maximum size of a task's files, which must fit into one message to envd."""
 DELIVERABLES_KEYS = ("deliverables", "artifacts")
 """Keys under which a source may name the files that count as the agent's work."""
 DELIVERABLES = AliasChoices(*DELIVERABLES_KEYS)
@@ -29,11 +29,11 @@ class Reading:
     """Content of a source."""
 
     tasks: list[Task] = field(default_factory=list)
-    """In the order of the source; their split says nothing yet."""
+    """Tasks in the order of the source, before their splits are assigned."""
     wishes: dict[str, Split] = field(default_factory=dict)
-    """Splits that the source itself asks for, by task id."""
+    """Splits that the source requests, by task id."""
     broken: list[BrokenTask] = field(default_factory=list)
-    """What can't be a task, and why."""
+    """Entries that can't be a task, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,20 @@ class Source:
     family: str
     instruction: str
     before: Tree
-    """The repository as the agent gets it, hidden files still among them."""
+    """The agent's repository, hidden files included."""
     after_tests: Tree
-    """The repository with the tests that grade, without the fix."""
+    """The repository with the grading tests, without the fix."""
     fixed: Tree
     """The repository with the fix."""
     hidden: frozenset[str]
     """Paths that the agent does not get."""
     placed: frozenset[str]
-    """Paths that grading places anew, beside the files of the tests."""
+    """Paths that grading replaces, in addition to the files of the tests."""
     tests: tuple[str, ...]
     reference: bytes
     meta: Mapping[str, Any]
     deliverables: tuple[str, ...] = ()
-    """Patterns of the files that count as the agent's work; none: all."""
+    """Patterns of the files that count as the agent's work; empty: all."""
 
 
 def task_of(source: Source) -> Task:
@@ -103,7 +103,7 @@ def check_tests(tests: Sequence[str], where: str) -> tuple[str, ...]:
 
 
 def _check_deliverables(deliverables: Sequence[str], changed: Sequence[str]) -> None:
-    """Raise TaskError for what is no pattern, and for a reference that an agent could not give."""
+    """Raise TaskError for an invalid pattern, and for a reference with files outside the deliverables."""
     try:
         patterns = PathPatterns(deliverables)
     except ValueError as error:
@@ -114,8 +114,8 @@ def _check_deliverables(deliverables: Sequence[str], changed: Sequence[str]) -> 
 
 
 def _hidden_files(source: Source) -> dict[str, bytes]:
-    """What grading places: hidden files, the files of the tests (or the agent could weaken them), and what the source
-    names.
+    """Files that grading replaces: hidden files, the files of the tests (which the agent could weaken), and those named
+    by the source.
     """
     named = dict.fromkeys(test.split("::", 1)[0] for test in source.tests)
     absent = next((path for path in named if path not in source.after_tests), None)
@@ -126,7 +126,7 @@ def _hidden_files(source: Source) -> dict[str, bytes]:
 
 
 def _subject(files: Tree, changed: Sequence[str]) -> str:
-    """The file that cheats replace: the first Python file of the fix, else of the repository."""
+    """File that cheats replace: the first Python file of the fix, else of the repository."""
     for path in [*changed, *sorted(files)]:
         if path.endswith(".py") and path in files and is_text(files[path]):
             return path

@@ -12,7 +12,7 @@ from contracts.tasks import Split
 from curation.errors import TaskError
 
 DEFAULT_SHARES = {Split.TRAIN: 0.6, Split.GATE: 0.2, Split.HELD_OUT: 0.2}
-"""Also names the splits that an imported task can be in: what `unseen` holds, only a generated suite knows."""
+"""Its keys are the splits of imported tasks; `unseen` exists only in generated suites."""
 
 
 def _importable(split: Split) -> Split:
@@ -22,11 +22,11 @@ def _importable(split: Split) -> Split:
 
 
 ImportedSplit = Annotated[Split, AfterValidator(_importable)]
-"""A split that an imported task can be in."""
+"""Split of an imported task."""
 
 
 def parse_shares(options: Sequence[str]) -> dict[Split, float]:
-    """Shares from texts like "train=0.8"; what is not named gets nothing. None: the default. Raises TaskError."""
+    """Shares from texts like "train=0.8"; other splits get 0. None: the default. Raises TaskError."""
     if not options:
         return dict(DEFAULT_SHARES)
     shares = dict.fromkeys(DEFAULT_SHARES, 0.0)
@@ -44,7 +44,7 @@ def parse_shares(options: Sequence[str]) -> dict[Split, float]:
 
 
 def deal(task_ids: Sequence[str], shares: Mapping[Split, float]) -> dict[str, Split]:
-    """Split of each id: sizes as near to the shares as possible, none empty that could have a task."""
+    """Split of each id, with sizes as close to the shares as possible; avoids empty splits."""
     order = sorted(task_ids, key=digest_of)
     counts = {split: int(len(order) * share) for split, share in shares.items()}
     wanted = [split for split in Split if shares.get(split, 0) > 0]

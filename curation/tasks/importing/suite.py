@@ -38,9 +38,10 @@ async def import_suite(
     client: SandboxClient,
     progress: Progress | None = None,
 ) -> Artifact:
-    """Prove what was read and publish it, or find it published. Broken tasks are left out and named in validation.json.
+    """Prove and publish the tasks, or return the existing suite. Broken tasks are left out and named in
+    validation.json.
 
-    Raises TaskError when no task is left. Interrupted, it goes on where it was.
+    Raises TaskError if no task is left. An interrupted import resumes.
     """
     config = {
         "kind": "import",
@@ -72,7 +73,7 @@ async def import_suite(
 
 
 def suite_report(suite: Artifact) -> ValidationReport:
-    """Validation report from the time when the suite was made."""
+    """Validation report stored in the suite."""
     return ValidationReport.model_validate(suite.json("validation.json"))
 
 

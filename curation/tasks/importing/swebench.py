@@ -1,6 +1,4 @@
-"""SWE-bench style rows over local clones: one JSON object a line, the repository at a commit, a fix and the tests that
-prove it.
-"""
+"""SWE-bench style rows over local clones: one JSON object per line, with a repository's commit, a fix and its tests."""
 
 from __future__ import annotations
 
@@ -19,32 +17,32 @@ from curation.tasks.validate import BrokenTask
 
 
 class Row(BaseModel):
-    """One instance, as SWE-bench and its descendants write it; what they add is not read."""
+    """One instance in the format of SWE-bench and its descendants; further keys are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     instance_id: str = Field(min_length=1)
-    """Becomes the task's id."""
+    """Id of the task."""
     repo: str = Field(min_length=1)
     """owner/name."""
     base_commit: str = Field(pattern=r"^[0-9a-fA-F]{7,64}$")
-    """What the agent starts from."""
+    """Commit that the agent starts from."""
     patch: str
     """The fix."""
     test_patch: str = ""
-    """What it changes is placed when grading, as it is afterwards; the agent does not see it."""
+    """Grading adds the files that it changes, in their new version; the agent does not see them."""
     problem_statement: str = Field(min_length=1)
-    """What the agent is told."""
+    """Instructions for the agent."""
     FAIL_TO_PASS: list[str]
     """Node ids that fail before the fix and pass after it."""
     PASS_TO_PASS: list[str] = []
-    """Node ids that must still pass after it."""
+    """Node ids that must still pass after the fix."""
     split: ImportedSplit | None = None
-    """Where the task belongs; dealt unless said."""
+    """Split of the task; default: assigned by share."""
     deliverables: tuple[str, ...] = Field(default=(), validation_alias=DELIVERABLES)
-    """Patterns, as in `.gitignore`, of the files that count as the agent's work; none: all that it changes."""
+    """Patterns, as in `.gitignore`, of the files that count as the agent's work; empty: all changed files."""
     conversation: str | None = None
-    """Digest of the interaction that it came from, if any."""
+    """Digest of the source interaction, if any."""
 
     @field_validator("FAIL_TO_PASS", "PASS_TO_PASS", mode="before")
     @classmethod
@@ -55,7 +53,7 @@ class Row(BaseModel):
 def read_rows(file: Path, repos: Path) -> Reading:
     """The tasks of a JSONL file. repos: the directory with the clones.
 
-    Raises TaskError when the file itself is damaged.
+    Raises TaskError if the file is damaged.
     """
     reading, seen = Reading(), set[str]()
     for number, line in enumerate(_lines(file), 1):

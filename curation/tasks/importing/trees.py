@@ -1,5 +1,5 @@
-"""Trees of files by path: of a folder, of a commit, with a patch applied; and the patch between two. Git does the work,
-without configuration.
+"""Trees of files by path: of a folder, of a commit, with a patch applied; and the patch between two trees. Uses git
+without its configuration.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Tree = dict[str, bytes]
 LEFT_OUT = frozenset(
     {".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".tox", ".venv", "node_modules"}
 )
-"""Directories that are no part of a repository's content."""
+"""Directories that are not part of a repository's content."""
 
 
 def folder_tree(root: Path) -> Tree:
@@ -34,7 +34,7 @@ def folder_tree(root: Path) -> Tree:
 
 
 def commit_tree(clone: Path, commit: str) -> Tree:
-    """Every file of a commit, as it is in git: nothing exported differently, the clone untouched.
+    """Every file of a commit, exactly as in git; the clone stays unchanged.
 
     Raises TaskError for an unknown commit.
     """
@@ -53,7 +53,7 @@ def commit_tree(clone: Path, commit: str) -> Tree:
 
 
 def patched_tree(tree: Tree, patch: bytes, name: str) -> Tree:
-    """`tree` with a patch applied. name: of the patch, for the message. Raises TaskError when git refuses it."""
+    """`tree` with a patch applied. name: of the patch, for the message. Raises TaskError if git refuses the patch."""
     if not patch.strip():
         return dict(tree)
     with tempfile.TemporaryDirectory() as scratch:
@@ -66,7 +66,7 @@ def patched_tree(tree: Tree, patch: bytes, name: str) -> Tree:
 
 
 def tree_patch(before: Tree, after: Tree) -> bytes:
-    """The patch in git's format that turns one tree into the other."""
+    """Patch in git's format that changes one tree into the other."""
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch, "tree")
         write_tree(root, before)
@@ -102,7 +102,7 @@ def _relative(path: Path, root: Path) -> str:
 def _git(
     command: Sequence[str], where: Path, *, data: bytes = b"", environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run git in `where`, and in no repository above a scratch directory."""
+    """Run git in `where`, ignoring repositories above a scratch directory."""
     settings = {
         "PATH": os.environ.get("PATH", os.defpath),
         "LC_ALL": "C",

@@ -1,6 +1,6 @@
-"""What runs inside vLLM's processes: this folder goes on their PYTHONPATH, `--worker-extension-cls
+"""Code for vLLM's processes: this folder is on their PYTHONPATH, and `--worker-extension-cls
 triplane_vllm.WorkerExtension` loads it.
 
-Nothing else of ours is there: `triplane_vllm` imports torch, safetensors and the standard library, and is imported by
-nothing here.
+The rest of Triplane is not available there: `triplane_vllm` imports only torch, safetensors and the standard library,
+and Triplane never imports it.
 """

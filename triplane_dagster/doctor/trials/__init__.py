@@ -1,1 +1,1 @@
-"""Checks that run in a process of their own, since they may hang, crash or take seconds to import."""
+"""Checks that run in separate processes, since they may hang, crash or import slowly."""

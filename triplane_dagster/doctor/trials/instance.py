@@ -1,6 +1,6 @@
 """`python -m triplane_dagster.doctor.trials.instance`: open Dagster's instance as a run would, and print what it is.
 
-Where there is none yet, it is opened in a temporary folder: looking must not make one.
+If none exists yet, it is opened in a temporary folder, so that the check does not create one.
 """
 
 from __future__ import annotations

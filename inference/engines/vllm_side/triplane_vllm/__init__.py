@@ -1,4 +1,4 @@
-"""Weights of a running vLLM worker: replaced by those of another checkpoint, and proven to be those of a checkpoint.
+"""Replace the weights of a running vLLM worker, and prove that they are those of a checkpoint.
 
 /collective_rpc triplane_load(directory, mark)  reload.py: what vLLM's own reload leaves stale on a CPU is redone
 /collective_rpc triplane_loaded()               whose update the weights are of
@@ -20,14 +20,14 @@ end_with_guard()
 
 
 class WorkerExtension:
-    """Methods that vLLM mixes into its worker. No name may be one of the worker's own."""
+    """Methods that vLLM mixes into its worker. Their names must not clash with the worker's."""
 
     triplane_mark = ""
 
     def triplane_load(self, directory: str, mark: str = "") -> None:
         """Serve the checkpoint in `directory`.
 
-        Nothing may be computed meanwhile. mark: of the update, for triplane_loaded.
+        Requires a paused worker. mark: of the update, for triplane_loaded.
         """
         self.triplane_mark = mark
         self.reload_weights(weights_path=directory)  # type: ignore[attr-defined]  # vLLM's
@@ -35,16 +35,16 @@ class WorkerExtension:
         self.triplane_repack()
 
     def triplane_loaded(self) -> str:
-        """The mark of the last triplane_load, finished or not; "" for the weights of the start."""
+        """Mark of the last triplane_load, even an unfinished one; "" for the initial weights."""
         return self.triplane_mark
 
     def triplane_repack(self) -> None:
-        """Bring the experts into the order their kernel reads."""
+        """Repack the experts in the order that their kernel reads."""
         repack_experts(self.triplane_model())
 
     def triplane_verify(self, directory: str, exact: bool = True) -> list[dict[str, str]]:
-        """What of the served weights is not the checkpoint's: [{"name": "layer 1: experts.w13", "detail": ...}], empty
-        when all is.
+        """Differences between served weights and checkpoint: [{"name": "layer 1: experts.w13", "detail": ...}]; empty
+        if there are none.
         """
         return [
             {"name": name, "detail": detail} for name, detail in differences(self.triplane_model(), directory, exact)

@@ -1,4 +1,4 @@
-"""A checkpoint directory as vLLM was given it, read by our own code: Qwen3-MoE, plain or in FP8 blocks of 128 x 128."""
+"""Independent reader of the checkpoint directory that vLLM loads: Qwen3-MoE, plain or in FP8 blocks of 128 x 128."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCALE = "_scale_inv"
 
 
 class Checkpoint:
-    """Tensors by name, as stored (`raw`) or as the numbers they stand for (`weight`)."""
+    """Tensors by name, as stored (`raw`) or dequantized (`weight`)."""
 
     def __init__(self, directory: str) -> None:
         folder = Path(directory)

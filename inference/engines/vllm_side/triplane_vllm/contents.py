@@ -1,4 +1,4 @@
-"""Whether two tensors hold the same numbers, in whatever order a kernel wants them."""
+"""Compare the numbers in two tensors, regardless of the order that a kernel requires."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _FACTORS = (-7046029254386353131, -4658895280553007687)
 
 
 def fingerprint(tensor: Tensor) -> tuple[int, int]:
-    """(count, sum of hashes) of the elements that are not +0: equal for any permutation and any padding with zeros,
-    unequal, but for one chance in 2^64, for other numbers.
+    """(count, sum of hashes) of the elements that are not +0: equal for all permutations and any padding with zeros;
+    different for other numbers, except with probability 2^-64.
     """
     bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()]).flatten()
     count, total = 0, 0

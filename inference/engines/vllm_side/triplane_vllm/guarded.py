@@ -1,4 +1,4 @@
-"""A worker, and the engine process it belongs to, end with the guard of their server, also when that was killed."""
+"""End a worker and its engine process when the guard of their server ends, even if the guard was killed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import threading
 from pathlib import Path
 
 ENGINE = "VLLM::Engine"
-"""Begins the name that vLLM gives its engine process. It may be the worker's parent or the worker itself, and outlives
-both its ends.
+"""Prefix of the name of vLLM's engine process, which may be the worker or its parent, and does not end with its server
+by itself.
 """
 
 
 def end_with_guard() -> None:
-    """Watch the process that $TRIPLANE_VLLM_GUARD names, where it names one."""
+    """Watch the process in $TRIPLANE_VLLM_GUARD, if it is set."""
     guard = os.environ.get("TRIPLANE_VLLM_GUARD")
     if guard is not None:
         threading.Thread(target=_watch, args=(int(guard),), name="guard-watch", daemon=True).start()
@@ -23,9 +23,7 @@ def end_with_guard() -> None:
 
 def _watch(guard: int) -> None:
     try:
-        select.select(
-            [os.pidfd_open(guard)], [], []
-        )  # readable once it ended, also before anyone asked for its exit code
+        select.select([os.pidfd_open(guard)], [], [])  # readable after its exit, even before its parent reaps it
     except ProcessLookupError:
         pass
     engine = os.getppid()

@@ -1,5 +1,5 @@
-"""What a layer computes on inputs of our choice, against what its checkpoint says it should: the order that a kernel
-reads matters here.
+"""Compare a layer's output on chosen inputs with the checkpoint's, which also tests the order in which a kernel reads
+weights.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROWS = 512
-"""Rows of the identity, or of probes, in one call."""
+"""Rows of the identity, or of probes, per call."""
 PER_EXPERT = 4
 _ROUTED_LOGIT = 30.0
-"""Router logit of a probe's expert where the kernel routes by itself; the others, at 0, get e^-30."""
+"""Router logit of a probe's expert if the kernel does the routing; the others, with logit 0, get e^-30."""
 
 
 def linear_error(layer: Any, expected: Tensor) -> float:
     """Largest difference between the matrix that `layer` multiplies by and `expected` [N, K], as a share of the largest
     weight.
 
-    The layer applied to the identity gives its matrix back, whatever it keeps it as. Infinite when it gives anything
-    that is no number.
+    The layer applied to the identity returns its matrix, in any storage format. Infinite if an output is not finite.
     """
     kind, device = layer.weight.dtype, layer.weight.device
     kind = kind if kind.is_floating_point and kind.itemsize > 1 else torch.bfloat16
@@ -43,8 +42,8 @@ def linear_error(layer: Any, expected: Tensor) -> float:
 def expert_errors(
     layer: Any, experts: list[int], weights: list[tuple[Tensor, Tensor, Tensor]], kind: torch.dtype
 ) -> list[float]:
-    """Relative error of each expert's output on random probes, infinite for what is no number; weights: (gate [I, H],
-    up [I, H], down [H, I]) of each, float32.
+    """Relative error of each expert's output on random probes; infinite if an output is not finite. weights: (gate [I,
+    H], up [I, H], down [H, I]) of each expert, float32.
     """
     hidden, device = weights[0][0].shape[1], layer.w13_weight.device
     random = torch.Generator().manual_seed(0)
@@ -63,7 +62,7 @@ def expert_errors(
 
 
 def _routed(layer: Any, x: Tensor, owners: Tensor) -> Tensor:
-    """The layer's output with every row sent to its owner alone."""
+    """The layer's output with every row routed to its owner only."""
     method, count = layer.quant_method, layer.global_num_experts
     if method.is_monolithic:
         logits = F.one_hot(owners, count).to(x.dtype) * _ROUTED_LOGIT

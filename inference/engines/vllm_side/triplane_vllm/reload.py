@@ -1,4 +1,4 @@
-"""What vLLM 0.32's in-place reload leaves undone on a CPU.
+"""Complete vLLM 0.32's in-place reload on a CPU.
 
 - Experts: the copy-back fills the packed parameter with unpacked values, since its method packs on the first load only.
 - A tied lm_head: its kernel holds a packed copy of the embedding, which is never renewed, because the checkpoint names
@@ -14,9 +14,9 @@ from torch import nn
 
 
 def repack_experts(model: nn.Module) -> None:
-    """Pack the experts of every layer whose kernel wants them packed.
+    """Pack the experts of every layer whose kernel requires it.
 
-    Call it once after a reload: it does not see what is packed already.
+    Call it once after a reload, since it can't detect packed experts.
     """
     for module in model.modules():
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
@@ -26,7 +26,7 @@ def repack_experts(model: nn.Module) -> None:
 
 
 def renew_head(model: nn.Module) -> None:
-    """Tie the head to the embedding again, where it is tied, and let its kernel pack it again."""
+    """Tie a tied head to the embedding again, and let its kernel pack it again."""
     head: Any = getattr(model, "lm_head", None)
     config: Any = getattr(model, "config", None)
     if head is None or not getattr(config, "tie_word_embeddings", False):
@@ -37,5 +37,5 @@ def renew_head(model: nn.Module) -> None:
 
 
 def _packs(experts: Any) -> bool:
-    """Whether the kernel belongs to vLLM's CPU backend, the one that packs behind the parameter's back."""
+    """Whether the kernel belongs to vLLM's CPU backend, which packs a parameter's values in place."""
     return any(kind.__name__ == "CPUUnquantizedExperts" for kind in type(experts).__mro__)

@@ -1,4 +1,4 @@
-"""Which slice of a checkpoint's tensors a tensor-parallel worker holds. Rows and columns of scales are those of their
+"""Slices of a checkpoint's tensors in a tensor-parallel worker. Rows and columns of scales are those of their
 blocks.
 """
 
@@ -24,19 +24,19 @@ def columns(rank: int, size: int) -> Slice:
 
 
 def query_key_value(layer: Any) -> tuple[Slice, Slice, Slice]:
-    """The shares of q, k and v that a QKVParallelLinear holds; few key heads are held by several ranks."""
+    """Shares of q, k and v in a QKVParallelLinear. If there are few key heads, several ranks have the same ones."""
     keys = rows(layer.tp_rank // layer.num_kv_head_replicas, max(1, layer.tp_size // layer.num_kv_head_replicas))
     return rows(layer.tp_rank, layer.tp_size), keys, keys
 
 
 def vocabulary(layer: Any) -> Slice:
-    """The rows of an embedding that the rank holds."""
+    """The rank's rows of an embedding."""
     indices = layer.shard_indices
     return lambda whole: whole[indices.org_vocab_start_index : indices.org_vocab_end_index]
 
 
 def owned_experts(layer: Any, count: int) -> list[int]:
-    """Numbers of the experts that the rank holds, in the order of its parameters."""
+    """Numbers of the rank's experts, in the order of its parameters."""
     places: Tensor | None = layer.expert_map
     if places is None:
         return list(range(count))

@@ -1,9 +1,9 @@
 """Served weights against a checkpoint, parameter by parameter.
 
-A parameter that vLLM keeps as it is stored is compared element by element. A layer with a kernel of its own is asked
-twice: do its parameters hold the checkpoint's numbers (in any order), and does its output on probes follow from them.
-The first finds stale or rounded weights, however little they differ; the second finds numbers in an order the kernel
-does not read. A parameter that nobody compared is a difference too.
+A parameter in the checkpoint's layout is compared element by element. A layer with a special kernel is checked twice:
+do its parameters have the checkpoint's numbers (in any order), and does its output on probes match them? The first
+check finds stale or rounded weights, even small differences; the second finds numbers in the wrong order for the
+kernel. A parameter without a comparison counts as a difference.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .probes import expert_errors, linear_error
 from .shards import Slice, columns, owned_experts, query_key_value, rows, vocabulary
 
 LINEAR_TOLERANCE = {torch.float32: 1e-7}
-"""Of the largest weight: a float32 product with the identity adds zeros only, so it gives the weights themselves. Other
+"""Share of the largest weight. A float32 product with the identity adds only zeros, so it returns the weights. Other
 types: COARSE.
 """
 EXPERT_TOLERANCE = {torch.float32: 1e-4}
-"""Relative: two float32 products of up to some thousand terms differ by 1e-6. Other types: COARSE."""
+"""Relative tolerance: two float32 products of up to some thousand terms differ by 1e-6. Other types: COARSE."""
 COARSE = 0.1
-"""For bfloat16 and FP8 kernels that round activations: two products with 3.7% each are below it, a wrong order or
-expert is far above. Small differences of weights are what `same_numbers` finds.
+"""For bfloat16 and FP8 kernels that round activations: two products with an error of 3.7% each are below it, a wrong
+order or expert is far above. `same_numbers` finds small differences of weights.
 """
 
 OTHER = "holds other numbers than the checkpoint"
@@ -36,7 +36,7 @@ Difference = tuple[str, str]
 
 @torch.inference_mode()
 def differences(model: nn.Module, directory: str, exact: bool) -> list[Difference]:
-    """(name, what differs) of everything in `model` that is not the checkpoint's. exact: False leaves rounding to the
+    """(name, difference) of all weights in `model` that differ from the checkpoint. exact: False leaves rounding to the
     probes, for kernels that quantize weights again.
     """
     audit = _Audit(model, Checkpoint(directory), exact)
@@ -46,7 +46,7 @@ def differences(model: nn.Module, directory: str, exact: bool) -> list[Differenc
 
 
 class _Audit:
-    """One comparison of a model with a checkpoint; notes what it has seen."""
+    """One comparison of a model with a checkpoint, which records the compared parameters."""
 
     def __init__(self, model: nn.Module, checkpoint: Checkpoint, exact: bool) -> None:
         self._model, self._checkpoint, self._exact = model, checkpoint, exact
@@ -73,7 +73,7 @@ class _Audit:
                 yield from self._linear(name, module, [(name, rows(0, 1))])
 
     def _stored(self, name: str, module: Any) -> Iterator[Difference]:
-        """A parameter that is the checkpoint's tensor itself; an embedding may be padded."""
+        """Compare a parameter in the checkpoint's layout; an embedding may be padded."""
         self.seen.add(f"{name}.weight")
         expected = self._checkpoint.weight(f"{name}.weight")
         if hasattr(module, "shard_indices"):
@@ -83,7 +83,7 @@ class _Audit:
             yield _place(name), OTHER
 
     def _linear(self, name: str, module: Any, sources: list[tuple[str, Slice]]) -> Iterator[Difference]:
-        """A layer that multiplies by the named weights, stacked."""
+        """Compare a layer that multiplies by the named weights, stacked."""
         names = [(f"{source}.weight", share) for source, share in sources]
         if not self._contains(name, module, "", names):
             yield _place(name), OTHER
@@ -97,7 +97,7 @@ class _Audit:
             )
 
     def _experts(self, name: str, module: Any) -> Iterator[Difference]:
-        """All experts of a layer, as one kernel."""
+        """Compare all experts of a layer, which share one kernel."""
         base = f"{name.removesuffix('.routed_experts')}"
         own = owned_experts(module, self._checkpoint.config["num_experts"])
         parallel = module.moe_config
@@ -134,9 +134,7 @@ class _Audit:
             )
 
     def _contains(self, name: str, module: nn.Module, prefix: str, sources: list[tuple[str, Slice]]) -> bool:
-        """Whether the module's parameters with `prefix` hold the numbers of the sources: codes those of the weights,
-        scales those of theirs.
-        """
+        """Whether the module's parameters with `prefix` have the numbers of the sources, both codes and scales."""
         mine = {f"{name}.{key}": part for key, part in module.named_parameters(recurse=False) if key.startswith(prefix)}
         self.seen |= set(mine)
         if not self._exact:
@@ -144,7 +142,7 @@ class _Audit:
         scaled = self._checkpoint.has(sources[0][0] + SCALE)
         for part in mine.values():
             if not part.numel():
-                continue  # dropped by a kernel that keeps a packed copy: the probe reads that one
+                continue  # dropped by a kernel with a packed copy, which the probe tests
             suffix = SCALE if scaled and part.itemsize > 1 else ""
             stored = torch.cat([share(self._checkpoint.raw(source + suffix)).flatten() for source, share in sources])
             if not same_numbers(part.cpu(), stored):
