@@ -42,7 +42,7 @@ class Parts:
         self._store.create(key, _seal(key, body) + body)
 
     def read(self) -> dict[str, list[pa.Table]]:
-        """Tables of every part by name. A damaged part, or one with other schemas, is removed: its work is done again."""
+        """Tables of every part by name. Removes a damaged part, or one with other schemas: its work is done again."""
         keys = self._store.list(self._prefix)
         with ThreadPoolExecutor(READERS) as pool:
             found = zip(keys, pool.map(self._read, keys), strict=True)
