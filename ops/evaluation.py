@@ -230,10 +230,6 @@ class _TaskCommits:
         failpoint("task-committed")
         return tables
 
-    def refill(self, committed: list[pa.Table]) -> Group | None:
-        """See Commits.refill. An evaluation plays what it was asked to."""
-        return None
-
 
 def _commit_run(
     work: Work, parts: Parts, reading: Reading, played: Sequence[Sequence[pa.Table]], allowed: float

@@ -9,7 +9,7 @@ committed groups stay, everything else is sampled again, with the same seeds.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
 from contracts.episodes import Episode
@@ -29,9 +29,6 @@ class Commits(Protocol[T]):
     async def commit(self, group: Group, episodes: list[Episode]) -> T:
         """Commit a group's episodes, which are in order of sample."""
 
-    def refill(self, committed: T) -> Group | None:
-        """A further group to play because of what is in this one, or None."""
-
 
 class Uncommitted:
     """Commits nothing: the result of a group is its episodes."""
@@ -44,15 +41,17 @@ class Uncommitted:
         """See Commits.commit."""
         return episodes
 
-    def refill(self, committed: list[Episode]) -> Group | None:
-        """See Commits.refill."""
-        return None
-
 
 async def play_groups(
-    player: Player, groups: Iterable[Group], commits: Commits[T], meter: Meter | None = None
+    player: Player,
+    groups: Iterable[Group],
+    commits: Commits[T],
+    meter: Meter | None = None,
+    refill: Callable[[T], Group | None] = lambda committed: None,
 ) -> list[T]:
     """Play and commit every group, and return them in this order, followed by refills.
+
+    refill: a further group to play because of what is in a committed one, or None.
 
     Raises the first error of any group; the others are called off and what they committed stays.
     """
@@ -66,7 +65,7 @@ async def play_groups(
             meter.group()
         else:
             meter.group(found_episodes=len(group.slots))
-        further = commits.refill(committed)
+        further = refill(committed)
         if further is not None:
             start(further)
         return committed

@@ -98,7 +98,7 @@ async def run_shard(
     commits = _GroupCommits(plan, shard, tasks, store, grader, owner)
     with _cancelled_by_sigterm():
         async with _lease(owner):
-            committed = await play_groups(player, commits.planned, commits, meter)
+            committed = await play_groups(player, commits.planned, commits, meter, commits.refill)
     return ShardReport(
         shard,
         meter.groups_done,

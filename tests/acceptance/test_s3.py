@@ -21,7 +21,7 @@ from tests.acceptance.test_iterations_are_exact import KINDS, TINY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ITERATIONS = 2
-REQUESTS_PER_ITERATION = 460
+REQUESTS_PER_ITERATION = 500
 """A bound that needless requests per group, turn or reading of a policy would break. 448 are made, some 20 of them for
 each of five readings.
 """

@@ -29,11 +29,11 @@ KILLS = (
     "task-committed",
     RANDOM,
     "store-write:3",
+    RANDOM,
+    "task-committed:2",
     "artifact-staged",
     "before-manifest",
-    RANDOM,
     "after-manifest",
-    "task-committed:2",
 )
 
 
