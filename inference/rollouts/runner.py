@@ -18,15 +18,16 @@ from inference.rollouts.progress import Meter, no_progress
 from inference.rollouts.sampling import Group, sample_group
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
-class Commits(Protocol[T]):
+class Commits(Protocol[T_co]):
     """How groups are committed, and found again."""
 
-    async def find(self, group: Group) -> T | None:
+    async def find(self, group: Group) -> T_co | None:
         """The committed group, or None if the caller is to sample it."""
 
-    async def commit(self, group: Group, episodes: list[Episode]) -> T:
+    async def commit(self, group: Group, episodes: list[Episode]) -> T_co:
         """Commit a group's episodes, which are in order of sample."""
 
 
