@@ -14,15 +14,17 @@ import boto3
 from benchmarks.chaos_lab import NAME, Lab
 from contracts.artifacts import MANIFEST, list_artifacts
 from contracts.errors import ArtifactCorrupt
+from contracts.parts import FOLDER as PARTS
 from contracts.store import Store
 from envd.sandbox.cgroups import OWNED, abandoned_groups
 from envd.sandbox.proctree import descendants
 from inference.rollouts.ledger import Sampled, read_ledger
+from ops.readings import EVALUATION_RUN
 from resources.registry import Registry
 from trainer.config import SNAPSHOT
 
 Work = tuple[str, str]
-"""Action key of rollouts and group id; or action key of an evaluation run and ""."""
+"""Action key of rollouts or of an evaluation run, and group id; or action key of an evaluation run and ""."""
 ORPHANS_END_S = 30.0
 """Seconds for orphaned processes to end."""
 
@@ -63,7 +65,7 @@ class Tokens:
     lost_at_most: int
     """Tokens sampled before an interruption for work committed after it: upper bound of the tokens sampled again."""
     sampled_after_commit: int
-    """Groups and evaluations with tokens sampled after their commit."""
+    """Groups, evaluated tasks and evaluations with tokens sampled after their commit."""
 
 
 def account(lines: Iterable[Sampled], commits: Mapping[Work, float], interruptions: Sequence[float]) -> Tokens:
@@ -82,14 +84,20 @@ def account(lines: Iterable[Sampled], commits: Mapping[Work, float], interruptio
     return Tokens(sampled, lost, len(again))
 
 
-def read_tokens(lab: Lab, interruptions: Sequence[float]) -> Tokens:
-    """Token counts of a lab."""
+def committed_tasks(store: Store) -> set[Work]:
+    """Tasks of unfinished evaluations that are committed now."""
+    keys = (key.split("/") for key in store.list(f"artifacts/{EVALUATION_RUN}/"))
+    return {(key[2], key[4]) for key in keys if key[3] == PARTS}
+
+
+def read_tokens(lab: Lab, interruptions: Sequence[float], tasks: Mapping[Work, float]) -> Tokens:
+    """Token counts of a lab. tasks: first known time of commit of each evaluated task."""
     store = lab.store()
-    commits: dict[Work, float] = {}
+    commits = dict(tasks)
     for group in list_artifacts(store, "group"):
         config = group.manifest.config
         commits[config["rollouts"], config["group_id"]] = group.manifest.created_unix
-    for run in list_artifacts(store, "evaluation_run"):
+    for run in list_artifacts(store, EVALUATION_RUN):
         commits[run.ref.key, ""] = run.manifest.created_unix
     return account(read_ledger(lab.ledger), commits, interruptions)
 

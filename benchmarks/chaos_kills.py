@@ -36,7 +36,8 @@ MOST_ARRIVALS = {
     "group-claimed": 4,
     "group-sampled": 4,
     "group-committed": 4,
-    "evaluation-played": 2,
+    "task-sampled": 8,
+    "task-committed": 8,
     "artifact-described": 8,
     "reference-written": 8,
 }

@@ -50,7 +50,7 @@ class Twin:
             code, seconds = self.lab.iterate(self.iterations, STUCK_S)
             if code:
                 raise TriplaneError(f"the undisturbed run ended with code {code}: {_last_line(self.lab)}")
-            tokens = findings.read_tokens(self.lab, [])
+            tokens = findings.read_tokens(self.lab, [], {})
             self.rounds.append((findings.read_content(self.lab.store()), tokens, seconds))
         return self.rounds[number]
 
@@ -64,6 +64,8 @@ class Disturbed:
         self._chance = random.Random(f"{seed}/{self._kind}")
         self._spared = frozenset(descendants(os.getpid()))
         self._interruptions: list[float] = []
+        self._tasks: dict[findings.Work, float] = {}
+        """Interruption at which a task of an evaluation was first seen committed."""
         self._started: list[int] = []
         self._tokens, self._calm = Tokens(0, 0, 0), Tokens(0, 0, 0)
         self._round = self._artifacts = 0
@@ -184,6 +186,8 @@ class Disturbed:
             code = process.wait()
         if code:
             self._interruptions.append(time.time())
+            seen = dict.fromkeys(findings.committed_tasks(self._lab.store()), self._interruptions[-1])
+            self._tasks = seen | self._tasks
         findings.reap(self._spared)
         return code
 
@@ -222,7 +226,7 @@ class Disturbed:
         self._found("temporary_files_left", *findings.temporary_files(lab))
         self._found("unnamed_keys_left", *findings.unnamed_keys(store))
         self._found("uploads_left", *["upload"] * findings.pending_uploads(lab))
-        self._tokens = findings.read_tokens(lab, self._interruptions)
+        self._tokens = findings.read_tokens(lab, self._interruptions, self._tasks)
 
     def _found(self, metric: str, *what: str) -> None:
         self.faults[metric] += len(what)

@@ -19,6 +19,7 @@ from contracts.attempts import AttemptNote, read_note, read_seal
 from contracts.errors import ArtifactCorrupt, SchemaError
 from contracts.filecache import PARTIAL
 from contracts.owned import ABANDONED_S, is_leftover, remove
+from contracts.parts import Parts
 from contracts.store import STAGE, Store
 
 
@@ -76,7 +77,9 @@ def _sweep_stage(stage: Path, store: Store) -> None:
 
 
 def _settle(note: AttemptNote, manifest: bytes | None, store: Store) -> None:
-    """Complete an attempt if all its files are there; else remove them unless they became the artifact."""
+    """Complete an attempt if all its files are there; else remove them unless they became the artifact, which needs no
+    parts any more.
+    """
     if manifest is not None and _is_whole(manifest, note, store):
         store.create(f"{note.folder}/{MANIFEST}", manifest)
     _, kind, key = note.folder.split("/")
@@ -86,6 +89,8 @@ def _settle(note: AttemptNote, manifest: bytes | None, store: Store) -> None:
         return  # unreadable manifest: keep the files; readers report the damage
     if winner is None or winner.manifest.attempt != note.attempt:
         store.discard(f"{note.folder}/{note.attempt}/")
+    if winner is not None:
+        Parts(store, kind, key).discard()
 
 
 def _is_whole(manifest: bytes, note: AttemptNote, store: Store) -> bool:

@@ -1,9 +1,8 @@
 """Implementation of the assets, as functions and Dagster ops. Planes are connected here, since no plane imports
 another.
 
-graph every step, declared once: inputs by role, slice, version, needs spec StepSpec, the type of a declaration, and
-Work, one artifact to make with its key and lineage
-
+    graph      every step, declared once: inputs by role, slice, version, needs
+    spec       StepSpec, the type of a declaration, and Work, one artifact to make with its key and lineage
     inputs     what an iteration starts from, pinned once              rollouts    plan -> map(shard) -> merge
     base       tokenizer, demonstrations, supervised warm start        grading     episodes -> rewards -> dataset
     training   a GRPO job through the launcher                         evaluation  candidate and parent compared

@@ -7,33 +7,46 @@ split).
     evaluation_run(.., held_out) ------/   and of each policy pass@1 greedy and sampled, maj@k, pass@k
     evaluation_run(.., held_out, greedy)
     the same of unseen
+
+A run commits every task that is played and graded (contracts.parts): a killed one repeats those that were in flight.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import pyarrow as pa
 
 from contracts.artifacts import Artifact, ArtifactRef, open_artifact
-from contracts.chat import ChatTokenizer
-from contracts.episodes import episodes_table, sequences_table, telemetry_table
+from contracts.episodes import (
+    EPISODES,
+    SEQUENCES,
+    TELEMETRY,
+    Episode,
+    episodes_table,
+    sequences_table,
+    telemetry_table,
+)
+from contracts.failpoints import failpoint
+from contracts.parts import Parts
 from contracts.tasks import Split, Task
 from curation.measures import Sample, measures, read_samples
-from curation.rewards import RewardConfig, grade_episodes
+from curation.rewards import REWARDS, RewardConfig, grade_episodes
 from curation.statistics import paired_difference, pass_rate, solved_by_task
 from curation.verify import Verifier
-from envd.client import SandboxClient
-from inference.engines.base import Engine
-from inference.rollouts.evaluate import run_episodes
-from inference.rollouts.progress import ShardProgress
+from inference.rollouts.episode import Player
+from inference.rollouts.evaluate import evaluation_groups
+from inference.rollouts.progress import Meter, ShardProgress
+from inference.rollouts.runner import play_groups
+from inference.rollouts.sampling import Group
 from ops.floor import compare_with_floor, find_floor
 from ops.grading import ungraded_allowed
 from ops.inputs import load_tasks, load_tokenizer, split_tasks
 from ops.readings import EVALUATION_SLOTS, WHO, Reading, readings_of
+from ops.spec import Work
 from ops.step import Step
 from resources.errors import EvaluationIncomplete
 from resources.loops import run_async
@@ -99,6 +112,15 @@ def _samples(run: Artifact | None) -> dict[str, list[Sample]]:
     return read_samples(episodes, run.table("rewards.parquet", ["episode_id", "solved"]))
 
 
+TABLES = {
+    "episodes.parquet": EPISODES,
+    "sequences.parquet": SEQUENCES,
+    "telemetry.parquet": TELEMETRY,
+    "rewards.parquet": REWARDS,
+}
+"""Tables of an `evaluation_run` and of its parts, each of which holds one task."""
+
+
 def play_splits(
     step: Step, sampler: SamplerResource, sandboxes: SandboxesResource, policy: ArtifactRef, suite: ArtifactRef
 ) -> dict[str, Artifact]:
@@ -124,20 +146,28 @@ async def _play(
     suite: ArtifactRef,
     readings: list[Reading],
 ) -> dict[str, Artifact]:
-    tasks = load_tasks(step.store, suite)
-    checkpoint = open_artifact(step.store, policy)
-    experiment = step.experiment
-    tokenizer = load_tokenizer(experiment, checkpoint)
+    experiment, checkpoint = step.experiment, open_artifact(step.store, policy)
     async with (
         sandboxes.client(experiment.sandboxes) as client,
         sampler.lease(checkpoint, "evaluation", experiment.engine) as engine,
     ):
-        verifier, gate = Verifier(client, step.store), asyncio.Semaphore(experiment.rollouts.concurrency)
+        player = Player.of(
+            engine,
+            client,
+            load_tokenizer(experiment, checkpoint),
+            experiment.rollouts,
+            policy_version=policy.digest,
+            key="",  # each reading has its own
+            limits=experiment.sandboxes.limits.limits(),
+        )
+        tasks, verifier = load_tasks(step.store, suite), Verifier(client, step.store)
         try:
             async with asyncio.TaskGroup() as running:
                 playing = {
                     each.name: running.create_task(
-                        _play_reading(step, policy, suite, each, tasks, engine, client, tokenizer, verifier, gate)
+                        _play_reading(
+                            step, each, each.work(step.store, experiment, policy, suite), player, tasks, verifier
+                        )
                     )
                     for each in readings
                 }
@@ -147,57 +177,77 @@ async def _play(
 
 
 async def _play_reading(
-    step: Step,
-    policy: ArtifactRef,
-    suite: ArtifactRef,
-    reading: Reading,
-    tasks: dict[str, Task],
-    engine: Engine,
-    client: SandboxClient,
-    tokenizer: ChatTokenizer,
-    verifier: Verifier,
-    gate: asyncio.Semaphore,
+    step: Step, reading: Reading, work: Work, player: Player, tasks: Mapping[str, Task], verifier: Verifier
 ) -> Artifact:
-    experiment = step.experiment
-    work, name = reading.work(step.store, experiment, policy, suite), reading.name.replace("_", " ")
-    config = experiment.rollouts.model_copy(update={"temperature": 0.0}) if reading.greedy else experiment.rollouts
+    """Play one reading and commit its run. All readings share the player's limit of episodes in flight."""
+    name, temperature = reading.name.replace("_", " "), 0.0 if reading.greedy else player.config.temperature
 
-    def playing(now: ShardProgress) -> None:
+    def show(now: ShardProgress) -> None:
         step.progress.update(name, now.episodes_done, now.episodes_total, tokens_per_second=now.tokens_per_second)
 
-    episodes = await run_episodes(
+    groups = evaluation_groups(
         split_tasks(tasks, reading.split),
         reading.samples,
         experiment=EVALUATION_SLOTS,
         split=reading.split,
-        seed=experiment.seed,
+        seed=step.experiment.seed,
         key=work.key,
-        policy_version=policy.digest,
-        config=config,
-        engine=engine,
-        sandboxes=client,
-        tokenizer=tokenizer,
-        progress=playing,
-        limits=experiment.sandboxes.limits.limits(),
-        gate=gate,
     )
-    table = episodes_table(episodes)
-    allowed = ungraded_allowed(experiment)
-    rewards = await grade_episodes(
-        table,
-        tasks,
-        verifier,
-        RewardConfig(max_ungraded=allowed),
-        lambda done, total: step.progress.update(f"grading {name}", done, total),
-    )
-    require_graded(rewards, allowed, f"policy {policy.short} on {name}")
+    config = player.config.model_copy(update={"temperature": temperature})
+    parts, allowed = Parts(step.store, work.kind, work.key, TABLES.values()), ungraded_allowed(step.experiment)
+    commits = _TaskCommits(parts, await asyncio.to_thread(parts.read), tasks, verifier, allowed)
+    played = await play_groups(replace(player, config=config, key=work.key), groups, commits, Meter(0, show))
+    return await asyncio.to_thread(_commit_run, work, parts, reading, played, allowed)
+
+
+class _TaskCommits:
+    """Commits each task of a run as a part of it, once its episodes are graded."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        found: Mapping[str, list[pa.Table]],
+        tasks: Mapping[str, Task],
+        verifier: Verifier,
+        allowed: float,
+    ) -> None:
+        self._parts, self._found, self._tasks, self._verifier = parts, found, tasks, verifier
+        # of one task, nothing or everything may be ungraded; `require_graded` asks about all of them
+        self._config = RewardConfig(max_ungraded=1.0 if allowed else 0.0)
+
+    async def find(self, group: Group) -> list[pa.Table] | None:
+        """See Commits.find."""
+        return self._found.get(group.group_id)
+
+    async def commit(self, group: Group, episodes: list[Episode]) -> list[pa.Table]:
+        """Grade and commit, unless an episode was lost to infrastructure: a later run may have more luck."""
+        table = episodes_table(episodes)
+        rewards = await grade_episodes(table, self._tasks, self._verifier, self._config, lambda done, total: None)
+        tables = [table, sequences_table(episodes), telemetry_table(episodes), rewards]
+        failpoint("task-sampled")
+        if not rewards["solved"].null_count:
+            await asyncio.to_thread(self._parts.add, group.group_id, tables)
+        failpoint("task-committed")
+        return tables
+
+
+def _commit_run(
+    work: Work, parts: Parts, reading: Reading, played: Sequence[Sequence[pa.Table]], allowed: float
+) -> Artifact:
+    """The `evaluation_run` of these tasks' tables, in their order. Raises EvaluationIncomplete."""
+    tables = {
+        name: pa.concat_tables([schema.empty_table(), *(part[place] for part in played)])
+        for place, (name, schema) in enumerate(TABLES.items())
+    }
+    rewards = tables["rewards.parquet"]
+    require_graded(rewards, allowed, f"policy {work.parents['policy'].short} on {reading.name.replace('_', ' ')}")
     with work.writer() as out:
-        out.add_table("episodes.parquet", table)
-        out.add_table("sequences.parquet", sequences_table(episodes))
-        out.add_table("telemetry.parquet", telemetry_table(episodes), telemetry=True)
-        out.add_table("rewards.parquet", rewards)
+        for name, table in tables.items():
+            out.add_table(name, table, telemetry=name == "telemetry.parquet")
         rate = pass_rate(rewards)
-        return out.commit(meta={"split": reading.split.value, "pass_rate": rate.rate, "graded": rate.n})
+        run = out.commit(meta={"split": reading.split.value, "pass_rate": rate.rate, "graded": rate.n})
+        parts.discard()  # here, where a sweep of the stage makes up for a kill
+        return run
 
 
 def require_graded(rewards: pa.Table, allowed: float, what: str) -> None:
@@ -209,6 +259,6 @@ def require_graded(rewards: pa.Table, allowed: float, what: str) -> None:
     if lost > allowed * len(rewards) or lost == len(rewards):
         raise EvaluationIncomplete(
             f"evaluation of {what} lost {lost} of {len(rewards)} episodes to infrastructure faults; at most the share"
-            f" {allowed} is allowed (rewards.max_ungraded, rollouts.profile). Nothing was committed: check engine and"
-            " envd in the log, then run the same step again"
+            f" {allowed} is allowed (rewards.max_ungraded, rollouts.profile). Only tasks without a lost episode are"
+            " kept: check engine and envd in the log, then run the same step again"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from contracts.artifacts import Artifact, ArtifactRef, Frozen, find_artifact, list_artifacts, open_artifact
@@ -127,7 +128,7 @@ def load_tokenizer(experiment: Experiment, policy: Artifact) -> ChatTokenizer:
     return ChatTokenizer.from_directory(policy.directory(), spaced=experiment.base.spaced)
 
 
-def split_tasks(tasks: dict[str, Task], split: Split) -> list[Task]:
+def split_tasks(tasks: Mapping[str, Task], split: Split) -> list[Task]:
     """The tasks of one split, in the suite's order."""
     return [task for task in tasks.values() if task.split == split]
 

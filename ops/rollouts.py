@@ -16,12 +16,11 @@ import dagster as dg
 from contracts.artifacts import Artifact, ArtifactRef, artifact_exists, find_artifact, open_artifact
 from contracts.errors import InfraFault
 from contracts.store import Store
-from contracts.tasks import Task
 from curation.verify import Verifier
 from inference.rollouts.merge import Gathered, gather_groups, merge_groups
 from inference.rollouts.plan import GroupPlan, RolloutPlan
 from inference.rollouts.progress import ShardProgress
-from inference.rollouts.worker import GradeResult, run_shard
+from inference.rollouts.worker import run_shard
 from ops.graph import PLAN, ROLLOUTS
 from ops.inputs import PromptsDrawn, load_tasks, load_tokenizer
 from ops.results import output, table_facts
@@ -83,14 +82,6 @@ async def sample_shard(
         sandboxes.client(experiment.sandboxes) as client,
         sampler.lease(policy, "rollouts", experiment.engine) as engine,
     ):
-        verifier = Verifier(client, step.store)
-
-        async def grade(task: Task, diff: bytes) -> GradeResult:
-            try:
-                return GradeResult((await verifier.grade(task, diff)).solved)
-            except InfraFault:
-                return GradeResult(None)
-
         began = time.time()
         report = await run_shard(
             plan,
@@ -99,7 +90,7 @@ async def sample_shard(
             sandboxes=client,
             tasks=tasks,
             store=step.store,
-            grade=grade,
+            grader=Verifier(client, step.store),
             tokenizer=load_tokenizer(experiment, policy),
             progress=lambda now: _show(step, now),
             limits=experiment.sandboxes.limits.limits(),

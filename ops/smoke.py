@@ -26,9 +26,10 @@ from inference.engines.base import Completion, Engine, SamplingParams
 from inference.engines.config import BuiltinConfig
 from inference.engines.delegating import DelegatingEngine
 from inference.errors import EngineError, EngineUnreachable, RequestTooLong, StaleVersion, WeightsDiffer
-from inference.rollouts.episode import Player, play_episode
+from inference.rollouts.episode import Player
 from inference.rollouts.evaluate import evaluation_slot
-from inference.rollouts.workspace import Workspaces
+from inference.rollouts.runner import Uncommitted, play_groups
+from inference.rollouts.sampling import Group
 from ops.inputs import load_tasks, load_tokenizer, split_tasks
 from ops.step import Step
 from ops.weights_fault import weights_fault
@@ -164,18 +165,18 @@ async def _episode(
     step: Step, client: SandboxClient, engine: Engine, candidate: Artifact, task: Task, tokenizer: ChatTokenizer
 ) -> Episode:
     config = step.experiment
-    workspaces = Workspaces(client, config.sandboxes.limits.limits(), config.rollouts.episode_timeout_s)
-    player = Player(
-        engine=engine,
-        workspaces=workspaces,
-        tokenizer=tokenizer,
-        config=config.rollouts,
+    player = Player.of(
+        engine,
+        client,
+        tokenizer,
+        config.rollouts,
         policy_version=candidate.ref.digest,
         key=candidate.ref.key,
-        gate=asyncio.Semaphore(1),
+        limits=config.sandboxes.limits.limits(),
     )
     slot = evaluation_slot(SLOTS, Split.GATE, task.task_id, 0, config.seed)
-    return await play_episode(player, task, slot, slot.digest[:32])
+    ((episode,),) = await play_groups(player, [Group(slot.digest[:32], task, [slot], keep=1)], Uncommitted())
+    return episode
 
 
 class _Watched(DelegatingEngine):

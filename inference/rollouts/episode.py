@@ -20,7 +20,7 @@ from contracts.episodes import Episode, Outcome, Slot, ToolCallRecord, episode_i
 from contracts.errors import InfraFault
 from contracts.retries import backoff_s
 from contracts.tasks import Task
-from envd.client import EnvdError
+from envd.client import EnvdError, Limits, SandboxClient
 from inference.engines.base import Completion, Engine, SamplingParams
 from inference.errors import (
     EngineError,
@@ -58,6 +58,22 @@ class Player:
     """Action key of the work that the episodes belong to."""
     gate: asyncio.Semaphore
     """Bounds the episodes in flight."""
+
+    @classmethod
+    def of(
+        cls,
+        engine: Engine,
+        sandboxes: SandboxClient,
+        tokenizer: ChatTokenizer,
+        config: RolloutConfig,
+        *,
+        policy_version: str,
+        key: str,
+        limits: Limits = Limits(),
+    ) -> Player:
+        """Player with `config.concurrency` episodes in flight. limits: of each sandbox."""
+        workspaces = Workspaces(sandboxes, limits, config.episode_timeout_s)
+        return cls(engine, workspaces, tokenizer, config, policy_version, key, asyncio.Semaphore(config.concurrency))
 
 
 async def play_episode(

@@ -37,7 +37,7 @@ class Meter:
     def __init__(self, shard: int, progress: Progress) -> None:
         self._shard, self._progress = shard, progress
         self._started = time.perf_counter()
-        self.groups_done = self.groups_total = 0
+        self.groups_done = self.groups_found = self.groups_total = 0
         self.episodes_done = self.episodes_total = self.episodes_played = 0
         self.tokens = 0
 
@@ -59,8 +59,9 @@ class Meter:
         self._tell()
 
     def group(self, found_episodes: int = 0) -> None:
-        """Count one committed group. found_episodes: number in a group that another worker committed."""
+        """Count one committed group. found_episodes: number in a group that was committed before or by another."""
         self.groups_done += 1
+        self.groups_found += found_episodes > 0
         self.episodes_done += found_episodes
         self._tell()
 

@@ -7,43 +7,54 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from contracts.episodes import Episode, Outcome
+from contracts.episodes import Episode, Outcome, Slot
 from contracts.tasks import Task
-from inference.rollouts.config import Profile, RolloutConfig
+from inference.rollouts.config import Profile
 from inference.rollouts.episode import Attempt, Player, play_episode
-from inference.rollouts.plan import GroupPlan, RolloutPlan
 
 
-async def sample_group(
-    player: Player, plan: RolloutPlan, group: GroupPlan, task: Task, played: Callable[[Episode], None]
-) -> list[Episode]:
+@dataclass(frozen=True)
+class Group:
+    """The episodes of one task, which are played and committed together."""
+
+    group_id: str
+    task: Task
+    slots: Sequence[Slot]
+    """Of the episodes that are started, in order of sample from 0."""
+    keep: int
+    """Number of episodes to keep; `slots` beyond it are over-sampling."""
+
+
+async def sample_group(player: Player, group: Group, played: Callable[[Episode], None]) -> list[Episode]:
     """All episodes that were started, in order of sample; those not kept are DROPPED or ABORTED. played: called at the
     end of each.
     """
-    config = plan.config
+    profile = player.config.profile
     attempts: dict[int, Attempt] = {}
 
-    async def play(sample: int) -> Episode:
-        slot = plan.slot(group, sample)
+    async def play(slot: Slot) -> Episode:
         episode = await play_episode(
-            player, task, slot, group.group_id, begun=lambda attempt: attempts.__setitem__(sample, attempt)
+            player, group.task, slot, group.group_id, begun=lambda attempt: attempts.__setitem__(slot.sample, attempt)
         )
         played(episode)
         return episode
 
-    started = [asyncio.create_task(play(sample)) for sample in range(config.episodes_started)]
+    started = [asyncio.create_task(play(slot)) for slot in group.slots]
     try:
-        arrived = await _collect(started, config)
+        arrived = await _collect(started, group.keep, profile)
     finally:
         await _cancel(started)
     late = [each.result() for each in started if _has_result(each) and each.result() not in arrived]
-    rows = mark_dropped([*arrived, *late], config.group_size, config.profile)
-    for sample in sorted(set(range(config.episodes_started)) - {episode.sample for episode in rows}):
-        attempt = attempts.get(sample) or Attempt(player, task, plan.slot(group, sample), group.group_id, 0)
-        called_off = attempt.episode(Outcome.ABORTED, b"")
-        played(called_off)
-        rows.append(called_off)
+    rows = mark_dropped([*arrived, *late], group.keep, profile)
+    ended = {episode.sample for episode in rows}
+    for slot in group.slots:
+        if slot.sample not in ended:
+            attempt = attempts.get(slot.sample) or Attempt(player, group.task, slot, group.group_id, 0)
+            called_off = attempt.episode(Outcome.ABORTED, b"")
+            played(called_off)
+            rows.append(called_off)
     return sorted(rows, key=lambda episode: episode.sample)
 
 
@@ -77,7 +88,7 @@ def _has_result(task: asyncio.Task[Episode]) -> bool:
     return not task.cancelled() and task.exception() is None
 
 
-async def _collect(started: Sequence[asyncio.Task[Episode]], config: RolloutConfig) -> list[Episode]:
+async def _collect(started: Sequence[asyncio.Task[Episode]], keep: int, profile: Profile) -> list[Episode]:
     """All episodes; under the throughput profile only until enough have arrived."""
     arrived: list[Episode] = []
     usable = 0
@@ -85,7 +96,7 @@ async def _collect(started: Sequence[asyncio.Task[Episode]], config: RolloutConf
         episode = await next_one
         arrived.append(episode)
         usable += episode.outcome is not Outcome.INFRA_ERROR
-        if config.profile == "throughput" and usable == config.group_size:
+        if profile == "throughput" and usable == keep:
             break
     return arrived
 

@@ -1,20 +1,18 @@
 """Worker of the fan-out: samples the groups of its shard and commits each as soon as it is complete.
 
-    claim -> sample -> grade -> commit, for all groups at once; a group without variance starts the next one of the
-    reserve
-
-Kill it at any instant: committed groups stay, everything else is sampled again, with the same seeds.
+claim -> sample -> grade -> commit, for all groups at once (inference.rollouts.runner); a group without variance
+starts the next one of the reserve
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from contracts.artifacts import Artifact
 from contracts.chat import ChatTokenizer
@@ -31,23 +29,25 @@ from inference.rollouts.episode import Player
 from inference.rollouts.groups import commit_group, find_group, without_variance
 from inference.rollouts.plan import GroupPlan, RolloutPlan
 from inference.rollouts.progress import Meter, Progress, no_progress
-from inference.rollouts.sampling import sample_group
-from inference.rollouts.workspace import Workspaces
+from inference.rollouts.runner import play_groups
+from inference.rollouts.sampling import Group
 
 CLAIM_POLL_S = 0.5
-_log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class GradeResult:
-    """Verdict for the refill decision."""
+class Verdict(Protocol):
+    """What the refill decision asks of a grade."""
 
-    solved: bool | None
-    """None when grading itself met an infrastructure fault."""
+    @property
+    def solved(self) -> bool:
+        """Whether the final state solves the task."""
 
 
-Grade = Callable[[Task, bytes], Awaitable[GradeResult]]
-"""Grades a task's final diff. Injected: the verifier belongs to another plane."""
+class Grader(Protocol):
+    """Grades final states. Injected: the verifier belongs to another plane."""
+
+    async def grade(self, task: Task, diff: bytes) -> Verdict:
+        """Verdict on a task's final diff. Raises InfraFault."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ async def run_shard(
     tokenizer: ChatTokenizer,
     tasks: Mapping[str, Task],
     store: Store,
-    grade: Grade,
+    grader: Grader,
     progress: Progress = no_progress,
     limits: Limits = Limits(),
 ) -> ShardReport:
@@ -91,117 +91,102 @@ async def run_shard(
     and InfraFault when every episode of a group was lost to infrastructure: such a group is not committed.
     """
     await _check(plan, shard, engine, tasks)
-    config = plan.config
-    player = Player(
-        engine=engine,
-        workspaces=Workspaces(sandboxes, limits, config.episode_timeout_s),
-        tokenizer=tokenizer,
-        config=config,
-        policy_version=plan.policy.digest,
-        key=plan.key,
-        gate=asyncio.Semaphore(config.concurrency),
+    player = Player.of(
+        engine, sandboxes, tokenizer, plan.config, policy_version=plan.policy.digest, key=plan.key, limits=limits
     )
-    owner = ClaimOwner(store, plan.key)
+    owner, meter = ClaimOwner(store, plan.key), Meter(shard, progress)
+    commits = _GroupCommits(plan, shard, tasks, store, grader, owner)
     with _cancelled_by_sigterm():
         async with _lease(owner):
-            return await _Shard(plan, shard, player, tasks, store, grade, owner, Meter(shard, progress)).run()
+            committed = await play_groups(player, commits.planned, commits, meter, commits.refill)
+    return ShardReport(
+        shard,
+        meter.groups_done,
+        meter.groups_found,
+        len(committed) - len(commits.planned),
+        meter.episodes_played,
+        meter.tokens,
+        sum(group.meta["infra_errors"] for group in committed),
+        meter.seconds,
+    )
 
 
-class _Shard:
-    """Groups in flight of one worker."""
+class _GroupCommits:
+    """Commits the groups of one shard as `group` artifacts, each claimed first."""
 
     def __init__(
         self,
         plan: RolloutPlan,
         shard: int,
-        player: Player,
         tasks: Mapping[str, Task],
         store: Store,
-        grade: Grade,
+        grader: Grader,
         owner: ClaimOwner,
-        meter: Meter,
     ) -> None:
-        self._plan, self._shard, self._player, self._tasks = plan, shard, player, tasks
-        self._store, self._grade, self._owner, self._meter = store, grade, owner, meter
-        self._groups, self._reserve = plan.shard(shard)
-        self._found = self._infra_errors = self._refills = 0
-
-    async def run(self) -> ShardReport:
-        try:
-            async with asyncio.TaskGroup() as running:
-                for group in self._groups:
-                    self._start(group, running)
-        except BaseExceptionGroup as several:
-            raise several.exceptions[0] from None
-        meter = self._meter
-        return ShardReport(
-            self._shard,
-            meter.groups_done,
-            self._found,
-            self._refills,
-            meter.episodes_played,
-            meter.tokens,
-            self._infra_errors,
-            meter.seconds,
+        self._plan, self._store, self._grader, self._owner = plan, store, grader, owner
+        groups, reserve = plan.shard(shard)
+        self._plans = {group.group_id: group for group in (*groups, *reserve)}
+        self.planned, self._reserve = (
+            [_group(plan, each, tasks[each.task_id]) for each in part] for part in (groups, reserve)
         )
 
-    def _start(self, group: GroupPlan, running: asyncio.TaskGroup) -> None:
-        self._meter.expect(1, self._plan.config.episodes_started)
-        running.create_task(self._run_group(group, running))
-
-    async def _run_group(self, group: GroupPlan, running: asyncio.TaskGroup) -> None:
-        artifact = await self._found_or_claimed(group)
-        if artifact is None:
-            failpoint("group-claimed")
-            artifact = await self._sample(group)
-            self._meter.group()
-        else:
-            self._found += 1
-            self._meter.group(found_episodes=self._plan.config.episodes_started)
-        self._infra_errors += artifact.meta["infra_errors"]
-        if self._plan.config.refill and self._reserve and without_variance(artifact):
-            self._refills += 1
-            self._start(self._reserve.pop(0), running)
-
-    async def _found_or_claimed(self, group: GroupPlan) -> Artifact | None:
+    async def find(self, group: Group) -> Artifact | None:
         """Committed group, or None once this worker has claimed it. Waits while another live worker holds it."""
         while True:
-            found = await asyncio.to_thread(find_group, self._plan, group, self._store)
+            found = await self._committed(group)
             if found is None and await asyncio.to_thread(self._owner.claim, group.group_id):
                 # its last owner may have committed it between the two questions
-                return await asyncio.to_thread(find_group, self._plan, group, self._store)
+                found = await self._committed(group)
+                if found is None:
+                    failpoint("group-claimed")
+                return found
             if found is not None:
                 return found
             await asyncio.sleep(CLAIM_POLL_S)
 
-    async def _sample(self, group: GroupPlan) -> Artifact:
-        task = self._tasks[group.task_id]
-        episodes = await sample_group(self._player, self._plan, group, task, self._meter.episode)
+    async def commit(self, group: Group, episodes: list[Episode]) -> Artifact:
+        """See Commits.commit. Raises InfraFault when every episode was lost to infrastructure."""
+        plan = self._plans[group.group_id]
         if all(episode.outcome is Outcome.INFRA_ERROR for episode in episodes):
             raise InfraFault(
-                f"group {group.index} (task {group.task_id}) lost all {len(episodes)} episodes to infrastructure"
+                f"group {plan.index} (task {plan.task_id}) lost all {len(episodes)} episodes to infrastructure"
                 " faults, see the log: check engine and envd, then run the worker again"
             )
-        solved = await asyncio.gather(*(self._verdict(task, episode) for episode in episodes))
+        solved = await asyncio.gather(*(self._verdict(group.task, episode) for episode in episodes))
         failpoint("group-sampled")
-        committed = await asyncio.to_thread(commit_group, self._plan, group, episodes, solved, self._store)
+        committed = await asyncio.to_thread(commit_group, self._plan, plan, episodes, solved, self._store)
         failpoint("group-committed")
         return committed
 
+    def refill(self, committed: Artifact) -> Group | None:
+        """Next group of the reserve for one without variance."""
+        wanted = self._plan.config.refill and self._reserve and without_variance(committed)
+        return self._reserve.pop(0) if wanted else None
+
+    async def _committed(self, group: Group) -> Artifact | None:
+        return await asyncio.to_thread(find_group, self._plan, self._plans[group.group_id], self._store)
+
     async def _verdict(self, task: Task, episode: Episode) -> bool | None:
-        """Early verdict for refills and the bias of over-sampling; rewards reuse it."""
+        """Early verdict for refills and the bias of over-sampling; rewards reuse it. None: there is none."""
         config = self._plan.config
         if not (config.refill or config.oversample) or episode.outcome in (Outcome.INFRA_ERROR, *STRAGGLERS):
             return None
         if episode.outcome is Outcome.FAILED:
             return False
-        solved = (await self._grade(task, episode.final_diff)).solved
-        if solved is None and config.refill and config.profile == "deterministic":
-            raise InfraFault(
-                f"an episode of task {task.task_id} could not be graded, which the refill decision requires: check"
-                " envd, then run the same step again; committed groups stay"
-            )
-        return solved
+        try:
+            return (await self._grader.grade(task, episode.final_diff)).solved
+        except InfraFault as fault:
+            if config.refill and config.profile == "deterministic":
+                raise InfraFault(
+                    f"an episode of task {task.task_id} could not be graded, which the refill decision requires: check"
+                    " envd, then run the same step again; committed groups stay"
+                ) from fault
+            return None
+
+
+def _group(plan: RolloutPlan, group: GroupPlan, task: Task) -> Group:
+    slots = [plan.slot(group, sample) for sample in range(plan.config.episodes_started)]
+    return Group(group.group_id, task, slots, plan.config.group_size)
 
 
 async def _check(plan: RolloutPlan, shard: int, engine: Engine, tasks: Mapping[str, Task]) -> None:

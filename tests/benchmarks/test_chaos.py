@@ -18,12 +18,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.chaos_findings import Content, account, broken_artifacts, read_content, unnamed_keys
+from benchmarks.chaos_findings import (
+    Content,
+    account,
+    broken_artifacts,
+    committed_tasks,
+    read_content,
+    unnamed_keys,
+)
 from benchmarks.chaos_kills import kill_all, orders, pick_victims
 from benchmarks.faulty_s3 import Weather
 from benchmarks.surroundings import surroundings
 from contracts.artifacts import ArtifactWriter
 from contracts.failpoints import POINTS
+from contracts.parts import Parts
 from contracts.pointers import Pointer
 from contracts.store import LocalStore
 from envd.local import LocalEnvd
@@ -47,6 +55,15 @@ def test_tokens_are_lost_only_where_a_kill_stands_between_sampling_and_commit() 
 def test_a_token_after_the_commit_is_a_finished_group_sampled_again() -> None:
     assert account([line(5, 1)], {("k", "g"): 4.0}, [4.5]).sampled_after_commit == 1
     assert account([line(5, 1, group="task of an evaluation")], {("k", ""): 4.0}, []).sampled_after_commit == 1
+
+
+def test_committed_task_of_a_killed_evaluation_is_neither_lost_nor_sampled_again(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    Parts(store, "evaluation_run", "k").add("g", [])
+    commits = {**dict.fromkeys(committed_tasks(store), 2.0), ("k", ""): 9.0}
+    found = account([line(1, 10), line(1, 5, group="in flight"), line(3, 5, group="in flight")], commits, [2.0])
+    assert (found.lost_at_most, found.sampled_after_commit) == (5, 0)
+    assert account([line(1, 10), line(3, 10)], commits, [2.0]).sampled_after_commit == 1
 
 
 def test_work_that_never_was_committed_counts_as_lost_once() -> None:

@@ -29,7 +29,7 @@ def test_evaluation_without_episodes_fails_and_commits_nothing(ran: World, monke
     before = len(list(list_artifacts(ran.store, "evaluation_run")))
     sampler, sandboxes = SamplerResource(), SandboxesResource()
     try:
-        with pytest.raises(EvaluationIncomplete, match="lost 4 of 4 episodes"):
+        with pytest.raises(EvaluationIncomplete, match=r"lost (\d+) of \1 episodes"):
             play_splits(step, sampler, sandboxes, policy, suite)
     finally:
         sampler.close()

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from contracts.artifacts import ArtifactRef
 from contracts.chat import SPECIAL_TOKENS, ChatTokenizer, ToolCallText
+from contracts.episodes import Episode
 from contracts.tasks import Split, Task
 from inference.engines.base import Completion, SamplingParams
 from inference.errors import RequestTooLong
 from inference.rollouts.config import RolloutConfig
+from inference.rollouts.episode import Player
+from inference.rollouts.evaluate import evaluation_groups
 from inference.rollouts.plan import RolloutPlan, draw_prompts
-from inference.rollouts.worker import GradeResult
+from inference.rollouts.runner import Uncommitted, play_groups
 
 POLICY = ArtifactRef(kind="checkpoint", key="c" * 64, digest="d" * 64)
 FIX = b"+def f(): return 2\n"
@@ -80,8 +84,22 @@ def read_then_maybe_fix(turn: int, seed: int) -> Sequence[ToolCallText] | str:
     return [[call("read", path="m.py")], [call("edit", path="m.py", line=1, new=new)], "done"][turn]
 
 
-async def grade_by_diff(task: Task, diff: bytes) -> GradeResult:
-    return GradeResult(solved=FIX in diff)
+@dataclass(frozen=True)
+class ByDiff:
+    """A verdict that needs no tests."""
+
+    solved: bool
+
+
+class GraderByDiff:
+    async def grade(self, task: Task, diff: bytes) -> ByDiff:
+        return ByDiff(FIX in diff)
+
+
+async def play_evaluation(player: Player, tasks: Iterable[Task], samples: int, seed: int = 1) -> list[Episode]:
+    """Episodes in order of task and sample, committed nowhere."""
+    groups = evaluation_groups(tasks, samples, experiment="test", split=Split.GATE, seed=seed, key=player.key)
+    return [episode for group in await play_groups(player, groups, Uncommitted()) for episode in group]
 
 
 class ScriptedEngine:

@@ -6,7 +6,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from rollouts_script import ScriptedEngine, byte_tokenizer, grade_by_diff, make_tasks, read_then_maybe_fix
+from rollouts_script import GraderByDiff, ScriptedEngine, byte_tokenizer, make_tasks, read_then_maybe_fix
 
 from contracts.store import LocalStore
 from envd.client import SandboxClient
@@ -25,7 +25,7 @@ async def main(store: str, address: str, plan: RolloutPlan) -> None:
             tokenizer=tokenizer,
             tasks=make_tasks(40),
             store=LocalStore(Path(store)),
-            grade=grade_by_diff,
+            grader=GraderByDiff(),
         )
 
 

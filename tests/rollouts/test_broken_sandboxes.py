@@ -18,10 +18,10 @@ import pyarrow as pa
 import pytest
 from rollouts_script import (
     POLICY,
+    GraderByDiff,
     Script,
     ScriptedEngine,
     call,
-    grade_by_diff,
     make_plan,
     make_tasks,
     one_file_task,
@@ -135,7 +135,7 @@ def test_groups_whose_agents_break_their_sandboxes_are_committed_scored_0_and_tr
                 tokenizer=tokenizer,
                 tasks=tasks,
                 store=store,
-                grade=grade_by_diff,
+                grader=GraderByDiff(),
             )
             rollouts = merge_groups(plan, store)
             table = rollouts.table("episodes.parquet")

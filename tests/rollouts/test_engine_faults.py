@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from faulty_engine import Faults, faulty_engine
-from rollouts_script import POLICY, grade_by_diff, make_plan, make_tasks
+from rollouts_script import POLICY, GraderByDiff, make_plan, make_tasks
 from test_with_builtin_engine import random_policy
 
 from contracts.artifacts import list_artifacts
@@ -69,7 +69,7 @@ def sample(store: LocalStore, faults: Faults, envd: LocalEnvd, tokenizer: ChatTo
                     tokenizer=tokenizer,
                     tasks=TASKS,
                     store=store,
-                    grade=grade_by_diff,
+                    grader=GraderByDiff(),
                 )
         finally:
             await engine.close()

@@ -28,7 +28,7 @@ from envd.client import SandboxClient
 from envd.local import LocalEnvd
 from inference.rollouts.merge import merge_groups
 from inference.rollouts.plan import RolloutPlan
-from inference.rollouts.worker import GradeResult, run_shard
+from inference.rollouts.worker import run_shard
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,6 @@ def make_all(
     async def run(store: Store) -> Made:
         async with SandboxClient(envd.address) as client:
             verifier = Verifier(client, verdicts)
-
-            async def grade(task: Task, diff: bytes) -> GradeResult:
-                return GradeResult((await verifier.grade(task, diff)).solved)
-
             for shard in range(plan.workers):
                 await run_shard(
                     plan,
@@ -74,7 +70,7 @@ def make_all(
                     tokenizer=tokenizer,
                     tasks=tasks,
                     store=store,
-                    grade=grade,
+                    grader=verifier,
                 )
             rollouts = merge_groups(plan, store)
             graded = await grade_rollouts(

@@ -4,15 +4,23 @@ import asyncio
 import dataclasses
 
 import pytest
-from rollouts_script import POLICY, ScriptedEngine, make_plan, make_tasks, one_file_task, read_then_maybe_fix
+from rollouts_script import (
+    POLICY,
+    ScriptedEngine,
+    make_plan,
+    make_tasks,
+    one_file_task,
+    play_evaluation,
+    read_then_maybe_fix,
+)
 
 from contracts.chat import ChatTokenizer
 from contracts.episodes import Episode, TokenRole
-from contracts.tasks import Split, Task
+from contracts.tasks import Task
 from envd.client import SandboxClient
 from envd.local import LocalEnvd
 from inference.errors import RolloutError
-from inference.rollouts.evaluate import run_episodes
+from inference.rollouts.episode import Player
 from inference.rollouts.replay import Replay, replay_episode
 
 TASKS = make_tasks(3)
@@ -23,19 +31,9 @@ def test_a_replay_reproduces_every_environment_token_and_the_diff(envd: LocalEnv
 
     async def run() -> tuple[list[Episode], list[Replay], Replay]:
         async with SandboxClient(envd.address) as client:
-            played = await run_episodes(
-                list(TASKS.values()),
-                2,
-                experiment="test",
-                split=Split.GATE,
-                seed=1,
-                key="k",
-                policy_version=POLICY.digest,
-                config=config,
-                engine=ScriptedEngine(tokenizer, read_then_maybe_fix),
-                sandboxes=client,
-                tokenizer=tokenizer,
-            )
+            engine = ScriptedEngine(tokenizer, read_then_maybe_fix)
+            player = Player.of(engine, client, tokenizer, config, policy_version=POLICY.digest, key="k")
+            played = await play_evaluation(player, TASKS.values(), 2)
 
             async def replay(episode: Episode) -> Replay:
                 task = TASKS[episode.task_id]
@@ -65,19 +63,9 @@ def test_only_the_deliverables_of_a_task_are_played_and_replayed(envd: LocalEnvd
 
     async def played(task: Task) -> tuple[list[Episode], list[Replay]]:
         async with SandboxClient(envd.address) as client:
-            episodes = await run_episodes(
-                [task],
-                4,
-                experiment="test",
-                split=Split.GATE,
-                seed=1,
-                key="k",
-                policy_version=POLICY.digest,
-                config=config,
-                engine=ScriptedEngine(tokenizer, read_then_maybe_fix),
-                sandboxes=client,
-                tokenizer=tokenizer,
-            )
+            engine = ScriptedEngine(tokenizer, read_then_maybe_fix)
+            player = Player.of(engine, client, tokenizer, config, policy_version=POLICY.digest, key="k")
+            episodes = await play_evaluation(player, [task], 4)
             options = {"sandboxes": client, "tokenizer": tokenizer, "config": config}
             return episodes, [await replay_episode(each, task, **options) for each in episodes]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rollouts_script import ScriptedEngine, grade_by_diff, make_plan, make_tasks, read_then_maybe_fix
+from rollouts_script import GraderByDiff, ScriptedEngine, make_plan, make_tasks, read_then_maybe_fix
 
 from contracts.chat import ChatTokenizer
 from contracts.episodes import Episode, Outcome
@@ -82,7 +82,7 @@ def test_throughput_aborts_the_samples_that_come_late_and_leaves_a_row_of_each_b
                 tokenizer=tokenizer,
                 tasks=tasks,
                 store=store,
-                grade=grade_by_diff,
+                grader=GraderByDiff(),
             )
             return (await client.info()).live
 

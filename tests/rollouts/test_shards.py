@@ -10,19 +10,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from rollouts_script import ScriptedEngine, call, grade_by_diff, make_plan, make_tasks, read_then_maybe_fix
+from rollouts_script import (
+    GraderByDiff,
+    ScriptedEngine,
+    call,
+    make_plan,
+    make_tasks,
+    play_evaluation,
+    read_then_maybe_fix,
+)
 
 from contracts.artifacts import Artifact, list_artifacts
 from contracts.chat import ChatTokenizer, ToolCallText
 from contracts.episodes import read_episodes
 from contracts.errors import InfraFault
 from contracts.store import LocalStore
-from contracts.tasks import Split
 from envd.client import SandboxClient
 from envd.local import LocalEnvd
 from inference.errors import GroupsMissing, PlanError, StaleVersion
 from inference.rollouts.claims import ClaimOwner
-from inference.rollouts.evaluate import run_episodes
+from inference.rollouts.episode import Player
 from inference.rollouts.merge import gather_groups, merge_groups
 from inference.rollouts.plan import RolloutPlan
 from inference.rollouts.progress import ShardProgress
@@ -52,7 +59,7 @@ def sample(
                     tokenizer=tokenizer,
                     tasks=TASKS,
                     store=store,
-                    grade=grade_by_diff,
+                    grader=GraderByDiff(),
                     progress=(seen if seen is not None else []).append,
                 )
                 for shard in shards
@@ -218,19 +225,8 @@ def test_evaluation_episodes_come_in_order_with_seeds_that_name_no_policy(
             await engine.load_weights(Path(), version)
             async with SandboxClient(envd.address) as client:
                 config = make_plan(TASKS, 1).config
-                found = await run_episodes(
-                    list(TASKS.values())[:3],
-                    2,
-                    experiment="test",
-                    split=Split.GATE,
-                    seed=5,
-                    key=key,
-                    policy_version=version,
-                    config=config,
-                    engine=engine,
-                    sandboxes=client,
-                    tokenizer=tokenizer,
-                )
+                player = Player.of(engine, client, tokenizer, config, policy_version=version, key=key)
+                found = await play_evaluation(player, list(TASKS.values())[:3], 2, seed=5)
             return [(episode.task_id, episode.sample, episode.seed) for episode in found]
 
         return asyncio.run(run())

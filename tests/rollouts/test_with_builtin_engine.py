@@ -7,16 +7,15 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from rollouts_script import POLICY, make_plan, make_tasks
+from rollouts_script import POLICY, make_plan, make_tasks, play_evaluation
 
 from contracts.chat import ChatTokenizer
 from contracts.digests import table_digest
 from contracts.episodes import Episode, Outcome, TokenRole, episodes_table, read_episodes, sequences_table
-from contracts.tasks import Split
 from envd.client import SandboxClient
 from envd.local import LocalEnvd
 from inference.engines.builtin import BuiltinEngine
-from inference.rollouts.evaluate import run_episodes
+from inference.rollouts.episode import Player
 
 TASKS = make_tasks(6)
 
@@ -42,19 +41,8 @@ def play(
         engine = BuiltinEngine(directory, POLICY.digest, threads=1)
         try:
             async with SandboxClient(envd.address) as client:
-                episodes = await run_episodes(
-                    list(TASKS.values()),
-                    3,
-                    experiment="test",
-                    split=Split.GATE,
-                    seed=3,
-                    key="k",
-                    policy_version=POLICY.digest,
-                    config=config,
-                    engine=engine,
-                    sandboxes=client,
-                    tokenizer=tokenizer,
-                )
+                player = Player.of(engine, client, tokenizer, config, policy_version=POLICY.digest, key="k")
+                episodes = await play_evaluation(player, TASKS.values(), 3, seed=3)
             return episodes, [await engine.score(episode.sequences[0].token_ids, 4.0) for episode in episodes[:4]]
         finally:
             await engine.close()
