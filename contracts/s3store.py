@@ -29,7 +29,7 @@ from contracts.filecache import FileCache, cache_base, cache_limit
 from contracts.retries import backoff_s
 from contracts.s3client import connect, explain, is_missing, is_refused
 from contracts.s3write import MULTIPART_BYTES, abort_upload, create_object, delete_all, list_uploads, transfers
-from contracts.store import Entry, Upload, check_key
+from contracts.store_entries import Entry, Upload, check_key
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.type_defs import GetObjectOutputTypeDef

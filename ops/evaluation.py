@@ -31,7 +31,7 @@ from inference.engines.base import Engine
 from inference.rollouts.evaluate import run_episodes
 from inference.rollouts.progress import ShardProgress
 from ops.floor import compare_with_floor, find_floor
-from ops.inputs import load_tasks, load_tokenizer, split_tasks
+from ops.loading import load_tasks, load_tokenizer, split_tasks
 from ops.readings import EVALUATION_SLOTS, WHO, Reading, readings_of
 from ops.rewards import ungraded_allowed
 from ops.step import Step

@@ -13,7 +13,7 @@ from curation.rewards import RewardConfig, grade_rollouts
 from curation.rewards.grading import Graded
 from curation.statistics import pass_rate
 from curation.verify import Verifier
-from ops.inputs import load_tasks, load_tokenizer
+from ops.loading import load_tasks, load_tokenizer
 from ops.step import Step
 from resources.experiment import Experiment
 from resources.loops import run_async

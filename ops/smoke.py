@@ -29,7 +29,7 @@ from inference.errors import EngineError, EngineUnreachable, RequestTooLong, Sta
 from inference.rollouts.episode import Player, play_episode
 from inference.rollouts.evaluate import evaluation_slot
 from inference.rollouts.workspace import Workspaces
-from ops.inputs import load_tasks, load_tokenizer, split_tasks
+from ops.loading import load_tasks, load_tokenizer, split_tasks
 from ops.step import Step
 from ops.weights_fault import weights_fault
 from resources.deployment import fault_of, open_canary
