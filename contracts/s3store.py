@@ -44,6 +44,9 @@ BROKEN_STREAM = (FlexibleChecksumError, IncompleteReadError, ReadTimeoutError, R
 _CHUNK = 2**20
 _PROBE = "tmp/conditional-writes"
 _PROVEN: set[tuple[str, str]] = set()
+"""Endpoints and stores whose conditional writes are proven."""
+_MOST_PROVEN = 256
+"""Size at which `_PROVEN` is emptied. A proof costs two small writes."""
 _log = logging.getLogger(__name__)
 
 
@@ -176,6 +179,8 @@ class S3Store:
         place = (self._client.meta.endpoint_url, self.url)
         if place not in _PROVEN:
             self._prove()
+            if len(_PROVEN) >= _MOST_PROVEN:
+                _PROVEN.clear()
             _PROVEN.add(place)
         return create_object(self._client, self._bucket, self._prefix + key, source)
 
