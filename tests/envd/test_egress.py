@@ -108,7 +108,7 @@ def test_what_the_rules_name_is_reached_and_nothing_else(served: Served) -> None
     names, page, tunnel, denied = served.run(job)
     assert "https_proxy=http://127.0.0.1:3128" in names and "no_proxy=localhost,127.0.0.1" in names
     assert "page /a" in page and "page /through" in tunnel
-    assert re.search(rf"403 envd: .* does not allow 127\.0\.0\.1:{served.port + 1}: name it", denied), denied
+    assert re.search(rf"403 envd: .* do not allow 127\.0\.0\.1:{served.port + 1}: name it", denied), denied
     told = [
         event["detail"]["destination"]
         for event in served.events("network.denied")

@@ -210,7 +210,7 @@ def test_a_denied_destination_is_named_with_the_fix_and_recorded() -> None:
             ("CONNECT 169.254.169.254:80 HTTP/1.1", "169.254.169.254:80"),
         ):
             said = await way.say(f"{line}\r\nHost: x\r\n\r\n".encode())
-            assert said.startswith(b"HTTP/1.1 403 ") and f"does not allow {where}: name it" in said.decode(), said
+            assert said.startswith(b"HTTP/1.1 403 ") and f"do not allow {where}: name it" in said.decode(), said
             assert way.events()[-1]["destination"] == where and "network.allow" in way.events()[-1]["reason"]
         assert way.asked == [] and len(way.events()) == 3  # nothing was resolved for what is not allowed
 

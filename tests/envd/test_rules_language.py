@@ -50,7 +50,7 @@ def test_the_default_allows_what_a_server_without_rules_does() -> None:
         ("isolation: strong", "isolation: .*'machine' .got 'strong'"),
         ("memory_mb: 4", "field memory_mb: there is no such field"),
         ("version: 2", "version"),
-        ("[1, 2]", "is a list: write a mapping"),
+        ("[1, 2]", "are a list: write a mapping"),
         ("a: &x 1\nb: *x", "aliases are not allowed"),
         ("tools: {allow: [read]}\ntools: {}", "'tools' is given twice"),
         ("x: !!python/object/apply:os.system [id]", "not YAML"),
