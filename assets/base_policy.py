@@ -3,7 +3,7 @@
 import dagster as dg
 
 from assets.naming import check, declared, define
-from ops.base import make_base
+from ops.base_policy import make_base
 from ops.checkpoint_check import CHECK, layout_check
 from ops.graph import BASE_POLICY
 from ops.results import Materialized, result

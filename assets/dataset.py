@@ -7,7 +7,7 @@ import dagster as dg
 
 from assets.naming import check, define
 from contracts.artifacts import ArtifactRef
-from ops.grading import make_dataset
+from ops.dataset import make_dataset
 from ops.graph import DATASET
 from ops.results import Materialized, label, link, numbers, result, table_facts
 from ops.step import begin

@@ -4,12 +4,12 @@ import dagster as dg
 
 from assets.naming import check, define
 from contracts.artifacts import ArtifactRef, open_artifact
-from ops.grading import grade
 from ops.graph import REWARDS
-from ops.inputs import load_tasks, load_tokenizer
+from ops.loading import load_tasks, load_tokenizer
 from ops.regrading import flip_metadata
 from ops.results import Materialized, link, numbers, result, table_facts
 from ops.reward_components import component_metadata
+from ops.rewards import grade
 from ops.samples import sample_episodes
 from ops.step import begin
 from resources.experiment import Experiment

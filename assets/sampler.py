@@ -11,8 +11,8 @@ import dagster as dg
 from assets.naming import define
 from contracts.artifacts import ArtifactRef
 from ops.deploy import bring_servers, server_metadata
+from ops.deploy_decision import decide_deployment, read_decision, read_smoke
 from ops.graph import SAMPLER
-from ops.publishing import publish, read_decision, read_smoke
 from ops.results import Materialized, link, result
 from ops.smoke import Smoke, play_smoke
 from ops.step import begin
@@ -46,7 +46,9 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
     ) -> Materialized:
         step = begin(context, experiment, SAMPLER, store.open(), progress, given)
         inputs, candidate = step.inputs, step.parent("candidate")
-        decided = publish(step, smoke=lambda: play_smoke(step, sampler, sandboxes, candidate, inputs.task_suite))
+        decided = decide_deployment(
+            step, smoke=lambda: play_smoke(step, sampler, sandboxes, candidate, inputs.task_suite)
+        )
         # also after an old decision: servers that missed a change get the current live policy
         servers = bring_servers(step.store, experiment, inputs.base)
         decision, smoke = read_decision(decided), read_smoke(decided)

@@ -6,10 +6,10 @@ import dagster as dg
 
 from assets.naming import check, declared, define
 from contracts.tasks import Split
-from ops.base import make_suite
 from ops.graph import TASK_SUITE
 from ops.results import Materialized, markdown_table, numbers, result, table_facts
 from ops.step import begin
+from ops.task_suite import make_suite
 from resources.experiment import Experiment
 from resources.progress import ProgressSink
 from resources.sandboxes import SandboxesResource

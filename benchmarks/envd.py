@@ -56,7 +56,7 @@ def run(options: EnvdOptions) -> Result:
         f"load average at the start: {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores, which the"
         " clients use too"
     ]
-    with LocalEnvd(log_level="error", policy=TRUSTED, options=["--pool", str(options.pool)]) as server:
+    with LocalEnvd(log_level="error", rules=TRUSTED, options=["--pool", str(options.pool)]) as server:
         timings, metrics = _run(_measure(server.address, options, notes))
     rows = [_row("envd", timings, metrics["cycles_per_second"])]
     for name, seconds in timings.items():

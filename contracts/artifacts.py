@@ -30,7 +30,8 @@ from contracts.attempts import note_attempt, seal_attempt
 from contracts.digests import canonical_json, digest_of, sha256, table_digest
 from contracts.errors import ArtifactCorrupt, ArtifactMissing, SchemaError, StoreError
 from contracts.failpoints import failpoint
-from contracts.store import Store, check_key, scratch_directory, staging_errors
+from contracts.store import Store, scratch_directory, staging_errors
+from contracts.store_entries import check_key
 from contracts.upgrades import absent_columns, meta_of, with_absent
 
 MANIFEST = "manifest.json"

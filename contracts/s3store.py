@@ -29,7 +29,7 @@ from contracts.filecache import FileCache, cache_base, cache_limit
 from contracts.retries import backoff_s
 from contracts.s3client import connect, explain, is_missing, is_refused
 from contracts.s3write import MULTIPART_BYTES, abort_upload, create_object, delete_all, list_uploads, transfers
-from contracts.store import Entry, Upload, check_key
+from contracts.store_entries import Entry, Upload, check_key
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.type_defs import GetObjectOutputTypeDef
@@ -44,6 +44,9 @@ BROKEN_STREAM = (FlexibleChecksumError, IncompleteReadError, ReadTimeoutError, R
 _CHUNK = 2**20
 _PROBE = "tmp/conditional-writes"
 _PROVEN: set[tuple[str, str]] = set()
+"""Endpoints and stores whose conditional writes are proven."""
+_MOST_PROVEN = 256
+"""Size at which `_PROVEN` is emptied. A proof costs two small writes."""
 _log = logging.getLogger(__name__)
 
 
@@ -174,6 +177,8 @@ class S3Store:
         place = (self._client.meta.endpoint_url, self.url)
         if place not in _PROVEN:
             self._prove()
+            if len(_PROVEN) >= _MOST_PROVEN:
+                _PROVEN.clear()
             _PROVEN.add(place)
         return create_object(self._client, self._bucket, self._prefix + key, source)
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlparse
@@ -22,31 +20,11 @@ from urllib.parse import urlparse
 from contracts.errors import ArtifactMissing, StoreError
 from contracts.failpoints import failpoint
 from contracts.owned import owned_directory, owned_name
+from contracts.store_entries import Entry, Upload, check_key
 
 DEFAULT_STORE = ".triplane/store"
 STAGE = "stage-"
 """Prefix of the names of staging directories."""
-_KEY = re.compile(r"[A-Za-z0-9_.=@+-]+(/[A-Za-z0-9_.=@+-]+)*")
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Metadata of a key, available without reading it."""
-
-    key: str
-    size: int
-    """Bytes."""
-    modified_unix: float
-    """Time of creation."""
-
-
-@dataclass(frozen=True)
-class Upload:
-    """Parts of a large file whose upload has not ended. They take space, but are not readable under a key."""
-
-    key: str
-    started_unix: float
-    upload_id: str
 
 
 class Store(Protocol):
@@ -124,7 +102,7 @@ def open_store(url: str | None = None) -> Store:
     where = url or os.environ.get("TRIPLANE_STORE") or DEFAULT_STORE
     parsed = urlparse(where)
     if parsed.scheme == "s3":
-        from contracts.s3store import S3Store
+        from contracts.s3store import S3Store  # needs boto3, which local stores do not
 
         return S3Store(parsed.netloc, parsed.path.strip("/"))
     if parsed.scheme not in ("", "file"):
@@ -132,13 +110,6 @@ def open_store(url: str | None = None) -> Store:
             f"store {where!r} has an unknown scheme {parsed.scheme!r}: use a directory or s3://bucket/prefix"
         )
     return LocalStore(Path(parsed.path if parsed.scheme == "file" else where))
-
-
-def check_key(key: str) -> str:
-    """Return `key` if it is well-formed. Raises StoreError if it contains `..` or starts with a slash."""
-    if not _KEY.fullmatch(key) or any(part in (".", "..") for part in key.split("/")):
-        raise StoreError(f"store key {key!r} is not a relative path of letters, digits and _.=@+-")
-    return key
 
 
 class LocalStore:

@@ -19,7 +19,8 @@ from typing import Literal
 from contracts.artifacts import MANIFEST, Artifact, FileEntry, find_artifact
 from contracts.errors import ArtifactCorrupt, ArtifactMissing, SchemaError
 from contracts.leftovers import leftovers, sweep_leftover
-from contracts.store import Entry, Store, Upload
+from contracts.store import Store
+from contracts.store_entries import Entry, Upload
 
 OLD_S = 24 * 3600.0
 """Age of garbage: no writer takes this long between its first file and its manifest."""

@@ -41,7 +41,7 @@ unix socket has mode 0600; a port asks for a key (or client certificates), beyon
 _COMMANDS = {
     "mcp": ("envd.mcp", "run_mcp", "the tools over MCP, for agents that nobody here wrote"),
     "top": ("envd.operations.top", "run_top", "a live table of a server's sandboxes"),
-    "policy": ("envd.policy_check", "run_policy", "check a policy file"),
+    "policy": ("envd.rules_check", "run_check", "check a file of sandbox rules"),
 }
 """Commands that parse their own arguments: module, function (arguments -> exit code), help."""
 
@@ -118,9 +118,9 @@ def _add_serving(add: Any) -> None:
         ),
     )
     add("--pool", type=int, default=0, metavar="N", help="sandboxes kept ready for each template in use (default 0)")
-    add("--policy", type=Path, metavar="YAML", help="what sandboxes may be and do (docs/policies.md)")
+    add("--policy", type=Path, metavar="YAML", help="what sandboxes may be and do (docs/sandboxes-rules.md)")
     add("--audit-log", type=Path, metavar="FILE", help="append audit events to FILE as JSON lines")
-    add("--audit-calls", action="store_true", help="audit events of each call too (docs/policies.md)")
+    add("--audit-calls", action="store_true", help="audit events of each call too (docs/sandboxes-rules.md)")
     add("--metrics", metavar="HOST:PORT", help="Prometheus metrics at http://HOST:PORT/metrics")
     add("--snapshot-dir", type=Path, metavar="DIR", help="keep snapshots in DIR, also when the server ends")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
@@ -179,7 +179,7 @@ async def _served(arguments: argparse.Namespace) -> None:
         state_dir=arguments.state_dir,
         snapshot_dir=arguments.snapshot_dir,
         pool=arguments.pool,
-        policy=arguments.policy,
+        rules=arguments.policy,
         audit_log=arguments.audit_log,
         audit_calls=arguments.audit_calls,
         peer_ca=arguments.peer_ca,

@@ -18,7 +18,7 @@ _KINDS: dict[grpc.StatusCode, type[errors.EnvdError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.SandboxStartError,
     grpc.StatusCode.ABORTED: errors.ServerBusy,
     grpc.StatusCode.UNAUTHENTICATED: errors.AccessDenied,
-    grpc.StatusCode.PERMISSION_DENIED: errors.PolicyDenied,
+    grpc.StatusCode.PERMISSION_DENIED: errors.RulesDenied,
     grpc.StatusCode.UNIMPLEMENTED: errors.Unsupported,
 }
 """For servers that name no class."""

@@ -110,17 +110,17 @@ class SandboxClient:
         env: Mapping[str, str] | None = None,
         labels: Mapping[str, str] | None = None,
         backend: str = "",
-        policy: str = "",
+        rules: str = "",
         idempotency_key: str | None = None,
         timeout_s: float = RPC_GRACE_S,
     ) -> Sandbox:
         """Start a sandbox with its own copy of the template's workspace; it answers calls when this returns.
 
-        limits: None for the server's defaults. backend: empty for the server's choice. policy: YAML, within the
+        limits: None for the server's defaults. backend: empty for the server's choice. rules: YAML, within the
         server's own. idempotency_key: a retry with the same one gets the same sandbox. Cancelled without one, it ends
         what the server still makes. timeout_s: pods that pull their image take minutes.
         """
-        request = create_request(template, limits, env, labels, backend, policy)
+        request = create_request(template, limits, env, labels, backend, rules)
         if idempotency_key is not None:  # a retry may want it
             return self._made(await self.ask("sandboxes.Create", request, timeout_s, idempotency_key))
         return await self._wanted(self.ask("sandboxes.Create", request, timeout_s))
@@ -141,7 +141,7 @@ class SandboxClient:
         artifacts: Sequence[str] = (),
         product: Sequence[str] = (),
         backend: str = "",
-        policy: str = "",
+        rules: str = "",
     ) -> VerifyResult:
         """Run the named tests (pytest node ids) on the template with `diff` applied, in a fresh sandbox.
 
@@ -149,7 +149,7 @@ class SandboxClient:
         However many verifications the server has before this one, waiting for them is no fault: only its own run has a
         deadline. artifacts: patterns as in `Export`; what else the diff touches does not count, and `tampering` names
         it. product: paths that solutions change; other files of the template that look like helpers of its tests are
-        restored. backend, policy: as in `create`; without both, what a sandbox that names none runs on. The result says
+        restored. backend, rules: as in `create`; without both, what a sandbox that names none runs on. The result says
         which it was.
         """
         request = pb.VerifyRequest(
@@ -162,7 +162,7 @@ class SandboxClient:
             artifacts=artifacts,
             product=product,
             backend=backend,
-            policy_yaml=policy,
+            policy_yaml=rules,
         )
         reply = None
         while reply is None:
@@ -289,7 +289,7 @@ def create_request(
     env: Mapping[str, str] | None,
     labels: Mapping[str, str] | None,
     backend: str,
-    policy: str,
+    rules: str,
 ) -> pb.CreateRequest:
     """A request to create a sandbox, with the arguments of `SandboxClient.create`."""
     return pb.CreateRequest(
@@ -298,7 +298,7 @@ def create_request(
         env=dict(env or {}),
         labels=dict(labels or {}),
         backend=backend,
-        policy_yaml=policy,
+        policy_yaml=rules,
     )
 
 

@@ -42,8 +42,8 @@ class Unsupported(EnvdError):
     """The sandbox's backend can't do this."""
 
 
-class PolicyDenied(EnvdError):
-    """The policy does not allow it."""
+class RulesDenied(EnvdError):
+    """The sandbox rules do not allow it."""
 
 
 class AccessDenied(EnvdError):

@@ -17,7 +17,7 @@ from envd.errors import BackendUnavailable
 from envd.sandbox.cgroups import OWNED, remove_groups
 
 TRUSTED = "quotas: {templates: 1048576, template_mb: 65536, sandboxes: 65536, memory_mb: 1073741824}"
-"""The policy of a server whose one client is trusted: quotas have nobody to protect, and a suite may have many
+"""The rules of a server whose one client is trusted: quotas have nobody to protect, and a suite may have many
 gigabytes of templates.
 """
 _START_TIMEOUT_S = 90.0
@@ -36,12 +36,12 @@ class LocalEnvd:
     """
 
     def __init__(
-        self, backend: str = "auto", *, log_level: str = "warning", policy: str = "", options: Sequence[str] = ()
+        self, backend: str = "auto", *, log_level: str = "warning", rules: str = "", options: Sequence[str] = ()
     ) -> None:
-        """backend: as `--backend` takes it. policy: YAML (docs/policies.md). options: further arguments of `envd
+        """backend: as `--backend` takes it. rules: YAML (docs/sandboxes-rules.md). options: further arguments of `envd
         serve`.
         """
-        self._backend, self._policy, self._options = backend, policy, tuple(options)
+        self._backend, self._rules, self._options = backend, rules, tuple(options)
         self._log_level = log_level
         self._directory: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -69,10 +69,10 @@ class LocalEnvd:
                 " there, or point TMPDIR elsewhere"
             )
         options = ["--listen", self.address, "--state-dir", str(self._directory), "--backend", self._backend]
-        if self._policy:
-            policy = self._directory / "policy.yaml"
-            policy.write_text(self._policy)
-            options += ["--policy", str(policy)]
+        if self._rules:
+            rules = self._directory / "rules.yaml"
+            rules.write_text(self._rules)
+            options += ["--policy", str(rules)]
         options += [*self._options, "--log-level", self._log_level, "--with-parent", str(os.getpid())]
         root = Path(__file__).resolve().parent.parent
         paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -1,12 +1,19 @@
 """Implementation of the assets, as functions and Dagster ops. Planes are connected here, since no plane imports
 another.
 
-    graph      every step, declared once: inputs by role, slice, version, needs
-    spec       StepSpec, the type of a declaration, and Work, one artifact to make with its key and lineage
-    inputs     what an iteration starts from, pinned once              rollouts    plan -> map(shard) -> merge
-    base       tokenizer, demonstrations, supervised warm start        grading     episodes -> rewards -> dataset
-    training   a GRPO job through the launcher                         evaluation  candidate and parent compared
-    publishing the decision, and promotion by compare-and-swap         readings    how an evaluation plays a policy
+    graph            every step, declared once: inputs by role, slice, version, needs
+    spec             StepSpec, the type of a declaration, and Work, one artifact to make with its key and lineage
+
+    inputs           what an iteration starts from, pinned once
+    task_suite       tasks, proved in sandboxes
+    base_policy      tokenizer, demonstrations, supervised warm start
+    rollouts         plan -> map(shard) -> merge
+    rewards          episodes graded by hidden tests
+    dataset          episodes and rewards -> sequences that train
+    training         a GRPO job through the launcher
+    evaluation       candidate and parent compared
+    readings         how an evaluation plays a policy
+    deploy_decision  promotion of a candidate by compare-and-swap
 
 In: a `Step` (declaration, state of its iteration, progress). Out: committed artifacts, and metadata about them
 (`results`, `samples`). `graph`, `spec`, `state`, `readings` and `where` do not import Dagster, so `triplane status` is

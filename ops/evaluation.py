@@ -43,9 +43,9 @@ from inference.rollouts.progress import Meter, ShardProgress
 from inference.rollouts.runner import play_groups
 from inference.rollouts.sampling import Group
 from ops.floor import compare_with_floor, find_floor
-from ops.grading import ungraded_allowed
-from ops.inputs import load_tasks, load_tokenizer, split_tasks
+from ops.loading import load_tasks, load_tokenizer, split_tasks
 from ops.readings import EVALUATION_SLOTS, WHO, Reading, readings_of
+from ops.rewards import ungraded_allowed
 from ops.spec import Work
 from ops.step import Step
 from resources.errors import EvaluationIncomplete

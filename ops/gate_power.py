@@ -10,7 +10,7 @@ from contracts.tasks import Split
 from curation.power import ASSUMED, Gate, TaskRates, measured_rates, refusal_rate, simulate_iterations
 from curation.statistics import solved_by_task
 from curation.tasks.suite import TaskSuiteConfig
-from ops.inputs import load_tasks, split_tasks
+from ops.loading import load_tasks, split_tasks
 from resources.experiment import Experiment
 from resources.refs import partitions, read_artifact
 

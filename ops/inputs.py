@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from contracts.artifacts import Artifact, ArtifactRef, Frozen, find_artifact, list_artifacts, open_artifact
-from contracts.chat import ChatTokenizer
+from contracts.artifacts import Artifact, ArtifactRef, Frozen, find_artifact, list_artifacts
 from contracts.store import Store
-from contracts.tasks import Split, Task, read_tasks
+from contracts.tasks import Split
 from inference.rollouts.plan import GroupPlan, draw_prompts
 from ops.graph import ITERATION_INPUTS
+from ops.loading import load_tasks, split_tasks
 from ops.state import IterationInputs, IterationState, Start
 from ops.step import Step
 from resources.errors import NotMaterialized, RegistryError
@@ -116,21 +115,6 @@ def cursor_before(store: Store, experiment: Experiment, iteration: str) -> int:
         return PromptsDrawn.model_validate(prompts.json("prompts.json")).cursor_after
     inputs = find_inputs(store, experiment, before)
     return draw(store, experiment, inputs).cursor_after if inputs else 0
-
-
-def load_tasks(store: Store, suite: ArtifactRef) -> dict[str, Task]:
-    """All tasks of a suite by id, in its order."""
-    return {task.task_id: task for task in read_tasks(open_artifact(store, suite).table("tasks.parquet"))}
-
-
-def load_tokenizer(experiment: Experiment, policy: Artifact) -> ChatTokenizer:
-    """Tokenizer of a checkpoint, which writes tool calls as the experiment's base policy does."""
-    return ChatTokenizer.from_directory(policy.directory(), spaced=experiment.base.spaced)
-
-
-def split_tasks(tasks: Mapping[str, Task], split: Split) -> list[Task]:
-    """The tasks of one split, in the suite's order."""
-    return [task for task in tasks.values() if task.split == split]
 
 
 def draw(store: Store, experiment: Experiment, inputs: IterationInputs) -> PromptsDrawn:

@@ -22,7 +22,8 @@ from inference.rollouts.plan import GroupPlan, RolloutPlan
 from inference.rollouts.progress import ShardProgress
 from inference.rollouts.worker import run_shard
 from ops.graph import PLAN, ROLLOUTS
-from ops.inputs import PromptsDrawn, load_tasks, load_tokenizer
+from ops.inputs import PromptsDrawn
+from ops.loading import load_tasks, load_tokenizer
 from ops.results import output, table_facts
 from ops.rollout_numbers import rollout_numbers, sampled_numbers, speed_before
 from ops.samples import sample_episodes

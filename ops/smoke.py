@@ -30,7 +30,7 @@ from inference.rollouts.episode import Player
 from inference.rollouts.evaluate import evaluation_slot
 from inference.rollouts.runner import Uncommitted, play_groups
 from inference.rollouts.sampling import Group
-from ops.inputs import load_tasks, load_tokenizer, split_tasks
+from ops.loading import load_tasks, load_tokenizer, split_tasks
 from ops.step import Step
 from ops.weights_fault import weights_fault
 from resources.deployment import fault_of, open_canary

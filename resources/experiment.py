@@ -27,6 +27,7 @@ from curation.dataset import DatasetConfig
 from curation.rewards import RewardConfig
 from curation.tasks.demonstrations import DemonstrationConfig
 from curation.tasks.suite import ImportedSuiteConfig, TaskSuiteConfig
+from envd.backends import BackendName
 from envd.types import Limits
 from inference.engines.config import BuiltinConfig, EngineConfig
 from inference.rollouts.config import RolloutConfig
@@ -108,7 +109,7 @@ class LimitsConfig(Section):
 class SandboxesConfig(Section):
     """Where episodes and verifications run."""
 
-    backend: Literal["auto", "namespaces", "gvisor", "qemu", "firecracker", "plain"] = "auto"
+    backend: Literal["auto", BackendName] = "auto"
     """Backend of the sandbox server that the run starts, for agents and verdicts. auto: namespaces, else gvisor. plain
     isolates nothing; auto never chooses it.
     """

@@ -14,9 +14,10 @@ from typing import IO, Any, Protocol
 import dagster as dg
 from pydantic import Field
 
+from resources.channel import PIPES_BUCKET
 from resources.errors import LaunchFailed
 from resources.experiment import Experiment
-from resources.pipes import PIPES_BUCKET, open_channel
+from resources.pipes import open_channel
 from trainer.errors import LAST_WORDS
 from trainer.lifetime import PARENT_VARIABLE
 

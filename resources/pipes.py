@@ -8,30 +8,18 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import dagster as dg
 
 from contracts.owned import owned_directory, sweep_abandoned
+from resources.channel import PIPES_BUCKET, Channel
 from resources.errors import LaunchFailed
 
-PIPES_BUCKET = "TRIPLANE_PIPES_BUCKET"
-"""Names the bucket in the environment."""
 _PREFIX = "triplane-pipes-"
 """Prefix of the folders that carry a child's context and messages."""
-
-
-@dataclass(frozen=True)
-class Channel:
-    """Sender and receiver of one launched process."""
-
-    injector: dg.PipesContextInjector
-    reader: dg.PipesMessageReader
-    ended: Callable[[], None]
-    """Call this when the process has ended, so that the reader stops waiting for messages of a killed process."""
 
 
 def open_channel(bucket: str) -> AbstractContextManager[Channel]:
@@ -43,7 +31,7 @@ def open_channel(bucket: str) -> AbstractContextManager[Channel]:
     if not bucket:
         return _file_channel()
     try:
-        from resources.pipes_s3 import bucket_channel
+        from resources.pipes_s3 import bucket_channel  # needs dagster-aws, which local runs do not
     except ImportError as error:
         raise LaunchFailed(
             f"messages through bucket {bucket} need {error.name}: pip install 'triplane[aws]', or unset {PIPES_BUCKET}"

@@ -16,8 +16,8 @@ from dagster_pipes import PIPES_PROTOCOL_VERSION, PIPES_PROTOCOL_VERSION_FIELD
 
 from contracts.s3client import code_of, connect, is_missing
 from contracts.s3write import delete_all
+from resources.channel import PIPES_BUCKET, Channel
 from resources.errors import LaunchFailed
-from resources.pipes import PIPES_BUCKET, Channel
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client

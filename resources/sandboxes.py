@@ -53,7 +53,7 @@ class SandboxesResource(dg.ConfigurableResource[Any]):
             )
             self._servers.pop(config.backend)[1].close()
         with ExitStack() as starting:
-            server = starting.enter_context(LocalEnvd(backend=config.backend, policy=TRUSTED))
+            server = starting.enter_context(LocalEnvd(backend=config.backend, rules=TRUSTED))
             self._servers[config.backend] = server, starting.pop_all()
         return server.address
 

@@ -118,17 +118,14 @@ def module_of(path: str) -> str:
 
 
 def module_imports(tree: ast.AST, known: set[str]) -> Iterator[str]:
-    """Modules of `known` that a file imports at its top level, in an `if TYPE_CHECKING` too."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
+    """Modules of `known` that a file imports, also inside functions and in an `if TYPE_CHECKING`."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for alias in node.names:
                 submodule = f"{node.module}.{alias.name}"
                 yield submodule if submodule in known else node.module
-        yield from module_imports(node, known)
 
 
 def circle_in(edges: dict[str, set[str]]) -> list[str]:
@@ -195,6 +192,11 @@ def test_no_circle_of_imports_between_packages_of_envd() -> None:
             packages.setdefault(".".join(name.split(".")[:2]), set()).update(ours)
     circle = circle_in(packages)
     assert not circle, " -> ".join(circle)
+
+
+def test_import_inside_a_function_counts() -> None:
+    source = "if TYPE_CHECKING:\n    import a\ndef f():\n    import b\n    async def g():\n        from c import d, e\n"
+    assert list(module_imports(ast.parse(source), {"a", "b", "c", "c.d"})) == ["a", "b", "c.d", "c"]
 
 
 def test_circle_is_found() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contracts.artifacts import open_artifact
 from contracts.store import Store
+from ops.deploy_decision import Decision, read_decision
 from ops.inputs import iteration_key
-from ops.publishing import Decision, read_decision
 from resources.experiment import Experiment
 from resources.refs import read_ref
 

@@ -222,7 +222,7 @@ class OperationsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Audit(self, request, context):
-        """Audit events (what a policy denied or limited, what was tampered with), from `after` on; follow keeps the stream open.
+        """Audit events (what the rules denied or limited, what was tampered with), from `after` on; follow keeps the stream open.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

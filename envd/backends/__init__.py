@@ -5,7 +5,10 @@ below; tests/envd/test_backend_contract.py holds every backend to the protocol. 
 Imports nothing of the server.
 """
 
-BACKENDS = ("namespaces", "plain", "gvisor", "qemu", "firecracker", "pods")
-"""All of them, by the names that `--backend` takes."""
+from typing import Literal, get_args
+
+BackendName = Literal["namespaces", "plain", "gvisor", "qemu", "firecracker", "pods"]
+"""All of them, by the names that `--backend` and an experiment's `sandboxes.backend` take."""
+BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 AUTO = ("namespaces", "gvisor")
 """What `--backend auto` tries, in this order; never one that isolates nothing."""

@@ -14,7 +14,7 @@ from envd.types import Limits
 
 
 class IsolationLevel(IntEnum):
-    """How strong a wall is; a policy names the least it accepts."""
+    """How strong a wall is; sandbox rules name the least they accept."""
 
     NONE = 0
     """Ordinary processes of the host."""
@@ -52,7 +52,7 @@ class BoxSpec:
     network: tuple[NetworkRule, ...] = ()
     """Empty: a private loopback and nothing else."""
     read_only: bool = False
-    """The workspace can't be written (a policy's choice)."""
+    """The workspace can't be written (`filesystem.read_only` of the rules)."""
     supervised: bool = False
     """For a verification: where the backend can, its first user may become others, so that what judges and what is
     judged are two.
@@ -149,7 +149,7 @@ class KeepsTemplates(Protocol):
 
 @runtime_checkable
 class OffersProxy(Protocol):
-    """A box in which a port leads to the server's proxy, where its policy allows destinations."""
+    """A box in which a port leads to the server's proxy, where its rules allow destinations."""
 
     @property
     def proxy_listener(self) -> socket.socket | None:

@@ -78,14 +78,14 @@ class OperationsClient(SandboxClient):
         env: Mapping[str, str] | None = None,
         labels: Mapping[str, str] | None = None,
         backend: str = "",
-        policy: str = "",
+        rules: str = "",
         idempotency_key: str | None = None,
     ) -> list[ManagedSandbox | EnvdError]:
         """Start several, in one round trip, each as `create` does.
 
         One that could not be started is its error in the list.
         """
-        request = create_request(template, limits, env, labels, backend, policy)
+        request = create_request(template, limits, env, labels, backend, rules)
         batch = pb.CreateBatchRequest(requests=[request] * count)
         reply = await self.ask("operations.CreateBatch", batch, MOVE_S, idempotency_key)
         return [

@@ -2,7 +2,7 @@
 
     service_*      requests checked, converted and answered; `calls` is what they share
     sandboxes      what lives, by id and token; `live` is one of them, `states` and `migration` change it
-    admission      what may be created: bounds and `policy`; `audit` records what was refused
+    admission      what may be created: bounds and `rules`; `audit` records what was refused
     templates, snapshots, verifications, idempotency, limits_watch, backends
     toolrunner     tool calls over a sandbox's agent; `guestdiff`, `filesearch`, `textsearch` likewise
     serve          all of it together, listening as `listening` says

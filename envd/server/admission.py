@@ -1,4 +1,4 @@
-"""What a client may ask a sandbox to be: requests checked against plain bounds and the policy, and turned into a
+"""What a client may ask a sandbox to be: requests checked against plain bounds and the rules, and turned into a
 `BoxSpec`.
 """
 
@@ -10,32 +10,32 @@ from typing import Any
 
 from contracts.pb import envd_pb2 as pb
 from envd.backends.base import Backend
-from envd.errors import EnvdError, PolicyDenied
+from envd.errors import EnvdError, RulesDenied
 from envd.messages import named_limits
 from envd.server.audit import AuditLog
-from envd.server.policy import Decisions, Denial, Policy
+from envd.server.rules import Decisions, Denial, Rules
 from envd.types import Limits
 
 _MOST = Limits(memory_mb=1 << 22, pids=1 << 22, cpu=1024, disk_mb=1 << 24, lifetime_s=365 * 24 * 3600.0)
-"""Beyond these a number is a mistake, whatever the policy says."""
+"""Beyond these a number is a mistake, whatever the rules say."""
 _MAX_ENV_BYTES = 128 * 1024
 _MAX_LABELS, _MAX_LABEL = 32, 256
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A sandbox that somebody asks for. Limits of 0 take the policy's defaults."""
+    """A sandbox that somebody asks for. Limits of 0 take the rules' defaults."""
 
     template: str
     limits: Mapping[str, float] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
     backend: str = ""
-    policy_yaml: str = ""
+    rules_yaml: str = ""
 
     @classmethod
     def of(cls, request: Any) -> Wanted:
-        """What a CreateRequest or a ReceiveHeader asks for. Raises EnvdError for what no policy allows."""
+        """What a CreateRequest or a ReceiveHeader asks for. Raises EnvdError for what no rules allow."""
         wanted = cls(
             request.template,
             named_limits(request.limits),
@@ -71,15 +71,15 @@ def limits_of(limits: pb.Limits) -> Limits:
 def decide(
     wanted: Wanted,
     backends: Mapping[str, Backend],
-    policy: tuple[Policy, tuple[Denial, ...]],
+    rules: tuple[Rules, tuple[Denial, ...]],
     audit: AuditLog,
     live: int,
 ) -> tuple[Backend, Decisions]:
-    """The backend that a sandbox gets, and what the policies say of it. Raises PolicyDenied, which is recorded.
+    """The backend that a sandbox gets, and what the rules decide about it. Raises RulesDenied, which is recorded.
 
-    policy: the request's within the server's, and what it asks for beyond that. live: sandboxes that exist.
+    rules: the request's within the server's, and what it asks for beyond that. live: sandboxes that exist.
     """
-    merged, denials = policy
+    merged, denials = rules
     backend = _choose(wanted.backend, backends, merged)
     features = backend.features
     decisions = merged.check(
@@ -94,37 +94,37 @@ def decide(
     if refused:
         reason = "; ".join(str(each) for each in refused)
         audit.record("policy.denied", "", reason=reason, backend=backend.name, labels=list(wanted.labels.items()))
-        raise PolicyDenied(reason)
+        raise RulesDenied(reason)
     return backend, decisions
 
 
 def choose_backend(
-    name: str, backends: Mapping[str, Backend], policy: Policy, denials: tuple[Denial, ...], audit: AuditLog
+    name: str, backends: Mapping[str, Backend], rules: Rules, denials: tuple[Denial, ...], audit: AuditLog
 ) -> Backend:
-    """The backend of a name, or the first that fits a policy. Raises EnvdError, and PolicyDenied, which is recorded."""
-    backend = _choose(name, backends, policy)
-    if backend.features.isolation < policy.least:
+    """The backend of a name, or the first that fits the rules. Raises EnvdError, and RulesDenied, which is recorded."""
+    backend = _choose(name, backends, rules)
+    if backend.features.isolation < rules.least:
         denials += (
             Denial(
                 "isolation",
                 f"{backend.name} ({backend.features.isolation.name.lower()})",
-                f"{policy.isolation} or more",
+                f"{rules.isolation} or more",
             ),
         )
     if denials:
         reason = "; ".join(map(str, denials))
         audit.record("policy.denied", "", reason=reason, backend=backend.name)
-        raise PolicyDenied(reason)
+        raise RulesDenied(reason)
     return backend
 
 
-def _choose(name: str, backends: Mapping[str, Backend], policy: Policy) -> Backend:
+def _choose(name: str, backends: Mapping[str, Backend], rules: Rules) -> Backend:
     if name:
         if name not in backends:
             raise EnvdError(f"backend {name[:40]!r} does not run here: this server has {', '.join(backends)}")
         return backends[name]
-    high = [each for each in backends.values() if each.features.isolation >= policy.least] or list(backends.values())
-    fits = (each for each in high if not policy.network.allow or "network" in each.features.can)
+    high = [each for each in backends.values() if each.features.isolation >= rules.least] or list(backends.values())
+    fits = (each for each in high if not rules.network.allow or "network" in each.features.can)
     return next(fits, high[0])
 
 

@@ -1,4 +1,4 @@
-"""The audit log: what was denied, limited or tampered with, as numbered events; docs/policies.md lists the kinds.
+"""Audit log: what was denied, limited or tampered with, as numbered events; docs/sandboxes-rules.md lists the kinds.
 
     record() -> memory (the newest `KEEP`), followers, and one line of JSON in FILE
                 the trail of calls, where there is one, beside them: the newest `KEEP_CALLS`, and FILE.calls

@@ -33,7 +33,7 @@ _CODES: tuple[tuple[type[errors.EnvdError], grpc.StatusCode], ...] = (
     (errors.QuotaExceeded, _Code.RESOURCE_EXHAUSTED),
     (errors.ServerBusy, _Code.ABORTED),
     (errors.Unsupported, _Code.UNIMPLEMENTED),
-    (errors.PolicyDenied, _Code.PERMISSION_DENIED),
+    (errors.RulesDenied, _Code.PERMISSION_DENIED),
     (errors.AccessDenied, _Code.UNAUTHENTICATED),
     (errors.IdempotencyError, _Code.ALREADY_EXISTS),
     (errors.MigrationError, _Code.ABORTED),
@@ -70,10 +70,10 @@ class Service:
         return self.sandboxes.find(request.sandbox_id, metadata_of(context, SANDBOX_TOKEN))
 
     def tool_allowed(self, live: Live, tool: str) -> None:
-        """Raise PolicyDenied, and record it, where the policy forbids a tool."""
+        """Raise RulesDenied, and record it, where the rules forbid a tool."""
         if not live.decisions.allows(tool):
             self.sandboxes.audit.record("tool.denied", live.identity, tool=tool)
-            raise errors.PolicyDenied(f"the policy of sandbox {live.identity[:40]} does not allow {tool}")
+            raise errors.RulesDenied(f"the rules of sandbox {live.identity[:40]} do not allow {tool}")
 
 
 def unary(method: Callable[[Any, Any, Context], Awaitable[T]]) -> Callable[[Any, Any, Context], Awaitable[T]]:

@@ -1,7 +1,7 @@
-"""Which destinations a sandbox's policy lets through: names before they are resolved, addresses before they are
+"""Which destinations a sandbox's rules let through: names before they are resolved, addresses before they are
 connected to.
 
-An address that is not one of the public internet's is let through only where the policy names it: itself, or a network
+An address that is not one of the public internet's is let through only where the rules name it: itself, or a network
 that holds nothing but such addresses. A name that leads there is refused, whoever answers for it. Public addresses that
 are this host's own are never let through.
 """
@@ -54,7 +54,7 @@ class DestinationRefused(EnvdError):
 
 
 class Destinations:
-    """What one sandbox's policy allows."""
+    """What the rules of one sandbox allow."""
 
     def __init__(self, rules: Sequence[NetworkRule]) -> None:
         self._names = [(rule.host, rule.ports) for rule in rules if network_of(rule.host) is None]
@@ -81,8 +81,8 @@ class Destinations:
             return
         if reserved and (named or rules):
             raise DestinationRefused(
-                f"{host[:253]}:{port} leads to {address}, which is private, reserved or the server's own: let the"
-                " policy's network.allow name that address if it is meant"
+                f"{host[:253]}:{port} leads to {address}, which is private, reserved or the server's own: name"
+                " that address in network.allow of the rules if it is meant"
             )
         raise DestinationRefused(_denied(host, port))
 
@@ -107,7 +107,7 @@ def means_reserved(network: Network) -> bool:
 
 
 def _denied(host: str, port: int) -> str:
-    return f"the sandbox's policy does not allow {host[:253]}:{port}: name it in the policy's network.allow"
+    return f"the sandbox's rules do not allow {host[:253]}:{port}: name it in network.allow of the rules"
 
 
 def _fits(rule: str, host: str) -> bool:

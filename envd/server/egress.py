@@ -1,4 +1,4 @@
-"""The way out of sandboxes: an HTTP proxy for each whose policy allows destinations.
+"""The way out of sandboxes: an HTTP proxy for each whose rules allow destinations.
 
     in the sandbox: curl --http_proxy--> 127.0.0.1:3128 = a listening socket of its own network namespace
     here:           accept -> head -> Destinations: the name -> resolve once -> each address -> connect to that very

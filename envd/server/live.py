@@ -19,8 +19,8 @@ from envd.errors import SandboxGone, WrongState
 from envd.guest.link import GuestLink
 from envd.server.egress import Proxy
 from envd.server.idempotency import Answers
-from envd.server.policy import Decisions
 from envd.server.quotas import Claim
+from envd.server.rules import Decisions
 
 State = Literal["running", "paused", "hibernated"]
 T = TypeVar("T")
@@ -39,15 +39,15 @@ class Live:
     spec: BoxSpec
     box: Box | None
     decisions: Decisions
-    """What the policy says of it."""
-    policy_yaml: str = ""
+    """What the rules decided about it."""
+    rules_yaml: str = ""
     """As it was asked for, for copies of it."""
     labels: Mapping[str, str] = field(default_factory=dict)
     state: State = "running"
     stored: Path | None = None
     lost: tuple[str, ...] = ()
     proxy: Proxy | None = None
-    """Its way out, while it has a box whose policy allows destinations."""
+    """Its way out, while it has a box whose rules allow destinations."""
     spent_s: float = 0.0
     """Processor time of the boxes that it had before this one."""
     created: float = field(default_factory=time.monotonic)

@@ -1,4 +1,4 @@
-"""What the clients of one key may hold on a server: templates, sandboxes, memory; docs/policies.md#quotas.
+"""What the clients of one key may hold on a server: templates, sandboxes, memory; docs/sandboxes-rules.md#quotas.
 
 A key's claims are made before anything is started and released when nothing of it is left. A refusal is
 RESOURCE_EXHAUSTED and the audit event quota.refused.
@@ -15,7 +15,7 @@ from typing import NoReturn
 from envd.errors import QuotaExceeded
 from envd.server import caller
 from envd.server.audit import AuditLog
-from envd.server.policy_sections import QuotaPolicy
+from envd.server.rule_sections import QuotaRules
 
 _MEMORY_SHARE = 32
 """Sandboxes rarely use what they may: the limits of a key's sandboxes may add up to so many times the machine's
@@ -42,17 +42,17 @@ class Claim:
 class Quotas:
     """The quotas of a server, and what each key's sandboxes take of them."""
 
-    def __init__(self, policy: QuotaPolicy, audit: AuditLog) -> None:
-        self.policy, self._audit = policy, audit
-        self.memory_mb = policy.memory_mb or _MEMORY_SHARE * _machine_mb()
+    def __init__(self, rules: QuotaRules, audit: AuditLog) -> None:
+        self.rules, self._audit = rules, audit
+        self.memory_mb = rules.memory_mb or _MEMORY_SHARE * _machine_mb()
         self._sandboxes: Counter[str] = Counter()
         self._memory: defaultdict[str, int] = defaultdict(int)
 
     def claim(self, memory_mb: int) -> Claim:
         """Take a sandbox's share for the key of the call that is being answered. Raises QuotaExceeded."""
         key = caller.key()
-        if self._sandboxes[key] >= self.policy.sandboxes:
-            self.refuse("sandboxes", f"{self.policy.sandboxes} sandboxes", "end some")
+        if self._sandboxes[key] >= self.rules.sandboxes:
+            self.refuse("sandboxes", f"{self.rules.sandboxes} sandboxes", "end some")
         if self._memory[key] + memory_mb > self.memory_mb:
             have = f"{self._memory[key]} of {self.memory_mb} MiB, and this one asks for {memory_mb}"
             self.refuse("memory_mb", f"sandboxes with {have}", "end some, or ask for less")
@@ -64,7 +64,7 @@ class Quotas:
         """Record a refusal and raise QuotaExceeded."""
         key = caller.key()
         whose = f"key {key}" if key else "this server's clients"
-        reason = f"{whose} hold {have}: {fix}, or raise quotas.{quota} in the server's policy"
+        reason = f"{whose} hold {have}: {fix}, or raise quotas.{quota} in the server's rules"
         self._audit.record("quota.refused", "", quota=quota, key=key, reason=reason)
         raise QuotaExceeded(reason)
 

@@ -1,4 +1,4 @@
-"""Where paths of a workspace lead, as the sandbox's own links have it, and what a policy hides of that."""
+"""Where paths of a workspace lead, as the sandbox's own links have it, and what the rules hide of that."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 from envd.guest.link import GuestLink
-from envd.server.policy import hides
+from envd.server.rules import hides
 from envd.tools.paths import relative
 
 _MAX_STEPS = 256

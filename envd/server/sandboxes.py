@@ -24,8 +24,8 @@ from envd.server.escapes import Escapes
 from envd.server.idempotency import Answers
 from envd.server.limits_watch import LimitsWatch
 from envd.server.live import Live
-from envd.server.policy import Decisions, Policy, load_policy
 from envd.server.quotas import Claim, Quotas
+from envd.server.rules import Decisions, Rules, load_rules
 from envd.server.snapshots import Snapshots, remove_tree
 from envd.server.templates import Templates
 
@@ -46,20 +46,20 @@ class Sandboxes:
         templates: Templates,
         snapshots: Snapshots,
         *,
-        policy: Policy,
+        rules: Rules,
         audit: AuditLog,
         quotas: Quotas | None = None,
     ) -> None:
         self.backends, self.templates, self.snapshots = backends, templates, snapshots
-        self.policy, self.audit = policy, audit
-        self.quotas = Quotas(policy.quotas, audit) if quotas is None else quotas
+        self.rules, self.audit = rules, audit
+        self.quotas = Quotas(rules.quotas, audit) if quotas is None else quotas
         templates.on_removed = self._template_removed
         self.answers = Answers(most=4096, most_bytes=16 << 20)
         """Of calls that name no sandbox."""
         self.limits = LimitsWatch(audit)
         self.escapes = Escapes(audit)
         self.egress = Egress(audit)
-        self._policies = functools.lru_cache(maxsize=256)(lambda text: load_policy(text).under(policy))
+        self._rules_of = functools.lru_cache(maxsize=256)(lambda text: load_rules(text).under(rules))
         self._live: dict[str, Live] = {}
         self._ended: OrderedDict[str, Live] = OrderedDict()
         self._starting = 0
@@ -104,12 +104,12 @@ class Sandboxes:
     async def create(self, wanted: Wanted) -> Live:
         """Start a sandbox; it answers calls when this returns.
 
-        Raises PolicyDenied, TemplateError, SandboxStartError.
+        Raises RulesDenied, TemplateError, SandboxStartError.
         """
         await self._prepare_template(wanted)
         backend, spec, decisions = self.plan(wanted)
         box, claim = await self._claimed(spec, lambda: backend.create(spec))
-        live = Live(*_identity(), backend, spec, box, decisions, wanted.policy_yaml, wanted.labels, claim=claim)
+        live = Live(*_identity(), backend, spec, box, decisions, wanted.rules_yaml, wanted.labels, claim=claim)
         return self.admit(live)
 
     async def restore(
@@ -127,7 +127,7 @@ class Sandboxes:
         identity, token = like or _identity()
         labels = wanted.labels
         return self.admit(
-            Live(identity, token, backend, spec, box, decisions, wanted.policy_yaml, labels, lost=lost, claim=claim)
+            Live(identity, token, backend, spec, box, decisions, wanted.rules_yaml, labels, lost=lost, claim=claim)
         )
 
     async def _claimed(self, spec: BoxSpec, start: Callable[[], Coroutine[Any, Any, Box]]) -> tuple[Box, Claim]:
@@ -147,7 +147,7 @@ class Sandboxes:
                 await backend.forget_template(digest)
 
     def plan(self, wanted: Wanted, host_name: str = "sandbox") -> tuple[Backend, BoxSpec, Decisions]:
-        """The backend and the box that a request gets. Raises PolicyDenied, TemplateError."""
+        """The backend and the box that a request gets. Raises RulesDenied, TemplateError."""
         backend, decisions = self._decide(wanted)
         template = self.templates.shown(self.templates.require(wanted.template), decisions.hidden)
         spec = BoxSpec(
@@ -162,25 +162,25 @@ class Sandboxes:
         )
         return backend, spec, decisions
 
-    def backend_for(self, name: str, policy_yaml: str) -> Backend:
-        """The backend that a Create of this name and policy would get: for what is no sandbox of a client's.
+    def backend_for(self, name: str, rules_yaml: str) -> Backend:
+        """The backend that a Create with this name and these rules would get: for what is no sandbox of a client's.
 
-        Raises EnvdError, PolicyDenied.
+        Raises EnvdError, RulesDenied.
         """
-        policy, denials = self._policies(policy_yaml)
-        return choose_backend(name, self.backends, policy, denials, self.audit)
+        rules, denials = self._rules_of(rules_yaml)
+        return choose_backend(name, self.backends, rules, denials, self.audit)
 
     def _decide(self, wanted: Wanted) -> tuple[Backend, Decisions]:
         live = len(self._live) + self._starting
-        return decide(wanted, self.backends, self._policies(wanted.policy_yaml), self.audit, live)
+        return decide(wanted, self.backends, self._rules_of(wanted.rules_yaml), self.audit, live)
 
     async def _prepare_template(self, wanted: Wanted) -> None:
-        """Store the template that lacks what the policy hides: what is not there no program in the sandbox reads.
+        """Store the template that lacks what the rules hide: what is not there no program in the sandbox reads.
 
         Apart from `plan`, so that nothing is awaited between its counting of what lives and the start.
         """
-        policy, _ = self._policies(wanted.policy_yaml)
-        if policy.filesystem.hidden:
+        rules, _ = self._rules_of(wanted.rules_yaml)
+        if rules.filesystem.hidden:
             _, decisions = self._decide(wanted)
             self.templates.require(wanted.template)
             await self.templates.without(wanted.template, decisions.hidden)
@@ -210,7 +210,7 @@ class Sandboxes:
         return live
 
     def listen(self, live: Live) -> None:
-        """Record the system calls that its box is refused, where that tells them; open its way out, where its policy
+        """Record the system calls that its box is refused, where that tells them; open its way out, where its rules
         allows one.
         """
         box: object = live.box

@@ -45,8 +45,8 @@ from envd.server.operations.service_processes import ProcessesService
 from envd.server.operations.states import States
 from envd.server.operations.tracing import start_tracing
 from envd.server.operations.trail import Trail
-from envd.server.policy import load_policy
 from envd.server.quotas import Quotas
+from envd.server.rules import load_rules
 from envd.server.sandboxes import Sandboxes
 from envd.server.service_sandboxes import SandboxesService
 from envd.server.service_tools import ToolsService
@@ -92,7 +92,7 @@ class Options:
     """Where snapshots are kept; None: in the state directory, until the server ends."""
     pool: int = 0
     """Sandboxes kept ready for each template that is in use."""
-    policy: Path | None = None
+    rules: Path | None = None
     audit_log: Path | None = None
     audit_calls: bool = False
     """Calls are events too."""
@@ -121,7 +121,7 @@ async def serve(options: Options) -> None:
     options.listening.check()
     made = options.listening.made_key()
     keys = options.listening.keys() if made is None else (made.key.encode(),)
-    policy = load_policy(_policy_text(options.policy))
+    rules = load_rules(_rules_text(options.rules))
     peers = options.peers()
     stop = _told_to_stop()
     if options.with_parent is not None:
@@ -133,13 +133,13 @@ async def serve(options: Options) -> None:
         run_dir = await stack.enter_async_context(_run_directory(options.state_dir))
         audit = AuditLog(options.audit_log, calls=options.audit_calls)
         stack.callback(audit.close)
-        quotas = Quotas(policy.quotas, audit)
+        quotas = Quotas(rules.quotas, audit)
         templates = Templates(run_dir / "templates", linux.sandbox_owner(), quotas)
         stack.push_async_callback(templates.settled)
         snapshots = Snapshots(options.snapshot_dir or run_dir / "snapshots")
         stack.push_async_callback(snapshots.stop)
         backends, verifications = await _started(stack, options, run_dir, templates)
-        sandboxes = Sandboxes(backends, templates, snapshots, policy=policy, audit=audit, quotas=quotas)
+        sandboxes = Sandboxes(backends, templates, snapshots, rules=rules, audit=audit, quotas=quotas)
         stack.push_async_callback(sandboxes.stop)
         stack.callback(asyncio.ensure_future(sandboxes.limits.rounds(lambda: sandboxes.all({}))).cancel)
         interceptors: list[grpc.aio.ServerInterceptor] = [KeyCheck(keys, audit)] if keys else []
@@ -309,9 +309,9 @@ def _held(state_dir: Path) -> int:
     return held
 
 
-def _policy_text(path: Path | None) -> str:
+def _rules_text(path: Path | None) -> str:
     try:
         return "" if path is None else path.read_text()
     except (OSError, UnicodeError) as error:
         reason = describe(error) if isinstance(error, OSError) else str(error)
-        raise EnvdError(f"the policy can't be read: {reason}") from error
+        raise EnvdError(f"the sandbox rules can't be read: {reason}") from error

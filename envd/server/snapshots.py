@@ -1,7 +1,7 @@
 """Snapshots on disk: what a sandbox was made of, and its state, whole or not at all.
 
     <directory>/<snapshot id>/header      a ReceiveHeader: backend, template with its files, limits, environment,
-                                          labels, policy
+                                          labels, rules
     <directory>/<snapshot id>/state/      what `Box.snapshot` wrote
     <directory>/.draft-<owner>            a snapshot that is being written; swept when its server is gone
     <directory>/.held-<owner>             hibernated sandboxes of a live server

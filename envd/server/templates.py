@@ -17,8 +17,8 @@ from typing import Any
 from contracts.errors import describe
 from envd.errors import TemplateError
 from envd.server import caller
-from envd.server.policy import hides
 from envd.server.quotas import Quotas
+from envd.server.rules import hides
 
 _STAMP = 1_000_000_000
 """Modification time (seconds since 1970) of every template file: what differs from it was touched."""
@@ -107,7 +107,7 @@ class Templates:
         if self._quotas is None or digest in book:
             book[digest] = book.pop(digest, 0)
             return
-        size, most = _charge(files), self._quotas.policy.template_mb << 20
+        size, most = _charge(files), self._quotas.rules.template_mb << 20
         if size > most:
             self._quotas.refuse("template_mb", f"no template of {size >> 20} MiB (files and git's copy)", "send less")
         removed = self._make_room(book, size, most)
@@ -123,7 +123,7 @@ class Templates:
         assert self._quotas is not None
         left, count, victims = sum(book.values()), len(book), []
         for digest in book:
-            if left + size <= most and count < self._quotas.policy.templates:
+            if left + size <= most and count < self._quotas.rules.templates:
                 break
             if digest not in self._held and digest not in self._storing:
                 victims.append(digest)
@@ -133,7 +133,7 @@ class Templates:
                 self._quotas.refuse(
                     "template_mb", f"{left >> 20} MiB of templates that are in use", "end some sandboxes"
                 )
-            if count >= self._quotas.policy.templates:
+            if count >= self._quotas.rules.templates:
                 self._quotas.refuse("templates", f"{count} templates that are in use", "end some sandboxes")
         for digest in victims:
             del book[digest]
@@ -176,9 +176,7 @@ class Templates:
         try:
             return self._derived[digest, tuple(hidden)]
         except KeyError:
-            raise TemplateError(
-                f"template {digest[:12]} without what the policy hides was removed: try again"
-            ) from None
+            raise TemplateError(f"template {digest[:12]} without what the rules hide was removed: try again") from None
 
     async def settled(self) -> None:
         """Wait until nothing is being stored."""

@@ -19,9 +19,9 @@ from contracts.checkpoints import WEIGHTS
 from contracts.digests import digest_of
 from inference.engines.builtin import BuiltinEngine
 from inference.server.app import Application
+from ops.deploy_decision import Decision, decide_deployment, read_decision
 from ops.graph import SAMPLER
 from ops.inputs import find_inputs, trainer_state_of
-from ops.publishing import Decision, publish, read_decision
 from ops.smoke import Smoke, play_smoke
 from ops.state import IterationInputs, IterationState, Start
 from ops.step import Step, StepProgress
@@ -72,14 +72,14 @@ class Stage:
         changes = {"experiment": self.experiment.name, "iteration": iteration, "policy": parent, "start": start}
         return made.model_copy(update=changes)
 
-    def publish(
+    def decide(
         self, candidate: ArtifactRef, parent: ArtifactRef, iteration: str, smoke: Callable[[], Smoke] | None = None
     ) -> Decision:
         """Decide as `sampler[iteration]` does, with a smoke episode on real engine and sandboxes unless `smoke` says
         otherwise.
         """
         step = self.step(candidate, parent, iteration)
-        return read_decision(publish(step, smoke or (lambda: self.smoke(candidate, iteration))))
+        return read_decision(decide_deployment(step, smoke or (lambda: self.smoke(candidate, iteration))))
 
     def smoke(self, candidate: ArtifactRef, iteration: str = "0000") -> Smoke:
         sampler, sandboxes = SamplerResource(), SandboxesResource()

@@ -22,7 +22,7 @@ from inference.engines.base import Completion, SamplingParams
 from inference.engines.openai import OpenAIEngine
 from inference.server.app import Application
 from ops.deploy import bring_servers, server_metadata
-from ops.publishing import Decision, read_smoke
+from ops.deploy_decision import Decision, read_smoke
 from ops.rollback import plan_rollback, roll_back
 from ops.smoke import Smoke
 from resources.deployment import fault_of, swap_servers
@@ -45,7 +45,7 @@ def decision_artifact(stage: Stage) -> Artifact:
 
 def test_a_good_candidate_plays_a_smoke_episode_and_goes_live(ran: World) -> None:
     stage = stage_of(ran, "smoked")
-    decision = stage.publish(stage.first, stage.base, "0000")
+    decision = stage.decide(stage.first, stage.base, "0000")
     live = stage.registry.live()
     assert decision.decision == "live" and live is not None and live.policy == stage.first
     artifact = decision_artifact(stage)
@@ -69,10 +69,10 @@ def test_iterations_play_a_smoke_episode_with_their_candidates(ran: World) -> No
 def test_candidate_that_can_not_be_served_is_refused(ran: World, value: float | None, named: str) -> None:
     stage = stage_of(ran, f"spoilt_{str(value)[:3]}")
     bad = spoilt(ran, stage.first, "model.norm.weight", value)
-    decision = stage.publish(bad, stage.base, "0000")
+    decision = stage.decide(bad, stage.base, "0000")
     assert decision.decision == "refused" and stage.registry.live() is None
     assert "smoke episode failed" in decision.reasons[0] and named in decision.reasons[0]
-    assert stage.publish(bad, stage.base, "0000", no_smoke) == decision
+    assert stage.decide(bad, stage.base, "0000", no_smoke) == decision
 
 
 def test_infrastructure_fault_decides_nothing(ran: World) -> None:
@@ -80,10 +80,10 @@ def test_infrastructure_fault_decides_nothing(ran: World) -> None:
     rollouts = ran.experiment.rollouts.model_copy(update={"max_attempts": 1, "episode_timeout_s": 0.001})
     stage = stage_of(ran, "no_time", rollouts=rollouts)
     with pytest.raises(DeploymentFailed, match="nothing was decided"):
-        stage.publish(stage.first, stage.base, "0000")
+        stage.decide(stage.first, stage.base, "0000")
     assert stage.registry.live() is None
     again = stage_of(ran, "no_time")
-    assert again.publish(again.first, again.base, "0000").decision == "live"
+    assert again.decide(again.first, again.base, "0000").decision == "live"
 
 
 def test_a_canary_plays_the_smoke_episode_where_one_is_named(ran: World) -> None:
@@ -94,7 +94,7 @@ def test_a_canary_plays_the_smoke_episode_where_one_is_named(ran: World) -> None
         assert httpx.get(url.replace("/v1", "/version")).json()["version"] == stage.first.digest
     gone = stage_of(ran, "canary", deployment=DeploymentConfig(canary=url, timeout_s=2.0))
     with pytest.raises(DeploymentFailed, match="nothing was decided"):
-        gone.publish(gone.first, gone.base, "0000")
+        gone.decide(gone.first, gone.base, "0000")
 
 
 @pytest.mark.parametrize("value", [float("nan"), None])
@@ -103,7 +103,7 @@ def test_a_canary_that_refuses_bad_weights_refuses_the_candidate(ran: World, val
     bad = spoilt(ran, stage.first, "model.norm.weight", value)
     with serving(open_artifact(ran.store, stage.base)) as url:
         stage = replace(stage, experiment=stage_of(ran, "bad", deployment=DeploymentConfig(canary=url)).experiment)
-        decision = stage.publish(bad, stage.base, "0000")
+        decision = stage.decide(bad, stage.base, "0000")
     assert decision.decision == "refused" and "model.norm.weight" in decision.reasons[0]
 
 
@@ -144,14 +144,14 @@ def test_foreign_server_as_canary_decides_nothing(ran: World, what: type[Answeri
         stage = stage_of(ran, what.__name__.lower(), deployment=deployment)
         try:
             with pytest.raises(DeploymentFailed, match="nothing was decided"):
-                stage.publish(stage.first, stage.base, "0000")
+                stage.decide(stage.first, stage.base, "0000")
         finally:
             server.shutdown()
             thread.join()
     assert stage.registry.live() is None
     assert (
         replace(stage, experiment=stage_of(ran, stage.experiment.name).experiment)
-        .publish(stage.first, stage.base, "0000", good_smoke)
+        .decide(stage.first, stage.base, "0000", good_smoke)
         .decision
         == "live"
     ), "nothing was recorded that a later run would find"
@@ -171,7 +171,7 @@ def test_a_canary_that_another_run_takes_over_decides_nothing(ran: World) -> Non
     with serving(open_artifact(ran.store, stage.base), TakenOver) as url:
         stage = stage_of(ran, "shared", deployment=DeploymentConfig(canary=url))
         with pytest.raises(DeploymentFailed, match="nothing was decided"):
-            stage.publish(stage.first, stage.base, "0000")
+            stage.decide(stage.first, stage.base, "0000")
     assert stage.registry.live() is None
 
 
@@ -251,7 +251,7 @@ def test_a_promotion_whose_record_was_lost_is_found_again_even_after_a_rollback(
     stage = stage_of(ran, "killed")
     stage.promote(stage.first, stage.base, "0000")
     roll_back(ran.store, stage.experiment, plan_rollback(ran.store, "killed", None), "while it was down")
-    decision = stage.publish(stage.first, stage.base, "0000", no_smoke)
+    decision = stage.decide(stage.first, stage.base, "0000", no_smoke)
     live = stage.registry.live()
     assert (decision.decision, decision.pointer_number) == ("live", 1)
     assert live is not None and live.policy == stage.base and live.number == 2
@@ -261,7 +261,7 @@ def test_a_killed_run_finds_its_promotion_whatever_the_margin_asks_by_then(ran: 
     stage = stage_of(ran, "stricter")
     stage.promote(stage.first, stage.base, "0000")
     strict = stage_of(ran, "stricter", promotion=ran.experiment.promotion.model_copy(update={"margin": 0.0}))
-    decision = strict.publish(strict.first, strict.base, "0000", no_smoke)
+    decision = strict.decide(strict.first, strict.base, "0000", no_smoke)
     assert (decision.decision, decision.pointer_number) == ("live", 1)
     assert "went live as change 1 before" in decision.reasons[0]
 
@@ -273,7 +273,7 @@ def test_a_run_whose_smoke_fails_while_another_of_its_iteration_promotes_says_li
         stage.promote(stage.first, stage.base, "0000")
         return Smoke(fault="its own canary is on fire", task_id="none", outcome=None)
 
-    assert stage.publish(stage.first, stage.base, "0000", overtaken).decision == "live"
+    assert stage.decide(stage.first, stage.base, "0000", overtaken).decision == "live"
 
 
 class Overtaken:
@@ -299,18 +299,18 @@ def test_run_overtaken_between_two_registry_reads_is_not_stale(ran: World) -> No
     stage = stage_of(ran, "between")
     store = Overtaken(ran.store, "pointers/live/between/", lambda: stage.promote(stage.first, stage.base, "0000"))
     late = replace(stage, world=replace(ran, store=store))
-    decision = late.publish(stage.first, stage.base, "0000", no_smoke)
+    decision = late.decide(stage.first, stage.base, "0000", no_smoke)
     assert store.looks > 1 and (decision.decision, decision.pointer_number) == ("live", 1)
 
 
 def test_a_rolled_back_candidate_is_not_promoted_again_by_another_decision(ran: World) -> None:
     stage = stage_of(ran, "twice")
-    assert stage.publish(stage.first, stage.base, "0000", good_smoke).decision == "live"
+    assert stage.decide(stage.first, stage.base, "0000", good_smoke).decision == "live"
     roll_back(ran.store, stage.experiment, plan_rollback(ran.store, "twice", None), "it cheats")
     promotion = ran.experiment.promotion.model_copy(update={"margin": 0.99})
     other = stage_of(ran, "twice", promotion=promotion)
-    assert other.publish(other.first, other.base, "0000", no_smoke).pointer_number == 1
-    elsewhere = other.publish(other.first, other.base, "0001", no_smoke)
+    assert other.decide(other.first, other.base, "0000", no_smoke).pointer_number == 1
+    elsewhere = other.decide(other.first, other.base, "0001", no_smoke)
     assert elsewhere.decision == "stale" and "triplane rollback --to 1" in elsewhere.reasons[0]
     assert [entry.policy for entry in stage.registry.history()] == [stage.first, stage.base]
 
@@ -319,7 +319,7 @@ def test_a_candidate_of_a_rolled_back_parent_is_stale(ran: World) -> None:
     stage = stage_of(ran, "orphan")
     stage.promote(stage.first, stage.base, "0000")
     roll_back(ran.store, stage.experiment, plan_rollback(ran.store, "orphan", "base"), "it cheats")
-    decision = stage.publish(stage.second, stage.first, "0001", no_smoke)
+    decision = stage.decide(stage.second, stage.first, "0001", no_smoke)
     assert decision.decision == "stale" and "restored by a rollback (it cheats)" in decision.reasons[0]
     assert stage.registry.history()[-1].policy == stage.base
 
@@ -352,7 +352,7 @@ def test_concurrent_rollback_and_promotion_succeed_once(ran: World) -> None:
         except RegistryError as error:
             refusals.append(str(error))
 
-    at_once(lambda meet: decisions.append(stage.publish(stage.second, stage.first, "0001", meet)), back)
+    at_once(lambda meet: decisions.append(stage.decide(stage.second, stage.first, "0001", meet)), back)
     live = stage.registry.live()
     assert live is not None and live.number == 2, "exactly one change was made"
     if live.rollback is None:
@@ -367,7 +367,7 @@ def test_concurrent_promotions_succeed_once(ran: World) -> None:
 
     def deploy(candidate: ArtifactRef, iteration: str) -> Callable[[Callable[[], Smoke]], None]:
         def work(meet: Callable[[], Smoke]) -> None:
-            decisions[candidate.short] = stage.publish(candidate, stage.base, iteration, meet)
+            decisions[candidate.short] = stage.decide(candidate, stage.base, iteration, meet)
 
         return work
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter
 from contracts.digests import digest_of
 from contracts.store import Store, open_store
+from ops.deploy_decision import judge
 from ops.evaluation import compare
 from ops.floor import compare_with_floor, find_floor, lineage
 from ops.gate_power import gate_note
-from ops.publishing import judge
 from ops.readings import gate_reading
 from resources.errors import NotMaterialized
 from resources.experiment import Experiment

@@ -10,9 +10,9 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
+from resources.channel import PIPES_BUCKET
 from resources.errors import LaunchFailed
 from resources.launcher import LocalLauncher
-from resources.pipes import PIPES_BUCKET
 from tests.dagster.launching import Arrived, launch_in_an_op
 from tests.trainer.trainer_world import make_world
 

@@ -1,4 +1,4 @@
-"""Sandboxes whose policy allows destinations reach these by their proxy and nothing else."""
+"""Sandboxes whose rules allow destinations reach these by their proxy and nothing else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from envd.backends.base import NetworkRule
 from envd.backends.namespaces.backend import NamespacesBackend
 from envd.client import ToolCall
-from envd.errors import PolicyDenied
+from envd.errors import RulesDenied
 from envd.local import LocalEnvd
 from envd.operations.client import ManagedSandbox, OperationsClient
 from tests.envd.boxes import spec, with_namespaces
@@ -60,13 +60,13 @@ class Served:
 
     def __init__(self, address: str, log: Path, port: int) -> None:
         self.address, self.log, self.port = address, log, port
-        self.policy = f"network: {{allow: [{{host: 127.0.0.1, ports: [{port}]}}]}}"
+        self.rules = f"network: {{allow: [{{host: 127.0.0.1, ports: [{port}]}}]}}"
 
-    def run(self, job: Callable[[ManagedSandbox], Awaitable[T]], *, policy: str | None = None) -> T:
+    def run(self, job: Callable[[ManagedSandbox], Awaitable[T]], *, rules: str | None = None) -> T:
         async def scenario() -> T:
             async with OperationsClient(self.address) as client:
                 template = await client.put_template(FILES)
-                async with await client.create(template, policy=self.policy if policy is None else policy) as sandbox:
+                async with await client.create(template, rules=self.rules if rules is None else rules) as sandbox:
                     return await job(sandbox)
 
         return asyncio.run(scenario())
@@ -79,11 +79,11 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("egress")
-    (folder / "policy").write_text("network: {allow: [{host: 127.0.0.0/8}]}")
+    (folder / "rules").write_text("network: {allow: [{host: 127.0.0.0/8}]}")
     web = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Page)
     threading.Thread(target=web.serve_forever, daemon=True).start()
     try:
-        options = ["--policy", str(folder / "policy"), "--audit-log", str(folder / "audit"), "--audit-calls"]
+        options = ["--policy", str(folder / "rules"), "--audit-log", str(folder / "audit"), "--audit-calls"]
         with LocalEnvd("namespaces", options=options) as server:
             yield Served(server.address, folder / "audit", web.server_port)
     finally:
@@ -95,7 +95,7 @@ async def shell(sandbox: ManagedSandbox, command: str) -> str:
     return (await sandbox.call(ToolCall("exec", {"command": command}), timeout_s=30)).text
 
 
-def test_what_the_policy_names_is_reached_and_nothing_else(served: Served) -> None:
+def test_what_the_rules_name_is_reached_and_nothing_else(served: Served) -> None:
     async def job(sandbox: ManagedSandbox) -> tuple[str, str, str, str]:
         names = "env | grep -i _proxy | sort"
         page = await shell(sandbox, f"python3 fetch.py http://127.0.0.1:{served.port}/a")
@@ -108,7 +108,7 @@ def test_what_the_policy_names_is_reached_and_nothing_else(served: Served) -> No
     names, page, tunnel, denied = served.run(job)
     assert "https_proxy=http://127.0.0.1:3128" in names and "no_proxy=localhost,127.0.0.1" in names
     assert "page /a" in page and "page /through" in tunnel
-    assert re.search(rf"403 envd: .* does not allow 127\.0\.0\.1:{served.port + 1}: name it", denied), denied
+    assert re.search(rf"403 envd: .* do not allow 127\.0\.0\.1:{served.port + 1}: name it", denied), denied
     told = [
         event["detail"]["destination"]
         for event in served.events("network.denied")
@@ -134,13 +134,13 @@ def test_without_destinations_there_is_neither_port_nor_variable(served: Served)
         "env | grep -ci _proxy; python3 -c \"import socket; socket.create_connection(('127.0.0.1', 3128), 2)\" 2>&1 |"
         " tail -1"
     )
-    said = served.run(lambda sandbox: shell(sandbox, look), policy="{}")
+    said = served.run(lambda sandbox: shell(sandbox, look), rules="{}")
     assert said.startswith("0\n") and "ConnectionRefused" in said
 
 
 def test_a_request_for_more_than_the_server_allows_is_denied(served: Served) -> None:
-    with pytest.raises(PolicyDenied, match=r"network\.allow allows 127\.0\.0\.0/8, not 169\.254\.169\.254"):
-        served.run(lambda sandbox: shell(sandbox, "true"), policy="network: {allow: [{host: 169.254.169.254}]}")
+    with pytest.raises(RulesDenied, match=r"network\.allow allows 127\.0\.0\.0/8, not 169\.254\.169\.254"):
+        served.run(lambda sandbox: shell(sandbox, "true"), rules="network: {allow: [{host: 169.254.169.254}]}")
 
 
 def test_copies_and_what_was_hibernated_have_the_same_way_out(served: Served) -> None:

@@ -10,7 +10,7 @@ import pytest
 from envd.backends.base import NetworkRule
 from envd.server import egress, egress_http, egress_relay
 from envd.server.destinations import DestinationRefused, Destinations
-from envd.server.policy import load_policy
+from envd.server.rules import load_rules
 from tests.envd.egress import BODY, Way, chunked_answer, http_answer, through
 
 SERVER = (
@@ -50,7 +50,7 @@ def test_reserved_addresses_are_reached_by_no_name_and_no_wide_network(address: 
         allowed.check_host(address, 80)
 
 
-def test_an_address_that_the_policy_names_is_reached_at_its_ports() -> None:
+def test_an_address_that_the_rules_name_is_reached_at_its_ports() -> None:
     allowed = Destinations(
         [NetworkRule("10.0.0.0/8", (80,)), NetworkRule("93.184.215.0/24"), NetworkRule("*.example.com", (443,))]
     )
@@ -72,9 +72,7 @@ def test_an_address_that_the_policy_names_is_reached_at_its_ports() -> None:
         ("0x0a010203", 80),
         ("167837955", 80),
     ):
-        with pytest.raises(
-            DestinationRefused, match=r"the sandbox's policy does not allow .*: name it in the policy's network.allow"
-        ):
+        with pytest.raises(DestinationRefused, match=r"the sandbox's rules do not allow .*: name it in network\.allow"):
             allowed.check_host(host, port)
 
 
@@ -90,7 +88,7 @@ def test_an_address_that_the_policy_names_is_reached_at_its_ports() -> None:
     ],
 )
 def test_a_request_can_not_name_reserved_addresses_that_the_server_does_not(host: str, fits: bool) -> None:
-    _, denials = load_policy(f"network: {{allow: [{{host: {host}}}]}}").under(load_policy(SERVER))
+    _, denials = load_rules(f"network: {{allow: [{{host: {host}}}]}}").under(load_rules(SERVER))
     assert (not denials) is fits
 
 
@@ -212,7 +210,7 @@ def test_a_denied_destination_is_named_with_the_fix_and_recorded() -> None:
             ("CONNECT 169.254.169.254:80 HTTP/1.1", "169.254.169.254:80"),
         ):
             said = await way.say(f"{line}\r\nHost: x\r\n\r\n".encode())
-            assert said.startswith(b"HTTP/1.1 403 ") and f"does not allow {where}: name it" in said.decode(), said
+            assert said.startswith(b"HTTP/1.1 403 ") and f"do not allow {where}: name it" in said.decode(), said
             assert way.events()[-1]["destination"] == where and "network.allow" in way.events()[-1]["reason"]
         assert way.asked == [] and len(way.events()) == 3  # nothing was resolved for what is not allowed
 

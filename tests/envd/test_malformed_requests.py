@@ -23,7 +23,7 @@ from envd.server.listening import KeyCheck
 from envd.server.live import Live
 from envd.server.malformed import ACCEPTED_BYTES, Unknown, Watched
 from envd.server.observing import Observing
-from envd.server.policy import load_policy
+from envd.server.rules import load_rules
 from envd.server.sandboxes import Sandboxes
 from envd.server.templates import Templates
 
@@ -62,7 +62,7 @@ def served(tmp_path: Path, job: Job, *, address: str = "", interceptors: Any = (
         audit: Any = AuditLog()
         nothing: Any = None
         sandboxes = Sandboxes(
-            {}, Templates(tmp_path / "templates", os.getuid()), nothing, policy=load_policy(""), audit=audit
+            {}, Templates(tmp_path / "templates", os.getuid()), nothing, rules=load_rules(""), audit=audit
         )
         sandboxes._live["own"] = Known("right")
         options = [("grpc.max_receive_message_length", ACCEPTED_BYTES)]

@@ -88,9 +88,9 @@ def test_metrics_and_spans_tell_what_a_server_did(receiver: HTTPServer, monkeypa
                 await sandbox.call(ToolCall("read", {"path": "a.py"}))
             await sandboxes[0].batch([ToolCall("read", {"path": "a.py"}), ToolCall("list", {})])
             await sandboxes[0].call(ToolCall("no such tool \n", {}))
-            for policy in ("isolation: machine", "no policy"):
+            for rules in ("isolation: machine", "no rules"):
                 with pytest.raises(EnvdError):
-                    await client.create(template, policy=policy)
+                    await client.create(template, rules=rules)
             pauses = any("pause" in each.features for each in (await client.info()).backends)
             if pauses:
                 await sandboxes[1].pause()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from envd.client import Access, EnvdError, Limits, ToolCall
-from envd.errors import PolicyDenied, QuotaExceeded, TemplateError
+from envd.errors import QuotaExceeded, RulesDenied, TemplateError
 from envd.local import LocalEnvd
 from envd.operations.client import OperationsClient
 
@@ -25,8 +25,8 @@ Job = Callable[[OperationsClient, OperationsClient], Awaitable[None]]
 def serving(tmp_path: Path, quotas: str, backend: str = "plain") -> Iterator[Callable[[Job], None]]:
     """Runs jobs with a client of each key. quotas: YAML; empty for the defaults."""
     (tmp_path / "keys").write_text("\n".join(KEYS) + "\n")
-    policy = f"quotas: {{{quotas}}}" if quotas else ""
-    with LocalEnvd(backend, log_level="error", policy=policy, options=["--key-file", str(tmp_path / "keys")]) as server:
+    rules = f"quotas: {{{quotas}}}" if quotas else ""
+    with LocalEnvd(backend, log_level="error", rules=rules, options=["--key-file", str(tmp_path / "keys")]) as server:
 
         async def both(job: Job) -> None:
             one, other = (OperationsClient(server.address, Access(key=key)) for key in KEYS)
@@ -67,7 +67,7 @@ def test_a_template_that_is_too_large_is_refused_and_removes_nothing(tmp_path: P
         kept = await client.put_template({"a": b"kept"})
         for files in ({"a": bytes(600_000)}, {str(number): b"" for number in range(200)}):
             with pytest.raises(
-                QuotaExceeded, match=r"no template of 1 MiB .* raise quotas.template_mb in the server's policy"
+                QuotaExceeded, match=r"no template of 1 MiB .* raise quotas.template_mb in the server's rules"
             ):
                 await client.put_template(files)
         async with await client.create(kept, limits=SMALL):
@@ -118,7 +118,7 @@ def test_a_pool_lets_go_of_a_template_that_is_removed(tmp_path: Path) -> None:
         async with OperationsClient(address) as client:
             await job(client)
 
-    with LocalEnvd("namespaces", log_level="error", policy="quotas: {templates: 1}", options=["--pool", "2"]) as server:
+    with LocalEnvd("namespaces", log_level="error", rules="quotas: {templates: 1}", options=["--pool", "2"]) as server:
         asyncio.run(run(server.address))
 
 
@@ -156,8 +156,8 @@ def test_sandboxes_and_their_memory_are_counted_by_key_until_they_are_gone(tmp_p
 def test_a_request_brings_no_quotas(tmp_path: Path) -> None:
     async def job(client: OperationsClient, other: OperationsClient) -> None:
         template = await client.put_template({"a": b""})
-        with pytest.raises(PolicyDenied, match="quotas"):
-            await client.create(template, policy="quotas: {sandboxes: 100}")
+        with pytest.raises(RulesDenied, match="quotas"):
+            await client.create(template, rules="quotas: {sandboxes: 100}")
 
     with serving(tmp_path, "sandboxes: 3") as run:
         run(job)

@@ -1,4 +1,4 @@
-"""What a policy hides shows in no answer of the Files service, also where a program of the sandbox made it again."""
+"""What the rules hide shows in no answer of the Files service, also where a program of the sandbox made it again."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ FILE_WAYS = ["secrets/x", "a/../secrets/x", "way/x", "file", "a/b.key"]
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    policy = tmp_path_factory.mktemp("hidden") / "policy.yaml"
-    policy.write_text('filesystem: {hidden: [secrets, "*.key"]}\n')
-    with LocalEnvd("namespaces", options=["--policy", str(policy)]) as server:
+    rules = tmp_path_factory.mktemp("hidden") / "rules.yaml"
+    rules.write_text('filesystem: {hidden: [secrets, "*.key"]}\n')
+    with LocalEnvd("namespaces", options=["--policy", str(rules)]) as server:
         yield server.address
 
 

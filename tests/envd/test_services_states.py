@@ -16,7 +16,7 @@ import pytest
 from contracts.pb import envd_operations_pb2 as operations_pb
 from contracts.pb import envd_pb2 as pb
 from envd.client import EnvdError, Limits, SandboxGone, ToolCall
-from envd.errors import PolicyDenied, TemplateError, Unsupported, WrongState
+from envd.errors import RulesDenied, TemplateError, Unsupported, WrongState
 from envd.operations.client import ManagedSandbox, OperationsClient
 from tests.envd.harness import FILES, FIX, Harness, served
 
@@ -204,8 +204,8 @@ def test_a_snapshot_that_nobody_waits_for_is_not_kept(tmp_path: Path) -> None:
 def test_a_batch_that_is_refused_gives_the_errors_that_one_creation_gives(plain: Harness) -> None:
     async def job(client: OperationsClient) -> None:
         template = await client.put_template(FILES)
-        found = await client.create_many(template, 2, policy="version: 1\nisolation: machine\n")
-        assert [type(each) for each in found] == [PolicyDenied] * 2 and "isolation" in str(found[0])
+        found = await client.create_many(template, 2, rules="version: 1\nisolation: machine\n")
+        assert [type(each) for each in found] == [RulesDenied] * 2 and "isolation" in str(found[0])
         assert [type(each) for each in await client.create_many("0" * 64, 1)] == [TemplateError]
         first, again = [await client.create_many(template, 2, idempotency_key="a batch") for _ in range(2)]
         assert [each.id for each in first if isinstance(each, ManagedSandbox)] == [

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from envd.client import VerifyResult
-from envd.errors import PolicyDenied
+from envd.errors import RulesDenied
 from envd.images.build import default_directory, load
 from envd.images.packages import ImageError
 from envd.local import LocalEnvd
@@ -132,16 +132,16 @@ def test_plain_verifies_in_plain_and_says_so(plain: Harness) -> None:
     assert plain.verify({"calc.py": RIGHT}).backend == "plain"
 
 
-def test_the_policy_chooses_the_backend_of_a_verdict_as_it_does_a_sandboxes() -> None:
+def test_rules_choose_the_backend_of_a_verdict_as_of_a_sandbox() -> None:
     async def job(client: OperationsClient) -> None:
         template = await client.put_template(FILES)
         assert (await client.verify(template, b"", HIDDEN, TESTS)).backend == "plain"
         assert (await client.verify(template, b"", HIDDEN, TESTS, backend="namespaces")).backend == "namespaces"
-        assert (await client.verify(template, b"", HIDDEN, TESTS, policy="isolation: process")).backend == "namespaces"
-        with pytest.raises(PolicyDenied, match="isolation"):
-            await client.verify(template, b"", HIDDEN, TESTS, policy="isolation: machine")
-        with pytest.raises(PolicyDenied, match="isolation"):
-            await client.verify(template, b"", HIDDEN, TESTS, backend="plain", policy="isolation: process")
+        assert (await client.verify(template, b"", HIDDEN, TESTS, rules="isolation: process")).backend == "namespaces"
+        with pytest.raises(RulesDenied, match="isolation"):
+            await client.verify(template, b"", HIDDEN, TESTS, rules="isolation: machine")
+        with pytest.raises(RulesDenied, match="isolation"):
+            await client.verify(template, b"", HIDDEN, TESTS, backend="plain", rules="isolation: process")
 
     with LocalEnvd("plain,namespaces", log_level="error") as server:
         Harness(server.address).client(job)

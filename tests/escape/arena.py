@@ -28,8 +28,8 @@ from tests.escape.neighbour import Neighbour
 from tests.escape.payload import SOURCE
 
 _SETTLE_S = 15.0
-_POLICY = "network: {allow: [{host: 0.0.0.0/0}, {host: '::/0'}, {host: 127.0.0.1}]}"
-"""What sandboxes may ask for: without a policy of their own they have no network."""
+_RULES = "network: {allow: [{host: 0.0.0.0/0}, {host: '::/0'}, {host: 127.0.0.1}]}"
+"""What sandboxes may ask for: without rules of their own they have no network."""
 _AT_ONCE = 6
 """Quiet attacks that are tried beside each other."""
 _EVENT_S = 8.0
@@ -70,10 +70,10 @@ class Arena:
         self.host.warm = 40 if self.backend == "gvisor" else 0
         os.environ["ESCAPE_SECRET"] = self.host.secret
         try:
-            with tempfile.NamedTemporaryFile("w", prefix="policy-") as policy:
-                policy.write(_POLICY)
-                policy.flush()
-                options = ["--audit-calls", "--policy", policy.name]
+            with tempfile.NamedTemporaryFile("w", prefix="rules-") as rules:
+                rules.write(_RULES)
+                rules.flush()
+                options = ["--audit-calls", "--policy", rules.name]
                 self._server = LocalEnvd(self.backend, log_level="error", options=options)
                 self._server.__enter__()
         finally:

@@ -176,8 +176,8 @@ async def names(arena: Arena) -> str:
 
 
 async def hidden_file(arena: Arena) -> str:
-    policy = "filesystem:\n  hidden: ['attempts.py', 'keys']\n"
-    sandbox = await arena.sandbox(policy=policy)
+    rules = "filesystem:\n  hidden: ['attempts.py', 'keys']\n"
+    sandbox = await arena.sandbox(rules=rules)
     said = [
         await attempt(f"read {path}", sandbox.files.read(path))
         for path in ("attempts.py", "./keys/../attempts.py", "/attempts.py")
@@ -369,7 +369,7 @@ ATTACKS = (
     Attack(
         "path-hidden",
         "paths",
-        "a file that the policy hides, by other spellings and from git's history",
+        "a file that the rules hide, by other spellings and from git's history",
         r"refused read[\s\S]*not in the sandbox",
         act=hidden_file,
         audit=("path.escape",),

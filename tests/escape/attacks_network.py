@@ -256,7 +256,7 @@ def through(what, *pieces):
 
 async def egress_inwards(arena: Arena) -> str:
     """All of the internet is allowed; what is no part of it must not be reached by any spelling."""
-    sandbox = await arena.sandbox(policy="network: {allow: [{host: 0.0.0.0/0}, {host: '::/0'}]}")
+    sandbox = await arena.sandbox(rules="network: {allow: [{host: 0.0.0.0/0}, {host: '::/0'}]}")
     listeners = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in arena.host.listeners]
     port = arena.host.listeners[0][1]
     spelled = [
@@ -310,7 +310,7 @@ async def egress_smuggled(arena: Arena) -> str:
         there = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         inner = f"127.0.0.1:{arena.host.listeners[0][1]}"
         sandbox = await arena.sandbox(
-            policy=f"network: {{allow: [{{host: 127.0.0.1, ports: [{there.rpartition(':')[2]}]}}]}}"
+            rules=f"network: {{allow: [{{host: 127.0.0.1, ports: [{there.rpartition(':')[2]}]}}]}}"
         )
         code = f"""
 first = "POST http://{there}/first HTTP/1.1\\r\\nHost: {there}\\r\\n"
@@ -329,7 +329,7 @@ for framing in (
     return f"{said}\n{'BREACH smuggled' if b'smuggled' in heard else 'the destination heard the first ones alone'}"
 
 
-_NONE = dict.fromkeys(("gvisor", "qemu"), "it gives no network: a policy with destinations is denied")
+_NONE = dict.fromkeys(("gvisor", "qemu"), "it gives no network: rules with destinations are denied")
 _UNREACHABLE = r"refused 169\.254\.169\.254 (ENETUNREACH|EHOSTUNREACH|TimeoutError|EPERM|EACCES|ENETDOWN)"
 ATTACKS = (
     Attack(

@@ -163,7 +163,7 @@ async def terminal_escapes(arena: Arena) -> str:
     await sandbox.call(ToolCall("exec", {"command": "printf '\\033]0;owned\\007\\033[2J'"}))
     await attempt("path", sandbox.files.read(f"../{ESCAPE}"))
     await attempt(
-        "policy", arena.client.create(arena.template, policy=f"tools:\n  allow: ['{'x' * 10}']\nisolation: '\\e[2J'\n")
+        "rules", arena.client.create(arena.template, rules=f"tools:\n  allow: ['{'x' * 10}']\nisolation: '\\e[2J'\n")
     )
     command = [sys.executable, "-m", "envd", "top", "--address", arena.address, "--once"]
     shown = await asyncio.to_thread(subprocess.run, command, capture_output=True, timeout=60, check=False)
@@ -362,7 +362,7 @@ ATTACKS = (
     Attack(
         "terminal-escapes",
         "output",
-        "escapes in labels, paths, policies and output, for an operator's terminal",
+        "escapes in labels, paths, rules and output, for an operator's terminal",
         r"neutralised.*top shows it: True",
         act=terminal_escapes,
         audit=("path.escape",),

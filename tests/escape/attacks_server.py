@@ -1,4 +1,4 @@
-"""Attacks on the server by its clients: sizes, slowness, guessed ids and tokens, policies, repeated keys,
+"""Attacks on the server by its clients: sizes, slowness, guessed ids and tokens, sandbox rules, repeated keys,
 environments.
 """
 
@@ -236,7 +236,7 @@ async def foreign_key(arena: Arena) -> str:
     return f"{'BREACH' if bad else 'own answers only'}: {answer.text!r} {stolen!r}"
 
 
-async def policy(arena: Arena) -> str:
+async def beyond_rules(arena: Arena) -> str:
     said = []
     for words in (
         "resources:\n  maximum: {memory_mb: 1}\n",
@@ -249,14 +249,14 @@ async def policy(arena: Arena) -> str:
             await attempt(
                 words[:20].replace("\n", " "),
                 arena.client.create(
-                    arena.template, policy=words, limits=Limits(memory_mb=128, pids=32, cpu=1, disk_mb=16)
+                    arena.template, rules=words, limits=Limits(memory_mb=128, pids=32, cpu=1, disk_mb=16)
                 ),
             )
         )
     return "\n".join(said)
 
 
-async def policy_bombs(arena: Arena) -> str:
+async def rules_bombs(arena: Arena) -> str:
     said = []
     for words in (
         "a: &a [1]\n" + "".join(f"b{n}: &b{n} [{'*a, ' * 9}*a]\n" for n in range(9)),
@@ -267,12 +267,12 @@ async def policy_bombs(arena: Arena) -> str:
         "isolation: none\x00",
         "filesystem: {hidden: ['" + "*" * 5000 + "x']}",
     ):
-        said.append(await attempt("policy", arena.client.create(arena.template, policy=words)))
+        said.append(await attempt("rules", arena.client.create(arena.template, rules=words)))
     return "\n".join([*said, *(["BREACH a file outside"] if arena.host.escaped_files() else [])])
 
 
 async def denied_tools(arena: Arena) -> str:
-    sandbox = await arena.sandbox(policy="tools: {allow: [read]}\n")
+    sandbox = await arena.sandbox(rules="tools: {allow: [read]}\n")
     said = []
     for call in (
         ToolCall("exec", {"command": "id"}),
@@ -476,32 +476,32 @@ ATTACKS = (
         audit=("auth.denied",),
     ),
     Attack(
-        "policy-beyond",
-        "policy",
-        "requests beyond what the policy allows",
+        "rules-beyond",
+        "rules",
+        "requests beyond what the rules allow",
         r"refused network",
-        act=policy,
+        act=beyond_rules,
         audit=("policy.denied",),
     ),
     Attack(
-        "policy-bombs",
-        "policy",
-        "policies with aliases, Python objects, depth and duplicate keys",
-        r"refused policy",
-        act=policy_bombs,
+        "rules-bombs",
+        "rules",
+        "rules with aliases, Python objects, depth and duplicate keys",
+        r"refused rules",
+        act=rules_bombs,
         audit=("request.refused",),
     ),
     Attack(
         "tools-denied",
-        "policy",
-        "tools and processes that the policy does not allow",
+        "rules",
+        "tools and processes that the rules do not allow",
         r"refused exec[\s\S]*refused start",
         act=denied_tools,
         audit=("tool.denied",),
     ),
     Attack(
         "environment",
-        "policy",
+        "rules",
         "impossible variables; PATH, LD_PRELOAD, BASH_ENV and PYTHONPATH set against the server's own programs",
         r"refused environment[\s\S]*own program",
         act=environment,

@@ -15,9 +15,9 @@ _HEAD = """\
 `make test-escape` tries each of these {count} attacks on every backend that starts on the machine: namespaces, gVisor
 and QEMU. It asserts that the attempt was stopped; that a neighbour sandbox still answers, with its secret, its process
 and its services untouched; that the host's canaries, mounts, control groups, processes, settings and clock are as they
-were; that the server's memory stays bounded; and that there is an audit event (docs/policies.md lists their kinds). The
-plain backend isolates nothing and is left out; a few attempts are shown to succeed there, so that they are known to be
-real ones.
+were; that the server's memory stays bounded; and that there is an audit event (docs/sandboxes-rules.md lists the
+kinds). The plain backend isolates nothing and is left out; a few attempts are shown to succeed there, so that they are
+known to be real ones.
 
 An event of the refusal says that something was denied, limited or tampered with: {with_event} attacks assert one. Of
 the others nobody outside the sandbox sees how they end, so their event is that of the call: the servers run with

@@ -44,7 +44,7 @@ _COMMAND_S = 60.0
 _IMAGE_S = 600.0
 """How long writing or reading a snapshot may take."""
 _RUN = ("run", "--detach")
-_NO_NETWORK = "the gvisor backend gives a sandbox no network: choose another backend, or a policy without network"
+_NO_NETWORK = "the gvisor backend gives a sandbox no network: choose another backend, or rules without network.allow"
 _MANIFEST = "manifest.json"
 _LAYOUT = 2
 """Of bundles; a snapshot is restored into the layout it was taken in."""

@@ -152,7 +152,7 @@ class PodsBackend:
     async def _start(self, spec: BoxSpec, files: Path) -> PodBox:
         if spec.network or spec.read_only:
             raise SandboxStartError(
-                "the pods backend gives no network and no read-only workspace: change the policy, or take another"
+                "the pods backend gives no network and no read-only workspace: change the rules, or take another"
                 " backend"
             )
         pod = f"envd-{re.sub(r'[^a-z0-9-]', '-', spec.name.lower())[:40]}-{os.urandom(5).hex()}"

@@ -40,7 +40,7 @@ class Shape:
         """The shape a sandbox asks for. Raises SandboxStartError for what no machine has."""
         if spec.network:
             raise SandboxStartError(
-                "virtual machines here have no network: remove the policy's network rules, or take another backend"
+                "virtual machines here have no network: remove network.allow from the rules, or take another backend"
             )
         limits = spec.limits
         shape = cls(limits.memory_mb, max(1, math.ceil(limits.cpu)), limits.disk_mb, limits.pids, spec.read_only)

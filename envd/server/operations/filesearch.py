@@ -15,8 +15,8 @@ from contracts.pb import envd_operations_pb2 as pb
 from envd.errors import EnvdError
 from envd.guest.link import GuestLink
 from envd.server.guestprocess import Finished, candidates, run_in_guest
-from envd.server.policy import hides
 from envd.server.resolving import resolved
+from envd.server.rules import hides
 from envd.server.textsearch import raw_bytes
 from envd.tools import treesearch
 from envd.tools.searching import MAX_PATTERN

@@ -18,8 +18,8 @@ from envd.server.calls import Context, Service, streaming, unary
 from envd.server.escapes import MISSED
 from envd.server.live import Live
 from envd.server.operations.filesearch import search_files
-from envd.server.policy import hides
 from envd.server.resolving import is_hidden
+from envd.server.rules import hides
 from envd.server.sandboxes import Sandboxes
 
 MAX_READ = 32 * 1024 * 1024
@@ -188,7 +188,7 @@ class FilesService(Service, rpc.FilesServicer):
 
     @asynccontextmanager
     async def _guest(self, request: Any, context: Context, *paths: str) -> AsyncIterator[GuestLink]:
-        """The agent of the sandbox that a request names, where the policy does not hide what is asked for."""
+        """The agent of the sandbox that a request names, where the rules do not hide what is asked for."""
         live = self.live(request, context)
         with self._told(live, *paths):
             async with live.using() as guest:

@@ -28,7 +28,7 @@ _CHANNELS = {1: "stdout", 2: "stderr"}
 
 
 class ProcessesService(Service, rpc.ProcessesServicer):
-    """Processes of sandboxes. A policy that does not allow `exec` allows none of it."""
+    """Processes of sandboxes. Rules that do not allow `exec` allow none of it."""
 
     @unary
     async def Start(self, request: pb.ProcessStartRequest, context: Context) -> pb.ProcessState:

@@ -150,7 +150,7 @@ class States:
             limits=limits_message(live.spec.limits),
             env=live.spec.env,
             labels=live.labels,
-            policy_yaml=live.policy_yaml,
+            policy_yaml=live.rules_yaml,
         )
 
     async def save(self, live: Live, into: Path) -> tuple[str, ...]:
@@ -200,7 +200,7 @@ def require(live: Live, feature: str) -> None:
 def wanted_of(live: Live) -> Wanted:
     """What a copy of a sandbox is asked for."""
     spec = live.spec
-    return Wanted(spec.template, asdict(spec.limits), spec.env, live.labels, live.backend.name, live.policy_yaml)
+    return Wanted(spec.template, asdict(spec.limits), spec.env, live.labels, live.backend.name, live.rules_yaml)
 
 
 def fresh_host_name() -> str:

@@ -1,5 +1,5 @@
-"""Decide about a candidate and promote it in the registry by compare-and-swap, so that an old backfill never promotes
-backwards.
+"""Decide whether to deploy a candidate, and promote it in the registry by compare-and-swap, so that a late backfill
+never replaces a newer policy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SMOKE_FILE = "smoke.json"
 
 
 class Decision(Frozen):
-    """Decision about a candidate with its reasons."""
+    """Deploy decision about a candidate with its reasons."""
 
     decision: Verdict
     """live: promoted. refused: not shown to be non-inferior, or not to be served. stale: good enough, but its parent
@@ -46,10 +46,11 @@ def read_decision(artifact: Artifact) -> Decision:
     return Decision.model_validate(artifact.json("decision.json"))
 
 
-def publish(step: Step, smoke: Callable[[], Smoke]) -> Artifact:
-    """Decide about a candidate and act on it. An existing decision is returned and changes nothing.
+def decide_deployment(step: Step, smoke: Callable[[], Smoke]) -> Artifact:
+    """Deploy decision about a candidate, as a `sampler` artifact; promotes the candidate if it passes.
 
-    smoke: plays the smoke episode of a candidate that is good enough.
+    An existing decision is returned and changes nothing. smoke: plays the smoke episode of a candidate that is good
+    enough.
     """
     found = step.work.find()
     if found is not None:
@@ -89,7 +90,7 @@ def judge(evaluation: Artifact, parent: ArtifactRef, margin: float) -> Judgement
 def _decide(
     step: Step, candidate: ArtifactRef, parent: ArtifactRef, judgement: Judgement, smoke: Callable[[], Smoke]
 ) -> tuple[Decision, Smoke | None]:
-    """Decide and act. Returns the decision, and the smoke episode if one was played."""
+    """Decide, and promote a candidate that passes. Returns the decision, and the smoke episode if one was played."""
 
     def decided(verdict: Verdict, reason: str, number: int | None = None) -> Decision:
         return Decision(decision=verdict, reasons=[reason], candidate=candidate, parent=parent, pointer_number=number)

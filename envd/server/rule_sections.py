@@ -1,4 +1,4 @@
-"""The parts of a policy, each field with its unit and bounds."""
+"""The sections of sandbox rules, each field with its unit and bounds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAME = re.compile(r"(\*\.)?([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?\.)*[a-z0-9]([a-z
 
 
 class Section(BaseModel):
-    """Base of a policy's parts: immutable, no unknown keys, no value of another type."""
+    """Base of the sections of sandbox rules: immutable, no unknown keys, no value of another type."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
@@ -54,7 +54,7 @@ class Destination(Section):
         return self.host == other.host or (self.host.startswith("*.") and other.host.endswith(self.host[1:]))
 
 
-class NetworkPolicy(Section):
+class NetworkRules(Section):
     """Where sandboxes may connect to."""
 
     allow: tuple[Destination, ...] = Field(default=(), max_length=64, strict=False)
@@ -102,17 +102,17 @@ class Defaults(Section):
     """Seconds."""
 
 
-class ResourcePolicy(Section):
+class ResourceRules(Section):
     """Ceilings and defaults. A default above its ceiling is the ceiling."""
 
     maximum: Ceilings = Ceilings()
     default: Defaults = Defaults()
 
 
-class QuotaPolicy(Section):
+class QuotaRules(Section):
     """What the clients of one key may hold together; without keys, all clients.
 
-    The server's policy alone may have it.
+    Only the server's rules may have it.
     """
 
     templates: int = Field(default=8192, ge=1)
@@ -127,7 +127,7 @@ class QuotaPolicy(Section):
     """MiB that the limits of these sandboxes may add up to. Absent: 32 times the machine's memory."""
 
 
-class FilesystemPolicy(Section):
+class FilesystemRules(Section):
     """What of the template's files a sandbox gets."""
 
     read_only: bool = False
@@ -145,7 +145,7 @@ class FilesystemPolicy(Section):
         return globs
 
 
-class ToolsPolicy(Section):
+class ToolRules(Section):
     """Which tools may be called."""
 
     allow: tuple[str, ...] | None = Field(default=None, strict=False)

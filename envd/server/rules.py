@@ -1,11 +1,11 @@
-"""Policies: what a sandbox may be and do, as YAML; docs/policies.md shows one.
+"""Sandbox rules: what a sandbox may be and do, as YAML; docs/sandboxes-rules.md shows an example.
 
-    server's policy --\
-                       under() -> the policy that holds -> check() at Create -> Decisions -> BoxSpec, limits, tools
-    request's policy -/
+    server's rules --\
+                      under() -> the rules that hold -> check() at Create -> Decisions -> BoxSpec, limits, tools
+    request's rules -/
 
-A request's policy can only tighten the server's: the lower ceiling, the fewer tools, the higher wall of the two hold,
-and a destination that the server's does not allow is a denial.
+A request's rules can only tighten the server's: the lower ceiling, the fewer tools, the higher wall of the two hold,
+and a destination that the server's rules do not allow is a denial.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from pydantic import ValidationError, model_validator
 
 from envd.backends.base import IsolationLevel, NetworkRule
 from envd.errors import EnvdError
-from envd.server.policy_sections import (
-    FilesystemPolicy,
-    NetworkPolicy,
-    QuotaPolicy,
-    ResourcePolicy,
+from envd.server.rule_sections import (
+    FilesystemRules,
+    NetworkRules,
+    QuotaRules,
+    ResourceRules,
     Section,
-    ToolsPolicy,
+    ToolRules,
 )
 from envd.server.strict_yaml import load_strictly
 from envd.types import Limits
 
 MAX_BYTES = 16 * 1024
-"""Size of the longest policy that is read, in bytes."""
+"""Size of the longest rules that are read, in bytes."""
 _LIMITED = ("memory_mb", "pids", "cpu", "disk_mb", "lifetime_s")
 _BACKENDS_DUTY = {"memory_mb": "memory", "pids": "pids", "cpu": "cpu", "disk_mb": "disk"}
 """Ceilings that only hold where the backend enforces the limit; the server itself ends lifetimes and counts
@@ -41,26 +41,26 @@ sandboxes.
 """
 
 
-class PolicyError(EnvdError):
-    """A policy that is not valid."""
+class RulesError(EnvdError):
+    """Sandbox rules are not valid."""
 
 
 @dataclass(frozen=True)
 class Denial:
-    """One thing that a policy does not allow."""
+    """One thing that the rules do not allow."""
 
     rule: str
-    """The policy's field."""
+    """Field of the rules, as `network.allow`."""
     asked: str
     allowed: str
 
     def __str__(self) -> str:
-        return f"the policy's {self.rule} allows {self.allowed}, not {self.asked}"
+        return f"sandbox rule {self.rule} allows {self.allowed}, not {self.asked}"
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """What a policy decided about one Create. Made only to be used where `denials` is empty."""
+    """What the rules decided about one Create. Made only to be used where `denials` is empty."""
 
     denials: tuple[Denial, ...]
     limits: Limits
@@ -81,15 +81,15 @@ class Decisions:
         return "; ".join(str(denial) for denial in self.denials)
 
 
-class Policy(Section):
-    """What a sandbox may be and do. The default allows what a server without a policy does."""
+class Rules(Section):
+    """What a sandbox may be and do. The default allows what a server without rules does."""
 
     version: Literal[1] = 1
-    network: NetworkPolicy = NetworkPolicy()
-    resources: ResourcePolicy = ResourcePolicy()
-    filesystem: FilesystemPolicy = FilesystemPolicy()
-    tools: ToolsPolicy = ToolsPolicy()
-    quotas: QuotaPolicy = QuotaPolicy()
+    network: NetworkRules = NetworkRules()
+    resources: ResourceRules = ResourceRules()
+    filesystem: FilesystemRules = FilesystemRules()
+    tools: ToolRules = ToolRules()
+    quotas: QuotaRules = QuotaRules()
     isolation: Literal["none", "process", "kernel", "machine"] = "none"
     """The least wall that is accepted: none (any backend), process (namespaces), kernel (gVisor), machine (a virtual
     machine).
@@ -106,26 +106,26 @@ class Policy(Section):
         """The least isolation level that is accepted."""
         return IsolationLevel[self.isolation.upper()]
 
-    def under(self, outer: Policy) -> tuple[Policy, tuple[Denial, ...]]:
-        """This policy, of a request, within the server's: the stricter of both, and what it asked for beyond the
+    def under(self, outer: Rules) -> tuple[Rules, tuple[Denial, ...]]:
+        """These rules, of a request, within the server's: the stricter of both, and what it asked for beyond the
         server's.
         """
         hosts = [rule for rule in self.network.allow if not any(ours.covers(rule) for ours in outer.network.allow)]
         allowed = ", ".join(rule.host for rule in outer.network.allow) or "no destination"
         denials = [Denial("network.allow", rule.host, allowed) for rule in hosts]
         if "quotas" in self.model_fields_set:
-            denials.append(Denial("quotas", "those of a request", "those of the server's own policy"))
+            denials.append(Denial("quotas", "those of a request", "those of the server's own rules"))
         tools, outer_tools = self.tools.allow, outer.tools.allow
         if tools is not None and outer_tools is not None:
             extra = [name for name in tools if name not in outer_tools]
             denials += [Denial("tools.allow", name, ", ".join(outer_tools) or "no tool") for name in extra]
-        merged = Policy(
+        merged = Rules(
             network=self.network,
-            resources=ResourcePolicy(
+            resources=ResourceRules(
                 maximum=self.resources.maximum.within(outer.resources.maximum),
                 default=self.resources.default if self._says("resources", "default") else outer.resources.default,
             ),
-            filesystem=FilesystemPolicy(
+            filesystem=FilesystemRules(
                 read_only=self.filesystem.read_only or outer.filesystem.read_only,
                 hidden=tuple(dict.fromkeys((*outer.filesystem.hidden, *self.filesystem.hidden))),
             ),
@@ -192,31 +192,33 @@ class Policy(Section):
         return name in getattr(self, section).model_fields_set
 
 
-DEFAULT = Policy()
-"""The policy of a server that was given none."""
+DEFAULT = Rules()
+"""The rules of a server that was given none."""
 
 
 @functools.lru_cache(maxsize=256)
-def load_policy(text: str) -> Policy:
-    """A policy from YAML; an empty text is the default one.
+def load_rules(text: str) -> Rules:
+    """Rules from YAML; an empty text gives the default ones.
 
-    Raises PolicyError naming the field, the value and the fix.
+    Raises RulesError naming the field, the value and the fix.
     """
     if len(text) > MAX_BYTES:
-        raise PolicyError(f"the policy has {len(text)} characters: write at most {MAX_BYTES}")
+        raise RulesError(f"the sandbox rules have {len(text)} characters: write at most {MAX_BYTES}")
     try:
         found = load_strictly(text)
     except ValueError as error:
-        raise PolicyError(f"the policy is not YAML ({error}): correct it") from None
+        raise RulesError(f"the sandbox rules are not YAML ({error}): correct it") from None
     if not isinstance(found, (dict, type(None))):
-        raise PolicyError(f"the policy is a {type(found).__name__}: write a mapping, as docs/policies.md shows")
+        raise RulesError(
+            f"the sandbox rules are a {type(found).__name__}: write a mapping, as docs/sandboxes-rules.md shows"
+        )
     try:
-        return Policy.model_validate(found or {})
+        return Rules.model_validate(found or {})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "version"
-        raise PolicyError(
-            f"policy field {where}: {_plain(first['type'], first['msg'])} (got {first.get('input')!r:.80})"
+        raise RulesError(
+            f"sandbox rules, field {where}: {_plain(first['type'], first['msg'])} (got {first.get('input')!r:.80})"
         ) from None
 
 
@@ -229,5 +231,5 @@ def hides(globs: Sequence[str], path: str) -> bool:
 
 def _plain(kind: str, said: str) -> str:
     if kind == "extra_forbidden":
-        return "there is no such field; docs/policies.md lists them"
+        return "there is no such field; docs/sandboxes-rules.md lists them"
     return said.removeprefix("Value error, ")

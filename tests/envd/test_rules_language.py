@@ -1,4 +1,4 @@
-"""What a policy says, what it refuses, and that a request's can only tighten the server's."""
+"""What sandbox rules say, what they refuse, and that a request's can only tighten the server's."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envd.backends.base import IsolationLevel
-from envd.policy_check import run_policy
-from envd.server.policy import DEFAULT, Decisions, Policy, PolicyError, hides, load_policy
+from envd.rules_check import run_check
+from envd.server.rules import DEFAULT, Decisions, Rules, RulesError, hides, load_rules
 from envd.types import Limits
 
 HERE: dict[str, Any] = {
@@ -24,13 +24,13 @@ HERE: dict[str, Any] = {
 
 
 def decide(text: str, asked: dict[str, float] | None = None, **here: Any) -> Decisions:
-    return load_policy(text).check(asked or {}, **{**HERE, **here})
+    return load_rules(text).check(asked or {}, **{**HERE, **here})
 
 
-def test_the_default_allows_what_a_server_without_a_policy_does() -> None:
+def test_the_default_allows_what_a_server_without_rules_does() -> None:
     decisions = decide("")
     assert (decisions.denials, decisions.limits, decisions.network, decisions.read_only) == ((), Limits(), (), False)
-    assert load_policy("") == DEFAULT and decisions.allows("exec") and decisions.least == IsolationLevel.NONE
+    assert load_rules("") == DEFAULT and decisions.allows("exec") and decisions.least == IsolationLevel.NONE
     assert decide("", {"memory_mb": 10**6, "cpu": 0.1}).limits == Limits(memory_mb=10**6, cpu=0.1)
 
 
@@ -50,7 +50,7 @@ def test_the_default_allows_what_a_server_without_a_policy_does() -> None:
         ("isolation: strong", "isolation: .*'machine' .got 'strong'"),
         ("memory_mb: 4", "field memory_mb: there is no such field"),
         ("version: 2", "version"),
-        ("[1, 2]", "is a list: write a mapping"),
+        ("[1, 2]", "are a list: write a mapping"),
         ("a: &x 1\nb: *x", "aliases are not allowed"),
         ("tools: {allow: [read]}\ntools: {}", "'tools' is given twice"),
         ("x: !!python/object/apply:os.system [id]", "not YAML"),
@@ -60,8 +60,8 @@ def test_the_default_allows_what_a_server_without_a_policy_does() -> None:
     ],
 )
 def test_what_is_wrong_is_one_line_that_names_field_value_and_fix(text: str, words: str) -> None:
-    with pytest.raises(PolicyError, match=words) as caught:
-        load_policy(text)
+    with pytest.raises(RulesError, match=words) as caught:
+        load_rules(text)
     assert "\n" not in str(caught.value)
 
 
@@ -71,7 +71,7 @@ def test_ceilings_defaults_and_isolation_are_decided() -> None:
     assert decisions.limits == Limits(memory_mb=256, lifetime_s=60, pids=8) and not decisions.denials
     assert (
         decide(text, {"memory_mb": 257}).reason
-        == "the policy's resources.maximum.memory_mb allows at most 256, not 257"
+        == "sandbox rule resources.maximum.memory_mb allows at most 256, not 257"
     )
     assert "3 sandboxes at once" in decide(text, live=3).reason
     low = decide(text, backend="plain", isolation=IsolationLevel.NONE, enforced=())
@@ -101,9 +101,9 @@ isolation: process
 """
 
 
-def under(text: str) -> tuple[Policy, list[str]]:
-    policy, denials = load_policy(text).under(load_policy(SERVER))
-    return policy, [denial.asked for denial in denials]
+def under(text: str) -> tuple[Rules, list[str]]:
+    rules, denials = load_rules(text).under(load_rules(SERVER))
+    return rules, [denial.asked for denial in denials]
 
 
 @pytest.mark.parametrize(
@@ -129,22 +129,22 @@ def test_a_request_reaches_only_what_the_server_allows(host: str, allowed: bool)
 
 
 def test_a_request_can_only_tighten() -> None:
-    policy, denied = under(
+    rules, denied = under(
         "resources: {maximum: {memory_mb: 9999, pids: 5}}\nisolation: none\ntools: {allow: [read]}\nfilesystem:"
         " {hidden: [x]}"
     )
     assert denied == []
-    assert (policy.resources.maximum.memory_mb, policy.resources.maximum.pids) == (256, 5)
-    assert (policy.isolation, policy.tools.allow) == ("process", ("read",))
-    assert policy.filesystem.hidden == ("secrets", "x") and policy.resources.default.memory_mb == 128
+    assert (rules.resources.maximum.memory_mb, rules.resources.maximum.pids) == (256, 5)
+    assert (rules.isolation, rules.tools.allow) == ("process", ("read",))
+    assert rules.filesystem.hidden == ("secrets", "x") and rules.resources.default.memory_mb == 128
     assert under("tools: {allow: [write]}")[1] == ["write"]
     assert under("")[0].tools.allow == ("read", "list", "exec")
 
 
 LEVELS = st.sampled_from(["none", "process", "kernel", "machine"])
 CEILING = st.none() | st.integers(1, 1000)
-POLICIES = st.builds(
-    lambda level, memory, pids, read_only: Policy.model_validate(
+ANY_RULES = st.builds(
+    lambda level, memory, pids, read_only: Rules.model_validate(
         {
             "isolation": level,
             "resources": {"maximum": {"memory_mb": memory, "pids": pids}},
@@ -158,16 +158,16 @@ POLICIES = st.builds(
 )
 
 
-@given(POLICIES, POLICIES, st.integers(0, 1500), st.integers(0, 1500), st.sampled_from(list(IsolationLevel)))
+@given(ANY_RULES, ANY_RULES, st.integers(0, 1500), st.integers(0, 1500), st.sampled_from(list(IsolationLevel)))
 def test_what_the_server_denies_no_request_gets(
-    ours: Policy, servers: Policy, memory: int, pids: int, level: IsolationLevel
+    ours: Rules, servers: Rules, memory: int, pids: int, level: IsolationLevel
 ) -> None:
     asked, here = {"memory_mb": memory, "pids": pids}, {**HERE, "isolation": level}
     merged, denials = ours.under(servers)
     got = merged.check(asked, **here)
     assert denials == ()
-    for policy in (ours, servers):
-        if policy.check(asked, **here).denials and memory and pids:
+    for rules in (ours, servers):
+        if rules.check(asked, **here).denials and memory and pids:
             assert got.denials
     if not got.denials:
         assert got.read_only >= servers.filesystem.read_only and level >= servers.least
@@ -177,10 +177,10 @@ def test_what_the_server_denies_no_request_gets(
 
 
 @given(st.text(max_size=300))
-def test_any_text_is_a_policy_or_one_line(text: str) -> None:
+def test_any_text_is_rules_or_one_line(text: str) -> None:
     try:
-        load_policy(text)
-    except PolicyError as error:
+        load_rules(text)
+    except RulesError as error:
         assert "\n" not in str(error)
 
 
@@ -205,7 +205,7 @@ def test_the_command_checks_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
     good.write_text("tools: {allow: [write]}")
     bad.write_text("tools: 3")
     server.write_text("tools: {allow: [read]}")
-    assert run_policy([str(good)]) == 0 and '"write"' in capsys.readouterr().out
-    assert run_policy([str(bad)]) == 1 and "policy field tools" in capsys.readouterr().err
-    assert run_policy([str(good), "--under", str(server)]) == 1 and "allows read, not write" in capsys.readouterr().err
-    assert run_policy([str(tmp_path / "none")]) == 1 and "can't be read" in capsys.readouterr().err
+    assert run_check([str(good)]) == 0 and '"write"' in capsys.readouterr().out
+    assert run_check([str(bad)]) == 1 and "sandbox rules, field tools" in capsys.readouterr().err
+    assert run_check([str(good), "--under", str(server)]) == 1 and "allows read, not write" in capsys.readouterr().err
+    assert run_check([str(tmp_path / "none")]) == 1 and "can't be read" in capsys.readouterr().err

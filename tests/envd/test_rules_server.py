@@ -1,4 +1,4 @@
-"""A server holds its policy, and every denial is an event."""
+"""A server enforces its rules, and every denial is an event."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pytest
 from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
 from envd.client import Limits, ToolCall
-from envd.errors import EnvdError, FileError, PolicyDenied, SandboxGone
+from envd.errors import EnvdError, FileError, RulesDenied, SandboxGone
 from envd.local import LocalEnvd
 from envd.operations.client import OperationsClient
 
 T = TypeVar("T")
-POLICY = """
+RULES = """
 resources: {maximum: {memory_mb: 256, live: 4}, default: {memory_mb: 64, pids: 8}}
 filesystem: {hidden: [secrets, "*.key"]}
 tools: {allow: [read, write, list, exec]}
@@ -29,7 +29,7 @@ FILES = {"calc.py": b"x = 1\n", "secrets/answer": b"the-secret\n", "a/b.key": b"
 
 
 class Served:
-    """A server under POLICY, and its audit log."""
+    """A server under RULES, and its audit log."""
 
     def __init__(self, address: str, log: Path) -> None:
         self.address, self.log = address, log
@@ -47,9 +47,9 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("policy")
-    (folder / "policy.yaml").write_text(POLICY)
-    options = ["--policy", str(folder / "policy.yaml"), "--audit-log", str(folder / "audit")]
+    folder = tmp_path_factory.mktemp("rules")
+    (folder / "rules.yaml").write_text(RULES)
+    options = ["--policy", str(folder / "rules.yaml"), "--audit-log", str(folder / "audit")]
     with LocalEnvd("namespaces", options=options) as server:
         yield Served(server.address, folder / "audit")
 
@@ -97,12 +97,12 @@ def test_a_tool_that_is_not_allowed_is_refused_and_the_others_run(served: Served
     ("options", "words"),
     [
         ({"limits": Limits(memory_mb=512)}, "resources.maximum.memory_mb allows at most 256, not 512"),
-        ({"policy": "isolation: machine"}, "isolation allows machine or more, not namespaces"),
-        ({"policy": "network: {allow: [{host: example.com}]}"}, "network.allow allows no destination, not example.com"),
-        ({"policy": "tools: {allow: [search]}"}, "tools.allow"),
+        ({"rules": "isolation: machine"}, "isolation allows machine or more, not namespaces"),
+        ({"rules": "network: {allow: [{host: example.com}]}"}, "network.allow allows no destination, not example.com"),
+        ({"rules": "tools: {allow: [search]}"}, "tools.allow"),
     ],
 )
-def test_what_the_policy_does_not_allow_is_denied_by_name_and_recorded(
+def test_what_the_rules_do_not_allow_is_denied_by_name_and_recorded(
     served: Served, options: dict[str, Any], words: str
 ) -> None:
     before = len(served.events("policy.denied"))
@@ -111,21 +111,21 @@ def test_what_the_policy_does_not_allow_is_denied_by_name_and_recorded(
     async def job(client: OperationsClient) -> None:
         await client.create(await client.put_template(FILES), **given)
 
-    with pytest.raises(PolicyDenied, match=words):
+    with pytest.raises(RulesDenied, match=words):
         served.run(job)
     assert [words in event["detail"]["reason"] for event in served.events("policy.denied")[before:]] == [True]
 
 
-def test_a_policy_that_is_none_is_one_line(served: Served) -> None:
+def test_invalid_rules_are_one_line(served: Served) -> None:
     async def job(client: OperationsClient) -> None:
-        await client.create(await client.put_template(FILES), policy="tools: 3")
+        await client.create(await client.put_template(FILES), rules="tools: 3")
 
-    with pytest.raises(EnvdError, match="policy field tools"):
+    with pytest.raises(EnvdError, match="sandbox rules, field tools"):
         served.run(job)
-    assert "policy field tools" in served.events("request.refused")[-1]["detail"]["reason"]
+    assert "sandbox rules, field tools" in served.events("request.refused")[-1]["detail"]["reason"]
 
 
-def test_no_more_sandboxes_live_than_the_policy_says(served: Served) -> None:
+def test_no_more_sandboxes_live_than_the_rules_say(served: Served) -> None:
     async def job(client: OperationsClient) -> list[str]:
         template = await client.put_template(FILES)
         limits = Limits(memory_mb=64)
@@ -135,7 +135,7 @@ def test_no_more_sandboxes_live_than_the_policy_says(served: Served) -> None:
         alive = [each for each in found if not isinstance(each, BaseException)]
         for sandbox in alive:
             await sandbox.close()
-        return [str(each) if isinstance(each, PolicyDenied) else type(each).__name__ for each in found]
+        return [str(each) if isinstance(each, RulesDenied) else type(each).__name__ for each in found]
 
     outcome = served.run(job)
     assert outcome.count("ManagedSandbox") == 4 and sum("4 sandboxes at once" in each for each in outcome) == 3

@@ -1,34 +1,16 @@
 """Make the base policy: a warm start on scripted demonstrations, with tokenizer and demonstrations as artifacts, or an
-import.
+imported checkpoint.
 """
 
 from __future__ import annotations
 
 from contracts.artifacts import Artifact
-from curation.tasks.build import build_suite
 from curation.tasks.demonstrations import build_demonstrations
 from curation.tokenizer import build_tokenizer
 from ops.step import Step
 from ops.training import warm_start
 from resources.experiment import ImportedBase
 from resources.launcher import Launcher
-from resources.loops import run_async
-from resources.sandboxes import SandboxesResource
-
-
-def make_suite(step: Step, sandboxes: SandboxesResource) -> Artifact:
-    """Validated task suite of the experiment."""
-
-    async def build() -> Artifact:
-        async with sandboxes.client(step.experiment.sandboxes) as client:
-            return await build_suite(
-                step.experiment.tasks,
-                step.store,
-                client,
-                lambda done, total: step.progress.update("validating", done, total),
-            )
-
-    return run_async(build())
 
 
 def make_base(step: Step, launcher: Launcher) -> Artifact:

@@ -1,4 +1,4 @@
-"""Grade episodes and make the dataset: the curation plane with sandboxes."""
+"""Grade the episodes of an iteration in sandboxes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import pyarrow as pa
 from contracts.artifacts import Artifact, open_artifact
 from contracts.chat import ChatTokenizer
 from contracts.episodes import STRAGGLERS
-from curation.dataset import build_dataset
 from curation.rewards import RewardConfig, grade_rollouts
 from curation.rewards.grading import Graded
 from curation.statistics import pass_rate
 from curation.verify import Verifier
-from ops.inputs import load_tasks, load_tokenizer
+from ops.loading import load_tasks, load_tokenizer
 from ops.step import Step
 from resources.experiment import Experiment
 from resources.loops import run_async
@@ -86,15 +85,3 @@ def recomputation(config: RewardConfig) -> str:
         return "identical"
     names = ", ".join(f"{each.name} (model {each.model})" for each in config.asked)
     return f"equivalent: what {names} answered is kept in this store; asked elsewhere, a model may answer otherwise"
-
-
-def make_dataset(step: Step) -> Artifact:
-    """Make the `dataset` artifact of an iteration."""
-    found = step.work.find()
-    if found is not None:
-        return found
-    rollouts, rewards = (open_artifact(step.store, step.parent(role)) for role in ("rollouts", "rewards"))
-    with step.work.writer() as out:
-        report = build_dataset(rollouts, rewards, step.experiment.dataset, out)
-        meta: dict[str, Any] = report.model_dump(mode="json")
-        return out.commit(meta=meta)
