@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from inference.engines.base import Engine
 
 
 class _Config(BaseModel):
@@ -91,4 +96,33 @@ class VllmConfig(_RemoteConfig):
     """Times that a server which died is started again, a lease."""
 
 
-EngineConfig = Annotated[BuiltinConfig | OpenAIConfig | VllmConfig, Field(discriminator="kind")]
+class CustomConfig(_Config):
+    """An engine made by a function that is named here: `factory(options, directory, version)` returns an `Engine` (see
+    inference/engines/base.py) of the checkpoint in `directory`.
+    """
+
+    kind: Literal["custom"]
+    """Selects this engine."""
+    factory: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    """Importable name of the function, e.g. package.module:open_engine."""
+    options: dict[str, Any] = {}
+    """Options for the function, which checks them."""
+
+    @model_validator(mode="after")
+    def _importable(self) -> Self:
+        try:
+            self.load()
+        except (ImportError, AttributeError) as error:
+            raise ValueError(
+                f"engine.factory={self.factory}: {error}: name a function as package.module:name"
+            ) from None
+        return self
+
+    def load(self) -> Callable[[dict[str, Any], Path, str], Engine]:
+        """Import the function."""
+        module, _, name = self.factory.partition(":")
+        found: Callable[[dict[str, Any], Path, str], Engine] = getattr(importlib.import_module(module), name)
+        return found
+
+
+EngineConfig = Annotated[BuiltinConfig | OpenAIConfig | VllmConfig | CustomConfig, Field(discriminator="kind")]
