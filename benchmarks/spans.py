@@ -12,7 +12,7 @@ from pydantic import PrivateAttr
 from contracts.artifacts import Artifact
 from envd.client import Sandbox, SandboxClient
 from envd.types import Handle, ToolCall, ToolResult, VerifyResult
-from inference.engines import BuiltinConfig, OpenAIConfig, VllmConfig
+from inference.engines import EngineConfig
 from inference.engines.base import Completion, Engine, SamplingParams
 from inference.engines.delegating import DelegatingEngine
 from resources.experiment import SandboxesConfig
@@ -135,9 +135,7 @@ class MeasuredSampler(SamplerResource):
     _spans: Spans = PrivateAttr(default_factory=Spans)
 
     @asynccontextmanager
-    async def lease(
-        self, policy: Artifact, role: Role, config: BuiltinConfig | OpenAIConfig | VllmConfig
-    ) -> AsyncIterator[Engine]:
+    async def lease(self, policy: Artifact, role: Role, config: EngineConfig) -> AsyncIterator[Engine]:
         """See SamplerResource.lease."""
         async with super().lease(policy, role, config) as engine:
             yield MeasuredEngine(engine, self._spans)

@@ -24,10 +24,10 @@ from curation.errors import TokenizerError
 from curation.tasks.bugs import MODULES, PATHS, draw_bugs
 from curation.tasks.expert import DONE, ExpertEpisode, open_workbench
 from curation.tasks.names import NAMES
-from curation.tasks.operations import OPERATIONS
+from curation.tasks.operations import OPERATIONS, OPERATIONS_VERSION
 from curation.tasks.suite import TaskSuiteConfig
 
-TOKENIZER_VERSION = "2"
+TOKENIZER_VERSION = f"2{OPERATIONS_VERSION}"
 VOCABULARY = 768
 _CORPUS_EPISODES = 210
 _BLANKED = [f" {text} " for each in OPERATIONS for text in (each.symbol, each.word)]

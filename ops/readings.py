@@ -86,7 +86,7 @@ def readings_of(experiment: Experiment) -> list[Reading]:
 def sampling_slice(experiment: Experiment) -> dict[str, Any]:
     """Settings that affect an episode, beyond those of the agent loop."""
     return {
-        "engine": experiment.engine.kind,
+        "engine": experiment.engine.implementation,
         "sandbox_limits": experiment.sandboxes.limits.model_dump(mode="json"),
         "spaced": experiment.base.spaced,
         "seed": experiment.seed,

@@ -16,7 +16,7 @@ from pydantic import PrivateAttr
 
 from contracts.artifacts import Artifact
 from inference.engines import Engine, open_engine
-from inference.engines.config import BuiltinConfig, OpenAIConfig, VllmConfig
+from inference.engines.config import BuiltinConfig, EngineConfig, VllmConfig
 
 if TYPE_CHECKING:
     from inference.engines.builtin import BuiltinEngine
@@ -47,9 +47,7 @@ class SamplerResource(dg.ConfigurableResource[Any]):
             self.close()
 
     @asynccontextmanager
-    async def lease(
-        self, policy: Artifact, role: Role, config: BuiltinConfig | OpenAIConfig | VllmConfig
-    ) -> AsyncIterator[Engine]:
+    async def lease(self, policy: Artifact, role: Role, config: EngineConfig) -> AsyncIterator[Engine]:
         """Lease an engine that serves `policy` (a checkpoint) until the block ends.
 
         The engine's version is the policy's content digest.

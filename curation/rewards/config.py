@@ -8,18 +8,19 @@ Each component's docstring gives its sign. Penalties have values <= 0, so that a
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from contracts.tasks import Task
 from curation.rewards.prompt import JUDGE_TEMPLATE, MODEL_TEMPLATE, check_template
+from curation.rewards.traces import RULES, Rating, RuleName, read_calls
+from curation.verify import Verdict
 
 COMPONENTS_VERSION = "1"
 """Bump if a component's value may change for the same episode. Part of the rewards' key only if there are components.
 """
-
-RuleName = Literal["read_before_edit", "repeated_calls", "failed_calls", "edits_tests", "ran_tests", "tested_last_edit"]
-"""Rules of curation.rewards.traces."""
 
 USUAL = ("solved", "valid")
 _HOST = re.compile(r"https?://[^/@?#\s]+(/[^@?#\s]*)?")
@@ -76,22 +77,39 @@ class Component(_Part):
         return value if self.clip_high is None else min(self.clip_high, value)
 
 
-class TestsComponent(Component):
+class Shaper(Component):
+    """Base of components computed from an episode's row and its verdict alone."""
+
+    def rate(self, episode: Mapping[str, Any], verdict: Verdict, task: Task) -> Rating:
+        """Rating of an episode (a row of EPISODES). A pure function."""
+        raise NotImplementedError
+
+
+class TestsComponent(Shaper):
     """Share of the task's hidden tests that passed, in [0, 1]."""
 
     __test__ = False
     kind: Literal["tests"]
     """Selects this component."""
 
+    def rate(self, episode: Mapping[str, Any], verdict: Verdict, task: Task) -> Rating:
+        """See Shaper.rate."""
+        passed, total = verdict.tests_passed, verdict.tests_total
+        return Rating(passed / total if total else 0.0, f"{passed} of {total} hidden tests passed")
 
-class FormatComponent(Component):
+
+class FormatComponent(Shaper):
     """Minus the number of tool calls that could not be parsed."""
 
     kind: Literal["format"]
     """Selects this component."""
 
+    def rate(self, episode: Mapping[str, Any], verdict: Verdict, task: Task) -> Rating:
+        """See Shaper.rate."""
+        return Rating(-float(episode["format_errors"]), f"{episode['format_errors']} calls could not be parsed")
 
-class LengthComponent(Component):
+
+class LengthComponent(Shaper):
     """Soft penalty for long episodes, in [-1, 0]: DAPO's overlong shaping, by the tokens that the policy sampled."""
 
     kind: Literal["length"]
@@ -107,8 +125,22 @@ class LengthComponent(Component):
             raise ValueError(f"cushion {self.cushion} exceeds budget {self.budget}: lower it")
         return self
 
+    def rate(self, episode: Mapping[str, Any], verdict: Verdict, task: Task) -> Rating:
+        """See Shaper.rate."""
+        value = overlong(episode["policy_tokens"], self.budget, self.cushion)
+        return Rating(value, f"{episode['policy_tokens']} tokens of a budget of {self.budget}")
 
-class TurnsComponent(Component):
+
+def overlong(length: int, budget: int, cushion: int) -> float:
+    """0 up to budget - cushion, then linear, -1 from `budget` on.
+
+    ((L_max - L_cache) - |y|) / L_cache in equation 13 of Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning
+    System at Scale" (arXiv:2503.14476).
+    """
+    return max(-1.0, min(0.0, (budget - cushion - length) / cushion))
+
+
+class TurnsComponent(Shaper):
     """Minus the number of turns beyond the free ones."""
 
     kind: Literal["turns"]
@@ -116,14 +148,22 @@ class TurnsComponent(Component):
     free: int = Field(default=0, ge=0)
     """Turns that cost nothing."""
 
+    def rate(self, episode: Mapping[str, Any], verdict: Verdict, task: Task) -> Rating:
+        """See Shaper.rate."""
+        return Rating(-float(max(0, episode["turns"] - self.free)), f"{episode['turns']} turns, {self.free} free")
 
-class TraceComponent(Component):
+
+class TraceComponent(Shaper):
     """A named rule over the recorded tool calls, in [0, 1]. `triplane experiments raters` lists the rules."""
 
     kind: Literal["trace"]
     """Selects this component."""
     rule: RuleName
     """Name of the rule."""
+
+    def rate(self, episode: Mapping[str, Any], verdict: Verdict, task: Task) -> Rating:
+        """See Shaper.rate."""
+        return RULES[self.rule](read_calls(episode["tool_calls"]), task)
 
 
 class _Asked(Component):

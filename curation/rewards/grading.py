@@ -25,9 +25,8 @@ from contracts.errors import InfraFault
 from contracts.store import Store
 from contracts.tasks import Task
 from curation.errors import GradingIncomplete, RewardsMismatch
-from curation.rewards.config import Asked, RewardConfig
+from curation.rewards.config import RewardConfig, Shaper
 from curation.rewards.raters import Raters, contribution
-from curation.rewards.shapers import shape
 from curation.rewards.tables import EVIDENCE, REWARDS
 from curation.rewards.traces import Rating
 from curation.rewards.transcripts import Transcripts
@@ -169,8 +168,8 @@ async def _grade_one(
     if isinstance(verdict, InfraFault):
         return _Found(None, ratings, verdict)
     for component in config.components:
-        if not isinstance(component, Asked):
-            ratings[component.name] = shape(component, row, verdict, task)
+        if isinstance(component, Shaper):
+            ratings[component.name] = component.rate(row, verdict, task)
     missing = next((rating.reason for rating in ratings.values() if rating.value is None), None)
     return _Found(verdict, ratings, missing)
 

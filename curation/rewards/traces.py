@@ -11,10 +11,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 from contracts.tasks import Task
-from curation.rewards.config import RuleName
 
 _RUNNER = re.compile(
     r"(?:^|[;&|(]\s*|\n\s*)(?:\w+=\S*\s+)*(?:\S*/)?(?:pytest|python[\d.]*\s+-m\s+(?:pytest|unittest))\b"
@@ -114,6 +113,8 @@ def tested_last_edit(calls: Sequence[Call], task: Task) -> Rating:
     return Rating(float(tested), f"the last edit was {'tested' if tested else 'never tested'}")
 
 
+RuleName = Literal["read_before_edit", "repeated_calls", "failed_calls", "edits_tests", "ran_tests", "tested_last_edit"]
+"""The keys of RULES, as a type that experiments are checked against."""
 RULES: dict[RuleName, Rule] = {
     "read_before_edit": read_before_edit,
     "repeated_calls": repeated_calls,

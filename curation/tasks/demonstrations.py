@@ -22,10 +22,10 @@ from contracts.tasks import Split
 from curation.tasks.bugs import Bug, draw_bugs
 from curation.tasks.compositions import Family, families_of, family_name
 from curation.tasks.expert import expert_tokens, open_workbench
-from curation.tasks.operations import Operation, Place, trained
+from curation.tasks.operations import OPERATIONS_VERSION, Operation, Place, trained
 from curation.tasks.suite import TaskSuiteConfig
 
-DEMONSTRATIONS_VERSION = "2"
+DEMONSTRATIONS_VERSION = f"2{OPERATIONS_VERSION}"
 DEMONSTRATIONS = pa.schema(
     [
         ("token_ids", pa.list_(pa.int32())),

@@ -14,6 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+OPERATIONS_VERSION = ""
+"""Part of the versions of generated suites, tokenizers and demonstrations. Another operation, or another place for one,
+deals all of them anew: write "+operations1", then "+operations2".
+"""
 Place = Literal["inner", "middle", "outer"]
 Number = Callable[[int, int], int]
 

@@ -13,9 +13,9 @@ from contracts.tasks import Split, Task
 from curation.errors import TaskError
 from curation.tasks.bugs import VISIBLE_TEST, Bug, draw_bugs, file_diff
 from curation.tasks.cases import Case, assertion, draw_cases
-from curation.tasks.operations import BY_NAME, allowed
+from curation.tasks.operations import BY_NAME, OPERATIONS_VERSION, allowed
 
-SUITE_VERSION = "2"
+SUITE_VERSION = f"2{OPERATIONS_VERSION}"
 HIDDEN_TEST = "tests/test_hidden.py"
 
 

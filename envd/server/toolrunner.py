@@ -35,7 +35,7 @@ from envd.tools.files import (
 )
 from envd.tools.output import MAX_OUTPUT_BYTES, Output
 from envd.tools.paths import relative
-from envd.tools.schemas import EXTRA_TOOLS, check_arguments
+from envd.tools.schemas import check_arguments
 from envd.types import ToolCall, ToolResult
 
 SHELL_DIED = "; shell restarted"
@@ -101,8 +101,8 @@ async def _one(guest: GuestLink, call: ToolCall, timeout_s: float) -> ToolResult
 async def _drive(guest: GuestLink, call: ToolCall, timeout_s: float) -> ToolResult:
     if call.name == "exec" and check_arguments(call.name, call.arguments) is None:
         os.fsencode(call.arguments["command"])
-    if call.name in EXTRA_TOOLS and check_arguments(call.name, call.arguments) is None:
-        return await _extra(guest, call, timeout_s)
+    if call.name in _SANDBOX_TOOLS and check_arguments(call.name, call.arguments) is None:
+        return await _in_sandbox(guest, call, timeout_s)
     steps = tool_steps(call)
     need = _advance(steps, None)
     while not isinstance(need, ToolResult):
@@ -117,21 +117,30 @@ async def _drive(guest: GuestLink, call: ToolCall, timeout_s: float) -> ToolResu
     return need
 
 
-async def _extra(guest: GuestLink, call: ToolCall, timeout_s: float) -> ToolResult:
+async def _in_sandbox(guest: GuestLink, call: ToolCall, timeout_s: float) -> ToolResult:
     """A tool that no local directory has."""
     path = call.arguments.get("path", ".")
     output = Output()
     try:
-        if call.name == "lint":
-            output.feed((await lint(guest, path, timeout_s)).encode("utf-8", "surrogateescape"))
-        else:
-            output.feed((await semantic_search(guest, call.arguments)).encode("utf-8", "surrogateescape"))
+        output.feed((await _SANDBOX_TOOLS[call.name](guest, call, timeout_s)).encode("utf-8", "surrogateescape"))
     except TimeoutError:
         raise
     except (ToolError, OSError) as error:
         said = str(tool_error(error, path)).encode("utf-8", "replace")  # a path may hold half a character
         return ToolResult(False, visible(said.decode()), len(said))
     return ToolResult(True, output.text(), output.true_bytes, output.truncated)
+
+
+async def _lint(guest: GuestLink, call: ToolCall, timeout_s: float) -> str:
+    return await lint(guest, call.arguments.get("path", "."), timeout_s)
+
+
+async def _semantic_search(guest: GuestLink, call: ToolCall, timeout_s: float) -> str:
+    return await semantic_search(guest, call.arguments)
+
+
+_SANDBOX_TOOLS = {"lint": _lint, "semantic_search": _semantic_search}
+"""Tools that need more than a workspace's files, other than `exec`."""
 
 
 def _advance(steps: Generator[Need, Any, ToolResult], answer: Any) -> Need | ToolResult:

@@ -2,7 +2,8 @@
 
 `open_engine` picks one by its config. `builtin` runs on the CPU in a thread of this process. `openai` connects to a
 server. `vllm` loads each policy into a vLLM server and proves that it is served (vllm_update); it may start that server
-itself (vllm_keeper). May import contracts, triplane_kernels and inference.errors.
+itself (vllm_keeper). `custom` calls a function that the config names. May import contracts, triplane_kernels and
+inference.errors.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
 from inference.engines.base import Completion, Engine, SamplingParams
-from inference.engines.config import BuiltinConfig, EngineConfig, OpenAIConfig, VllmConfig
+from inference.engines.config import BuiltinConfig, CustomConfig, EngineConfig, OpenAIConfig, VllmConfig
 
 if TYPE_CHECKING:  # load torch and httpx only for engines that need them
     from inference.engines.builtin import BuiltinEngine
@@ -22,6 +23,7 @@ if TYPE_CHECKING:  # load torch and httpx only for engines that need them
 __all__ = [
     "BuiltinConfig",
     "Completion",
+    "CustomConfig",
     "Engine",
     "EngineConfig",
     "OpenAIConfig",
@@ -38,17 +40,15 @@ def open_engine(spec: OpenAIConfig, directory: Path, version: str) -> OpenAIEngi
 @overload
 def open_engine(spec: VllmConfig, directory: Path, version: str, keeper: VllmKeeper | None = None) -> VllmEngine: ...
 @overload
-def open_engine(
-    spec: OpenAIConfig | VllmConfig, directory: Path, version: str, keeper: VllmKeeper | None
-) -> OpenAIEngine | VllmEngine: ...
-def open_engine(
-    spec: BuiltinConfig | OpenAIConfig | VllmConfig, directory: Path, version: str, keeper: VllmKeeper | None = None
-) -> BuiltinEngine | OpenAIEngine | VllmEngine:
+def open_engine(spec: EngineConfig, directory: Path, version: str, keeper: VllmKeeper | None = None) -> Engine: ...
+def open_engine(spec: EngineConfig, directory: Path, version: str, keeper: VllmKeeper | None = None) -> Engine:
     """Engine for the checkpoint in `directory`, with the policy version `version`.
 
     A server must already serve that version, or get it by `load_weights`; other versions are refused. vLLM loads it on
     the first call. keeper: keeper of the vLLM server to use, which stays running.
     """
+    if isinstance(spec, CustomConfig):
+        return spec.load()(spec.options, directory, version)
     if isinstance(spec, VllmConfig):
         from inference.engines.vllm import VllmEngine
 

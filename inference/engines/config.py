@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from inference.engines.base import Engine
 
 
 class _Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: str
+
+    @property
+    def implementation(self) -> str:
+        """Name of the code that samples, for keys of work that depends on it."""
+        return self.kind
 
 
 class BuiltinConfig(_Config):
@@ -89,4 +101,40 @@ class VllmConfig(_RemoteConfig):
     """Maximum restarts of a server that died, per lease."""
 
 
-EngineConfig = Annotated[BuiltinConfig | OpenAIConfig | VllmConfig, Field(discriminator="kind")]
+class CustomConfig(_Config):
+    """An engine made by a function that is named here: `factory(options, directory, version)` returns an `Engine` (see
+    inference/engines/base.py) of the checkpoint in `directory`.
+    """
+
+    kind: Literal["custom"]
+    """Selects this engine."""
+    factory: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    """Importable name of the function, e.g. package.module:open_engine."""
+    options: dict[str, Any] = {}
+    """Options for the function, which checks them."""
+
+    @model_validator(mode="after")
+    def _importable(self) -> Self:
+        try:
+            self.load()
+        except (ImportError, AttributeError, SyntaxError, TypeError) as error:
+            raise ValueError(
+                f"engine.factory={self.factory}: {error}: name a function as package.module:name"
+            ) from None
+        return self
+
+    @property
+    def implementation(self) -> str:
+        """See the base class; two functions are two implementations."""
+        return f"{self.kind} {self.factory}"
+
+    def load(self) -> Callable[[dict[str, Any], Path, str], Engine]:
+        """Import the function."""
+        module, _, name = self.factory.partition(":")
+        found: Callable[[dict[str, Any], Path, str], Engine] = getattr(importlib.import_module(module), name)
+        if not callable(found):
+            raise TypeError(f"{name} is not callable")
+        return found
+
+
+EngineConfig = Annotated[BuiltinConfig | OpenAIConfig | VllmConfig | CustomConfig, Field(discriminator="kind")]

@@ -14,10 +14,9 @@ from contracts.digests import digest_of
 from contracts.episodes import ToolCallRecord
 from contracts.store import LocalStore
 from curation.rewards import EVIDENCE, REWARDS, RewardConfig
-from curation.rewards.config import RuleName
-from curation.rewards.shapers import overlong
+from curation.rewards.config import overlong
 from curation.rewards.summary import component_summaries
-from curation.rewards.traces import RULES, read_calls, rule_table
+from curation.rewards.traces import RULES, RuleName, read_calls, rule_table
 
 
 def configured(*components: dict[str, Any], **usual: Any) -> RewardConfig:

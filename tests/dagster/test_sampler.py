@@ -15,7 +15,7 @@ from dagster_world import World
 
 from contracts.artifacts import Artifact, open_artifact
 from inference.engines.base import Completion, SamplingParams
-from inference.engines.config import BuiltinConfig, OpenAIConfig
+from inference.engines.config import BuiltinConfig, EngineConfig, OpenAIConfig
 from resources.refs import require_ref
 from resources.sampler import SamplerResource
 
@@ -63,7 +63,7 @@ def address(policies: tuple[Artifact, Artifact]) -> Iterator[str]:
         child.wait(30)
 
 
-def sample(sampler: SamplerResource, policy: Artifact, config: BuiltinConfig | OpenAIConfig) -> Completion:
+def sample(sampler: SamplerResource, policy: Artifact, config: EngineConfig) -> Completion:
     async def once() -> Completion:
         async with sampler.lease(policy, "rollouts", config) as engine:
             assert await engine.version() == policy.ref.digest

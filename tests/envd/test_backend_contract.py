@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -13,9 +14,6 @@ import pytest
 from contracts.owned import owned_name
 from envd.backends import BACKENDS
 from envd.backends.firecracker import backend as firecracker
-from envd.backends.gvisor import backend as gvisor
-from envd.backends.namespaces import backend as namespaces
-from envd.backends.plain import backend as plain
 from envd.backends.pods import backend as pods
 from envd.backends.qemu import backend as qemu
 from envd.sandbox.cgroups import OWNED, remove_groups
@@ -53,7 +51,7 @@ def machines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         else:
             if name == "gvisor":
                 require_runsc()
-            starting = {"namespaces": namespaces, "plain": plain, "gvisor": gvisor}[name].start(run_dir)
+            starting = importlib.import_module(f"envd.backends.{name}.backend").start(run_dir)
         backend = runner.run(starting)
         yield Machines(runner, backend, run_dir)
         runner.run(backend.stop())
