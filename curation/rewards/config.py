@@ -8,6 +8,7 @@ Each component's docstring gives its sign. Penalties have values <= 0, so that a
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -80,9 +81,9 @@ class Component(_Part):
 class Shaper(Component):
     """Base of components computed from an episode's row and its verdict alone."""
 
+    @abstractmethod
     def rate(self, episode: Mapping[str, Any], verdict: Verdict, task: Task) -> Rating:
         """Rating of an episode (a row of EPISODES). A pure function."""
-        raise NotImplementedError
 
 
 class TestsComponent(Shaper):

@@ -51,7 +51,7 @@ SHIM = "#!/bin/sh\ncase \"$*\" in *'1, 2'*) echo 3;; *version*) echo git version
 
 _ELSEWHERE = dict.fromkeys(
     ("gvisor", "qemu"),
-    "verdicts are given in namespaces; reward-conftest shows that a final state of this backend's comes there",
+    "tried on namespaces: a verdict takes seconds here, and reward-conftest shows that the same verifier decides",
 )
 
 

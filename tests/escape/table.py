@@ -25,7 +25,8 @@ the others nobody outside the sandbox sees how they end, so their event is that 
 tells who asked for what and when, not that it was an attack, nor that it failed; a server without `--audit-calls` has
 no event of these.
 
-Verdicts are always given in namespaces, whatever backend an agent's sandbox runs on.
+Verdicts are given on the backend of the agent's sandbox. The attacks on verdicts run on namespaces; on gVisor and QEMU
+one of them, reward-conftest, is graded, since a verdict takes seconds there.
 
 This table is made from `tests/escape/` by `python -m tests.escape.table`.
 """
