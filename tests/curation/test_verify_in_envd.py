@@ -108,9 +108,11 @@ class Counting(SandboxClient):
     def __init__(self, address: str) -> None:
         super().__init__(address)
         self.ends: dict[bytes, list[str]] = {}
+        self.asked = 0
 
     async def verify(self, template: str, diff: bytes, *asked: Any, **options: Any) -> VerifyResult:
         ends = self.ends.setdefault(diff, [])
+        self.asked += 1
         try:
             result = await super().verify(template, diff, *asked, **options)
         except Exception as error:
@@ -129,7 +131,7 @@ def grade(
         async with Counting(address) as client:
             verifier = Verifier(client, store)
             verdicts = await asyncio.gather(*(verifier.grade(TASK, diff) for diff in diffs.values()))
-            assert verifier.runs == sum(map(len, client.ends.values()))
+            assert verifier.runs == client.asked
             return dict(zip(diffs, verdicts, strict=True)), client.ends
 
     return asyncio.run(run())

@@ -109,6 +109,6 @@ sys.argv = {["trainer", "--job", job.model_dump_json()]!r}
 runpy.run_module("trainer", run_name="__main__")
 """
     with pytest.raises(
-        LaunchFailed, match=r"ended with code 1: trainer: bucket messages, .* can't be read \(NoSuchKey\)"
+        LaunchFailed, match=r"ended with code 1: trainer: bucket messages for .* can't be read \(NoSuchKey\)"
     ):
         launch([sys.executable, "-c", empty], [])

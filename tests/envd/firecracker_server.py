@@ -270,7 +270,8 @@ class Machine:
             content = file.read(size)
         directory = Path(tempfile.mkdtemp(prefix="guest-", dir=ROOT))
         with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-            archive.extractall(directory, filter="fully_trusted")
+            archive.extraction_filter = getattr(tarfile, "fully_trusted_filter", None)
+            archive.extractall(directory)
         self.tracked = bool(body.get(_LOAD_FLAG))
         self.base = size.to_bytes(8, "little") + content
         self.state, self.guest = "Paused", Guest(directory)

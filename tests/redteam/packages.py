@@ -131,7 +131,8 @@ def _unpack(package: Package, scratch: Path, place: Path) -> None:
     assert done.returncode == 0, done.stderr
     (archive,) = scratch.glob(f"{package.name}-*.tar.gz")
     with tarfile.open(archive) as tar:
-        tar.extractall(scratch, filter="data")
+        tar.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.2 has no filters
+        tar.extractall(scratch)
     (scratch / archive.name.removesuffix(".tar.gz")).rename(place)
     fixed = (place / package.path).read_text()
     assert fixed.count(package.right) == 1, f"{wanted}: {package.right!r} occurs {fixed.count(package.right)} times"
