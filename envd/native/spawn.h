@@ -129,7 +129,7 @@ int users_mount(const char *template, int users); /* a template as a detached mo
 int users_write_map(pid_t pid, const char *map, bool deny_groups);
 
 /* spawn_walls.c: confine this process and what it starts, for good. */
-int drop_capabilities(void);
+int drop_capabilities(uint32_t kept); /* kept: a mask */
 int limit_resources(const struct settings *settings, const struct request *wanted);
 int restrict_files(int abi); /* Landlock */
 int landlock_abi(void);

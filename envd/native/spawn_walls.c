@@ -10,14 +10,14 @@
 
 #include "spawn.h"
 
-int drop_capabilities(void)
+int drop_capabilities(uint32_t kept)
 {
     /* The kernel ends the loop: it refuses the first number that it does not know. */
-    for (int each = 0; prctl(PR_CAPBSET_DROP, each, 0, 0, 0) == 0; each++)
+    for (int each = 0; (each < 32 && kept >> each & 1) || prctl(PR_CAPBSET_DROP, each, 0, 0, 0) == 0; each++)
         ;
     struct __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3};
-    struct __user_cap_data_struct none[2] = {{0}};
-    return (int)syscall(SYS_capset, &header, none);
+    struct __user_cap_data_struct data[2] = {{.effective = kept, .permitted = kept}};
+    return (int)syscall(SYS_capset, &header, data);
 }
 
 static int limit(int resource, rlim_t value)

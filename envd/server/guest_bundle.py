@@ -22,6 +22,7 @@ from envd.errors import BackendUnavailable
 _LIST = """
 import json, sys, envd.sandbox.in_guest, envd.sandbox.verifier
 names = {name.partition(".")[0] for name in sys.modules} - set(sys.stdlib_module_names)
+names -= {"sitecustomize", "usercustomize"}  # of this machine
 names = {name for name in names if name == "_pytest" or not name.startswith("_")}
 print(json.dumps({name: module.__file__ for name, module in sys.modules.items()
                   if name.partition(".")[0] in names and (getattr(module, "__file__", "") or "").endswith(".py")}))

@@ -41,6 +41,8 @@ def test_what_a_quiet_sandbox_leaves_is_used_again_and_what_a_busy_one_leaves_is
         return box._started.groups, network
 
     async def job(backend: NamespacesBackend) -> None:
+        if "memory" not in backend.features.limits_enforced:
+            pytest.skip("nothing is used again without control groups, which say that a sandbox is empty")
         first = await used(backend, "true")
         assert await used(backend, "touch x") == first
         assert await used(backend, f'test ! -e x && python3 -S -c "{talk}"') == first

@@ -29,8 +29,8 @@ def test_process_1_has_given_up_everything(run_dir: Path) -> None:
         run_dir,
         "for p in 1 self; do grep -hE 'Cap(Inh|Prm|Eff|Bnd|Amb)|NoNewPrivs|Seccomp:' /proc/$p/status; done | sort |"
         " uniq -c",
-        "cat /proc/1/environ /proc/1/mem 2>&1 | grep -c 'ermission denied'; ls /proc/1/fd /proc/1/root 2>&1 | grep -c"
-        " 'ermission denied'",
+        "cat /proc/1/environ /proc/1/mem 2>&1 | grep -c 'ermission denied'; cat /proc/1/fd/0 /proc/1/root/x 2>&1 | grep"
+        " -c 'ermission denied'",
         "tr '\\0' ' ' < /proc/1/cmdline; cut -d: -f3 /proc/self/cgroup | sort -u; ls -A /.scratch; ls /proc/self/fd |"
         " tr '\\n' ' '",
         "cut -d' ' -f2,3 /proc/self/mounts | grep -v ' ext4$'; ls /.scratch; grep -c /templates /proc/self/mountinfo",

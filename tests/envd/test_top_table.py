@@ -36,6 +36,8 @@ def address() -> Iterator[str]:
 
         async def fill() -> None:
             async with OperationsClient(server.address) as client:
+                if "memory" not in (await client.info()).backends[0].limits_enforced:
+                    pytest.skip("memory and processor are not known without control groups")
                 template = await client.put_template({"a": b"a\n"})
                 await client.create(template, labels={"name": "idle", "team": "x"})
                 busy = await client.create(template, labels={"name": "busy", "team": "x"})
