@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from types import SimpleNamespace
+
+import pytest
+
+from contracts import syntax
 
 THREADS = """
 import gc, sys, threading
+import pytest
+
 from contracts.syntax import parse_python
 
 source = "\\n".join(f"def f{i}(a, b):\\n    return ((a + b) * [x for x in (1, 2, a)][0]) - a" for i in range(40))
@@ -35,3 +43,16 @@ print(len(faults))
 def test_threads_can_parse_at_once() -> None:
     told = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=True, timeout=300)
     assert told.stdout.strip() == "0"
+
+
+def test_a_parse_that_another_thread_disturbed_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([SystemError("AST constructor recursion depth mismatch"), ast.parse("x = 1")])
+
+    def parse(source: str) -> ast.Module:
+        answer = next(answers)
+        if isinstance(answer, SystemError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(syntax, "ast", SimpleNamespace(parse=parse))
+    assert ast.unparse(syntax.parse_python("x = 1")) == "x = 1"
