@@ -26,7 +26,7 @@ VICTIMS: dict[Victim, str] = {
     "sandbox": "only a process in a sandbox",
 }
 FATAL: tuple[Victim, ...] = ("group", "tree", "triplane")
-"""Victims that include the command itself."""
+"""Choices of processes to kill that include the `triplane` command itself."""
 MOST_ARRIVALS = {
     "store-write": 40,
     "artifact-staged": 8,

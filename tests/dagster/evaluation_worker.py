@@ -1,4 +1,4 @@
-"""Plays the base policy of the tiny experiment on all splits: `python evaluation_worker.py STORE ASKED`.
+"""Evaluate the base policy of the tiny experiment on all splits: `python evaluation_worker.py STORE ASKED`.
 
 ASKED: file that gets a line for every verdict that is made and not found.
 """

@@ -1,4 +1,4 @@
-"""An evaluation that ended early goes on where it was: no committed task is sampled and no verdict made twice."""
+"""An interrupted evaluation resumes: committed tasks are not sampled again, and their verdicts are not repeated."""
 
 from __future__ import annotations
 

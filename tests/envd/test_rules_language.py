@@ -1,4 +1,4 @@
-"""What sandbox rules say, what they refuse, and that a request's can only tighten the server's."""
+"""Syntax and checks of sandbox rules; the rules of a request can only tighten those of the server."""
 
 from __future__ import annotations
 
