@@ -73,7 +73,9 @@ def test_a_sharded_layer_computes_the_same(one_rank: None, recipe: Recipe) -> No
 
 @pytest.mark.slow
 def test_two_ranks_train_the_layer_that_one_trains(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(TRAINS_ALIKE)]
+    # Else ranks wait for the machine's own name to resolve, which not every network does.
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
+    command = [*run, "--nproc-per-node=2", str(TRAINS_ALIKE)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)
     assert done.returncode == 0 and "the same on 2 ranks" in done.stdout, done.stdout + done.stderr
