@@ -27,7 +27,7 @@ from trainer.model import Batch, Scores, score
 from trainer.optimizers import MuonWithAdamW
 from trainer.parameters import Parameters, draw_masters
 from trainer.result import TrainResult
-from trainer.schedule import warmup
+from trainer.schedule import decay, warmup
 from trainer.state import Snapshots, TrainerState, capture_state, load_state, publish_state
 
 
@@ -77,7 +77,7 @@ def train_sft(job: SftJob, store: Store, watchers: Iterable[Watcher] = ()) -> Tr
     run = _Run(job, store, model, watchers)
     while not run.finished:
         run.step(train)
-        if run.taken % job.config.evaluate_every == 0 or run.taken == job.config.max_steps:
+        if run.taken % job.config.evaluate_every == 0 or run.finished:
             run.evaluate(validation)
         if run.snapshots.due(run.taken) and not run.finished:
             run.snapshots.save(run.capture(), job.config.model_dump(), SFT_VERSION)
@@ -85,13 +85,16 @@ def train_sft(job: SftJob, store: Store, watchers: Iterable[Watcher] = ()) -> Tr
 
 
 class _Run:
-    """State of the loop: parameters, optimizer, steps taken, consecutive evaluations that met the criterion."""
+    """State of the loop: parameters, optimizer, steps taken, consecutive evaluations that met the criterion, and the
+    step at which they were enough.
+    """
 
     def __init__(self, job: SftJob, store: Store, model: dict[str, object], watchers: Iterable[Watcher]) -> None:
         self._job, self._store, self._model = job, store, model
         self._config = job.config
         self.snapshots = Snapshots(store, job.key, job.config.snapshot_every, job.config.max_steps)
         self.taken, self._met, self._last = 0, 0, Look(0.0, 0.0, 0.0, 0)
+        self._converged_at: int | None = None
         found = self.snapshots.latest()
         state = load_state(found, model) if found else None
         masters = state.masters if state else draw_masters(model, job.seed)
@@ -101,12 +104,17 @@ class _Run:
         self._metrics = Metrics(watchers, state.extra["metrics"] if state else ())
         if state:
             self._optimizer.load(state.optimizer)
-            self.taken, self._met = state.step, state.extra["met"]
+            self.taken, self._met, self._converged_at = state.step, state.extra["met"], state.extra["converged_at"]
 
     @property
     def finished(self) -> bool:
-        """Whether the criterion is met or the maximum of steps is reached."""
-        return self._met >= self._config.consecutive or self.taken >= self._config.max_steps
+        """Whether the learning rate is 0 or the maximum of steps is reached."""
+        return self.taken >= self._end
+
+    @property
+    def _end(self) -> int:
+        limit = self._config.max_steps
+        return limit if self._converged_at is None else min(limit, self._converged_at + self._config.decay_steps)
 
     def step(self, train: Sequence[ScoredSequence]) -> None:
         """Take one optimizer step."""
@@ -129,6 +137,8 @@ class _Run:
                 f"the gradient is not finite at step {self.taken}: lower learning_rate {config.learning_rate}"
             )
         rate = config.learning_rate * warmup(self.taken, config.warmup_steps)
+        if self._converged_at is not None:
+            rate *= decay(self.taken, self._converged_at, self._end)
         self._optimizer.step(rate)
         self._parameters.requantize()
         self.taken += 1
@@ -158,6 +168,8 @@ class _Run:
             seen = look(self._parameters, validation)
         decisive = seen.episodes == len(validation)
         self._met = self._met + 1 if decisive and seen.meets(config) else 0
+        if self._converged_at is None and self._met >= config.consecutive:
+            self._converged_at = self.taken
         self._last = seen
         self._metrics.add(
             self.taken,
@@ -170,14 +182,14 @@ class _Run:
 
     def capture(self) -> TrainerState:
         """State that a resumed run needs."""
-        extra = {"met": self._met, "metrics": self._metrics.records}
+        extra = {"met": self._met, "converged_at": self._converged_at, "metrics": self._metrics.records}
         return capture_state(self._parameters, self._optimizer.state(), "muon", self.taken, extra)
 
     def publish(self, tokenizer: Artifact) -> TrainResult:
         """Commit the trainer state, then the checkpoint, whose existence implies that both exist; then remove the
         snapshots.
         """
-        job, converged = self._job, self._met >= self._config.consecutive
+        job, converged = self._job, self._converged_at is not None
         parents = {"tokenizer": job.tokenizer, "demonstrations": job.demonstrations}
         config = {
             "model": job.model.model_dump(),

@@ -71,6 +71,36 @@ def test_training_stops_on_the_criterion_once_copying_is_learned(world: World) -
     assert result.metrics["expected_solve"] >= 0.9
 
 
+EASY = {"expected_solve": 1e-9, "expected_form": 1e-9, "evaluate_every": 3, "consecutive": 1}
+
+
+def rates(world: World, result: TrainResult) -> list[float]:
+    rows = open_artifact(world.store, result.checkpoint).path("metrics.jsonl").read_text().splitlines()
+    return [row["lr"] for row in map(json.loads, rows) if "lr" in row]
+
+
+@pytest.mark.parametrize(("max_steps", "factors"), [(100, [1, 1, 1, 1, 0.75, 0.5, 0.25]), (5, [1, 1, 1, 1, 0.5])])
+def test_the_learning_rate_falls_to_zero_once_the_criterion_is_met(
+    world: World, max_steps: int, factors: list[float]
+) -> None:
+    result = run_job(world.sft_job(**EASY, max_steps=max_steps, decay_steps=4, warmup_steps=0))
+    assert rates(world, result) == pytest.approx([3e-3 * factor for factor in factors])
+    assert (result.metrics["converged"], result.metrics["step"]) == (True, len(factors))
+
+
+def test_a_job_killed_while_its_rate_falls_resumes_bit_for_bit(world: World) -> None:
+    settings = {**EASY, "max_steps": 100, "decay_steps": 4}
+
+    def kill(record: Record) -> None:
+        if record["step"] == 6:
+            raise TrainingStopped(9)
+
+    with pytest.raises(TrainingStopped):
+        run_job(world.sft_job("killed", **settings), [kill])
+    resumed = run_job(world.sft_job("killed", **settings))
+    assert digests(resumed) == digests(run_job(world.sft_job("undisturbed", **settings)))
+
+
 def test_the_bound_on_steps_is_reported(world: World) -> None:
     seen: list[Record] = []
     result = run_job(world.sft_job(), [seen.append])
