@@ -16,7 +16,9 @@ from contracts.owned import socket_directory
 from envd.errors import BackendUnavailable
 from envd.sandbox.cgroups import OWNED, remove_groups
 
-TRUSTED = "quotas: {templates: 1048576, template_mb: 65536, sandboxes: 65536, memory_mb: 1073741824}"
+TRUSTED = (
+    "quotas: {templates: 1048576, template_mb: 65536, sandboxes: 65536, snapshot_mb: 1048576, memory_mb: 1073741824}"
+)
 """The rules of a server whose one client is trusted: quotas have nobody to protect, and a suite may have many
 gigabytes of templates.
 """

@@ -1,4 +1,4 @@
-"""What the clients of one key may hold on a server: templates, sandboxes, memory; docs/sandboxes-rules.md#quotas.
+"""What the clients of one key may hold: templates, sandboxes, memory, snapshots; docs/sandboxes-rules.md#quotas.
 
 A key's claims are made before anything is started and released when nothing of it is left. A refusal is
 RESOURCE_EXHAUSTED and the audit event quota.refused.

@@ -123,6 +123,8 @@ class QuotaRules(Section):
     """MiB of disk that templates may take: twice their files, which git keeps too."""
     sandboxes: int = Field(default=4096, ge=1)
     """Sandboxes that exist at once."""
+    snapshot_mb: int = Field(default=16384, ge=1)
+    """MiB of disk that snapshots may take; each is charged at least 1 MiB."""
     memory_mb: int | None = Field(default=None, ge=1)
     """MiB that the limits of these sandboxes may add up to. Absent: 32 times the machine's memory."""
 

@@ -136,7 +136,7 @@ async def serve(options: Options) -> None:
         quotas = Quotas(rules.quotas, audit)
         templates = Templates(run_dir / "templates", linux.sandbox_owner(), quotas)
         stack.push_async_callback(templates.settled)
-        snapshots = Snapshots(options.snapshot_dir or run_dir / "snapshots")
+        snapshots = Snapshots(options.snapshot_dir or run_dir / "snapshots", quotas)
         stack.push_async_callback(snapshots.stop)
         backends, verifications = await _started(stack, options, run_dir, templates)
         sandboxes = Sandboxes(backends, templates, snapshots, rules=rules, audit=audit, quotas=quotas)

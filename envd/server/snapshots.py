@@ -3,6 +3,7 @@
     <directory>/<snapshot id>/header      a ReceiveHeader: backend, template with its files, limits, environment,
                                           labels, rules
     <directory>/<snapshot id>/state/      what `Box.snapshot` wrote
+    <directory>/<snapshot id>/key         name of the key whose quota it is charged to
     <directory>/.draft-<owner>            a snapshot that is being written; swept when its server is gone
     <directory>/.held-<owner>             hibernated sandboxes of a live server
 
@@ -25,8 +26,12 @@ from contracts.errors import describe
 from contracts.owned import owned_name, sweep_abandoned
 from contracts.pb import envd_operations_pb2 as pb
 from envd.errors import EnvdError
+from envd.server import caller
+from envd.server.quotas import Quotas
 
-_HEADER, _STATE = "header", "state"
+_HEADER, _STATE, _KEY = "header", "state", "key"
+_LEAST_CHARGE = 1 << 20
+"""Bytes charged for the smallest snapshot, so that their number is bounded, too."""
 _DRAFT, _HELD = ".draft-", ".held-"
 _IDENTITY = re.compile(r"[A-Za-z0-9_-]{16,64}")
 
@@ -34,9 +39,10 @@ _IDENTITY = re.compile(r"[A-Za-z0-9_-]{16,64}")
 class Snapshots:
     """The snapshots of one directory, which servers of one machine may share."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, quotas: Quotas) -> None:
+        self._directory, self._quotas = directory, quotas
         self._held = directory / f"{_HELD}{owned_name()}"
+        self._charging = asyncio.Lock()
         try:
             directory.mkdir(parents=True, exist_ok=True)
             directory.chmod(0o700)  # environments of sandboxes, and all of their memory
@@ -47,18 +53,33 @@ class Snapshots:
             raise EnvdError(f"snapshots can't be kept: {describe(error)}") from error
 
     async def keep(self, header: pb.ReceiveHeader, write: Callable[[Path], Awaitable[None]]) -> tuple[str, int]:
-        """Store a snapshot whose state `write` puts into a directory: (its id, bytes)."""
+        """Store a snapshot whose state `write` puts into a directory: (its id, bytes).
+
+        Raises QuotaExceeded.
+        """
         identity = secrets.token_urlsafe(18)
         draft = self._directory / f"{_DRAFT}{owned_name()}"
         try:
             (draft / _STATE).mkdir(parents=True, mode=0o700)
             await write(draft / _STATE)
-            await asyncio.to_thread(_finish, draft, header.SerializeToString(), self._directory / identity)
+            (draft / _KEY).write_text(caller.key())
+            async with self._charging:
+                size = await asyncio.to_thread(self._charge, draft)
+                await asyncio.to_thread(_finish, draft, header.SerializeToString(), self._directory / identity)
         except OSError as error:
             raise EnvdError(f"the snapshot can't be kept: {describe(error)}") from error
         finally:
             await asyncio.to_thread(shutil.rmtree, draft, True)
-        return identity, await asyncio.to_thread(size_of, self._directory / identity)
+        return identity, size
+
+    def _charge(self, draft: Path) -> int:
+        """Bytes of a written snapshot. Raises QuotaExceeded if the key's other snapshots leave no room for it."""
+        owner, size = (draft / _KEY).read_text(), size_of(draft)
+        kept = sum(_charged_to(owner, path) for path in self._directory.glob("[!.]*"))
+        if kept + max(size, _LEAST_CHARGE) > self._quotas.rules.snapshot_mb << 20:
+            have = f"{kept >> 20} MiB of snapshots, and this one has {max(size, _LEAST_CHARGE) >> 20}"
+            self._quotas.refuse("snapshot_mb", have, "delete some")
+        return size
 
     def find(self, identity: str) -> tuple[pb.ReceiveHeader, Path]:
         """A snapshot's header and the directory of its state. Raises EnvdError where there is none."""
@@ -85,6 +106,14 @@ class Snapshots:
     async def stop(self) -> None:
         """Remove what was held."""
         await asyncio.to_thread(shutil.rmtree, self._held, True)
+
+
+def _charged_to(owner: str, snapshot: Path) -> int:
+    """Bytes that a snapshot takes of this key's quota; 0 if it is another key's, or deleted meanwhile."""
+    try:
+        return max(size_of(snapshot), _LEAST_CHARGE) if (snapshot / _KEY).read_text() == owner else 0
+    except OSError:
+        return 0
 
 
 def size_of(directory: Path) -> int:

@@ -1,4 +1,4 @@
-"""Quotas by key: templates by count and bytes, sandboxes, memory; what is refused, and what is removed instead."""
+"""Quotas by key: templates by count and bytes, sandboxes, memory, snapshots; what is refused or removed."""
 
 from __future__ import annotations
 
@@ -150,6 +150,30 @@ def test_sandboxes_and_their_memory_are_counted_by_key_until_they_are_gone(tmp_p
         assert set(await refusals(other)) == {"sandboxes", "memory_mb"}
 
     with serving(tmp_path, "sandboxes: 3, memory_mb: 200") as run:
+        run(job)
+
+
+def test_snapshots_take_a_bounded_part_of_the_disk_until_they_are_deleted(tmp_path: Path) -> None:
+    async def job(client: OperationsClient, other: OperationsClient) -> None:
+        template = await client.put_template({"a": os.urandom(3 << 20)})
+        sandbox = await client.create(template, limits=SMALL)
+        first, _ = await sandbox.snapshot()
+        with pytest.raises(
+            QuotaExceeded, match=r"hold \d MiB of snapshots, and this one has \d: delete some, or raise"
+        ):
+            await sandbox.snapshot()
+        async with await other.create(await other.put_template({"a": b""}), limits=SMALL) as small:
+            for _ in range(8):  # each is charged 1 MiB
+                await small.snapshot()
+            together = await asyncio.gather(*(small.snapshot() for _ in range(3)), return_exceptions=True)
+            assert all(isinstance(each, QuotaExceeded) for each in together)
+        await client.delete_snapshot(first)
+        second, _ = await sandbox.snapshot()
+        await (await client.restore(second)).close()
+        await sandbox.close()
+        assert await refusals(client) == ["snapshot_mb"] * 4
+
+    with serving(tmp_path, "snapshot_mb: 8") as run:
         run(job)
 
 
