@@ -34,7 +34,7 @@ $(NATIVE): $(STAMP) $(wildcard envd/native/*.c envd/native/*.h) envd/native/buil
 demo: $(NATIVE)  ## one small model learns to fix code, on this CPU, in minutes
 	$(BIN)/triplane demo
 
-test: lint $(NATIVE)  ## lint, types, floors and the whole default suite
+test: lint $(NATIVE)  ## lint, types, import rules and the whole default suite
 	$(BIN)/pytest $(PARALLEL)
 
 test-slow: $(NATIVE)  ## minutes-long suites: end to end, the web server, kill and resume, a build without a C compiler
@@ -68,11 +68,11 @@ $(VLLM_STAMP): tests/vllm/requirements.txt
 test-gpu: $(NATIVE)  ## needs a CUDA device
 	$(BIN)/pytest -n auto --maxprocesses 8 -m gpu tests/kernels
 
-lint: $(STAMP)  ## ruff, mypy (strict), import floors
+lint: $(STAMP)  ## ruff, mypy (strict), import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest tests/test_floors.py
+	$(BIN)/pytest tests/test_import_rules.py
 
 format: $(STAMP)  ## reformat in place
 	$(BIN)/ruff check --fix .

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from benchmarks.catalog import CATALOG, load_benchmark
-from benchmarks.goals import judge, load_goals
+from benchmarks.goals import check_goals, load_goals
 from benchmarks.machine import machine_facts
 from benchmarks.report import as_json, print_catalog, print_report
 from benchmarks.result import NotHereError, Options
@@ -48,7 +48,7 @@ def _dispatch(arguments: list[str]) -> int:
     options = _options(benchmark.options, parsed)
     machine = machine_facts()
     result = benchmark.run(options)
-    verdicts = judge(load_goals().get(benchmark.name, []), result.metrics) if result.judged else []
+    verdicts = check_goals(load_goals().get(benchmark.name, []), result.metrics) if result.judged else []
     if plain:
         print(json.dumps(as_json(benchmark.name, options, machine, result, verdicts), indent=1))
     else:

@@ -56,7 +56,7 @@ def load_goals(path: Path = GOALS) -> dict[str, list[Goal]]:
         raise ConfigError(f"{path}: {place}={first['input']!r}: {first['msg']}") from None
 
 
-def judge(goals: list[Goal], metrics: Mapping[str, float]) -> list[Verdict]:
+def check_goals(goals: list[Goal], metrics: Mapping[str, float]) -> list[Verdict]:
     """One verdict per goal, in order. A metric that is absent or NaN misses its goal."""
     verdicts = []
     for goal in goals:

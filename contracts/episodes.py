@@ -1,6 +1,7 @@
 """Tables of episodes. An episode is one attempt at a task by a policy in a sandbox; its sequences contain the tokens.
 
-Text is decoded from tokens; sampled tokens are never tokenized again.
+Text is decoded from tokens; sampled tokens are never tokenized again. A column that older stores lack is also declared
+in `contracts.upgrades`.
 """
 
 from __future__ import annotations

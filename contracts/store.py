@@ -1,7 +1,8 @@
 """`Store`: a flat map from key to immutable bytes, in a local directory or an S3 bucket.
 
 Keys are relative POSIX paths. Nothing is overwritten: `create` is exclusive and atomic (hard link locally,
-`If-None-Match: *` on S3). So a reader sees a whole object or none, even if a writer is killed.
+`If-None-Match: *` on S3). So a reader sees a whole object or none, even if a writer is killed. The
+content digests of artifacts are computed in `contracts.artifacts`.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ class PairedDifference:
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """Result of a rule with the sentence that explains it."""
+class NonInferiority:
+    """Result of a test for non-inferiority, with the sentence that explains it."""
 
     holds: bool
     sentence: str
@@ -150,7 +150,7 @@ def paired_difference(
     return PairedDifference(mean, max(-1.0, mean - half), min(1.0, mean + half), n, max(-1.0, bound))
 
 
-def non_inferior(difference: PairedDifference, margin: float, other: str = "its parent") -> Judgement:
+def non_inferior(difference: PairedDifference, margin: float, other: str = "its parent") -> NonInferiority:
     """Whether the candidate is at most `margin` below the other policy: the difference's `bound` must be above -margin.
 
     margin: in pass rate, e.g. 0.05. other: name of the other policy in the text. Raises ValueError if margin is
@@ -162,7 +162,7 @@ def non_inferior(difference: PairedDifference, margin: float, other: str = "its 
     span = f"{difference.mean:+.3f} [{difference.low:+.3f}, {difference.high:+.3f}] over {difference.n} tasks"
     relation = "above" if holds else "not above"
     verdict = "non-inferior to" if holds else "not shown to be non-inferior to"
-    return Judgement(
+    return NonInferiority(
         holds,
         f"candidate is {verdict} {other}: {span}, its lower bound {difference.bound:+.3f} is {relation} the margin of"
         f" {-margin:+.3f}",

@@ -1,14 +1,12 @@
 """Verdicts: hidden tests on an episode's final state, in fresh sandboxes.
 
-    grade(task, diff) -> memory -> store (verdicts/) -> runs, once for identical requests in flight -> judgement
-                                        ^------------------------------------------------------------' created
-                                        exclusively: the first
-                                                                                                       verdict counts
-                                                                                                       for everyone
+    grade(task, diff) -> memory -> store (verdicts/) -> runs, once for identical requests in flight -> find_cheating
+                                        ^----------------------------------------------------- make_verdict <-'
+                                        created exclusively: the first verdict counts for everyone
 
 Each run has its own sandbox. The first runs the tests as written. If they pass, further runs follow in random order:
-without expectations, as decoys, and repeated; they start with the first if nothing else is being graded. The reports
-are compared here. A verdict depends only on (task, final state, verifier version), so rollouts may ask early and
+without expectations, as decoys, and repeated; they start with the first if nothing else is being graded. `cheating`
+compares the reports. A verdict depends only on (task, final state, verifier version), so rollouts may ask early and
 rewards find it again.
 """
 
@@ -28,15 +26,15 @@ from contracts.digests import canonical_json, digest_of, sha256
 from contracts.errors import ArtifactCorrupt, ArtifactMissing
 from contracts.store import Store
 from contracts.tasks import Checks, Task
+from curation.cheating import Evidence, base_name, base_names, find_cheating, passed, passing
 from curation.errors import CurationError
 from curation.findings import SUSPICIONS, Finding, finding, merged
-from curation.judgement import Evidence, base_name, base_names, passed, passing, weigh
 from curation.runs import Runs, Ungradable
 from curation.tasks.checks.proving import CHECKS_VERSION, prove
 from envd.client import SandboxClient, VerifyResult
 
 VERIFIER_VERSION = "3"
-"""Bump if the same final state may get another verdict, after changes of this file, LIMITS, judgement, checks, or the
+"""Bump if the same final state may get another verdict, after changes of this file, LIMITS, cheating, checks, or the
 test runs and reports of envd.
 """
 
@@ -123,7 +121,7 @@ def read_verdict(store: Store, key: str) -> Verdict | None:
     raise ArtifactCorrupt(f"verdict {key} in {store.url} is not readable: delete that file; the next run grades again")
 
 
-def judge(
+def make_verdict(
     tests: tuple[str, ...], result: VerifyResult, checks: Checks | None = None, evidence: Evidence | None = None
 ) -> Verdict:
     """Verdict on all named tests; a test without a report, or with two different reports, did not pass.
@@ -266,7 +264,7 @@ class Verifier:
             return Checks(None, (), base_names(task.tests))
         if passed(task.tests, proof.written):
             # the proof's run also gives the verdict on the reference solution
-            self._memory[verdict_key(task, task.reference_diff)] = judge(task.tests, proof.written, proof.checks)
+            self._memory[verdict_key(task, task.reference_diff)] = make_verdict(task.tests, proof.written, proof.checks)
         if self._store is not None and not self._store.create(key, proof.checks.to_json().encode(), cached=True):
             return read_checks(self._store, key) or proof.checks
         return proof.checks
@@ -290,7 +288,7 @@ class Verifier:
 
     async def _verify(self, task: Task, diff: bytes) -> Verdict:
         if len(diff) > MAX_DIFF_BYTES:
-            return judge(task.tests, VerifyResult((), "apply_failed", ""))
+            return make_verdict(task.tests, VerifyResult((), "apply_failed", ""))
         self._active += 1
         beside: asyncio.Task[_Beside] | None = None
         try:
@@ -301,7 +299,7 @@ class Verifier:
             written = await self._runs.run(task, diff)
             if passed(task.tests, written):
                 return await self._doubt(task, diff, written, await self.checks(task), beside)
-            return judge(task.tests, written, await self.checks(task) if written.tampering else None)
+            return make_verdict(task.tests, written, await self.checks(task) if written.tampering else None)
         except Ungradable as error:
             rows = [
                 TestVerdict(name=name, status="missing", message=f"ungradable: {error}"[:500]) for name in task.tests
@@ -326,10 +324,10 @@ class Verifier:
         begun: the runs beside the first, if they already started.
         """
         found = await (begun or self._beside(task, diff, checks))
-        evidence = weigh(checks, found.observed, found.decoys)
+        evidence = find_cheating(checks, found.observed, found.decoys)
         if evidence.findings:  # run again, so that an unstable test is not reported as tampering
             again = await self._beside(task, diff, checks, repeat=True)
-            second = weigh(checks, again.observed, again.decoys)
+            second = find_cheating(checks, again.observed, again.decoys)
             found.repeated.extend(again.repeated)
             lasting = {each.name for each in second.findings}
             evidence = Evidence(
@@ -349,7 +347,7 @@ class Verifier:
         written = dataclasses.replace(written, tampering=tuple(dict.fromkeys(told)))
         if evidence.findings:
             await self._runs.tell(task, [each.name for each in evidence.findings])
-        return judge(task.tests, written, checks, evidence)
+        return make_verdict(task.tests, written, checks, evidence)
 
     async def _beside(self, task: Task, diff: bytes, checks: Checks, *, repeat: bool = False) -> _Beside:
         """Runs without expectations, of decoys, and repeated as written, in random order."""

@@ -171,7 +171,7 @@ class SandboxClient:
         return verify_result_of(reply)
 
     async def found(self, template: str, findings: Sequence[str]) -> None:
-        """Have the server record in its audit log what a judge found by comparing several runs of a template's
+        """Have the server record in its audit log what the grader found by comparing several runs of a template's
         tests.
         """
         request = pb.FoundRequest(template=template, findings=findings)

@@ -11,7 +11,7 @@ from typing import Literal
 from contracts.artifacts import Artifact, ArtifactRef, Frozen, open_artifact
 from contracts.failpoints import failpoint
 from contracts.tasks import Split
-from curation.statistics import Judgement, PairedDifference, non_inferior
+from curation.statistics import NonInferiority, PairedDifference, non_inferior
 from ops.inputs import trainer_state_of
 from ops.smoke import Smoke
 from ops.step import Step
@@ -57,8 +57,8 @@ def decide_deployment(step: Step, smoke: Callable[[], Smoke]) -> Artifact:
         return found
     candidate, parent = step.parent("candidate"), step.parent("parent")
     evaluation = open_artifact(step.store, step.parent("evaluation"))
-    judgement = judge(evaluation, parent, step.experiment.promotion.margin)
-    decision, played = _decide(step, candidate, parent, judgement, smoke)
+    gate = check_gate(evaluation, parent, step.experiment.promotion.margin)
+    decision, played = _decide(step, candidate, parent, gate, smoke)
     with step.work.writer() as out:
         out.add_json("decision.json", decision.model_dump(mode="json"))
         if played is not None:
@@ -66,29 +66,29 @@ def decide_deployment(step: Step, smoke: Callable[[], Smoke]) -> Artifact:
         return out.commit(meta={"decision": decision.decision, "iteration": step.iteration, "policy": candidate.digest})
 
 
-def judge(evaluation: Artifact, parent: ArtifactRef, margin: float) -> Judgement:
+def check_gate(evaluation: Artifact, parent: ArtifactRef, margin: float) -> NonInferiority:
     """Whether the gate accepts a candidate: not inferior to its parent nor to the best policy so far.
 
     Raises NotMaterialized for an evaluation of an earlier version, which compares with the parent alone.
     """
-    gate = evaluation.json("evaluation.json")[Split.GATE.value]
-    floor = gate.get("floor")
+    result = evaluation.json("evaluation.json")[Split.GATE.value]
+    floor = result.get("floor")
     if floor is None:
         raise NotMaterialized(
             f"{evaluation.ref.uri} has no comparison with the best policy so far (made by version"
             f" {evaluation.manifest.code_version}): materialize evaluation again, then sampler"
         )
-    found = [non_inferior(PairedDifference(**gate["difference"]), margin)]
+    found = [non_inferior(PairedDifference(**result["difference"]), margin)]
     if floor["policy"] == parent.digest:
         return replace(found[0], sentence=f"{found[0].sentence}; its parent is the best policy so far on the gate")
     found.append(
         non_inferior(PairedDifference(**floor["difference"]), margin, f"the best policy so far, {floor['policy'][:12]}")
     )
-    return Judgement(all(each.holds for each in found), "; ".join(each.sentence for each in found))
+    return NonInferiority(all(each.holds for each in found), "; ".join(each.sentence for each in found))
 
 
 def _decide(
-    step: Step, candidate: ArtifactRef, parent: ArtifactRef, judgement: Judgement, smoke: Callable[[], Smoke]
+    step: Step, candidate: ArtifactRef, parent: ArtifactRef, gate: NonInferiority, smoke: Callable[[], Smoke]
 ) -> tuple[Decision, Smoke | None]:
     """Decide, and promote a candidate that passes. Returns the decision, and the smoke episode if one was played."""
 
@@ -100,16 +100,16 @@ def _decide(
     registry = Registry(step.store, step.experiment.name)
     refusal, played = None, None
     if registry.promotion_of(candidate.digest, step.iteration) is None:
-        refusal, played = _try_to_promote(step, registry, candidate, parent, judgement, smoke)
+        refusal, played = _try_to_promote(step, registry, candidate, parent, gate, smoke)
     # asked last, whatever was found before: a killed run, or another one of this iteration, may have promoted it and
     # recorded nothing yet
     entry = registry.promotion_of(candidate.digest, step.iteration)
     if entry is not None:
-        other = "" if judgement.holds else f"; it went live as change {entry.number} before this was asked"
-        return decided("live", f"{judgement.sentence}{other}", entry.number), played
+        other = "" if gate.holds else f"; it went live as change {entry.number} before this was asked"
+        return decided("live", f"{gate.sentence}{other}", entry.number), played
     if refusal is not None:
         return decided("refused", refusal), played
-    return decided("stale", f"{judgement.sentence}; but {_why_stale(registry, candidate, parent)}"), played
+    return decided("stale", f"{gate.sentence}; but {_why_stale(registry, candidate, parent)}"), played
 
 
 def _try_to_promote(
@@ -117,20 +117,20 @@ def _try_to_promote(
     registry: Registry,
     candidate: ArtifactRef,
     parent: ArtifactRef,
-    judgement: Judgement,
+    gate: NonInferiority,
     smoke: Callable[[], Smoke],
 ) -> tuple[str | None, Smoke | None]:
     """Promote a candidate that passed the gate. Returns the reason if it was not promoted, and its smoke episode.
 
     Neither: its parent is not live, or not any more.
     """
-    if not judgement.holds:
-        return judgement.sentence, None
+    if not gate.holds:
+        return gate.sentence, None
     if not registry.may_promote(candidate, parent.digest):
         return None, None
     played = smoke()
     if played.fault is not None:
-        return f"{judgement.sentence}; but its smoke episode failed: {played.fault}", played
+        return f"{gate.sentence}; but its smoke episode failed: {played.fault}", played
     state = trainer_state_of(step.store, candidate)
     registry.promote(candidate, state, parent=parent.digest, iteration=step.iteration)
     failpoint("policy-promoted")

@@ -39,9 +39,9 @@ from curation.statistics import paired_difference, pass_rate, solved_by_task
 from curation.verify import Verifier
 from inference.rollouts.episode import Player
 from inference.rollouts.evaluate import evaluation_groups
+from inference.rollouts.oversampling import Group
 from inference.rollouts.progress import Meter, ShardProgress
 from inference.rollouts.runner import play_groups
-from inference.rollouts.sampling import Group
 from ops.floor import compare_with_floor, find_floor
 from ops.loading import load_tasks, load_tokenizer, split_tasks
 from ops.readings import EVALUATION_SLOTS, WHO, Reading, readings_of

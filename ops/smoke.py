@@ -28,8 +28,8 @@ from inference.engines.delegating import DelegatingEngine
 from inference.errors import EngineError, EngineUnreachable, RequestTooLong, StaleVersion, WeightsDiffer
 from inference.rollouts.episode import Player
 from inference.rollouts.evaluate import evaluation_slot
+from inference.rollouts.oversampling import Group
 from inference.rollouts.runner import Uncommitted, play_groups
-from inference.rollouts.sampling import Group
 from ops.loading import load_tasks, load_tokenizer, split_tasks
 from ops.step import Step
 from ops.weights_fault import weights_fault

@@ -334,7 +334,7 @@ class VerifierServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Found(self, request, context):
-        """Records in the audit log what a judge found by comparing several runs, which no single run shows.
+        """Records in the audit log what the grader found by comparing several runs, which no single run shows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -2,22 +2,20 @@
 
     reward = solved * [hidden tests pass] + valid * [well conducted] + sum over components of weight * clip(value)
 
-Each component's docstring gives its sign. Penalties have values <= 0, so that a positive weight always penalizes.
+Each component's docstring gives its sign. Penalties have values <= 0, so that a positive weight always penalizes. The
+components that need no endpoint are in `shapers`.
 """
 
 from __future__ import annotations
 
 import re
-from abc import abstractmethod
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from contracts.tasks import Task
+from curation.rewards.component import Component
 from curation.rewards.prompt import JUDGE_TEMPLATE, MODEL_TEMPLATE, check_template
-from curation.rewards.traces import RULES, Rating, RuleName, read_calls
-from curation.verify import Verdict
+from curation.rewards.shapers import AnyShaper
 
 COMPONENTS_VERSION = "1"
 """Bump if a component's value may change for the same episode. Part of the rewards' key only if there are components.
@@ -54,119 +52,6 @@ class Endpoint(_Part):
         return self
 
 
-class Component(_Part):
-    """Fields of every component: a name, a weight, and bounds of its value."""
-
-    name: str = Field(pattern=r"^[a-z][a-z0-9_]{0,62}$")
-    """Column name in tables and plots: lower case letters, digits and underscores; neither `solved` nor `valid`."""
-    weight: float = Field(allow_inf_nan=False)
-    """Reward for a value of 1. 0 records the component without rewarding it."""
-    clip_low: float | None = Field(default=None, allow_inf_nan=False)
-    """Lower values are raised to this bound; null: no bound."""
-    clip_high: float | None = Field(default=None, allow_inf_nan=False)
-    """Higher values are lowered to this bound; null: no bound."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.clip_low is not None and self.clip_high is not None and self.clip_low > self.clip_high:
-            raise ValueError(f"clip_low {self.clip_low} exceeds clip_high {self.clip_high}: swap them")
-        return self
-
-    def clip(self, value: float) -> float:
-        """Clip a value to the component's bounds."""
-        value = value if self.clip_low is None else max(self.clip_low, value)
-        return value if self.clip_high is None else min(self.clip_high, value)
-
-
-class Shaper(Component):
-    """Base of components computed from an episode's row and its verdict alone."""
-
-    @abstractmethod
-    def rate(self, episode: Mapping[str, Any], verdict: Verdict, task: Task) -> Rating:
-        """Rating of an episode (a row of EPISODES). A pure function."""
-
-
-class TestsComponent(Shaper):
-    """Share of the task's hidden tests that passed, in [0, 1]."""
-
-    __test__ = False
-    kind: Literal["tests"]
-    """Selects this component."""
-
-    def rate(self, episode: Mapping[str, Any], verdict: Verdict, task: Task) -> Rating:
-        """See Shaper.rate."""
-        passed, total = verdict.tests_passed, verdict.tests_total
-        return Rating(passed / total if total else 0.0, f"{passed} of {total} hidden tests passed")
-
-
-class FormatComponent(Shaper):
-    """Minus the number of tool calls that could not be parsed."""
-
-    kind: Literal["format"]
-    """Selects this component."""
-
-    def rate(self, episode: Mapping[str, Any], verdict: Verdict, task: Task) -> Rating:
-        """See Shaper.rate."""
-        return Rating(-float(episode["format_errors"]), f"{episode['format_errors']} calls could not be parsed")
-
-
-class LengthComponent(Shaper):
-    """Soft penalty for long episodes, in [-1, 0]: DAPO's overlong shaping, by the tokens that the policy sampled."""
-
-    kind: Literal["length"]
-    """Selects this component."""
-    budget: int = Field(ge=1)
-    """Policy tokens at which the value reaches -1."""
-    cushion: int = Field(ge=1)
-    """Tokens before the budget over which the value falls linearly from 0 to -1."""
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if self.cushion > self.budget:
-            raise ValueError(f"cushion {self.cushion} exceeds budget {self.budget}: lower it")
-        return self
-
-    def rate(self, episode: Mapping[str, Any], verdict: Verdict, task: Task) -> Rating:
-        """See Shaper.rate."""
-        value = overlong(episode["policy_tokens"], self.budget, self.cushion)
-        return Rating(value, f"{episode['policy_tokens']} tokens of a budget of {self.budget}")
-
-
-def overlong(length: int, budget: int, cushion: int) -> float:
-    """0 up to budget - cushion, then linear, -1 from `budget` on.
-
-    ((L_max - L_cache) - |y|) / L_cache in equation 13 of Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning
-    System at Scale" (arXiv:2503.14476).
-    """
-    return max(-1.0, min(0.0, (budget - cushion - length) / cushion))
-
-
-class TurnsComponent(Shaper):
-    """Minus the number of turns beyond the free ones."""
-
-    kind: Literal["turns"]
-    """Selects this component."""
-    free: int = Field(default=0, ge=0)
-    """Turns that cost nothing."""
-
-    def rate(self, episode: Mapping[str, Any], verdict: Verdict, task: Task) -> Rating:
-        """See Shaper.rate."""
-        return Rating(-float(max(0, episode["turns"] - self.free)), f"{episode['turns']} turns, {self.free} free")
-
-
-class TraceComponent(Shaper):
-    """A named rule over the recorded tool calls, in [0, 1]. `triplane experiments raters` lists the rules."""
-
-    kind: Literal["trace"]
-    """Selects this component."""
-    rule: RuleName
-    """Name of the rule."""
-
-    def rate(self, episode: Mapping[str, Any], verdict: Verdict, task: Task) -> Rating:
-        """See Shaper.rate."""
-        return RULES[self.rule](read_calls(episode["tool_calls"]), task)
-
-
 class _Asked(Component):
     model: str = Field(min_length=1)
     """Model name at the endpoint."""
@@ -174,7 +59,7 @@ class _Asked(Component):
     """Distinguishes this model from an earlier one of the same name; changing it sends all requests again."""
     max_chars: int = Field(default=60_000, ge=200)
     """Maximum characters of each part in the request; the middle of a longer part is left out."""
-    extra: dict[str, Any] = {}
+    extra: dict[str, Any] = Field(default_factory=dict)
     """Further fields of the request, e.g. {chat_template_kwargs: {enable_thinking: false}}. A null removes a default
     field.
     """
@@ -243,16 +128,7 @@ class RewardModelComponent(_Asked):
 
 
 Asked = JudgeComponent | RewardModelComponent
-AnyComponent = Annotated[
-    TestsComponent
-    | FormatComponent
-    | LengthComponent
-    | TurnsComponent
-    | TraceComponent
-    | JudgeComponent
-    | RewardModelComponent,
-    Field(discriminator="kind"),
-]
+AnyComponent = Annotated[AnyShaper | JudgeComponent | RewardModelComponent, Field(discriminator="kind")]
 
 
 class RewardConfig(_Part):

@@ -25,8 +25,9 @@ from contracts.errors import InfraFault
 from contracts.store import Store
 from contracts.tasks import Task
 from curation.errors import GradingIncomplete, RewardsMismatch
-from curation.rewards.config import RewardConfig, Shaper
+from curation.rewards.config import RewardConfig
 from curation.rewards.raters import Raters, contribution
+from curation.rewards.shapers import Shaper
 from curation.rewards.tables import EVIDENCE, REWARDS
 from curation.rewards.traces import Rating
 from curation.rewards.transcripts import Transcripts

@@ -12,7 +12,8 @@ from contracts.store import Store
 from contracts.tasks import Task
 from curation.errors import RequestRefused, RewardsMismatch
 from curation.rewards.answers import Answer, Answers
-from curation.rewards.config import Asked, Component, JudgeComponent, RewardConfig, RewardModelComponent
+from curation.rewards.component import Component
+from curation.rewards.config import Asked, JudgeComponent, RewardConfig, RewardModelComponent
 from curation.rewards.endpoint import EndpointClient
 from curation.rewards.judges import (
     judge_answer,

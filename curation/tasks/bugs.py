@@ -1,4 +1,7 @@
-"""Generated bugs: modules that call each other in a chain, with a wrong operation in one line."""
+"""Generated bugs: modules that call each other in a chain, with a wrong operation in one line.
+
+The operations, and so the kinds of bugs, are listed in `operations.py`: add another to `ARITHMETIC` or `COMPARISONS`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 /* envd-spawn: starts sandboxes in namespaces, and ends them. See spawn.h for what goes in and out.
  *
- * server --request--> spawn.c --> spawn_life.c --clone--> spawn_box.c = process 1 of a sandbox
+ * server --request--> spawn.c --> spawn_life.c --clone--> spawn_box.c = process 1 of a sandbox; its root: spawn_root.c
  *                                     |  berths: spawn_berths.c over spawn_groups.c, spawn_users.c, spawn_network.c
  *        <--reports-------------------+-- spawn_watch.c (refused system calls) */
 #include <errno.h>

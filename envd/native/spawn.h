@@ -169,10 +169,10 @@ int make_scratch(const struct berth *berth, const struct request *wanted); /* th
 _Noreturn void run_box(const struct settings *settings, const struct request *wanted, const struct berth *berth, int stream, int archive,
                        int scratch, int sync);
 
-/* spawn_view.c, in process 1 */
+/* spawn_root.c, in process 1 */
 int mount_template(const char *target); /* what is at HIDDEN_LOWER, so that no mount names where it is on the host */
 /* NULL, or what it could not do: beginning with "e" words of their own, else errno says why. */
-const char *view_enter(const struct settings *settings, const struct request *wanted, const struct berth *berth, int scratch, int archive);
+const char *root_enter(const struct settings *settings, const struct request *wanted, const struct berth *berth, int scratch, int archive);
 
 /* spawn_archive.c */
 void archive_unpack(uint32_t owner, int archive, const char **failure); /* in process 1: into HIDDEN_BOX; failure: NULL, or words */

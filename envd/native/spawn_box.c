@@ -1,4 +1,5 @@
-/* Process 1 of a sandbox, from the clone to its agent's loop. */
+/* Process 1 of a sandbox: its user, network, limits and seccomp filter, then its agent's loop. spawn_life.c clones it into the other namespaces;
+ * spawn_root.c makes its root. */
 #include <errno.h>
 #include <fcntl.h>
 #include <grp.h>
@@ -130,7 +131,7 @@ _Noreturn void run_box(const struct settings *settings, const struct request *wa
         fail(sync, "make its network");
     if (wanted->flags & FLAG_PROXY && network_offer(stream) < 0)
         fail(sync, "open its proxy's port");
-    const char *failure = view_enter(settings, wanted, berth, scratch, archive);
+    const char *failure = root_enter(settings, wanted, berth, scratch, archive);
     if (failure && failure[0] == 'e') /* words of its own */
         send(sync, failure, strlen(failure), MSG_NOSIGNAL);
     else if (failure)

@@ -1,4 +1,4 @@
-/* The instructions by which calls are judged by their arguments. */
+/* The filter's instructions for calls that are allowed or refused by their arguments. */
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/seccomp.h>
@@ -135,7 +135,7 @@ static void show_signals(struct program *program)
 #define COUNT(values) (sizeof(values) / sizeof *(values))
 
 /* Its instructions, whose jumps may lead to the answers at their end; returns the error of those that stop. */
-static int judge(struct program *program, enum action action)
+static int check_arguments(struct program *program, enum action action)
 {
     static const uint32_t terminals[] = {TIOCSTI, TIOCLINUX, TIOCSETD_}, notices[] = {F_SETLEASE, F_NOTIFY}, families[] = {AF_UNIX}, first[] = {1};
     static const uint32_t personalities[] = {0, 0x8, 0x20000, 0x20008, 0xffffffff};
@@ -180,7 +180,7 @@ void act(struct program *program, enum action action)
     case FOREIGN: answer(program, refusal(program, ENOSYS)); return;
     default: break;
     }
-    int error = judge(program, action);
+    int error = check_arguments(program, action);
     size_t allow = program->length, stop = allow + 1;
     answer(program, SECCOMP_RET_ALLOW);
     answer(program, refusal(program, error));

@@ -95,7 +95,7 @@ def enter(template: str, disk_bytes: int, system: Iterable[str]) -> None:
     """Mount a sandbox's view and make it the root. Called in the sandbox's fresh namespaces, still privileged there.
 
     system: its system directories. What sandboxes share is seen through overlays, so that each has inodes of its own:
-    locks and notifications on system files end at the sandbox (envd/native/spawn_view.c does the same).
+    locks and notifications on system files end at the sandbox (envd/native/spawn_root.c does the same).
     """
     linux.mount("", "/", flags=linux.MS_REC | linux.MS_SLAVE)
     safe = linux.MS_NOSUID | linux.MS_NODEV

@@ -39,7 +39,7 @@ class Ending:
     """Exit code; negative: by a signal."""
 
 
-def judge_records(
+def outcomes_and_tampering(
     tests: Sequence[str], records: Sequence[Record], ending: Ending
 ) -> tuple[tuple[TestOutcome, ...], tuple[str, ...]]:
     """Outcomes in the order of `tests`, and the names of what was tampered with."""

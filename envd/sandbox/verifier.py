@@ -34,7 +34,7 @@ from envd.sandbox.place import Place
 from envd.sandbox.prepare import Preparation
 from envd.sandbox.proctree import kill_since, reap
 from envd.sandbox.runner import pipe_sender, run_tests
-from envd.sandbox.verdict import Ending, Record, all_missing, judge_records, observations
+from envd.sandbox.verdict import Ending, Record, all_missing, observations, outcomes_and_tampering
 from envd.tools import Output
 from envd.types import VerifyResult
 
@@ -89,7 +89,7 @@ def verify(
     origin = Origin(place.workspace, place.template, hidden)
     runner = _Runner(place.workspace, tests, log, how, origin, supervised, preparation.changed)
     ending, records = runner.supervise(timeout_s)
-    outcomes, tampering = judge_records(tests, records, ending)
+    outcomes, tampering = outcomes_and_tampering(tests, records, ending)
     said = _read_log(log, place.workspace)
     return VerifyResult(
         outcomes, ending.exit, said, tampering=(*tampering, *preparation.notes), observations=observations(records)

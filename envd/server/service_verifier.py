@@ -61,7 +61,7 @@ class VerifierService(Service, rpc.VerifierServicer):
 
     @unary
     async def Found(self, request: pb.FoundRequest, context: Context) -> pb.FoundReply:
-        """Record a judge's findings."""
+        """Record the grader's findings."""
         self._record(request.findings, template=request.template[:_MAX_FOUND])
         return pb.FoundReply()
 

@@ -11,6 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from inference.engines.base import Engine
 
+CONNECTIONS = 256
+TIMEOUT_S = 600.0
+RETRIES = 4
+"""Defaults of every client of an engine's server; `http.JsonClient` retries."""
+
 
 class _Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -36,11 +41,11 @@ class BuiltinConfig(_Config):
 
 
 class _RemoteConfig(_Config):
-    connections: int = Field(default=256, ge=1)
+    connections: int = Field(default=CONNECTIONS, ge=1)
     """Maximum number of requests in flight."""
-    timeout_s: float = Field(default=600.0, gt=0)
+    timeout_s: float = Field(default=TIMEOUT_S, gt=0)
     """Timeout of one call, in seconds."""
-    retries: int = Field(default=4, ge=0, le=20)
+    retries: int = Field(default=RETRIES, ge=0, le=20)
     """Retries after a connection fault; any HTTP response, even an error, is final."""
 
 

@@ -1,4 +1,7 @@
-"""JSON client of an engine's server: bounded retries after connection faults, errors with server and fix."""
+"""JSON client of an engine's server: bounded retries after connection faults, errors with server and fix.
+
+`config` has the defaults of timeout and retries.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 import httpx
 
 from contracts.retries import backoff_s
+from inference.engines.config import CONNECTIONS, RETRIES, TIMEOUT_S
 from inference.errors import EngineError, EngineStopped, EngineUnreachable, RequestTooLong, StaleVersion
 
 FIRST_PAUSE_S = 0.1
@@ -22,7 +26,9 @@ class JsonClient:
     Any HTTP response is final, even an error. May be used from one event loop only, as httpx's pool requires.
     """
 
-    def __init__(self, base: str, *, connections: int = 256, timeout_s: float = 600.0, retries: int = 4) -> None:
+    def __init__(
+        self, base: str, *, connections: int = CONNECTIONS, timeout_s: float = TIMEOUT_S, retries: int = RETRIES
+    ) -> None:
         self.base, self._retries = base.rstrip("/"), retries
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
         self._http = httpx.AsyncClient(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from inference.engines.base import Completion, FinishReason, SamplingParams
+from inference.engines.config import CONNECTIONS, RETRIES, TIMEOUT_S
 from inference.engines.http import SEED_BITS, JsonClient
 from inference.errors import EngineError, StaleVersion
 
@@ -30,9 +31,9 @@ class OpenAIEngine:
         *,
         version: str | None = None,
         directory: Path | None = None,
-        connections: int = 256,
-        timeout_s: float = 600.0,
-        retries: int = 4,
+        connections: int = CONNECTIONS,
+        timeout_s: float = TIMEOUT_S,
+        retries: int = RETRIES,
     ) -> None:
         """version: required version; Triplane's server refuses others (StaleVersion).
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from inference.engines.base import FinishReason
 from inference.engines.kv import ROW, KvCache
 from inference.engines.model import Batch, Rotary, forward, logits_of, make_batch
-from inference.engines.prefix import Prefix, PrefixStore
+from inference.engines.prefix_cache import Prefix, PrefixStore
 from inference.engines.requests import Request, SequenceTable
 from inference.engines.sampling import SEED_MASK, sample, scaled_logprobs, uniform
 from inference.engines.weights import Weights

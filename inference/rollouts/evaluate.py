@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from contracts.digests import digest_of
 from contracts.episodes import Slot
 from contracts.tasks import Split, Task
-from inference.rollouts.sampling import Group
+from inference.rollouts.oversampling import Group
 
 
 def evaluation_slot(experiment: str, split: Split, task_id: str, sample: int, seed: int) -> Slot:

@@ -16,7 +16,7 @@ from inference.rollouts import ROLLOUTS_VERSION
 from inference.rollouts.claims import clear_claims
 from inference.rollouts.groups import find_group, without_variance
 from inference.rollouts.plan import GroupPlan, RolloutPlan
-from inference.rollouts.stragglers import played_in, solve_rates
+from inference.rollouts.straggler_bias import played_in, solve_rates
 
 ROLLOUTS = "rollouts"
 READERS = 16

@@ -14,8 +14,8 @@ from typing import Protocol, TypeVar
 
 from contracts.episodes import Episode
 from inference.rollouts.episode import Player
+from inference.rollouts.oversampling import Group, sample_group
 from inference.rollouts.progress import Meter, no_progress
-from inference.rollouts.sampling import Group, sample_group
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

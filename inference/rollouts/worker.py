@@ -27,10 +27,10 @@ from inference.errors import PlanError, StaleVersion
 from inference.rollouts.claims import ClaimOwner
 from inference.rollouts.episode import Player
 from inference.rollouts.groups import commit_group, find_group, without_variance
+from inference.rollouts.oversampling import Group
 from inference.rollouts.plan import GroupPlan, RolloutPlan
 from inference.rollouts.progress import Meter, Progress, no_progress
 from inference.rollouts.runner import play_groups
-from inference.rollouts.sampling import Group
 
 CLAIM_POLL_S = 0.5
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from benchmarks import catalog
 from benchmarks.__main__ import main
-from benchmarks.goals import Goal, judge, load_goals
+from benchmarks.goals import Goal, check_goals, load_goals
 from benchmarks.measure import median, percentile
 from benchmarks.result import Options, Result
 from contracts.errors import ConfigError
@@ -56,13 +56,13 @@ def test_every_benchmark_of_the_catalog_has_goals_and_no_other_has() -> None:
 @example(15.0, 15.0)
 def test_a_goal_is_met_when_the_measured_value_compares_so_with_the_goals(measured: float, value: float) -> None:
     goals = [goal(comparison, value) for comparison in ("<", "<=", "==", ">=", ">")]
-    met = [verdict.met for verdict in judge(goals, {"m": measured})]
+    met = [verdict.met for verdict in check_goals(goals, {"m": measured})]
     assert met == [measured < value, measured <= value, measured == value, measured >= value, measured > value]
 
 
 def test_a_metric_that_was_not_measured_misses_its_goal() -> None:
-    assert not judge([goal("<", 1)], {})[0].met
-    assert not judge([goal("<", 1)], {"m": math.nan})[0].met
+    assert not check_goals([goal("<", 1)], {})[0].met
+    assert not check_goals([goal("<", 1)], {"m": math.nan})[0].met
 
 
 def test_a_malformed_goals_file_is_named(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import tarfile
 from pathlib import Path
 
 import pyarrow as pa
@@ -22,6 +21,7 @@ from contracts.store import Store, open_store
 from contracts.upgrades import COLUMNS, META
 from curation.dataset import DATASET_VERSION, MEMBERS, TRAIN, DatasetConfig, select_rows
 from inference.rollouts import ROLLOUTS_VERSION
+from tests.archives import extract
 from triplane_dagster.cli.app import app
 from triplane_dagster.staleness import stale_steps
 
@@ -31,9 +31,7 @@ ARCHIVE = Path(__file__).parents[1] / "old_stores" / "c813e3a.tar.xz"
 @pytest.fixture(scope="module")
 def old(tmp_path_factory: pytest.TempPathFactory) -> Store:
     folder = tmp_path_factory.mktemp("old")
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.2 has no filters
-        archive.extractall(folder)
+    extract(ARCHIVE, folder)
     return open_store(str(folder / "trimmed"))
 
 

@@ -1,4 +1,4 @@
-"""Decoys contradict the tests they are made of; observed tests hold no expectation, and the judge reads values as they
+"""Decoys contradict the tests they are made of; observed tests hold no expectation, and the grader reads values as they
 are.
 """
 
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from contracts.tasks import Checks, Decoy, Observed, Rule
 from curation.tasks.checks import decoys, observing
-from curation.tasks.checks.judging import agrees, decode
+from curation.tasks.checks.expectations import agrees, decode
 from envd.sandbox.observing import MAX_VALUE_BYTES, encode, install
 
 SUITE = b'''"""Tests."""

@@ -14,7 +14,7 @@ from contracts.digests import digest_of
 from contracts.episodes import ToolCallRecord
 from contracts.store import LocalStore
 from curation.rewards import EVIDENCE, REWARDS, RewardConfig
-from curation.rewards.config import overlong
+from curation.rewards.shapers import overlong
 from curation.rewards.summary import component_summaries
 from curation.rewards.traces import RULES, RuleName, read_calls, rule_table
 

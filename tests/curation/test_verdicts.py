@@ -16,7 +16,7 @@ from contracts.store import LocalStore
 from contracts.tasks import Checks, Decoy, Observed, Rule, Split, Task
 from curation.errors import CurationError
 from curation.verify import Verifier as EagerVerifier
-from curation.verify import judge, verdict_key
+from curation.verify import make_verdict, verdict_key
 from envd.client import Limits, SandboxClient, TestOutcome, VerifyResult
 from envd.errors import EnvdError, SandboxStartError, ServerUnavailable, TemplateError
 from envd.types import Observation
@@ -102,7 +102,7 @@ STATUSES = ["passed", "failed", "error", "skipped", "missing"]
 def test_solved_means_that_the_run_completed_and_every_named_test_passed_and_nothing_else(
     outcomes: list[tuple[str, Any]], exit: Any
 ) -> None:
-    verdict = judge(TESTS, VerifyResult(tuple(TestOutcome(*each, "") for each in outcomes), exit, "", 0.0))
+    verdict = make_verdict(TESTS, VerifyResult(tuple(TestOutcome(*each, "") for each in outcomes), exit, "", 0.0))
     reported = {name: {status for other, status in outcomes if other == name} for name in TESTS}
     assert verdict.solved == (exit == "completed" and all(reported[name] == {"passed"} for name in TESTS))
     assert [test.name for test in verdict.tests] == list(TESTS)
@@ -254,7 +254,7 @@ def test_a_state_that_passes_a_decoy_cheats() -> None:
     assert [each.name for each in verdict.findings] == client.told == [f"decoy:{TESTS[0]}"]
 
 
-def test_observed_values_are_compared_with_what_only_the_judge_knows() -> None:
+def test_observed_values_are_compared_with_what_only_the_grader_knows() -> None:
     rules = {"0:0": Rule("compare", "==", "3"), "0:1": Rule("compare", "==", "5")}
     observed = Observed({"tests/test_hidden.py": b"x"}, rules, {}, {TESTS[0]: {"0:0": [""]}, TESTS[1]: {"0:1": [""]}})
     task = dataclasses.replace(TASK, checks=Checks(observed, ()))

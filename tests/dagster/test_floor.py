@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter
 from contracts.digests import digest_of
 from contracts.store import Store, open_store
-from ops.deploy_decision import judge
+from ops.deploy_decision import check_gate
 from ops.evaluation import compare
 from ops.floor import compare_with_floor, find_floor, lineage
 from ops.gate_power import gate_note
@@ -108,7 +108,7 @@ def test_floor_refuses_losses_that_the_parent_comparison_accepts(tmp_path: Path)
     runs = {name: play(store, name, solved) for name, solved in (("base", 100), ("a", 170), ("b", 163))}
     promote(store, "a", "b")
     candidate = play(store, "candidate", 158)
-    found = judge(evaluation(store, candidate, "b", runs), policy("b"), 0.05)
+    found = check_gate(evaluation(store, candidate, "b", runs), policy("b"), 0.05)
     assert not found.holds
     parent, best = found.sentence.split("; ")
     assert parent.startswith("candidate is non-inferior to its parent: -0.025")
@@ -121,8 +121,8 @@ def test_a_candidate_as_good_as_the_best_passes_both(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     runs = {name: play(store, name, solved) for name, solved in (("base", 100), ("a", 170), ("b", 168))}
     promote(store, "a", "b")
-    assert judge(evaluation(store, play(store, "candidate", 169), "b", runs), policy("b"), 0.05).holds
-    alone = judge(evaluation(store, play(store, "other", 171), "a", runs), policy("a"), 0.05)
+    assert check_gate(evaluation(store, play(store, "candidate", 169), "b", runs), policy("b"), 0.05).holds
+    alone = check_gate(evaluation(store, play(store, "other", 171), "a", runs), policy("a"), 0.05)
     assert alone.holds and alone.sentence.endswith("its parent is the best policy so far on the gate")
 
 
@@ -132,7 +132,7 @@ def test_an_evaluation_without_a_floor_is_refused_with_the_fix(tmp_path: Path) -
         out.add_json("evaluation.json", {"gate": {"difference": {"mean": 0.0, "low": -0.1, "high": 0.1, "n": 9}}})
         old = out.commit()
     with pytest.raises(NotMaterialized, match=r"made by version 1.*: materialize evaluation again, then sampler"):
-        judge(old, BASE, 0.05)
+        check_gate(old, BASE, 0.05)
 
 
 @settings(max_examples=20, deadline=None)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
+
+import pytest
 
 from envd.client import Limits, ToolCall, ToolResult, VerifyResult
 from envd.operations.client import ManagedSandbox, OperationsClient
@@ -111,6 +113,16 @@ async def served(tmp_path: Path) -> AsyncIterator[OperationsClient]:
         gc.collect()
         await asyncio.sleep(0)
     assert not unheard
+
+
+def require_limits(enforced: Collection[str], *limits: str) -> None:
+    """Skip a test if its backend can't enforce these limits, for lack of writable control groups.
+
+    enforced: `limits_enforced` of the backend or of the server.
+    """
+    missing = [limit for limit in limits if limit not in enforced]
+    if missing:
+        pytest.skip(f"no writable control groups here, so the backend does not limit {' and '.join(missing)}")
 
 
 def closed_above(path: Path) -> str:

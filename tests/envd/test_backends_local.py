@@ -22,6 +22,7 @@ from envd.native import build
 from envd.sandbox.cgroups import box_groups
 from envd.sandbox.linux import sandbox_owner
 from envd.types import Limits
+from tests.envd.harness import require_limits
 
 T = TypeVar("T")
 STARTS: dict[str, Callable[[Path], Awaitable[Backend]]] = {"plain": plain.start, "namespaces": namespaces.start}
@@ -191,8 +192,7 @@ def test_what_a_backend_can_not_do_is_refused_in_words(kind: str, run_dir: Path)
 
 def test_usage_is_what_the_kernel_counts(kind: str, run_dir: Path) -> None:
     async def job(backend: Backend) -> None:
-        if "memory" not in backend.features.limits_enforced:
-            pytest.skip("no control groups can be written here")
+        require_limits(backend.features.limits_enforced, "memory")
         box = await backend.create(spec_of(run_dir, "used"))
         await box.guest.start(["sleep", "50"])
         await shell(box, "python3 -c 'x = bytearray(50_000_000)'; (exec python3 -c 'x = bytearray(900_000_000)')")

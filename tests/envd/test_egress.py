@@ -20,6 +20,7 @@ from envd.errors import RulesDenied
 from envd.local import LocalEnvd
 from envd.operations.client import ManagedSandbox, OperationsClient
 from tests.envd.boxes import spec, with_namespaces
+from tests.envd.harness import require_limits
 
 T = TypeVar("T")
 FETCH = """
@@ -167,8 +168,7 @@ def test_the_networks_of_such_sandboxes_are_not_used_again(run_dir: Path) -> Non
         return network
 
     async def job(backend: NamespacesBackend) -> list[str]:
-        if "memory" not in backend.features.limits_enforced:
-            pytest.skip("nothing is used again without control groups, which say that a sandbox is empty")
+        require_limits(backend.features.limits_enforced, "memory")  # nothing is used again without control groups
         return [
             await networks(backend),
             await networks(backend),

@@ -25,6 +25,7 @@ from envd.native import guest_binary
 from envd.sandbox.cgroups import OWNED, box_groups
 from envd.types import Limits
 from tests.envd.gvisors import COUNTER, FILES, GVisor, make_template, reason_of, require_runsc, shell
+from tests.envd.harness import require_limits
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -154,8 +155,7 @@ def test_disk_and_processes_are_limited_and_the_sandbox_lives_on(gvisor: GVisor)
 
 
 def test_memory_is_limited_for_all_of_a_sandbox_and_its_neighbour_lives_on(gvisor: GVisor) -> None:
-    if "memory" not in gvisor.backend.features.limits_enforced:
-        pytest.skip("no memory group can be written here")
+    require_limits(gvisor.backend.features.limits_enforced, "memory")
 
     async def job() -> None:
         hog, neighbour = await gvisor.create(limits=Limits(memory_mb=128)), await gvisor.create()

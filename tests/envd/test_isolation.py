@@ -11,7 +11,7 @@ from envd.client import Limits, ToolCall
 from envd.errors import SandboxGone
 from envd.operations.client import OperationsClient
 from envd.sandbox.python_inside import bin_directory
-from tests.envd.harness import FILES, SMALL, Harness
+from tests.envd.harness import FILES, SMALL, Harness, require_limits
 from tests.envd.test_verify_unprivileged import closed_above
 
 
@@ -96,8 +96,7 @@ def test_no_descriptor_of_ours_is_inherited(namespaces: Harness) -> None:
 
 def test_the_memory_limit_holds(namespaces: Harness) -> None:
     async def job(client: OperationsClient) -> str:
-        if "memory" not in (await client.info()).limits_enforced:
-            pytest.skip("no writable memory cgroup on this machine")
+        require_limits((await client.info()).limits_enforced, "memory")
         sandbox = await client.create(await client.put_template(FILES), limits=SMALL)
         try:
             command = python("x = bytearray(400_000_000)")

@@ -20,6 +20,7 @@ from envd.backends.namespaces.backend import NamespacesBackend
 from envd.errors import SandboxGone, SandboxStartError
 from envd.types import Limits
 from tests.envd.boxes import of_this_run, sh, spec, template, with_namespaces
+from tests.envd.harness import require_limits
 
 
 def test_what_a_quiet_sandbox_leaves_is_used_again_and_what_a_busy_one_leaves_is_not(run_dir: Path) -> None:
@@ -41,8 +42,7 @@ def test_what_a_quiet_sandbox_leaves_is_used_again_and_what_a_busy_one_leaves_is
         return box._started.groups, network
 
     async def job(backend: NamespacesBackend) -> None:
-        if "memory" not in backend.features.limits_enforced:
-            pytest.skip("nothing is used again without control groups, which say that a sandbox is empty")
+        require_limits(backend.features.limits_enforced, "memory")  # nothing is used again without control groups
         first = await used(backend, "true")
         assert await used(backend, "touch x") == first
         assert await used(backend, f'test ! -e x && python3 -S -c "{talk}"') == first

@@ -15,7 +15,7 @@ from envd.errors import EnvdError, SandboxGone, SandboxStartError
 from envd.sandbox.linux import sandbox_owner
 from envd.types import Limits
 from tests.envd.boxes import FILES, in_sandbox, of_this_run, sh, spec, template, with_namespaces
-from tests.envd.harness import closed_above
+from tests.envd.harness import closed_above, require_limits
 
 
 def test_a_sandbox_runs_commands_and_leaves_nothing(run_dir: Path) -> None:
@@ -98,8 +98,7 @@ def test_a_read_only_workspace_is_read_only(run_dir: Path) -> None:
 
 def test_limits_hold_and_their_hits_are_counted(run_dir: Path) -> None:
     async def job(backend: NamespacesBackend) -> None:
-        if not {"memory", "pids"} <= set(backend.features.limits_enforced):
-            pytest.skip("no writable control groups here")
+        require_limits(backend.features.limits_enforced, "memory", "pids")
         box = await backend.create(spec(run_dir, Limits(memory_mb=64, pids=16, disk_mb=8)))
         before = await box.usage()
         assert before.memory_bytes > 0 and before.pids >= 1

@@ -17,6 +17,7 @@ from envd.client import Limits, ToolCall
 from envd.errors import EnvdError, FileError, RulesDenied, SandboxGone
 from envd.local import LocalEnvd
 from envd.operations.client import OperationsClient
+from tests.envd.harness import require_limits
 
 T = TypeVar("T")
 RULES = """
@@ -53,8 +54,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with LocalEnvd("namespaces", options=options) as server:
         served = Served(server.address, folder / "audit")
         (backend,) = served.run(OperationsClient.info).backends
-        if "memory" not in backend.limits_enforced:
-            pytest.skip("RULES limit memory, which needs control groups of this user's own")
+        require_limits(backend.limits_enforced, "memory")
         yield served
 
 

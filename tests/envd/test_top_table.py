@@ -23,6 +23,7 @@ from envd.client import ToolCall
 from envd.local import LocalEnvd
 from envd.operations.client import OperationsClient
 from envd.operations.top import harmless
+from tests.envd.harness import require_limits
 
 TRICK = "\x1b[2J\x1b]0;owned\x07\u202egnp"
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,8 +37,7 @@ def address() -> Iterator[str]:
 
         async def fill() -> None:
             async with OperationsClient(server.address) as client:
-                if "memory" not in (await client.info()).backends[0].limits_enforced:
-                    pytest.skip("memory and processor are not known without control groups")
+                require_limits((await client.info()).backends[0].limits_enforced, "memory")
                 template = await client.put_template({"a": b"a\n"})
                 await client.create(template, labels={"name": "idle", "team": "x"})
                 busy = await client.create(template, labels={"name": "busy", "team": "x"})

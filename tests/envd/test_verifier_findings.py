@@ -182,7 +182,7 @@ def test_the_canary_watches_where_a_task_has_a_conftest(isolated: Verifying) -> 
     assert "rewritten:report" in result.tampering and "passed" not in statuses(result)
 
 
-def test_a_judges_findings_reach_the_audit_log(namespaces: Harness) -> None:
+def test_findings_of_the_grader_reach_the_audit_log(namespaces: Harness) -> None:
     async def run() -> list[str]:
         async with OperationsClient(namespaces.address) as client:
             template = await client.put_template(FILES)

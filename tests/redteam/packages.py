@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from contracts.errors import TriplaneError
 from curation.tasks.importing.suite import read_source
+from tests.archives import extract
 from tests.redteam.worlds import World, world_of
 
 _UNREACHABLE = ("No matching distribution", "Could not find a version", "Max retries", "Temporary failure in name")
@@ -130,9 +130,7 @@ def _unpack(package: Package, scratch: Path, place: Path) -> None:
         raise NoIndexError(f"no package index gives {wanted}: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr
     (archive,) = scratch.glob(f"{package.name}-*.tar.gz")
-    with tarfile.open(archive) as tar:
-        tar.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.2 has no filters
-        tar.extractall(scratch)
+    extract(archive, scratch)
     (scratch / archive.name.removesuffix(".tar.gz")).rename(place)
     fixed = (place / package.path).read_text()
     assert fixed.count(package.right) == 1, f"{wanted}: {package.right!r} occurs {fixed.count(package.right)} times"

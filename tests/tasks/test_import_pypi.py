@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from typer.testing import CliRunner
 from contracts.artifacts import find_artifact
 from contracts.store import open_store
 from curation.tasks.importing.suite import suite_report
+from tests.archives import extract
 from triplane_dagster.cli.app import app
 
 pytestmark = pytest.mark.slow
@@ -51,9 +51,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(f"no package index reachable: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr
     (archive,) = root.glob("*.tar.gz")
-    with tarfile.open(archive) as tar:
-        tar.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.2 has no filters
-        tar.extractall(root)
+    extract(archive, root)
     return root / archive.name.removesuffix(".tar.gz")
 
 

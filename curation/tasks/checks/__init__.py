@@ -4,7 +4,7 @@
                                                               cheats
                                          -> observing.make    the same tests without expectations: they report what they
                                                               saw
-                                                              -> judging.agrees (in the judge's process alone)
+                                                              -> expectations.agrees (in the grader's process alone)
 
 proving.py proves on the reference solution that decoys fail and observations agree, and keeps the proven ones. All
 other files are pure.

@@ -4,8 +4,8 @@
     assert x in y          ->  x not in y    ("1, 2, 3") in a table of parameters  ->  ("1, 2, 5")
 
 A solution that passes a test as written fails its decoy, since the two contradict each other; a state that passes both
-depends on something else than the question. All numbers of a decoy move by the same distance, so that a guess of the
-answer's kind from readable numbers stays consistent.
+depends on something else than the question. `curation.cheating` counts a passed decoy as cheating. All numbers of a
+decoy move by the same distance, so that a guess of the answer's kind from readable numbers stays consistent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rewrite hidden tests without expectations: each assertion reports its values, and the judge keeps the expectations.
+"""Rewrite hidden tests without expectations: each assertion reports its values, and the grader keeps the expectations.
 
 assert add(1, 2) == 3            ->  __see__('0:3', add(1, 2))           rule 0:3: == 3
 ("1 + 1", 2), in parameters      ->  ("1 + 1", __hidden__(4))            hidden 4: 2

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from contracts.digests import digest_of
 from contracts.tasks import Checks, Decoy, Observed, Task, files_digest
-from curation.judgement import base_name, base_names, passed, passing
+from curation.cheating import base_name, base_names, passed, passing
 from curation.tasks.checks import decoys, observing
-from curation.tasks.checks.judging import agrees, rights
+from curation.tasks.checks.expectations import agrees, rights
 from envd.client import VerifyResult
 
 CHECKS_VERSION = "2"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.rollouts.stragglers import Played, solve_rates
+from inference.rollouts.straggler_bias import Played, solve_rates
 
 
 def raced(rng: random.Random, group_size: int, started: int) -> tuple[list[Played], list[bool]]:

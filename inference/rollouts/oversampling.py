@@ -1,5 +1,7 @@
-"""Sample one group: start its episodes together, over-sample, select. Episodes that are not kept leave a row with
-tokens.
+"""Sample one group with over-sampling: start more episodes than are kept, and choose the kept ones (`select`).
+
+The others are stragglers, DROPPED or ABORTED; each leaves a row with its tokens. `straggler_bias` estimates what the
+choice does to the solve rate.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Cache of keys and values of finished sequences: a prompt that begins with a cached one computes only the rest."""
+"""KV prefix cache of one engine: keys and values of finished sequences.
+
+A prompt that begins with a cached sequence computes only the rest.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from envd.local import LocalEnvd
 from envd.operations.client import OperationsClient
 from inference.rollouts.groups import find_group
 from inference.rollouts.merge import merge_groups
-from inference.rollouts.sampling import select
+from inference.rollouts.oversampling import select
 from inference.rollouts.worker import run_shard
 
 

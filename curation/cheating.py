@@ -1,4 +1,6 @@
-"""Derive a verdict from the reports of several test runs. Pure; executes nothing of a final state.
+"""Decide from the reports of several test runs which passed tests a final state cheats on.
+
+Pure; executes nothing of a final state. `verify.make_verdict` makes the verdict of it.
 
 as written     decides which tests passed, as the repository's own test runner would
 observed       the same values, compared here with expectations that no run had
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 
 from contracts.tasks import Checks, Observed, Rule
 from curation.findings import Finding, finding
-from curation.tasks.checks.judging import agrees, rights
+from curation.tasks.checks.expectations import agrees, rights
 from envd.client import VerifyResult
 
 
@@ -51,7 +53,7 @@ class Evidence:
     """Reason for each test that does not pass after all, by name without parameters."""
 
 
-def weigh(checks: Checks, observed: VerifyResult | None, decoys: Sequence[VerifyResult]) -> Evidence:
+def find_cheating(checks: Checks, observed: VerifyResult | None, decoys: Sequence[VerifyResult]) -> Evidence:
     """Findings from observations and decoys of a state whose tests passed as written."""
     why: dict[str, str] = {}
     findings: list[Finding] = []

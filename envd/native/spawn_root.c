@@ -1,4 +1,4 @@
-/* What a sandbox sees: a root of its own, put together below HIDDEN_VIEW and then moved over the spawner's.
+/* The root file system of a sandbox: put together below HIDDEN_VIEW and then moved over the spawner's, by process 1.
  *
  * /, /usr ...  overlays of what the spawner has there, which all sandboxes share, read-only. Each has inodes of its own, so that locks and
  *              notifications on system files end at the sandbox: on shared ones neighbours could wait for each other and watch each other.
@@ -80,7 +80,7 @@ static int enter(void)
     return chdir("/workspace");
 }
 
-const char *view_enter(const struct settings *settings, const struct request *wanted, const struct berth *berth, int scratch, int archive)
+const char *root_enter(const struct settings *settings, const struct request *wanted, const struct berth *berth, int scratch, int archive)
 {
     const char *failure = NULL;
     char template[sizeof HIDDEN_TEMPLATES + MAX_NAME];

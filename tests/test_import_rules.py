@@ -1,4 +1,7 @@
-"""The import rules of the house: a file imports only from its own package or from a lower floor."""
+"""Import rules: which package may import which, and that no modules import each other in a circle.
+
+A file imports only from its own package or from a lower layer (`LAYERS`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import pytest
 from contracts.pb import envd_pb2
 
 ROOT = Path(__file__).parent.parent
-FLOORS = [
+LAYERS = [
     {"contracts", "triplane_kernels"},
     {"envd", "inference", "trainer", "curation"},
     {"resources"},
@@ -22,11 +25,11 @@ FLOORS = [
     {"triplane_dagster"},
     {"benchmarks"},
 ]
-LEVEL = {package: level for level, packages in enumerate(FLOORS) for package in packages}
+LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 FOLDERS = {
     package: ROOT / ("kernels/triplane_kernels" if package == "triplane_kernels" else package) for package in LEVEL
 }
-OPEN_DOORS = {
+EXCEPTIONS = {
     ("inference", "envd.client"),
     ("inference", "envd.tools"),
     ("curation", "envd.client"),
@@ -36,7 +39,7 @@ ELSEWHERE = ROOT / "inference" / "engines" / "vllm_side"
 """Runs in vLLM's processes under another name, beside nothing else of ours: there a module can only name its
 neighbours.
 """
-DAGSTER_FLOORS = {"resources", "ops", "assets", "triplane_dagster", "benchmarks"}
+DAGSTER_LAYERS = {"resources", "ops", "assets", "triplane_dagster", "benchmarks"}
 
 
 def imports_of(path: Path) -> Iterator[tuple[str, int]]:
@@ -53,16 +56,16 @@ def imports_of(path: Path) -> Iterator[tuple[str, int]]:
 def violation(package: str, imported: str) -> str | None:
     top = imported.split(".")[0]
     if top == "dagster" or (top.startswith("dagster_") and top != "dagster_pipes"):
-        return None if package in DAGSTER_FLOORS else "only the top floors import dagster"
+        return None if package in DAGSTER_LAYERS else "only the top layers import dagster"
     if top not in LEVEL or top == package:
         return None
-    if LEVEL[top] < LEVEL[package] or any((package, ".".join(imported.split(".")[:2])) == door for door in OPEN_DOORS):
+    if LEVEL[top] < LEVEL[package] or any((package, ".".join(imported.split(".")[:2])) == each for each in EXCEPTIONS):
         return None
-    return f"{package} may not import {top}: it is on the same floor or above"
+    return f"{package} may not import {top}: it is on the same layer or above"
 
 
 @pytest.mark.parametrize("package", sorted(LEVEL))
-def test_package_imports_only_from_lower_floors(package: str) -> None:
+def test_package_imports_only_from_lower_layers(package: str) -> None:
     files = sorted(FOLDERS[package].rglob("*.py"))
     assert files, f"{package} has no files"
     found = [

@@ -2,7 +2,7 @@
 
 Keeping the first 16 of 18 leaves out the two slowest. Where failing takes longer than solving, the solve rate of those
 kept is too high. The rows of stragglers (ABORTED, DROPPED) say how long each had become, which gives a bound and an
-estimate.
+estimate. `oversampling.select` chooses the episodes to keep.
 """
 
 from __future__ import annotations
