@@ -24,7 +24,7 @@ GOLDEN = {
     "task_suite": "86377004392d6513d64218075b8172738b3506ec90b4e57d6385f51c383a6b1e",
     "tokenizer": "640c5ee26e5449c44d33df2bfcdc28a03a7fc8125c92d9a29dcf99b531a6a7c2",
     "demonstrations": "f1fb122fe8fc5db0a25ec417a661bb7f9be6a5f38cc22f7e084271ff5387baaa",
-    "base_policy": "ea2c17e5dce03900cfeaebcaf2d4ca5d6e62629f5db121d7f745207d659a6c5c",
+    "base_policy": "e2ede77fb7be04c6e5fe982b44c1f00e98f73c74fee7d79823a4e265ff6c9c93",
     "iteration_inputs": "ec83717b3b9178b7a7916aa35d5e5cc749104ddeb74c344a9f406f2405f88df0",
     "prompts": "e1bd1459a11c692db0a964089ea7b8bf58dd27879800aa5b5f10e25d038e37de",
     "rollouts": "aade00a696a08c881ad146d58ea997c03e1b96eb0b919e62a09ec4b6407aa69a",
