@@ -44,7 +44,7 @@ class LearningOptions(Options):
 
     seeds: int = Field(5, ge=1, le=100)
     """Number of seeds, 0 to N-1, each with its own base policy."""
-    iterations: int = Field(10, ge=1, le=1000)
+    iterations: int = Field(3, ge=1, le=1000)
     """Iterations of each seed and of each control."""
     jobs: int = Field(2, ge=1, le=64)
     """Concurrent experiments, of one thread each."""
@@ -116,7 +116,7 @@ def _experiments(bench: Workbench, options: LearningOptions) -> list[Experiment]
 def _run_all(bench: Workbench, runs: list[Experiment], options: LearningOptions) -> None:
     """Run every experiment to its number of iterations, with progress bars.
 
-    A control runs after the seed whose base policy it shares.
+    Seeds begin first, so that a control mostly finds its base policy made.
     """
     children = Children()
     with Bars() as bars, ThreadPoolExecutor(options.jobs) as pool:
