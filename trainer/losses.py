@@ -1,4 +1,4 @@
-"""Advantages and losses as pure functions of tensors."""
+"""Losses as pure functions of tensors; `experience.py` computes the advantages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-/* The sandboxes that there are: how they start, what becomes of them, how they end. */
+/* The sandboxes that there are: how they start, what becomes of them, how they end. `clone_into` makes process 1 of a
+   sandbox in its mount, PID, IPC and UTS namespaces; spawn_box.c adds user and cgroup, spawn_network.c the network. */
 #include <errno.h>
 #include <linux/sched.h>
 #include <sched.h>
