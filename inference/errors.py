@@ -13,6 +13,10 @@ class EngineError(InferenceError):
     """An engine can't load a policy, can't accept a request, or has stopped."""
 
 
+class OtherArchitecture(EngineError):
+    """A policy's weights have other shapes than the served policy's; open another engine for it."""
+
+
 class RequestTooLong(EngineError):
     """A prompt, alone or with the requested tokens, exceeds the policy's context."""
 

@@ -17,6 +17,7 @@ from pydantic import PrivateAttr
 from contracts.artifacts import Artifact
 from inference.engines import Engine, open_engine
 from inference.engines.config import BuiltinConfig, EngineConfig, VllmConfig
+from inference.errors import OtherArchitecture
 
 if TYPE_CHECKING:
     from inference.engines.builtin import BuiltinEngine
@@ -78,18 +79,13 @@ class SamplerResource(dg.ConfigurableResource[Any]):
     async def _builtin(self, policy: Artifact, config: BuiltinConfig) -> Engine:
         place = config.model_dump_json()
         kept = self._kept.get(place)
-        if kept is not None and kept[0].stopped:
-            _log.warning("the built-in engine had stopped: opening another one for %s", policy.ref.short)
+        if kept is not None and not await _serves(*kept, policy):
             del self._kept[place]
             await kept[0].close()
             kept = None
-        if kept is None:
-            kept = (open_engine(config, policy.directory(), policy.ref.digest), policy.ref.digest)
-        elif kept[1] != policy.ref.digest:
-            await kept[0].load_weights(policy.directory(), policy.ref.digest)
-            kept = (kept[0], policy.ref.digest)
-        self._kept[place] = kept
-        return kept[0]
+        engine = open_engine(config, policy.directory(), policy.ref.digest) if kept is None else kept[0]
+        self._kept[place] = (engine, policy.ref.digest)
+        return engine
 
     def close(self) -> None:
         """Stop the engines that are still open. Idempotent."""
@@ -98,3 +94,16 @@ class SamplerResource(dg.ConfigurableResource[Any]):
             asyncio.run(engine.close())
         while self._keepers:
             self._keepers.popitem()[1].stop()
+
+
+async def _serves(engine: BuiltinEngine, served: str, policy: Artifact) -> bool:
+    """Make an engine serve `policy`, if it can. served: digest of the policy that it serves now."""
+    if engine.stopped:
+        _log.warning("the built-in engine had stopped: opening another one for %s", policy.ref.short)
+        return False
+    try:
+        if served != policy.ref.digest:
+            await engine.load_weights(policy.directory(), policy.ref.digest)
+    except OtherArchitecture:  # e.g. the base policy was made anew with another vocabulary
+        return False
+    return True

@@ -25,7 +25,7 @@ from inference.engines.base import Completion, SamplingParams
 from inference.engines.requests import Request
 from inference.engines.scheduler import Scheduler
 from inference.engines.weights import Weights, read_weights
-from inference.errors import EngineError, EngineStopped, RequestTooLong
+from inference.errors import EngineError, EngineStopped, OtherArchitecture, RequestTooLong
 
 PREFIX_BYTES = 512 << 20
 SWITCH_INTERVAL_S = 0.0002
@@ -97,10 +97,10 @@ class BuiltinEngine:
         return scores
 
     async def load_weights(self, directory: Path, version: str) -> None:
-        """See Engine.load_weights. Raises EngineError for another architecture; the current policy then stays."""
+        """See Engine.load_weights. Raises OtherArchitecture; the current policy then stays."""
         weights = await asyncio.to_thread(read_weights, directory)
         if weights.architecture != self._architecture:
-            raise EngineError(f"{directory} has another architecture than the served policy: open a new engine")
+            raise OtherArchitecture(f"{directory} has another architecture than the served policy: open a new engine")
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
         self._check_running()

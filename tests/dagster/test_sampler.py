@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 from dagster_world import World
 
-from contracts.artifacts import Artifact, open_artifact
+from contracts.artifacts import Artifact, ArtifactWriter, open_artifact
+from contracts.store import LocalStore, Store
 from inference.engines.base import Completion, SamplingParams
 from inference.engines.config import BuiltinConfig, EngineConfig, OpenAIConfig
 from resources.refs import require_ref
@@ -70,6 +73,31 @@ def sample(sampler: SamplerResource, policy: Artifact, config: EngineConfig) -> 
             return await engine.generate([5, 6, 7, 8], PARAMS)
 
     return asyncio.run(once())
+
+
+def with_shorter_context(policy: Artifact, store: Store) -> Artifact:
+    """The same weights for half as many positions, as a checkpoint."""
+    config = json.loads(policy.path("config.json").read_text())
+    config["max_position_embeddings"] //= 2
+    with ArtifactWriter(store, "checkpoint", "f" * 64, parents={}, config={}, code_version="1") as out:
+        for name in policy.names():
+            out.add_bytes(
+                name, json.dumps(config).encode() if name == "config.json" else policy.path(name).read_bytes()
+            )
+        return out.commit()
+
+
+def test_a_policy_of_another_architecture_gets_another_engine(
+    policies: tuple[Artifact, Artifact], tmp_path: Path
+) -> None:
+    sampler, config = SamplerResource(), BuiltinConfig(threads=1)
+    smaller = with_shorter_context(policies[0], LocalStore(tmp_path))
+    try:
+        first, other, again = (sample(sampler, each, config) for each in (policies[0], smaller, policies[0]))
+    finally:
+        sampler.close()
+    assert first.token_ids == other.token_ids == again.token_ids
+    assert first.logprobs == other.logprobs == again.logprobs
 
 
 def test_a_lease_serves_the_policy_it_names_whatever_was_served_before(policies: tuple[Artifact, Artifact]) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from inference.engines.base import Completion, SamplingParams
 from inference.engines.builtin import BuiltinEngine
-from inference.errors import EngineError, EngineStopped, RequestTooLong
+from inference.errors import EngineError, EngineStopped, OtherArchitecture, RequestTooLong
 
 pytestmark = pytest.mark.anyio
 Call = tuple[list[int], SamplingParams]
@@ -228,7 +228,7 @@ async def test_another_architecture_is_refused_and_the_policy_in_place_stays(
 ) -> None:
     engine = BuiltinEngine(policy, "v1")
     larger = write_policy("larger", num_hidden_layers=3)
-    with pytest.raises(EngineError, match="another architecture"):
+    with pytest.raises(OtherArchitecture, match="another architecture"):
         await engine.load_weights(larger, "v2")
     assert await engine.version() == "v1"
     await engine.close()
