@@ -1,4 +1,4 @@
-"""The sections of sandbox rules, each field with its unit and bounds."""
+"""Sections of sandbox rules, with the unit and bounds of each field."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class Destination(Section):
         return ports
 
     def covers(self, other: Destination) -> bool:
-        """Whether all that `other` allows is allowed here too."""
+        """Whether this destination allows everything that `other` allows."""
         if self.ports and not (other.ports and set(other.ports) <= set(self.ports)):
             return False
         ours, theirs = network_of(self.host), network_of(other.host)
         if ours is not None and theirs is not None:
             if ours.version != theirs.version or (means_reserved(theirs) and not means_reserved(ours)):
-                return False  # 0.0.0.0/0 does not let private addresses through, so a rule for these would be more
+                return False  # 0.0.0.0/0 does not include private addresses, so a rule for these allows more
             return theirs.subnet_of(ours)  # type: ignore[arg-type]
         return self.host == other.host or (self.host.startswith("*.") and other.host.endswith(self.host[1:]))
 
@@ -78,7 +78,7 @@ class Ceilings(Section):
     """Sandboxes that exist at once on the server."""
 
     def within(self, other: Ceilings) -> Ceilings:
-        """The lower of both at each limit."""
+        """Lower value of both for each limit."""
         values: dict[str, float] = {}
         for name in Ceilings.model_fields:
             said = [value for value in (getattr(self, name), getattr(other, name)) if value is not None]
