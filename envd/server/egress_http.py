@@ -50,7 +50,7 @@ class Target:
     """Destination of a request."""
 
     host: str
-    """A name in lower case without its last dot, or an address."""
+    """Name in lower case without its trailing dot, or an address."""
     port: int
     tunnel: bool
     path: bytes = b""

@@ -55,14 +55,14 @@ class Destination(Section):
 
 
 class NetworkRules(Section):
-    """Where sandboxes may connect to."""
+    """Destinations that sandboxes may connect to."""
 
     allow: tuple[Destination, ...] = Field(default=(), max_length=64, strict=False)
     """Empty: nowhere; a sandbox has a loopback of its own and nothing else."""
 
 
 class Ceilings(Section):
-    """The most a request may ask for. Absent: as much as it likes."""
+    """Maximum values that a request may ask for. Absent: no bound."""
 
     memory_mb: int | None = Field(default=None, gt=0)
     """MiB."""
@@ -88,7 +88,7 @@ class Ceilings(Section):
 
 
 class Defaults(Section):
-    """What a request gets that asks for nothing."""
+    """Values for a request that names none."""
 
     memory_mb: int = Field(default=Limits.memory_mb, gt=0)
     """MiB."""
@@ -103,16 +103,16 @@ class Defaults(Section):
 
 
 class ResourceRules(Section):
-    """Ceilings and defaults. A default above its ceiling is the ceiling."""
+    """Ceilings and defaults. A default above its ceiling is lowered to it."""
 
     maximum: Ceilings = Ceilings()
     default: Defaults = Defaults()
 
 
 class QuotaRules(Section):
-    """What the clients of one key may hold together; without keys, all clients.
+    """Quotas of all clients of one key together; without keys, of all clients.
 
-    Only the server's rules may have it.
+    Only the server's rules may have this section.
     """
 
     templates: int = Field(default=8192, ge=1)
@@ -130,7 +130,7 @@ class QuotaRules(Section):
 
 
 class FilesystemRules(Section):
-    """What of the template's files a sandbox gets."""
+    """Access of a sandbox to its workspace and the template's files."""
 
     read_only: bool = False
     """The workspace can't be written."""
@@ -148,7 +148,7 @@ class FilesystemRules(Section):
 
 
 class ToolRules(Section):
-    """Which tools may be called."""
+    """Tools that may be called."""
 
     allow: tuple[str, ...] | None = Field(default=None, strict=False)
     """Names; absent: all. Without `exec` the Processes service is closed too."""

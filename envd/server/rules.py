@@ -77,12 +77,12 @@ class Decisions:
 
     @property
     def reason(self) -> str:
-        """All denials in one line; empty when there is none."""
+        """All denials in one line; empty if there are none."""
         return "; ".join(str(denial) for denial in self.denials)
 
 
 class Rules(Section):
-    """What a sandbox may be and do. The default allows what a server without rules does."""
+    """Rules of a sandbox. The default is that of a server without rules."""
 
     version: Literal[1] = 1
     network: NetworkRules = NetworkRules()

@@ -85,7 +85,7 @@ class Sandboxes:
         raise kind(f"no sandbox {identity[:40]!r}: {why}")
 
     def knows(self, identity: str, token: str) -> bool:
-        """Whether a live sandbox has this id and token. Records nothing."""
+        """Whether a live sandbox has this id and token. Records no audit event."""
         live = self._live.get(identity)
         return live is not None and live.is_token(token)
 

@@ -127,8 +127,8 @@ async def serve(options: Options) -> None:
     if options.with_parent is not None:
         linux.die_with_parent(signal.SIGTERM)
         if os.getppid() != options.with_parent:
-            return  # the parent died before the call above
-    make_room()  # before anything is started
+            return  # the parent died before die_with_parent took effect
+    make_room()  # before any process is started
     async with contextlib.AsyncExitStack() as stack:
         run_dir = await stack.enter_async_context(_run_directory(options.state_dir))
         audit = AuditLog(options.audit_log, calls=options.audit_calls)
@@ -298,7 +298,7 @@ async def _run_directory(state_dir: Path | None) -> AsyncIterator[Path]:
 def _held(state_dir: Path) -> int:
     """Lock a directory against other servers and return the descriptor. Raises EnvdError if another server has it."""
     mode = stat.S_IMODE(state_dir.stat().st_mode)
-    if mode & 0o111 != 0o111:  # sandboxes' users pass through it
+    if mode & 0o111 != 0o111:  # the sandboxes' users need to traverse it
         state_dir.chmod(mode | 0o111)
     held = os.open(state_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

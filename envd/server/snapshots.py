@@ -117,7 +117,7 @@ def _charged_to(owner: str, snapshot: Path) -> int:
 
 
 def size_of(directory: Path) -> int:
-    """Bytes on disk of the files below a directory; holes of sparse files do not count."""
+    """Bytes on disk of the files below a directory, without the holes of sparse files."""
     return sum(path.lstat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
 
 

@@ -94,7 +94,7 @@ class Migration:
         header = first.header
         digest = await self._sandboxes.templates.put(header.template_files)
         wanted = replace(Wanted.of(header), template=digest)
-        _, spec, _ = self._sandboxes.plan(wanted)  # refused before anything is read
+        _, spec, _ = self._sandboxes.plan(wanted)  # raises before any state is read
         room = (spec.limits.memory_mb + spec.limits.disk_mb << 20) + _SPARE_BYTES
         into = self._sandboxes.snapshots.hold()
         try:
@@ -144,7 +144,7 @@ class Migration:
             header = await self._header(live)
             live.require_alive()
             size = await there.take(header, into)
-            if live.ended:  # by its owner or its lifetime, while it was sent
+            if live.ended:  # the owner or the lifetime ended the sandbox while it was sent
                 await there.drop(header)
                 live.require_alive()
             return size, lost
