@@ -1,6 +1,4 @@
-"""What a client may ask a sandbox to be: requests checked against plain bounds and the rules, and turned into a
-`BoxSpec`.
-"""
+"""Admission: check a request for a sandbox against fixed bounds and the rules, and choose its backend."""
 
 from __future__ import annotations
 
@@ -17,14 +15,14 @@ from envd.server.rules import Decisions, Denial, Rules
 from envd.types import Limits
 
 _MOST = Limits(memory_mb=1 << 22, pids=1 << 22, cpu=1024, disk_mb=1 << 24, lifetime_s=365 * 24 * 3600.0)
-"""Beyond these a number is a mistake, whatever the rules say."""
+"""Maximum limits that a request may name, whatever the rules allow."""
 _MAX_ENV_BYTES = 128 * 1024
 _MAX_LABELS, _MAX_LABEL = 32, 256
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A sandbox that somebody asks for. Limits of 0 take the rules' defaults."""
+    """A request for a sandbox. Limits of 0 take the rules' defaults."""
 
     template: str
     limits: Mapping[str, float] = field(default_factory=dict)
@@ -35,7 +33,7 @@ class Wanted:
 
     @classmethod
     def of(cls, request: Any) -> Wanted:
-        """What a CreateRequest or a ReceiveHeader asks for. Raises EnvdError for what no rules allow."""
+        """Convert a CreateRequest or a ReceiveHeader. Raises EnvdError for values beyond the fixed bounds."""
         wanted = cls(
             request.template,
             named_limits(request.limits),
@@ -50,7 +48,7 @@ class Wanted:
         return wanted
 
     def with_limits(self, limits: pb.Limits) -> Wanted:
-        """The same with the limits that are named in place of its own."""
+        """Copy of this request with the non-zero limits replaced. Raises EnvdError for invalid limits."""
         named = {name: value for name, value in named_limits(limits).items() if value}
         wanted = replace(self, limits={**self.limits, **named})
         _check_numbers(wanted.limits)
@@ -58,9 +56,9 @@ class Wanted:
 
 
 def limits_of(limits: pb.Limits) -> Limits:
-    """Limits of a request; what it leaves at zero takes the default.
+    """Limits of a request, with the default for each limit that is 0.
 
-    Raises EnvdError for others than positive numbers.
+    Raises EnvdError for a limit that is not a positive number, or is too large.
     """
     asked = named_limits(limits)
     _check_numbers(asked)
@@ -75,9 +73,9 @@ def decide(
     audit: AuditLog,
     live: int,
 ) -> tuple[Backend, Decisions]:
-    """The backend that a sandbox gets, and what the rules decide about it. Raises RulesDenied, which is recorded.
+    """Choose a sandbox's backend and check the request against the rules. Raises RulesDenied, which is recorded.
 
-    rules: the request's within the server's, and what it asks for beyond that. live: sandboxes that exist.
+    rules: the request's merged with the server's, and the denials of that merge. live: number of existing sandboxes.
     """
     merged, denials = rules
     backend = _choose(wanted.backend, backends, merged)
@@ -101,7 +99,7 @@ def decide(
 def choose_backend(
     name: str, backends: Mapping[str, Backend], rules: Rules, denials: tuple[Denial, ...], audit: AuditLog
 ) -> Backend:
-    """The backend of a name, or the first that fits the rules. Raises EnvdError, and RulesDenied, which is recorded."""
+    """Backend with a name, or the first that fits the rules. Raises EnvdError, and RulesDenied, which is recorded."""
     backend = _choose(name, backends, rules)
     if backend.features.isolation < rules.least:
         denials += (
@@ -130,14 +128,14 @@ def _choose(name: str, backends: Mapping[str, Backend], rules: Rules) -> Backend
 
 def _check_numbers(limits: Mapping[str, float]) -> None:
     for name, value in limits.items():
-        if not value >= 0:  # also what is not a number
+        if not value >= 0:  # true for NaN, too
             raise EnvdError(f"limits must be positive: {name} is {value:g}")
         if value > getattr(_MOST, name):
             raise EnvdError(f"limits.{name} is {value:g}: it must be at most {getattr(_MOST, name):g}")
 
 
 def check_env(env: Mapping[str, str]) -> None:
-    """Raise EnvdError for variables that no process can have."""
+    """Raise EnvdError for environment variables that are too large in total or that no process can have."""
     if sum(len(key) + len(value) for key, value in env.items()) > _MAX_ENV_BYTES:
         raise EnvdError(f"the environment is larger than {_MAX_ENV_BYTES} characters: write a file instead")
     for key, value in env.items():

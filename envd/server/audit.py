@@ -1,12 +1,12 @@
-"""Audit log: what was denied, limited or tampered with, as numbered events; docs/sandboxes-rules.md lists the kinds.
+"""Audit log: denials, limits hit and tampering as numbered events; docs/sandboxes-rules.md lists the kinds.
 
     record() -> memory (the newest `KEEP`), followers, and one line of JSON in FILE
-                the trail of calls, where there is one, beside them: the newest `KEEP_CALLS`, and FILE.calls
+                the trail of calls, if enabled, is separate: the newest `KEEP_CALLS` in memory, and FILE.calls
 
-A line reaches the kernel before record() returns, so a killed server loses none and leaves at most a torn last line; a
-thread has the disk keep them, a batch at a time. Events come at the pace of hostile code, so repeats are counted
-instead of kept beyond `BURST` in `WINDOW_S`. The trail is not: it holds each call, and since it has memory and files of
-its own, no number of calls pushes out a denial.
+A line reaches the kernel before record() returns, so a killed server loses no line and leaves at most a torn last one.
+A thread syncs the lines to disk in batches. Hostile code can cause events at any rate, so events beyond `BURST` in
+`WINDOW_S` are counted and not kept. The trail of calls keeps every call. It has its own memory and files, so that no
+number of calls evicts a denial.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ Kind = Literal[
 ]
 KINDS: tuple[str, ...] = get_args(Kind)
 TRAIL: frozenset[str] = frozenset({"call.begun", "call.made", "network.connected"})
-"""Kinds of the trail of calls."""
+"""Kinds that go to the trail of calls."""
 _BY_CLIENTS = TRAIL - {"network.connected"}
-"""Whose number no code in a sandbox sets: each of them is kept."""
+"""Kinds of the trail that code in a sandbox can't cause: every event is kept."""
 KEEP, KEEP_CALLS = 16_384, 8_192
-"""Events kept in memory: all but the trail of calls, and that."""
+"""Number of events kept in memory: without the trail of calls, and of that trail."""
 BURST, WINDOW_S = 32, 10.0
-"""Events of one kind and sandbox that are kept within so many seconds; what comes beyond is counted in one
-audit.suppressed. Those of no sandbox are counted by where their call came from (`envd.server.caller.source`).
+"""At most BURST events of one kind and sandbox are kept in WINDOW_S seconds; one audit.suppressed counts the rest.
+Events of no sandbox are counted by the source of their call (`envd.server.caller.source`).
 """
 _MAX_SOURCES = 8192
 _MAX_TEXT, _MAX_DETAIL = 512, 4096
@@ -77,19 +77,19 @@ _log = logging.getLogger("envd.audit")
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened."""
+    """One event of the audit log."""
 
     number: int
-    """Rises by one with each event, also over restarts of a server that writes to a file."""
+    """Increases by one with each event, also across restarts of a server that writes to a file."""
     unix_time: float
     sandbox_id: str
-    """Empty: of the server itself."""
+    """Empty for an event of the server itself."""
     kind: str
     detail_json: str
-    """An object; what came from a sandbox is cut in it."""
+    """A JSON object; texts in it are cut to a maximum length."""
 
     def line(self) -> bytes:
-        """The event as a line of the file."""
+        """Event as a line of JSON for the file."""
         sandbox = json.dumps(self.sandbox_id)
         head = f'"number": {self.number}, "time": {self.unix_time!r}, "sandbox": {sandbox}, "kind": "{self.kind}"'
         return f'{{{head}, "detail": {self.detail_json}}}\n'.encode()
@@ -111,13 +111,13 @@ class AuditLog:
     def __init__(
         self, path: Path | None = None, *, calls: bool = False, max_bytes: int = 64 * 1024 * 1024, files: int = 4
     ) -> None:
-        """path: where events are appended, else memory only; calls: with a trail of calls, which goes to `PATH.calls`.
+        """path: file to append to; None: memory only. calls: also keep a trail of calls, in `PATH.calls`.
 
-        A file of max_bytes is moved to PATH.1 and so on, `files` of them are kept. Raises EnvdError when it can't be
-        written or belongs to another server.
+        A file that reaches max_bytes is moved to PATH.1 and so on; `files` files are kept. Raises EnvdError if a file
+        can't be written or belongs to another server.
         """
         self.calls = calls
-        """Whether there is a trail of calls."""
+        """Whether the trail of calls is enabled."""
         self._number, self._files = 0, tuple[AuditFile, ...]()
         if path is not None:
             trail = path.with_name(path.name + ".calls")
@@ -131,7 +131,7 @@ class AuditLog:
         self._trail: deque[Event] = deque(maxlen=KEEP_CALLS)
         self._sources: dict[tuple[str, str, str], _Source] = {}
         self.counts: Counter[str] = Counter()
-        """Events by kind, also those that were only counted."""
+        """Number of events by kind, including suppressed ones."""
         self._lock = threading.Lock()
         self._followers: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
 
@@ -141,7 +141,7 @@ class AuditLog:
         return self._number
 
     def record(self, kind: Kind, sandbox_id: str = "", **detail: Any) -> Event | None:
-        """Record an event and return it; None when it was one of too many of its kind and sandbox, and only counted."""
+        """Record an event and return it; None if the burst limit of its kind and sandbox suppressed it."""
         source, address = ("", "") if sandbox_id else caller.source()
         with self._lock:
             self.counts[kind] += 1
@@ -154,23 +154,23 @@ class AuditLog:
         return event
 
     def forget(self, sandbox_id: str) -> None:
-        """The sandbox has ended: record what was only counted of it."""
+        """Record the suppressed events of a sandbox that has ended, and forget its counts."""
         with self._lock:
             for key in [key for key in self._sources if key[1] == sandbox_id]:
                 self._settle(key, self._sources.pop(key))
         self._wake()
 
     def since(self, after: int = 0, sandbox_id: str = "") -> list[Event]:
-        """The events in memory with numbers above `after`, of one sandbox or (empty) of all."""
+        """Events in memory with numbers above `after`, of one sandbox or, if `sandbox_id` is empty, of all."""
         with self._lock:
             found = [*_above(after, self._events), *_above(after, self._trail)]
         found.sort(key=lambda event: event.number)
         return [event for event in found if sandbox_id in ("", event.sandbox_id)]
 
     async def follow(self, after: int = 0, sandbox_id: str = "") -> AsyncIterator[Event]:
-        """Events with numbers above `after`, and then each as it is recorded, without end.
+        """Yield the events with numbers above `after`, then each new event, without end.
 
-        A reader slower than `KEEP` events misses the oldest, and sees that from the numbers.
+        A reader that lags more than `KEEP` events behind misses the oldest ones; the gap in the numbers shows it.
         """
         news = asyncio.Event()
         self._followers[news] = asyncio.get_running_loop()
@@ -187,7 +187,7 @@ class AuditLog:
             del self._followers[news]
 
     def close(self) -> None:
-        """Record what was only counted, have the disk keep everything and let go of the file."""
+        """Record the suppressed events, sync the files to disk and close them."""
         with self._lock:
             for key, source in self._sources.items():
                 self._settle(key, source)
@@ -242,9 +242,9 @@ def _above(number: int, events: deque[Event]) -> Iterable[Event]:
 
 
 def leaves_root(path: str, link_target: str | None = None) -> bool:
-    """Whether a path, or a link at that path, names a place above the workspace.
+    """Whether a path, or a link at that path, points above the workspace.
 
-    Sandboxes' links are resolved inside it all the same.
+    The agent resolves such links inside the workspace regardless.
     """
     if link_target is not None:
         if link_target.startswith("/"):
@@ -259,7 +259,7 @@ def leaves_root(path: str, link_target: str | None = None) -> bool:
 
 
 def _detail(detail: dict[str, Any]) -> str:
-    """An object in ASCII, each text cut to 512 characters and the whole to 4 KiB."""
+    """Detail as a JSON object in ASCII, each text cut to 512 characters and the whole to 4 KiB."""
     text = _ENCODER.encode({key: _short(value) for key, value in detail.items()})
     return text if len(text) <= _MAX_DETAIL else json.dumps({"cut": text[: _MAX_DETAIL // 2]})
 

@@ -1,4 +1,4 @@
-"""The file of an audit log: lines appended at once, kept by the disk in batches, moved aside at a size."""
+"""File of an audit log: appends lines at once, syncs them to disk in batches, and rotates at a size."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from contracts.errors import describe
 from envd.errors import EnvdError
 
 _SYNC_S = 0.2
-"""Pause between two batches."""
+"""Pause between two syncs, in seconds."""
 _log = logging.getLogger("envd.audit")
 
 
 class AuditFile:
-    """Appends lines to a file that is this process's alone. Not safe for several threads: its caller holds a lock."""
+    """Appends lines to a file that this process has locked. Not thread-safe: the caller holds a lock."""
 
     def __init__(self, path: Path, *, max_bytes: int, files: int) -> None:
         self._path, self._max_bytes, self._files = path, max_bytes, files
         self._lost = 0
         self._lock_fd = _lock(path)
         self._fd, self._size = self._open()
-        # an earlier server's death may have torn its last line
+        # a killed server may have left a torn last line
         self._torn = bool(self._size) and os.pread(self._fd, 1, self._size - 1) != b"\n"
         self._dirty = threading.Event()
         self._closing = threading.Event()
@@ -35,11 +35,11 @@ class AuditFile:
 
     @property
     def name(self) -> str:
-        """Its name, without the directory."""
+        """Name of the file, without the directory."""
         return self._path.name
 
     def write(self, line: bytes) -> bool:
-        """Append a line. False: the disk refused it, which is counted and not raised, since the server goes on."""
+        """Append a line. Returns False if writing failed, which is counted and not raised: the server continues."""
         if self._size + len(line) > self._max_bytes and self._size:
             self._rotate()
         data = b"\n" + line if self._torn else line
@@ -57,12 +57,12 @@ class AuditFile:
         return not self._torn
 
     def take_lost(self) -> int:
-        """How many lines were lost since this was last asked."""
+        """Number of lines lost since the last call."""
         lost, self._lost = self._lost, 0
         return lost
 
     def close(self) -> None:
-        """Have the disk keep everything, then close."""
+        """Sync everything to disk, then close."""
         self._closing.set()
         self._dirty.set()
         self._keeper.join()
@@ -83,7 +83,10 @@ class AuditFile:
         return fd, os.fstat(fd).st_size
 
     def _rotate(self) -> None:
-        """Oldest first, so that a kill in between leaves a gap in the names and no line lost but the oldest file's."""
+        """Rename the files, oldest first, and open a new one.
+
+        A kill in between leaves a gap in the names and loses no lines but the oldest file's.
+        """
         try:
             for number in range(self._files - 1, 0, -1):
                 source = self._path if number == 1 else _aside(self._path, number - 1)
@@ -94,12 +97,12 @@ class AuditFile:
             fresh, size = self._open()
         except (OSError, EnvdError) as error:
             self._refused(str(error))
-            return  # goes on in the old one, which may grow
+            return  # continues in the old file, which may exceed max_bytes
         self._retired.append(self._fd)
         self._fd, self._size, self._torn = fresh, size, False
 
     def _keep(self) -> None:
-        """The thread that waits for the disk, so that nobody else does."""
+        """Sync the file in a thread, so that no other code waits for the disk."""
         while not self._closing.is_set():
             self._dirty.wait()
             self._dirty.clear()
@@ -111,13 +114,13 @@ class AuditFile:
             old = self._retired.pop()
             _sync(old)
             os.close(old)
-        current = os.dup(self._fd)  # a rotation may put another one in its place meanwhile
+        current = os.dup(self._fd)  # a rotation may replace self._fd meanwhile
         _sync(current)
         os.close(current)
 
 
 def last_number_of(path: Path, files: int) -> int:
-    """Number of the last event that servers wrote to a file and those moved aside from it; 0 where there is none."""
+    """Number of the last event in a file and its rotated files; 0 if there is none."""
     for each in (path, *(_aside(path, number) for number in range(1, files))):
         if (last := _last_number(each)) is not None:
             return last
@@ -136,7 +139,7 @@ def _sync(fd: int) -> None:
 
 
 def _lock(path: Path) -> int:
-    """Hold `PATH.lock` as long as this process lives: two servers would number their events alike."""
+    """Lock `PATH.lock` and return its descriptor; two servers on one file would give events the same numbers."""
     try:
         fd = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640)
     except OSError as error:
@@ -150,7 +153,7 @@ def _lock(path: Path) -> int:
 
 
 def _last_number(path: Path) -> int | None:
-    """Number of the last whole line of a file, which is read from its end."""
+    """Event number in the last valid line of a file; None if there is none. Reads only the file's last 64 KiB."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""Starting the backends that a server is asked for."""
+"""Start and stop the requested backends of a server."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _log = logging.getLogger("envd")
 
 
 async def start_backends(names: Sequence[str], run_dir: Path, *, pool: int) -> dict[str, Backend]:
-    """The backends by name, the default one first.
+    """Start the backends and return them by name, the default one first.
 
-    `auto`: namespaces, else gVisor, whichever really starts; never plain.
+    `auto`: namespaces if it starts, else gVisor; never plain.
 
-    pool: sandboxes kept ready, where a backend can. Raises BackendUnavailable with the reason of the first that does
-    not work.
+    pool: number of sandboxes kept ready, if the backend supports it. Raises BackendUnavailable with the reason of the
+    first backend that does not start.
     """
     started: dict[str, Backend] = {}
     try:
@@ -48,16 +48,16 @@ async def start_backends(names: Sequence[str], run_dir: Path, *, pool: int) -> d
 
 
 async def stop_backends(backends: dict[str, Backend]) -> None:
-    """Stop them all, whichever of them fails to."""
+    """Stop all backends; log the error of each that fails to stop."""
     for error in await asyncio.gather(*(each.stop() for each in backends.values()), return_exceptions=True):
         if isinstance(error, BaseException):
             _log.error("a backend did not stop cleanly", exc_info=error)
 
 
 async def _auto(run_dir: Path, pool: int) -> list[Backend]:
-    """The first of `AUTO` that starts here.
+    """Start the first of the `AUTO` backends that works here.
 
-    Raises BackendUnavailable, with the fix, where none does: plain must be asked for by name.
+    Raises BackendUnavailable, with the fix, if none does: plain must be requested by name.
     """
     refusals: list[str] = []
     for name in AUTO:

@@ -1,4 +1,4 @@
-"""Where the call came from that is being answered, so that what one client does is not counted against another's."""
+"""Client and key of the current call, so that limits are counted per client."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from urllib.parse import unquote
 _CALLER: ContextVar[tuple[str, str]] = ContextVar("caller", default=("", ""))
 _KEY: ContextVar[str] = ContextVar("key", default="")
 _OURS = 64
-"""Bits of an IPv6 address that a network has: its clients choose the others as they like."""
+"""Prefix length of an IPv6 network in bits: a client can choose the remaining bits itself."""
 
 
 def answering(context: Any, method: str) -> None:
-    """From now on this task, and what it starts, answers a call of `Service/Method`."""
+    """Set the current call of this task, and of tasks that it starts, to a call of `Service/Method`."""
     _CALLER.set((context.peer(), method))
 
 
 def known_by(key: bytes) -> None:
-    """The call that is being answered came with this key, which was checked."""
+    """Set the key of the current call, which must have been checked."""
     _KEY.set(hashlib.sha256(key).hexdigest()[:12])
 
 
 def key() -> str:
-    """A name of the key that the call came with, which tells nothing of it; empty where none is asked for."""
+    """Name of the current call's key, from which the key can't be derived; empty if the server asks for no key."""
     return _KEY.get()
 
 
 def source() -> tuple[str, str]:
-    """What events of the call are counted by, and its client's address.
+    """Source that events of the current call are counted by, and its client's address.
 
-    By the client's address or, for IPv6, its network. On a Unix socket all clients look the same to gRPC: by the method
-    there, with an empty address. Both are empty where no call is being answered.
+    The source is the client's address or, for IPv6, its network. On a Unix socket gRPC can't tell clients apart: the
+    source is the method then, and the address is empty. Both are empty outside of a call.
     """
     peer, method = _CALLER.get()
     address = address_of(peer)
@@ -42,7 +42,7 @@ def source() -> tuple[str, str]:
 
 
 def address_of(peer: str) -> str:
-    """The address in what gRPC says of a peer (`ipv4:10.0.0.3:50123`), without its port; empty for a Unix socket."""
+    """Address of a gRPC peer (`ipv4:10.0.0.3:50123`) without its port; empty for a Unix socket."""
     kind, _, rest = peer.partition(":")
     return _plain(rest.rpartition(":")[0]) if kind in ("ipv4", "ipv6") else ""
 

@@ -1,7 +1,7 @@
-"""What every servicer's methods share: metadata, idempotency, and errors as gRPC statuses.
+"""Common parts of the servicers' methods: metadata, idempotency, and errors as gRPC statuses.
 
-@unary                             looks at the idempotency key, turns errors into statuses
-@streaming                         the same without the key: a stream is taken up again by its offsets
+@unary                             handles the idempotency key, turns errors into statuses
+@streaming                         the same without the key: a client resumes a stream by its offsets
 """
 
 from __future__ import annotations
@@ -53,37 +53,37 @@ _FILE_CODES = {
 }
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _IMPOSSIBLE = frozenset({errno.EINVAL, errno.ENAMETOOLONG, errno.EBUSY})
-"""No file has such a name, or it is the workspace itself."""
+"""Errors of invalid file names, and of operations on the workspace itself."""
 _MAX_WORDS = 2000
-"""Of a status: its words travel in a header of limited size."""
+"""Maximum length of a status message, in characters: gRPC sends it in a header of limited size."""
 _log = logging.getLogger("envd")
 
 
 class Service:
-    """Base of the servicers: finding the sandbox that a request names."""
+    """Base of the servicers: finds the sandbox that a request names and checks its rules."""
 
     def __init__(self, sandboxes: Sandboxes) -> None:
         self.sandboxes = sandboxes
 
     def live(self, request: Any, context: Context) -> Live:
-        """The sandbox of a request. Raises SandboxGone where there is none, or the token is another's."""
+        """Live sandbox that a request names. Raises SandboxGone for an unknown id or a wrong token."""
         return self.sandboxes.find(request.sandbox_id, metadata_of(context, SANDBOX_TOKEN))
 
     def tool_allowed(self, live: Live, tool: str) -> None:
-        """Raise RulesDenied, and record it, where the rules forbid a tool."""
+        """Raise RulesDenied, and record it, if the sandbox's rules forbid a tool."""
         if not live.decisions.allows(tool):
             self.sandboxes.audit.record("tool.denied", live.identity, tool=tool)
             raise errors.RulesDenied(f"the rules of sandbox {live.identity[:40]} do not allow {tool}")
 
 
 def unary(method: Callable[[Any, Any, Context], Awaitable[T]]) -> Callable[[Any, Any, Context], Awaitable[T]]:
-    """Wrap a servicer's method."""
+    """Wrap a servicer's unary method: handle its idempotency key and turn errors into statuses."""
 
     @functools.wraps(method)
     async def answer(service: Any, request: Any, context: Context) -> T:
         try:
             key = metadata_of(context, IDEMPOTENCY_KEY)
-            if not key or not isinstance(request, Message):  # streams have none
+            if not key or not isinstance(request, Message):  # request streams have no key
                 return await method(service, request, context)
             sandboxes: Sandboxes = service.sandboxes
             identity = getattr(request, "sandbox_id", "")
@@ -94,7 +94,7 @@ def unary(method: Callable[[Any, Any, Context], Awaitable[T]]) -> Callable[[Any,
             return reply
         except (errors.EnvdError, OSError) as error:
             await abort(service, request, context, error)
-        except ExceptionGroup as group:  # of calls that ran at the same time, e.g. in a sandbox that ended meanwhile
+        except ExceptionGroup as group:  # from concurrent tool calls, e.g. in a sandbox that ended meanwhile
             known = group.subgroup((errors.EnvdError, OSError))
             if known is None:
                 raise
@@ -106,7 +106,7 @@ def unary(method: Callable[[Any, Any, Context], Awaitable[T]]) -> Callable[[Any,
 def streaming(
     method: Callable[[Any, Any, Context], AsyncIterator[T]],
 ) -> Callable[[Any, Any, Context], AsyncIterator[T]]:
-    """Wrap a servicer's method that answers with a stream."""
+    """Wrap a servicer's streaming method: turn errors into statuses."""
 
     @functools.wraps(method)
     async def answer(service: Any, request: Any, context: Context) -> AsyncIterator[T]:
@@ -120,7 +120,7 @@ def streaming(
 
 
 def metadata_of(context: Context, key: str) -> str:
-    """A request's metadata value, empty when there is none."""
+    """Value of a request's metadata key; empty if it is absent."""
     for name, value in context.invocation_metadata() or ():
         if name == key:
             return value if isinstance(value, str) else value.decode("ascii", "replace")
@@ -128,14 +128,14 @@ def metadata_of(context: Context, key: str) -> str:
 
 
 async def abort(service: Service, request: Any, context: Context, error: Exception) -> NoReturn:
-    """End a call with the status of an error, and its class's name beside it, so that the client raises the same."""
+    """End a call with the status and the class name of an error, so that the client raises the same error."""
     code = code_of(error)
     if isinstance(error, OSError):
         _log.error("a call failed on this machine", exc_info=error)
         error = errors.EnvdError(f"the server failed: {describe(error)}")
     identity = getattr(request, "sandbox_id", "")
     if code is _Code.INVALID_ARGUMENT or isinstance(error, errors.TemplateError):
-        # of the sandbox's own: a flood of the server's hides nobody else's
+        # counted for the sandbox if its token is right, so that a flood elsewhere does not suppress it
         own = identity if service.sandboxes.knows(identity, metadata_of(context, SANDBOX_TOKEN)) else ""
         service.sandboxes.audit.record("request.refused", own, method=type(request).__name__, reason=str(error))
     if isinstance(error, errors.FileError) and (error.errno in _FULL or error.errno in _IMPOSSIBLE):
@@ -157,7 +157,7 @@ def _first(error: BaseException) -> Exception:
 
 
 def code_of(error: Exception) -> grpc.StatusCode:
-    """The gRPC status that tells of an error."""
+    """gRPC status code for an error."""
     if isinstance(error, errors.FileError):
         return _FILE_CODES.get(error.errno, _Code.FAILED_PRECONDITION)
     if isinstance(error, errors.EnvdError):

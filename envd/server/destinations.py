@@ -1,9 +1,7 @@
-"""Which destinations a sandbox's rules let through: names before they are resolved, addresses before they are
-connected to.
+"""Check destinations against a sandbox's rules: names before they are resolved, addresses before the connection.
 
-An address that is not one of the public internet's is let through only where the rules name it: itself, or a network
-that holds nothing but such addresses. A name that leads there is refused, whoever answers for it. Public addresses that
-are this host's own are never let through.
+A reserved (not public) address is allowed only if the rules name it or a network of only reserved addresses. A name
+that resolves to another reserved address is refused. This host's own public addresses are never allowed.
 """
 
 from __future__ import annotations
@@ -42,26 +40,26 @@ _SPECIAL = (
     "2002::/16",
     "3fff::/20",
 )
-"""IANA's special-purpose registries (RFC 6890) and multicast; 168.63.129.16 is Azure's metadata; 2001::/23 and
-2002::/16 hold tunnels that carry IPv4 addresses, and ::/3 (all that is below 2000::) the mapped and translated ones.
+"""IANA's special-purpose registries (RFC 6890) and multicast; 168.63.129.16 is Azure's metadata service; 2001::/23 and
+2002::/16 contain tunnels that carry IPv4 addresses, and ::/3 (everything below 2000::) mapped and translated ones.
 """
 _RESERVED: tuple[Network, ...] = tuple(map(ipaddress.ip_network, _SPECIAL))
 _HOST = re.compile(r"(?=.{1,253}\Z)([a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?\.)*[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
 
 
 class DestinationRefused(EnvdError):
-    """A destination that a sandbox may not reach; in one line, with the fix."""
+    """A destination that a sandbox may not reach; the message is one line with the fix."""
 
 
 class Destinations:
-    """What the rules of one sandbox allow."""
+    """Destinations that the rules of one sandbox allow."""
 
     def __init__(self, rules: Sequence[NetworkRule]) -> None:
         self._names = [(rule.host, rule.ports) for rule in rules if network_of(rule.host) is None]
         self._networks = [(network, rule.ports) for rule in rules if (network := network_of(rule.host)) is not None]
 
     def check_host(self, host: str, port: int) -> Address | None:
-        """The address that a destination is, or None where it is a name to be resolved. Raises DestinationRefused."""
+        """Check a host; return its address, or None if it is a name to be resolved. Raises DestinationRefused."""
         address = _address_of(host)
         if address is not None:
             self.check_address(host, address, port, named=False)
@@ -73,7 +71,7 @@ class Destinations:
         return None
 
     def check_address(self, host: str, address: Address, port: int, *, named: bool) -> None:
-        """Raise DestinationRefused unless this address may be connected to. named: a name that is allowed led to it."""
+        """Raise DestinationRefused unless the rules allow an address. named: an allowed name resolved to it."""
         address = plain(address)
         reserved = _is_reserved(address) or _is_own(address, port)
         rules = [network for network, ports in self._networks if _open(ports, port) and _holds(network, address)]
@@ -88,13 +86,13 @@ class Destinations:
 
 
 def plain(address: Address) -> Address:
-    """The IPv4 address of a mapped IPv6 one; any other as it is."""
+    """IPv4 address of an IPv4-mapped IPv6 address; any other address unchanged."""
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return mapped or address
 
 
 def network_of(host: str) -> Network | None:
-    """The network that a rule's host is, or the one of a single address; None for names."""
+    """Parse a rule's host as a network, or an address as a network of one; None for a name."""
     try:
         return ipaddress.ip_network(host)
     except ValueError:
@@ -102,7 +100,7 @@ def network_of(host: str) -> Network | None:
 
 
 def means_reserved(network: Network) -> bool:
-    """Whether a rule for it means reserved addresses, as one for 10.0.0.0/8 does: 0.0.0.0/0 does not."""
+    """Whether a network contains only reserved addresses: 10.0.0.0/8 does, 0.0.0.0/0 does not."""
     return any(each.version == network.version and network.subnet_of(each) for each in _RESERVED)  # type: ignore[arg-type]
 
 
@@ -127,14 +125,14 @@ def _is_reserved(address: Address) -> bool:
 
 
 def _is_own(address: Address, port: int) -> bool:
-    """Whether it is an address of this host: then the kernel would take that very one to speak to it. Sends nothing."""
+    """Whether an address is this host's own: the kernel then chooses it as the source address. Sends nothing."""
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((str(address), port))
             return bool(ipaddress.ip_address(probe.getsockname()[0]) == address)
     except OSError:
-        return False  # there is no way to it at all
+        return False  # no route to the address
 
 
 def _address_of(host: str) -> Address | None:

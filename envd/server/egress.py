@@ -1,4 +1,4 @@
-"""The way out of sandboxes: an HTTP proxy for each whose rules allow destinations.
+"""Egress of sandboxes: one HTTP proxy for each sandbox whose rules allow destinations.
 
     in the sandbox: curl --http_proxy--> 127.0.0.1:3128 = a listening socket of its own network namespace
     here:           accept -> head -> Destinations: the name -> resolve once -> each address -> connect to that very
@@ -6,8 +6,8 @@
                       CONNECT: bytes both ways (envd/server/egress_relay.py);  http://...: one request
                       (envd/server/egress_http.py)
 
-What is refused is answered 403 with one line and recorded as `network.denied`. All is bounded: connections, their pace,
-heads, times, buffers.
+A refused request is answered with 403 and one line, and recorded as `network.denied`. Connections, their rate, request
+heads, times and buffers are all bounded.
 """
 
 from __future__ import annotations
@@ -29,50 +29,50 @@ from envd.server.egress_http import BadRequest, Exchange, Target, read_request, 
 from envd.server.egress_relay import Stream, connect, relay
 
 MOST = 32
-"""Connections of one sandbox."""
+"""Maximum number of connections of one sandbox."""
 _MOST_OF_ALL = 8192
 _PACE_S = 0.005
-"""Between two connections that are accepted from one sandbox."""
+"""Pause, in seconds, between two accepted connections of one sandbox."""
 _FULL_S = 0.1
-"""The same, while it has as many as it may."""
+"""The same pause while a connection limit is reached."""
 _RESOLVE_S, _CONNECT_S = 10.0, 10.0
 _ADDRESSES = 4
-"""Of a name, that are tried."""
+"""Maximum number of addresses that are tried for a name."""
 _RESOLVING = 2
-"""Names that are resolved for one sandbox at once: threads do it."""
+"""Maximum number of concurrent name lookups of one sandbox; each takes a thread."""
 _RESOLVERS = 32
 _log = logging.getLogger("envd")
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
-"""A name's addresses. Raises OSError."""
+"""Function that returns the addresses of a name and port. Raises OSError."""
 
 
 class Egress:
-    """All of a server's proxies, and what they share."""
+    """State that all proxies of a server share: counters, limits and resolver threads."""
 
     def __init__(self, audit: AuditLog, resolve: Resolve | None = None) -> None:
         self.audit, self.resolve = audit, resolve or self._resolve
         self.connections = 0
-        """That sandboxes have now."""
+        """Current number of connections of all sandboxes."""
         self.sent = self.received = 0
-        """Bytes so far, from sandboxes and to them."""
+        """Bytes from and to sandboxes, over connections that have ended."""
         self.most = min(_MOST_OF_ALL, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
         self._threads: ThreadPoolExecutor | None = None
 
     def open(self, listener: socket.socket, rules: Sequence[NetworkRule], sandbox_id: str) -> Proxy:
-        """Serve a sandbox from now on.
+        """Start the proxy of a sandbox.
 
-        The socket, which does not block, stays the caller's, to be closed after `Proxy.stop`.
+        The socket must be non-blocking. The caller keeps it and closes it after `Proxy.stop`.
         """
         return Proxy(self, listener, Destinations(rules), sandbox_id)
 
     def stop(self) -> None:
-        """Resolve no more names."""
+        """Stop the resolver threads."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _resolve(self, host: str, port: int) -> Sequence[str]:
-        """In threads of its own: a name that takes its time holds up nothing else."""
+        """Resolve a name in a separate thread pool, so that a slow lookup delays no other work."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_RESOLVERS, "envd-names")
         loop = asyncio.get_running_loop()
@@ -130,13 +130,13 @@ class Proxy:
                 connection.setblocking(False)
                 connection.send(say(503, f"this sandbox has its {MOST} connections: close one and try again"))
             except OSError:
-                pass  # it has gone
+                pass  # the client has disconnected
 
     def _deny(self, destination: str, reason: str) -> None:
         self._egress.audit.record("network.denied", self._sandbox_id, destination=destination, reason=reason)
 
     async def _serve(self, connection: socket.socket) -> None:
-        """One connection, from its head to its end."""
+        """Serve one connection until it ends."""
         try:
             inside = await Stream.over(connection)
             try:
@@ -144,7 +144,7 @@ class Proxy:
             finally:
                 inside.abort()
         except OSError:
-            pass  # one of both ends has gone
+            pass  # one of the two ends has disconnected
 
     async def _answer(self, inside: Stream) -> None:
         machine = h11.Connection(h11.SERVER, max_incomplete_event_size=16 * 1024)
@@ -188,19 +188,19 @@ class Proxy:
                 await inside.finish(say(error.status, error.reason))
 
     async def _connected(self, target: Target) -> Stream:
-        """Connected to an address that was checked. Raises DestinationRefused, BadRequest where it can't be reached."""
+        """Connect to a checked address of a target. Raises DestinationRefused, BadRequest if none can be reached."""
         addresses = await self._addresses(target)
         words = ""
         for address in addresses[:_ADDRESSES]:
             try:
                 async with asyncio.timeout(_CONNECT_S):
                     return await connect(address, target.port)
-            except OSError as error:  # a deadline is one
+            except OSError as error:  # includes TimeoutError
                 words = error.strerror or "it did not answer in time"
         raise BadRequest(f"{target.host}:{target.port} can't be reached: {words}", 502, told=False)
 
     async def _addresses(self, target: Target) -> list[Address]:
-        """Those that may be connected to. The name is asked for once: what answers next time does not matter."""
+        """Allowed addresses of a target. The name is resolved only once, so that a later answer can't differ."""
         literal = self._allowed.check_host(target.host, target.port)
         if literal is not None:
             return [plain(literal)]
@@ -222,9 +222,9 @@ class Proxy:
         return addresses
 
     async def _resolved(self, target: Target) -> Sequence[str]:
-        """What a name leads to.
+        """Addresses of a target's name.
 
-        A lookup counts until it ends, also where nobody waits any more: it holds a thread so long.
+        A lookup counts against _RESOLVING until it ends, also after its caller is cancelled, since it holds a thread.
         """
         await self._resolving.acquire()
         lookup = asyncio.ensure_future(self._egress.resolve(target.host, target.port))
@@ -234,4 +234,4 @@ class Proxy:
     def _looked_up(self, lookup: asyncio.Future[Sequence[str]]) -> None:
         self._resolving.release()
         if not lookup.cancelled():
-            lookup.exception()  # looked at, also where the connection has gone
+            lookup.exception()  # marks it as retrieved, also if the connection has ended

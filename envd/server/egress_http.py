@@ -1,8 +1,8 @@
-"""What sandboxes' proxies speak: one HTTP/1.1 request a connection, read and written anew by h11, so that nothing of
-its framing is passed on.
+"""HTTP of the sandboxes' proxies: one HTTP/1.1 request per connection, parsed and rewritten by h11, so that none of the
+sandbox's framing is passed on.
 
-A second request on the connection is never read: where the first one ends, in whatever reading, nothing of the
-sandbox's goes on.
+A second request on a connection is never read. Nothing from the sandbox is forwarded after the first request's end,
+however its end is parsed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from envd.errors import EnvdError
 from envd.server.egress_relay import IDLE_S, Stream, moved
 
 HEAD_S = 10.0
-"""How long a request's head may take."""
+"""Maximum time, in seconds, to receive a request's head."""
 _HOP = frozenset(
     (
         b"connection",
@@ -31,26 +31,26 @@ _HOP = frozenset(
         b"http2-settings",
     )
 )
-"""Headers of one connection (RFC 9110, 7.6.1); all that begin with Proxy- too."""
+"""Hop-by-hop headers (RFC 9110, 7.6.1); those that begin with Proxy- are removed too."""
 _MOST_RESPONSE_HEAD = 64 * 1024
 Headers = list[tuple[bytes, bytes]]
 
 
 class BadRequest(EnvdError):
-    """What is answered with an error: by the sandbox's fault, or the destination's."""
+    """A request that is answered with an error, caused by the sandbox or by the destination."""
 
     def __init__(self, reason: str, status: int = 400, *, told: bool = True) -> None:
-        """told: it is an event."""
+        """told: whether it is recorded as an audit event."""
         super().__init__(reason)
         self.reason, self.status, self.told = reason, status, told
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where a request is to go."""
+    """Destination of a request."""
 
     host: str
-    """A name in lower case without its last dot, or an address."""
+    """Name in lower case without its trailing dot, or an address."""
     port: int
     tunnel: bool
     path: bytes = b""
@@ -58,7 +58,7 @@ class Target:
 
     @classmethod
     def of(cls, method: bytes, target: bytes) -> Target:
-        """From a request's first line. Raises BadRequest."""
+        """Parse the target of a request line. Raises BadRequest."""
         tunnel = method == b"CONNECT"
         try:
             text = target.decode("ascii")
@@ -80,7 +80,7 @@ class Target:
 
 
 def say(status: int, reason: str) -> bytes:
-    """A whole response of one line."""
+    """Complete HTTP response with a body of one line."""
     words = "".join(each if each.isprintable() else "?" for each in reason)
     body = f"envd: {words}\n".encode()
     head = f"HTTP/1.1 {status} {_NAMES.get(status, 'Error')}\r\nContent-Type: text/plain; charset=utf-8\r\n"
@@ -91,7 +91,7 @@ _NAMES = {400: "Bad Request", 403: "Forbidden", 408: "Request Timeout", 502: "Ba
 
 
 async def read_request(inside: Stream, machine: h11.Connection) -> tuple[h11.Request, Target]:
-    """The head of the one request. Raises BadRequest, OSError where the sandbox has gone."""
+    """Read the head of the request. Raises BadRequest, and OSError if the sandbox has disconnected."""
     try:
         async with asyncio.timeout(HEAD_S):
             event = await _next(inside, machine)
@@ -116,10 +116,10 @@ class Exchange:
         self._inside, self._outside, self._server = inside, outside, machine
         self._client = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MOST_RESPONSE_HEAD)
         self.answered = False
-        """Whether the sandbox has been told something."""
+        """Whether anything was sent to the sandbox."""
 
     async def run(self, request: h11.Request, target: Target) -> None:
-        """Raises BadRequest, OSError, also after IDLE_S of silence."""
+        """Forward the request and its response. Raises BadRequest, OSError, also after IDLE_S without traffic."""
         headers = [(b"Host", target.authority), *_end_to_end(request.headers), (b"Connection", b"close")]
         if any(key == b"transfer-encoding" for key, _ in request.headers):
             headers.append((b"Transfer-Encoding", b"chunked"))
@@ -137,13 +137,13 @@ class Exchange:
             raise BadRequest("a second request on one connection was not read: open another")
 
     async def _both_ways(self, bound: asyncio.Timeout) -> bool:
-        """Send and receive until the response is whole; whether all of the request was sent by then."""
+        """Send and receive until the response is complete; return whether the whole request was sent by then."""
         sending = asyncio.ensure_future(self._send_body(bound))
         try:
             await self._receive(bound)
         except (h11.RemoteProtocolError, OSError):
             if sending.done() and isinstance(error := sending.exception(), BadRequest):
-                raise error from None  # the cause of the other
+                raise error from None  # it caused the current exception
             raise
         finally:
             sending.cancel()
@@ -151,7 +151,7 @@ class Exchange:
         return not sending.cancelled() and sending.exception() is None
 
     async def _send_body(self, bound: asyncio.Timeout) -> None:
-        """The rest of the request. Its failure ends the exchange: what is half a request gets no answer."""
+        """Send the request's body. A failure aborts the exchange, since a partial request gets no response."""
         try:
             while True:
                 event = await _next(self._inside, self._server)
@@ -198,8 +198,8 @@ class Exchange:
 
 
 def _end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """Without those that are about one connection, and without Host, which is written anew; with the length, where that
-    holds.
+    """Headers without the hop-by-hop ones and without Host, which is rewritten. Content-Length is kept unless the body
+    is chunked.
     """
     named = {name.strip().lower() for key, value in headers if key == b"connection" for name in value.split(b",")}
     left_out = (named - {b"content-length"}) | _HOP | {b"host"}
@@ -209,7 +209,7 @@ def _end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
 
 
 async def _next(stream: Stream, machine: h11.Connection) -> object:
-    """The next event. Raises h11.RemoteProtocolError, OSError."""
+    """Next h11 event from a stream. Raises h11.RemoteProtocolError, OSError."""
     while (event := machine.next_event()) is h11.NEED_DATA:
         machine.receive_data(await stream.read())
     return event

@@ -1,5 +1,5 @@
-"""Streams of sandboxes' proxies: bounded buffers, and bytes both ways until both ends have said all, or neither says
-anything.
+"""Streams of sandboxes' proxies: TCP streams with bounded buffers, and a relay in both directions that ends with both
+streams or after idling.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from typing import Any
 from envd.server.destinations import Address
 
 IDLE_S = 300.0
-"""How long a connection lives on which nothing moves."""
+"""Seconds without traffic after which a connection is closed."""
 _BUFFER = 64 * 1024
-"""Bytes that a stream reads ahead; twice so many wait at most to be read, and about as many to be written."""
+"""Read-ahead limit of a stream, in bytes. At most twice as many wait to be read, and about as many to be written."""
 _LINGER_S, _LINGER_READS = 1.0, 64
 
 
 class Stream:
-    """A connected TCP socket."""
+    """A connected TCP stream that counts the bytes written."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self.written = 0
-        """Bytes."""
+        """Number of bytes written."""
 
     @classmethod
     async def over(cls, sock: socket.socket) -> Stream:
-        """Over a connected socket, which it owns from now on."""
+        """Make a stream over a connected socket, which the stream then owns."""
         try:
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -38,25 +38,24 @@ class Stream:
             raise
 
     async def read(self) -> bytes:
-        """What there is, as soon as there is some; empty at its end. Raises OSError."""
+        """Wait for data and return it; empty at the end of the stream. Raises OSError."""
         return await self._reader.read(_BUFFER)
 
     async def write(self, data: bytes) -> None:
-        """Write when there is room. Raises OSError."""
+        """Write data and wait for room in the buffer. Raises OSError."""
         self._writer.write(data)
         self.written += len(data)
         await self._writer.drain()
 
     def end(self) -> None:
-        """Nothing more will be written."""
+        """Close the stream for writing."""
         if self._writer.can_write_eof():
             self._writer.write_eof()
 
     async def finish(self, data: bytes) -> bool:
-        """Write the last words and let them arrive: what the other end still sends is read, for a moment, since else
-        they would be lost.
+        """Write the last data and close for writing; return whether the other end still sent data.
 
-        Returns whether it did send something.
+        That data is read for at most _LINGER_S, since unread data would reset the connection and lose the last write.
         """
         said = False
         try:
@@ -68,16 +67,16 @@ class Stream:
                         break
                     said = True
         except OSError:
-            pass  # a deadline is one
+            pass  # includes TimeoutError
         return said
 
     def abort(self) -> None:
-        """Close it now. Idempotent."""
+        """Close the stream immediately. Idempotent."""
         self._writer.transport.abort()
 
 
 async def connect(address: Address, port: int) -> Stream:
-    """Connect to this address and no other. Raises OSError."""
+    """Connect to exactly this address and port. Raises OSError."""
     sock = socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
@@ -89,9 +88,9 @@ async def connect(address: Address, port: int) -> Stream:
 
 
 async def relay(inside: Stream, outside: Stream, ahead: bytes) -> None:
-    """Carry bytes both ways until both ends have ended. ahead: what the inside has said already.
+    """Relay bytes in both directions until both streams have ended. ahead: data already read from `inside`.
 
-    Raises OSError, also after IDLE_S of silence.
+    Raises OSError, also after IDLE_S without traffic.
     """
     async with asyncio.timeout(IDLE_S) as bound:
         if ahead:
@@ -100,7 +99,7 @@ async def relay(inside: Stream, outside: Stream, ahead: bytes) -> None:
 
 
 async def together(*work: Coroutine[Any, Any, None]) -> None:
-    """Run both; the first failure ends the other and is raised."""
+    """Run coroutines concurrently; raise the first failure and cancel the others."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         await asyncio.gather(*tasks)
@@ -111,7 +110,7 @@ async def together(*work: Coroutine[Any, Any, None]) -> None:
 
 
 def moved(bound: asyncio.Timeout) -> None:
-    """Something moved: the silence begins anew."""
+    """Restart the idle timeout after traffic."""
     if not bound.expired():
         bound.reschedule(asyncio.get_running_loop().time() + IDLE_S)
 

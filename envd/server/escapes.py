@@ -1,7 +1,7 @@
-"""Paths that failed because a link on them leads out of the workspace, told apart from paths that are merely not there.
+"""Tell paths that failed because of a link out of the workspace from paths that do not exist.
 
-The agent resolves such a link inside the workspace, so all that its server sees is a file that does not exist. Looked
-at afterwards and in the background: what failed is answered at once, and what worked costs nothing.
+The agent resolves such a link inside the workspace, so the server only sees a missing file. The check runs afterwards
+in the background: a failed call is answered at once, and a successful one costs nothing.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from envd.server.live import Live
 from envd.tools.paths import relative
 
 MISSED = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENXIO, errno.EACCES, errno.EEXIST})
-"""Errors that a link to the outside may end in."""
+"""Errors that a link out of the workspace may cause."""
 _MOST_PARTS = 16
 _LOOK_S = 10.0
 
 
 class Escapes:
-    """Records links that lead out of the workspace where a call failed on them."""
+    """Records links out of the workspace on which calls failed."""
 
     def __init__(self, audit: AuditLog) -> None:
         self._audit = audit
         self._looking: set[Live] = set()
 
     async def look(self, live: Live, paths: Sequence[str]) -> None:
-        """Record the first link of these paths that leaves the workspace.
+        """Record the first link on these paths that leads out of the workspace.
 
-        One look a sandbox at a time: a flood is not followed.
+        Only one check per sandbox runs at a time. Paths that fail meanwhile are not checked.
         """
         if live in self._looking:
             return
@@ -45,13 +45,13 @@ class Escapes:
                         self._audit.record("path.escape", live.identity, path=path, link=found[0], target=found[1])
                         return
         except (EnvdError, OSError):
-            return  # it ended, or does not run now
+            return  # the sandbox has ended, or does not run now
         finally:
             self._looking.discard(live)
 
 
 async def leaving_link(guest: GuestLink, path: str) -> tuple[str, str] | None:
-    """The first link on a path whose target lies outside the workspace, and the target; None where there is none."""
+    """First link on a path with a target outside the workspace, and that target; None if there is none."""
     parts = relative(path).split("/")[:_MOST_PARTS]
     for count in range(1, len(parts) + 1):
         prefix = "/".join(parts[:count])

@@ -1,7 +1,7 @@
-"""What of a sandbox's changes an export lets out: the declared files, within its count and its size, and no link.
+"""Select the changes that an export contains: declared files, within its maximum count and size, and no links.
 
-admits(path)            by the listing: is it declared, is it no link?
-fits(path), take(path)  as the diff is made: is there room for it, by what was really read?
+admits(path)            by the listing: is the path declared and not a link?
+fits(path), take(path)  while the diff is made: does the file fit, by the size that was read?
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from envd.types import LeftOut
 
 Reason = Literal["undeclared", "link", "count", "size"]
 TOLD = 64
-"""Paths that an answer names."""
+"""Maximum number of paths in a reply."""
 _PATH = 512
-"""Characters of a path that are told."""
+"""Maximum characters of a path in a reply."""
 
 
 class Exporting:
-    """One export on its way into one diff."""
+    """Selection of one export while its diff is made."""
 
     def __init__(self, request: pb.Export) -> None:
-        """Raises EnvdError where it is none."""
+        """Raises EnvdError for negative bounds or invalid patterns."""
         if request.max_files < 0 or request.max_bytes < 0:
             raise EnvdError("an export's max_files and max_bytes may not be below 0: leave them out for no bound")
         self._patterns = patterns_of(request.artifacts)
@@ -37,7 +37,7 @@ class Exporting:
         self._files = self._bytes = 0
 
     def admits(self, path: str, *, is_link: bool) -> bool:
-        """Whether what is at this path may leave at all; what may not is noted."""
+        """Whether the entry at a path may be exported. Notes the path if not."""
         if self._patterns is None:
             return True
         if not self._patterns.names(path):
@@ -49,17 +49,17 @@ class Exporting:
         return False
 
     def start(self) -> None:
-        """The diff is made from its first file on, perhaps again."""
+        """Reset the counts: the diff starts from its first file, possibly again."""
         self._taken = _Told()
         self._files = self._bytes = 0
 
     @property
     def room(self) -> int | None:
-        """Bytes that may still leave; None: any number."""
+        """Remaining bytes of the export; None: no bound."""
         return self._request.max_bytes - self._bytes if self._request.max_bytes else None
 
     def fits(self, path: str, size: int) -> bool:
-        """Whether a changed file of this size may leave; what may not is noted."""
+        """Whether a changed file of this size fits. Notes the path if not."""
         if self._request.max_files and self._files >= self._request.max_files:
             self._taken.note(path, "count")
         elif self.room is not None and size > self.room:
@@ -69,7 +69,7 @@ class Exporting:
         return False
 
     def take(self, path: str, size: int) -> bool:
-        """As `fits`, and counts it."""
+        """Like `fits`, and count the file if it fits."""
         if not self.fits(path, size):
             return False
         self._files += 1
@@ -78,13 +78,13 @@ class Exporting:
 
     @property
     def left_out(self) -> LeftOut:
-        """What was left out of the diff, once it is made."""
+        """Changes that were left out of the diff, once it is made."""
         counts = self._chosen.counts + self._taken.counts
         paths = [*self._chosen.named["link"], *self._taken.named["count"], *self._taken.named["size"]]
         return LeftOut(dict(counts), tuple([*sorted(paths), *self._chosen.named["undeclared"]][:TOLD]))
 
     def record(self, audit: AuditLog, sandbox_id: str) -> None:
-        """Tell of declared files that were refused; undeclared ones are the agent's own business, and only counted."""
+        """Record refused files in the audit log, unless all of them are undeclared: an agent may write such files."""
         left_out = self.left_out
         if left_out.counts.keys() - {"undeclared"}:
             refused = [path for path, reason in left_out.paths if reason != "undeclared"]
@@ -92,7 +92,7 @@ class Exporting:
 
 
 class _Told:
-    """How many were left out for which reason, and the first of them."""
+    """Number of paths left out by reason, and the first TOLD paths of each."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -105,7 +105,7 @@ class _Told:
 
 
 def patterns_of(artifacts: Iterable[str]) -> PathPatterns | None:
-    """What these name; None for none. Raises EnvdError."""
+    """Compile path patterns; None if there are none. Raises EnvdError for an invalid one."""
     patterns = list(artifacts)
     try:
         return PathPatterns(patterns) if patterns else None
@@ -114,5 +114,5 @@ def patterns_of(artifacts: Iterable[str]) -> PathPatterns | None:
 
 
 def shown(path: str) -> str:
-    """A path as text that any reader takes."""
+    """Path as text, at most _PATH characters; bytes that are not UTF-8 are escaped."""
     return os.fsencode(path).decode(errors="backslashreplace")[:_PATH]

@@ -1,8 +1,8 @@
-"""The packages that a verification inside a guest needs, as bytes: envd's verifier and pytest, of this installation.
+"""Bundle of the packages for a verification inside a guest: envd's verifier and pytest, of this installation.
 
-The guest's Python may have no pytest, or another one; with these, verdicts of all backends come from the same code.
-Compiled code is beside the sources, so that a guest of the same Python (the processor of a machine may be emulated)
-compiles nothing.
+The guest's Python may have no pytest, or another version; with the bundle, verdicts on all backends come from the same
+code. The bundle includes bytecode, so that a guest with the same Python version compiles nothing: a machine's processor
+may be emulated.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ print(json.dumps({name: module.__file__ for name, module in sys.modules.items()
                   if name.partition(".")[0] in names and (getattr(module, "__file__", "") or "").endswith(".py")}))
 """
 _WHOLE = ("_pytest", "pytest", "pluggy")
-"""Packages that import parts of themselves later."""
+"""Packages that are sent whole, since they import submodules later."""
 _ROOT = Path(__file__).resolve().parents[2]
 
 
 @functools.cache
 def bundle() -> bytes:
-    """All files, each behind the lengths of its name and content.
+    """Bytes of all files, each preceded by the lengths of its name and content.
 
-    Blocking, half a second. Raises BackendUnavailable.
+    Blocks for half a second at the first call. Raises BackendUnavailable.
     """
     paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -50,13 +50,13 @@ def bundle() -> bytes:
         path = Path(where)
         inside = name.replace(".", "/") + ("/__init__.py" if path.name == "__init__.py" else ".py")
         if not where.endswith(f"/{inside}"):
-            continue  # another module under a second name
+            continue  # a second name of another module
         files[inside] = path
         if name in _WHOLE and path.name == "__init__.py":
             files |= {f"{name}/{each.relative_to(path.parent)}": each for each in path.parent.rglob("*.py")}
     for package in {str(Path(name).parent) for name in files} - {
         "."
-    }:  # a package of which only parts are sent is one all the same
+    }:  # a package that is sent in part needs an __init__.py
         files.setdefault(f"{package}/__init__.py", Path(os.devnull))
     return b"".join(_entry(name, path.read_bytes()) for name, path in sorted(files.items()))
 
@@ -64,7 +64,7 @@ def bundle() -> bytes:
 def _entry(name: str, source: bytes) -> bytes:
     path = Path(name)
     compiled = path.parent / "__pycache__" / f"{path.stem}.{sys.implementation.cache_tag}.pyc"
-    # PEP 552: flags 0b01, a hash that is not checked
+    # PEP 552: flags 0b01, hash-based and unchecked
     code = importlib.util.MAGIC_NUMBER + struct.pack("<I", 1) + importlib.util.source_hash(source)
     code += marshal.dumps(compile(source, name, "exec", dont_inherit=True))
     return _packed(name, source) + _packed(str(compiled), code)

@@ -1,5 +1,5 @@
-"""A verification in a fresh sandbox of any backend: the verifier is sent in, run by the guest's Python, and its signed
-result is read.
+"""Verification in a fresh sandbox of any backend: send the verifier in, run it with the guest's Python, and read its
+signed result.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from envd.server.guest_bundle import bundle
 from envd.server.guestprocess import candidates
 
 _RING = 4 * 1024 * 1024
-"""Bytes of output that are believed to be enough for any result."""
+"""Bytes of output that are kept, enough for any result."""
 _POLL_S, _FULL_S = 20.0, 0.005
 _FLAGS = ("-P", "-s", "-B", "-c")
 
 
 async def verify_in_guest(backend: Backend, spec: BoxSpec, request: bytes, timeout_s: float) -> dict[str, Any]:
-    """The reply of the verifier to a request (a frame of `envd.sandbox.wire`), from a sandbox that is destroyed
-    afterwards.
+    """Run the verifier on a request (a frame of `envd.sandbox.wire`) in a fresh sandbox, destroy the sandbox and return
+    the verifier's reply.
 
-    Raises SandboxGone where there was none: the sandbox or its Python failed, or hung.
+    Raises SandboxGone if there is no reply: the sandbox or its Python failed or hung.
     """
     sent = await asyncio.to_thread(bundle)
     box = await backend.create(spec)
@@ -89,7 +89,7 @@ async def _feed(guest: GuestLink, process: int, data: bytes) -> None:
 
 
 async def _output(guest: GuestLink, process: int, channel: int) -> bytes:
-    """All output of a channel; where there was more than the ring holds, the end of it."""
+    """Output of a channel; only its end if there was more than is kept."""
     found = bytearray()
     offset = 0
     while True:
@@ -102,7 +102,7 @@ async def _output(guest: GuestLink, process: int, channel: int) -> bytes:
 
 
 def _signed(output: bytes, key: bytes) -> dict[str, Any] | None:
-    """The one line that was signed with the key, among whatever else was written."""
+    """Reply in the last line that is signed with the key, ignoring all other output; None if there is none."""
     for line in reversed(output.split(b"\n")):
         mark, _, text = line.partition(b" ")
         try:

@@ -1,9 +1,9 @@
-"""A sandbox's workspace against its template, over its agent's stream: the bytes that `workspace_diff` gives for the
-two directories.
+"""Diff of a sandbox's workspace against its template, over its agent's stream: the same bytes as `workspace_diff` gives
+for the two directories.
 
-One listing tells by stamps what may have changed; only that is read. A few small changes are compared here, in some
-milliseconds at most; everything else in a process of its own (envd/tools/diffworker.py), a change at a time, as many
-such at once as there are cores.
+One listing shows by size and modification time which files may have changed; only those are read. A few small changes
+are compared in this process, in some milliseconds at most. Larger diffs run in a separate process
+(envd/tools/diffworker.py), one change at a time; at most one such process per core runs at once.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from envd.tools.gitdiff import MAX_DIFF_BYTES, OVERSIZED, Change, Effort, Side, 
 from envd.tools.searching import HIDDEN
 
 DEADLINE_S = 25.0
-"""How long one diff may take, without its wait for others."""
+"""Maximum duration of one diff, in seconds, without the wait for a free slot."""
 MAX_CONTENT = 256 * 1024 * 1024
-"""Size of what changed, all files together, beyond which the patch counts as oversized; nothing of it is read then."""
+"""Bytes of all changed files together, beyond which the patch is oversized and no file is read."""
 _MAX_ENTRIES = 200_000
 _SMALL_FILES = 64
 _SMALL_BYTES = 256 * 1024
@@ -46,14 +46,14 @@ _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKe
 async def guest_diff(
     guest: GuestLink, template_dir: Path, *, deadline_s: float = DEADLINE_S, export: Exporting | None = None
 ) -> bytes:
-    """The patch that turns the template into the workspace; empty when they are equal, OVERSIZED beyond the bounds.
+    """Patch that turns the template into the workspace; empty if they are equal, OVERSIZED beyond the bounds.
 
-    export: what of it may leave; it knows afterwards what was left out. Raises SandboxGone, and EnvdError where it
-    takes longer than deadline_s or the sandbox does not let its workspace be listed.
+    export: selects the files that may be exported and notes those left out. Raises SandboxGone, and EnvdError if the
+    diff takes longer than deadline_s or the workspace can't be listed.
     """
     try:
         listed, cut = await guest.list(".", depth=0, limit=_MAX_ENTRIES, skip_hidden=True, files_only=True)
-    except OSError as error:  # of the sandbox's own doing: locked, moved away, or no descriptor left in it
+    except OSError as error:  # caused inside the sandbox: locked, moved away, or no descriptor left
         raise EnvdError(f"the workspace can't be listed ({os.strerror(error.errno or 0).lower()})") from error
     if cut:
         return OVERSIZED
@@ -69,7 +69,7 @@ async def guest_diff(
     size = sum(source.size(path) for path in paths)
     contents = sum(new[path].entry.stamp[0] for path in paths if path in new)
     if contents > MAX_CONTENT and (export is None or export.room is None):
-        return OVERSIZED  # sixty links to one file are sixty files in a patch
+        return OVERSIZED  # a patch holds a file once for each of its hard links
     if len(paths) <= _SMALL_FILES and size <= _SMALL_BYTES:
         try:
             changes = [change async for change in source.changes(paths, 2 * _SMALL_BYTES)]
@@ -95,12 +95,12 @@ class _Source:
         self._guest, self._template, self._old, self._new, self._export = guest, template, old, new, export
 
     def size(self, path: str) -> int:
-        """Of both sides together, as listed."""
+        """Bytes of both sides of a path together, as listed."""
         sides = (self._old.get(path), self._new[path].entry if path in self._new else None)
         return sum(side.stamp[0] for side in sides if side is not None)
 
     def admitted(self, paths: Sequence[str]) -> list[str]:
-        """Those that the export lets out by their names and kinds. Links that are as they were are no change."""
+        """Paths that the export admits by name and kind, without unchanged links."""
         assert self._export is not None
         changed = [path for path in paths if not self._is_same_link(path)]
         return [path for path in changed if self._export.admits(path, is_link=self._is_link(path))]
@@ -114,9 +114,9 @@ class _Source:
         )
 
     async def changes(self, paths: Sequence[str], at_most: int) -> AsyncIterator[Change]:
-        """One after another, so that memory is needed for one.
+        """Yield the changes one at a time, so that only one is in memory.
 
-        Raises TooLarge where a file of the sandbox's is larger than `at_most`.
+        Raises TooLarge if a file of the sandbox is larger than `at_most` bytes.
         """
         if self._export is None:
             for path in paths:
@@ -135,7 +135,7 @@ class _Source:
         return path, side_at(self._template, path, before), await self._now(path, at_most)
 
     async def _exported(self, export: Exporting, path: str, at_most: int) -> Change | None:
-        """A change that the export has room for, by what is read and not by what was listed; None: there is none."""
+        """Change at a path if it fits into the export by the size that was read, not listed; None otherwise."""
         before, now = self._old.get(path), self._new.get(path)
         size = now.entry.stamp[0] if now else 0
         looks_same = before is not None and now is not None and _unstamped(before) == _unstamped(now.entry)
@@ -147,7 +147,7 @@ class _Source:
         except TooLarge:
             if bound == at_most:
                 raise
-            export.fits(path, bound + 1)  # it has grown since it was listed
+            export.fits(path, bound + 1)  # the file has grown since the listing: note it as left out
             return None
         _, old, new = change
         return change if old != new and export.take(path, len(new.data) if new else 0) else None
@@ -163,12 +163,12 @@ class _Source:
         except OSError as error:
             if error.errno == errno.EFBIG:
                 raise TooLarge from error
-            return None  # locked by the agent itself, or gone meanwhile: its content can't count
+            return None  # locked by the agent itself, or removed meanwhile: treat as absent
         return Side(now.entry.mode, data)
 
 
 class _Now:
-    """A file or a link of the workspace, as listed."""
+    """File or link of the workspace, as listed."""
 
     __slots__ = ("entry", "target")
 
@@ -178,7 +178,7 @@ class _Now:
 
 
 def _by_path(listed: Sequence[Found]) -> dict[str, _Now]:
-    """Files and links by path, without names that no listing of a workspace can hold."""
+    """Files and links by path, without paths that have a part in _EVIL."""
     found: dict[str, _Now] = {}
     for path, kind, mode, size, mtime_ns, target in listed:
         if kind in ("file", "link") and not _EVIL.intersection(path.split("/")):
@@ -191,7 +191,7 @@ _EVIL = HIDDEN | {"", ".", ".."}
 
 
 def _unstamped(entry: Entry) -> tuple[str, int]:
-    """What tells files apart for certain, without their content: mode and size."""
+    """Mode and size: files that differ in them differ for certain."""
     return entry.mode, entry.stamp[0]
 
 
@@ -200,7 +200,7 @@ def _may_differ(old: Entry | None, new: _Now | None) -> bool:
 
 
 async def _entries(template_dir: Path) -> dict[str, Entry]:
-    """A template's files; it never changes, so they are looked at once."""
+    """Files of a template, cached since a template never changes."""
     entries = _templates.get(template_dir)
     if entries is None:
         entries = await asyncio.to_thread(tree_entries, template_dir)
@@ -215,7 +215,7 @@ def _slot() -> asyncio.Semaphore:
 
 
 async def _elsewhere(changes: AsyncIterator[Change]) -> bytes:
-    """The patch, from a process that gets one change after another."""
+    """Compute the patch in a separate process that receives one change after another."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-S", "-X", "utf8", "-c", _WORKER, _ROOT),
         stdin=asyncio.subprocess.PIPE,
@@ -232,8 +232,8 @@ async def _elsewhere(changes: AsyncIterator[Change]) -> bytes:
             if len(patch) > MAX_DIFF_BYTES:
                 break
         if len(patch) > MAX_DIFF_BYTES or patch == OVERSIZED:
-            return OVERSIZED  # it does not wait for the rest
-        await feeding  # a sandbox that ended half way has no patch
+            return OVERSIZED  # without reading the remaining changes
+        await feeding  # raises if the sandbox ended halfway: there is no patch then
         if await process.wait():
             raise EnvdError(f"the process that compares a workspace ended with code {process.returncode}")
         return bytes(patch)
@@ -250,7 +250,7 @@ async def _feed(writer: asyncio.StreamWriter, changes: AsyncIterator[Change]) ->
             try:
                 writer.write(packed(change))
                 await writer.drain()
-            except (BrokenPipeError, ConnectionResetError, RuntimeError):  # uvloop's word for a closed pipe
-                return  # it has seen enough
+            except (BrokenPipeError, ConnectionResetError, RuntimeError):  # uvloop: RuntimeError for a closed pipe
+                return  # the process has read enough
     finally:
         writer.close()

@@ -1,6 +1,4 @@
-"""Programs that the server runs in a sandbox for its tools: found there, bounded in time and output, killed when nobody
-waits.
-"""
+"""Run programs in a sandbox for the server's tools: bounded in time and output, killed if the caller is cancelled."""
 
 from __future__ import annotations
 
@@ -19,29 +17,29 @@ from envd.guest.link import GuestLink
 from envd.sandbox.python_inside import bin_directory
 
 MAX_OUTPUT = 1024 * 1024
-"""Bytes that are kept of each stream; a process that writes more has `cut` set."""
+"""Bytes kept of each output stream; `cut` is set for a process that writes more."""
 _PROMPT_S = 20.0
-"""One long poll."""
+"""Duration of one long poll, in seconds."""
 _GRACE_S = 5.0
 _missing: WeakKeyDictionary[GuestLink, set[str]] = WeakKeyDictionary()
 _killing: set[asyncio.Task[None]] = set()
 
 
 class Finished(NamedTuple):
-    """How a program ended."""
+    """Result of a program that has ended."""
 
     code: int
-    """-N: by signal N."""
+    """Exit code; -N after signal N."""
     stdout: bytes
     stderr: bytes
     cut: bool
-    """It wrote more than is here."""
+    """Whether the program wrote more than is kept."""
     timed_out: bool
 
 
 def candidates(name: str) -> list[str]:
-    """Where a program may be in a sandbox, best first: beside the Python that runs envd, as sandboxes see it, then the
-    system's.
+    """Possible paths of a program in a sandbox, best first: beside the Python that runs envd, as sandboxes see it, then
+    in the system's directories.
     """
     beside = Path(sys.prefix, "bin", name)
     found = [f"{bin_directory()}/{name}", str(beside)] if beside.exists() else []
@@ -51,10 +49,10 @@ def candidates(name: str) -> list[str]:
 async def run_in_guest(
     guest: GuestLink, programs: Sequence[str], arguments: Sequence[str], *, timeout_s: float, at_most: int = MAX_OUTPUT
 ) -> Finished | None:
-    """Run the first of `programs` that the sandbox has, in its workspace; None where it has none of them.
+    """Run the first of `programs` that the sandbox has, in its workspace; None if it has none of them.
 
-    at_most: bytes of each stream that are kept. Raises OSError where it can't be started for another reason (no process
-    left, no memory), SandboxGone.
+    at_most: bytes kept of each output stream. Raises OSError if the program can't be started for another reason (no
+    process left, no memory), SandboxGone, TimeoutError.
     """
     missing = _missing.setdefault(guest, set())
     for program in programs:
@@ -63,7 +61,7 @@ async def run_in_guest(
         try:
             process, _ = await guest.start([program, *arguments], timeout_s=timeout_s, ring=at_most)
         except (FileNotFoundError, PermissionError):
-            await guest.stat(".")  # else it is the workspace that is not there
+            await guest.stat(".")  # raises if the workspace, not the program, is missing
             missing.add(program)
             continue
         try:
@@ -89,7 +87,7 @@ async def _finish(guest: GuestLink, process: int, timeout_s: float, at_most: int
 
 
 async def _drained(guest: GuestLink, process: int, channel: int, at_most: int) -> tuple[bytes, bool]:
-    """All output of a channel, and whether there was more than is kept."""
+    """Output of a channel, and whether there was more than is kept."""
     pieces: list[bytes] = []
     offset = 0
     while True:
@@ -105,6 +103,6 @@ async def _drained(guest: GuestLink, process: int, channel: int, at_most: int) -
 
 
 async def _kill(guest: GuestLink, process: int) -> None:
-    """What has ended already is fine."""
+    """Kill a process and all that it started. Ignores a process that has ended already."""
     with contextlib.suppress(OSError, EnvdError):
         await guest.signal(process, signal.SIGKILL, tree=True)

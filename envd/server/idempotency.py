@@ -1,6 +1,4 @@
-"""Answers of calls that carried an idempotency key, so that a retry gets what the first try did instead of doing it
-again.
-"""
+"""Answers of calls with an idempotency key: a retry gets the first call's answer and does not repeat the work."""
 
 from __future__ import annotations
 
@@ -25,17 +23,17 @@ _LIFETIME_S = 600.0
 class _Kept:
     request: bytes
     task: asyncio.Task[Any] | None
-    """None when it is done."""
+    """None once the call is done."""
     reply: Message | None = None
-    """None when it is not done, or too large to be kept."""
+    """None while the call runs, or if the reply is too large to be kept."""
     size: int = 0
     at: float = 0.0
 
 
 class Answers:
-    """The kept answers of one sandbox, or of a server's creations.
+    """Kept answers of one sandbox, or of a server's calls that name no sandbox.
 
-    Bounded in number, bytes and age; failures are not kept.
+    They are bounded in number, bytes and age. Failures are not kept.
     """
 
     def __init__(self, most: int = 256, most_bytes: int = 4 << 20, lifetime_s: float = _LIFETIME_S) -> None:
@@ -48,10 +46,10 @@ class Answers:
         return len(self._kept)
 
     async def once(self, key: str, request: Message, work: Callable[[], Awaitable[Any]]) -> Any:
-        """The answer of the first call with this key; a retry while that runs waits for it.
+        """Run the work for the first call with a key and return its answer; a retry waits for that answer.
 
-        The work goes on when its caller has gone: the retry will ask for what came of it. Raises IdempotencyError where
-        the key belongs to another request, or its answer could not be kept.
+        The work continues when its caller is cancelled, so that a retry can get its answer. Raises IdempotencyError for
+        an invalid key, a key of another request, an answer that was too large to be kept, or too many running calls.
         """
         if not 0 < len(key) <= MAX_KEY:
             raise IdempotencyError(f"an idempotency key has 1 to {MAX_KEY} characters, this one has {len(key)}")

@@ -1,4 +1,4 @@
-"""The `lint` tool: linters run as processes in the sandbox, on the files below a path."""
+"""The `lint` tool: run linters as processes in the sandbox, on the files below a path."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from envd.tools.paths import relative
 
 _MAX_FILES = 2000
 _MAX_SINGLE = 100
-"""Files of a linter that takes one at a time."""
+"""Maximum number of files for a linter that takes one file at a time."""
 _MAX_FINDINGS = 10_000
 
 
 async def lint(guest: GuestLink, path: str, timeout_s: float) -> str:
-    """What the linters say. Raises ToolError, OSError for the path, TimeoutError."""
+    """Run the linters and return their findings as text. Raises ToolError, OSError for the path, TimeoutError."""
     deadline = time.monotonic() + timeout_s
     where = relative(path)
     entry = await guest.stat(where)
@@ -49,7 +49,7 @@ def _suffixes() -> list[str]:
 
 
 async def _run(guest: GuestLink, linter: Linter, paths: Sequence[str], deadline: float) -> list[Finding] | None:
-    """None where the sandbox has no such program."""
+    """Findings of a linter; None if the sandbox does not have the program."""
     found: list[Finding] = []
     turns = [[each] for each in paths] if linter.one_file else [list(paths)] if paths else []
     for turn in turns:
@@ -75,6 +75,6 @@ async def _run(guest: GuestLink, linter: Linter, paths: Sequence[str], deadline:
 
 
 def _inside(said: str, turn: Sequence[str]) -> str:
-    """A linter's name of a file as the tools write it: some say where it really lies."""
+    """Convert a linter's file name to the path that the tools use: some linters report the resolved path."""
     name = said.removeprefix("./")
     return name if name in turn else next((each for each in turn if said.endswith("/" + each)), name)

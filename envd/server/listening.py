@@ -1,4 +1,4 @@
-"""Where a server listens and whom it answers: addresses, TLS, bearer keys."""
+"""Addresses, TLS and bearer keys of a server."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from envd.server.observing import HANDLERS
 
 _MIN_KEY = 16
 _HEALTH = "/grpc.health.v1.Health/"
-"""Answered without a key: a kubelet's probe can't send one."""
+"""Methods that need no key, since a kubelet's probe can't send one."""
 
 
 @dataclass(frozen=True)
 class Listening:
-    """Where a server listens and what it asks of who connects."""
+    """Address of a server and the credentials that it asks clients for."""
 
     address: str = field(default_factory=default_address)
-    """`unix:/path` or `host:port`. By default a socket that only this user can connect to."""
+    """`unix:/path` or `host:port`; default: a socket that only this user can connect to."""
     tls_cert: Path | None = None
     tls_key: Path | None = None
     tls_client_ca: Path | None = None
-    """Clients must show a certificate of it."""
+    """CA that must have signed the clients' certificates."""
     key_file: Path | None = None
-    """One bearer key a line; any of them is accepted. None: a TCP port without client certificates gets a key of the
-    server's making.
+    """File with one bearer key per line; any of them is accepted. None: the server makes a key for a TCP port without
+    client certificates.
     """
     insecure: bool = False
-    """Listen without asking for a key or a certificate, and beyond this machine without TLS."""
+    """Ask for no key and no certificate, and allow addresses beyond this machine without TLS."""
 
     def check(self) -> None:
-        """Raise EnvdError for an address that is none, or a combination that is a mistake."""
+        """Raise EnvdError for an invalid address or combination of options."""
         if not _is_address(self.address):
             raise EnvdError(
                 f"--listen {self.address!r} is no address: write unix:/path or host:port, as 127.0.0.1:7070"
@@ -58,16 +58,16 @@ class Listening:
             )
 
     def made_key(self) -> MadeKey | None:
-        """A fresh key where one is wanted and none was given: others than this user can connect to a port, also on
-        loopback.
+        """Return a new key if the address needs one and the options give none; else None. Other users of the machine
+        can connect to a port, also on loopback.
         """
         given = self.key_file is not None or self.tls_client_ca is not None
         return None if self.insecure or given or not wants_key(self.address) else MadeKey.fresh()
 
     def keys(self) -> tuple[bytes, ...]:
-        """The accepted keys of `key_file`; empty where there is none.
+        """Accepted keys of `key_file`; empty if it is None.
 
-        Raises EnvdError for a file without usable ones.
+        Raises EnvdError for a file without keys, or with one that is too short.
         """
         if self.key_file is None:
             return ()
@@ -78,7 +78,7 @@ class Listening:
         return found
 
     def listen(self, server: grpc.aio.Server) -> int:
-        """Have a server listen there, on a socket of mode 0600, and return the port. Raises EnvdError."""
+        """Bind a server to the address, a Unix socket with mode 0600, and return the port. Raises EnvdError."""
         path = self.address.removeprefix("unix:") if self.address.startswith("unix:") else None
         if path is not None and Path(path).parent == meeting_directory():
             make_meeting_directory()
@@ -100,7 +100,7 @@ class Listening:
 
 
 class KeyCheck(grpc.aio.ServerInterceptor):
-    """Answers UNAUTHENTICATED to calls without one of the keys."""
+    """Interceptor that answers UNAUTHENTICATED to calls without one of the keys."""
 
     def __init__(self, keys: tuple[bytes, ...], audit: AuditLog) -> None:
         self._keys, self._audit = keys, audit
@@ -117,7 +117,7 @@ class KeyCheck(grpc.aio.ServerInterceptor):
     def _is_known(self, details: grpc.HandlerCallDetails) -> bool:
         said = next((value for key, value in details.invocation_metadata or () if key == "authorization"), "")
         given = (said if isinstance(said, bytes) else said.encode()).removeprefix(b"Bearer ")
-        # each is compared, so that the time does not tell which one was nearly right
+        # compares all keys in constant time, so that timing does not reveal a near match
         found = [key for key in self._keys if secrets.compare_digest(given, key)]
         if found:
             caller.known_by(found[0])
@@ -125,7 +125,7 @@ class KeyCheck(grpc.aio.ServerInterceptor):
 
 
 def _refusing(handler: Any, audit: AuditLog, method: str) -> Any:
-    """A handler of the same kind that refuses, and records it by who called."""
+    """Handler of the same kind that refuses each call and records the refusal with its caller."""
     error = AccessDenied(
         "this server asks for a key: give --key-file or $TRIPLANE_ENVD_KEY_FILE, which sends `authorization: Bearer"
         " <key>`"
@@ -138,14 +138,14 @@ def _refusing(handler: Any, audit: AuditLog, method: str) -> Any:
 
     async def many(request: Any, context: Any) -> Any:
         await one(request, context)
-        yield  # what makes it a stream
+        yield  # makes this an async generator
 
     make = HANDLERS[bool(handler.request_streaming), bool(handler.response_streaming)]
     return make(many if handler.response_streaming else one)
 
 
 def _is_address(address: str) -> bool:
-    """Whether gRPC would take it as it reads: a port beyond 65535 it counts from 0 again."""
+    """Whether an address is valid. gRPC itself would wrap a port beyond 65535 around to 0."""
     kind, _, rest = address.partition(":")
     if kind in ("unix", "unix-abstract"):
         return bool(rest)
@@ -154,7 +154,7 @@ def _is_address(address: str) -> bool:
 
 
 def _is_taken(path: str) -> bool:
-    """Whether a server answers at a socket's path: gRPC would take the path from it."""
+    """Whether a server answers at a Unix socket's path. gRPC would silently replace its socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)
         try:

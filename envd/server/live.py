@@ -1,5 +1,5 @@
-"""One live sandbox as the server keeps it, and who may use it when: calls side by side, or one change of state
-alone.
+"""State of one live sandbox in the server, with the locking between its calls, which run concurrently, and its state
+changes, which run alone.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from envd.server.rules import Decisions
 State = Literal["running", "paused", "hibernated"]
 T = TypeVar("T")
 QUIET_S = 10.0
-"""How long a change of state waits for calls that still run."""
+"""Maximum time, in seconds, that a state change waits for running calls."""
 _FIX = {"paused": "call Resume", "hibernated": "call Resume"}
 
 
 @dataclass(eq=False)
 class Live:
-    """A sandbox. `box` is None while it is hibernated; its state is below `stored` then."""
+    """A live sandbox. While it is hibernated, `box` is None and its state is below `stored`."""
 
     identity: str
     token: str
@@ -39,27 +39,27 @@ class Live:
     spec: BoxSpec
     box: Box | None
     decisions: Decisions
-    """What the rules decided about it."""
+    """Decisions of the rules about it."""
     rules_yaml: str = ""
-    """As it was asked for, for copies of it."""
+    """Rules of its request, for copies of it."""
     labels: Mapping[str, str] = field(default_factory=dict)
     state: State = "running"
     stored: Path | None = None
     lost: tuple[str, ...] = ()
     proxy: Proxy | None = None
-    """Its way out, while it has a box whose rules allow destinations."""
+    """Egress proxy, while the sandbox has a box and its rules allow destinations."""
     spent_s: float = 0.0
-    """Processor time of the boxes that it had before this one."""
+    """Processor time, in seconds, of its earlier boxes."""
     created: float = field(default_factory=time.monotonic)
     expires: float = 0.0
-    """Both on the monotonic clock."""
+    """`created` and `expires` are on the monotonic clock."""
     timer: asyncio.TimerHandle | None = None
     ended: str = ""
-    """Why it is no more; empty while it lives."""
+    """Reason of its end; empty while it lives."""
     noted: dict[str, int] = field(default_factory=dict)
-    """How often it hit which limit, as far as that was recorded."""
+    """Number of recorded hits, by limit."""
     claim: Claim | None = None
-    """What it takes of its key's quotas."""
+    """Its share of its key's quotas."""
     answers: Answers = field(default_factory=Answers)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _changing: asyncio.Event | None = None
@@ -68,23 +68,23 @@ class Live:
     _polls: set[asyncio.Future[Any]] = field(default_factory=set)
 
     def died(self) -> str | None:
-        """Why its agent has gone by itself; None where it has not, or its state is just being changed."""
+        """Reason why its agent ended by itself; None if it has not, or during a state change."""
         return None if self.box is None or self._changing is not None else self.box.guest.gone
 
     def is_token(self, token: str) -> bool:
-        """Whether this is its token, in a time that does not tell how much of it is right."""
+        """Whether this is the sandbox's token, compared in constant time."""
         return secrets.compare_digest(self.token.encode(), token.encode())
 
     def using(self) -> _Use:
-        """`async with live.using() as guest`: a call.
+        """Context manager of one call: `async with live.using() as guest`.
 
-        Waits while its state changes; raises WrongState where it does not run.
+        It waits while the state changes. Raises SandboxGone, and WrongState if the sandbox does not run.
         """
         return _Use(self)
 
     async def poll(self, ask: Awaitable[T]) -> T | None:
-        """Await an ask that may last; None when a change of state ended it early, so that the caller asks the guest
-        that is there then.
+        """Await a long poll of the guest. Returns None if a state change cancelled it; the caller then polls the new
+        guest.
         """
         poll: asyncio.Future[T] = asyncio.ensure_future(ask)
         self._polls.add(poll)
@@ -94,15 +94,15 @@ class Live:
             self._polls.discard(poll)
             if not poll.done():
                 poll.cancel()
-                await asyncio.wait({poll})  # what still runs can't be closed by its owner
+                await asyncio.wait({poll})  # the owner can't close an async generator that still runs
             if not poll.cancelled():
-                poll.exception()  # looked at, also where the caller has gone
+                poll.exception()  # marks it as retrieved, also if the caller was cancelled
         if poll.cancelled():
             return None
         return poll.result()
 
     async def guest_soon(self) -> GuestLink:
-        """The guest, once no change of state is under way. Raises as `using` does."""
+        """Wait for the end of a state change, then return the guest. Raises as `using` does."""
         while self._changing is not None:
             await self._changing.wait()
         self.require_running()
@@ -110,20 +110,22 @@ class Live:
         return self.box.guest
 
     def require_running(self) -> None:
-        """Raise SandboxGone or WrongState, with the fix, where it does not run."""
+        """Raise SandboxGone or WrongState, with the fix, if the sandbox does not run."""
         self.require_alive()
         if self.state != "running":
             raise WrongState(f"sandbox {self.identity[:40]} is {self.state}: {_FIX[self.state]} first")
 
     def require_alive(self) -> None:
-        """Raise SandboxGone where it has ended."""
+        """Raise SandboxGone if the sandbox has ended."""
         if self.ended:
             raise SandboxGone(f"no sandbox {self.identity[:40]!r}: {self.ended}")
 
     @asynccontextmanager
     async def change(self, *, quiet: bool = False) -> AsyncIterator[None]:
-        """The block alone changes the state. quiet: calls that run are waited for, later ones wait, long polls end and
-        are asked again.
+        """Run the block as the sandbox's only state change. Raises SandboxGone, WrongState.
+
+        quiet: also wait at most QUIET_S for running calls, hold later calls and interrupt long polls, which their
+        callers repeat.
         """
         async with self._lock:
             self.require_alive()
@@ -139,7 +141,7 @@ class Live:
                 self._changing = None
 
     def alone(self) -> asyncio.Lock:
-        """`async with live.alone():` when no change of state is under way; unlike `change` also where it has ended."""
+        """Lock that excludes state changes: `async with live.alone()`. Unlike `change`, also for an ended sandbox."""
         return self._lock
 
     async def _quiet(self) -> None:
@@ -158,7 +160,7 @@ class Live:
 
 
 class _Use:
-    """Counts one call in and out."""
+    """Context manager that counts one running call."""
 
     __slots__ = ("_live",)
 

@@ -1,5 +1,5 @@
-"""What no servicer sees: requests that are no message of their method, or are too large; methods that do not exist;
-clients that leave.
+"""Record what servicers do not see: malformed or oversized requests, unknown methods, and clients that abandon calls or
+stop reading.
 
 Watched(server, sandboxes) -> add_XServicer_to_server(service, watched): each method's handler is wrapped
 """
@@ -22,15 +22,15 @@ from envd.server.calls import metadata_of
 from envd.server.sandboxes import Sandboxes
 
 ACCEPTED_BYTES = MESSAGE_BYTES + (16 << 20)
-"""What gRPC takes in: a request above the limit and up to this is refused here, with an event; what is larger gRPC
-drops, and tells nobody.
+"""Largest request, in bytes, that gRPC accepts. A request above MESSAGE_BYTES and up to this size is refused here, with
+an event; gRPC drops a larger one without telling the server.
 """
 STALLED_S = 10.0
-"""A stream whose client takes nothing for so long is told."""
+"""Seconds without a read after which the client of a stream is recorded as stalled."""
 
 
 class _Unfit(Exception):
-    """Bytes that are no request."""
+    """Bytes that are no valid request of a method."""
 
     def __init__(self, code: grpc.StatusCode, reason: str, size: int) -> None:
         super().__init__(reason)
@@ -38,20 +38,20 @@ class _Unfit(Exception):
 
 
 class Watched:
-    """Stands for a server where services are added to it.
+    """Wrapper of a server that services are added to.
 
-    Each call's task is told who calls; what happens to a call outside its servicer becomes an event.
+    It stores the caller in each call's task, and records the events of a call outside its servicer.
 
-    Costs a call one more frame while its request is parsed, one around its method, and a microsecond.
+    Each call costs one more frame while its request is parsed, one around its method, and a microsecond.
     """
 
     def __init__(self, server: grpc.aio.Server, sandboxes: Sandboxes) -> None:
         self._server, self._sandboxes, self._audit = server, sandboxes, sandboxes.audit
         self.stopping = False
-        """The server stops, which ends calls that nobody has abandoned."""
+        """Whether the server is stopping: calls that end now are not recorded as abandoned."""
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        """See grpc.aio.Server; generated code gives these the same methods as registered ones."""
+        """See grpc.aio.Server. Not wrapped: generated code registers the same methods below as well."""
         self._server.add_generic_rpc_handlers(handlers)
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
@@ -97,7 +97,7 @@ class Watched:
                 async with aclosing(inner(request, context)) as messages:
                     async for message in messages:
                         writing.begins()
-                        # comes back when gRPC has taken the message: it waits while the client reads nothing
+                        # returns once gRPC has accepted the message; blocks while the client does not read
                         yield message
                         writing.ended()
             finally:
@@ -119,15 +119,13 @@ class Watched:
         self._audit.record("client.stalled", self._own(request, context), method=method, seconds=STALLED_S)
 
     def _own(self, request: Any, context: Any) -> str:
-        """The sandbox that a request names, where it may: names that a client makes up would each have a burst of
-        events of their own.
-        """
+        """Id of the sandbox that a request names, if its token is right; else empty: unknown ids share a bucket."""
         identity = str(getattr(request, "sandbox_id", ""))
         return identity if self._sandboxes.knows(identity, metadata_of(context, SANDBOX_TOKEN)) else ""
 
 
 class Unknown(grpc.GenericRpcHandler):
-    """Records what is asked for and not there. Added last: it is asked only where nothing else answers."""
+    """Handler that records calls of unknown methods. Added last, so that gRPC asks it only if no other handler fits."""
 
     def __init__(self, audit: AuditLog) -> None:
         self._audit = audit
@@ -138,9 +136,9 @@ class Unknown(grpc.GenericRpcHandler):
 
 
 class _Writing:
-    """Calls back, once, when a write has waited for STALLED_S.
+    """Watchdog that calls back, once, when a write has waited for STALLED_S.
 
-    A stream whose reader keeps up pays a look at the clock a message.
+    A stream whose reader keeps up costs one clock read per message.
     """
 
     def __init__(self, tell: Callable[[], None]) -> None:
@@ -151,17 +149,17 @@ class _Writing:
         self._told = False
 
     def begins(self) -> None:
-        """A message is given to gRPC."""
+        """Note that a message is passed to gRPC."""
         self._since = self._loop.time()
         if self._timer is None and not self._told:
             self._timer = self._loop.call_later(STALLED_S, self._look)
 
     def ended(self) -> None:
-        """It has taken it."""
+        """Note that gRPC has accepted the message."""
         self._since = 0.0
 
     def close(self) -> None:
-        """The stream has ended."""
+        """Cancel the timer at the end of the stream."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -178,10 +176,10 @@ class _Writing:
 
 
 def _parsing(parse: Callable[[bytes], Any], *, in_stream: bool) -> Callable[[bytes], Any]:
-    """A deserializer that gives bytes which are no request to the method's wrapper: as the request, or from the stream
-    as an error.
+    """Deserializer that passes an _Unfit for invalid bytes to the method's wrapper: returned as the request, or raised
+    from a stream.
 
-    What it raised for a single request gRPC would answer by itself.
+    An error raised for a single request would be answered by gRPC itself, without an event.
     """
 
     def parsed(data: bytes) -> Any:

@@ -1,5 +1,5 @@
-"""One interceptor for all that watches calls: metrics, spans, the trail of calls. A server that has none of them has no
-interceptor.
+"""One interceptor for all observers of calls: metrics, spans, the trail of calls. A server without observers does not
+install it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HANDLERS = {
     (True, False): grpc.stream_unary_rpc_method_handler,
     (True, True): grpc.stream_stream_rpc_method_handler,
 }
-"""What makes a handler, by whether its requests and its answers are streams."""
+"""Constructors of handlers, by whether requests and responses are streams."""
 _BEHAVIOURS = {
     (False, False): "unary_unary",
     (False, True): "unary_stream",
@@ -30,22 +30,23 @@ _CODES = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
 class Observer(Protocol):
-    """Sees each call begin and end."""
+    """Observer of the start and the end of each call."""
 
     def begin(self, method: str, request: Any, context: Any) -> Callable[[str], None]:
-        """A call of `Service/Method` begins; request: its message, a `Stream` of them, or None for bytes that are none.
+        """Note the start of a call of `Service/Method`, and return a function that is called with its status code's
+        name at its end. Neither may raise or block.
 
-        What is returned is called with the name of its status code when it ends. Neither may raise or wait.
+        request: its message, a `Stream` of messages, or None for bytes that are not a valid message.
         """
         ...
 
 
 class Stream:
-    """The messages of a call that streams them, as its servicer takes them."""
+    """Iterator over the messages of a call with a request stream, which keeps the first one."""
 
     def __init__(self, messages: AsyncIterator[Any]) -> None:
         self.first: Any = None
-        """The first one, once it has come."""
+        """First message; None until it has arrived."""
         self._messages = messages
 
     def __aiter__(self) -> Stream:
@@ -59,7 +60,7 @@ class Stream:
 
 
 class Observing(grpc.aio.ServerInterceptor):
-    """Tells observers of every call to a method that exists."""
+    """Interceptor that notifies observers of every call to an existing method."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = tuple(observers)
@@ -74,7 +75,7 @@ class Observing(grpc.aio.ServerInterceptor):
         streams = bool(handler.request_streaming), bool(handler.response_streaming)
         method = str(details.method).rpartition(".")[2]
         inner = getattr(handler, _BEHAVIOURS[streams])
-        writes = streams[1] and not inspect.iscoroutinefunction(inner)  # a coroutine writes its answers by itself
+        writes = streams[1] and not inspect.iscoroutinefunction(inner)  # a coroutine writes its responses itself
         wrapped = self._many(method, inner) if writes else self._one(method, inner)
         return HANDLERS[streams](wrapped, handler.request_deserializer, handler.response_serializer)
 
@@ -119,7 +120,7 @@ def _seen(request: Any) -> Any:
 
 
 def _code_of(context: Any) -> str:
-    """The status that a call was aborted with; one that raised anything else ends as UNKNOWN."""
+    """Name of the status that a call was aborted with; UNKNOWN for any other exception."""
     code = context.code()
     code = code.value[0] if isinstance(code, grpc.StatusCode) else code
     return _CODES.get(code or grpc.StatusCode.UNKNOWN.value[0], "UNKNOWN")

@@ -1,7 +1,7 @@
-"""What the clients of one key may hold: templates, sandboxes, memory, snapshots; docs/sandboxes-rules.md#quotas.
+"""Quotas of the clients of one key: templates, sandboxes, memory, snapshots; docs/sandboxes-rules.md#quotas.
 
-A key's claims are made before anything is started and released when nothing of it is left. A refusal is
-RESOURCE_EXHAUSTED and the audit event quota.refused.
+A claim is made before its sandbox starts and released after the sandbox is removed. A refusal is RESOURCE_EXHAUSTED and
+the audit event quota.refused.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from envd.server.audit import AuditLog
 from envd.server.rule_sections import QuotaRules
 
 _MEMORY_SHARE = 32
-"""Sandboxes rarely use what they may: the limits of a key's sandboxes may add up to so many times the machine's
-memory.
+"""Default maximum of a key's memory limits, as a multiple of the machine's memory: sandboxes rarely reach their limits.
 """
 
 
 @dataclass(eq=False)
 class Claim:
-    """What one sandbox takes of its key's quotas. Released once, however often it is asked to."""
+    """One sandbox's share of its key's quotas."""
 
     key: str
     memory_mb: int
@@ -33,14 +32,14 @@ class Claim:
     released: bool = False
 
     def release(self) -> None:
-        """Give it back. Idempotent."""
+        """Release the claim. Idempotent."""
         if not self.released:
             self.released = True
             self._undo(self)
 
 
 class Quotas:
-    """The quotas of a server, and what each key's sandboxes take of them."""
+    """Quotas of a server, and the usage of each key."""
 
     def __init__(self, rules: QuotaRules, audit: AuditLog) -> None:
         self.rules, self._audit = rules, audit
@@ -49,7 +48,7 @@ class Quotas:
         self._memory: defaultdict[str, int] = defaultdict(int)
 
     def claim(self, memory_mb: int) -> Claim:
-        """Take a sandbox's share for the key of the call that is being answered. Raises QuotaExceeded."""
+        """Claim a sandbox's share for the key of the current call. Raises QuotaExceeded."""
         key = caller.key()
         if self._sandboxes[key] >= self.rules.sandboxes:
             self.refuse("sandboxes", f"{self.rules.sandboxes} sandboxes", "end some")
@@ -61,7 +60,7 @@ class Quotas:
         return Claim(key, memory_mb, self._release)
 
     def refuse(self, quota: str, have: str, fix: str) -> NoReturn:
-        """Record a refusal and raise QuotaExceeded."""
+        """Record a refusal for the key of the current call and raise QuotaExceeded."""
         key = caller.key()
         whose = f"key {key}" if key else "this server's clients"
         reason = f"{whose} hold {have}: {fix}, or raise quotas.{quota} in the server's rules"

@@ -1,4 +1,4 @@
-"""Where paths of a workspace lead, as the sandbox's own links have it, and what the rules hide of that."""
+"""Resolve workspace paths through the sandbox's own links, and check whether the rules hide them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _MAX_STEPS = 256
 
 
 async def resolved(guest: GuestLink, path: str) -> str:
-    """The path without links and `..`, taken from the workspace as all paths are.
+    """Resolve links and `..` of a path relative to the workspace.
 
-    Raises OSError where no file or directory is there.
+    Raises OSError if no file or directory is there.
     """
     done, _, error = await _walk(guest, path)
     if error is not None:
@@ -25,8 +25,8 @@ async def resolved(guest: GuestLink, path: str) -> str:
 
 
 async def is_hidden(guest: GuestLink, hidden: Sequence[str], path: str) -> bool:
-    """Whether these globs hide a path, by its name or by where it leads; of one that is not there, where its parents
-    lead.
+    """Whether these globs match a path or the path that it resolves to. Of a missing path, its existing parents are
+    resolved.
     """
     if not hidden:
         return False
@@ -37,7 +37,7 @@ async def is_hidden(guest: GuestLink, hidden: Sequence[str], path: str) -> bool:
 
 
 async def _walk(guest: GuestLink, path: str) -> tuple[str, list[str], OSError | None]:
-    """How far a path leads, what of it is left, and why."""
+    """Resolve a path as far as possible: (resolved part, remaining parts, error that stopped it or None)."""
     todo = relative(path).split("/")[::-1]
     done: list[str] = []
     try:

@@ -1,4 +1,4 @@
-"""The sections of sandbox rules, each field with its unit and bounds."""
+"""Sections of sandbox rules, with the unit and bounds of each field."""
 
 from __future__ import annotations
 
@@ -43,26 +43,26 @@ class Destination(Section):
         return ports
 
     def covers(self, other: Destination) -> bool:
-        """Whether all that `other` allows is allowed here too."""
+        """Whether this destination allows everything that `other` allows."""
         if self.ports and not (other.ports and set(other.ports) <= set(self.ports)):
             return False
         ours, theirs = network_of(self.host), network_of(other.host)
         if ours is not None and theirs is not None:
             if ours.version != theirs.version or (means_reserved(theirs) and not means_reserved(ours)):
-                return False  # 0.0.0.0/0 does not let private addresses through, so a rule for these would be more
+                return False  # 0.0.0.0/0 does not include private addresses, so a rule for these allows more
             return theirs.subnet_of(ours)  # type: ignore[arg-type]
         return self.host == other.host or (self.host.startswith("*.") and other.host.endswith(self.host[1:]))
 
 
 class NetworkRules(Section):
-    """Where sandboxes may connect to."""
+    """Destinations that sandboxes may connect to."""
 
     allow: tuple[Destination, ...] = Field(default=(), max_length=64, strict=False)
     """Empty: nowhere; a sandbox has a loopback of its own and nothing else."""
 
 
 class Ceilings(Section):
-    """The most a request may ask for. Absent: as much as it likes."""
+    """Maximum values that a request may ask for. Absent: no bound."""
 
     memory_mb: int | None = Field(default=None, gt=0)
     """MiB."""
@@ -78,7 +78,7 @@ class Ceilings(Section):
     """Sandboxes that exist at once on the server."""
 
     def within(self, other: Ceilings) -> Ceilings:
-        """The lower of both at each limit."""
+        """Lower value of both for each limit."""
         values: dict[str, float] = {}
         for name in Ceilings.model_fields:
             said = [value for value in (getattr(self, name), getattr(other, name)) if value is not None]
@@ -88,7 +88,7 @@ class Ceilings(Section):
 
 
 class Defaults(Section):
-    """What a request gets that asks for nothing."""
+    """Values for a request that names none."""
 
     memory_mb: int = Field(default=Limits.memory_mb, gt=0)
     """MiB."""
@@ -103,16 +103,16 @@ class Defaults(Section):
 
 
 class ResourceRules(Section):
-    """Ceilings and defaults. A default above its ceiling is the ceiling."""
+    """Ceilings and defaults. A default above its ceiling is lowered to it."""
 
     maximum: Ceilings = Ceilings()
     default: Defaults = Defaults()
 
 
 class QuotaRules(Section):
-    """What the clients of one key may hold together; without keys, all clients.
+    """Quotas of all clients of one key together; without keys, of all clients.
 
-    Only the server's rules may have it.
+    Only the server's rules may have this section.
     """
 
     templates: int = Field(default=8192, ge=1)
@@ -130,7 +130,7 @@ class QuotaRules(Section):
 
 
 class FilesystemRules(Section):
-    """What of the template's files a sandbox gets."""
+    """Access of a sandbox to its workspace and the template's files."""
 
     read_only: bool = False
     """The workspace can't be written."""
@@ -148,7 +148,7 @@ class FilesystemRules(Section):
 
 
 class ToolRules(Section):
-    """Which tools may be called."""
+    """Tools that may be called."""
 
     allow: tuple[str, ...] | None = Field(default=None, strict=False)
     """Names; absent: all. Without `exec` the Processes service is closed too."""

@@ -1,11 +1,11 @@
-"""Sandbox rules: what a sandbox may be and do, as YAML; docs/sandboxes-rules.md shows an example.
+"""Sandbox rules in YAML: limits, network, tools and isolation of sandboxes; docs/sandboxes-rules.md shows an example.
 
     server's rules --\
                       under() -> the rules that hold -> check() at Create -> Decisions -> BoxSpec, limits, tools
     request's rules -/
 
-A request's rules can only tighten the server's: the lower ceiling, the fewer tools, the higher wall of the two hold,
-and a destination that the server's rules do not allow is a denial.
+A request's rules can only tighten the server's: the lower ceiling, the smaller set of tools and the stronger isolation
+of the two hold, and a destination that the server's rules do not allow is a denial.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from envd.server.strict_yaml import load_strictly
 from envd.types import Limits
 
 MAX_BYTES = 16 * 1024
-"""Size of the longest rules that are read, in bytes."""
+"""Maximum length of the rules, in characters."""
 _LIMITED = ("memory_mb", "pids", "cpu", "disk_mb", "lifetime_s")
 _BACKENDS_DUTY = {"memory_mb": "memory", "pids": "pids", "cpu": "cpu", "disk_mb": "disk"}
-"""Ceilings that only hold where the backend enforces the limit; the server itself ends lifetimes and counts
+"""Ceilings that hold only if the backend enforces the limit. The server itself enforces lifetimes and the number of
 sandboxes.
 """
 
@@ -47,10 +47,10 @@ class RulesError(EnvdError):
 
 @dataclass(frozen=True)
 class Denial:
-    """One thing that the rules do not allow."""
+    """One request that the rules do not allow."""
 
     rule: str
-    """Field of the rules, as `network.allow`."""
+    """Field of the rules, for example `network.allow`."""
     asked: str
     allowed: str
 
@@ -60,7 +60,7 @@ class Denial:
 
 @dataclass(frozen=True)
 class Decisions:
-    """What the rules decided about one Create. Made only to be used where `denials` is empty."""
+    """Result of checking one Create against the rules. The other fields hold only if `denials` is empty."""
 
     denials: tuple[Denial, ...]
     limits: Limits
@@ -68,21 +68,21 @@ class Decisions:
     read_only: bool = False
     hidden: tuple[str, ...] = ()
     tools: frozenset[str] | None = None
-    """None: all."""
+    """Allowed tools; None: all."""
     least: IsolationLevel = IsolationLevel.NONE
 
     def allows(self, tool: str) -> bool:
-        """Whether a tool may be called; `exec` also stands for the Processes service."""
+        """Whether the rules allow a tool; `exec` also covers the Processes service."""
         return self.tools is None or tool in self.tools
 
     @property
     def reason(self) -> str:
-        """All denials in one line; empty when there is none."""
+        """All denials in one line; empty if there are none."""
         return "; ".join(str(denial) for denial in self.denials)
 
 
 class Rules(Section):
-    """What a sandbox may be and do. The default allows what a server without rules does."""
+    """Rules of a sandbox. The default is that of a server without rules."""
 
     version: Literal[1] = 1
     network: NetworkRules = NetworkRules()
@@ -98,17 +98,17 @@ class Rules(Section):
     @model_validator(mode="before")
     @classmethod
     def _sections_may_be_empty(cls, data: Any) -> Any:
-        """`tools:` with nothing after it is YAML's null: a section that says nothing."""
+        """Replace null sections by empty ones: YAML parses `tools:` without a value as null."""
         return {key: {} if value is None else value for key, value in data.items()} if isinstance(data, dict) else data
 
     @property
     def least(self) -> IsolationLevel:
-        """The least isolation level that is accepted."""
+        """Minimum isolation level that is accepted."""
         return IsolationLevel[self.isolation.upper()]
 
     def under(self, outer: Rules) -> tuple[Rules, tuple[Denial, ...]]:
-        """These rules, of a request, within the server's: the stricter of both, and what it asked for beyond the
-        server's.
+        """Merge these rules, of a request, with the server's (`outer`): the stricter of both, and a denial for each
+        part that exceeds the server's.
         """
         hosts = [rule for rule in self.network.allow if not any(ours.covers(rule) for ours in outer.network.allow)]
         allowed = ", ".join(rule.host for rule in outer.network.allow) or "no destination"
@@ -144,7 +144,7 @@ class Rules(Section):
         enforced: Sequence[str],
         live: int,
     ) -> Decisions:
-        """Decide about one Create on a backend.
+        """Check one Create on a backend against these rules.
 
         asked: limits by the names of `envd.types.Limits`; 0 or absent takes the default. can, enforced: the backend's
         `Features`. live: sandboxes that exist now.
@@ -155,7 +155,7 @@ class Rules(Section):
             ceiling, wanted = getattr(ceilings, name), asked.get(name, 0)
             default = getattr(self.resources.default, name)
             chosen[name] = wanted or (default if ceiling is None else min(default, ceiling))
-            if not 0 < chosen[name] < math.inf:  # also what is not a number
+            if not 0 < chosen[name] < math.inf:  # false for NaN, too
                 denials.append(Denial(f"resources.default.{name}", f"{wanted:g}", "finite numbers above 0"))
             elif ceiling is not None and wanted > ceiling:
                 denials.append(Denial(f"resources.maximum.{name}", f"{wanted:g}", f"at most {ceiling:g}"))
@@ -193,12 +193,12 @@ class Rules(Section):
 
 
 DEFAULT = Rules()
-"""The rules of a server that was given none."""
+"""Rules of a server without a rules file."""
 
 
 @functools.lru_cache(maxsize=256)
 def load_rules(text: str) -> Rules:
-    """Rules from YAML; an empty text gives the default ones.
+    """Parse rules from YAML; an empty text gives the default rules.
 
     Raises RulesError naming the field, the value and the fix.
     """
@@ -223,7 +223,7 @@ def load_rules(text: str) -> Rules:
 
 
 def hides(globs: Sequence[str], path: str) -> bool:
-    """Whether `filesystem.hidden` leaves this workspace path, or a directory above it, out."""
+    """Whether these globs of `filesystem.hidden` match this workspace path or a directory above it."""
     parts = path.split("/")
     above = ["/".join(parts[: count + 1]) for count in range(len(parts))]
     return any(fnmatchcase(each, glob.rstrip("/")) for each in above for glob in globs)

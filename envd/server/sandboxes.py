@@ -1,5 +1,5 @@
-"""The live sandboxes of a server: created, found by an id nobody can guess and a token, listed, and ended when their
-time is over.
+"""The live sandboxes of a server: create them, find them by a random id and a token, list them, and end them when their
+lifetime is over.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from envd.server.templates import Templates
 T = TypeVar("T")
 _GONE = "it was finished, crashed, or outlived its lifetime"
 _REMEMBERED = 1024
-"""Ended sandboxes whose ends are still told to who holds their token."""
+"""Number of ended sandboxes whose reason is kept for callers that hold their token."""
 _IDENTITY = re.compile(r"[A-Za-z0-9_-]{16,64}")
 _log = logging.getLogger("envd")
 
 
 class Sandboxes:
-    """All of a server's sandboxes, whatever backend they run on."""
+    """All sandboxes of a server, on all backends."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Sandboxes:
         self.quotas = Quotas(rules.quotas, audit) if quotas is None else quotas
         templates.on_removed = self._template_removed
         self.answers = Answers(most=4096, most_bytes=16 << 20)
-        """Of calls that name no sandbox."""
+        """Idempotent answers of calls that name no sandbox."""
         self.limits = LimitsWatch(audit)
         self.escapes = Escapes(audit)
         self.egress = Egress(audit)
@@ -70,7 +70,7 @@ class Sandboxes:
         return len(self._live)
 
     def find(self, identity: str, token: str) -> Live:
-        """A live sandbox. Raises SandboxGone, for a wrong token as for an unknown id."""
+        """Return the live sandbox with this id. Raises SandboxGone for a wrong token and for an unknown id."""
         self.notice(identity)
         live = self._live.get(identity)
         if live is not None and live.is_token(token):
@@ -85,24 +85,24 @@ class Sandboxes:
         raise kind(f"no sandbox {identity[:40]!r}: {why}")
 
     def knows(self, identity: str, token: str) -> bool:
-        """Whether a live sandbox has this id and token. Records nothing."""
+        """Whether a live sandbox has this id and token. Records no audit event."""
         live = self._live.get(identity)
         return live is not None and live.is_token(token)
 
     def answers_of(self, identity: str, token: str) -> Answers:
-        """Where a sandbox's idempotent answers are kept, also just after its end."""
+        """Idempotent answers of a sandbox, also shortly after its end. Raises as `find`."""
         ended = self._ended.get(identity)
         if ended is not None and ended.is_token(token):
             return ended.answers
         return self.find(identity, token).answers
 
     def all(self, labels: Mapping[str, str]) -> list[Live]:
-        """The sandboxes that carry all of these labels, oldest first."""
+        """Live sandboxes that have all of these labels, oldest first."""
         wanted = labels.items()
         return [live for live in self._live.values() if wanted <= live.labels.items()]
 
     async def create(self, wanted: Wanted) -> Live:
-        """Start a sandbox; it answers calls when this returns.
+        """Start a sandbox and return once it answers calls.
 
         Raises RulesDenied, TemplateError, SandboxStartError.
         """
@@ -115,7 +115,7 @@ class Sandboxes:
     async def restore(
         self, wanted: Wanted, state: Path, *, host_name: str, like: tuple[str, str] | None = None
     ) -> Live:
-        """A sandbox from what `Box.snapshot` wrote. like: the (id, token) that it keeps; fresh ones when None."""
+        """Start a sandbox from a state that `Box.snapshot` wrote. like: the (id, token) to keep; None: new ones."""
         await self._prepare_template(wanted)
         backend, spec, decisions = self.plan(wanted, host_name)
         if like is not None and not (_IDENTITY.fullmatch(like[0]) and like[0] not in self._live and len(like[1]) >= 16):
@@ -131,7 +131,7 @@ class Sandboxes:
         )
 
     async def _claimed(self, spec: BoxSpec, start: Callable[[], Coroutine[Any, Any, Box]]) -> tuple[Box, Claim]:
-        """A box that starts, its share of the quotas, and its template held. Raises QuotaExceeded, and as `started`."""
+        """Claim the quotas, hold the template and start a box. Raises QuotaExceeded, and as `started`."""
         claim = self.quotas.claim(spec.limits.memory_mb)
         self.templates.hold(spec.template)
         try:
@@ -147,7 +147,7 @@ class Sandboxes:
                 await backend.forget_template(digest)
 
     def plan(self, wanted: Wanted, host_name: str = "sandbox") -> tuple[Backend, BoxSpec, Decisions]:
-        """The backend and the box that a request gets. Raises RulesDenied, TemplateError."""
+        """Backend, box specification and decisions for a request. Raises RulesDenied, TemplateError."""
         backend, decisions = self._decide(wanted)
         template = self.templates.shown(self.templates.require(wanted.template), decisions.hidden)
         spec = BoxSpec(
@@ -163,7 +163,7 @@ class Sandboxes:
         return backend, spec, decisions
 
     def backend_for(self, name: str, rules_yaml: str) -> Backend:
-        """The backend that a Create with this name and these rules would get: for what is no sandbox of a client's.
+        """Backend that a Create with this name and these rules would get, for work outside of clients' sandboxes.
 
         Raises EnvdError, RulesDenied.
         """
@@ -175,9 +175,9 @@ class Sandboxes:
         return decide(wanted, self.backends, self._rules_of(wanted.rules_yaml), self.audit, live)
 
     async def _prepare_template(self, wanted: Wanted) -> None:
-        """Store the template that lacks what the rules hide: what is not there no program in the sandbox reads.
+        """Store the template without the files that the rules hide, so that no program in the sandbox can read them.
 
-        Apart from `plan`, so that nothing is awaited between its counting of what lives and the start.
+        Separate from `plan`, so that no await lies between its count of live sandboxes and the start.
         """
         rules, _ = self._rules_of(wanted.rules_yaml)
         if rules.filesystem.hidden:
@@ -186,12 +186,12 @@ class Sandboxes:
             await self.templates.without(wanted.template, decisions.hidden)
 
     def fresh_name(self) -> str:
-        """A name for a box, unique on this server."""
+        """Return a new box name, unique on this server."""
         self._names += 1
         return f"box-{self._names}"
 
     async def started(self, starting: Coroutine[Any, Any, Box]) -> Box:
-        """A box that starts. When the caller gives up meanwhile it is destroyed, since nobody would know of it."""
+        """Wait for a box to start. If the caller is cancelled meanwhile, the box is destroyed once it has started."""
         self._starting += 1
         task = self.background(starting)
         try:
@@ -203,15 +203,15 @@ class Sandboxes:
             self._starting -= 1
 
     def admit(self, live: Live) -> Live:
-        """From now on it can be found, until its lifetime is over."""
+        """Register a sandbox, so that `find` returns it until its lifetime is over."""
         self._live[live.identity] = live
         self.listen(live)
         self.expire_in(live, live.spec.limits.lifetime_s)
         return live
 
     def listen(self, live: Live) -> None:
-        """Record the system calls that its box is refused, where that tells them; open its way out, where its rules
-        allows one.
+        """Record the system calls that the box is refused, if the box reports them, and open the sandbox's egress
+        proxy, if its rules allow one.
         """
         box: object = live.box
         if live.spec.network and isinstance(box, OffersProxy) and box.proxy_listener is not None:
@@ -223,7 +223,7 @@ class Sandboxes:
         self.audit.record("syscall.refused", live.identity, call=call, count=count)
 
     def expire_in(self, live: Live, seconds: float) -> None:
-        """Its lifetime is over after so many seconds, or after its limit where that is less."""
+        """Set the sandbox's remaining lifetime, in seconds, at most its `lifetime_s` limit."""
         seconds = min(max(seconds, 0), live.spec.limits.lifetime_s)
         if live.timer is not None:
             live.timer.cancel()
@@ -231,13 +231,13 @@ class Sandboxes:
         live.timer = asyncio.get_running_loop().call_later(seconds, self._expire, live)
 
     async def end(self, live: Live, why: str = _GONE) -> None:
-        """Destroy a sandbox and leave nothing of it. Idempotent; a change of state that is under way ends first."""
+        """Destroy a sandbox and all its data. Idempotent. A state change in progress ends first."""
         if not live.ended:
             self.forget(live, why)
             await self.clear(live)
 
     async def clear(self, live: Live) -> None:
-        """Destroy what a forgotten sandbox has."""
+        """Destroy a forgotten sandbox's box and stored state, and release its quotas and its template."""
         async with live.alone():
             box, live.box = live.box, None
             stored, live.stored = live.stored, None
@@ -251,14 +251,14 @@ class Sandboxes:
                 self.templates.release(live.spec.template)
 
     async def destroy(self, live: Live, box: Box) -> None:
-        """Destroy the box that a sandbox had, and its way out first."""
+        """Stop a sandbox's egress proxy, then destroy its box."""
         if live.proxy is not None:
             await live.proxy.stop()
             live.proxy = None
         await box.destroy()
 
     def forget(self, live: Live, why: str) -> None:
-        """From now on it can't be found; its end is told to who holds its token."""
+        """Unregister a sandbox. `find` then raises with this reason for callers that hold its token."""
         live.ended = why
         if live.timer is not None:
             live.timer.cancel()
@@ -269,7 +269,7 @@ class Sandboxes:
         self.audit.forget(live.identity)
 
     def notice(self, identity: str) -> None:
-        """Whether a sandbox ended by itself, or its agent was closed for what it sent; then it is no more."""
+        """Forget and clear a sandbox that ended by itself, or whose agent was closed for an invalid message."""
         live = self._live.get(identity)
         reason = None if live is None else live.died()
         if live is not None and reason is not None:
@@ -279,27 +279,27 @@ class Sandboxes:
             self.background(self.clear(live))
 
     def sign_of_limit(self, live: Live) -> None:
-        """Something happened in a sandbox that may come from a limit: have it looked at."""
+        """Schedule a check of a sandbox's limits, after an event that a limit may have caused."""
         if self.limits.sign(live):
             self.background(self.limits.look_soon(live))
 
     def sign_of_escape(self, live: Live, *paths: str) -> None:
-        """A call failed on these paths as it would on links that lead out of the workspace: have them looked at."""
+        """Schedule a check of these paths for links out of the workspace, after a failure that such links cause."""
         self.background(self.escapes.look(live, paths))
 
     def background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Work that goes on when its caller has gone."""
+        """Start work that continues when its caller is cancelled."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._background_ended)
         return task
 
     async def finished(self, work: Coroutine[Any, Any, T]) -> T:
-        """Work that may not stop half-way: it goes on when its caller has gone."""
+        """Await work that must not stop halfway: it continues when its caller is cancelled."""
         return await asyncio.shield(self.background(work))
 
     async def stop(self) -> None:
-        """End every sandbox, and wait for what is under way."""
+        """End every sandbox and wait for all background work."""
         while self._live or self._tasks:
             await asyncio.gather(*(self.end(live) for live in list(self._live.values())), return_exceptions=True)
             if self._tasks:

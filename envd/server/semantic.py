@@ -1,9 +1,8 @@
-"""The `semantic_search` tool: an index of each sandbox's workspace, kept by the server while the sandbox lives, made at
-its first search.
+"""The `semantic_search` tool: one index per sandbox, made at its first search and kept until the sandbox ends.
 
-A listing tells by stamps what may have changed; only that is read, chunked and embedded again. The work is a thread's:
-what a sandbox holds holds no other up. At most as many indexes as `MAX_INDEXES`; the one that was used longest ago
-gives way.
+A listing shows by size and modification time which files may have changed; only those are read, chunked and embedded
+again. A thread does this work, so that one sandbox's content does not delay the calls of others. At most `MAX_INDEXES`
+indexes are kept; the least recently used one is dropped.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ T = TypeVar("T")
 MAX_INDEXES = 64
 MAX_FILES = 2000
 MAX_FILE = 256 * 1024
-"""Bytes of a file beyond which it is not indexed."""
+"""Maximum size, in bytes, of an indexed file."""
 MAX_TOTAL = 4 * 1024 * 1024
 _LIMIT, _MAX_LIMIT = 5, 20
 _MISSING = "error: semantic_search needs packages that are not installed on the server: pip install 'triplane[search]'"
 
 
 class _Kept:
-    """One sandbox's index. One search at a time brings it up to date."""
+    """Index of one sandbox. The lock lets one search at a time update it."""
 
     def __init__(self) -> None:
         self.index: WorkspaceIndex | None = None
@@ -45,11 +44,11 @@ class _Kept:
 
 _kept: OrderedDict[int, _Kept] = OrderedDict()
 _thread = ThreadPoolExecutor(1, thread_name_prefix="semantic")
-"""One, so that the work of many sandboxes takes no more than its share; it also keeps each index to one thread."""
+"""A single thread bounds the work of many sandboxes, and keeps each index to one thread."""
 
 
 async def semantic_search(guest: GuestLink, arguments: Mapping[str, Any]) -> str:
-    """The pieces nearest to the query, best first. Raises ToolError, OSError for the path."""
+    """Find the pieces of code nearest to a query, best first. Raises ToolError, OSError for the path."""
     if find_spec("qdrant_client") is None or find_spec("tree_sitter_python") is None:
         raise ToolError(_MISSING)
     query, path = arguments["query"], relative(arguments.get("path", "."))
@@ -105,7 +104,7 @@ _watching: set[asyncio.Task[None]] = set()
 
 
 def _watch_end(guest: GuestLink, identity: int, kept: _Kept) -> None:
-    """Drop the index when its sandbox ends."""
+    """Drop an index when its sandbox ends."""
 
     async def wait() -> None:
         await guest.closed()
@@ -119,7 +118,7 @@ def _watch_end(guest: GuestLink, identity: int, kept: _Kept) -> None:
 
 
 async def _refresh(guest: GuestLink, kept: _Kept, index: WorkspaceIndex) -> list[str]:
-    """Bring an index up to date; what could not be indexed, as lines for the answer."""
+    """Update an index; return lines for the answer about the files that were not indexed."""
     listed, cut = await guest.list(".", depth=64, limit=50_000, skip_hidden=True, files_only=True)
     wanted = [each for each in listed if each.type == "file" and 0 < each.size <= MAX_FILE]
     now = _within_bounds(wanted)
@@ -130,7 +129,7 @@ async def _refresh(guest: GuestLink, kept: _Kept, index: WorkspaceIndex) -> list
         try:
             contents[path] = (await guest.read_all(path, MAX_FILE))[1]
         except OSError:
-            now.pop(path)  # gone, grown or locked since
+            now.pop(path)  # removed, grown or locked since the listing
     if gone or contents:
         await _in_thread(lambda: index.update(contents, gone))
     kept.stamps = now

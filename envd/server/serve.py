@@ -1,4 +1,4 @@
-"""Runs a server until it is told to stop, its parent dies, or what forks its sandboxes does."""
+"""Run a server until it receives a signal, its parent dies, or a process dies that its backends or checks need."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _GRACE_S = 0.5
 _SERVER_OPTIONS = [
     ("grpc.max_send_message_length", MESSAGE_BYTES),
     ("grpc.max_receive_message_length", ACCEPTED_BYTES),
-    # a client that vanished without a word is noticed, and what it asked for cancelled
+    # detects a client that vanished without closing its connection, so that its calls are cancelled
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
@@ -68,8 +68,8 @@ _SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),
 ]
 _GARBAGE = (50_000, 20, 20)
-"""Objects made before they are looked through for cycles: of thousands of sandboxes each look takes milliseconds, in
-which none is answered.
+"""Garbage collection thresholds. With thousands of sandboxes each collection takes milliseconds, in which the server
+answers no call.
 """
 _SERVICES = tuple(
     service.full_name
@@ -81,32 +81,32 @@ _log = logging.getLogger("envd")
 
 @dataclass(frozen=True)
 class Options:
-    """How a server runs."""
+    """Options of a server."""
 
     listening: Listening = field(default_factory=Listening)
     backends: tuple[str, ...] = ("auto",)
-    """The first is the default one."""
+    """The first is the default."""
     state_dir: Path | None = None
-    """Where the server makes a directory of its own, removed when it ends; None: among the temporary ones."""
+    """Parent of the server's own directory, which is removed when the server ends; None: the temporary directory."""
     snapshot_dir: Path | None = None
-    """Where snapshots are kept; None: in the state directory, until the server ends."""
+    """Directory of the snapshots; None: in the state directory, until the server ends."""
     pool: int = 0
-    """Sandboxes kept ready for each template that is in use."""
+    """Number of sandboxes kept ready for each template that is in use."""
     rules: Path | None = None
     audit_log: Path | None = None
     audit_calls: bool = False
-    """Calls are events too."""
+    """Whether calls are recorded as audit events."""
     peer_ca: Path | None = None
-    """Certificates of the servers that sandboxes are moved to, which are shown our own; None: they are reached without
-    TLS.
+    """CA certificates of the servers that sandboxes are moved to. This server presents its own certificate to them.
+    None: no TLS.
     """
     metrics: str | None = None
-    """HOST:PORT of the metrics; None: there are none."""
+    """HOST:PORT of the metrics endpoint; None: no metrics."""
     with_parent: int | None = None
-    """Stop when this process, the parent, dies."""
+    """Process id of the parent; the server stops when it dies."""
 
     def peers(self) -> Access:
-        """How the servers that sandboxes are moved to are reached.
+        """Access to the servers that sandboxes are moved to.
 
         Raises EnvdError for certificates that can't be read.
         """
@@ -117,7 +117,7 @@ class Options:
 
 
 async def serve(options: Options) -> None:
-    """Serve until SIGTERM or SIGINT. Raises EnvdError, in one line, for what can't be served."""
+    """Serve until SIGTERM or SIGINT. Raises EnvdError, in one line, if the server can't run with these options."""
     options.listening.check()
     made = options.listening.made_key()
     keys = options.listening.keys() if made is None else (made.key.encode(),)
@@ -127,8 +127,8 @@ async def serve(options: Options) -> None:
     if options.with_parent is not None:
         linux.die_with_parent(signal.SIGTERM)
         if os.getppid() != options.with_parent:
-            return  # it died before the kernel was asked to watch it
-    make_room()  # before anything is started
+            return  # the parent died before die_with_parent took effect
+    make_room()  # before any process is started
     async with contextlib.AsyncExitStack() as stack:
         run_dir = await stack.enter_async_context(_run_directory(options.state_dir))
         audit = AuditLog(options.audit_log, calls=options.audit_calls)
@@ -159,7 +159,7 @@ async def serve(options: Options) -> None:
         stack.push_async_callback(server.stop, _GRACE_S)
         for name in ("", *_SERVICES):
             await probe.set(name, health_pb2.HealthCheckResponse.SERVING)
-        gc.freeze()  # what is there now stays: it need not be gone through again and again
+        gc.freeze()  # objects that exist now live as long as the server: exclude them from collections
         gc.set_threshold(*_GARBAGE)
         _log.info("listening on %s, backends %s", options.listening.address, ", ".join(backends))
         await _until(stop, [*(each.died() for each in backends.values()), verifications.died()])
@@ -170,7 +170,7 @@ async def serve(options: Options) -> None:
 async def _started(
     stack: contextlib.AsyncExitStack, options: Options, run_dir: Path, templates: Templates
 ) -> tuple[dict[str, Backend], Verifications]:
-    """What runs sandboxes and what verifies, both at the same time: each takes a while to start."""
+    """Start the backends and the verifications concurrently, since both are slow to start."""
     starting = Starting(options.backends, run_dir)
     try:
         backends = await start_backends(options.backends, run_dir, pool=options.pool)
@@ -184,7 +184,7 @@ async def _started(
 
 
 def _tell_key(made: MadeKey, address: str, port: int) -> Path:
-    """Leave a key that the server made where this user's clients find it, and print it once."""
+    """Publish a key that the server made where this user's clients find it, print it once, and return its file."""
     file = made.publish(port)
     print(
         f"envd: nobody gave --key-file, so {address} (port {port}) asks for this key: {made.key}\n"
@@ -196,7 +196,7 @@ def _tell_key(made: MadeKey, address: str, port: int) -> Path:
 
 
 def _observers(options: Options, sandboxes: Sandboxes, stack: contextlib.AsyncExitStack) -> list[Observer]:
-    """What watches calls: metrics and the trail where they are asked for, spans where the environment names a
+    """Observers of calls: the trail and the metrics if the options ask for them, spans if the environment names a
     receiver.
     """
     observers: list[Observer] = []
@@ -239,7 +239,7 @@ def _add_services(
 
 
 async def _until(stop: asyncio.Event, deaths: list[Coroutine[Any, Any, str]]) -> None:
-    """Wait until the server is told to stop. Raises BackendUnavailable where something that it needs has died."""
+    """Wait for the stop event. Raises BackendUnavailable if a process that the server needs has died."""
     told = asyncio.ensure_future(stop.wait())
     waiting = [asyncio.ensure_future(death) for death in deaths]
     await asyncio.wait([told, *waiting], return_when=asyncio.FIRST_COMPLETED)
@@ -262,14 +262,14 @@ def _told_to_stop() -> asyncio.Event:
 
 @contextlib.asynccontextmanager
 async def _run_directory(state_dir: Path | None) -> AsyncIterator[Path]:
-    """A directory of this server's own; what killed servers left is removed first.
+    """Make this server's own directory, after removing those of killed servers, and remove it at the end.
 
-    Its name is never used again: what a killed server started may still be cleaning up after it, by that name, when the
-    next one starts.
+    Its name is never reused: processes of a killed server may still be cleaning up by that name when the next server
+    starts.
     """
     above = Path(tempfile.gettempdir()) if state_dir is None else state_dir
     await asyncio.to_thread(sweep_abandoned, Path(tempfile.gettempdir()), OWNED)
-    # a starter's own directory, made for this server alone, is the server's
+    # the process that started this server may have made a directory for it: use that one
     given = state_dir is not None and fate_of_owner(above.name, OWNED) == "alive"
     run_dir = above if given else above / f"{OWNED}{owned_name()}"
     held = None
@@ -291,14 +291,14 @@ async def _run_directory(state_dir: Path | None) -> AsyncIterator[Path]:
         await asyncio.to_thread(remove_groups, run_dir.name)
         if held is not None:
             with contextlib.suppress(OSError):
-                above.rmdir()  # others' files stay
+                above.rmdir()  # fails, as intended, if it holds other files
             os.close(held)
 
 
 def _held(state_dir: Path) -> int:
-    """A descriptor that keeps other servers out of a directory. Raises EnvdError where one is in."""
+    """Lock a directory against other servers and return the descriptor. Raises EnvdError if another server has it."""
     mode = stat.S_IMODE(state_dir.stat().st_mode)
-    if mode & 0o111 != 0o111:  # sandboxes' users pass through it
+    if mode & 0o111 != 0o111:  # the sandboxes' users need to traverse it
         state_dir.chmod(mode | 0o111)
     held = os.open(state_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -1,4 +1,4 @@
-"""The Sandboxes service: templates, and a sandbox from its creation to its diff."""
+"""The Sandboxes service: store templates; create, inspect and delete sandboxes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from envd.server.sandboxes import Sandboxes
 
 
 class SandboxesService(Service, rpc.SandboxesServicer):
-    """What an episode does with sandboxes, beside the tool calls."""
+    """Servicer for all calls of an episode on sandboxes except tool calls."""
 
     @unary
     async def PutTemplate(self, request: pb.PutTemplateRequest, context: Context) -> pb.PutTemplateReply:
-        """Store a template."""
+        """Store a template and return its digest."""
         return pb.PutTemplateReply(digest=await self.sandboxes.templates.put(request.files))
 
     @unary
@@ -32,12 +32,12 @@ class SandboxesService(Service, rpc.SandboxesServicer):
 
     @unary
     async def Get(self, request: pb.GetRequest, context: Context) -> pb.SandboxState:
-        """One sandbox's state."""
+        """State and usage of a sandbox."""
         return await state_of(self.live(request, context))
 
     @unary
     async def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteReply:
-        """End a sandbox."""
+        """End a sandbox, and return its diff if the request wants it. Idempotent without a diff."""
         try:
             live = self.live(request, context)
         except SandboxGone:
@@ -50,18 +50,18 @@ class SandboxesService(Service, rpc.SandboxesServicer):
 
 
 def created(live: Live) -> pb.CreateReply:
-    """A new sandbox as a reply."""
+    """Reply with the id and token of a new sandbox."""
     return pb.CreateReply(sandbox_id=live.identity, token=live.token)
 
 
 async def state_of(live: Live) -> pb.SandboxState:
-    """What a sandbox is and uses now. Where its use can't be told it is 0."""
+    """State and usage of a sandbox; the usage is 0 if it can't be read."""
     usage, now = Usage(), time.monotonic()
     if live.box is not None:
         try:
             usage = await live.box.usage()
         except (EnvdError, OSError):
-            pass  # it is just ending
+            pass  # the sandbox is ending
     return pb.SandboxState(
         sandbox_id=live.identity,
         state=live.state,

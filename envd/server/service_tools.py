@@ -1,4 +1,4 @@
-"""The Tools service: what an agent calls."""
+"""The Tools service: run an agent's tool calls."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from envd.types import ToolCall, ToolResult
 
 MAX_TIMEOUT_S = 3600.0
 MAX_CALLS = 256
-"""Calls of one batch that are run."""
+"""Maximum number of calls of one batch that are run."""
 _SURPLUS = f"error: not run: a turn may hold at most {MAX_CALLS} calls"
 _SIGNS = frozenset({"exec", "write", "edit", "search", "lint"})
-"""Tools whose failure may come from a limit."""
+"""Tools whose failure may be caused by a limit."""
 
 
 class ToolsService(Service, rpc.ToolsServicer):
-    """Tool calls."""
+    """Servicer for tool calls in sandboxes."""
 
     @unary
     async def Batch(self, request: pb.BatchRequest, context: Context) -> pb.BatchReply:
@@ -75,7 +75,7 @@ class ToolsService(Service, rpc.ToolsServicer):
 
 
 def checked_timeout(seconds: float) -> float:
-    """A request's timeout. Raises EnvdError where it is none."""
+    """Return a request's timeout, in seconds. Raises EnvdError unless it is above 0 and at most MAX_TIMEOUT_S."""
     if not 0 < seconds <= MAX_TIMEOUT_S:
         raise EnvdError(f"timeout_s is {seconds:g}: it must be above 0 and at most {MAX_TIMEOUT_S:g}")
     return seconds

@@ -1,4 +1,4 @@
-"""The Verifier service: a final state's verdict."""
+"""The Verifier service: grade final states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_FOUND, _MAX_FOUND = 32, 300
 
 
 class VerifierService(Service, rpc.VerifierServicer):
-    """Verifications."""
+    """Servicer for verifications."""
 
     def __init__(self, sandboxes: Sandboxes, verifications: Verifications) -> None:
         super().__init__(sandboxes)
@@ -27,7 +27,7 @@ class VerifierService(Service, rpc.VerifierServicer):
 
     @unary
     async def Verify(self, request: pb.VerifyRequest, context: Context) -> pb.VerifyReply:
-        """Grade a final state."""
+        """Grade a final state and return its test outcomes."""
         started = time.monotonic()
         timeout_s = checked_timeout(request.timeout_s)
         left = context.time_remaining()
@@ -61,18 +61,18 @@ class VerifierService(Service, rpc.VerifierServicer):
 
     @unary
     async def Found(self, request: pb.FoundRequest, context: Context) -> pb.FoundReply:
-        """Record the grader's findings."""
+        """Record the grader's findings in the audit log."""
         self._record(request.findings, template=request.template[:_MAX_FOUND])
         return pb.FoundReply()
 
     def _tampering(self, result: dict[str, Any]) -> list[str]:
-        """What was tried on the verdict; what was done, and not only read in the diff, is recorded."""
+        """Signs of tampering in a result. Records them, except those found only by review of the diff (`review:`)."""
         found = [str(each) for each in result.get("tampering", ())]
         self._record([each for each in found if not each.startswith("review:")])
         return found
 
     def _record(self, found: Sequence[str], **about: str) -> None:
-        """One event of all that was found: many would crowd out those of others."""
+        """Record all findings as one audit event, so that they do not evict other events."""
         if found:
             self.sandboxes.audit.record(
                 "verify.tampered", "", what=", ".join(each[:_MAX_FOUND] for each in found[:_MOST_FOUND]), **about

@@ -1,4 +1,4 @@
-"""Snapshots on disk: what a sandbox was made of, and its state, whole or not at all.
+"""Snapshots on disk: a sandbox's specification and state, stored atomically.
 
     <directory>/<snapshot id>/header      a ReceiveHeader: backend, template with its files, limits, environment,
                                           labels, rules
@@ -7,7 +7,7 @@
     <directory>/.draft-<owner>            a snapshot that is being written; swept when its server is gone
     <directory>/.held-<owner>             hibernated sandboxes of a live server
 
-A snapshot outlives its server where the directory does.
+A snapshot outlives its server if the directory does.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from envd.server.quotas import Quotas
 
 _HEADER, _STATE, _KEY = "header", "state", "key"
 _LEAST_CHARGE = 1 << 20
-"""Bytes charged for the smallest snapshot, so that their number is bounded, too."""
+"""Minimum bytes charged for a snapshot, so that the number of snapshots is bounded, too."""
 _DRAFT, _HELD = ".draft-", ".held-"
 _IDENTITY = re.compile(r"[A-Za-z0-9_-]{16,64}")
 
 
 class Snapshots:
-    """The snapshots of one directory, which servers of one machine may share."""
+    """Snapshots in one directory, which servers of one machine may share."""
 
     def __init__(self, directory: Path, quotas: Quotas) -> None:
         self._directory, self._quotas = directory, quotas
@@ -45,7 +45,7 @@ class Snapshots:
         self._charging = asyncio.Lock()
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            directory.chmod(0o700)  # environments of sandboxes, and all of their memory
+            directory.chmod(0o700)  # snapshots hold the sandboxes' environment variables and memory
             for prefix in (_DRAFT, _HELD):
                 sweep_abandoned(directory, prefix)
             self._held.mkdir(mode=0o700)
@@ -53,7 +53,7 @@ class Snapshots:
             raise EnvdError(f"snapshots can't be kept: {describe(error)}") from error
 
     async def keep(self, header: pb.ReceiveHeader, write: Callable[[Path], Awaitable[None]]) -> tuple[str, int]:
-        """Store a snapshot whose state `write` puts into a directory: (its id, bytes).
+        """Store a snapshot whose state `write` puts into a directory; return (id, bytes).
 
         Raises QuotaExceeded.
         """
@@ -73,7 +73,7 @@ class Snapshots:
         return identity, size
 
     def _charge(self, draft: Path) -> int:
-        """Bytes of a written snapshot. Raises QuotaExceeded if the key's other snapshots leave no room for it."""
+        """Bytes of a written snapshot. Raises QuotaExceeded if it and the key's other snapshots exceed the quota."""
         owner, size = (draft / _KEY).read_text(), size_of(draft)
         kept = sum(_charged_to(owner, path) for path in self._directory.glob("[!.]*"))
         if kept + max(size, _LEAST_CHARGE) > self._quotas.rules.snapshot_mb << 20:
@@ -82,7 +82,7 @@ class Snapshots:
         return size
 
     def find(self, identity: str) -> tuple[pb.ReceiveHeader, Path]:
-        """A snapshot's header and the directory of its state. Raises EnvdError where there is none."""
+        """Header and state directory of a snapshot. Raises EnvdError if it does not exist or is damaged."""
         where = self._directory / identity
         if not _IDENTITY.fullmatch(identity) or not (where / _STATE).is_dir():
             raise EnvdError(f"no snapshot {identity[:40]!r} on this server: it was deleted, or is another server's")
@@ -98,13 +98,13 @@ class Snapshots:
             await asyncio.to_thread(_discard, self._directory / identity, self._directory / f"{_DRAFT}{owned_name()}")
 
     def hold(self) -> Path:
-        """A fresh empty directory for a state that goes when this server does."""
+        """Make and return an empty directory for a state; it is removed when this server stops."""
         where = self._held / secrets.token_hex(8)
         where.mkdir(mode=0o700)
         return where
 
     async def stop(self) -> None:
-        """Remove what was held."""
+        """Remove the directories that `hold` made."""
         await asyncio.to_thread(shutil.rmtree, self._held, True)
 
 
@@ -117,22 +117,22 @@ def _charged_to(owner: str, snapshot: Path) -> int:
 
 
 def size_of(directory: Path) -> int:
-    """Bytes on disk of the files below a directory; holes of sparse files do not count."""
+    """Bytes on disk of the files below a directory, without the holes of sparse files."""
     return sum(path.lstat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
 
 
 async def link_tree(source: Path, target: Path) -> None:
-    """Another name for every file below a directory that nobody writes to any more."""
+    """Hard-link all files below a directory into another one. Nobody may write to them any more."""
     await asyncio.to_thread(shutil.copytree, source, target, copy_function=os.link, dirs_exist_ok=True)
 
 
 async def remove_tree(directory: Path) -> None:
-    """Remove a directory, outside the event loop."""
+    """Remove a directory tree in a thread, ignoring errors."""
     await asyncio.to_thread(shutil.rmtree, directory, True)
 
 
 def _finish(draft: Path, header: bytes, target: Path) -> None:
-    """On disk first, then under its name: what has a name is whole, also after a power cut."""
+    """Sync a draft to disk, then rename it, so that a named snapshot is complete, also after a power cut."""
     (draft / _HEADER).write_bytes(header)
     for path in [*draft.rglob("*"), draft]:
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
@@ -146,7 +146,7 @@ def _finish(draft: Path, header: bytes, target: Path) -> None:
 
 
 def _discard(directory: Path, aside: Path) -> None:
-    """Out of sight at once, then gone: nobody finds half a snapshot."""
+    """Rename first, then delete, so that no reader finds a partial snapshot."""
     try:
         directory.rename(aside)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""YAML for what grants rights: no aliases, no key given twice, nothing that a reader could overlook."""
+"""Strict YAML for files that grant rights: no aliases and no duplicate keys, which a reader could overlook."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from typing import Any
 import yaml
 
 _MOST_OPENED = 200
-"""Brackets, and list items within list items, of a text that is read: reading time grows with the square of their
-depth.
-"""
+"""Maximum number of `{`, `[` and `- ` in a text: parsing time grows with the square of the nesting depth."""
 
 
 def load_strictly(text: str) -> Any:
-    """What a YAML text says. Raises ValueError with the reason in one line."""
+    """Parse a YAML text. Raises ValueError with the reason in one line."""
     if text.count("{") + text.count("[") + text.count("- ") > _MOST_OPENED:
         raise ValueError(f"more than {_MOST_OPENED} lists and mappings")
     try:

@@ -1,4 +1,4 @@
-"""Templates: the pristine workspaces, by the digest of their files, kept in the server's run directory."""
+"""Templates: pristine workspaces, named by the digest of their files and stored in the server's run directory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from envd.server.quotas import Quotas
 from envd.server.rules import hides
 
 _STAMP = 1_000_000_000
-"""Modification time (seconds since 1970) of every template file: what differs from it was touched."""
+"""Modification time (seconds since 1970) of every template file; a file with another time was written."""
 _IDENTITY = {"NAME": "envd", "EMAIL": "envd@localhost", "DATE": f"{_STAMP} +0000"}
 _GIT_ENV = {f"GIT_{role}_{key}": value for role in ("AUTHOR", "COMMITTER") for key, value in _IDENTITY.items()} | {
     "GIT_CONFIG_NOSYSTEM": "1",
@@ -30,24 +30,24 @@ _GIT_ENV = {f"GIT_{role}_{key}": value for role in ("AUTHOR", "COMMITTER") for k
 
 _MOST_DERIVED = 1024
 _BLOCK, _REPOSITORY = 4096, 64 * 1024
-"""Of a file system; an empty repository's size on it. In bytes."""
+"""Block size of a file system, and the size of an empty git repository, in bytes."""
 
 _MAX_DIGEST = 128
-"""Beyond it nothing is one of our names, and no file system can look it up."""
+"""Longest digest that is looked up, in characters; file systems reject much longer names."""
 
 
 class Templates:
-    """Stores each template once, however often and by however many it is put."""
+    """Stores each template once, regardless of how many callers put it."""
 
     def __init__(self, directory: Path, owner: int, quotas: Quotas | None = None) -> None:
-        """quotas: what each key may store; None: as much as it likes."""
+        """quotas: limits for each key; None: no limits."""
         self._directory = directory
         self._owner = owner
         self._quotas = quotas
         self._books: defaultdict[str, OrderedDict[str, int]] = defaultdict(OrderedDict)
         self._held: Counter[str] = Counter()
         self.on_removed: Callable[[str], Coroutine[Any, Any, None]] | None = None
-        """Told of each template that is removed."""
+        """Callback with the digest of each removed template."""
         self._lock = asyncio.Lock()
         self._storing: dict[str, asyncio.Task[None]] = {}
         self._derived: dict[tuple[str, tuple[str, ...]], str] = {}
@@ -67,8 +67,7 @@ class Templates:
         if storing is None:
             storing = self._storing[digest] = asyncio.create_task(self._store_once(digest, dict(files)))
             storing.add_done_callback(lambda _: self._storing.pop(digest))
-        # shielded: a thread can't be cancelled, so a caller that gives up leaves the work, and the lock, to the next
-        # one
+        # shielded: a thread can't be cancelled, so the work, and its lock, continue when a caller is cancelled
         try:
             await asyncio.shield(storing)
         except TemplateError:
@@ -78,7 +77,7 @@ class Templates:
 
     @contextmanager
     def held(self, digest: str) -> Iterator[None]:
-        """Keep a template while the block lasts."""
+        """Hold a template for the duration of the block."""
         self.hold(digest)
         try:
             yield
@@ -86,7 +85,7 @@ class Templates:
             self.release(digest)
 
     def hold(self, digest: str) -> None:
-        """Keep a template, which is in use, until `release` was called as often."""
+        """Mark a template as in use, so that it is not removed until `release` is called as often."""
         self._held[digest] += 1
         for book in self._books.values():
             if digest in book:
@@ -99,7 +98,7 @@ class Templates:
             del self._held[digest]
 
     async def _book(self, digest: str, files: Mapping[str, bytes]) -> None:
-        """Charge a template to the key of the call, in place of those that the key used least recently.
+        """Charge a template to the key of the call, and remove the key's least recently used ones to make room.
 
         Raises QuotaExceeded.
         """
@@ -116,9 +115,9 @@ class Templates:
             await self._remove(each)
 
     def _make_room(self, book: OrderedDict[str, int], size: int, most: int) -> list[str]:
-        """Take templates off a book until one more fits; returns those that are on no other.
+        """Take templates off a key's book until one more fits; return those that no other book lists.
 
-        All or nothing: raises QuotaExceeded.
+        Raises QuotaExceeded, and then changes nothing.
         """
         assert self._quotas is not None
         left, count, victims = sum(book.values()), len(book), []
@@ -140,7 +139,7 @@ class Templates:
         return [digest for digest in victims if not any(digest in each for each in self._books.values())]
 
     async def _remove(self, digest: str) -> None:
-        """Remove a template that nobody uses: at once from sight, then from the disk."""
+        """Remove an unused template. Rename first, then delete, so that no reader finds a partial template."""
         gone = self._directory / f".{digest}.{secrets.token_hex(4)}"
         with suppress(OSError):
             (self._directory / digest).rename(gone)
@@ -151,12 +150,12 @@ class Templates:
         await asyncio.to_thread(shutil.rmtree, gone, True)
 
     def _forget(self, digest: str) -> None:
-        """It could not be stored: nobody is charged for it."""
+        """Remove the charges for a template that could not be stored."""
         for book in self._books.values():
             book.pop(digest, None)
 
     async def without(self, digest: str, hidden: Sequence[str]) -> str:
-        """The digest of the template that lacks what these globs match; stored at first use."""
+        """Digest of the template without the files that these globs match; stored at first use."""
         key = (digest, tuple(hidden))
         if key not in self._derived:
             files = await asyncio.to_thread(self.files_of, digest)
@@ -167,9 +166,9 @@ class Templates:
         return self._derived[key]
 
     def shown(self, digest: str, hidden: Sequence[str]) -> str:
-        """What `without` answered; the template itself where nothing is hidden.
+        """Digest that `without` returned; the template's own digest if `hidden` is empty.
 
-        Raises TemplateError where `without` has to be asked again.
+        Raises TemplateError if `without` must be called again.
         """
         if not hidden:
             return digest
@@ -179,7 +178,7 @@ class Templates:
             raise TemplateError(f"template {digest[:12]} without what the rules hide was removed: try again") from None
 
     async def settled(self) -> None:
-        """Wait until nothing is being stored."""
+        """Wait until no template is being stored."""
         await asyncio.gather(*self._storing.values(), return_exceptions=True)
 
     def require(self, digest: str) -> str:
@@ -189,11 +188,11 @@ class Templates:
         return digest
 
     def directory_of(self, digest: str) -> Path:
-        """Where a template's files are; never to be changed."""
+        """Directory of a template's files, which must not be changed."""
         return self._directory / digest
 
     def files_of(self, digest: str) -> dict[str, bytes]:
-        """The files that a template was made of. Blocking."""
+        """Files of a template: content by path. Blocking."""
         root = self._directory / self.require(digest)
         found = (path for path in root.rglob("*") if path.is_file())
         return {
@@ -206,9 +205,7 @@ class Templates:
                 await asyncio.to_thread(self._store, digest, files)
 
     def _store(self, digest: str, files: Mapping[str, bytes]) -> None:
-        """Build beside the final name, under a name of this attempt's own, and rename: a half-written template is never
-        seen.
-        """
+        """Store a template under a name unique to this attempt, then rename, so that no reader finds a partial one."""
         draft = self._directory / f".{digest}.{secrets.token_hex(4)}"
         try:
             draft.mkdir()
@@ -221,19 +218,19 @@ class Templates:
             _settle(draft, self._owner)
             draft.rename(self._directory / digest)
         except OSError as error:
-            if not (self._directory / digest).exists():  # else another attempt was first
+            if not (self._directory / digest).exists():  # if it exists, another attempt stored it
                 raise TemplateError(f"template {digest[:12]} can't be stored: {describe(error)}") from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 
 
 def _charge(files: Mapping[str, bytes]) -> int:
-    """Bytes that a template takes on the disk: its files in whole blocks, and as much again for git's copies."""
+    """Bytes that a template takes on disk: files in whole blocks, as much again for git's copies, and _REPOSITORY."""
     return 2 * sum(-(-max(len(content), 1) // _BLOCK) * _BLOCK for content in files.values()) + _REPOSITORY
 
 
 def template_digest(files: Mapping[str, bytes]) -> str:
-    """SHA-256 over the sorted paths and their contents' SHA-256."""
+    """Digest of a template: SHA-256 over the sorted paths and the SHA-256 of each content."""
     whole = hashlib.sha256(b"envd template 1\n")
     for path, content in sorted(files.items()):
         whole.update(path.encode() + b"\0" + hashlib.sha256(content).digest())
@@ -248,7 +245,7 @@ def _check_path(path: str) -> None:
 
 
 def _commit(directory: Path) -> None:
-    """One commit with fixed names and dates: the same files give the same commit on every machine."""
+    """Commit the files with fixed names and dates, so that equal files give the same commit on every machine."""
     environment = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(directory)} | _GIT_ENV
     for command in (
         ["init", "--quiet", "--initial-branch=main", "--template="],
@@ -264,7 +261,7 @@ def _commit(directory: Path) -> None:
 
 
 def _settle(directory: Path, owner: int) -> None:
-    """Hand the tree to the sandbox's user and give every file the same modification time."""
+    """Change the tree's owner to the sandbox's user and set every modification time to _STAMP."""
     for path in [directory, *directory.rglob("*")]:
         if owner != os.geteuid():
             os.chown(path, owner, owner, follow_symlinks=False)

@@ -1,10 +1,10 @@
-"""The `search` tool in a sandbox: ripgrep where it is sure to give what our own search gives, else our own as a process
-there.
+"""The `search` tool in a sandbox: runs ripgrep if its result equals that of our own search, else our own search, as a
+process there.
 
-Ripgrep takes a few milliseconds and never backtracks; its dialect is another one, though, so it is asked only for
-patterns in which both dialects say the same. (What is left: characters outside ASCII that only one of them calls a word
-character or a space, and bytes that are no UTF-8, which only our own search's `.` matches.) Whatever is odd (links on
-the way, a null character far into a file, more output than is kept) goes to our own search too.
+Ripgrep takes a few milliseconds and never backtracks. Its pattern syntax differs from Python's, so it gets only the
+patterns that mean the same in both. (Remaining differences: characters outside ASCII that only one of them treats as a
+word character or a space, and bytes that are not UTF-8, which only our own search's `.` matches.) Links on the path, a
+null character far into a file, or more output than is kept also lead to our own search.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ATOM = rf"(?:{_LITERAL}|\.|\\[dsw]|\[{_SET_ITEM}+\]|\))"
 PORTABLE = re.compile(
     rf"(?:\(\?i\))?(?:{_ATOM}(?:{_REPEAT})?(?![*+?{{])|\((?:\?:)?(?![*+?{{])|[|^$](?![*+?{{])|\\[bB](?![*+?{{]))*"
 )
-"""Patterns that Python and ripgrep read alike."""
+"""Patterns that have the same meaning in Python and ripgrep."""
 _MAX_PORTABLE = 1000
 _RIPGREP = (
     "--json --no-config --no-ignore --hidden --no-messages --encoding none --no-mmap --binary --sort path "
@@ -42,7 +42,7 @@ _PROBE = 8192
 
 
 async def search_text(guest: GuestLink, need: Search, timeout_s: float) -> Output:
-    """The lines that match. Raises BadPattern, ToolError, OSError as the local search does."""
+    """Find the matching lines. Raises BadPattern, ToolError, OSError as the local search does, and TimeoutError."""
     if len(need.pattern) <= _MAX_PORTABLE and PORTABLE.fullmatch(need.pattern) and await no_links_on(guest, need.path):
         where = need.path if need.path == "." else f"./{need.path}"
         arguments = [*_RIPGREP, "--regexp", need.pattern, "--", where]
@@ -59,7 +59,7 @@ async def search_text(guest: GuestLink, need: Search, timeout_s: float) -> Outpu
 
 
 async def no_links_on(guest: GuestLink, path: str) -> bool:
-    """Whether a path (as `relative` gives it) is there and no part of it is a link, which ripgrep would take from the
+    """Whether a path (as `relative` gives it) exists without links in it, which ripgrep would resolve from the
     sandbox's root.
     """
     parts = [] if path == "." else path.split("/")
@@ -76,7 +76,7 @@ async def no_links_on(guest: GuestLink, path: str) -> bool:
 
 
 def _ripgrep_output(done: Finished) -> Output | None:
-    """The tool's output from ripgrep's; None where our own search has to say."""
+    """Convert ripgrep's output to the tool's; None if our own search must run instead."""
     if done.cut or done.timed_out or done.code not in (0, 1, 2) or done.stderr:
         return None
     output = Output()
@@ -105,7 +105,7 @@ def _ripgrep_lines(stdout: bytes) -> Iterator[bytes]:
 
 
 def raw_bytes(value: dict[str, Any]) -> bytes:
-    """The bytes of a text or a path in ripgrep's JSON."""
+    """Bytes of a text or a path in ripgrep's JSON."""
     data: bytes = value["text"].encode() if "text" in value else base64.b64decode(value["bytes"])
     return data
 

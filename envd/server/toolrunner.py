@@ -1,8 +1,8 @@
-"""Tool calls of one turn on a sandbox, over its agent's stream.
+"""Run the tool calls of one turn in a sandbox, over its agent's stream.
 
-Calls are answered in request order, and each sees what those before it did. Calls that only look (read, list, search)
-and stand side by side run at the same time; so do `exec` calls, as commands of one SHELL ask. The texts are what
-`run_file_tool` gives on a local directory, byte for byte.
+Calls are answered in request order, and each sees the effects of those before it. Adjacent read-only calls (read, list,
+search) run concurrently; adjacent `exec` calls go out together, as commands of one SHELL request. The texts equal those
+of `run_file_tool` on a local directory, byte for byte.
 """
 
 from __future__ import annotations
@@ -39,21 +39,19 @@ from envd.tools.schemas import check_arguments
 from envd.types import ToolCall, ToolResult
 
 SHELL_DIED = "; shell restarted"
-"""How the last line of a command's answer ends where its shell died. That line is the server's: output stands before
-it.
-"""
+"""End of the last line of a command's answer if its shell died. The server writes that line, after the output."""
 _LOOKING = frozenset({"read", "list", "search", "lint", "semantic_search"})
 _PROCESSES = frozenset({"search", "lint"})
-"""Tools that run a process in the sandbox: one at a time, so that they do not meet its limit of processes together."""
+"""Tools that run a process in the sandbox: one at a time, so that together they do not reach its process limit."""
 _INLINE_BYTES = 64 * 1024
 _INLINE_ENTRIES = 1000
-"""Beyond these the work is a thread's, so that no sandbox's content holds others' calls up."""
+"""Larger contents are processed in a thread, so that one sandbox's content does not delay the calls of others."""
 
 
 async def run_batch(guest: GuestLink, calls: Sequence[ToolCall], timeout_s: float) -> list[ToolResult]:
-    """Run calls and answer in request order. A call that fails, or takes longer than timeout_s, is answered so.
+    """Run calls and return their results in request order. A failure or a timeout of timeout_s is a result, too.
 
-    Raises SandboxGone where the sandbox itself ended. Cancelled, it cancels what runs: nothing goes on in the sandbox.
+    Raises SandboxGone if the sandbox itself ended. If cancelled, it cancels the running calls in the sandbox.
     """
     if len(calls) == 1 and calls[0].name != "exec":
         return [await _one(guest, calls[0], timeout_s)]
@@ -92,7 +90,7 @@ async def _one(guest: GuestLink, call: ToolCall, timeout_s: float) -> ToolResult
         result = ToolResult(False, text, len(text), timed_out=True)
     except EnvdError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever a call brings about is its answer, not the sandbox's end
+    except Exception as error:  # noqa: BLE001 - any failure of a call is its result and must not end the sandbox
         result = _failed(error)
     seconds = time.monotonic() - started
     return ToolResult(result.ok, result.text, result.true_bytes, result.truncated, result.timed_out, seconds)
@@ -118,7 +116,7 @@ async def _drive(guest: GuestLink, call: ToolCall, timeout_s: float) -> ToolResu
 
 
 async def _in_sandbox(guest: GuestLink, call: ToolCall, timeout_s: float) -> ToolResult:
-    """A tool that no local directory has."""
+    """Run a tool of _SANDBOX_TOOLS, which a local directory does not offer."""
     path = call.arguments.get("path", ".")
     output = Output()
     try:
@@ -126,7 +124,7 @@ async def _in_sandbox(guest: GuestLink, call: ToolCall, timeout_s: float) -> Too
     except TimeoutError:
         raise
     except (ToolError, OSError) as error:
-        said = str(tool_error(error, path)).encode("utf-8", "replace")  # a path may hold half a character
+        said = str(tool_error(error, path)).encode("utf-8", "replace")  # a path may hold a lone surrogate
         return ToolResult(False, visible(said.decode()), len(said))
     return ToolResult(True, output.text(), output.true_bytes, output.truncated)
 
@@ -144,7 +142,7 @@ _SANDBOX_TOOLS = {"lint": _lint, "semantic_search": _semantic_search}
 
 
 def _advance(steps: Generator[Need, Any, ToolResult], answer: Any) -> Need | ToolResult:
-    """The next thing a tool needs, or its result. An answer that is an exception is thrown in."""
+    """Pass an answer to a tool and return its next need or its result. An exception is thrown into the tool."""
     try:
         return steps.throw(answer) if isinstance(answer, Exception) else steps.send(answer)
     except StopIteration as end:
@@ -163,7 +161,7 @@ def _is_large(answer: Any) -> bool:
 
 
 async def _answer(guest: GuestLink, need: Need, timeout_s: float) -> Any:
-    """What the sandbox has to say."""
+    """Fulfil a tool's need in the sandbox and return the answer."""
     if isinstance(need, Load):
         try:
             return (await guest.read_all(relative(need.path), MAX_FILE_BYTES))[1]
@@ -214,7 +212,7 @@ def _shell_result(result: ShellResult, deadline_s: float, seconds: float) -> Too
 
 
 def _groups(calls: Sequence[ToolCall]) -> Iterator[tuple[str, list[ToolCall]]]:
-    """Neighbours that run at the same time: commands, or calls that only look. Everything else alone."""
+    """Group adjacent calls that run together: commands, or read-only calls. Every other call is a group of its own."""
     kind = ""
     group: list[ToolCall] = []
     for call in calls:

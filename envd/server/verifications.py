@@ -1,6 +1,6 @@
-"""Verifications: final states graded in fresh sandboxes, on the backend that the agent's sandboxes run on.
+"""Verifications: grade final states in fresh sandboxes, on the backend of the agent's sandboxes.
 
-namespaces, plain    forked by a zygote that has everything imported
+namespaces, plain    forked by a zygote that has all modules imported
 any other            a fresh sandbox of that backend, into which the verifier is sent (guest_verifications.py)
 """
 
@@ -23,18 +23,18 @@ from envd.server.zygotes import Zygote
 from envd.types import Limits
 
 _ASK_S = 60.0
-"""How long a verifier may take beyond its tests' own deadline before it counts as hung."""
+"""Seconds beyond the tests' own deadline after which a verifier counts as hung."""
 _GUEST_S = 180.0
-"""The same where it is sent into a guest, whose processor may be emulated."""
+"""The same for a verifier in a guest, whose processor may be emulated."""
 _OF = {"auto": "namespaces", "namespaces": "namespaces", "plain": "plain"}
-"""Backends as they are asked for, by the kind of zygote that verifies for them."""
+"""Kind of zygote by requested backend."""
 
 
 class Verifications:
-    """Runs at most one verification a core at a time."""
+    """Runs verifications, at most one per core at a time."""
 
     def __init__(self, zygotes: Mapping[str, Zygote], templates: Templates) -> None:
-        """zygotes: by the backend that they verify for."""
+        """zygotes: by the name of the backend that they verify for."""
         self._zygotes, self._templates = dict(zygotes), templates
         self._slots = asyncio.Semaphore(os.cpu_count() or 1)
         self._count = 0
@@ -52,10 +52,10 @@ class Verifications:
         artifacts: Sequence[str] = (),
         product: Sequence[str] = (),
     ) -> dict[str, Any]:
-        """Grade a final state in a sandbox of its own.
+        """Grade a final state in a fresh sandbox and return the verifier's result.
 
-        Raises ServerBusy when none of the slots came free within `patience_s` (None: waits without end), and EnvdError
-        for artifacts that are no patterns.
+        Raises ServerBusy if no slot is free within `patience_s` seconds (None: no bound), and EnvdError for artifacts
+        that are not valid patterns.
         """
         patterns_of(artifacts)
         digest = self._templates.require(template)
@@ -102,10 +102,10 @@ class Verifications:
         return BoxSpec(f"verify-{self._count}", digest, directory, limits, supervised=True)
 
     async def died(self) -> str:
-        """Return when a zygote has ended by itself."""
+        """Wait until a zygote ends by itself, and return an error text."""
         deaths = [asyncio.ensure_future(each.died()) for each in self._zygotes.values()]
         if not deaths:
-            await asyncio.get_running_loop().create_future()  # nothing can die
+            await asyncio.get_running_loop().create_future()  # no zygotes: wait without end
         try:
             await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
             return next(each.result() for each in deaths if each.done())
@@ -114,12 +114,12 @@ class Verifications:
                 each.cancel()
 
     async def stop(self) -> None:
-        """End the zygotes and what they forked."""
+        """Stop the zygotes and the processes that they forked."""
         await asyncio.gather(*(each.stop() for each in self._zygotes.values()))
 
 
 class Starting:
-    """The zygotes of the backends that are asked for, started while these start: each takes a while."""
+    """Zygotes of the requested backends, started concurrently with these, since both are slow to start."""
 
     def __init__(self, names: Sequence[str], run_dir: Path) -> None:
         self._zygotes = {
@@ -128,7 +128,7 @@ class Starting:
         }
 
     async def finished(self, backends: Mapping[str, Backend], templates: Templates) -> Verifications:
-        """Those of the backends that started; others are stopped. Raises BackendUnavailable."""
+        """Verifications with the zygotes of the started backends; stops the others. Raises BackendUnavailable."""
         try:
             for kind in [kind for kind in self._zygotes if kind not in backends]:
                 await self._let_go(self._zygotes.pop(kind))
@@ -138,7 +138,7 @@ class Starting:
             raise
 
     async def abandon(self) -> None:
-        """Stop them all, once they have started."""
+        """Stop all zygotes once they have started."""
         await asyncio.gather(*map(self._let_go, self._zygotes.values()))
 
     async def _let_go(self, starting: asyncio.Future[Zygote]) -> None:

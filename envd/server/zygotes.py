@@ -1,4 +1,4 @@
-"""The server's side of the verifier's zygote: starting it, asking it for sandboxes, and talking to what it forked."""
+"""The server's side of the verifier's zygote: start it, request sandboxes and talk to the processes that it forked."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ class Link:
         self._lock = asyncio.Lock()
 
     async def ask(self, header: dict[str, Any], blob: bytes = b"", *, timeout_s: float) -> tuple[dict[str, Any], bytes]:
-        """One request and its reply.
+        """Send one request and return its reply.
 
-        Raises SandboxGone after a failure or a timeout: the sandbox is killed then. So it is when the caller gives up.
+        Raises SandboxGone after a failure or a timeout. The sandbox is then killed, as it is if the caller is
+        cancelled.
         """
         async with self._lock:
             try:
@@ -46,7 +47,7 @@ class Link:
                 self._end()
                 raise SandboxGone("the sandbox ended: it used up a limit, crashed or hung") from error
             except asyncio.CancelledError:
-                self._end()  # a reply would answer nobody
+                self._end()  # nobody reads the reply
                 raise
         if not isinstance(reply, dict):
             self._end()
@@ -57,15 +58,15 @@ class Link:
         return reply, body[header_length:]
 
     def close(self) -> None:
-        """Close the connection: what is at its other end exits once it waits for a request, and its sandbox with it."""
+        """Close the connection. The process at its other end, and its sandbox, exit once it waits for a request."""
         self._writer.close()
 
     def _end(self) -> None:
         self.close()
-        self._kill()  # it may be at work, and would go on with that
+        self._kill()  # a busy process does not notice that the connection is closed
 
     async def closed(self) -> None:
-        """Wait until the other end has gone too."""
+        """Wait until the other end is closed too."""
         try:
             await self._writer.wait_closed()
         except OSError:
@@ -85,7 +86,7 @@ class Zygote:
 
     @classmethod
     async def start(cls, run_dir: Path, name: str, backend: str) -> Zygote:
-        """Start a zygote and wait until it can fork. Raises BackendUnavailable with its own words if it can't."""
+        """Start a zygote and wait until it can fork. Raises BackendUnavailable with the zygote's error if it can't."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "envd.sandbox.zygote", str(theirs.fileno()), str(run_dir), name]
         root = Path(__file__).resolve().parents[2]
@@ -122,7 +123,7 @@ class Zygote:
         return cls(process, ours, tuple(json.loads(hello)["enforced"]))
 
     async def spawn(self, template: str, limits: Limits, env: dict[str, str]) -> Link:
-        """Fork a sandbox; it is ready when this returns. Raises SandboxStartError."""
+        """Fork a sandbox and return its link once it is ready. Raises SandboxStartError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._count += 1
         name = f"verifier-{self._count}"
@@ -142,7 +143,7 @@ class Zygote:
         return link
 
     async def died(self) -> str:
-        """Return when the zygote has ended by itself."""
+        """Wait until the zygote ends by itself, and return an error text."""
         await self._ended.wait()
         return "the verifier's zygote died: restart envd; the kernel's log tells whether memory ran out"
 
@@ -164,12 +165,12 @@ class Zygote:
         try:
             self._control.send(json.dumps({"kill": name}).encode())
         except BlockingIOError:
-            asyncio.get_running_loop().call_later(0.01, self._kill, name)  # its queue is full
+            asyncio.get_running_loop().call_later(0.01, self._kill, name)  # the socket's queue is full
         except OSError:
-            pass  # the zygote has gone, and all that it forked with it
+            pass  # the zygote and all processes that it forked have ended
 
     def _hear(self) -> None:
-        """Nothing is sent here after the first message: what can be read is the end of file, or an error."""
+        """Note that the zygote has ended: after its first message it sends nothing, only end of file or an error."""
         asyncio.get_running_loop().remove_reader(self._control.fileno())
         self._ended.set()
 
@@ -179,7 +180,7 @@ class Zygote:
                 socket.send_fds(self._control, [data], [sock.fileno()])
                 return
             except BlockingIOError:
-                await asyncio.sleep(0.001)  # its queue is full: forking is the bottleneck now
+                await asyncio.sleep(0.001)  # the socket's queue is full: forking is the bottleneck
 
     async def stop(self) -> None:
         """Close the control connection and wait until the zygote has cleaned up."""

@@ -1,6 +1,6 @@
-"""The server's side of operations: what envd_operations.proto offers and what watches a server.
+"""The server's side of operations: the services of envd_operations.proto, and the monitoring of a server.
 
-In: the sandboxes of a server (`envd.server.sandboxes`). Out: changes of their state, snapshots sent to another server,
-their files and processes, metrics, spans and the trail of calls. `envd.server.serve` alone imports it; nothing that an
-episode needs does.
+In: the sandboxes of a server (`envd.server.sandboxes`). Out: state changes, snapshots sent to another server, files and
+processes of sandboxes, metrics, spans and the trail of calls. Only `envd.server.serve` imports this package; the code
+that an episode needs does not.
 """

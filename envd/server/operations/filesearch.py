@@ -1,6 +1,4 @@
-"""Files.Search: what ripgrep finds in a sandbox's workspace, found there; in plain Python where the sandbox has no
-ripgrep.
-"""
+"""Files.Search: run ripgrep in a sandbox's workspace, or a search in plain Python if the sandbox has no ripgrep."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from envd.tools.searching import MAX_PATTERN
 _LIMIT, _MAX_LIMIT = 1000, 10_000
 _TIMEOUT_S, _MAX_TIMEOUT_S = 10.0, 3600.0
 _MAX_TEXT = 4096
-"""Bytes of a line that are answered."""
+"""Maximum bytes of a matching line in the reply."""
 _OUTPUT = 4 * 1024 * 1024
 _MAX_GLOBS = 256
 _OWN = ["-I", "-S", "-X", "utf8", "-c", Path(treesearch.__file__).read_text()]
@@ -33,9 +31,9 @@ _OWN = ["-I", "-S", "-X", "utf8", "-c", Path(treesearch.__file__).read_text()]
 async def search_files(
     guest: GuestLink, request: pb.FileSearchRequest, hidden: Sequence[str] = ()
 ) -> pb.FileSearchReply:
-    """The lines that match, sorted by path, but those of files that the globs in `hidden` hide.
+    """Find the matching lines, sorted by path, without those of files that the globs in `hidden` match.
 
-    Raises OSError for the path, EnvdError for a pattern that is none or that takes too long.
+    Raises OSError for the path, EnvdError for an invalid pattern or a search that exceeds its timeout.
     """
     limit = min(request.limit or _LIMIT, _MAX_LIMIT)
     timeout_s = request.timeout_s or _TIMEOUT_S
@@ -47,7 +45,7 @@ async def search_files(
         raise EnvdError("a pattern, a path or a glob holds a null character")
     path = await resolved(guest, request.path)
     try:
-        most = _MAX_LIMIT if hidden else limit  # those that are hidden do not count
+        most = _MAX_LIMIT if hidden else limit  # hidden matches do not count
         engine, done = await _searched(guest, request, path, most, timeout_s)
     except TimeoutError:
         done = Finished(0, b"", b"", cut=False, timed_out=True)
@@ -100,16 +98,14 @@ def _options(request: pb.FileSearchRequest, path: str, limit: int) -> str:
 
 
 def _reason(stderr: bytes) -> str:
-    """The line of ripgrep's complaint that says what is wrong."""
+    """First `error:` line of ripgrep's stderr, or its first line."""
     lines = stderr.decode(errors="replace").split("\n")
     said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")] or lines
     return " ".join(said[0].split())[:200]
 
 
 def _parsed(done: Finished, limit: int, hidden: Sequence[str]) -> pb.FileSearchReply:
-    """The matches of whole files up to the limit; those of a file that turned out to be binary, or that is hidden, are
-    dropped.
-    """
+    """Matches from the search's output, up to the limit, without those of binary or hidden files."""
     found: list[pb.FileMatch] = []
     of_file = 0
     *lines, _ = done.stdout.split(b"\n")

@@ -1,14 +1,14 @@
 """Prometheus metrics of a server, as text on http://HOST:PORT/metrics.
 
-envd_calls_total{method,code}          calls ended; Sandboxes/Create with another code than OK is a failed creation
-envd_call_seconds{method}              their time: Sandboxes/Create, Verifier/Verify, Files/Read ...
-envd_tool_seconds{tool}                time of a tool batch of one kind of tool: exec, read ...; mixed: of several kinds
-envd_sandboxes{backend,state}          that exist now
-envd_sandboxes_memory_bytes{backend}   what they use together, and _pids, _cpu_seconds
-envd_pool_takes_total{backend,result}  creations that found one ready (hit) or not (miss)
-envd_egress_connections                that sandboxes have through their proxies now
-envd_egress_bytes_total{direction}     sent by sandboxes, received by them, over connections that have ended
-envd_audit_events_total{kind}          denials, limits hit, tampering, each also where only counted
+envd_calls_total{method,code}          ended calls; Sandboxes/Create with another code than OK is a failed creation
+envd_call_seconds{method}              duration of calls: Sandboxes/Create, Verifier/Verify, Files/Read ...
+envd_tool_seconds{tool}                duration of tool batches with one kind of tool: exec, read ...; mixed: several
+envd_sandboxes{backend,state}          sandboxes that exist now
+envd_sandboxes_memory_bytes{backend}   memory that they use together; likewise _pids, _cpu_seconds
+envd_pool_takes_total{backend,result}  creations that found a ready sandbox (hit) or none (miss)
+envd_egress_connections                current connections of sandboxes through their proxies
+envd_egress_bytes_total{direction}     bytes sent and received by sandboxes, over connections that have ended
+envd_audit_events_total{kind}          denials, limits hit, tampering, including suppressed events
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 _BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _USAGE_S = 5.0
-"""Longest that a scrape waits for what sandboxes use."""
+"""Maximum time, in seconds, that a scrape waits for the sandboxes' usage."""
 _STATES = ("running", "paused", "hibernated")
 
 
 class Metrics:
-    """Counts calls, and tells what lives when it is asked. Listens from `start` to `stop`."""
+    """Metrics endpoint: counts calls, and reports sandboxes at each scrape. Listens from `start` to `stop`."""
 
     def __init__(self, sandboxes: Sandboxes, audit: AuditLog) -> None:
         """Raises EnvdError without the package prometheus-client."""
@@ -53,7 +53,7 @@ class Metrics:
         self._tools = prometheus.Histogram(
             "envd_tool_seconds", "Time of tool batches", ("tool",), buckets=_BUCKETS, registry=self._registry
         )
-        # looking a label up costs more than counting; methods and codes are few
+        # cached, since looking up a label costs more than counting; methods and codes are few
         self._count, self._time = functools.cache(self._calls.labels), functools.cache(self._seconds.labels)
         self._registry.register(_Living(sandboxes, audit, asyncio.get_running_loop()))
         self._server: Any = None
@@ -102,13 +102,13 @@ def _tool_of(request: Any) -> str:
 
 
 class _Living:
-    """Tells, at each scrape, what lives and uses what. Called in the threads of the HTTP server."""
+    """Collector of the sandboxes and their usage at each scrape. Called in the threads of the HTTP server."""
 
     def __init__(self, sandboxes: Sandboxes, audit: AuditLog, loop: asyncio.AbstractEventLoop) -> None:
         self._sandboxes, self._audit, self._loop = sandboxes, audit, loop
 
     def describe(self) -> Iterable[Any]:
-        """Nothing beforehand: what there is shows at the scrape."""
+        """No metrics at registration; `collect` gives all of them."""
         return ()
 
     def collect(self) -> Iterator[Any]:
@@ -151,8 +151,8 @@ class _Living:
         yield events
 
     def _look(self) -> tuple[Counter[tuple[str, str]], Mapping[str, list[Usage]]]:
-        """How many of each backend and state there are, and what each backend's use; nothing where the server is too
-        busy to say.
+        """Number of sandboxes by backend and state, and usages by backend; both empty if the event loop does not answer
+        within _USAGE_S seconds.
         """
         asked = asyncio.run_coroutine_threadsafe(_look_at(self._sandboxes), self._loop)
         try:
@@ -172,6 +172,6 @@ async def _look_at(sandboxes: Sandboxes) -> tuple[Counter[tuple[str, str]], dict
         try:
             found.setdefault(each.backend.name, []).append(await each.box.usage())
         except (EnvdError, OSError):
-            continue  # it is just ending
-        await asyncio.sleep(0)  # calls come first
+            continue  # the sandbox is ending
+        await asyncio.sleep(0)  # lets calls run in between
     return counts, found

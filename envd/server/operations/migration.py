@@ -1,10 +1,10 @@
-"""Moving a sandbox to another server, which goes on with it under the same id and token.
+"""Move a sandbox to another server, where it continues under the same id and token.
 
     here: quiet, saved, frozen --header, tar stream--> there: restored --> here: destroyed
                   any failure: thawed                  the sender has gone: destroyed
 
-It runs in one place only: here until the other server has said that it has it. Nothing stands still here before that
-server has answered once, and each later step of it has a deadline.
+The sandbox runs in one place only: here until the other server has confirmed that it has the sandbox. The sandbox is
+frozen only after that server has answered once, and each later step has a deadline.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from envd.server.sandboxes import Sandboxes
 from envd.server.snapshots import remove_tree
 
 MOVE_S = 600.0
-"""How long a whole move may take."""
+"""Maximum duration of a move, in seconds."""
 _UNSURE = {
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.UNKNOWN,
 }
-"""The other server did not say no: its answer was lost."""
+"""Status codes after which the sandbox may have arrived: the other server's answer was lost."""
 _CONNECT_S, _SETTLE_S = 10.0, 10.0
 _IDLE_S = 30.0
-"""How long the other side may take none of the state, or send none of it."""
+"""Maximum time, in seconds, without progress in sending or receiving the state."""
 _RESTORE_S = 180.0
-"""How long the other server may take to start the sandbox from its state: a machine with emulated cores takes a
-minute.
+"""Maximum time, in seconds, for the other server to start the sandbox from its state. A machine with emulated cores
+takes a minute.
 """
 _MOST_ARRIVING = 64
-"""Sandboxes that arrive at the same time; each holds a thread and a directory."""
+"""Maximum number of sandboxes received at the same time; each holds a thread and a directory."""
 _SPARE_BYTES = 256 * 1024 * 1024
-"""Of a received state, beside the memory and the disk that its limits allow."""
+"""Bytes that a received state may have beyond the memory and disk limits of its sandbox."""
 
 
 @dataclass(frozen=True)
 class Moved:
-    """What a move took."""
+    """Bytes and seconds of a move, and the kinds of state that it lost."""
 
     bytes: int
     seconds: float
@@ -64,19 +64,19 @@ class Moved:
 
 
 class Migration:
-    """Both sides of moving sandboxes."""
+    """Both sides of a move: send and receive sandboxes."""
 
     def __init__(self, sandboxes: Sandboxes, states: States, access: Access = Access()) -> None:
-        """access: how other servers are reached; the key comes with each request."""
+        """access: TLS files for other servers; the key comes with each request."""
         self._sandboxes, self._states, self._access = sandboxes, states, access
         self._arriving = 0
 
     async def send(self, live: Live, target: str, key: str) -> Moved:
-        """Move a sandbox there. Raises MigrationError; it goes on here then."""
+        """Move a sandbox to the server at `target`. Raises MigrationError; the sandbox then continues here."""
         return await self._sandboxes.finished(self._send(live, target, replace(self._access, key=key or None)))
 
     async def receive(self, chunks: AsyncIterator[operations_pb.SnapshotChunk]) -> Live:
-        """Take a sandbox over. Raises EnvdError, and keeps nothing of it then."""
+        """Receive and start a sandbox from another server. Raises EnvdError, and then keeps nothing of the sandbox."""
         if self._arriving >= _MOST_ARRIVING:
             raise ServerBusy(
                 f"{self._arriving} sandboxes arrive here already: wait for one of them, then move it again"
@@ -94,7 +94,7 @@ class Migration:
         header = first.header
         digest = await self._sandboxes.templates.put(header.template_files)
         wanted = replace(Wanted.of(header), template=digest)
-        _, spec, _ = self._sandboxes.plan(wanted)  # refused before anything is read
+        _, spec, _ = self._sandboxes.plan(wanted)  # raises before any state is read
         room = (spec.limits.memory_mb + spec.limits.disk_mb << 20) + _SPARE_BYTES
         into = self._sandboxes.snapshots.hold()
         try:
@@ -110,7 +110,7 @@ class Migration:
         return live
 
     async def _restored(self, wanted: Wanted, state: Path, header: operations_pb.ReceiveHeader) -> Live:
-        """Goes on when the sender has gone: what is being started reads the state until it runs."""
+        """Start the sandbox, then remove its state. Continues without the sender: the starting box reads the state."""
         like, host_name = (header.sandbox_id, header.token), header.host_name or "sandbox"
         try:
             return await self._sandboxes.restore(wanted, state, host_name=host_name, like=like)
@@ -132,7 +132,10 @@ class Migration:
         return Moved(size, time.monotonic() - started, lost)
 
     async def _give(self, live: Live, there: _There) -> tuple[int, tuple[str, ...]]:
-        """Within a change of its state: the bytes sent, and what they do not hold. It goes on here where this fails."""
+        """Save and send a sandbox, within a state change; return the bytes sent and the kinds of state lost.
+
+        The sandbox continues here if this fails.
+        """
         into = self._sandboxes.snapshots.hold()
         frozen = False
         try:
@@ -141,7 +144,7 @@ class Migration:
             header = await self._header(live)
             live.require_alive()
             size = await there.take(header, into)
-            if live.ended:  # by its owner or its lifetime, while it was sent
+            if live.ended:  # the owner or the lifetime ended the sandbox while it was sent
                 await there.drop(header)
                 live.require_alive()
             return size, lost
@@ -177,7 +180,7 @@ class _There:
         return operations_rpc.OperationsStub(self.channel)  # type: ignore[no-untyped-call]
 
     async def meet(self, live: Live) -> None:
-        """See that it answers and has the backend. Raises MigrationError."""
+        """Check that the server answers and has the sandbox's backend. Raises MigrationError."""
         try:
             info = await self._operations.Info(operations_pb.InfoRequest(), metadata=self.metadata, timeout=_CONNECT_S)
         except grpc.aio.AioRpcError as error:
@@ -186,7 +189,7 @@ class _There:
             raise self._refused(live.identity, f"it has no {live.backend.name} backend")
 
     async def take(self, header: operations_pb.ReceiveHeader, state: Path) -> int:
-        """Send it and return its bytes. Raises MigrationError once it is known that it did not arrive."""
+        """Send a sandbox and return the bytes sent. Raises MigrationError once it is certain that it did not arrive."""
         started = time.monotonic()
         call = self._operations.Receive(metadata=self.metadata, timeout=MOVE_S)
         try:
@@ -206,15 +209,15 @@ class _There:
         return size
 
     async def drop(self, header: operations_pb.ReceiveHeader) -> None:
-        """End it there too. What can't be reached ends with its lifetime."""
+        """End the sandbox on the other server. If that server can't be reached, the sandbox ends with its lifetime."""
         with suppress(grpc.aio.AioRpcError):
             request = pb.DeleteRequest(sandbox_id=header.sandbox_id)
             await self._sandboxes.Delete(request, metadata=self._as_owner(header), timeout=_SETTLE_S)
 
     async def _arrived(self, header: operations_pb.ReceiveHeader, elapsed_s: float) -> bool:
-        """Whether it has the sandbox, since this move began, although its answer was lost.
+        """Whether the server has the sandbox from this move, although its answer was lost.
 
-        Where it can't be asked, it has not.
+        False if the server can't be reached.
         """
         request = pb.GetRequest(sandbox_id=header.sandbox_id)
         with suppress(grpc.aio.AioRpcError):
@@ -230,7 +233,7 @@ class _There:
 
 
 async def _send_all(call: Any, header: operations_pb.ReceiveHeader, state: Path) -> int:
-    """The bytes of the state. Raises EnvdError where nothing of it is taken for too long: it has not arrived then."""
+    """Send header and state; return the state's bytes. Raises EnvdError if no byte is accepted for _IDLE_S seconds."""
     size = 0
     try:
         await asyncio.wait_for(call.write(operations_pb.SnapshotChunk(header=header)), _IDLE_S)
@@ -244,9 +247,9 @@ async def _send_all(call: Any, header: operations_pb.ReceiveHeader, state: Path)
 
 
 async def _reason(call: Any, error: BaseException) -> tuple[str, bool]:
-    """Why it failed, and whether it may have arrived all the same.
+    """Reason of a failed send, and whether the sandbox may have arrived nevertheless.
 
-    A write that came after the other server's refusal does not know of that; the call does.
+    The status is read from the call, since a write after the other server's refusal does not raise that refusal.
     """
     if isinstance(error, EnvdError):
         return str(error), False
@@ -272,7 +275,7 @@ async def _data(
 
 
 async def _next(chunks: AsyncIterator[operations_pb.SnapshotChunk]) -> operations_pb.SnapshotChunk | None:
-    """The next message; None at the end. Raises EnvdError where the sender is silent for too long."""
+    """The next message; None at the end. Raises EnvdError if the sender sends nothing for _IDLE_S seconds."""
     try:
         async with asyncio.timeout(_IDLE_S):
             return await anext(chunks, None)

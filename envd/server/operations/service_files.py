@@ -1,4 +1,4 @@
-"""The Files service: one sandbox's files, as a program would use them."""
+"""The Files service: read, write, list, search and watch the files of a sandbox."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from envd.server.sandboxes import Sandboxes
 
 MAX_READ = 32 * 1024 * 1024
 MAX_UPLOADING = 256 * 1024 * 1024
-"""Bytes of all uploads that are under way together; a file is kept here until it is whole."""
+"""Bytes of all uploads in progress together; the server buffers a file until it is complete."""
 _IDLE_S = 60.0
 _REFUSING_S = 10.0
 _ENTRIES, _MAX_ENTRIES = 10_000, 100_000
@@ -34,7 +34,7 @@ _KINDS = {kind: kind.name.lower() for kind in ChangeKind}
 
 
 class FilesService(Service, rpc.FilesServicer):
-    """Files of sandboxes. Paths are taken from the workspace, which no path and no link leaves."""
+    """Servicer for files of sandboxes. Paths are relative to the workspace; no path and no link can leave it."""
 
     def __init__(self, sandboxes: Sandboxes) -> None:
         super().__init__(sandboxes)
@@ -42,7 +42,7 @@ class FilesService(Service, rpc.FilesServicer):
 
     @unary
     async def Read(self, request: pb.FileReadRequest, context: Context) -> pb.FileReadReply:
-        """A file, or a piece of it."""
+        """Read a file or a part of it."""
         if request.offset < 0 or request.length < 0:
             raise EnvdError(f"offset {request.offset} and length {request.length} must be 0 or more")
         async with self._guest(request, context, request.path) as guest:
@@ -60,23 +60,23 @@ class FilesService(Service, rpc.FilesServicer):
 
     @unary
     async def Write(self, request: pb.FileWriteRequest, context: Context) -> pb.FileStat:
-        """A whole file, all or nothing."""
+        """Write a whole file atomically."""
         async with self._guest(request, context, request.path) as guest:
             return _stat(await _write(guest, request, request.data))
 
     @unary
     async def Stat(self, request: pb.PathRequest, context: Context) -> pb.FileStat:
-        """What is at a path; a link is told as a link."""
+        """Metadata of the entry at a path. Links are not followed."""
         async with self._guest(request, context, request.path) as guest:
             return _stat(await guest.stat(request.path, follow=False))
 
     @unary
     async def List(self, request: pb.FileListRequest, context: Context) -> pb.FileListReply:
-        """What is below a directory."""
+        """List the entries below a directory."""
         async with self._guest(request, context, request.path) as guest:
             hidden = self.live(request, context).decisions.hidden
             limit = min(request.limit or _ENTRIES, _MAX_ENTRIES)
-            most = _MAX_ENTRIES if hidden else limit  # what is hidden does not count
+            most = _MAX_ENTRIES if hidden else limit  # hidden entries do not count
             found, cut = await guest.list(request.path or ".", depth=min(request.depth or 1, _MAX_DEPTH), limit=most)
         shown = [entry for entry in found if not hides(hidden, entry.path)] if hidden else found
         shown, cut = shown[:limit], cut or len(shown) > limit
@@ -88,32 +88,32 @@ class FilesService(Service, rpc.FilesServicer):
 
     @unary
     async def Move(self, request: pb.FileMoveRequest, context: Context) -> pb.FileStat:
-        """Rename."""
+        """Rename a file or directory."""
         async with self._guest(request, context, request.source, request.target) as guest:
             return _stat(await guest.move(request.source, request.target, overwrite=request.overwrite))
 
     @unary
     async def Remove(self, request: pb.FileRemoveRequest, context: Context) -> pb.FileRemoveReply:
-        """Remove."""
+        """Remove a file or directory."""
         async with self._guest(request, context, request.path) as guest:
             await guest.remove(request.path, recursive=request.recursive)
         return pb.FileRemoveReply()
 
     @unary
     async def MakeDirectory(self, request: pb.PathRequest, context: Context) -> pb.FileStat:
-        """Make a directory, and those above it."""
+        """Make a directory and its missing parents."""
         async with self._guest(request, context, request.path) as guest:
             return _stat(await guest.mkdir(request.path, parents=True))
 
     @unary
     async def Search(self, request: pb.FileSearchRequest, context: Context) -> pb.FileSearchReply:
-        """Lines that match, as ripgrep finds them."""
+        """Find the lines that match a pattern, as ripgrep does."""
         async with self._guest(request, context, request.path) as guest:
             return await search_files(guest, request, self.live(request, context).decisions.hidden)
 
     @streaming
     async def Watch(self, request: pb.FileWatchRequest, context: Context) -> AsyncIterator[pb.FileEvent]:
-        """Changes below a path, until the caller goes.
+        """Stream the changes below a path until the caller disconnects.
 
         After a change of the sandbox's state the first event is an overflow.
         """
@@ -139,7 +139,7 @@ class FilesService(Service, rpc.FilesServicer):
 
     @unary
     async def Upload(self, request: AsyncIterator[pb.UploadChunk], context: Context) -> pb.FileStat:
-        """A whole file in pieces, all or nothing."""
+        """Write a whole file from a stream of chunks, atomically."""
         first = await anext(request, pb.UploadChunk())
         if not first.HasField("header"):
             raise EnvdError("the first message of Upload holds no header: send one")
@@ -168,12 +168,12 @@ class FilesService(Service, rpc.FilesServicer):
         except TimeoutError as error:
             raise FileError.of(errno.ETIMEDOUT, header.path) from error
         finally:
-            pieces.clear()  # an error's trace would hold them until the next collection
+            pieces.clear()  # otherwise an exception's traceback keeps them in memory until the next collection
             self._uploading -= size
 
     @streaming
     async def Download(self, request: pb.PathRequest, context: Context) -> AsyncIterator[pb.DownloadChunk]:
-        """A whole file in pieces."""
+        """Stream a whole file in chunks."""
         at = 0
         while True:
             async with self._guest(request, context, request.path) as guest:
@@ -188,7 +188,7 @@ class FilesService(Service, rpc.FilesServicer):
 
     @asynccontextmanager
     async def _guest(self, request: Any, context: Context, *paths: str) -> AsyncIterator[GuestLink]:
-        """The agent of the sandbox that a request names, where the rules do not hide what is asked for."""
+        """Agent of the sandbox that a request names. Raises FileError (ENOENT) for a path that the rules hide."""
         live = self.live(request, context)
         with self._told(live, *paths):
             async with live.using() as guest:
@@ -203,9 +203,7 @@ class FilesService(Service, rpc.FilesServicer):
 
     @contextmanager
     def _told(self, live: Live, *paths: str) -> Iterator[None]:
-        """What the guest's system refused becomes the caller's error; a path that would leave the workspace is recorded
-        too.
-        """
+        """Turn the guest's OSError into a FileError, and record paths that would leave the workspace."""
         if any(map(leaves_root, paths)):
             self.sandboxes.audit.record("path.escape", live.identity, paths=paths)
         try:
@@ -227,7 +225,7 @@ async def _write(guest: GuestLink, request: pb.FileWriteRequest, data: bytes) ->
 
 
 async def _let_pass(request: AsyncIterator[pb.UploadChunk]) -> None:
-    """Take the rest of a refused upload, for a while: gRPC's clients lose a refusal that comes while they write."""
+    """Read the rest of a refused upload for at most _REFUSING_S: a gRPC client that is writing loses the refusal."""
     with suppress(TimeoutError):
         async with asyncio.timeout(_REFUSING_S):
             async for _ in request:
@@ -235,7 +233,7 @@ async def _let_pass(request: AsyncIterator[pb.UploadChunk]) -> None:
 
 
 def plain(text: str) -> str:
-    """A name from a sandbox as a message can hold it: what is not UTF-8 is replaced."""
+    """Text from a sandbox as valid UTF-8 for a message; other bytes are replaced."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 

@@ -1,4 +1,4 @@
-"""The Operations service: batches, changes of a sandbox's state, moves between servers, audit events."""
+"""The Operations service: batches, state changes of sandboxes, moves between servers, audit events."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ VERSION = "2"
 MAX_BATCH = 1000
 _STATES_A_TURN = 32
 _AT_ONCE = 8
-"""Creations of one batch that run at the same time; others' calls go between them."""
+"""Maximum number of concurrent creations of one batch, so that other calls are served meanwhile."""
 _SCHEMAS = json.dumps([spec.json_schema() for spec in ALL_TOOLS.values()])
 
 
 class OperationsService(Service, rpc.OperationsServicer):
-    """What an operator does with a server and its sandboxes."""
+    """Servicer for operators of a server and its sandboxes."""
 
     def __init__(self, sandboxes: Sandboxes, migration: Migration, states: States) -> None:
         super().__init__(sandboxes)
@@ -37,7 +37,7 @@ class OperationsService(Service, rpc.OperationsServicer):
 
     @unary
     async def Info(self, request: pb.InfoRequest, context: Context) -> pb.InfoReply:
-        """What the server is."""
+        """Version, backends and number of sandboxes of this server."""
         backends = list(self.sandboxes.backends.values())
         first = backends[0]
         return pb.InfoReply(
@@ -51,12 +51,12 @@ class OperationsService(Service, rpc.OperationsServicer):
 
     @unary
     async def Schemas(self, request: pb.SchemasRequest, context: Context) -> pb.SchemasReply:
-        """The tools, as chat templates take them."""
+        """JSON schemas of the tools, in the form that chat templates take."""
         return pb.SchemasReply(tools_json=_SCHEMAS)
 
     @unary
     async def CreateBatch(self, request: pb.CreateBatchRequest, context: Context) -> pb.CreateBatchReply:
-        """Start several; one that fails leaves the others."""
+        """Start several sandboxes. A failed creation does not affect the others."""
         if len(request.requests) > MAX_BATCH:
             raise EnvdError(f"a batch creates at most {MAX_BATCH} sandboxes, not {len(request.requests)}: send several")
         slots = asyncio.Semaphore(_AT_ONCE)
@@ -77,7 +77,7 @@ class OperationsService(Service, rpc.OperationsServicer):
 
     @unary
     async def List(self, request: pb.ListRequest, context: Context) -> pb.ListReply:
-        """All sandboxes' states, or those with some labels."""
+        """List the states of all sandboxes, or of those with the given labels."""
         found = self.sandboxes.all(request.labels)
         states: list[episode_pb.SandboxState] = []
         for at in range(0, len(found), _STATES_A_TURN):
@@ -86,44 +86,44 @@ class OperationsService(Service, rpc.OperationsServicer):
 
     @unary
     async def Pause(self, request: pb.PauseRequest, context: Context) -> episode_pb.SandboxState:
-        """Freeze a sandbox."""
+        """Pause a sandbox: freeze its processes."""
         live = self.live(request, context)
         await self._states.pause(live)
         return await state_of(live)
 
     @unary
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> episode_pb.SandboxState:
-        """Let it go on."""
+        """Resume a paused or hibernated sandbox."""
         live = self.live(request, context)
         await self._states.resume(live)
         return await state_of(live)
 
     @unary
     async def Hibernate(self, request: pb.HibernateRequest, context: Context) -> episode_pb.SandboxState:
-        """Its state to disk."""
+        """Hibernate a sandbox: store its state on disk and end its processes."""
         live = self.live(request, context)
         await self._states.hibernate(live)
         return await state_of(live)
 
     @unary
     async def Fork(self, request: pb.ForkRequest, context: Context) -> episode_pb.CreateReply:
-        """An independent copy."""
+        """Start an independent copy of a sandbox."""
         return created(await self._states.fork(self.live(request, context)))
 
     @unary
     async def Snapshot(self, request: pb.SnapshotRequest, context: Context) -> pb.SnapshotReply:
-        """Keep its state."""
+        """Store a sandbox's state as a snapshot."""
         identity, size, lost = await self._states.snapshot(self.live(request, context))
         return pb.SnapshotReply(snapshot_id=identity, bytes=size, lost=lost)
 
     @unary
     async def Restore(self, request: pb.RestoreRequest, context: Context) -> episode_pb.CreateReply:
-        """A sandbox from a snapshot."""
+        """Start a sandbox from a snapshot."""
         return created(await self._states.restore(request.snapshot_id, request.limits))
 
     @unary
     async def DeleteSnapshot(self, request: pb.DeleteSnapshotRequest, context: Context) -> pb.DeleteSnapshotReply:
-        """Remove a snapshot."""
+        """Remove a snapshot. Idempotent."""
         await self.sandboxes.snapshots.delete(request.snapshot_id)
         return pb.DeleteSnapshotReply()
 
@@ -135,17 +135,17 @@ class OperationsService(Service, rpc.OperationsServicer):
 
     @unary
     async def Receive(self, request: AsyncIterator[pb.SnapshotChunk], context: Context) -> pb.ReceiveReply:
-        """Take a sandbox over."""
+        """Receive a sandbox from another server and start it."""
         return pb.ReceiveReply(lost=(await self._migration.receive(request)).lost)
 
     @unary
     async def Diff(self, request: pb.DiffRequest, context: Context) -> pb.DiffReply:
-        """A sandbox's diff."""
+        """Diff of a sandbox's workspace against its template."""
         return pb.DiffReply(**await diff_of(self.sandboxes, self.live(request, context), request))
 
     @unary
     async def DeleteBatch(self, request: pb.DeleteBatchRequest, context: Context) -> pb.DeleteBatchReply:
-        """End several; those that are no more are fine."""
+        """End several sandboxes, ignoring those that have ended already."""
         if len(request.sandbox_ids) != len(request.tokens):
             raise EnvdError(f"{len(request.sandbox_ids)} ids with {len(request.tokens)} tokens: send one token an id")
         for identity, token in zip(request.sandbox_ids, request.tokens, strict=True):
@@ -158,7 +158,7 @@ class OperationsService(Service, rpc.OperationsServicer):
 
     @streaming
     async def Audit(self, request: pb.AuditRequest, context: Context) -> AsyncIterator[pb.AuditEvent]:
-        """Audit events; those of one sandbox can also be read after its end."""
+        """Stream audit events, of all sandboxes or of one, also after its end."""
         log = self.sandboxes.audit
         if not request.follow:
             for event in log.since(request.after, request.sandbox_id):
@@ -168,7 +168,7 @@ class OperationsService(Service, rpc.OperationsServicer):
             yield _event(event)
 
     async def _unwanted(self, tasks: list[asyncio.Task[pb.CreateResult]]) -> None:
-        """The caller of a batch has gone: what it would have been told of is ended."""
+        """End the sandboxes of a batch whose caller was cancelled, once their creations have ended."""
         for result in await asyncio.gather(*tasks):
             if result.HasField("created"):
                 live = self.sandboxes.find(result.created.sandbox_id, result.created.token)

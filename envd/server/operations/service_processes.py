@@ -1,4 +1,4 @@
-"""The Processes service: programs in one sandbox, their output by byte offsets, so that a reader may come back."""
+"""The Processes service: programs in a sandbox. Output is read by byte offsets, so that a reader can reconnect."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from envd.server.operations.states import require
 
 _RING, _MAX_RING = 256 * 1024, 16 * 1024 * 1024
 _POLL_S = 30.0
-"""One long poll for output; a stream makes as many as it needs."""
+"""Duration of one long poll for output, in seconds."""
 _MAX_TIMEOUT_S = 365 * 24 * 3600.0
 _LAST_SIGNAL = 64
 _CHANNELS = {1: "stdout", 2: "stderr"}
 
 
 class ProcessesService(Service, rpc.ProcessesServicer):
-    """Processes of sandboxes. Rules that do not allow `exec` allow none of it."""
+    """Servicer for processes of sandboxes. It needs rules that allow `exec`."""
 
     @unary
     async def Start(self, request: pb.ProcessStartRequest, context: Context) -> pb.ProcessState:
-        """Start a program; it lives until it ends, its time is over, or the sandbox ends."""
+        """Start a program, which runs until it exits, its timeout expires or the sandbox ends."""
         if not request.arguments or not request.arguments[0]:
             raise EnvdError("arguments are empty: name a program first")
         if not 0 <= request.timeout_s <= _MAX_TIMEOUT_S:
@@ -58,16 +58,16 @@ class ProcessesService(Service, rpc.ProcessesServicer):
 
     @unary
     async def List(self, request: pb.ProcessListRequest, context: Context) -> pb.ProcessListReply:
-        """What was started and is still known."""
+        """List the started processes that the agent still knows."""
         async with self._guest(request, context) as (_, guest):
             return pb.ProcessListReply(processes=[_state(each) for each in await guest.processes()])
 
     @streaming
     async def Connect(self, request: pb.ProcessConnectRequest, context: Context) -> AsyncIterator[pb.ProcessEvent]:
-        """Both channels' output from their offsets on, then the state in which it ended.
+        """Stream the output of both channels from the given offsets, then the process's final state.
 
-        It waits through a pause, and ends with FAILED_PRECONDITION when the sandbox is hibernated: connect again after
-        Resume.
+        The stream waits through a pause. It ends with FAILED_PRECONDITION if the sandbox is hibernated: connect again
+        after Resume.
         """
         live = self.live(request, context)
         self.tool_allowed(live, "exec")
@@ -103,21 +103,21 @@ class ProcessesService(Service, rpc.ProcessesServicer):
 
     @unary
     async def Stdin(self, request: pb.ProcessStdinRequest, context: Context) -> pb.ProcessState:
-        """Write to a program's standard input; `accepted` tells how much it took."""
+        """Write to a program's standard input; `accepted` is the number of bytes that were taken."""
         async with self._guest(request, context) as (_, guest):
             accepted = await guest.stdin(request.process, request.data[:CHUNK])
             return _state(await guest.wait(request.process), accepted)
 
     @unary
     async def CloseStdin(self, request: pb.ProcessRequest, context: Context) -> pb.ProcessState:
-        """End a program's standard input."""
+        """Close a program's standard input."""
         async with self._guest(request, context) as (_, guest):
             await guest.close_stdin(request.process)
             return _state(await guest.wait(request.process))
 
     @unary
     async def Signal(self, request: pb.ProcessSignalRequest, context: Context) -> pb.ProcessState:
-        """Signal a program, with `tree` all that it started."""
+        """Send a signal to a program; with `tree`, also to all processes that it started."""
         if not 0 < request.signal <= _LAST_SIGNAL:
             raise EnvdError(f"signal is {request.signal}: it must be 1 to {_LAST_SIGNAL}")
         async with self._guest(request, context) as (_, guest):
@@ -126,7 +126,7 @@ class ProcessesService(Service, rpc.ProcessesServicer):
 
     @unary
     async def Resize(self, request: pb.ProcessResizeRequest, context: Context) -> pb.ProcessState:
-        """Tell a program's terminal its size."""
+        """Set the size of a program's terminal."""
         if not (0 < request.size.rows <= 0xFFFF and 0 < request.size.columns <= 0xFFFF):
             raise EnvdError(
                 f"a terminal of {request.size.rows} rows and {request.size.columns} columns: both are 1 to 65535"
@@ -136,7 +136,7 @@ class ProcessesService(Service, rpc.ProcessesServicer):
             return _state(await guest.wait(request.process))
 
     async def _output(self, live: Live, process: int, channel: int, offset: int) -> OutputChunk | None:
-        """The next piece; None where none came, or the sandbox's state was changed meanwhile."""
+        """Next output of a channel; None if a state change of the sandbox interrupted the poll."""
         guest = await live.guest_soon()
         with _refused(f"process {process}"):
             return await live.poll(guest.output(process, channel, offset, wait_s=_POLL_S))
@@ -151,7 +151,7 @@ class ProcessesService(Service, rpc.ProcessesServicer):
 
     @asynccontextmanager
     async def _guest(self, request: Any, context: Context, what: str = "") -> AsyncIterator[tuple[Live, GuestLink]]:
-        """The sandbox that a request names, and its agent."""
+        """Sandbox that a request names, and its agent. Raises RulesDenied if the rules forbid `exec`."""
         live = self.live(request, context)
         self.tool_allowed(live, "exec")
         with _refused(what or f"process {getattr(request, 'process', '')}"):
@@ -161,7 +161,7 @@ class ProcessesService(Service, rpc.ProcessesServicer):
 
 @contextmanager
 def _refused(what: str) -> Iterator[None]:
-    """What the guest's system refused becomes the caller's error."""
+    """Turn the guest's OSError into a FileError."""
     try:
         yield
     except OSError as error:

@@ -1,6 +1,4 @@
-"""A directory's files as a tar stream, between a thread that reads or writes them and coroutines that send or
-receive.
-"""
+"""Tar streams of directories: a thread reads or writes the files, coroutines send or receive the stream."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ _MAX_FILES = 100_000
 
 
 async def pack(directory: Path) -> AsyncGenerator[bytes, None]:
-    """The directory's files and directories in a tar stream, piece by piece."""
+    """Yield a tar stream of a directory's files and directories in chunks. Raises EnvdError."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     loop = asyncio.get_running_loop()
@@ -37,15 +35,15 @@ async def pack(directory: Path) -> AsyncGenerator[bytes, None]:
                 break
             yield bytes(piece[:filled])
     finally:
-        ours.close()  # where the reader has gone the thread fails with a broken pipe, and ends
+        ours.close()  # if the stream is abandoned, the thread fails with a broken pipe and ends
         await asyncio.wait({writing})
     writing.result()
 
 
 async def unpack(pieces: AsyncIterator[bytes], into: Path, room: int) -> None:
-    """Write what `pack` yielded below an empty directory, at most `room` bytes.
+    """Write a stream that `pack` yielded below an empty directory, at most `room` bytes. Raises EnvdError.
 
-    Only files and directories are taken.
+    Only files and directories are accepted.
     """
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
@@ -55,7 +53,7 @@ async def unpack(pieces: AsyncIterator[bytes], into: Path, room: int) -> None:
         async for data in pieces:
             await loop.sock_sendall(ours, data)
     except (BrokenPipeError, ConnectionResetError):
-        pass  # the thread has failed: it says why
+        pass  # the thread has failed: its exception is raised below
     finally:
         ours.close()
         await asyncio.wait({reading})
@@ -63,11 +61,11 @@ async def unpack(pieces: AsyncIterator[bytes], into: Path, room: int) -> None:
 
 
 def _in_a_thread(work: Callable[..., None], *arguments: Any) -> asyncio.Future[None]:
-    """A thread of its own: a slow peer must not hold one of the few that everybody's work is given to."""
+    """Run work in a separate thread, so that a slow peer does not occupy a thread of the shared pool."""
     executor = ThreadPoolExecutor(1, "envd-state")
     working = asyncio.get_running_loop().run_in_executor(executor, work, *arguments)
     executor.shutdown(wait=False)
-    working.add_done_callback(lambda done: done.cancelled() or done.exception())  # looked at, also where nobody waits
+    working.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks it as retrieved
     return working
 
 
@@ -85,7 +83,7 @@ def _write(directory: Path, sock: socket.socket) -> None:
 
 
 def _read(sock: socket.socket, into: Path, room: int) -> None:
-    """Headers are taken apart one by one: a whole tar reader would follow links and hold long names in memory."""
+    """Unpack a tar stream, parsing each header here: a tar library would follow links and buffer long names."""
     with sock, sock.makefile("rb", buffering=_CHUNK) as stream:
         for _ in range(_MAX_FILES):
             head = stream.read(_BLOCK)
@@ -97,7 +95,7 @@ def _read(sock: socket.socket, into: Path, room: int) -> None:
         else:
             raise EnvdError(f"the state has more than {_MAX_FILES} files")
         while stream.read(_CHUNK):
-            pass  # what fills the last record
+            pass  # padding of the last record
 
 
 def _read_one(head: bytes, stream: BinaryIO, into: Path, room: int) -> int:
@@ -126,7 +124,7 @@ def _read_one(head: bytes, stream: BinaryIO, into: Path, room: int) -> int:
 
 
 def _copy(stream: BinaryIO, file: BinaryIO, size: int) -> None:
-    """The content and what fills its last block. Runs of zeros become holes."""
+    """Copy a member's content, with runs of zeros as holes, and skip the padding of its last block."""
     left = size
     while left:
         data = stream.read(min(left, _CHUNK))

@@ -1,9 +1,10 @@
-"""Changes of a sandbox's state: pause, resume, hibernate, fork, snapshot, restore.
+"""State changes of a sandbox: pause, resume, hibernate, fork, snapshot, restore.
 
-    running <-> paused        frozen where it stands
-    running <-> hibernated    its state on disk, nothing in memory
+    running <-> paused        processes frozen, in memory
+    running <-> hibernated    state on disk, nothing in memory
 
-Each is alone with its sandbox, goes on when its caller has gone, and leaves the sandbox as it was when it fails.
+State changes of one sandbox run one at a time. A change continues when its caller is cancelled, and leaves the sandbox
+as it was if it fails.
 """
 
 from __future__ import annotations
@@ -29,40 +30,40 @@ T = TypeVar("T")
 
 
 class States:
-    """Changes the states of a server's sandboxes."""
+    """Performs the state changes of a server's sandboxes."""
 
     def __init__(self, sandboxes: Sandboxes) -> None:
         self._sandboxes = sandboxes
 
     async def pause(self, live: Live) -> None:
-        """Freeze a sandbox. Idempotent; a hibernated one is at rest already and stays so."""
+        """Freeze a sandbox's processes. Idempotent; a hibernated sandbox stays hibernated."""
         await self._sandboxes.finished(self._pause(live))
 
     async def resume(self, live: Live) -> None:
-        """Let it go on after a pause or a hibernation. Idempotent."""
+        """Resume a paused or hibernated sandbox. Idempotent."""
         await self._sandboxes.finished(self._resume(live))
 
     async def hibernate(self, live: Live) -> None:
-        """Its state to disk, its processes ended. Idempotent."""
+        """Store a sandbox's state on disk and end its processes. Idempotent."""
         await self._sandboxes.finished(self._hibernate(live))
 
     async def fork(self, live: Live) -> Live:
-        """An independent copy. When the caller has gone meanwhile the copy is ended."""
+        """Start an independent copy of a sandbox. If the caller is cancelled, the copy is ended."""
         return await self.handed_over(self._fork(live), self._sandboxes.end)
 
     async def snapshot(self, live: Live) -> tuple[str, int, tuple[str, ...]]:
-        """Keep its state: (snapshot id, bytes, what it does not hold).
+        """Store a sandbox's state as a snapshot; return (snapshot id, bytes, kinds of state that it does not hold).
 
-        When the caller has gone meanwhile it is removed: nobody knows of it.
+        If the caller is cancelled, the snapshot is removed, since no client knows its id.
         """
         return await self.handed_over(self._snapshot(live), lambda made: self._sandboxes.snapshots.delete(made[0]))
 
     async def restore(self, identity: str, limits: pb.Limits) -> Live:
-        """A new sandbox from a snapshot. Limits that are named replace the snapshot's."""
+        """Start a new sandbox from a snapshot. Non-zero limits replace the snapshot's."""
         return await self.handed_over(self._restore(identity, limits), self._sandboxes.end)
 
     async def handed_over(self, making: Coroutine[Any, Any, T], undo: Callable[[T], Coroutine[Any, Any, object]]) -> T:
-        """What is made for a caller. When it has gone meanwhile what was made is undone: nobody knows of it."""
+        """Await `making`. If the caller is cancelled, undo the result once it is there, since no client knows of it."""
 
         def undone(task: asyncio.Task[T]) -> None:
             if not task.cancelled() and task.exception() is None:
@@ -137,11 +138,11 @@ class States:
     async def _restore(self, identity: str, limits: pb.Limits) -> Live:
         header, state = self._sandboxes.snapshots.find(identity)
         wanted = Wanted.of(header).with_limits(limits)
-        await self._sandboxes.templates.put(header.template_files)  # a server that was started anew has none
+        await self._sandboxes.templates.put(header.template_files)  # a restarted server has no templates
         return await self._sandboxes.restore(wanted, state, host_name=fresh_host_name())
 
     async def header_of(self, live: Live) -> operations_pb.ReceiveHeader:
-        """All that another server, or this one later, needs to know beside the state."""
+        """Everything beside its state that another server, or this one later, needs to restore a sandbox."""
         files = await asyncio.to_thread(self._sandboxes.templates.files_of, live.spec.template)
         return operations_pb.ReceiveHeader(
             backend=live.backend.name,
@@ -154,7 +155,7 @@ class States:
         )
 
     async def save(self, live: Live, into: Path) -> tuple[str, ...]:
-        """Write its state below `into`, within a quiet `live.change`; returns what that does not hold."""
+        """Write a sandbox's state below `into`, within a quiet `live.change`; return the kinds of state not saved."""
         require(live, "snapshot")
         if live.stored is not None:
             await link_tree(live.stored, into)
@@ -169,7 +170,7 @@ class States:
             await live.box.pause()
 
     async def freeze(self, live: Live) -> bool:
-        """Stop its processes, within a `live.change`; False where they are stopped already, or the backend can't."""
+        """Freeze the processes, within a `live.change`. False if they are frozen already or the backend can't pause."""
         if live.box is None or live.state == "paused" or "pause" not in live.backend.features.can:
             return False
         live.box.guest.hold()
@@ -188,7 +189,7 @@ class States:
 
 
 def require(live: Live, feature: str) -> None:
-    """Raise Unsupported where the sandbox's backend can't do this."""
+    """Raise Unsupported if the sandbox's backend does not offer a feature."""
     can = live.backend.features.offered
     if feature not in can:
         words = ", ".join(sorted(can)) or "none of them"
@@ -198,11 +199,11 @@ def require(live: Live, feature: str) -> None:
 
 
 def wanted_of(live: Live) -> Wanted:
-    """What a copy of a sandbox is asked for."""
+    """Create request for a copy of a sandbox."""
     spec = live.spec
     return Wanted(spec.template, asdict(spec.limits), spec.env, live.labels, live.backend.name, live.rules_yaml)
 
 
 def fresh_host_name() -> str:
-    """A host name that no other sandbox has; the created ones are all called sandbox."""
+    """Return a random host name for a copy; sandboxes that were created are all called `sandbox`."""
     return f"sandbox-{secrets.token_hex(4)}"

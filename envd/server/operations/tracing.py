@@ -1,8 +1,8 @@
-"""OpenTelemetry spans, one a call, joined to the caller's trace by the W3C `traceparent` metadata.
+"""OpenTelemetry spans, one per call, joined to the caller's trace by the W3C `traceparent` metadata.
 
-On where the packages are installed (`pip install triplane[tracing]`) and the standard variables name a receiver:
-OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT; OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER and the others
-hold too.
+Tracing is on if the packages are installed (`pip install triplane[tracing]`) and a standard variable names a receiver:
+OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT. OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER and the other
+standard variables apply too.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ _log = logging.getLogger("envd")
 
 
 class Tracing:
-    """Begins and ends a span for each call; spans are exported in a thread, in batches, and dropped where nobody takes
-    them.
-    """
+    """Observer with a span for each call. A thread exports them in batches, and drops those that no receiver takes."""
 
     def __init__(self, provider: Any) -> None:
         from opentelemetry import trace
@@ -53,14 +51,14 @@ class Tracing:
         return end
 
     def stop(self) -> None:
-        """Export what is left, and end the exporting thread."""
+        """Export the remaining spans and end the exporting thread."""
         self._provider.shutdown()
 
 
 def start_tracing() -> Tracing | None:
-    """Spans as the environment says; None where it names no receiver.
+    """Start tracing as the environment configures it; None if it names no receiver.
 
-    Without the packages that is logged, once, and nothing is traced.
+    If the packages are missing, this logs an error and returns None.
     """
     if (
         not any(os.environ.get(name) for name in _ENDPOINTS)

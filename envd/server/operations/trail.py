@@ -1,11 +1,11 @@
-"""The trail of calls: who asked for what, and how it ended, as audit events. `python -m envd serve --audit-calls`.
+"""The trail of calls: caller, arguments and result of each call as audit events. `python -m envd serve --audit-calls`.
 
-    call.begun   when a call begins that runs code or streams its answers: what a killed server had begun is known
-    call.made    when any call ends: its status code and seconds, and either what it was about or the number of its
-                 call.begun
+    call.begun   at the start of a call that runs code or streams its answers, so that the log of a killed server has it
+    call.made    at the end of any call: its status code and seconds, and either its recorded fields or the number of
+                 its call.begun
 
-What a call is about is told in few fields that are chosen here one by one: never tokens, keys, values of variables or
-contents of files.
+The recorded fields of a request are listed here one by one: never tokens, keys, values of variables or contents of
+files.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from envd.server.service_tools import MAX_CALLS
 
 _SERVICES = frozenset({"Sandboxes", "Operations", "Files", "Processes", "Tools", "Verifier"})
 _PLAIN = ("path", "source", "target", "pattern", "recursive", "process", "signal", "template", "backend", "follow")
-"""Fields told of any request that has them."""
+"""Fields recorded of any request that has them."""
 _COUNTED = ("tests", "files", "requests", "sandbox_ids", "hidden_files")
 _MEASURED = ("data", "diff")
 _TOLD = ("command", "path", "pattern", "query")
-"""Arguments of tools."""
+"""Arguments of tool calls that are recorded."""
 _STREAMS = frozenset({"Processes/Connect", "Files/Watch", "Files/Download", "Operations/Audit"})
 _RUNS = frozenset({"Processes/Start", "Verifier/Verify"})
 _MAX_WORDS, _MAX_WORD = 3000, 480
-"""Characters of all tools' calls, or of a program's arguments: each gets its share."""
+"""Maximum characters of all tool calls of a batch or all arguments of a program, shared evenly, and of one of them."""
 _MAX_NAME = 24
 _MAX_PIECES = 32
-"""An audit event tells so many items of a list."""
+"""Maximum number of list items in an audit event."""
 _MAX_PARSED = 1 << 20
-"""Longer arguments are not looked into; their length is told."""
+"""Maximum length of arguments that are parsed; of longer ones only the length is recorded."""
 
 
 class Trail:
-    """An `envd.server.observing.Observer` that records each call."""
+    """Observer (`envd.server.observing.Observer`) that records each call."""
 
     def __init__(self, audit: AuditLog) -> None:
         self._audit = audit
@@ -63,7 +63,7 @@ class Trail:
 
 
 def about(method: str, request: Any) -> dict[str, Any]:
-    """What a call is about, in fields that may be told."""
+    """Recorded fields of a request."""
     request = _head(request)
     if request is None:
         return {}
@@ -83,9 +83,7 @@ def about(method: str, request: Any) -> dict[str, Any]:
 
 @functools.cache
 def _fields(kind: Any) -> tuple[tuple[str, str, bool], ...]:
-    """What is told of a kind of request: the field, the key in the event, and whether its length is told instead of
-    it.
-    """
+    """Recorded fields of a message type: (field, key in the event, whether to record its length, not its value)."""
     names = kind.fields_by_name
     plain = [(name, name, False) for name in _PLAIN if name in names]
     counted = [(name, name, True) for name in _COUNTED if name in names]
@@ -93,7 +91,7 @@ def _fields(kind: Any) -> tuple[tuple[str, str, bool], ...]:
 
 
 def _tool(call: Any, share: int) -> str:
-    """A tool's name, and the start of what it is called with."""
+    """Name of a tool call and the beginnings of its recorded arguments."""
     name = call.name[:_MAX_NAME]
     if len(call.arguments_json) > _MAX_PARSED:
         return f"{name} ({len(call.arguments_json)} characters)"
@@ -107,13 +105,13 @@ def _tool(call: Any, share: int) -> str:
 
 
 def _pieces(words: list[str]) -> list[str]:
-    """At most _MAX_PIECES of them, some joined where there are more."""
+    """Join words so that at most _MAX_PIECES remain."""
     size = -(-len(words) // _MAX_PIECES) or 1
     return [" | ".join(words[at : at + size]) for at in range(0, len(words), size)]
 
 
 def _share(count: int) -> int:
-    """Characters of each of so many, beside its name and what parts it from the next."""
+    """Maximum characters of each of `count` items, without its name and separator."""
     return min(max(_MAX_WORDS // max(count, 1) - 8, 2), _MAX_WORD)
 
 
@@ -122,14 +120,12 @@ def _runs_code(request: Any) -> bool:
 
 
 def _sandbox(request: Any) -> str:
-    """The sandbox that a request names."""
+    """Id of the sandbox that a request names; empty if none."""
     return str(getattr(_head(request), "sandbox_id", ""))
 
 
 def _head(request: Any) -> Any:
-    """What says what a call is about: its message, or of a stream of them the first one's header; None where there is
-    none.
-    """
+    """Message with a call's fields: its request, or the header of a stream's first message; None if there is none."""
     return getattr(request.first, "header", None) if isinstance(request, Stream) else request
 
 
