@@ -92,9 +92,7 @@ class Pool(Generic[T]):
         return None
 
     async def under_way(self, spec: BoxSpec) -> T | None:
-        """Wait for a box for this spec that is being started and has no other waiter; None if there is none, or it
-        fails.
-        """
+        """Wait for a box for this spec that is being started; None if all have other waiters or the start fails."""
         key = _key(spec)
         waiters = self._waiters[key]
         if self._starting[key] <= len(waiters):
