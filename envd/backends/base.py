@@ -1,4 +1,4 @@
-"""The protocol between the server and what runs sandboxes."""
+"""Protocol between the server and the backends that run sandboxes."""
 
 from __future__ import annotations
 
@@ -14,153 +14,152 @@ from envd.types import Limits
 
 
 class IsolationLevel(IntEnum):
-    """How strong a wall is; sandbox rules name the least they accept."""
+    """Strength of a sandbox's isolation; sandbox rules set the minimum."""
 
     NONE = 0
     """Ordinary processes of the host."""
     PROCESS = 1
     """Namespaces, seccomp, Landlock and cgroups over the host's kernel."""
     KERNEL = 2
-    """A kernel of its own in user space (gVisor)."""
+    """A separate kernel in user space (gVisor)."""
     MACHINE = 3
     """A virtual machine."""
 
 
 @dataclass(frozen=True)
 class NetworkRule:
-    """One destination a sandbox may open connections to."""
+    """One destination that a sandbox may connect to."""
 
     host: str
-    """A name, an address, or a network as 10.0.0.0/8."""
+    """A name, an address, or a network such as 10.0.0.0/8."""
     ports: tuple[int, ...] = ()
-    """Empty: any."""
+    """Empty: all ports."""
 
 
 @dataclass(frozen=True)
 class BoxSpec:
-    """What a sandbox is to be."""
+    """Properties of a sandbox to start."""
 
     name: str
     """Unique on this server, a safe file name; never an id that clients see."""
     template: str
     """Digest of the template."""
     template_dir: Path
-    """Its files on this host, owned by `sandbox_owner()`, never to be changed."""
+    """Directory of the template's files on this host, owned by `sandbox_owner()`; read-only."""
     limits: Limits
     env: Mapping[str, str] = field(default_factory=dict)
     host_name: str = "sandbox"
     network: tuple[NetworkRule, ...] = ()
-    """Empty: a private loopback and nothing else."""
+    """Empty: a private loopback only."""
     read_only: bool = False
-    """The workspace can't be written (`filesystem.read_only` of the rules)."""
+    """Whether the workspace is read-only (`filesystem.read_only` of the rules)."""
     supervised: bool = False
-    """For a verification: where the backend can, its first user may become others, so that what judges and what is
-    judged are two.
+    """Whether the sandbox is for a verification: if the backend supports this, its first user may become others, so
+    that verifier and tests run as different users.
     """
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a sandbox uses now. 0 where the backend can't tell."""
+    """Current resource usage of a sandbox. 0 if the backend does not know."""
 
     memory_bytes: int = 0
     pids: int = 0
     cpu_s: float = 0.0
     disk_bytes: int = 0
     events: Mapping[str, int] = field(default_factory=dict)
-    """How often a limit was hit: memory, pids."""
+    """Number of times a limit was hit: memory, pids."""
     disk_full: bool = False
-    """Its disk has no room left, for bytes or for files. False where the backend can't tell."""
+    """Whether the disk is full, in bytes or in files. False if the backend does not know."""
 
 
 @dataclass(frozen=True)
 class Features:
-    """What a backend can do. Services refuse what it can't with UNIMPLEMENTED and the backend's name."""
+    """Features of a backend. Services refuse missing features with UNIMPLEMENTED and the backend's name."""
 
     isolation: IsolationLevel
     limits_enforced: tuple[str, ...]
-    """Of memory, pids, cpu, disk."""
+    """Subset of memory, pids, cpu, disk."""
     keeps_processes: bool
-    """Snapshots hold memory and processes; else files only."""
+    """Whether snapshots hold memory and processes; else they hold files only."""
     can: frozenset[str]
-    """Of pause, snapshot, fork, migrate, pty, network. Hibernation is a snapshot."""
+    """Subset of pause, snapshot, fork, migrate, pty, network. Hibernation needs snapshot."""
     helper: str
-    """What starts sandboxes: `native`, or a program and its version."""
+    """Program that starts sandboxes: `native`, or a name and version."""
 
     @property
     def offered(self) -> frozenset[str]:
-        """What it can do, as clients are told: a snapshot makes hibernation possible."""
+        """Features that clients see: `can`, and hibernate if the backend can take snapshots."""
         return self.can | ({"hibernate"} if "snapshot" in self.can else set())
 
 
 class Box(Protocol):
-    """One running sandbox. Its methods raise SandboxGone when it has ended, EnvdError with the reason otherwise."""
+    """One running sandbox. Methods raise SandboxGone if it has ended, and EnvdError with the reason otherwise."""
 
     @property
     def guest(self) -> GuestLink:
-        """The agent in it."""
+        """Connection to the sandbox's agent."""
         ...
 
     async def pause(self) -> None:
-        """Stop every process where it stands."""
+        """Pause all processes of the sandbox."""
         ...
 
     async def resume(self) -> None:
-        """Let them go on."""
+        """Resume all processes of the sandbox."""
         ...
 
     async def snapshot(self, into: Path) -> tuple[str, ...]:
-        """Write all of its state below `into` (an empty directory) and run on.
+        """Write the sandbox's state below `into` (an empty directory); the sandbox continues to run.
 
-        Returns what is not kept, e.g. ("processes",).
+        Returns the kinds of state that are not kept, e.g. ("processes",).
         """
         ...
 
     async def usage(self) -> Usage:
-        """What it uses now."""
+        """Current resource usage."""
         ...
 
     async def destroy(self) -> None:
-        """End it and leave nothing: no process, mount, cgroup, directory. Idempotent."""
+        """End the sandbox and remove its processes, mounts, cgroups and directories. Idempotent."""
         ...
 
 
 @runtime_checkable
 class TellsRefusals(Protocol):
-    """A box that knows which system calls the code in it was refused."""
+    """A box that reports refused system calls of its code."""
 
     def tell_refusals(self, tell: Callable[[str, int], None]) -> None:
-        """Call `tell` with the name of each call that is refused from now on and how often it was since; a few times a
-        second at most.
+        """Register `tell`, which is called with the name of a refused system call and the number of new refusals.
+
+        The calls come a few times a second at most.
         """
         ...
 
 
 @runtime_checkable
 class KeepsTemplates(Protocol):
-    """A backend that keeps something of its own of a template: disks, or sandboxes that are started before they are
-    asked for.
-    """
+    """A backend that keeps data of templates: disks, or sandboxes that are started in advance."""
 
     async def forget_template(self, template: str) -> None:
-        """Let go of what is kept of a template, which no sandbox uses, and which is removed."""
+        """Remove all data of a template that is being removed and that no sandbox uses."""
         ...
 
 
 @runtime_checkable
 class OffersProxy(Protocol):
-    """A box in which a port leads to the server's proxy, where its rules allow destinations."""
+    """A box with a port to the server's proxy, if its rules allow destinations."""
 
     @property
     def proxy_listener(self) -> socket.socket | None:
-        """What the server accepts connections by, until the box is destroyed; None where it has no destinations."""
+        """Socket on which the server accepts connections until the box is destroyed; None without destinations."""
         ...
 
 
 class Backend(Protocol):
     """Runs sandboxes.
 
-    Made by its module's `async def start(run_dir: Path, ...)`, which probes by really starting one and raises
+    Created by its module's `async def start(run_dir: Path, ...)`, which starts a sandbox as a test and raises
     BackendUnavailable with the reason and the fix.
     """
 
@@ -168,7 +167,7 @@ class Backend(Protocol):
 
     @property
     def features(self) -> Features:
-        """What it can do here."""
+        """Features of this backend on this host."""
         ...
 
     async def create(self, spec: BoxSpec) -> Box:
@@ -176,17 +175,17 @@ class Backend(Protocol):
         ...
 
     async def restore(self, snapshot: Path, spec: BoxSpec) -> Box:
-        """Start a sandbox from what `Box.snapshot` wrote (on this host or, after a migration, on another), with fresh
-        entropy and spec.host_name.
+        """Start a sandbox from a snapshot of `Box.snapshot`, with fresh entropy and spec.host_name.
 
-        The snapshot's directory may be restored from several times, also at the same time, and is not changed.
+        The snapshot may come from another host, after a migration. Its directory is not changed, and can be restored
+        several times, also concurrently.
         """
         ...
 
     async def died(self) -> str:
-        """Return, with the reason, when the backend itself has failed and the server can't go on."""
+        """Wait until the backend itself fails, so that the server can't continue, and return the reason."""
         ...
 
     async def stop(self) -> None:
-        """Destroy everything and leave nothing behind."""
+        """Destroy all sandboxes and remove all that the backend created."""
         ...

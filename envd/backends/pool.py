@@ -1,6 +1,7 @@
-"""A warm pool: sandboxes that are started before they are asked for.
+"""Warm pool of sandboxes that are started before they are requested.
 
-One key a template, limits, environment and look: nothing is left to tell a sandbox at its hand-out.
+The key includes template, limits, environment and all other visible properties, so that a sandbox from the pool needs
+no further setup.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from envd.backends.base import BoxSpec
 from envd.errors import EnvdError
 
 _Key = tuple[str, Hashable, Hashable]
-"""A template, limits, and the rest."""
+"""Template, limits, and all other properties."""
 _MOST_KEYS = 8
-"""Kinds that boxes are held for; those asked for least recently are let go."""
+"""Maximum number of keys with waiting boxes; the least recently requested keys are dropped."""
 _log = logging.getLogger("envd")
 
 
 class Poolable(Protocol):
-    """What can wait in a pool."""
+    """A box that can wait in a pool."""
 
     @property
     def alive(self) -> bool:
-        """Whether it can still be used."""
+        """Whether the box is usable."""
         ...
 
     async def destroy(self) -> None:
-        """End it."""
+        """End the box."""
         ...
 
 
@@ -40,10 +41,9 @@ T = TypeVar("T", bound=Poolable)
 
 
 class Pool(Generic[T]):
-    """Holds up to `size` boxes a key, and refills behind what is taken, `width` at a time and after whoever waits for
-    one.
+    """Holds up to `size` boxes per key, and replaces taken boxes, `width` at a time and only while no caller waits.
 
-    take -> ready; else under_way -> the next that is being started; else the caller starts one, in busy()
+    take -> a ready box; else under_way -> the next box that is being started; else the caller starts one, in busy()
     """
 
     def __init__(
@@ -54,13 +54,10 @@ class Pool(Generic[T]):
         warm: Callable[[T], Awaitable[None]] | None = None,
         width: int = 1,
     ) -> None:
-        """warm: what else is done to a box that waits; one that is taken meanwhile is none the worse.
-
-        It raises EnvdError.
-        """
+        """warm: further preparation of a waiting box. A box taken meanwhile is usable. May raise EnvdError."""
         self._start, self._size, self._warm, self._width = start, size, warm, width
         self.hits = self.misses = 0
-        """How often one was ready, and was not."""
+        """Number of requests with and without a ready box."""
         self._ready: OrderedDict[_Key, deque[T]] = OrderedDict()
         self._specs: dict[_Key, BoxSpec] = {}
         self._seen: deque[Hashable] = deque(maxlen=4 * _MOST_KEYS)
@@ -68,7 +65,7 @@ class Pool(Generic[T]):
         self._waiters: defaultdict[_Key, deque[asyncio.Future[T | None]]] = defaultdict(deque)
         self._starts: dict[object, _Key] = {}
         self._stale: set[object] = set()
-        """Starts of boxes whose template was removed meanwhile."""
+        """Pending starts of boxes whose template has been removed."""
         self._creating = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -76,7 +73,7 @@ class Pool(Generic[T]):
         self._refills: list[asyncio.Task[None]] = []
 
     def take(self, spec: BoxSpec) -> T | None:
-        """A box for this spec, or None: then one must be started. Either way more are made ready for the next."""
+        """Take a ready box for this spec; None if there is none. In both cases the pool prepares more boxes."""
         if self._size == 0 or (spec.env and not self._again(spec)):
             return None
         key = _key(spec)
@@ -95,9 +92,7 @@ class Pool(Generic[T]):
         return None
 
     async def under_way(self, spec: BoxSpec) -> T | None:
-        """The next box for this spec that is being started and that nobody else waits for; None where there is none or
-        it fails.
-        """
+        """Wait for a box for this spec that is being started; None if all have other waiters or the start fails."""
         key = _key(spec)
         waiters = self._waiters[key]
         if self._starting[key] <= len(waiters):
@@ -114,7 +109,7 @@ class Pool(Generic[T]):
             raise
 
     def _again(self, spec: BoxSpec) -> bool:
-        """Whether this environment was asked for before: those that one sandbox alone has are not worth a place."""
+        """Whether this environment was requested before: the pool ignores environments of a single sandbox."""
         environment = tuple(sorted(spec.env.items()))
         seen = environment in self._seen
         self._seen.append(environment)
@@ -122,7 +117,7 @@ class Pool(Generic[T]):
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """While somebody waits for a box that is being started, the pool starts none."""
+        """Stop the pool from starting boxes while a caller waits for one that is being started."""
         self._creating += 1
         self._quiet.clear()
         try:
@@ -133,13 +128,13 @@ class Pool(Generic[T]):
                 self._quiet.set()
 
     async def forget(self, template: str) -> None:
-        """Let go of what is ready of a template, also of what is being started: its files are removed."""
+        """Destroy a template's boxes, ready or being started, since its files are removed."""
         self._stale |= {start for start, key in self._starts.items() if key[0] == template}
         for key in [key for key in self._ready if key[0] == template]:
             await self._drop(key)
 
     async def stop(self) -> None:
-        """Destroy what is ready, and make no more."""
+        """Destroy all ready boxes and stop refilling."""
         self._size = 0
         for refill in self._refills:
             refill.cancel()
@@ -158,14 +153,14 @@ class Pool(Generic[T]):
                 continue
             await self._quiet.wait()
             try:
-                await self._add(short[-1])  # the one asked for last
+                await self._add(short[-1])  # the most recently requested key
             except (EnvdError, OSError) as error:
                 _log.warning("the warm pool can't be refilled: %s", error)
-                self._wanted.clear()  # until the next is asked for
+                self._wanted.clear()  # until the next request
 
     async def _add(self, key: _Key) -> None:
         if key not in self._specs or len(self._ready[key]) + self._starting[key] >= self._size:
-            return  # meanwhile another refill did it
+            return  # another refill has filled it
         self._starting[key] += 1
         box: T | None = None
         start = object()
@@ -188,7 +183,7 @@ class Pool(Generic[T]):
             except EnvdError:
                 if box in self._ready.get(key, ()):
                     raise
-                # else it was taken meanwhile: whoever has it sees that it ended, or ended it
+                # else a caller has taken the box, and sees that it ended or has ended it
 
     def _waiter(self, key: _Key) -> asyncio.Future[T | None] | None:
         waiters = self._waiters[key]
@@ -198,7 +193,7 @@ class Pool(Generic[T]):
         return None
 
     async def _keep(self, key: _Key, box: T) -> bool:
-        """Make it ready, or end it where its kind is not asked for any more."""
+        """Add a box to the ready ones, or destroy it if its key has been dropped. Returns whether it was added."""
         if key in self._ready and self._size > 0:
             self._ready[key].append(box)
             return True

@@ -1,6 +1,4 @@
-"""Whether a backend's sandboxes really start on this host: one is started, its shell reads a file of its template, and
-it is ended.
-"""
+"""Test of a backend on this host: start a sandbox, read a file of its template by its shell, and end it."""
 
 from __future__ import annotations
 
@@ -23,9 +21,9 @@ _CONTENT = b"probe\n"
 async def probe(
     create: Callable[[BoxSpec], Awaitable[Box]], directory: Path, what: str, patience_s: float = _PATIENCE_S
 ) -> None:
-    """Start a sandbox by `create` and run a command in it. Raises BackendUnavailable with what went wrong.
+    """Start a sandbox by `create` and run a command in it. Raises BackendUnavailable with the reason.
 
-    directory: where the template is made, and removed from again. what: what is probed, for the words.
+    directory: where the probe creates and removes its template. what: name of the backend, for error messages.
     """
     template, owner = directory / f"probe-{secrets.token_hex(4)}", sandbox_owner()
     try:
@@ -39,7 +37,7 @@ async def probe(
                 (result,) = await box.guest.shell([("cat probe", _COMMAND_S)])
             finally:
                 await box.destroy()
-    except (OSError, EnvdError, TimeoutError) as error:  # a TimeoutError is an OSError that says nothing
+    except (OSError, EnvdError, TimeoutError) as error:  # a TimeoutError is an OSError without a message
         why = str(error) or f"no answer in {patience_s:g} s"
         raise BackendUnavailable(f"no sandbox starts under {what}: {why}") from error
     finally:

@@ -1,9 +1,9 @@
-"""Snapshots of files only: the workspace as a tar file that the sandbox itself writes and reads.
+"""Snapshots of files only: the workspace as a tar file that the sandbox writes and reads.
 
     snapshot: tar in the sandbox --OUTPUT--> <into>/workspace.tar          restore: workspace.tar --STDIN--> tar in the
                                                                            sandbox
 
-The server never takes the tar apart: it holds whatever hostile code put there. It counts its bytes.
+The server never parses the tar, whose content hostile code may control, and bounds its size.
 """
 
 from __future__ import annotations
@@ -18,18 +18,16 @@ from envd.guest.protocol import CHUNK
 
 NAME = "workspace.tar"
 LOST = ("processes",)
-"""What such a snapshot does not keep."""
+"""Kinds of state that such a snapshot does not keep."""
 _MIB = 1024 * 1024
 _SLACK = 64 * _MIB
-"""Bytes of a tar beyond the files' own: names, padding, the template's share is added by the caller's disk limit
-twice.
-"""
+"""Bytes allowed for names and padding, beyond the multiple of the disk limit that covers files and template."""
 _DEADLINE_S = 600.0
 _FULL_S = 0.005
 _RING = 16 * _MIB
 _RECORDS, _RECORD = 400, 20 * 512
-"""Records that tar writes between two waits for a line on its standard input, and the bytes of each: it is never far
-enough ahead to fill the ring.
+"""Number of records that tar writes between two waits for a line on its standard input, and the bytes of each record.
+The waits keep tar from filling the ring.
 """
 _WAIT = [f"--checkpoint={_RECORDS}", "--checkpoint-action=exec=read go"]
 _WRITE = ["/usr/bin/tar", "--create", "--format=posix", "--numeric-owner", "--sparse", *_WAIT, "--file=-", "."]
@@ -40,7 +38,7 @@ _EMPTY_AND_READ = (
 
 
 async def save_workspace(guest: GuestLink, into: Path, disk_mb: int) -> tuple[str, ...]:
-    """Write `into`/workspace.tar and return what is not kept. Raises EnvdError, SandboxGone."""
+    """Write `into`/workspace.tar and return the kinds of state not kept. Raises EnvdError, SandboxGone."""
     bound = 4 * disk_mb * _MIB + _SLACK
     process = await _start(guest, _WRITE, stdin=True)
     draft = into / f".{NAME}"
@@ -70,7 +68,7 @@ async def save_workspace(guest: GuestLink, into: Path, disk_mb: int) -> tuple[st
 
 
 async def load_workspace(guest: GuestLink, snapshot: Path) -> None:
-    """Replace the workspace of a fresh sandbox by what `save_workspace` wrote. Raises EnvdError, SandboxGone."""
+    """Replace a fresh sandbox's workspace by the tar of `save_workspace`. Raises EnvdError, SandboxGone."""
     process = await _start(guest, ["/bin/sh", "-c", _EMPTY_AND_READ], stdin=True)
     try:
         with (snapshot / NAME).open("rb") as file:
@@ -101,7 +99,7 @@ async def _start(guest: GuestLink, argv: list[str], *, stdin: bool) -> int:
 
 
 async def _let_on(guest: GuestLink, process: int) -> int:
-    """Let tar go on after one more wait: lines that it took, or that it needs no more."""
+    """Send tar a line to end one wait. Returns the number of lines taken, 1 if tar has ended."""
     try:
         return await guest.stdin(process, b"\n")
     except OSError:

@@ -1,8 +1,8 @@
-"""Names what the final state's own code does that only a cheat needs: an audit hook, which Python code can't take out
-again.
+"""Audit hook that names actions of the final state's code that only a cheat needs. Python code can't remove the hook.
 
-Counted is what lines do that the diff brought. Code of Python and of packages is looked through to who called it; code
-of the task ends the search. It names cheats, it is no wall: code that hides who it is has to fool the decoys as well.
+Only actions of lines that the diff adds count. The search for the responsible line passes through frames of Python and
+of packages to their callers, and ends at code of the task. The hook detects and does not prevent: code that hides its
+origin must deceive the decoys as well.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _DIRECT = {
     "ctypes.cdata": "memory:ctypes",
     "object.__setattr__": "",
 }
-"""Events that count where the diff's line itself, or a module that exists to look around, makes them. Empty: it depends
-on the arguments.
+"""Events that count if the diff's line itself, or a module of `_LOOKERS` that it calls, raises them. Empty: the name
+depends on the arguments.
 """
 _THROUGH = {
     "os.fork": "spawned:os.fork",
@@ -46,7 +46,7 @@ _THROUGH = {
     "open": "",
     "import": "",
 }
-"""Events that count through whatever of Python's the diff's line calls. Empty: it depends on the arguments."""
+"""Events that count through any code of Python that the diff's line calls. Empty: the name depends on the arguments."""
 _LOOKERS = ("inspect.py", "linecache.py", "ctypes/__init__.py")
 _INTERNALS = ("_pytest", "pytest", "pluggy")
 _MOST_FRAMES = 60
@@ -54,9 +54,7 @@ _MOST_FILES = 256
 
 
 class _Sources:
-    """The changed files, and which of their lines the template has too, in the same file or in one that they may have
-    been moved from.
-    """
+    """Lines of the changed files, and which of these lines the template has in any of the same files."""
 
     def __init__(self, root: Path, template: Path, changed: Collection[str]) -> None:
         self.files: dict[str, tuple[list[bytes], frozenset[bytes]]] = {}
@@ -66,7 +64,7 @@ class _Sources:
             self.files[str(root / path)] = (_lines(root / path), before)
 
     def brought(self, file: str, line: int) -> bool:
-        """Whether the diff brought that line."""
+        """Whether the diff added this line."""
         lines, before = self.files[file]
         return not (0 < line <= len(lines) and lines[line - 1] in before)
 
@@ -81,9 +79,9 @@ def _lines(path: Path) -> list[bytes]:
 def install(
     root: Path, template: Path, changed: Collection[str], hidden: Collection[str], report: Callable[[str], None]
 ) -> None:
-    """From here on name what the changed files' code does, each name once.
+    """Install the hook, which reports the actions of the changed files' code, each name once.
 
-    For this process and its forks, without end.
+    The hook stays for the life of this process and its forks.
     """
     sources = _Sources(root, template, changed)
     system = (
@@ -96,7 +94,7 @@ def install(
     getframe, direct, through = sys._getframe, _DIRECT, _THROUGH
 
     def whose(frame: FrameType | None, deep: bool) -> bool:
-        """Whether a line that the diff brought is behind this frame."""
+        """Whether a line that the diff added is responsible for this frame."""
         for _ in range(_MOST_FRAMES):
             if frame is None:
                 return False

@@ -1,6 +1,6 @@
-"""Memory, pid and cpu limits by control groups, v1 and v2; one group a sandbox, never used twice.
+"""Memory, pid and cpu limits by control groups, v1 and v2; one group per sandbox, never reused.
 
-Where no group can be written the limits fall back to rlimits, and the server says which are enforced.
+Where no group is writable, rlimits replace the limits; the server reports which limits the kernel enforces.
 """
 
 from __future__ import annotations
@@ -20,29 +20,25 @@ _MOUNT = Path("/sys/fs/cgroup")
 _PERIOD_US = 100_000
 _FREEZE_S = 5.0
 _OPTIONAL = frozenset({"memory.swap.max", "memory.memsw.limit_in_bytes", "memory.kmem.tcp.limit_in_bytes"})
-"""A kernel without swap accounting, or that is to end v1's, has no such file."""
+"""Files that are absent in kernels without swap accounting or with deprecated v1 accounting."""
 _SOCKET_SHARE = 8
-"""Of a sandbox's memory, what its sockets' buffers may hold beside it on v1, which counts them apart, and only under a
-limit. v2 counts them with the rest (envd/native/spawn_groups.c).
+"""Divisor of a sandbox's memory limit: its socket buffers may hold this share in addition on v1, which counts them
+separately, and only under a limit. v2 counts them with the rest (envd/native/spawn_groups.c).
 """
 _SOCKET_SLACK = 256 * 1024
-"""Bytes: what is charged at once, and refused when it would pass the limit."""
+"""Bytes that the kernel charges at once, and refuses if the charge would exceed the limit."""
 OWNED = "envd-"
-"""How the names of run directories begin, and of the groups that are named after them: one that a killed server left is
-known by it.
-"""
+"""Prefix of the names of run directories and of the groups named after them. Identifies what a killed server left."""
 
 
 class Cgroups:
-    """Makes and removes sandbox groups.
+    """Creates and removes sandbox groups.
 
-    Descriptors are held open, so it still works after the zygote changed its root.
+    Holds directory descriptors open, so that it works after the zygote changes its root.
     """
 
     def __init__(self, name: str, *, freezer: bool = False) -> None:
-        """freezer: keep a v2 hierarchy that carries no controllers too, since its groups still freeze, kill and count
-        time.
-        """
+        """freezer: also keep a v2 hierarchy without controllers, whose groups still freeze, kill and count time."""
         self._name = name
         self._bases: dict[str, int] = {}  # controller -> directory descriptor of our own group
         self._paths: dict[str, Path] = {}
@@ -58,8 +54,8 @@ class Cgroups:
             self._paths[controller] = base
             self._bases[controller] = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         if "memory" in self._bases:
-            # the kernel counts sockets' memory while any group limits it: without this one each sandbox would switch
-            # that on and off again
+            # The kernel counts socket memory while any group limits it: without this limit, each sandbox would switch
+            # the accounting on and off.
             _put(self._bases["memory"], "memory.kmem.tcp.limit_in_bytes", "-1", optional=True)
         if "unified" in self._bases:
             self._prepare_unified()
@@ -69,25 +65,25 @@ class Cgroups:
 
     @property
     def enforced(self) -> tuple[str, ...]:
-        """Which of memory, pids, cpu the kernel limits for us."""
+        """Those of memory, pids and cpu that the kernel limits."""
         found = CONTROLLERS if self._unified else tuple(self._bases)
         return tuple(sorted(set(found) - {"unified"}))
 
     @property
     def unified(self) -> bool:
-        """Whether v2 carries the controllers."""
+        """Whether v2 has the controllers."""
         return self._unified
 
     @property
     def descriptors(self) -> dict[str, tuple[int, int]]:
-        """Of each controller's own group and of the directory that it is in; `unified` is v2."""
+        """Descriptors of each controller's own group and of its parent directory; `unified` is v2."""
         return {key: (fd, self._parents[key]) for key, fd in self._bases.items()}
 
     def entrances(self, group: str, *, memory: int, pids: int, cpu: float) -> list[int]:
-        """Create a group with these limits (bytes, processes, cores); a process of one thread enters it by writing b"0"
-        to each of these descriptors.
+        """Create a group with these limits (bytes, processes, cores) and return the descriptors to enter it by.
 
-        Whoever moves another process waits for a grace period of the kernel; one that moves itself, on v1, does not.
+        A process of one thread enters the group by writing b"0" to each descriptor. Moving another process waits for a
+        grace period of the kernel; on v1, a process that moves itself does not wait.
         """
         self._make(group, memory=memory, pids=pids, cpu=cpu)
         return [
@@ -96,7 +92,7 @@ class Cgroups:
         ]
 
     def entrance_files(self, group: str, *, memory: int, pids: int, cpu: float) -> list[Path]:
-        """The same as files, for a program that is started before it enters."""
+        """Create a group as `entrances` does and return paths, for a program that starts before it enters."""
         self._make(group, memory=memory, pids=pids, cpu=cpu)
         return [path / group / _entrance(key) for key, path in self._paths.items()]
 
@@ -127,7 +123,7 @@ class Cgroups:
                 _put(base, f"{group}/{key}", value, optional=key in _OPTIONAL)
 
     def remove(self, group: str) -> bool:
-        """Remove an empty group. False where its last process is still being torn down."""
+        """Remove an empty group. Returns False while the kernel tears down its last process."""
         removed = True
         for base in self._bases.values():
             try:
@@ -139,7 +135,7 @@ class Cgroups:
         return removed
 
     def close(self) -> None:
-        """Remove everything that was made here."""
+        """Remove all groups of this instance, and its own."""
         for controller, base in self._bases.items():
             for entry in os.listdir(base):  # noqa: PTH208 - a descriptor: the path is gone
                 self.remove(entry)
@@ -149,7 +145,7 @@ class Cgroups:
                 continue
 
     def _prepare_unified(self) -> None:
-        """Use v2 when it carries the controllers; in a hybrid layout it carries none and v1 does the work."""
+        """Use v2 if it has the controllers; in a hybrid layout v1 has them."""
         own = self._paths["unified"]
         self._unified = enable(own.parent) and enable(own)
         if not self._unified and not self._freezer:
@@ -162,12 +158,12 @@ def _entrance(controller: str) -> str:
 
 
 def box_groups(name: str, group: str) -> dict[str, Path]:
-    """Where the groups of one sandbox are, by controller, as seen from the server that started the owner of `name`."""
+    """Paths of one sandbox's groups by controller, as seen from the server that started the owner of `name`."""
     return {key: path / name / group for key, path in _own_groups().items()}
 
 
 def _own_groups() -> dict[str, Path]:
-    """The directory of this process's own group, by controller; `unified` is v2."""
+    """Writable directories of this process's own group by controller; `unified` is v2."""
     found: dict[str, Path] = {}
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
@@ -185,16 +181,16 @@ def _own_groups() -> dict[str, Path]:
 
 
 def abandoned_groups() -> list[Path]:
-    """The groups of servers that were killed with their zygotes."""
+    """Paths of the groups of servers that were killed together with their zygotes."""
     return [base for parent in dict.fromkeys(_own_groups().values()) for base in abandoned(parent, OWNED)]
 
 
 def remove_groups(name: str, patience_s: float = 2.0) -> None:
-    """Remove the groups whose names begin so, once what used them has ended: what was killed leaves its own.
+    """Remove the groups whose names begin with `name`, once their processes have ended.
 
-    name: of a run directory, for all of its server's, or of one zygote's or spawner's group.
+    name: the name of a run directory, for all groups of its server, or of one zygote's or spawner's group.
 
-    patience_s: how long the last processes in them may take to end.
+    patience_s: seconds that the last processes in the groups may take to end.
     """
     deadline = time.monotonic() + patience_s
     for parent in dict.fromkeys(_own_groups().values()):
@@ -204,7 +200,7 @@ def remove_groups(name: str, patience_s: float = 2.0) -> None:
 
 
 def sweep_groups() -> None:
-    """Remove what is abandoned. A group whose last process still ends is left to the next server."""
+    """Remove abandoned groups. A group whose last process is still ending stays for the next server."""
     for base in abandoned_groups():
         _removed(base)
 
@@ -234,17 +230,17 @@ def _put(base: int, name: str, value: str, *, optional: bool = False) -> None:
 
 
 class Measured(NamedTuple):
-    """What the groups of one sandbox count; 0 where there is no such group."""
+    """Counters of one sandbox's groups; 0 where a group does not exist."""
 
     memory_bytes: int
     pids: int
     cpu_s: float
     events: dict[str, int]
-    """How often a limit was hit: memory, pids, sockets (what their buffers hold)."""
+    """Number of times a limit was hit: memory, pids, sockets (memory of their buffers)."""
 
 
 def measure(where: Mapping[str, Path]) -> Measured:
-    """Read the groups that `box_groups` named."""
+    """Read the counters of the groups that `box_groups` returned."""
     memory, pids = where.get("memory", where.get("unified")), where.get("pids", where.get("unified"))
     cpu = where.get("unified")
     killed = _field(memory, "memory.oom_control", "oom_kill") or _field(memory, "memory.events", "oom_kill")
@@ -259,14 +255,14 @@ def measure(where: Mapping[str, Path]) -> Measured:
 
 
 def _sockets_full(memory: Path | None) -> int:
-    """How often sockets' buffers hit their limit; v1 counts no failure of it, so whether they did."""
+    """Number of times that socket buffers hit their limit; on v1, which does not count, 1 if they ever did."""
     limit = _field(memory, "memory.kmem.tcp.limit_in_bytes")
     most = _field(memory, "memory.kmem.tcp.max_usage_in_bytes")
     return int(most + _SOCKET_SLACK >= limit) if limit else _field(memory, "memory.events", "sock_throttled")
 
 
 async def freeze(where: Mapping[str, Path], frozen: bool) -> None:
-    """Freeze or thaw the processes of a sandbox (v2) and wait until they stand still. Raises EnvdError."""
+    """Freeze or thaw the processes of a sandbox (v2) and wait until the kernel reports it. Raises EnvdError."""
     group = where["unified"]
     try:
         (group / "cgroup.freeze").write_text("1" if frozen else "0")
@@ -282,7 +278,7 @@ async def freeze(where: Mapping[str, Path], frozen: bool) -> None:
 
 
 def _field(group: Path | None, name: str, key: str = "") -> int:
-    """A number from a group's file: all of it, or the word after `key`."""
+    """A number from a group's file: the whole content, or the word after `key`. 0 if it can't be read."""
     try:
         text = (group / name).read_text() if group is not None else "0"
         return int(dict(line.split() for line in text.splitlines())[key] if key else text)

@@ -1,11 +1,10 @@
-"""Room for sandboxes' control groups beside the server, on cgroup v2, where a group has either processes or groups with
-limits, not both.
+"""Move the server into a subgroup on cgroup v2, where a group has either processes or groups with limits, not both.
 
     <the server's group> -> beside-sandboxes     the server and all that it starts, moved there by `make_room`
                          -> envd-...             sandboxes
 
-Only a group that is the server's to arrange is touched: one where it is alone, one that systemd delegated
-(`Delegate=yes`), or a container's own root.
+Only three kinds of groups are changed: one where the server is alone, one that systemd delegated (`Delegate=yes`), and
+a container's own root.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ CONTROLLERS = ("memory", "pids", "cpu")
 LEAF = "beside-sandboxes"
 _MOUNTS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified"))
 _DELEGATED = ("user.delegate", "trusted.delegate")
-"""What systemd marks the directory of a delegated group with. Source: systemd, docs/CGROUP_DELEGATION.md."""
+"""Extended attributes by which systemd marks a delegated group. Source: systemd, docs/CGROUP_DELEGATION.md."""
 _ROUNDS = 5
-"""A process that starts another while it is moved needs one more."""
+"""Maximum number of rounds of moves: a process that starts another while it is moved needs one more round."""
 
 
 def make_room() -> None:
-    """Call before anything is started.
+    """Move this process's group into a subgroup, so that sibling groups can have limits. Call before starting anything.
 
-    Does nothing where v2 does not carry the controllers, or the group is not ours to arrange.
+    Does nothing if v2 lacks the controllers or the group is of another kind than those above.
     """
     own = own_group(raw=True)
     if own is None or own.name == LEAF or not os.access(own, os.W_OK):
@@ -44,11 +43,11 @@ def make_room() -> None:
         _move(leaf, own)
         leaf.rmdir()
     except OSError:
-        return  # what is enforced then, `Info` says
+        return  # `Info` reports which limits are enforced
 
 
 def own_group(*, raw: bool = False) -> Path | None:
-    """The directory of this process's v2 group; of the one above it where `make_room` moved us, unless `raw`.
+    """Directory of this process's v2 group, or unless `raw`, of the group that `make_room` moved the process from.
 
     None without v2.
     """
@@ -61,9 +60,9 @@ def own_group(*, raw: bool = False) -> Path | None:
 
 
 def enable(group: Path) -> bool:
-    """Let the groups in a group have limits.
+    """Enable limits for the subgroups of a group.
 
-    False where the kernel refuses: it holds processes, or was not given the controllers.
+    Returns False if the kernel refuses: the group has processes, or lacks the controllers.
     """
     try:
         (group / "cgroup.subtree_control").write_text(" ".join(f"+{each}" for each in CONTROLLERS))
@@ -87,7 +86,7 @@ def _is_delegated(group: Path) -> bool:
                 return True
         except OSError:
             continue
-    return _own_path() == "/"  # of a namespace: the machine's own root has no such restriction
+    return _own_path() == "/"  # root of a cgroup namespace: the machine's own root has no such restriction
 
 
 def _own_path() -> str | None:

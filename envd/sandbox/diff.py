@@ -1,8 +1,8 @@
-"""A workspace against its template, both directories here, as a git-format patch (envd/tools/gitdiff.py).
+"""Compare a workspace with its template, both local directories, as a git-format patch (envd/tools/gitdiff.py).
 
 The same two trees give the same bytes on every machine. Files whose size, mode and modification time equal the
-template's are taken as unchanged. What the agent itself can't read does not count. A patch beyond the bounds is
-`OVERSIZED` instead, which applies nowhere.
+template's count as unchanged. Files that this process can't read do not count. A patch beyond the bounds becomes
+`OVERSIZED`, which applies nowhere.
 """
 
 from __future__ import annotations
@@ -30,31 +30,29 @@ __all__ = [
 
 
 LINK = "120000"
-"""Mode of a link."""
+"""Mode of a symbolic link."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A file or a link of a tree. `stamp` tells cheaply whether it was touched."""
+    """A file or a symbolic link of a tree. `stamp`, its size and modification time, shows most changes cheaply."""
 
     mode: str
     stamp: tuple[int, int]
 
 
 def tree_entries(root: Path, hidden: Collection[str] = HIDDEN) -> dict[str, Entry]:
-    """Files and links below root by path, as git sees them: no empty directories, no devices, no `.git` or what else is
-    `hidden`.
-    """
+    """Files and symbolic links below root by path, as in git: no empty directories, devices or `hidden` names."""
     return dict(_scan(str(root), hidden))
 
 
 def changed_paths(template: Path, workspace: Path, hidden: Collection[str] = HIDDEN) -> list[str]:
-    """Sorted paths that differ in content or mode, appeared or disappeared, but for names that are `hidden`."""
+    """Sorted paths that differ in content or mode, appeared or disappeared, except `hidden` names."""
     return [path for path, _, _ in _changes(template, workspace, hidden)]
 
 
 def workspace_diff(template: Path, workspace: Path) -> bytes:
-    """The patch that turns the template into the workspace; empty when they are equal, OVERSIZED beyond the bounds."""
+    """Patch that turns the template into the workspace; empty if they are equal, OVERSIZED beyond the bounds."""
     return patch_of(_changes(template, workspace))
 
 
@@ -70,7 +68,7 @@ def _changes(template: Path, workspace: Path, hidden: Collection[str] = HIDDEN) 
 
 
 def _scan(root: str, hidden: Collection[str]) -> Iterator[tuple[str, Entry]]:
-    """Walk without recursion, since an agent may nest directories without end. What can't be read is left out."""
+    """Walk without recursion, since an agent may nest directories arbitrarily deep. Skips what it can't read."""
     pending = [(root, "")]
     while pending:
         directory, prefix = pending.pop()
@@ -78,7 +76,7 @@ def _scan(root: str, hidden: Collection[str]) -> Iterator[tuple[str, Entry]]:
             with os.scandir(directory) as found:
                 entries = list(found)
         except OSError:
-            continue  # locked by the agent itself, gone meanwhile, or too deep to name: its content can't count
+            continue  # locked by the agent, removed meanwhile, or its path is too long
         for entry in entries:
             if entry.name in hidden:
                 continue
@@ -86,7 +84,7 @@ def _scan(root: str, hidden: Collection[str]) -> Iterator[tuple[str, Entry]]:
             try:
                 about = entry.stat(follow_symlinks=False)
             except OSError:
-                continue  # as above: a directory may be listed and still not be entered
+                continue  # as above: a directory may be readable without search permission
             stamp = (about.st_size, about.st_mtime_ns)
             if stat.S_ISDIR(about.st_mode):
                 pending.append((entry.path, path + "/"))
@@ -97,7 +95,7 @@ def _scan(root: str, hidden: Collection[str]) -> Iterator[tuple[str, Entry]]:
 
 
 def side_at(root: Path, path: str, entry: Entry | None) -> Side | None:
-    """What is at a path of a tree; None where there is nothing or it can't be read."""
+    """Mode and content at a path of a tree; None if there is nothing or it can't be read."""
     if entry is None:
         return None
     where = root / path
@@ -109,7 +107,7 @@ def side_at(root: Path, path: str, entry: Entry | None) -> Side | None:
 
 
 def _content(where: Path) -> bytes:
-    """A file's bytes. Never waits for a pipe that something in the background has put there since the walk."""
+    """Read a file. Does not block on a named pipe that a background process has put there since the walk."""
     with os.fdopen(os.open(where, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise FileNotFoundError(where)

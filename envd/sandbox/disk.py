@@ -1,4 +1,4 @@
-"""How full a sandbox's disk is, as the host's kernel counts it."""
+"""Usage of a sandbox's disk, as the host's kernel counts it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 from typing import NamedTuple
 
 _FULL = 0.98
-"""Share of its bytes or files from which a disk is full."""
+"""Share of its bytes or files from which a disk counts as full."""
 
 
 class Disk(NamedTuple):
-    """What a sandbox's files take."""
+    """Usage of a sandbox's disk."""
 
     used_bytes: int = 0
     full: bool = False
@@ -18,9 +18,9 @@ class Disk(NamedTuple):
 
 
 def disk_of(pid: int) -> Disk:
-    """The disk of the sandbox that a process (as this host counts) is in; empty where it can't be seen.
+    """Disk usage of the sandbox of a process (host pid); empty if the disk can't be read.
 
-    /tmp is a part of it, and a mount that the sandbox can't change.
+    Reads /tmp, which is on that disk and a mount that the sandbox can't change.
     """
     try:
         about = os.statvfs(f"/proc/{pid}/root/tmp") if pid else None

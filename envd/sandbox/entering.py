@@ -1,4 +1,4 @@
-"""The way of a process that a zygote has forked into its sandbox: everything that it does before it serves anybody."""
+"""Steps by which a process that a zygote has forked enters its sandbox, before it serves requests."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from envd.tools.paths import WORKSPACE
 
 
 def enter_namespaces(request: dict[str, Any], *, owner: int, supervised: bool, system: Iterable[str]) -> Place:
-    """As process 1 of new namespaces whose users are mapped: see the template, keep no privilege. Raises OSError.
+    """Enter a sandbox with namespaces: mount its file system and drop all privileges. Raises OSError.
 
-    owner: the host's user that its root is. supervised: go on as the sandbox's supervisor instead of its root. system:
-    its system directories.
+    Called in process 1 of the new namespaces, after its users are mapped. owner: host uid of the sandbox's root.
+    supervised: continue as the sandbox's supervisor instead of its root. system: the sandbox's system directories.
     """
-    linux.unshare(linux.CLONE_NEWCGROUP)  # its groups' place on the host is nobody's business
+    linux.unshare(linux.CLONE_NEWCGROUP)  # hides the path of its groups on the host
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
     if owner == linux.SANDBOX_USER:
@@ -47,7 +47,7 @@ def enter_namespaces(request: dict[str, Any], *, owner: int, supervised: bool, s
 
 
 def enter_copy(request: dict[str, Any], run_dir: Path) -> Place:
-    """Without namespaces: a session of its own in a copy of the template. Raises OSError."""
+    """Enter a sandbox without namespaces: a new session in a copy of the template. Raises OSError."""
     template = run_dir / "templates" / request["template"]
     if not template.is_dir():
         raise FileNotFoundError(f"no template {request['template']}")
@@ -64,6 +64,6 @@ def enter_copy(request: dict[str, Any], run_dir: Path) -> Place:
 
 
 def close_all_but(keep: int) -> None:
-    """Close every descriptor but the standard ones and this one: the others are the zygote's."""
+    """Close all descriptors, which are the zygote's, except the standard ones and `keep`."""
     os.closerange(3, keep)
     os.closerange(keep + 1, 65536)

@@ -1,8 +1,8 @@
-"""Finds objects that equal everything, where a test compares them.
+"""Detect objects that equal everything when a test compares them.
 
-Installed once into pytest's assertion rewriting and into unittest's assertions: before `assert a == b` compares, both
-sides (and what lists, tuples, sets and dictionaries among them hold) are asked whether they also equal what nothing
-equals. The assertion itself and its words stay as they are.
+Installed once into pytest's assertion rewriting and unittest's assertions. Before `assert a == b` compares, both sides
+(and the elements of lists, tuples, sets and dictionaries) are compared with an object that equals nothing. The
+assertion and its message do not change.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _UNITTEST = (
 
 
 class _Fresh:
-    """Equals nothing."""
+    """An object that equals nothing."""
 
     def __eq__(self, other: object) -> bool:
         return NotImplemented
@@ -44,7 +44,7 @@ class _Fresh:
     __hash__ = object.__hash__
 
 
-# Many numbers, since an honest class may compare modulo a small one; other kinds need few.
+# Many numbers, since an honest class may compare modulo a small number; other types need few.
 _NUMBERS = [int.from_bytes(os.urandom(8), "little") for _ in range(64)]
 _LIKE: dict[type, list[Any]] = {
     int: _NUMBERS,
@@ -60,18 +60,18 @@ _armed: list[tuple[Origin, Callable[[str], None]]] = []
 
 
 def arm(origin: Origin, report: Callable[[str], None]) -> None:
-    """From now on call `report("always-equal")` where a test compares such an object of the final state's."""
+    """Start to call `report("always-equal")` when a test compares an always-equal object of the final state."""
     _armed[:] = [(origin, report)]
 
 
 def always_equal(found: Any, other: Any = None) -> bool:
-    """Whether an object equals what nothing equals, or all of many values of `other`'s kind."""
+    """Whether an object equals an object that equals nothing, or all of many random values of `other`'s type."""
     probes: list[Any] = _LIKE.get(type(other), [])
     return _equals(found, _Fresh()) or (bool(probes) and all(_equals(found, probe) for probe in probes))
 
 
 def guard(left: Any, right: Any, kind: str = "Eq") -> None:
-    """Look at both sides of a comparison that a test is about to make."""
+    """Check both sides of a comparison that a test is about to make."""
     if not _armed or (type(left) in _PLAIN and type(right) in _PLAIN):
         return
     origin, report = _armed[0]
@@ -95,7 +95,7 @@ def _suspect(found: Any, other: Any, origin: Origin, depth: int) -> bool:
             for index, each in enumerate(islice(inner, _MOST_ELEMENTS))
         )
     method = getattr(kind, "__eq__", None)
-    if method is object.__eq__ or not kind.__flags__ & (1 << 9):  # of C, so not of the final state
+    if method is object.__eq__ or not kind.__flags__ & (1 << 9):  # written in C, so not the final state's
         return False
     return always_equal(found, other) and not _excused(kind, method, origin)
 
@@ -111,7 +111,7 @@ def _holds(found: Any, origin: Origin) -> bool:
 
 
 def _excused(kind: type, method: Any, origin: Origin) -> bool:
-    """Of the task's own tests, or of a package, as unittest.mock.ANY is."""
+    """Whether a method belongs to the task's own tests, or to a package, such as unittest.mock.ANY."""
     return origin.vouched(method) or (origin.systems(method) and origin.systems(kind))
 
 
@@ -123,9 +123,9 @@ def _equals(found: Any, other: Any) -> bool:
 
 
 def install() -> None:
-    """Put the guard into pytest's rewriting and unittest's assertions, for this process and its forks.
+    """Add the guard to pytest's rewriting and unittest's assertions, for this process and its forks.
 
-    Harmless until armed.
+    The guard does nothing before `arm`.
     """
     if hasattr(rewrite, _GUARD):
         return

@@ -1,18 +1,17 @@
-"""A verification inside a sandbox of another kind than namespaces: what the server runs there by the guest's own
-Python.
+"""Verification inside sandboxes of other backends than namespaces, run by the guest's own Python.
 
-    BOOT          reads a bundle of packages and the request from standard input, unpacks the first, and runs `main`
-    main  P0      runs nothing of the agent's; has the key; prints the signed result
-      fork P1     envd.sandbox.verifier, as in namespaces: prepares, forks the runner, judges
+    BOOT          reads a bundle of packages and the request from standard input, unpacks the bundle, and runs `main`
+    main  P0      runs none of the agent's code; has the key; prints the signed result
+      fork P1     envd.sandbox.verifier, as in namespaces: prepares, forks the runner, grades
 
-P0 and P1 speak over a socket, which no other process can open, unlike pipes under gVisor. The key comes after P1 was
-forked and before it begins, so no process that ever runs the agent's code has it: what anybody else writes to P0's
-output is not believed.
+P0 and P1 communicate over a socket, which no other process can open, unlike pipes under gVisor. P0 reads the key after
+the fork of P1 and before P1 begins, so that no process that runs the agent's code ever has the key. The server ignores
+output without a valid signature.
 
-Where the guest's root has its capabilities (virtual machines), P1 gets a user namespace whose users are no users of the
-guest's: one for the tests, to whom the workspace belongs, and the supervisor. Where it has some (gVisor), the tests are
-the guest's root without any, and the supervisor another user. Elsewhere all are one user, as where envd is unprivileged
-(docs/threat-model.md).
+Where the guest's root has all capabilities (virtual machines), P1 gets a user namespace with two users that do not
+exist in the guest: the tests' user, who owns the workspace, and the supervisor. Where root has some capabilities
+(gVisor), the tests run as the guest's root without any, and the supervisor is another user. Elsewhere there is one
+user, as where envd is unprivileged (docs/threat-model.md).
 """
 
 from __future__ import annotations
@@ -61,12 +60,13 @@ from envd.sandbox.in_guest import main
 main(take(request), above)
 """
 _TWO_USERS, _SYS_ADMIN = 1 << 0 | 1 << 1 | 1 << 3 | 1 << 5 | 1 << 6 | 1 << 7, 1 << 21
-"""CHOWN, DAC_OVERRIDE, FOWNER, KILL, SETGID, SETUID; and what a machine's root has beside them."""
+"""CHOWN, DAC_OVERRIDE, FOWNER, KILL, SETGID, SETUID; and the capability that only a virtual machine's root has."""
 
 
 def main(request: bytes, above: str) -> NoReturn:
-    """Verify, print the signed result and exit. request: a frame of `envd.sandbox.wire`. above: a directory of this
-    process's own.
+    """Verify, print the signed result and exit.
+
+    request: a frame of `envd.sandbox.wire`. above: a private directory of this process.
     """
     linux.hide_from_ptrace()
     linux.adopt_orphans()
@@ -101,7 +101,7 @@ def main(request: bytes, above: str) -> NoReturn:
 
 
 def _judge(sock: socket.socket, go: int, above: Path, two_users: bool, namespace: bool) -> NoReturn:
-    """P1."""
+    """Run P1: serve one verification on `sock` after the go-ahead, then exit."""
     try:
         linux.die_with_parent()
         null = os.open("/dev/null", os.O_RDWR)
@@ -119,14 +119,14 @@ def _judge(sock: socket.socket, go: int, above: Path, two_users: bool, namespace
             linux.become_supervisor()
         linux.no_new_privileges()
         linux.hide_from_ptrace()
-        linux.die_with_parent()  # again: a change of user undoes it
+        linux.die_with_parent()  # again: a change of user clears the setting
         from envd.sandbox.verifier import serve_verification
 
         scratch = Path(f"{above}-scratch")
         scratch.mkdir(mode=0o700)
         os.chdir(WORKSPACE)
         serve_verification(sock, Place(Path(WORKSPACE), Path("/.template"), scratch), supervised=two_users)
-    except BaseException as error:  # noqa: BLE001 - whatever it was is the server's to know
+    except BaseException as error:  # noqa: BLE001 - the server gets every error
         with suppress(OSError):
             wire.send(sock, {"failed": f"{type(error).__name__}: {error}"})
     finally:
@@ -134,7 +134,7 @@ def _judge(sock: socket.socket, go: int, above: Path, two_users: bool, namespace
 
 
 def _capabilities() -> int:
-    """Those of root in this guest; 0 for other users."""
+    """Effective capabilities as a bit mask if this process is root, else 0."""
     lines = Path("/proc/self/status").read_text().splitlines()
     effective = next((int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")), 0)
     return effective if os.geteuid() == 0 else 0
@@ -158,7 +158,7 @@ def _read_key() -> bytes:
 
 
 def _wait_for_namespace(pid: int) -> None:
-    """Until the child has a user namespace of its own."""
+    """Wait until the child has its own user namespace."""
     ours, theirs = Path("/proc/self/ns/user").readlink(), Path(f"/proc/{pid}/ns/user")
     while theirs.readlink() == ours:
         os.sched_yield()

@@ -1,8 +1,7 @@
-"""Landlock for what the zygote forks: a second wall below the read-only mounts. envd/native/spawn_walls.c restricts the
-spawner's sandboxes alike.
+"""Landlock for the zygote's sandboxes: a second barrier in addition to the read-only mounts.
 
-Rights and numbers: the kernel's include/uapi/linux/landlock.h; the three calls have the same numbers on all
-architectures.
+envd/native/spawn_walls.c restricts the spawner's sandboxes in the same way. Source of rights and numbers: the kernel's
+include/uapi/linux/landlock.h. The three calls have the same numbers on all architectures.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"
 
 
 def restrict_files() -> int:
-    """Let this process and all that it starts read everywhere, and write below the workspace and /tmp only.
+    """Restrict writes of this process and all that it starts to the workspace, /tmp and a few devices; allow all reads.
 
-    After no_new_privs.
+    Call after no_new_privs.
 
-    Returns the kernel's ABI; 0 where it has none, or the first, which forbids every rename between directories. Raises
-    OSError.
+    Returns the kernel's Landlock ABI; 0, without a restriction, if there is none or the first, which forbids every
+    rename between directories. Raises OSError.
     """
     abi = _call(_CREATE_RULESET, None, 0, _VERSION, missing=0)
     if abi < _REFER_ABI:
@@ -58,7 +57,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 
 def _call(number: int, *arguments: int | bytes | None, missing: int | None = None) -> int:
-    """missing: what is returned where the kernel does not have the call."""
+    """Make a system call. missing: the result if the call fails; None: raise OSError."""
     libc = ctypes.PyDLL(None, use_errno=True)
     given = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
     result = int(libc.syscall(ctypes.c_long(number), *given))

@@ -1,4 +1,4 @@
-"""The few Linux calls that the standard library of Python 3.11 lacks, through ctypes."""
+"""Linux calls that the standard library of Python 3.11 lacks, through ctypes."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE, MS_SLAVE = 0x20, 0x1000, 0x4000, 0x4000
 MNT_DETACH = 0x2
 
 SANDBOX_USER = 231072
-"""Host user that a sandbox's root is, when envd runs as root: it owns nothing on the host."""
+"""Host uid of a sandbox's root if envd runs as root. This user owns nothing on the host."""
 
 MAKERS, MOST_MAKERS = 0x30000000, 0x10000000
-"""Host users that make sandboxes' user namespaces, one each: what the kernel counts by user (inotify instances, queued
-signals, processes) it charges to the maker too, so none can use up a neighbour's share, or the host's. They own
-nothing.
+"""First uid and number of the host users that create sandboxes' user namespaces, one user each.
+
+The kernel charges what it counts by user (inotify instances, queued signals, processes) to the creator too, so that no
+sandbox uses up the share of another, or the host's. These users own nothing.
 """
 
 SUPERVISOR = 1
-"""User inside a sandbox, SANDBOX_USER + 1 on the host, that supervises what runs there as its root."""
+"""Uid inside a sandbox (SANDBOX_USER + 1 on the host) of the user that supervises the sandbox's root."""
 _SUPERVISORS = (0, 1, 3, 5, 6, 7)
 """CAP_CHOWN, DAC_OVERRIDE, FOWNER, KILL, SETGID, SETUID; of the sandbox's user namespace only."""
 
@@ -48,7 +49,7 @@ _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
 _CAPABILITY_VERSION_3 = 0x20080522
 _LAST_CAPABILITY = 40
 
-# PyDLL keeps the GIL: a cloned child must come back into the interpreter without waiting for it.
+# PyDLL keeps the GIL: a cloned child must return to the interpreter without waiting for the lock.
 _libc = ctypes.PyDLL(None, use_errno=True)
 _SYSCALLS = {"x86_64": {"clone": 56, "pivot_root": 155}, "aarch64": {"clone": 220, "pivot_root": 41}}
 _numbers = _SYSCALLS.get(platform.machine(), {})
@@ -62,7 +63,7 @@ def _check(result: int, what: str) -> int:
 
 
 def sandbox_owner() -> int:
-    """Host uid that owns sandbox and template files."""
+    """Return the host uid that owns sandbox and template files."""
     return SANDBOX_USER if os.geteuid() == 0 else os.geteuid()
 
 
@@ -82,10 +83,11 @@ def clone(namespaces: int) -> int:
 
 
 def clone_as(maker: int, namespaces: int) -> int:
-    """`clone` by another user than root, to whom the new user namespace is charged; the child is nobody until it is
-    given a user.
+    """Call `clone` as user `maker`, to whom the kernel charges the new user namespace.
+
+    The child's user is nobody until its user map is written.
     """
-    with contextlib.suppress(OSError):  # in a container without that number all are charged to root
+    with contextlib.suppress(OSError):  # in a container without that uid, root is charged
         os.seteuid(maker)
     pid = -1
     try:
@@ -102,7 +104,7 @@ def unshare(namespaces: int) -> None:
 
 
 def own_mounts() -> None:
-    """A mount namespace of this process's own; without privilege in a user namespace, in which it becomes root."""
+    """Give this process its own mount namespace; if it is not root, in a user namespace where it becomes root."""
     if os.geteuid() != 0:
         uid, gid = os.geteuid(), os.getegid()
         unshare(CLONE_NEWUSER)
@@ -124,7 +126,7 @@ def unmount(target: str, flags: int = MNT_DETACH) -> None:
 
 
 def pivot_into(root: str) -> None:
-    """Make a mount the root and let go of everything else."""
+    """Make a mount the root and unmount everything else."""
     os.chdir(root)
     _check(_libc.syscall(ctypes.c_long(_numbers["pivot_root"]), b".", b"."), "pivot_root")
     mount("", ".", flags=MS_SLAVE | MS_REC)
@@ -148,20 +150,20 @@ def adopt_orphans() -> None:
 
 
 def no_new_privileges() -> None:
-    """Make setuid programs and file capabilities powerless."""
+    """Disable setuid programs and file capabilities for this process and its children."""
     one, zero = ctypes.c_ulong(1), ctypes.c_ulong(0)
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, one, zero, zero, zero), "prctl no_new_privs")
 
 
 def drop_capabilities() -> None:
-    """Give up every capability, for this process and whatever it runs."""
+    """Drop every capability, for this process and all that it runs."""
     for capability in range(_LAST_CAPABILITY + 1):
         _libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability))
     set_capabilities(())
 
 
 def set_capabilities(kept: Iterable[int]) -> None:
-    """Have these capabilities and no others, permitted and effective; those that were given up stay so."""
+    """Set the permitted and effective capabilities to these. Dropped capabilities can't be regained."""
     mask = sum(1 << capability for capability in kept)
     low, high = mask & 0xFFFFFFFF, mask >> 32
     header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
@@ -169,8 +171,9 @@ def set_capabilities(kept: Iterable[int]) -> None:
 
 
 def become_supervisor() -> None:
-    """Go on as a user of one's own in a sandbox, able to change back to its root, and to kill and to overrule what that
-    one does.
+    """Become a sandbox's supervisor.
+
+    The supervisor can act as the sandbox's root, kill its processes and override its file permissions.
     """
     for capability in range(_LAST_CAPABILITY + 1):
         _libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability))
@@ -179,7 +182,7 @@ def become_supervisor() -> None:
 
 
 def act_as(user: int) -> None:
-    """As the supervisor: act as this user of the sandbox from here on, able to come back."""
+    """Act as this user of the sandbox, reversibly. Only for the supervisor."""
     os.setresgid(user, user, SUPERVISOR)
     os.setresuid(user, user, SUPERVISOR)
     set_capabilities(_SUPERVISORS)
@@ -193,13 +196,13 @@ def raise_loopback() -> None:
 
 
 def limit_process(*, files: int, file_bytes: int, processes: int | None, memory: int | None) -> None:
-    """Resource limits of this process and its children. None: enforced elsewhere."""
+    """Set the resource limits of this process and its children. None: enforced elsewhere."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = min(files, hard) if hard != resource.RLIM_INFINITY else files
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
-    for kind in (resource.RLIMIT_RTPRIO, resource.RLIMIT_NICE):  # whatever the server itself may take of the processors
+    for kind in (resource.RLIMIT_RTPRIO, resource.RLIMIT_NICE):  # the server may have higher limits
         resource.setrlimit(kind, (0, 0))
     if processes is not None:
         resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
@@ -208,5 +211,5 @@ def limit_process(*, files: int, file_bytes: int, processes: int | None, memory:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit at once: a forked child must not run its parent's exit handlers."""
+    """Exit at once, without the exit handlers that a forked child inherits from its parent."""
     os._exit(code)

@@ -1,15 +1,14 @@
-"""What a hidden test without expectations calls: it encodes the values that the test would compare, by exact builtin
-types.
+"""Functions for hidden tests without expectations: encode the values that a test would compare, by builtin types.
 
     __see__("3", add(1, 2))            for   assert add(1, 2) == 3
     with __raised__("4"): parse("")    for   with pytest.raises(ValueError): parse("")
     __hidden__(7)                      in place of an expected value in a table
-    __plain__("3:0", add(1, 2)) < 4    where an assertion computes with a value: a subclass of a builtin becomes what it
-                                       holds
+    __plain__("3:0", add(1, 2)) < 4    where an assertion computes with a value: an instance of a builtin's subclass
+                                       becomes the builtin value
 
-No method of an observed value runs: a subclass of a builtin is read through the builtin's own methods, so a value that
-lies about equality is seen as what it holds. What is no builtin is named (`["o", type]`) and decides nothing. The
-judge, elsewhere, knows what was expected.
+No method of an observed value runs: instances of builtins' subclasses are read through the builtins' own methods, so a
+false `__eq__` has no effect. Other objects are encoded by type name (`["o", type]`) and decide nothing. The grader,
+which runs elsewhere, has the expected values.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from types import TracebackType
 from typing import Any, Self
 
 MAX_VALUE_BYTES = 1 << 18
-"""JSON of one observation; a larger one says that it is too large."""
+"""Maximum size of one observation's JSON; a larger observation is replaced by "too large"."""
 _MAX_DEPTH, _MAX_NODES = 24, 50_000
 _EXCEPTIONS = {
     id(each): name
@@ -34,13 +33,13 @@ _EXCEPTIONS = {
 _MESSAGE_CHARACTERS = 10_000
 _MRO: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
 _NAME: Callable[[type], str] = type.__dict__["__name__"].__get__
-"""A class's own, whatever its metaclass says."""
+"""Reads a class's name without its metaclass."""
 Report = Callable[[str, str], None]
-"""Takes an assertion's key and the JSON of its values."""
+"""Called with an assertion's key and the JSON of its values."""
 
 
 class Hidden:
-    """Stands where an expected value was."""
+    """Placeholder for an expected value."""
 
     __slots__ = ("number",)
 
@@ -53,7 +52,7 @@ class TooLarge(Exception):
 
 
 def encode(value: Any) -> list[Any]:
-    """A value as tagged JSON lists. Raises TooLarge."""
+    """Encode a value as tagged JSON lists. Raises TooLarge."""
     return _Encoder().encode(value, 0)
 
 
@@ -108,13 +107,13 @@ _BY_TYPE: dict[int, _Encode] = {
 
 
 def install(report: Report) -> None:
-    """Put the names that rewritten tests use into builtins, for this process. `report` gets every observation."""
+    """Add the functions that rewritten tests call to this process's builtins. `report` gets every observation."""
 
     def see(key: str, *values: Any) -> None:
         report(key, _told([encode_or_name(each) for each in values]))
 
     class Raised:
-        """As `pytest.raises` of whatever is raised; it says what that was."""
+        """Context manager like `pytest.raises` for any exception; reports the exception."""
 
         def __init__(self, key: str) -> None:
             self._key = key
@@ -159,12 +158,12 @@ _PLAIN: dict[int, Callable[[Any], Any]] = {
     id(frozenset): lambda value: frozenset(frozenset.__iter__(value)),
     id(dict): lambda value: dict(dict.items(value)),
 }
-"""By type, the builtin value that an object of a subclass holds."""
+"""By builtin type: a function that returns the builtin value of a subclass's instance."""
 _EXACT = frozenset({*_PLAIN, id(bool), id(type(None)), id(range), id(bytearray)})
 
 
 def _plain_of(value: Any) -> Any:
-    """The value without methods of its own; `_OBJECT` where it is of no builtin type."""
+    """The value as an exact builtin type; `_OBJECT` if its class derives from none."""
     kind = type(value)
     if id(kind) in _EXACT:
         return value
@@ -175,7 +174,7 @@ def _plain_of(value: Any) -> Any:
 
 
 def encode_or_name(value: Any) -> list[Any]:
-    """A value's encoding, or that it is too large for one."""
+    """Encode a value, or return `["o", "too large"]`."""
     try:
         return encode(value)
     except TooLarge:

@@ -1,4 +1,4 @@
-"""Whose a piece of code is: the task's and the system's, or that of the final state under test."""
+"""Origin of code: the task, the system, or the final state under test."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from envd.sandbox.python_inside import system_directories
 
 
 class Origin:
-    """Tells code that the final state brought from code that was there without it.
+    """Distinguishes code of the final state from code of the task and of the system.
 
-    It reads what objects say about themselves, which code that means to can falsify; it names the ordinary cheat, it is
-    no wall.
+    Relies on attributes of objects, which malicious code can falsify: this detects ordinary cheats and prevents none.
     """
 
     def __init__(self, root: Path, template: Path, hidden: Collection[str]) -> None:
@@ -28,7 +27,7 @@ class Origin:
         return path is not None and self._is_tasks(path)
 
     def systems(self, found: Any) -> bool:
-        """Whether it belongs to Python or an installed package."""
+        """Whether a function, class, module or object belongs to Python or an installed package."""
         path = _file_of(found)
         return path is None if _is_builtin(found) else path is not None and self._is_systems(path)
 

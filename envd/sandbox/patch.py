@@ -1,8 +1,7 @@
-"""Applies the plain kind of patch without starting git, whatever is not plain being left to git; and takes files out of
-a patch.
+"""Apply plain patches without git, and remove files from a patch. The caller leaves other patches to git.
 
-Plain: text files changed, added or deleted, every hunk exactly where it says it is. Most final states of an episode are
-such, and starting git costs more than all else that prepares a verification.
+A plain patch changes, adds or deletes text files, and every hunk matches exactly at its line number. Most final states
+of an episode are plain, and starting git takes longer than the rest of a verification's preparation.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ _ESCAPED = {b"t": b"\t", b"n": b"\n", b'"': b'"', b"\\": b"\\"}
 
 
 class NotPlain(Exception):
-    """This patch needs git."""
+    """The patch is not plain and needs git."""
 
 
 def apply_plain(root: Path, patch: bytes) -> None:
-    """Apply a plain patch below root, wholly. Raises NotPlain before anything is written if it is not one."""
+    """Apply a whole plain patch below root. Raises NotPlain, for other patches before anything is written."""
     before, sections = _cut(patch)
     if not sections or before:
         raise NotPlain
@@ -44,9 +43,10 @@ def apply_plain(root: Path, patch: bytes) -> None:
 
 
 def without_files(patch: bytes, wanted: Callable[[str], bool]) -> tuple[bytes, list[str]]:
-    """The patch without the sections of files that are not wanted, and the paths of these.
+    """Return the patch without the sections of unwanted files, and the paths of these files.
 
-    A section whose header names no one path stays: who must rely on this looks at what was changed, too.
+    A section whose header does not name exactly one path stays. Callers that rely on the result must check the changed
+    files, too.
     """
     before, sections = _cut(patch)
     kept, dropped = [before], list[str]()
@@ -54,19 +54,19 @@ def without_files(patch: bytes, wanted: Callable[[str], bool]) -> tuple[bytes, l
         path = _named(section)
         if path is None or wanted(path):
             kept.append(section)
-        elif path not in dropped[-1:]:  # a file that became a link has two sections
+        elif path not in dropped[-1:]:  # a file that turned into a symbolic link has two sections
             dropped.append(path)
     return b"".join(kept), dropped
 
 
 def _cut(patch: bytes) -> tuple[bytes, list[bytes]]:
-    """What stands before the first file's section, and the sections."""
+    """Split a patch into the bytes before the first file's section, and the sections."""
     starts = [match.start() for match in _SECTION.finditer(patch)] + [len(patch)]
     return patch[: starts[0]], [patch[start:end] for start, end in itertools.pairwise(starts)]
 
 
 def _named(section: bytes) -> str | None:
-    """The path in a section's header, if both sides have the same."""
+    """The path in a section's header if both sides have the same, else None."""
     names = section.split(b"\n", 1)[0].removeprefix(b"diff --git ")
     old, new = names[: len(names) // 2], names[len(names) // 2 + 1 :]
     if old.startswith(b'"') and old.endswith(b'"') and new.startswith(b'"'):
@@ -81,7 +81,7 @@ def _unescaped(match: re.Match[bytes]) -> bytes:
 
 
 def _section(root: Path, section: bytes) -> tuple[str, bytes | None]:
-    """One file's path and its new content; None: it is deleted."""
+    """A section's path and the file's new content; None: the file is deleted. Raises NotPlain."""
     header = _HEADER.match(section)
     about = _PLAIN.match(section, header.end()) if header else None
     if header is None or about is None or header[1] != header[2]:
@@ -96,7 +96,7 @@ def _section(root: Path, section: bytes) -> tuple[str, bytes | None]:
         raise NotPlain
     old = target.read_bytes().splitlines(keepends=True) if kind != b"new" else []
     if any(b"\r" in line or b"\x0b" in line or b"\x0c" in line for line in old):
-        raise NotPlain  # bytes.splitlines cuts at more than newlines
+        raise NotPlain  # bytes.splitlines splits at more than newlines
     new = _patched(old, section[about.end() :].split(b"\n"))
     if kind == b"deleted" and new:
         raise NotPlain
@@ -124,7 +124,7 @@ def _patched(old: list[bytes], lines: list[bytes]) -> list[bytes]:
 
 
 def _hunk(lines: list[bytes], index: int, before: int, after: int) -> tuple[int, list[bytes], list[bytes]]:
-    """Read one hunk's body: (index after it, the lines it expects, the lines it leaves)."""
+    """Read one hunk's body: (index after it, the old lines, the new lines). Raises NotPlain."""
     taken: list[bytes] = []
     added: list[bytes] = []
     while index < len(lines) - 1 and (len(taken) < before or len(added) < after):
@@ -148,7 +148,7 @@ def _hunk(lines: list[bytes], index: int, before: int, after: int) -> tuple[int,
 def _store(root: Path, path: str, content: bytes | None) -> None:
     if content is None:
         (root / path).unlink()
-        with contextlib.suppress(OSError):  # as git does: directories go with their last file
+        with contextlib.suppress(OSError):  # as git does: remove directories with their last file
             for parent in list(PurePosixPath(path).parents)[:-1]:
                 (root / parent).rmdir()
         return

@@ -1,4 +1,4 @@
-"""Where what runs in a sandbox finds its things, and the state it starts from."""
+"""Directories and initial state of processes in a sandbox."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from envd.sandbox.python_inside import bin_directory
 
 @dataclass(frozen=True)
 class Place:
-    """Directories of one sandbox, as it sees them."""
+    """Directories of one sandbox, as its processes see them."""
 
     workspace: Path
     template: Path
@@ -21,7 +21,7 @@ class Place:
 
 
 def prepare_process(env: dict[str, str]) -> None:
-    """Start a sandbox's processes from a known state: umask, environment, standard streams."""
+    """Set this process to a sandbox's initial state: umask, environment, standard streams."""
     os.umask(0o022)
     os.environ.clear()
     os.environ.update(env)
@@ -33,8 +33,9 @@ def prepare_process(env: dict[str, str]) -> None:
 
 
 def sandbox_environment(home: str, python: str | None = None) -> dict[str, str]:
-    """Environment of a sandbox's processes: nothing of the server's own. python: where its programs are; None: where
-    sandboxes see them.
+    """Environment of a sandbox's processes, without the server's own.
+
+    python: directory of Python's programs; None: the directory that sandboxes see.
     """
     python = python or bin_directory()
     return {

@@ -1,8 +1,8 @@
-"""Sets a final state up for its tests: the diff applied, test configuration restored, hidden files placed.
+"""Prepare a final state for its tests: apply the diff, restore test configuration, place hidden files.
 
-Where the verifier has two users, the diff is applied as the one that the tests run as, to whom the workspace belongs.
-Hidden files belong to the supervisor, and so do the directories they lie in, which are sticky: the tests can read them,
-and neither change, move nor remove them.
+Where the verifier has two users, it applies the diff as the user that runs the tests and owns the workspace. Hidden
+files and their directories belong to the supervisor, and the directories are sticky: the tests can read the hidden
+files, and neither change, move nor remove them.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from envd.sandbox.undoing import unwanted
 from envd.tools.paths import make_parents, open_in_root
 
 _ALSO_OTHERWISE_USED = frozenset({"setup.cfg", "pyproject.toml", "tox.ini"})
-"""Changing these says something about tests only where they speak of pytest."""
+"""Configuration files with other uses, too: a change is noted only if the file mentions pytest."""
 _CACHE = "__pycache__"
 _GIT = frozenset({".git"})
 _UNDECLARED = "undeclared:"
 _MACHINE_FAULTS = frozenset({errno.ENOMEM, errno.EIO, errno.EMFILE, errno.ENFILE, errno.EAGAIN})
-"""What a final state does not cause by itself: to be tried again. Every other failure to set it up is its own."""
+"""Errors of the machine, which a retry may avoid. Every other error of the preparation is the final state's."""
 _MOST_NOTES = 32
 _MOST_UNDECLARED = 8
-"""Of these notes, for what the diff touches beside the artifacts: other notes must have room."""
+"""Maximum number of notes about paths other than the artifacts, so that there is room for other notes."""
 
 
 class Preparation:
-    """One workspace on its way from the template to what is tested."""
+    """Turns one workspace, a copy of the template, into the tree that is tested."""
 
     def __init__(
         self, workspace: Path, template: Path, scratch: Path, *, supervised: bool, artifacts: PathPatterns | None = None
@@ -46,12 +46,15 @@ class Preparation:
         self._workspace, self._template, self._scratch = workspace, template, scratch
         self._supervised, self._artifacts = supervised, artifacts
         self.notes: list[str] = []
-        """What the diff brought that steers tests, by name: it was undone, and says nothing about why it was there."""
+        """Names of the diff's changes that influence tests. They are undone; a note does not prove intent."""
         self.changed: list[str] = []
-        """Paths that the diff changed, as they were found before anything was undone but what artifacts leave out."""
+        """Paths that the diff changed, found after undeclared changes were undone and before others were."""
 
     def run(self, diff: bytes, hidden: Mapping[str, bytes], product: Collection[str] = ()) -> str | None:
-        """Set it up; the reason when it can't be. product: files of the template that solutions change."""
+        """Prepare the workspace. Returns the reason if that fails, else None. Raises OSError for machine faults.
+
+        product: files of the template that solutions change.
+        """
         try:
             with self._as_tests():
                 diff = self._declared(diff)
@@ -62,7 +65,7 @@ class Preparation:
                 if _CACHE.encode() in diff:
                     self._drop_caches()
                 changed = self.changed = changed_paths(self._template, self._workspace)
-                self._note_others(changed, hidden)  # before anything is undone: it tells what the diff brought
+                self._note_others(changed, hidden)  # before anything is undone
                 self._undo(changed, hidden, product)
                 for note in review(self._workspace, self._template, changed):
                     self._note(note)
@@ -78,7 +81,7 @@ class Preparation:
 
     @contextlib.contextmanager
     def _as_tests(self) -> Iterator[None]:
-        """As the user that the tests run as. Nothing of the final state's runs yet."""
+        """Act as the user that the tests run as, at a time when no code of the final state runs."""
         if not self._supervised:
             yield
             return
@@ -89,7 +92,7 @@ class Preparation:
             linux.act_as(linux.SUPERVISOR)
 
     def _apply(self, diff: bytes) -> str | None:
-        """Apply a git patch to the workspace; the reason when git refuses."""
+        """Apply a git patch to the workspace. Returns git's error message if git refuses, else None."""
         if not diff.strip():
             return None
         with contextlib.suppress(NotPlain):
@@ -98,7 +101,7 @@ class Preparation:
         with _nameless(self._scratch) as patch, _nameless(self._scratch) as errors:
             _write_all(patch.fileno(), diff)
             patch.seek(0)
-            # by descriptor: the user that git runs as can't enter the supervisor's directory
+            # By descriptor, since the user that git runs as can't enter the supervisor's directory.
             actions = [(os.POSIX_SPAWN_DUP2, patch.fileno(), 0), (os.POSIX_SPAWN_DUP2, errors.fileno(), 2)]
             pid = os.posix_spawnp("git", ["git", "apply", "--whitespace=nowarn", "-"], os.environ, file_actions=actions)
             _, status = os.waitpid(pid, 0)
@@ -107,7 +110,7 @@ class Preparation:
         return said.replace("<stdin>", "the diff")[:2000] if status else None
 
     def _declared(self, diff: bytes) -> bytes:
-        """The diff of the artifacts: hunks of other files are not applied."""
+        """The part of the diff that changes artifacts; other files are noted."""
         if self._artifacts is None:
             return diff
         diff, dropped = without_files(diff, self._artifacts.names)
@@ -116,7 +119,7 @@ class Preparation:
         return diff
 
     def _undo_undeclared(self) -> None:
-        """What changed all the same, whatever the diff said of itself: files beside the artifacts, and links."""
+        """Undo changes to other files than the artifacts, and symbolic links, whatever the diff's headers say."""
         if self._artifacts is None:
             return
         before = tree_entries(self._template, _GIT)
@@ -134,7 +137,7 @@ class Preparation:
                 self._put_back(path, before[path])
 
     def _put_back(self, path: str, entry: Entry) -> None:
-        """Restore a file or a link of the template's."""
+        """Restore a file or a symbolic link from the template."""
         if entry.mode == LINK:
             _make_way(self._workspace, path)
             (self._workspace / path).symlink_to((self._template / path).readlink())
@@ -147,9 +150,7 @@ class Preparation:
             self._note(_UNDECLARED + path)
 
     def _drop_caches(self) -> None:
-        """Remove compiled code that the diff brought: Python and pytest would run it in place of the source beside
-        it.
-        """
+        """Remove compiled code that the diff adds: Python and pytest would run it instead of the source."""
         for folder, folders, _ in os.walk(self._workspace):
             if _CACHE in folders:
                 folders.remove(_CACHE)
@@ -159,7 +160,7 @@ class Preparation:
                     self._note(f"undone:{_CACHE}")
 
     def _undo(self, changed: list[str], hidden: Mapping[str, bytes], product: Collection[str]) -> None:
-        """Undo what steers Python or pytest, and name it."""
+        """Undo and note changes that influence Python or pytest."""
         for path, note in unwanted(changed, self._template, hidden, product):
             target, original = self._workspace / path, self._template / path
             if note and (Path(path).name not in _ALSO_OTHERWISE_USED or _speaks_of_pytest(target)):
@@ -186,9 +187,7 @@ class Preparation:
             self.notes.append(name)
 
     def _protect(self, path: str) -> None:
-        """Make the directories down to a hidden file the supervisor's, where others may make files and touch only their
-        own.
-        """
+        """Give the directories above a hidden file to the supervisor and make them sticky."""
         for parent in PurePosixPath(path).parents:
             fd = open_in_root(self._workspace, str(parent), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
@@ -209,7 +208,7 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def _stays(target: Path, folder: PurePosixPath) -> bool:
-    """Whether a link's target is within the workspace."""
+    """Whether a symbolic link's target is within the workspace."""
     if target.is_absolute():
         return target.is_relative_to("/workspace")
     return not os.path.normpath(folder / target).startswith("..")
@@ -225,7 +224,7 @@ def _speaks_of_pytest(path: Path) -> bool:
 
 
 def _place_file(root: Path, path: str, content: bytes) -> None:
-    """Write a file, replacing whatever stands in its way."""
+    """Write a file and its parents, replacing whatever is at these paths."""
     _make_way(root, path)
     fd = open_in_root(root, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
     with os.fdopen(fd, "wb") as file:
@@ -233,9 +232,7 @@ def _place_file(root: Path, path: str, content: bytes) -> None:
 
 
 def _make_way(root: Path, path: str) -> None:
-    """Remove what stands where a file is to be, a link, a directory, or a file where a parent must be, and make its
-    parents.
-    """
+    """Remove what is at a file's path, and links or files at its parents' paths; then create the parents."""
     target = root / path
     for part in [*reversed(target.relative_to(root).parents), Path(path)][1:]:
         here = root / part

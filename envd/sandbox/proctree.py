@@ -1,4 +1,4 @@
-"""The processes below an agent, and killing those that one call started."""
+"""Find the processes below an agent, and kill those that one call started."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Set as AbstractSet
 
 
 def descendants(pid: int) -> dict[int, int]:
-    """Every live process below pid, to its parent.
+    """Parents of all live processes below pid, by process.
 
-    Orphans count where the kernel put them: below init or a subreaper.
+    Orphans count as children of their new parent: init or a subreaper.
     """
     parents: dict[int, int] = {}
     for name in os.listdir("/proc"):  # noqa: PTH208 - hot, and pathlib is slow
@@ -33,10 +33,10 @@ def descendants(pid: int) -> dict[int, int]:
 
 
 def kill_since(root: int, before: AbstractSet[int], collect: Callable[[], object] | None = None) -> None:
-    """Kill all processes below root but those in `before` and what those started. collect: instead of `reap`.
+    """Kill all processes below root, except those in `before` and their descendants.
 
-    Repeats until none is left, so a process can't escape by forking while it is hunted; each round stops before it
-    kills.
+    Repeats, at most 50 times, until none is left, and each round stops processes before it kills, so that no process
+    escapes by forking. collect: called after each round instead of `reap`.
     """
     for _ in range(50):
         below = descendants(root)
@@ -58,7 +58,7 @@ def kill_since(root: int, before: AbstractSet[int], collect: Callable[[], object
 
 
 def reap() -> dict[int, int]:
-    """Collect the children that ended: pid to exit code (negative: killed by that signal)."""
+    """Collect ended children. Returns exit codes by pid (negative: killed by that signal)."""
     ended: dict[int, int] = {}
     while True:
         try:

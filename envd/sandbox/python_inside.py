@@ -1,12 +1,11 @@
-"""Where sandboxes find the Python that runs envd, and its packages: at their own paths, unless a sandbox's own
-directories cover these.
+"""Paths inside sandboxes of the Python that runs envd and of its packages.
 
-A checkout or an interpreter below /tmp, for one, lies where a sandbox has its own /tmp. Then its directories are shown
-below /.python:
+The paths are those of the host, unless a sandbox's own directories cover them, such as /tmp for a checkout below /tmp.
+Then the directories are visible below /.python:
 
 /.python/0 ...           the directories themselves, read-only
 /.python/pyvenv.cfg      a virtual environment with the same packages
-/.python/bin             its programs; scripts that name the covered interpreter are copies that name this one
+/.python/bin             its programs; scripts of the covered interpreter are copies that name the visible interpreter
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from pathlib import Path
 
 ROOT = "/.python"
 _COVERED = ("/tmp", "/var/tmp", "/dev", "/proc", "/sys", "/workspace", "/.template", "/.scratch", "/etc", "/run")
-"""What sandboxes have of their own, or not at all."""
+"""Directories that sandboxes have of their own, or lack."""
 _MAX_SCRIPT = 1 << 20
 
 
 @functools.cache
 def python_directories() -> tuple[str, ...]:
-    """Directories of this host that the running interpreter and its packages live in, outermost only, outside /usr."""
+    """Host directories of the running interpreter and its packages, outermost only, outside /usr."""
     wanted = {sys.base_prefix, sys.base_exec_prefix, sys.prefix}
     wanted |= set(_package_directories())
     outside = sorted(path for path in wanted if Path(path).is_dir() and not path.startswith("/usr/"))
@@ -36,12 +35,12 @@ def _package_directories() -> list[str]:
 
 
 def system_directories() -> tuple[str, ...]:
-    """Where Python's own code and that of installed packages lies, seen from either side."""
+    """Directories of Python's own code and of installed packages, as the host and as sandboxes see them."""
     return (sys.prefix, sys.base_prefix, *python_directories(), ROOT, "/usr")
 
 
 def inside(path: str) -> str:
-    """A path of Python's on this host as a sandbox with a root of its own sees it."""
+    """Path inside a sandbox with its own root of a path of Python on this host."""
     for number, directory in enumerate(python_directories()):
         if _covered(directory) and (path == directory or path.startswith(directory + "/")):
             return f"{ROOT}/{number}{path[len(directory) :]}"
@@ -50,12 +49,12 @@ def inside(path: str) -> str:
 
 @functools.cache
 def bin_directory() -> str:
-    """Where sandboxes with a root of their own have Python's programs."""
+    """Directory of Python's programs inside sandboxes with their own root."""
     return f"{ROOT}/bin" if _moved() else str(Path(sys.prefix) / "bin")
 
 
 def make_environment(base: Path) -> None:
-    """Make the virtual environment in what is to be a sandbox's root, where one is needed."""
+    """Create the virtual environment in the directory of a sandbox's future root, if one is needed."""
     if not _moved():
         return
     root = base / ROOT.lstrip("/")
@@ -73,7 +72,7 @@ def make_environment(base: Path) -> None:
 
 
 def adopt() -> None:
-    """Have this process import what it has not imported yet from where sandboxes see it."""
+    """Change this process's import paths to those that sandboxes see."""
     sys.path[:] = [inside(each) for each in sys.path]
     if _moved():
         sys.executable = f"{bin_directory()}/{Path(sys.executable).name}"
@@ -92,14 +91,14 @@ def _make_program(entry: Path, target: Path, interpreter: str) -> None:
         target.symlink_to(inside(str(entry)))
         return
     first, _, rest = content.partition(b"\n")
-    if first == b"#!/bin/sh":  # how pip writes scripts whose interpreter's path is long or holds blanks
+    if first == b"#!/bin/sh":  # pip's form for interpreters with a long path or one with blanks
         rest = rest.partition(b"\n' '''\n")[2] or rest
     target.write_bytes(b"#!" + os.fsencode(f"{ROOT}/bin/python3") + b"\n" + rest)
     target.chmod(0o755)
 
 
 def _adding(directory: str) -> str:
-    """A line of a .pth file that adds a directory and what its own .pth files name."""
+    """A line of a .pth file that adds a directory and the entries of the directory's own .pth files."""
     return f"import site; site.addsitedir({inside(directory)!a})\n"
 
 

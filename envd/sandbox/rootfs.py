@@ -1,11 +1,11 @@
-"""What a sandbox sees: a read-only system, its own workspace over a template, a private /tmp, /proc and a small /dev.
+"""File system of a sandbox: a read-only system, a workspace over a template, a private /tmp, /proc and a small /dev.
 
 /            tmpfs prepared once, read-only, shared by all sandboxes of a server
-/usr ...     the host's, read-only; so are the Python that runs envd and its packages (python_inside.py)
+/usr ...     the host's, read-only, like the Python that runs envd and its packages (python_inside.py)
 /.template   the pristine workspace, read-only
 /workspace   overlay: the template below, a size-limited tmpfs above
-/tmp         on that same tmpfs
-/dev/pts     terminals of its own (native spawner)
+/tmp         on the same tmpfs
+/dev/pts     private terminals (native spawner)
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ INSIDE_TEMPLATE = "/.template"
 
 
 def prepare_base(run_dir: Path) -> list[str]:
-    """Build the zygote's own root and move into it.
+    """Build the zygote's root, make it this process's root, and return the system directories that sandboxes see.
 
-    `/base` and `/system` are what sandboxes see through overlays: apart, since a user namespace may not look below the
-    mounts of another one. Beside them are `/devices`, `/templates`, `/proc`, `/mnt` and `/none` (empty). Returns the
-    system directories of what sandboxes see. Called once, in the zygote's fresh mount namespace.
+    Sandboxes see `/base` and `/system` through overlays. The two are separate, since a user namespace can't look below
+    the mounts of another one. The root also has `/devices`, `/templates`, `/proc`, `/mnt` and `/none` (empty). Called
+    once, in the zygote's fresh mount namespace.
     """
     linux.mount("", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
     root = run_dir / "root"
@@ -52,25 +52,22 @@ def prepare_base(run_dir: Path) -> list[str]:
 
 
 def make_devices() -> None:
-    """Mount device files of its own for the next sandbox: before it is forked, since only the host's root can make
-    them.
-    """
+    """Mount device files for the next sandbox, before its fork, since only the host's root can make device files."""
     linux.mount("tmpfs", "/devices", "tmpfs", linux.MS_NOSUID | linux.MS_NOEXEC, "mode=755,size=64k")
     fill_devices(Path("/devices"))
 
 
 def forget_devices() -> None:
-    """Leave them to the sandbox, which has a copy of that mount."""
+    """Unmount the device files of `make_devices`. The forked sandbox keeps its copy of the mount."""
     linux.unmount("/devices")
 
 
 def prepare_shared_root(run_dir: Path) -> list[str]:
-    """Build the root that the native spawner lives in and that its sandboxes see through overlays, and move into it.
+    """Build the native spawner's root, make it this process's root, and return its system directories.
 
-    Returns its system directories.
-
-    What no sandbox may see is below /.scratch, which each sandbox unmounts: `templates`, `proc` (the host's), `box`,
-    `lower` and `view` (for mounts), `none` (empty). Called once, in the spawner's fresh mount namespace.
+    The spawner's sandboxes see this root through overlays. Directories that no sandbox may see are below /.scratch,
+    which each sandbox unmounts: `templates`, `proc` (the host's), `box`, `lower` and `view` (for mounts), `none`
+    (empty). Called once, in the spawner's fresh mount namespace.
     """
     linux.mount("", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
     root = run_dir / "root"
@@ -92,10 +89,11 @@ def prepare_shared_root(run_dir: Path) -> list[str]:
 
 
 def enter(template: str, disk_bytes: int, system: Iterable[str]) -> None:
-    """Mount a sandbox's view and make it the root. Called in the sandbox's fresh namespaces, still privileged there.
+    """Mount a sandbox's file system and make it the root. Called in the sandbox's fresh namespaces, with privileges.
 
-    system: its system directories. What sandboxes share is seen through overlays, so that each has inodes of its own:
-    locks and notifications on system files end at the sandbox (envd/native/spawn_root.c does the same).
+    system: the sandbox's system directories. Sandboxes see shared directories through overlays, so that each sandbox
+    has its own inodes: locks and notifications on system files stay within a sandbox (envd/native/spawn_root.c does
+    the same).
     """
     linux.mount("", "/", flags=linux.MS_REC | linux.MS_SLAVE)
     safe = linux.MS_NOSUID | linux.MS_NODEV
@@ -123,11 +121,10 @@ def _see(source: str, target: str, flags: int) -> None:
 
 
 def fill_base(base: Path, mounts: Path) -> list[str]:
-    """Put all that a sandbox sees and does not own into a directory of a private mount namespace, devices aside.
+    """Fill a directory of a private mount namespace with a sandbox's system files, and return the system directories.
 
-    Returns its system directories.
-
-    mounts: below this they are bound; base has directories of these names.
+    Devices are not included. mounts: the directory below which the system directories are bound; base has empty
+    directories of the same names.
     """
     _skeleton(base)
     system = {inside(path): path for path in python_directories()}
@@ -165,18 +162,18 @@ def _skeleton(base: Path) -> None:
 
 
 def fill_devices(dev: Path) -> None:
-    """Make the device files that a sandbox has. Raises OSError."""
+    """Make a sandbox's device files. Raises OSError."""
     for name, (major, minor) in DEVICES.items():
         try:
             os.mknod(dev / name, 0o20666, os.makedev(major, minor))
             (dev / name).chmod(0o666)
-        except PermissionError:  # without privilege they are the host's
+        except PermissionError:  # without privilege, bind the host's
             (dev / name).touch()
             linux.mount(f"/dev/{name}", str(dev / name), flags=linux.MS_BIND)
 
 
 def _bind_read_only(source: str, target: Path) -> None:
-    """Bind a directory read-only. Flags that the source is locked with are kept."""
+    """Bind a directory read-only. Keeps the locked mount flags of the source."""
     target.mkdir(parents=True, exist_ok=True)
     linux.mount(source, str(target), flags=linux.MS_BIND)
     about = os.statvfs(target)

@@ -1,13 +1,12 @@
-"""Runs named tests in-process with a pytest that is imported already, and reports each outcome on a private pipe.
+"""Run named tests in-process with a pytest that is already imported, and report each outcome on a private pipe.
 
-Only pytest's core plugins are loaded; no ini file or installed plugin is read, and conftest files only where the caller
-vouches for them. The code under test shares this process, so a record is only believed if it carries the run's nonce
-and arrives once, and what the verdict rests on is looked at again after the tests are imported and after they ran:
+Only pytest's core plugins are loaded; no ini file or installed plugin is read, and conftest files only if the caller
+permits them. The code under test shares this process. Therefore a record counts only if it carries the run's nonce and
+arrives once, and the objects that the verdict depends on are checked after the tests are imported and after they ran:
 
     collect -> watched? -> setup, call, teardown of each test -> canary -> watched? -> end
 
-The canary is a test that must fail; where it passes, results are being rewritten. Deeper defences belong to the
-verifier.
+The canary is a test that must fail; if it passes, results are being rewritten. Further defences are in the verifier.
 """
 
 from __future__ import annotations
@@ -53,13 +52,13 @@ class Send(Protocol):
 
 
 _prepared: list[pytest.Session] = []
-"""The session that `inside_session` set up, if it did; forked runners collect and run in it."""
+"""The session that `inside_session` prepares, if it is called; forked runners collect and run in it."""
 
 
 def inside_session(root: Path, body: Callable[[], None]) -> None:
-    """Call `body` where a configured pytest session is about to collect.
+    """Call `body` inside a configured pytest session that is about to collect.
 
-    What `body` forks can run tests at root at once: reading options and registering plugins is behind it already.
+    Processes that `body` forks can run tests at root at once: options are read and plugins registered already.
     """
 
     class Prepare:
@@ -81,11 +80,11 @@ def run_tests(
     conftests: bool = False,
     changed: Collection[str] = (),
 ) -> None:
-    """Collect and run the named tests below root; `send` gets every phase of every test, what was tampered with, and
-    `end` at the end.
+    """Collect and run the named tests below root.
 
-    origin: tells the task's code from the final state's. src: packages may also lie in root/src. conftests: read them.
-    changed: files of the diff. Called once in a process, which ends with it.
+    `send` gets every phase of every test, the names of what was tampered with, and `end` last. origin: distinguishes
+    the task's code from the final state's. src: packages may also be in root/src. conftests: read conftest files.
+    changed: files of the diff. Call at most once per process, which must exit afterwards.
     """
     sys.dont_write_bytecode = True
     sys.path[:0] = [str(root), str(root / "src")] if src else [str(root)]
@@ -97,13 +96,13 @@ def run_tests(
     recorder = _recorder(root, tests, send, origin, running, ways=_ways(present))
     if _prepared:
         session = _prepared[0]
-        session.config.pluginmanager._noconftest = not conftests  # options were read before the task was known
+        session.config.pluginmanager._noconftest = not conftests  # pytest read its options before the task was known
         session.config.pluginmanager.register(recorder)
         try:
             session.perform_collect([str(path) for path in present])
         except (
             pytest.UsageError
-        ) as error:  # above the tests something is not collected: a conftest of the task's that imports broken code
+        ) as error:  # a directory above the tests is not collected: the task's conftest imports broken code
             for path in files:
                 send("collect", path, status="error", message=_portable(str(error), root))
         session.config.hook.pytest_runtestloop(session=session)
@@ -114,7 +113,7 @@ def run_tests(
 
 
 def warm_up() -> None:
-    """Import what pytest imports lazily, so that forked runs don't: run one passing and one failing test."""
+    """Run passing and failing tests, so that forked runs inherit the modules that pytest imports lazily."""
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         (root / "test_warm_up.py").write_text(
@@ -130,7 +129,7 @@ def warm_up() -> None:
 
 
 def pipe_sender(fd: int, nonce: str) -> Send:
-    """A sender of JSON lines; descriptor and nonce live in this closure only. Forks of the caller send nothing."""
+    """Return a sender of JSON lines that alone holds descriptor and nonce. Forks of the caller send nothing."""
     owner = os.getpid()
 
     def send(kind: str, name: str = "", phase: str = "", status: str = "", message: str = "") -> None:
@@ -167,14 +166,14 @@ def _arguments(root: Path) -> list[str]:
 
 
 def _ways(files: Sequence[Path]) -> frozenset[str]:
-    """Files and the directories that they are in."""
+    """Paths of the files and of all directories above them."""
     return frozenset(str(path) for file in files for path in (file, *file.parents))
 
 
 def _recorder(
     root: Path, tests: Sequence[str], send: Send, origin: Origin, running: list[str], *, ways: frozenset[str]
 ) -> object:
-    """A plugin that reports. running: it keeps the node id of the test that runs in there."""
+    """Return a plugin that reports. running: a list whose only item the plugin sets to the running test's node id."""
     wanted = frozenset(tests)
     known: list[object] = [*_prepared[0].config.pluginmanager.get_plugins()] if _prepared else []
     equality.arm(origin, lambda name: send("tamper", running[0], status=name))
@@ -192,7 +191,7 @@ def _recorder(
         def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
             return (
                 None if str(collection_path) in ways else True
-            )  # else pytest makes nodes of all that lies beside the tests
+            )  # else pytest makes nodes of all files beside the tests
 
         @pytest.hookimpl(trylast=True)
         def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -224,7 +223,7 @@ def _recorder(
 
 
 class _Canary(pytest.Item):
-    """A test that fails, whatever the code under test does, as long as results are reported as they are."""
+    """A test that always fails unless the code under test rewrites results."""
 
     def runtest(self) -> None:
         left, right = os.getpid(), -1
@@ -238,17 +237,17 @@ class _Canary(pytest.Item):
 
 
 def _canary(session: pytest.Session, send: Send) -> None:
-    """Run one and say how it ended."""
+    """Run a canary and send its outcome."""
     try:
         reports = runtestprotocol(_Canary.from_parent(session, name="canary", nodeid="canary"), log=False)
         outcome = next((str(report.outcome) for report in reports if report.when == "call"), "failed")
-    except Exception:  # noqa: BLE001 - a test that left pytest unfit to go on hides nothing by it
+    except Exception:  # noqa: BLE001 - a test that broke pytest hides nothing by it
         outcome = "failed"
     send("canary", status=outcome)
 
 
 def _message(report: Any, root: Path) -> str:
-    """What went wrong, the same on every machine: no addresses, no host paths."""
+    """Failure message of a report, the same on every machine: no addresses, no host paths."""
     return _portable(_crash_message(report.longrepr), root)
 
 

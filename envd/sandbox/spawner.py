@@ -1,5 +1,4 @@
-"""Becomes the native spawner: prepares, in Python, what it needs of the machine, and runs the program `envd-spawn` in
-its place.
+"""Prepare the machine for the native spawner, then replace this process by the program `envd-spawn`.
 
 python -m envd.sandbox.spawner CONTROL_FD RUN_DIR NAME PROGRAM KEEP
 """
@@ -16,9 +15,9 @@ from envd.sandbox.place import sandbox_environment
 
 
 def main(arguments: list[str]) -> None:
-    """Never returns: ends as the spawner."""
+    """Prepare the machine and execute the spawner. Never returns."""
     control, run_dir, name, program, keep = int(arguments[0]), Path(arguments[1]), *arguments[2:5]
-    # Opened now because their paths are out of sight once this process has a root of its own.
+    # Opened now because the paths are not visible after this process changes its root.
     binary = os.open(program, os.O_RDONLY | os.O_CLOEXEC)
     above = os.open(run_dir.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     groups = Cgroups(name, freezer=True)

@@ -1,5 +1,5 @@
-"""The filter of system calls for what the zygote forks. The native spawner puts it together
-(envd/native/spawn_filter.c), for its sandboxes and for these.
+"""System call filter for the zygote's sandboxes. The native spawner generates the filter (envd/native/spawn_filter.c)
+for its own sandboxes and for these.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class _Program(ctypes.Structure):
 
 @functools.cache
 def prepare_filter() -> bytes:
-    """The filter as an array of struct sock_filter; what forks later inherits it.
+    """Return the filter as an array of struct sock_filter, cached in this process and its later forks.
 
-    Raises OSError where the spawner is not built.
+    Raises OSError if the spawner is not built.
     """
     program = spawner_binary()
     if program is None:
@@ -33,9 +33,9 @@ def prepare_filter() -> bytes:
 
 
 def filter_calls() -> None:
-    """Install the filter for this process and all that it starts; what it stops fails.
+    """Install the filter for this process and all that it starts; filtered system calls fail.
 
-    After no_new_privs. Raises OSError.
+    Call after no_new_privs. Raises OSError.
     """
     code = prepare_filter()
     libc = ctypes.PyDLL(None, use_errno=True)

@@ -1,11 +1,10 @@
-"""Which of a diff's changes are undone before hidden tests run, and under which name: what steers Python or pytest in
-place of solving the task.
+"""Choose and name the changes of a diff to undo before hidden tests run: those that influence Python or pytest.
 
-configuration   conftest.py, pytest.ini, sitecustomize.py, *.pth ...      as the template has it
-compiled code   *.so, *.pyc, *.pyd, *.egg: it would run instead of source
-shadows         a new module with the name of one of Python's, of pytest, or of a package that a hidden test imports
-helpers         test helpers of the template, which hidden tests rely on
-twins           what pytest or an import could take for a hidden test file
+configuration   conftest.py, pytest.ini, sitecustomize.py, *.pth ...      restored from the template
+compiled code   *.so, *.pyc, *.pyd, *.egg: would run instead of source
+shadows         new modules with the name of a module of Python, of pytest, or of an installed package
+helpers         test helpers of the template, which hidden tests use
+twins           files that pytest or an import could take for a hidden test file
 """
 
 from __future__ import annotations
@@ -44,8 +43,10 @@ _TESTING = re.compile(rb"^\s*(import|from)\s+(pytest|unittest)\b", re.MULTILINE)
 def unwanted(
     changed: Collection[str], template: Path, hidden: Mapping[str, bytes], product: Collection[str] = ()
 ) -> Iterator[tuple[str, str]]:
-    """Paths to undo, each with its note, which is empty for tests that no hidden one imports. changed: paths that
-    differ from the template's, in any order. product: what solutions change, no helpers.
+    """Yield paths to undo, each with its note, which is empty for tests that no hidden test imports.
+
+    changed: paths that differ from the template's, in any order. product: files that solutions change and that do not
+    count as helpers.
     """
     imported = frozenset().union(*(imports(content) for path, content in hidden.items() if path.endswith(".py")))
     here = {PurePosixPath(path).parent / PurePosixPath(path).stem for path in hidden}
@@ -72,7 +73,7 @@ def unwanted(
 
 
 def imports(source: bytes) -> frozenset[str]:
-    """Modules that a file imports, by full name, and the names that it imports from them; none when it is no Python."""
+    """Full names of modules that a file imports, and the names that it imports from them; empty if not Python."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):
@@ -92,9 +93,7 @@ def _is_twin(path: PurePosixPath, hidden: Collection[PurePosixPath]) -> bool:
 
 
 def _shadows_tests(path: PurePosixPath, template: Path) -> bool:
-    """Whether a new file stands in for a helper or a package of the tests, or for one of Python's modules among
-    them.
-    """
+    """Whether a new file shadows a helper or a package of the tests, or a module of Python in a test directory."""
     if path.suffix == ".py" and path.stem in _TESTS and (template / path.with_suffix("")).is_dir():
         return True
     for depth, part in enumerate(path.parts[:-1]):
@@ -109,7 +108,7 @@ def _shadows_tests(path: PurePosixPath, template: Path) -> bool:
 
 
 def _shadow(path: str, template: Path) -> str | None:
-    """The module of Python's or of a package that this new file would stand in for."""
+    """Name of the module of Python or of a package that a new file would shadow, else None."""
     parts = PurePosixPath(path).parts
     if parts[0] == "src" and len(parts) > 1 and (template / "src").is_dir():
         parts = parts[1:]
@@ -131,8 +130,9 @@ def _installed(name: str) -> bool:
 
 
 def _is_helper(path: str, template: Path, imported: Collection[str]) -> bool:
-    """Whether a file of the template belongs to its tests: it lies among them, is named as tests are, imports pytest,
-    or is a helper that they import.
+    """Whether a template's file belongs to its tests.
+
+    Such a file is in a test directory, has a test's name, imports pytest or unittest, or is a helper that tests import.
     """
     if not (template / path).is_file():
         return False

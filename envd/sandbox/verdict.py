@@ -1,7 +1,7 @@
-"""From what a runner reported to outcomes: exact accounting of the named tests, and what was tried on the verdict.
+"""Compute outcomes from a runner's records: exact accounting of the named tests, and signs of tampering.
 
-A test that did not report is missing, whatever was said last. A test passes only if all it stands for ran, passed, and
-nothing that its verdict rests on was tampered with.
+A test that did not report is missing, whatever the last record says. A test passes only if all its parametrizations ran
+and passed, and nothing that its verdict depends on was tampered with.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from envd.sandbox.runner import base_name
 from envd.types import Observation, TestOutcome, TestStatus, VerifyExit
 
 Record = tuple[str, str, str, str, str]
-"""Kind (test, collect, see, tamper, canary, end), name, phase, status, message. Of `see`: the test, the assertion's
-key, nothing, the values.
+"""Kind (test, collect, see, tamper, canary, end), name, phase, status, message. For `see`, the last four are the test,
+the assertion's key, an empty string, and the values.
 """
 _FINDING = re.compile(r"[\w.:-]{1,80}")
 _MOST_FINDINGS = 32
@@ -23,8 +23,8 @@ _MOST_OBSERVATIONS = 20_000
 _MOST_OBSERVED_BYTES = 8 << 20
 _EVERYWHERE, _ASIDE = "", "\n"
 _HARMLESS = ("spawned:", "read:", "frames:", "memory:", "code:", "internals:", "hooked:sys.addaudithook")
-"""What the audit hook told. It leaves outcomes as they are: whether it takes the verdict away is decided where the task
-is known.
+"""Prefixes of the audit hook's findings. They do not change outcomes: the caller, who knows the task, decides whether
+they invalidate the verdict.
 """
 
 
@@ -34,15 +34,15 @@ class Ending:
 
     exit: VerifyExit
     as_agreed: bool
-    """With the exit code that only it and its supervisor know."""
+    """Whether the exit code was the one that only the runner and its supervisor know."""
     status: int = 0
-    """Exit code; negative: by a signal."""
+    """Exit code; negative: number of the signal that killed the runner."""
 
 
 def outcomes_and_tampering(
     tests: Sequence[str], records: Sequence[Record], ending: Ending
 ) -> tuple[tuple[TestOutcome, ...], tuple[str, ...]]:
-    """Outcomes in the order of `tests`, and the names of what was tampered with."""
+    """Outcomes in the order of `tests`, and the names of all signs of tampering."""
     found = _findings(records, ending)
     answer = tuple(
         _unless_tampered(outcome, found) if outcome.status == "passed" else outcome
@@ -55,7 +55,7 @@ def outcomes_and_tampering(
 
 
 def outcomes(tests: Sequence[str], records: Sequence[Record]) -> tuple[TestOutcome, ...]:
-    """Each requested test's outcome from what was reported."""
+    """Outcomes of the requested tests, computed from the records."""
     phases: dict[str, dict[str, tuple[str, str]]] = {}
     twice: set[str] = set()
     files: dict[str, tuple[str, str]] = {}
@@ -77,7 +77,7 @@ def outcomes(tests: Sequence[str], records: Sequence[Record]) -> tuple[TestOutco
 
 
 def observations(records: Sequence[Record]) -> tuple[Observation, ...]:
-    """What was seen by tests without expectations, in order, within bounds."""
+    """Observations of tests without expectations, in order, bounded in number and size."""
     seen: list[Observation] = []
     room = _MOST_OBSERVED_BYTES
     for kind, name, key, _, value in records:
@@ -88,7 +88,7 @@ def observations(records: Sequence[Record]) -> tuple[Observation, ...]:
 
 
 def _findings(records: Sequence[Record], ending: Ending) -> dict[str, set[str]]:
-    """What was tampered with, by the test during which it was found; `_EVERYWHERE`: it touches all of them."""
+    """Signs of tampering by the test that they affect; `_EVERYWHERE`: all tests; `_ASIDE`: none."""
     found: dict[str, set[str]] = {}
     seen: set[tuple[str, str]] = set()
     ended = False
@@ -156,5 +156,5 @@ def _not_run(test: str, files: Mapping[str, tuple[str, str]]) -> tuple[TestStatu
 
 
 def all_missing(tests: Sequence[str]) -> tuple[TestOutcome, ...]:
-    """Of a run that could not begin."""
+    """Outcomes of a run that could not begin: every test is missing."""
     return tuple(TestOutcome(test, "missing", "not run") for test in tests)

@@ -1,12 +1,12 @@
-"""Grades one final state in a fresh sandbox: diff applied, test configuration restored, hidden files placed, tests run.
+"""Grade one final state in a fresh sandbox: apply the diff, restore test configuration, place hidden files, run tests.
 
-    serve_verification: this process, the supervisor's user, runs nothing of the agent's
+    serve_verification: this process, as the supervisor's user, runs none of the agent's code
       prepare.Preparation   diff, configuration, hidden files
       fork -> runner        the tests, as the workspace's user without capabilities; reports over a pipe
-      verdict               what was reported, believed or not
+      verdict               outcomes from the reports, and signs of tampering
 
-The runner's exit code is not believed unless it is the one agreed on: a test that did not report is missing, whatever
-the child said last.
+The runner's exit code counts only if it is the agreed one. A test that did not report is missing, regardless of the
+exit code.
 """
 
 from __future__ import annotations
@@ -40,12 +40,15 @@ from envd.types import VerifyResult
 
 _LOG_BYTES = 8192
 _LOOK, _LOOK_MS = os.WEXITED | os.WNOHANG | os.WNOWAIT, 5
-"""How a process is looked at that no descriptor stands for, and how often, in milliseconds."""
+"""waitid options and interval in milliseconds for polling a process without a process descriptor."""
 
 
 def serve_verification(sock: socket.socket, place: Place, *, supervised: bool = False) -> None:
-    """Answer readiness, then one verification. supervised: as `linux.become_supervisor` leaves a process."""
-    gc.disable()  # a collection would only copy pages that are shared with the zygote
+    """Answer readiness and verification requests until the peer closes the socket.
+
+    supervised: this process has called `linux.become_supervisor`.
+    """
+    gc.disable()  # a collection would copy pages that are shared with the zygote
     while (frame := wire.receive(sock)) is not None:
         header, blob = frame
         if header["op"] == "init":
@@ -74,11 +77,11 @@ def verify(
     artifacts: Sequence[str] = (),
     product: Sequence[str] = (),
 ) -> VerifyResult:
-    """Run the tests on the template with the diff applied, where there are artifacts with these changes alone.
+    """Run the tests on the template with the diff applied; with `artifacts`, only with the changes to these paths.
 
-    product: paths that solutions change; other files of the template that look like helpers of tests are restored.
+    product: paths that solutions change; other files of the template that look like test helpers are restored.
     """
-    # held open from before anything is applied or run: whatever stands at its path later is not read
+    # Opened before anything is applied or run, so that a file put at its path later is not read.
     log = os.open(place.scratch / "log", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     declared = PathPatterns(artifacts) if artifacts else None
     preparation = Preparation(place.workspace, place.template, place.scratch, supervised=supervised, artifacts=declared)
@@ -98,15 +101,16 @@ def verify(
 
 @dataclass(frozen=True)
 class Layout:
-    """What the task itself, never the diff, says about how its tests are run."""
+    """Options for running a task's tests, taken from the task and never from the diff."""
 
     src: bool
     conftests: bool
 
 
 def layout(template: Path, hidden: Mapping[str, bytes], tests: Sequence[str]) -> Layout:
-    """A task with a `src` directory is imported from there too; its conftest files above a test are read, since the
-    diff's are undone.
+    """Layout of a task: whether it has a `src` directory to import from, and conftest files above its tests.
+
+    The conftest files are safe to read, since the diff's changes to them are undone.
     """
     folders = {folder for test in tests for folder in PurePosixPath(test.split("::", 1)[0]).parents}
     conftests = [str(folder / "conftest.py") for folder in sorted(folders)]
@@ -117,7 +121,7 @@ def layout(template: Path, hidden: Mapping[str, bytes], tests: Sequence[str]) ->
 
 
 class _Runner:
-    """The forked child that runs the tests, and what its supervisor does with it."""
+    """Forks the child that runs the tests, and supervises it."""
 
     def __init__(
         self,
@@ -133,7 +137,7 @@ class _Runner:
         self._supervised, self._changed = supervised, changed
 
     def supervise(self, timeout_s: float) -> tuple[Ending, list[Record]]:
-        """Run the tests until they end or the deadline passes; nothing of theirs lives on."""
+        """Run the tests until they end or the deadline passes, then kill all processes that they left."""
         nonce, agreed = secrets.token_hex(16), 16 + secrets.randbelow(240)
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
         runner = os.fork()
@@ -152,7 +156,7 @@ class _Runner:
         return Ending("completed" if ended else "crashed", status == agreed, status), records
 
     def _become(self, write_end: int, nonce: str, agreed: int) -> None:
-        """The forked child: nothing but the report pipe is open in it, and it never returns."""
+        """Run the tests in the forked child. Keeps only the log and the report pipe open. Never returns."""
         try:
             os.dup2(self._log, 1)
             os.dup2(self._log, 2)
@@ -164,7 +168,7 @@ class _Runner:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             if self._supervised:
                 _leave_the_supervisor()
-            linux.die_with_parent()  # not earlier: a change of user undoes it
+            linux.die_with_parent()  # not earlier: a change of user clears the setting
             gc.enable()
             gc.set_threshold(20_000, 20, 100)
             send = pipe_sender(report, nonce)
@@ -183,13 +187,13 @@ class _Runner:
 
 
 def _hide_ourselves() -> None:
-    """Code under test that imports what judges it, to patch it, gets a copy that judges nothing."""
+    """Remove the verifier's modules from sys.modules, so that code under test that imports them patches a copy."""
     for name in [name for name in sys.modules if name.startswith("envd.sandbox.")]:
         del sys.modules[name]
 
 
 def _leave_the_supervisor() -> None:
-    """Become the workspace's user, without a way back."""
+    """Become the workspace's user irrevocably."""
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
     linux.drop_capabilities()
@@ -197,7 +201,7 @@ def _leave_the_supervisor() -> None:
 
 
 def _gather(runner: int, pipe: int, timeout_s: float) -> tuple[bytes, bool]:
-    """Read reports until the runner ends or the deadline passes: (reports, ended in time)."""
+    """Read reports until the runner ends or the deadline passes. Returns (reports, ended in time)."""
     ended = _process_descriptor(runner)
     poll = select.poll()
     if ended >= 0:
@@ -223,7 +227,7 @@ def _gather(runner: int, pipe: int, timeout_s: float) -> tuple[bytes, bool]:
 
 
 def _process_descriptor(pid: int) -> int:
-    """A descriptor that can be read when the process has ended; -1 where the kernel has none (gVisor's)."""
+    """Open a descriptor that becomes readable when the process ends. Returns -1 if the kernel has none (gVisor)."""
     try:
         return os.pidfd_open(pid)
     except OSError as error:
@@ -233,7 +237,7 @@ def _process_descriptor(pid: int) -> int:
 
 
 def _drain(pipe: int, data: bytearray) -> bool:
-    """Read all that is there; False at the end of file. What exceeds a frame is dropped."""
+    """Read all available bytes of the pipe; drop those that exceed a frame. Returns False at the end of file."""
     while True:
         try:
             chunk = os.read(pipe, 65536)
@@ -250,14 +254,14 @@ def _believed(data: bytes, nonce: str) -> list[Record]:
     ours = f'["{nonce}"'.encode()
     for line in io.BytesIO(data):
         if not line.startswith(ours):
-            continue  # a flood must not take the time that parsing it would
+            continue  # do not spend time on parsing a flood of forged lines
         with contextlib.suppress(ValueError, TypeError, RecursionError):
             said, *rest = json.loads(line)
             if said == nonce and len(rest) == 5 and all(isinstance(each, str) for each in rest):
                 text = rest[4].encode(errors="replace").decode()  # lone surrogates can't be sent on
                 records.append((rest[0], rest[1], rest[2], rest[3], text))
                 if len(records) > 1 and records[-2][0] == "end":
-                    break  # one after the end is all there is to know
+                    break  # one record after the end proves the forgery
     return records
 
 

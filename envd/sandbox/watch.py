@@ -1,7 +1,6 @@
-"""Notices when code under test replaces what its verdict rests on: clocks, builtins, pytest, unittest, the tracing
-hooks.
+"""Detect code under test that replaces clocks, builtins, parts of pytest or unittest, or the tracing hooks.
 
-What is watched is looked up once, before any code of a task was imported, and compared by identity.
+The watched objects are looked up once, before any code of a task is imported, and compared by identity.
 """
 
 from __future__ import annotations
@@ -119,9 +118,7 @@ _WHOLE = (
     "envd.sandbox.equality",
     "envd.sandbox.origin:Origin",
 )
-"""Modules, and classes of modules, of which all that can be called is watched. What this pytest does not have is left
-out.
-"""
+"""Modules and classes (module:class) whose callables are all watched. Those that this pytest lacks are skipped."""
 _SOME: tuple[tuple[Any, Iterable[str]], ...] = (
     (builtins, _BUILTINS),
     (time, _CLOCKS),
@@ -132,7 +129,7 @@ _SOME: tuple[tuple[Any, Iterable[str]], ...] = (
     (sys, ("settrace", "setprofile", "exit")),
 )
 Seen = tuple[str, Any, str, Any, Any]
-"""Name, owner, attribute, value, and a function's code."""
+"""Name, owner, attribute, value, and code of a function."""
 
 
 def _look() -> Iterator[Seen]:
@@ -159,17 +156,17 @@ def _callables(owner: Any) -> list[str]:
 
 
 class Watch:
-    """What was there before any code of a task ran."""
+    """Snapshot of the watched objects from before any code of a task runs."""
 
     def __init__(self) -> None:
         self._seen = list(_look())
         self._modules = {name: sys.modules[name] for name in _MODULES}
 
     def changes(self, origin: Origin, *, tests_ran: bool) -> list[str]:
-        """What is replaced by other than the task's own code, by name.
+        """Names of watched objects that other code than the task's own replaced.
 
-        tests_ran: a package's object, as a mock or a frozen clock, may then be what the task's tests left behind, and
-        does not count.
+        tests_ran: a replacement from a package, such as a mock or a frozen clock, does not count, since the task's
+        tests may have left it behind.
         """
         found = []
         for label, owner, name, value, code in self._seen:
@@ -186,7 +183,7 @@ class Watch:
 
 
 def strange_plugins(plugins: Iterable[Any], known: Iterable[Any], origin: Origin) -> list[str]:
-    """Plugins that are registered now, were not before, and are the final state's."""
+    """`["hooked:pytest"]` if a plugin outside `known` is the final state's, else an empty list."""
     before = {id(each) for each in known}
     fresh = [each for each in plugins if id(each) not in before]
     return ["hooked:pytest"] if any(not (origin.vouched(each) or origin.systems(each)) for each in fresh) else []

@@ -1,6 +1,6 @@
-"""Frames between the server and what runs in a sandbox: two lengths, a JSON header, a binary blob.
+"""Frames between the server and processes in a sandbox: two lengths, a JSON header, a binary blob.
 
-Both sides bound what they accept: code in a sandbox may have taken its agent over.
+Both sides bound the lengths that they accept, since code in a sandbox may control its agent.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ MAX_BLOB = 64 * 1024 * 1024
 
 
 def receive_fds(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
-    """A datagram, and up to `most` descriptors that came with it, which no program that is started inherits.
+    """Receive a datagram and up to `most` descriptors, with close-on-exec set.
 
-    socket.recv_fds of Python 3.11 ignores its flags: what it gives would be inherited.
+    socket.recv_fds of Python 3.11 ignores its flags, so that programs would inherit its descriptors.
     """
     descriptors = array.array("i")
     data, beside, _, _ = sock.recvmsg(size, socket.CMSG_LEN(most * descriptors.itemsize), socket.MSG_CMSG_CLOEXEC)
@@ -30,7 +30,7 @@ def receive_fds(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[
 
 
 def pack(header: dict[str, Any], blob: bytes = b"") -> bytes:
-    """One frame."""
+    """Return one frame as bytes."""
     body = json.dumps(header, separators=(",", ":")).encode()
     return HEAD.pack(len(body), len(blob)) + body + blob
 
@@ -49,7 +49,7 @@ def send(sock: socket.socket, header: dict[str, Any], blob: bytes = b"") -> None
 
 
 def receive(sock: socket.socket) -> tuple[dict[str, Any], bytes] | None:
-    """Receive one frame, blocking; None when the peer has gone."""
+    """Receive one frame, blocking. Returns None if the peer has closed. Raises ValueError beyond the bounds."""
     head = _exactly(sock, HEAD.size)
     if head is None:
         return None

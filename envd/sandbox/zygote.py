@@ -48,21 +48,21 @@ class Zygote:
         self._made = 0
         self._boxes: dict[int, str] = {}  # pid of process 1 -> sandbox id
         self._groups = Cgroups(name)
-        self._left: set[str] = set()  # ended, its group not removed yet
+        self._left: set[str] = set()  # ids of ended sandboxes whose groups are not removed yet
         self._owner = linux.sandbox_owner()
-        self._system: list[str] = []  # directories of the host's that sandboxes see
-        # what judges runs as another user than what is judged, where there are two
+        self._system: list[str] = []  # host directories that sandboxes see
+        # Where there are two users, the verifier runs as another one than the tests.
         self._supervised = self._namespaces and self._owner == linux.SANDBOX_USER
-        # Held open because the path is out of sight once this process has a root of its own.
+        # Held open because the path is not visible after this process changes its root.
         self._above_run_dir = os.open(run_dir.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def run(self) -> None:
-        """Prepare, then fork on request until the server goes away."""
+        """Prepare, then fork on request until the server closes the control connection."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # the server decides; its end is ours
+            signal.signal(number, signal.SIG_IGN)  # the zygote ends when the server does
         linux.adopt_orphans()
         if self._namespaces:
-            prepare_filter()  # while its program is in sight
+            prepare_filter()  # while the path of its program is visible
             self._own_root()
             inside_session(Path(WORKSPACE), self._loop)
         else:
@@ -144,7 +144,7 @@ class Zygote:
                 os.close(fd)
 
     def _clone(self) -> int:
-        """Fork, into namespaces where we have them; 0 in the child."""
+        """Fork, into new namespaces if the backend has them. Returns 0 in the child."""
         self._made += 1
         if not self._namespaces:
             return linux.clone(0)
@@ -160,7 +160,7 @@ class Zygote:
         return pid
 
     def _map_users(self, pid: int) -> None:
-        """Give the child the users of its namespace; it waits for them."""
+        """Write the user and group maps of the child's user namespace; the child waits until then."""
         if not self._namespaces:
             return
         outside = self._owner if self._owner == linux.SANDBOX_USER else 0
@@ -173,7 +173,7 @@ class Zygote:
         Path(f"/proc/{pid}/gid_map").write_text(users)
 
     def _child(self, request: dict[str, Any], sock: socket.socket, go: int, entrances: list[int]) -> None:
-        """Everything from here runs in the sandbox's process 1, which never returns into the zygote's loop."""
+        """Run process 1 of a sandbox. Never returns into the zygote's loop."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -184,7 +184,7 @@ class Zygote:
                 linux.leave(1)
             place = self._enter(request)
             close_all_but(sock.fileno())
-            linux.die_with_parent()  # not earlier: a change of user undoes it
+            linux.die_with_parent()  # not earlier: a change of user clears the setting
             enforced = self._groups.enforced
             linux.limit_process(
                 files=_OPEN_FILES,
@@ -193,7 +193,7 @@ class Zygote:
                 memory=None if "memory" in enforced else request["memory"],
             )
             serve(sock, place)
-        except BaseException as error:  # noqa: BLE001 - the child reports whatever it was and never returns
+        except BaseException as error:  # noqa: BLE001 - the child reports every error and never returns
             _answer_failure(sock, error)
         finally:
             linux.leave(0)
@@ -204,9 +204,9 @@ class Zygote:
         return enter_namespaces(request, owner=self._owner, supervised=self._supervised, system=self._system)
 
     def _kill(self, identity: str) -> None:
-        """End a sandbox, whatever its agent does."""
+        """Kill all processes of a sandbox."""
         for pid in [pid for pid, each in self._boxes.items() if each == identity]:
-            if not self._namespaces:  # process 1 of a namespace takes everything along, an ordinary process nothing
+            if not self._namespaces:  # in a pid namespace the death of process 1 kills all others
                 os.kill(pid, signal.SIGSTOP)
                 kill_since(pid, frozenset(), lambda: None)
             os.kill(pid, signal.SIGKILL)
@@ -224,11 +224,11 @@ class Zygote:
         self._remove_groups()
 
     def _remove_groups(self) -> None:
-        """Remove the groups of what has ended; the last processes of one may still be torn down."""
+        """Remove the groups of ended sandboxes; retry later where the kernel still tears down the last processes."""
         self._left = {each for each in self._left if not self._groups.remove(each)}
 
     def _kill_strays(self) -> None:
-        """Without namespaces the orphans of a dead verifier come to us; nothing else below us lacks a living one."""
+        """Kill the orphans of dead verifiers. Without namespaces, the zygote becomes the parent of these."""
         below = descendants(os.getpid())
         for pid, parent in below.items():
             if parent == os.getpid() and pid not in self._boxes:
@@ -247,11 +247,11 @@ class Zygote:
             time.sleep(0.005)
         self._groups.close()
         if not self._namespaces:
-            remove_groups(self._run_dir.name)  # of plain sandboxes, whose agents end with the server
+            remove_groups(self._run_dir.name)  # groups of plain sandboxes, whose agents end with the server
         self._remove_run_dir()
 
     def _remove_run_dir(self) -> None:
-        """Remove it; again where the last process of a plain sandbox wrote to it meanwhile."""
+        """Remove the run directory. Retries where the last process of a plain sandbox still writes to it."""
         for _ in range(_ROUNDS):
             shutil.rmtree(self._run_dir.name, ignore_errors=True, dir_fd=self._above_run_dir)
             try:
@@ -271,7 +271,7 @@ def _answer_failure(sock: socket.socket, error: BaseException) -> None:
     try:
         wire.send(sock, {"failed": f"{type(error).__name__}: {error}"})
     except OSError:
-        pass  # the server has gone too
+        pass  # the server has closed the connection
 
 
 def main() -> None:

@@ -1,1 +1,1 @@
-"""Sandboxes as microVMs under Firecracker: `machine` is one of them."""
+"""Sandboxes as microVMs under Firecracker: `machine` controls one."""

@@ -1,11 +1,11 @@
 """Sandboxes as microVMs under Firecracker.
 
-    boot once a template and shape -> full snapshot: a base machine
+    boot once per template and shape -> full snapshot: a base machine
     create     a Firecracker that maps its memory copy-on-write -> INIT with a fresh seed, host name and clock
-    snapshot   a diff over what it was loaded from; merged, once the machine runs again, into one that stands alone
+    snapshot   a diff against the loaded snapshot; merged into a complete snapshot after the machine resumes
 
-Written against Firecracker's published API and tested against a server that speaks it
-(tests/envd/firecracker_server.py); never run on a real one.
+Written against Firecracker's published API and tested against a server that implements it
+(tests/envd/firecracker_server.py); never run on a real Firecracker.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from envd.guest.link import GuestLink
 
 _BOOT_S, _LOAD_S = 60.0, 30.0
 _VMM_MB = 32
-"""Memory of a Firecracker beside its machine's."""
+"""Memory in MiB that a Firecracker uses in addition to its machine's."""
 _PROCESSES = 64
 _STATE_BYTES = 64 << 20
 
@@ -57,16 +57,14 @@ class FirecrackerBox(MachineBox[FirecrackerMachine]):
         base: tuple[int, int],
         left: Callable[[FirecrackerBox], None],
     ) -> None:
-        """base: descriptors of the memory it was loaded from and of its template's disk; the box owns them from now
-        on.
-        """
+        """base: descriptors of the loaded memory file and of the template's disk. The box takes ownership of them."""
         super().__init__(machine, guest, about, lambda: left(self))
         self._memory, self._disk = base
 
     async def snapshot(self, into: Path) -> tuple[str, ...]:
         """Write memory, processes and files below `into`.
 
-        The machine stands still only while its changed pages are written.
+        The machine is paused only while its changed pages are written.
         """
         async with self._turn:
             async with self._halted():
@@ -80,7 +78,7 @@ class FirecrackerBox(MachineBox[FirecrackerMachine]):
         os.close(self._disk)
 
     def _merge(self, into: Path) -> None:
-        """Make a snapshot that stands alone of the diff. The next diff is over this one, which is kept open for it."""
+        """Merge the diff into a complete snapshot. Keeps its memory file open as the base of the next diff."""
         jail, whole = self._machine.root, self._machine.shape.machine_mb << 20
         state = open_written(jail, "diff.state", _STATE_BYTES)
         try:
@@ -101,13 +99,13 @@ class FirecrackerBox(MachineBox[FirecrackerMachine]):
 
 
 class _BaseMachine:
-    """The snapshot of a base machine, which others start from, in a directory of the server's."""
+    """Snapshot of a base machine, from which others start, in a directory of the server."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def close(self) -> None:
-        """Remove it; jails that link to it keep what they link to."""
+        """Remove the snapshot; jails keep the files that they link to."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
@@ -125,11 +123,11 @@ class FirecrackerBackend(MachineBackend[FirecrackerBox]):
 
     @property
     def features(self) -> Features:
-        """What it can do here."""
+        """Features of this backend on this host."""
         return self._features(self._firecracker.named + ("" if self._firecracker.jailer else " without jailer"))
 
     async def create(self, spec: BoxSpec) -> FirecrackerBox:
-        """Start a machine from its base machine's snapshot, which is made first where there is none yet."""
+        """Start a machine from its base machine's snapshot; create that first if there is none."""
         shape = Shape.of(spec)
         disk = await self._media.template_disk(spec.template, spec.template_dir)
         booted = await self._bases.get((spec.template, shape), lambda: self._boot(shape, disk))
@@ -149,7 +147,7 @@ class FirecrackerBackend(MachineBackend[FirecrackerBox]):
         await asyncio.to_thread(shutil.rmtree, self._directory, True)
 
     async def _boot(self, shape: Shape, disk: Path) -> _BaseMachine:
-        """Boot a machine and keep its snapshot."""
+        """Boot a machine and return its snapshot. Raises SandboxStartError."""
         machine, group = self._machine(shape)
         booted = _BaseMachine(self._directory / "bases" / group)
         booted.directory.mkdir(parents=True)
@@ -183,7 +181,7 @@ class FirecrackerBackend(MachineBackend[FirecrackerBox]):
         return booted
 
     async def _go_on(self, spec: BoxSpec, shape: Shape, state: Path, memory: Path, disk: Path) -> FirecrackerBox:
-        """Start a machine in the state of another, as a sandbox of its own."""
+        """Start a new sandbox from the state of another machine. Raises SandboxStartError."""
         machine, group = self._machine(shape)
         with ExitStack() as held:
             try:
@@ -219,10 +217,10 @@ class FirecrackerBackend(MachineBackend[FirecrackerBox]):
 
 
 async def start(run_dir: Path, image: Path | None = None) -> FirecrackerBackend:
-    """Start the backend. Raises BackendUnavailable, with the fix, where no machine really starts."""
+    """Start the backend and test it by starting a machine. Raises BackendUnavailable with the fix."""
     firecracker = await find()
     directory = run_dir / "fc-media"
-    # jails link to what is on their own file system
+    # own copies, since jails can only link to files on their own file system
     media = await asyncio.to_thread(lambda: Media(directory, image, own_copies=True))
     backend = FirecrackerBackend(run_dir, firecracker, media)
     try:

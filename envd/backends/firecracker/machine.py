@@ -1,12 +1,12 @@
-"""One Firecracker: the jail it runs in, its API (src/firecracker/swagger/firecracker.yaml), and the way to the agent in
-its guest.
+"""One Firecracker process: its jail, its API (src/firecracker/swagger/firecracker.yaml), and the connection to the
+guest's agent.
 
-    jail     BASE/firecracker/ID/root: hard links to what the machine reads; the API's socket, the vsock's and snapshots
-             appear in it
+    jail     BASE/firecracker/ID/root: hard links to the machine's files; Firecracker creates the API's socket, the
+             vsock's and snapshots in it
     server -> unshare (own network, pid namespace that ends with the server) -> jailer (chroot, uid, rlimits) ->
     firecracker
 
-All paths given to the API are relative to the jail, so a state made in one jail goes on in any other.
+All paths given to the API are relative to the jail, so that a state from one jail can be loaded in any other.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ class Firecracker:
 
     @property
     def named(self) -> str:
-        """What a state depends on."""
+        """Name and version of Firecracker, on which a state depends."""
         return f"firecracker {self.version}"
 
     @property
     def load_flag(self) -> str:
-        """What asks for tracking of dirty pages in a load."""
+        """Name of the flag that enables tracking of dirty pages when a snapshot is loaded."""
         numbers = tuple(int(each) for each in self.version.split(".")[:2])
         return "track_dirty_pages" if numbers >= _TRACK_SINCE else "enable_diff_snapshots"
 
 
 async def find() -> Firecracker:
-    """The installed Firecracker. Raises BackendUnavailable with the fix."""
+    """Find the installed Firecracker. Raises BackendUnavailable with the fix."""
     named = os.environ.get("TRIPLANE_ENVD_FIRECRACKER") or shutil.which("firecracker")
     if named is None or not Path(named).is_file():
         raise BackendUnavailable(
@@ -92,7 +92,7 @@ class FirecrackerMachine:
     """A Firecracker process in its jail."""
 
     def __init__(self, firecracker: Firecracker, base: Path, number: int, shape: Shape) -> None:
-        """base: where jails are. number: of this server's own, never used twice."""
+        """base: directory of the jails. number: unique on this server, never reused."""
         self.firecracker, self.shape = firecracker, shape
         self._identity = f"m{number}"
         self._user = SANDBOX_USER + 1 + number % _USERS if firecracker.jailer else os.geteuid()
@@ -107,7 +107,7 @@ class FirecrackerMachine:
     def bring(self, files: Mapping[str, Path]) -> None:
         """Put files into the jail, by name.
 
-        Linked where that can be done: they are the server's, read-only to Firecracker.
+        Links files where possible, else copies them. They belong to the server and are read-only to Firecracker.
         """
         (self.root / "run").mkdir(parents=True, exist_ok=True)
         if self.firecracker.jailer:
@@ -116,7 +116,7 @@ class FirecrackerMachine:
             linked = False
             if (
                 source.stat().st_mode & 0o004
-            ):  # else the jail's user could not read it, and a snapshot's own mode is not ours to change
+            ):  # else the jail's user could not read the link, and a snapshot's own mode must not change
                 with suppress(OSError):  # another file system
                     os.link(source, self.root / name)
                     linked = True
@@ -128,7 +128,7 @@ class FirecrackerMachine:
         """Start Firecracker and wait for its API. groups: as `VmmProcess` takes them."""
         self._process = VmmProcess(self._command(), directory=self.root, groups=groups, mute=mute)
         self._directory = os.open(self.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        # through the descriptor, since a socket's path may have 107 bytes only and the jail's is longer
+        # Through the descriptor, since a socket's path has at most 107 bytes and the jail's path is longer.
         transport = httpx.AsyncHTTPTransport(uds=f"/proc/self/fd/{self._directory}/{API}")
         headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
         self._http = httpx.AsyncClient(
@@ -157,36 +157,37 @@ class FirecrackerMachine:
         await self.ask("PUT", "/actions", {"action_type": "InstanceStart"})
 
     async def load(self) -> None:
-        """Go on from the files STATE and MEMORY of the jail.
+        """Load and resume the machine of the jail's files STATE and MEMORY.
 
-        Memory is mapped copy-on-write; what is changed from now on is tracked.
+        Firecracker maps memory copy-on-write and tracks changed pages from then on.
         """
         memory = {"backend_type": "File", "backend_path": MEMORY}
         loading = {"snapshot_path": STATE, "mem_backend": memory, "resume_vm": True, self.firecracker.load_flag: True}
         await self.ask("PUT", "/snapshot/load", loading)
 
     async def halt(self) -> None:
-        """Stop the machine where it stands; asks under way wait for `go`."""
+        """Pause the machine; pending requests to the agent wait for `go`."""
         if self.guest is not None:
             self.guest.hold()
         await self.ask("PATCH", "/vm", {"state": "Paused"})
 
     async def go(self) -> None:
-        """Let it run."""
+        """Resume the machine."""
         await self.ask("PATCH", "/vm", {"state": "Resumed"})
         if self.guest is not None:
             self.guest.release()
 
     async def write(self, kind: str, state: str, memory: str) -> None:
-        """Write the paused machine's state below the jail. kind: Full, or Diff: memory changed since it was loaded or
-        last written.
+        """Write the paused machine's state to files in the jail.
+
+        kind: Full, or Diff for the memory that changed since the last load or write.
         """
         await self.ask(
             "PUT", "/snapshot/create", {"snapshot_type": kind, "snapshot_path": state, "mem_file_path": memory}
         )
 
     async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """One request. Raises MachineError with Firecracker's words, SandboxGone when it has ended."""
+        """Make one API request. Raises MachineError with its message, SandboxGone if Firecracker has ended."""
         assert self._http is not None, "start() comes first"
         try:
             answer = await self._http.request(method, path, json=body)
@@ -197,13 +198,13 @@ class FirecrackerMachine:
         return answer.json() if answer.status_code == 200 else None
 
     async def reach_agent(self, patience_s: float) -> GuestLink:
-        """Connect to the agent, once it listens."""
+        """Connect to the agent as soon as it listens. Raises MachineError after patience_s."""
         await self._until(self._connects, patience_s, "its agent does not listen")
         assert self.guest is not None, "just connected"
         return self.guest
 
     async def end(self) -> None:
-        """Kill it, wait until it is gone, and remove its jail. Idempotent."""
+        """Kill Firecracker, wait until it has ended, and remove its jail. Idempotent."""
         if self.guest is not None:
             self.guest.close()
         if self._process is not None:
@@ -218,11 +219,11 @@ class FirecrackerMachine:
 
     @property
     def said(self) -> str:
-        """What Firecracker said last."""
+        """Last output of Firecracker."""
         return self._process.said if self._process is not None else ""
 
     def usage(self) -> tuple[int, float]:
-        """(bytes of memory of its own, seconds of processor time)."""
+        """(bytes of private memory, seconds of processor time) of Firecracker."""
         return self._process.usage() if self._process is not None else (0, 0.0)
 
     def _command(self) -> list[str]:
@@ -238,8 +239,8 @@ class FirecrackerMachine:
                 "--id",
                 self._identity,
             ]
-        # the jailer changes its user, at which the kernel forgets that it is to die with its parent: so it is put in a
-        # pid namespace whose first process is killed with `unshare`, which is killed with the server
+        # The jailer changes its user, which clears its parent-death signal. Therefore it runs in a pid namespace whose
+        # first process is killed with `unshare`, which is killed with the server.
         alone = [
             "setpriv",
             "--pdeathsig",
@@ -282,7 +283,7 @@ class FirecrackerMachine:
         return True
 
     async def _connects(self) -> bool:
-        """Ask Firecracker for a connection to the agent's port; it hangs up while nobody listens there."""
+        """Request a connection to the agent's port. Firecracker hangs up while no process listens on the port."""
         loop = asyncio.get_running_loop()
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.setblocking(False)
@@ -291,7 +292,7 @@ class FirecrackerMachine:
                 await loop.sock_connect(sock, f"/proc/self/fd/{self._directory}/{VSOCK}")
                 await loop.sock_sendall(sock, b"CONNECT %d\n" % VSOCK_PORT)
                 said = b""
-                # a byte at a time: what follows the line is the agent's
+                # One byte at a time: the agent's data follows the line.
                 while not said.endswith(b"\n") and len(said) < 32 and (byte := await loop.sock_recv(sock, 1)):
                     said += byte
             if not (said.startswith(b"OK ") and said.endswith(b"\n")):

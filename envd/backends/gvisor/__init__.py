@@ -1,4 +1,4 @@
-"""Sandboxes with a kernel of their own in user space, gVisor's `runsc`.
+"""Sandboxes with their own kernel in user space, gVisor's `runsc`.
 
-backend -> boxes -> bundle (what runsc is told), server -> stage (process 1 of the namespaces runsc works in)
+backend -> boxes -> bundle (runsc's configuration), server -> stage (process 1 of the namespaces in which runsc runs)
 """

@@ -1,7 +1,6 @@
-"""Sandboxes with a kernel of their own in user space: gVisor's `runsc`. Finds it, starts the backend and proves that it
-works.
+"""Sandboxes with their own kernel in user space, gVisor's `runsc`: find the program, start the backend and test it.
 
-docs/sandboxes-gvisor.md says how to get runsc, and what it protects against.
+docs/sandboxes-gvisor.md describes the installation of runsc and its protection.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from envd.sandbox import linux
 from envd.types import Limits
 
 _OLDEST = "20240729"
-"""Date of the oldest runsc whose checkpoints are restored as this backend does it."""
+"""Date of the oldest runsc whose checkpoints this backend can restore."""
 _INSTALL = "install it by deploy/install-runsc.sh"
 _log = logging.getLogger("envd")
 
 
 async def start(run_dir: Path, pool: int = 0, *, runsc: Path | None = None, agent: Path | None = None) -> GVisorBackend:
-    """Start the backend after a sandbox has really run.
+    """Start the backend and test it by running a sandbox.
 
-    pool: sandboxes kept ready for each template and limits that were asked for.
-    runsc: the program; looked for on PATH and in ~/.local/bin when None.
-    agent: the program envd-guest; the one that was built here when None.
+    pool: number of sandboxes kept ready for each requested template and limits.
+    runsc: the program; None: search PATH and ~/.local/bin.
+    agent: the program envd-guest; None: the one built here.
     Raises BackendUnavailable with the reason and the fix.
     """
     program = runsc or find_runsc()
@@ -43,7 +42,7 @@ async def start(run_dir: Path, pool: int = 0, *, runsc: Path | None = None, agen
     try:
         ours = stage.directory / "agent"
         ours.mkdir()
-        shutil.copy2(agent, ours / "envd-guest")  # a rebuilt agent must not change under sandboxes that run
+        shutil.copy2(agent, ours / "envd-guest")  # a rebuilt agent must not affect running sandboxes
         backend = GVisorBackend(stage, program, version, ours, pool)
         await _probe(GVisorBackend(stage, program, version, ours, pool=0))
     except EnvdError as error:
@@ -58,7 +57,7 @@ async def start(run_dir: Path, pool: int = 0, *, runsc: Path | None = None, agen
 
 
 def find_runsc() -> Path:
-    """Raises BackendUnavailable where it is not installed."""
+    """Find the installed runsc. Raises BackendUnavailable with the fix."""
     local = Path.home() / ".local/bin"
     found = shutil.which("runsc") or shutil.which("runsc", path=str(local))
     if found is None:
@@ -81,7 +80,7 @@ def _version(program: Path) -> str:
 
 
 async def _probe(backend: GVisorBackend) -> None:
-    """Start one and have its shell answer."""
+    """Start a sandbox and check that its shell works. Raises EnvdError."""
     template = backend.stage.directory / "probe" / "template"
     template.mkdir(parents=True)
     if linux.sandbox_owner() != os.geteuid():

@@ -2,14 +2,13 @@
 
     create    runsc run --detach             agent over the socket that is its standard input
     snapshot  runsc checkpoint --leave-running
-    restore   runsc restore --detach         a new socket takes the old one's place; the escaped stream starts anew on
-              it
+    restore   runsc restore --detach         a new socket replaces the old one; the escaped stream restarts on it
 
-A socket and not pipes: gVisor lets each process of a sandbox open the others' pipes through /proc/PID/fd, and their
-sockets never.
+The agent has a socket instead of pipes: gVisor lets each process of a sandbox open the pipes of others through
+/proc/PID/fd, but not their sockets.
 
-Every command of runsc and all that it leaves running are in one stage (`envd.backends.gvisor.stage`), which the server
-starts.
+All commands of runsc and the processes that they leave run in one stage (`envd.backends.gvisor.stage`), which the
+server starts.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ from envd.sandbox.cgroups import box_groups, measure
 from envd.types import Limits
 
 KERNEL_BYTES = 96 * 1024 * 1024
-"""Memory a sandbox may have beyond its limit, for its kernel and the gofer."""
+"""Memory in bytes beyond a sandbox's limit, for its kernel and the gofer."""
 KERNEL_PIDS = 256
-"""Threads it may have on the host beyond its limit, for the same."""
+"""Number of host threads beyond a sandbox's pid limit, for its kernel and the gofer."""
 _MIB = 1024 * 1024
 _ANSWER_S = 60.0
 _COMMAND_S = 60.0
 _IMAGE_S = 600.0
-"""How long writing or reading a snapshot may take."""
+"""Maximum time in seconds to write or read a snapshot."""
 _RUN = ("run", "--detach")
 _NO_NETWORK = "the gvisor backend gives a sandbox no network: choose another backend, or rules without network.allow"
 _MANIFEST = "manifest.json"
 _LAYOUT = 2
-"""Of bundles; a snapshot is restored into the layout it was taken in."""
+"""Version of the bundles' layout; a snapshot can be restored only into the layout that it was taken in."""
 
 
 class GVisorBox:
@@ -61,26 +60,26 @@ class GVisorBox:
 
     @property
     def guest(self) -> GuestLink:
-        """The agent in it."""
+        """Connection to the sandbox's agent."""
         return self._guest
 
     @property
     def alive(self) -> bool:
-        """Whether it can still be used."""
+        """Whether the sandbox is usable."""
         return self._guest.gone is None and self._destroying is None
 
     async def pause(self) -> None:
-        """Stop every process where it stands."""
+        """Pause all processes of the sandbox. Raises EnvdError."""
         await self._runsc("pause", self._spec.name)
 
     async def resume(self) -> None:
-        """Let them go on."""
+        """Resume all processes of the sandbox. Raises EnvdError."""
         await self._runsc("resume", self._spec.name)
 
     async def snapshot(self, into: Path) -> tuple[str, ...]:
-        """Write memory, processes and files below `into` and run on.
+        """Write memory, processes and files below `into`; the sandbox continues to run. Raises EnvdError.
 
-        Nothing is lost but what other sandboxes could be connected to.
+        Keeps everything except connections to other sandboxes.
         """
         image = os.open(into, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._guest.hold()
@@ -100,13 +99,13 @@ class GVisorBox:
         return ()
 
     async def usage(self) -> Usage:
-        """What it uses now, its kernel included."""
+        """Current usage, including the sandbox's kernel."""
         used = measure(box_groups(self._backend.stage.groups, self._spec.name))
-        # The host's processes are its kernel's threads, not what runs in it.
+        # Without pids: the host sees threads of the sandbox's kernel, not the sandbox's processes.
         return Usage(memory_bytes=used.memory_bytes, cpu_s=used.cpu_s, events=used.events)
 
     async def destroy(self) -> None:
-        """End it and leave nothing. Idempotent; goes on when its caller gives up."""
+        """Kill the sandbox and remove its files. Idempotent; continues if the caller is cancelled."""
         if self._destroying is None:
             self._guest.close()
             self._destroying = asyncio.create_task(self._backend.end(self._spec.name))
@@ -136,11 +135,11 @@ class GVisorBackend:
             "runsc": version,
             "agent": hashlib.sha256((agent / "envd-guest").read_bytes()).hexdigest(),
         }
-        """What a snapshot needs to find where it is restored."""
+        """Properties that must be equal where a snapshot is taken and where it is restored."""
 
     @property
     def features(self) -> Features:
-        """What it can do here."""
+        """Features of this backend on this host."""
         return Features(
             isolation=IsolationLevel.KERNEL,
             limits_enforced=tuple(sorted({*self.stage.enforced, "pids", "disk"})),
@@ -160,7 +159,10 @@ class GVisorBackend:
             return await self._start(spec, _RUN)
 
     async def restore(self, snapshot: Path, spec: BoxSpec) -> GVisorBox:
-        """Start a sandbox from a snapshot. Its limits of processes and disk are those that it was created with."""
+        """Start a sandbox from a snapshot. Raises SandboxStartError.
+
+        Its limits of processes and disk are those of the sandbox that the snapshot was taken of.
+        """
         if spec.network:
             raise Unsupported(_NO_NETWORK)
         try:
@@ -180,7 +182,7 @@ class GVisorBackend:
         finally:
             os.close(image)
         try:
-            # The agent has no capability to name its host; a process that runsc adds to the sandbox may be given it.
+            # The agent lacks the capability to set the host name; runsc can give it to a process that it adds.
             await self.runsc(
                 spec.name, ["exec", "--cap=CAP_SYS_ADMIN", spec.name, AGENT, "--name-host", spec.host_name]
             )
@@ -190,7 +192,7 @@ class GVisorBackend:
         return box
 
     async def runsc(self, box: str, arguments: Sequence[str], *, image: int | None = None) -> None:
-        """Run a command of runsc on a running box. Raises EnvdError with its words."""
+        """Run a command of runsc on a running box. Raises EnvdError with the command's message."""
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         try:
             descriptors = [null, null, *([image] if image is not None else [])]
@@ -202,7 +204,7 @@ class GVisorBackend:
             raise EnvdError(f"runsc {arguments[0]} failed: {_last(done.said) or f'code {done.code}'}")
 
     async def end(self, box: str) -> None:
-        """Kill all of a box and remove what it had on disk."""
+        """Kill all processes of a box and remove its files."""
         await self.stage.end(box)
         await asyncio.to_thread(self._clear, box)
 
@@ -211,18 +213,18 @@ class GVisorBackend:
         await self.pool.forget(template)
 
     async def died(self) -> str:
-        """Return, with the reason, when the stage has failed."""
+        """Wait until the stage fails, and return the reason."""
         return await self.stage.died()
 
     async def stop(self) -> None:
-        """Destroy everything and leave nothing behind."""
+        """Destroy all sandboxes and stop the stage."""
         await self.pool.stop()
         await self.stage.stop()
 
     async def _start_pooled(self, spec: BoxSpec) -> GVisorBox:
         box = await self._start(replace(spec, name=f"pool-{next(self._pooled)}"), _RUN)
         try:
-            await box.guest.shell([("true", _COMMAND_S)])  # its shell runs before it is asked for
+            await box.guest.shell([("true", _COMMAND_S)])  # start its shell in advance
         except BaseException:
             await box.destroy()
             raise

@@ -1,12 +1,12 @@
-"""The OCI bundle of a gVisor sandbox: what `runsc` is told to run, and in what.
+"""OCI bundle of a gVisor sandbox: the program that `runsc` runs, and its file system and limits.
 
 /            the server's base (envd/sandbox/rootfs.py), read-only
 /.template   the pristine workspace, read-only
 /workspace   overlay inside the sandbox: the template below, a size-limited tmpfs above
-/tmp         on that same tmpfs
+/tmp         on the same tmpfs
 /dev, /proc  gVisor's own
 
-The sandbox's root is no user of the host's. Process 1 mounts the workspace, gives up every capability and becomes the
+The sandbox's root owns nothing on the host. Process 1 mounts the workspace, drops every capability and becomes the
 agent.
 """
 
@@ -26,11 +26,11 @@ from envd.tools.paths import WORKSPACE
 _SCRATCH = "/.scratch"
 _MIB = 1024 * 1024
 _FILES = 4096
-"""Descriptors of one process."""
+"""Maximum number of open descriptors per process."""
 _MOUNTING = ("CAP_SYS_ADMIN", "CAP_SETPCAP", "CAP_CHOWN")
 _SUPERVISING = ("CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_KILL", "CAP_SETGID", "CAP_SETUID")
-"""By which a verifier becomes another user than the tests, of the sandbox's own kernel: an agent's sandbox has none of
-them.
+"""Capabilities, over the sandbox's own kernel, by which a verifier becomes another user than the tests. Sandboxes of
+agents do not get them.
 """
 _NAMESPACES = ("pid", "network", "ipc", "uts", "mount", "user")
 AGENT = f"{AGENT_DIRECTORY}/envd-guest"
@@ -38,21 +38,23 @@ _PROCESS_1 = (
     *(AGENT, "--stdio", "--escaped", "--workspace", str(WORKSPACE), "--scratch", "/tmp/.envd"),
     *("--template", rootfs.INSIDE_TEMPLATE, "--disk", _SCRATCH),
 )
-"""It mounts the workspace first. The capabilities that it has until then are over the sandbox's own kernel only."""
+"""Command line of process 1, which mounts the workspace first. Its capabilities until then apply to the sandbox's own
+kernel only.
+"""
 
 
 def write_bundle(directory: Path, spec: BoxSpec, *, base: str, template: str, agent: str) -> None:
     """Write `config.json` into a fresh directory.
 
-    base, template, agent: directories that gofers can reach: the root, the template, and where the program envd-guest
-    is.
+    base, template, agent: directories that gofers can reach: the root, the template, and that of the program
+    envd-guest.
     """
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(_config(spec, base, template, agent)))
 
 
 def _config(spec: BoxSpec, base: str, template: str, agent: str) -> dict[str, Any]:
-    # The owner of the template's files. An unprivileged server's stage is root of a namespace that holds its user only.
+    # The owner of the template's files. An unprivileged server's stage is root of a user namespace with one user.
     mapping = [{"containerID": 0, "hostID": linux.SANDBOX_USER if os.geteuid() == 0 else 0, "size": 1}]
     capabilities = (*_MOUNTING, *_SUPERVISING) if spec.supervised else _MOUNTING
     return {

@@ -1,4 +1,4 @@
-"""The server's end of its gVisor stage: starting it, and asking it to run commands and to end sandboxes."""
+"""Server side of the gVisor stage: start it, and request it to run commands and to end sandboxes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ GROUPS_SUFFIX = "-gvisor"
 
 @dataclass(frozen=True)
 class Done:
-    """How a command ended."""
+    """Result of a command."""
 
     code: int
     said: str
-    """On standard error, its last line."""
+    """End of the command's standard error."""
 
 
 class Stage:
@@ -49,10 +49,10 @@ class Stage:
 
     @classmethod
     async def start(cls, run_dir: Path) -> Stage:
-        """Start it in run_dir/gvisor, a directory of its own. Raises BackendUnavailable with its own words."""
+        """Start a stage in its own directory, run_dir/gvisor. Raises BackendUnavailable with the stage's message."""
         if shutil.which("unshare") is None:
             raise BackendUnavailable("the gvisor backend needs the program `unshare`: install util-linux")
-        sweep_groups()  # here: in the stage's pid namespace no server of before can be told from a live one
+        sweep_groups()  # not in the stage, whose pid namespace hides which servers live
         own = run_dir / "gvisor"
         shutil.rmtree(own, ignore_errors=True)
         (own / "boxes").mkdir(parents=True)
@@ -87,12 +87,12 @@ class Stage:
 
     @property
     def directory(self) -> Path:
-        """Where bundles and runsc's own state are."""
+        """Directory of the bundles and of runsc's state."""
         return self._run_dir / "gvisor"
 
     @property
     def groups(self) -> str:
-        """Name of the control group that its sandboxes' groups are in."""
+        """Name of the parent control group of the sandboxes' groups."""
         return _groups(self._run_dir)
 
     async def run(
@@ -104,10 +104,10 @@ class Stage:
         *,
         timeout_s: float = 60.0,
     ) -> Done:
-        """Run a command, whose descriptors become 0, 1, 3; what it starts is the box's. limits: bytes, processes, cores
-        of all that together.
+        """Run a command for a box; its descriptors become 0, 1, 3, and the processes that it starts belong to the box.
 
-        Raises EnvdError after timeout_s. That, or cancelling, gives up the answer only: `end` the box then.
+        limits: bytes, processes and cores of all these processes together. Raises EnvdError after timeout_s. A timeout
+        or a cancellation does not stop the command: call `end` for the box then.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -116,12 +116,12 @@ class Stage:
             raise EnvdError(f"runsc hangs: it did not end within {timeout_s:g} s") from error
 
     async def end(self, box: str) -> None:
-        """Kill all that is left of a box and wait until it is gone, as it is when the stage has gone."""
+        """Kill all processes of a box and wait until they have ended. Does nothing if the stage has ended."""
         if self._gone is None:
             await self._ask({"do": "end", "box": box}, ())
 
     async def show(self, directory: Path) -> str:
-        """Where gofers find a directory of the host's, read-only. Raises EnvdError."""
+        """Make a host directory visible to gofers, read-only, and return its path for them. Raises EnvdError."""
         task = self._shown.get(directory)
         if task is None:
             task = self._shown[directory] = asyncio.create_task(self._ask({"do": "show", "path": str(directory)}, ()))
@@ -132,12 +132,12 @@ class Stage:
         return done.said
 
     async def died(self) -> str:
-        """Return, with the reason, when it has ended by itself."""
+        """Wait until the stage ends, and return the reason."""
         await self._over.wait()
         return self._gone or "the gvisor backend was stopped"
 
     async def stop(self) -> None:
-        """End every sandbox and the stage, and remove what it had."""
+        """End every sandbox and the stage, and remove their control groups and directory."""
         asyncio.get_running_loop().remove_reader(self._control)
         self._control.close()
         self._fail("the gvisor backend was stopped")
@@ -168,7 +168,7 @@ class Stage:
                     socket.send_fds(self._control, [data], descriptors)
                     break
                 except BlockingIOError:
-                    await asyncio.sleep(0.001)  # its queue is full
+                    await asyncio.sleep(0.001)  # the socket's queue is full
                 except OSError as error:
                     raise EnvdError(f"the gvisor stage has gone ({error}): restart envd") from error
             return await future

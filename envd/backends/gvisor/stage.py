@@ -1,20 +1,20 @@
-"""Process 1 of the namespaces that a server's gVisor sandboxes live in; it runs `runsc` for the server and adopts what
-that leaves running.
+"""Process 1 of the namespaces of a server's gVisor sandboxes: runs `runsc` for the server and adopts the processes that
+`runsc` leaves running.
 
     server --SEQPACKET: JSON and descriptors--> stage --fork, exec--> runsc --> sandbox and gofer processes
                                                                                 (children of the stage)
 
-Pids and mounts are its own, so nothing of a sandbox outlives it: when the server closes the socket, or is killed, the
-stage ends and the kernel kills what is left. Started by `envd.backends.gvisor.server`:
+The stage has its own pid and mount namespaces, so that no process of a sandbox outlives it: when the server closes the
+socket or is killed, the stage ends and the kernel kills the rest. Started by `envd.backends.gvisor.server`:
 
     unshare --mount --pid --fork --kill-child --mount-proc python -m envd.backends.gvisor.stage CONTROL_FD RUN_DIR
     GROUPS_NAME
 
-It says {"enforced": [...], "base": path} once it is ready, then answers {"id", "code", "said"} to each of
-    {"id", "do": "run", "box", "argv", "limits"} and descriptors      run a command, in a group of these limits where
+The stage sends {"enforced": [...], "base": path} when it is ready, then answers {"id", "code", "said"} to each of
+    {"id", "do": "run", "box", "argv", "limits"} and descriptors      run a command, in a group of these limits if
                                                                       there are any
-    {"id", "do": "end", "box"}                                        kill all that is left of a sandbox; answered when
-                                                                      it is gone
+    {"id", "do": "end", "box"}                                        kill all processes of a sandbox; answered when
+                                                                      they have ended
     {"id", "do": "show", "path"}                                      make a directory visible to gofers; `said` is its
                                                                       path for them
 """
@@ -38,28 +38,28 @@ from envd.sandbox.python_inside import python_directories
 from envd.sandbox.wire import receive_fds
 
 AGENT_DIRECTORY = "/.envd"
-"""Where a sandbox finds its agent."""
+"""Directory of the agent inside a sandbox."""
 MAX_MESSAGE = 64 * 1024
 MAX_DESCRIPTORS = 3
 _MAX_SAID = 16 * 1024
 _TICK_S = 0.005
 _OPEN_TO_ALL = ("/media", "/srv", "/mnt", "/opt")
-"""Where the stage mounts what gofers read: they run as another user, who must be able to search the way there."""
+"""Candidates for the stage's mount point for gofers, which run as another user and must be able to search the path."""
 
 
 @dataclass
 class _Command:
-    """A command that runs."""
+    """A running command."""
 
     request: int
     box: str
     errors: int
-    """What it writes to standard error."""
+    """Descriptor that reads its standard error."""
     said: bytes = b""
 
 
 class Stage:
-    """The loop. Single-threaded, so that it may fork."""
+    """Event loop of the stage. Single-threaded, so that it may fork."""
 
     def __init__(self, control: socket.socket, run_dir: Path, groups: str) -> None:
         self._control = control
@@ -69,7 +69,7 @@ class Stage:
         self._show = _shown(run_dir)
         self._commands: dict[int, _Command] = {}
         self._boxes: set[str] = set()
-        """Those that a command was run for and that were not ended; the directories may be gone by now."""
+        """Boxes with a command run and not ended; their directories may have been removed."""
         self._ending: dict[str, list[int]] = {}
         self._selector = selectors.DefaultSelector()
         self._serving = True
@@ -139,7 +139,7 @@ class Stage:
         if pid == 0:
             try:
                 self._become(request, [*descriptors[:2], writer, *descriptors[2:]])
-            except BaseException as error:  # noqa: BLE001 - whatever it is, the child must end here
+            except BaseException as error:  # noqa: BLE001 - the child must end here after any error
                 os.write(writer, str(error).encode())
             finally:
                 os._exit(127)
@@ -149,7 +149,7 @@ class Stage:
         self._selector.register(reader, selectors.EVENT_READ, command)
 
     def _become(self, request: dict[str, Any], descriptors: Sequence[int]) -> None:
-        """In the child: the command in place of this process. descriptors: what becomes 0, 1, 2, ..."""
+        """Replace this forked child by the command. descriptors: those that become 0, 1, 2, ..."""
         os.setsid()
         if request["limits"] is not None:
             memory, pids, cpu = request["limits"]
@@ -158,16 +158,16 @@ class Stage:
                 os.close(entrance)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        # Out of the way first: none of them may be overwritten before it is put in place.
+        # Duplicate to high numbers first, so that no descriptor is overwritten before it is in place.
         high = [os.dup2(fd, 100 + number, inheritable=False) for number, fd in enumerate(descriptors)]
         for number, fd in enumerate(high):
             os.dup2(fd, number)
         os.execve(request["argv"][0], request["argv"], {"PATH": os.defpath, "TMPDIR": "/tmp"})
 
     def _listen(self, command: _Command) -> None:
-        """Read what a command said on standard error.
+        """Read a command's standard error.
 
-        A sandbox holds the other end too: its end is no sign of the command's.
+        The sandbox holds the other end too, so that end of file does not show when the command ends.
         """
         try:
             data = os.read(command.errors, 4096)
@@ -220,7 +220,7 @@ class Stage:
         return found if self._groups.enforced else found | _processes_of(self._run_dir, box)
 
     def _shown_at(self, path: str) -> str:
-        """Bind a directory read-only to a place that gofers can reach."""
+        """Bind a directory read-only where gofers can reach it, and return its path."""
         place = self._show / f"shown-{len(list(self._show.iterdir()))}"
         place.mkdir()
         linux.mount(path, str(place), flags=linux.MS_BIND)
@@ -232,11 +232,11 @@ class Stage:
         try:
             self._control.send(json.dumps(answer).encode())
         except OSError:
-            return  # the server has gone; the socket's end is read next
+            return  # the server has ended; the loop reads the socket's end next
 
 
 def _shown(run_dir: Path) -> Path:
-    """A directory that everybody may search and nothing here needs, to mount on."""
+    """Find a directory to mount on that everybody may search and nothing here needs. Raises OSError."""
     needed = [run_dir, Path(__file__), Path(sys.executable), *map(Path, python_directories())]
     for name in _OPEN_TO_ALL:
         place = Path(name)
@@ -246,7 +246,7 @@ def _shown(run_dir: Path) -> Path:
 
 
 def _processes_of(run_dir: Path, box: str) -> set[int]:
-    """The sandbox and gofer processes of a box by their command lines, where no control group tells."""
+    """Pids of a box's sandbox and gofer processes by their command lines, for hosts without control groups."""
     mark = b"--bundle=" + os.fsencode(run_dir / "boxes" / box)
     found = set()
     for entry in Path("/proc").iterdir():
@@ -261,7 +261,7 @@ def _processes_of(run_dir: Path, box: str) -> set[int]:
 
 
 def main(arguments: list[str]) -> int:
-    """Serve; the process's exit code."""
+    """Run the stage and return the process's exit code."""
     control = socket.socket(fileno=int(arguments[0]))
     control.set_inheritable(False)
     try:

@@ -1,1 +1,1 @@
-"""Sandboxes in namespaces of the host's kernel: `backend` asks `spawner`, the native program that forks them."""
+"""Sandboxes in namespaces of the host's kernel: `backend` sends requests to the native spawner through `spawner`."""

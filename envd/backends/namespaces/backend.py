@@ -28,12 +28,12 @@ _FILES = "files.tar"
 _ABOUT = "snapshot.json"
 _DESTROY_S = 30.0
 _BERTHS = 4
-"""How many sandboxes' groups and networks are held ready for each that the pool holds: many end at a time."""
+"""Number of ended sandboxes whose groups and networks are kept per sandbox of the pool, since many end at a time."""
 _log = logging.getLogger("envd")
 
 
 class NamespacesBox:
-    """A `Box` of the native spawner's."""
+    """A `Box` that the native spawner started."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class NamespacesBox:
 
     @property
     def guest(self) -> GuestLink:
-        """The agent in it."""
+        """Connection to the sandbox's agent."""
         return self._guest
 
     @property
@@ -60,11 +60,11 @@ class NamespacesBox:
 
     @property
     def alive(self) -> bool:
-        """Whether it can still be used."""
+        """Whether the sandbox is usable."""
         return self._guest.gone is None and not self._started.ended.done()
 
     async def pause(self) -> None:
-        """Freeze its control group."""
+        """Freeze the sandbox's control group. Raises EnvdError."""
         self._check()
         if "pause" not in self._backend.features.can:
             raise EnvdError("sandboxes can't be paused here: that takes a writable control group v2")
@@ -79,21 +79,21 @@ class NamespacesBox:
             self._paused = True
 
     async def resume(self) -> None:
-        """Thaw it."""
+        """Thaw the sandbox's control group. Raises EnvdError."""
         self._check()
         if self._paused:
             await self._thaw()
             self._paused = False
 
     async def _thaw(self) -> None:
-        if self.alive:  # else its groups may be another's
+        if self.alive:  # else another sandbox may have its groups
             await freeze(self._groups, False)
         self._guest.release()
 
     async def snapshot(self, into: Path) -> tuple[str, ...]:
-        """Write the files it changed, below its workspace and /tmp.
+        """Write the files that the sandbox changed below its workspace and /tmp.
 
-        It stands still meanwhile, where it can be paused.
+        Pauses the sandbox meanwhile if the backend can.
         """
         self._check()
         stopped = not self._paused and "pause" in self._backend.features.can
@@ -110,7 +110,7 @@ class NamespacesBox:
         return ("processes",)
 
     async def usage(self) -> Usage:
-        """What its groups count."""
+        """Usage from the counters of its control groups, and of its disk."""
         self._check()
         found = measure(self._groups)
         disk = disk_of(self._started.pid)
@@ -118,9 +118,9 @@ class NamespacesBox:
         return Usage(found.memory_bytes, found.pids, cpu_s, disk.used_bytes, found.events, disk.full)
 
     async def destroy(self) -> None:
-        """Kill process 1, and all with it, and wait until nothing is left."""
+        """Kill all processes of the sandbox and wait until nothing is left. Raises EnvdError."""
         self._backend.spawner.kill(self._started, changed=self._changed)
-        self._guest.close()  # after it: what is left of one that still runs can be used again
+        self._guest.close()  # after the kill: the spawner can reuse the resources of a sandbox that still runs
         if self._listener is not None:
             self._listener.close()
         try:
@@ -160,11 +160,11 @@ class NamespacesBackend:
 
     @property
     def features(self) -> Features:
-        """What it can do here."""
+        """Features of this backend on this host."""
         return self._features
 
     def groups_of(self, name: str) -> dict[str, Path]:
-        """Where the control groups of a sandbox are, by controller."""
+        """Paths of a sandbox's control groups, by controller."""
         return {controller: base / (name or "ended") for controller, base in self._groups.items()}
 
     async def create(self, spec: BoxSpec) -> NamespacesBox:
@@ -178,7 +178,7 @@ class NamespacesBackend:
         return box
 
     async def restore(self, snapshot: Path, spec: BoxSpec) -> NamespacesBox:
-        """Start a sandbox whose files are a snapshot's. Raises SandboxStartError."""
+        """Start a sandbox with a snapshot's files. Raises SandboxStartError."""
         self._accept(spec)
         try:
             about = json.loads((snapshot / _ABOUT).read_text())
@@ -200,11 +200,11 @@ class NamespacesBackend:
         await self.pool.forget(template)
 
     async def died(self) -> str:
-        """Return when the spawner has ended by itself."""
+        """Wait until the spawner ends by itself, and return the reason."""
         return await self.spawner.died()
 
     async def stop(self) -> None:
-        """Destroy everything."""
+        """Destroy all sandboxes and stop the spawner."""
         await self.pool.stop()
         await self.spawner.stop()
 
@@ -229,7 +229,7 @@ class NamespacesBackend:
                     archive=archive,
                 )
             if spec.network:
-                listener = await take_listener(ours)  # ahead of all that the agent says
+                listener = await take_listener(ours)  # arrives before the agent's data
             guest = await GuestLink.over_socket(ours)
             await guest.init(host_name=spec.host_name, env=environment_of(spec))
             await asyncio.shield(started.running)
@@ -251,9 +251,9 @@ class NamespacesBackend:
 
 
 async def start(run_dir: Path, pool: int = 0) -> NamespacesBackend:
-    """Start the backend and really start a sandbox in it. Raises BackendUnavailable.
+    """Start the backend and test it by starting a sandbox. Raises BackendUnavailable.
 
-    pool: sandboxes kept ready for each template and limits that were asked for.
+    pool: number of sandboxes kept ready for each requested template and limits.
     """
     program = spawner_binary()
     (run_dir / "templates").mkdir(parents=True, exist_ok=True)
@@ -269,7 +269,7 @@ async def start(run_dir: Path, pool: int = 0) -> NamespacesBackend:
 
 
 async def _warm(box: NamespacesBox) -> None:
-    """Start its shell, which takes as long as the rest of it. Raises EnvdError; then it has ended."""
+    """Start the sandbox's shell, which takes as long as its start. Raises EnvdError and destroys the sandbox."""
     try:
         await box.guest.warm_shell()
     except (SandboxGone, OSError) as error:

@@ -1,6 +1,4 @@
-"""What the backends share whose sandboxes reach the server's proxy: the listening socket's way to the server, and the
-variables.
-"""
+"""Access of sandboxes to the server's proxy: transfer of the listening socket, and environment variables."""
 
 from __future__ import annotations
 
@@ -13,8 +11,7 @@ from envd.errors import SandboxGone
 from envd.sandbox.wire import receive_fds
 
 PORT = 3128
-"""Of a sandbox's own loopback; process 1 listens there and sends the server that socket. envd/native/spawn.h has it
-too.
+"""Port on a sandbox's loopback, where process 1 listens and sends the server the socket. Also in envd/native/spawn.h.
 """
 _URL = f"http://127.0.0.1:{PORT}"
 _OWN = "localhost,127.0.0.1"
@@ -26,14 +23,14 @@ _PATIENCE_S = 60.0
 
 
 def environment_of(spec: BoxSpec) -> Mapping[str, str]:
-    """The environment of a sandbox: its own, beside where its proxy is if it has one."""
+    """Environment of a sandbox: its own variables, and those of the proxy if it has one."""
     return {**_VARIABLES, **spec.env} if spec.network else spec.env
 
 
 async def take_listener(channel: socket.socket) -> socket.socket:
-    """The socket that a sandbox's process 1 listens by, once it sends it.
+    """Receive the listening socket that a sandbox's process 1 sends.
 
-    Raises SandboxGone where it ends without, OSError.
+    Raises SandboxGone if the sandbox ends before or sends nothing in time, and OSError.
     """
     channel.setblocking(False)
     loop = asyncio.get_running_loop()

@@ -1,6 +1,4 @@
-"""The server's side of the native spawner (envd/native/spawn.h has the protocol): starting it, asking it, hearing what
-becomes of sandboxes.
-"""
+"""Server side of the native spawner: start it, send requests, receive reports (protocol: envd/native/spawn.h)."""
 
 from __future__ import annotations
 
@@ -34,24 +32,24 @@ _OPEN_FILES = 1024
 
 @dataclass
 class Started:
-    """What the spawner has said of one sandbox."""
+    """State of one sandbox, from the spawner's reports."""
 
     number: int
     ended: asyncio.Future[None]
-    """Done when nothing is left of it."""
+    """Done when nothing is left of the sandbox."""
     running: asyncio.Future[None]
-    """Done when its process 1 is known, or it has ended."""
+    """Done when process 1 is known, or the sandbox has ended."""
     pid: int = 0
-    """Of its process 1, as this host counts; 0 until it runs."""
+    """Host pid of its process 1; 0 until the sandbox runs."""
     groups: str = ""
-    """Name of its control groups; empty until it runs."""
+    """Name of its control groups; empty until the sandbox runs."""
     used_before_us: int = 0
-    """CPU time that those groups had counted when it was given them."""
+    """CPU time in microseconds that the reused groups had counted before this sandbox."""
     on_refused: Callable[[str, int], None] | None = None
-    """Called with the name of a system call that it was refused, and how many were since the call before."""
+    """Called with the name of a refused system call, and the number of refusals since the previous report."""
     failure: str = ""
     events: dict[str, int] = field(default_factory=dict)
-    """How often limits had been hit, where it ended by itself."""
+    """Number of times that limits were hit, if the sandbox ended by itself."""
 
 
 class Spawner:
@@ -60,7 +58,7 @@ class Spawner:
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, name: str, ready: str) -> None:
         self.process = process
         self.walls = tuple(ready.split())
-        """What it enforces: of memory, pids, cpu, landlock, seccomp."""
+        """Those of memory, pids, cpu, landlock and seccomp that the spawner enforces."""
         self._control, self._name = control, name
         self._boxes: dict[int, Started] = {}
         self._archives: dict[int, asyncio.Future[None]] = {}
@@ -72,10 +70,10 @@ class Spawner:
 
     @classmethod
     async def start(cls, run_dir: Path, name: str, program: Path, keep: int = 0) -> Spawner:
-        """Start it and wait until it can start sandboxes. Raises BackendUnavailable with its own words if it can't.
+        """Start a spawner and wait until it is ready. Raises BackendUnavailable with the spawner's message.
 
-        name: of its control groups. It can reach templates below run_dir/templates. keep: how many sandboxes' groups,
-        user numbers and network namespaces are held ready when they have ended.
+        name: name of its control groups. The spawner can reach templates below run_dir/templates. keep: number of ended
+        sandboxes whose groups, user numbers and network namespaces it keeps for reuse.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         root = Path(__file__).resolve().parents[3]
@@ -128,12 +126,12 @@ class Spawner:
         proxy: bool = False,
         archive: int | None = None,
     ) -> Started:
-        """Ask for a sandbox whose agent serves `stream`; both descriptors stay the caller's.
+        """Request a sandbox whose agent serves `stream`. The caller keeps ownership of both descriptors.
 
-        Its start is seen on the stream.
+        The stream shows when the sandbox has started.
 
-        proxy: it first sends the listener of its proxy's port there. Raises SandboxStartError when the spawner has
-        gone.
+        proxy: the sandbox first sends the listener of its proxy's port over the stream. Raises SandboxStartError if the
+        spawner has ended.
         """
         if self._gone.done():
             raise SandboxStartError(f"{self._gone.result()}: restart envd")
@@ -151,14 +149,15 @@ class Spawner:
         return started
 
     def kill(self, box: Started, *, changed: bool = False) -> None:
-        """End a sandbox; `box.ended` is done when nothing is left of it. changed: its groups, by others than the
-        spawner.
+        """Kill a sandbox; `box.ended` is done when nothing is left of it.
+
+        changed: another process than the spawner has changed its groups.
         """
         if not box.ended.done():
             self._send(_plain(_KILL, box.number, _CHANGED if changed else 0))
 
     async def archive(self, box: Started, out: int) -> None:
-        """Write what a sandbox changed to an open file, as a tar. Raises EnvdError."""
+        """Write the files that a sandbox changed to an open file, as a tar. Raises EnvdError."""
         if self._gone.done():
             raise EnvdError(f"the snapshot failed: {self._gone.result()}")
         if box.number in self._archives:
@@ -168,11 +167,11 @@ class Spawner:
         await done
 
     async def died(self) -> str:
-        """Return, with the reason, when it has ended without being asked to."""
+        """Wait until the spawner ends, and return the reason."""
         return await asyncio.shield(self._gone)
 
     async def stop(self) -> None:
-        """End all sandboxes and the spawner, and wait until they are gone."""
+        """End all sandboxes and the spawner, and wait until they have ended."""
         if not self._gone.done():
             self._send(_plain(_LEAVE, 0))
             try:
@@ -190,7 +189,7 @@ class Spawner:
         await asyncio.to_thread(remove_groups, self._name)
 
     def _send(self, data: bytes, fds: list[int] | None = None) -> None:
-        """Send now, or when the spawner has read what it was asked before. Descriptors are kept open until then."""
+        """Send a request, or queue it with duplicates of its descriptors while the socket is full."""
         if self._gone.done():
             return
         if not self._backlog and self._sent(data, fds or []):
@@ -208,7 +207,7 @@ class Spawner:
         except BlockingIOError:
             return False
         except OSError:
-            pass  # it has gone, which the reader will see
+            pass  # the spawner has ended, which the reader notices
         return True
 
     def _flush(self) -> None:
@@ -265,7 +264,7 @@ class Spawner:
             _settle(box.ended)
 
     def _lose(self, reason: str) -> None:
-        """Its end is the end of all its sandboxes: the kernel kills them with it."""
+        """Mark the spawner and all its sandboxes as ended: the kernel kills the sandboxes with the spawner."""
         if self._gone.done():
             return
         self._loop.remove_reader(self._control)

@@ -1,10 +1,10 @@
-"""Sandboxes that are ordinary processes of the host, on a copy of the template. They isolate nothing: for trusted code,
-and for machines where nothing else works.
+"""Sandboxes as ordinary processes of the host, in a copy of the template. They isolate nothing: only for trusted code,
+or machines where no other backend works.
 
 server --starts--> envd-guest --supervised = supervisor --fork--> agent --stream--> GuestLink
 
-The supervisor ends what an agent leaves behind that was killed; both enter the sandbox's control groups before they
-start anything.
+If the agent is killed, the supervisor ends the processes that it leaves. Both enter the sandbox's control groups before
+they start other processes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from envd.types import Limits
 _OPEN_FILES = 1024
 _DESTROY_S = 20.0
 _GROUP_S = 5.0
-"""How long the last processes of a sandbox's control groups may take to end."""
+"""Maximum time in seconds for the last processes of a sandbox's control groups to end."""
 _MIB = 1024 * 1024
 
 
@@ -43,30 +43,30 @@ class PlainBox:
 
     @property
     def guest(self) -> GuestLink:
-        """The agent in it."""
+        """Connection to the sandbox's agent."""
         return self._guest
 
     async def pause(self) -> None:
-        """Not supported."""
+        """Raise EnvdError: not supported."""
         raise EnvdError("sandboxes of the plain backend can't be paused: choose another backend")
 
     async def resume(self) -> None:
-        """Not supported."""
+        """Raise EnvdError: not supported."""
         raise EnvdError("sandboxes of the plain backend are never paused")
 
     async def snapshot(self, into: Path) -> tuple[str, ...]:
-        """Write the workspace's files. Processes, memory and its temporary directory are not kept."""
+        """Write the workspace's files. Processes, memory and the temporary directory are not kept."""
         return await save_workspace(self._guest, into, self._spec.limits.disk_mb)
 
     async def usage(self) -> Usage:
-        """What its control groups count; 0 where it has none."""
+        """Usage from the counters of its control groups; 0 if it has none. Raises SandboxGone."""
         if self._guest.gone is not None:
             raise SandboxGone(self._guest.gone)
         found = await asyncio.to_thread(measure, self._backend.groups_of(self._spec.name))
         return Usage(found.memory_bytes, found.pids, found.cpu_s, events=found.events)
 
     async def destroy(self) -> None:
-        """Kill everything it started and remove its files and control groups. Idempotent."""
+        """Kill all processes of the sandbox and remove its files and control groups. Idempotent."""
         self._guest.close()
         await self._backend.end(self._spec.name, self._process)
         await self._guest.closed()
@@ -85,11 +85,11 @@ class PlainBackend:
 
     @property
     def features(self) -> Features:
-        """What it can do here."""
+        """Features of this backend on this host."""
         return self._features
 
     def groups_of(self, name: str) -> dict[str, Path]:
-        """Where the control groups of a sandbox are, by controller."""
+        """Paths of a sandbox's control groups, by controller."""
         return box_groups(self._groups_name, name)
 
     async def create(self, spec: BoxSpec) -> PlainBox:
@@ -134,7 +134,7 @@ class PlainBackend:
     async def end(self, name: str, process: VmmProcess | None) -> None:
         """End a sandbox's processes; remove its directory and its control groups.
 
-        Raises EnvdError where a process hangs.
+        Raises EnvdError if a process hangs.
         """
         if process is not None and not process.ended.done():
             await asyncio.to_thread(kill_since, process.pid, frozenset(), lambda: None)
@@ -151,12 +151,12 @@ class PlainBackend:
             await asyncio.sleep(0.005)
 
     async def died(self) -> str:
-        """Never return: nothing but the sandboxes themselves can fail."""
+        """Never return, since the backend has no process of its own that could fail."""
         never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         return await never
 
     async def stop(self) -> None:
-        """Remove the control groups; the server has destroyed the sandboxes before."""
+        """Remove the control groups. Call after all sandboxes are destroyed."""
         await asyncio.to_thread(self._groups.close)
 
     async def _launch(self, spec: BoxSpec, box: Path, stream: int) -> VmmProcess:
@@ -188,7 +188,7 @@ class PlainBackend:
 
 
 async def start(run_dir: Path) -> PlainBackend:
-    """Start the backend and really start a sandbox in it. Raises BackendUnavailable."""
+    """Start the backend and test it by starting a sandbox. Raises BackendUnavailable."""
     if shutil.which("prlimit") is None:
         raise BackendUnavailable("plain sandboxes are limited by prlimit: install Debian's package util-linux")
     program = guest_binary()

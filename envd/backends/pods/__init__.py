@@ -1,1 +1,1 @@
-"""Sandboxes as Kubernetes pods: `api` speaks to the cluster, `manifest` says what a pod is."""
+"""Sandboxes as Kubernetes pods: `api` is the cluster's client, `manifest` defines the pods."""

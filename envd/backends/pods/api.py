@@ -1,5 +1,5 @@
-"""What the pods backend asks of a Kubernetes API server: pods, one network policy, one runtime class, and exec as a
-byte stream.
+"""Client of a Kubernetes API server for the pods backend: pods, a network policy, a runtime class, and exec as a byte
+stream.
 
 The stream is the `exec` subresource over a WebSocket (`v5.channel.k8s.io`, else `v4`): binary messages whose first byte
 is their channel, 0 standard input, 1 output, 2 error, 3 the end's Status, 255 a channel's end (v5).
@@ -37,7 +37,7 @@ _TAIL = 2048
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where an API server is and who asks."""
+    """Address of an API server, namespace and credentials."""
 
     url: str
     namespace: str
@@ -46,7 +46,7 @@ class Cluster:
 
 
 def find_cluster() -> Cluster:
-    """The cluster this process runs in, else the current context of $KUBECONFIG or ~/.kube/config.
+    """Find the cluster that this process runs in, else the current context of $KUBECONFIG or ~/.kube/config.
 
     Raises BackendUnavailable.
     """
@@ -99,7 +99,7 @@ def _from_kubeconfig(config: Mapping[str, Any]) -> Cluster:
 
 
 class ApiError(EnvdError):
-    """The API server refused."""
+    """The API server refused a request, or did not answer (status 0)."""
 
     def __init__(self, words: str, status: int) -> None:
         super().__init__(words)
@@ -119,9 +119,9 @@ class Api:
         )
 
     async def ask(self, method: str, path: str, body: Any = None, **query: str) -> Any:
-        """One request below the namespace, or of a whole path that begins with /apis.
+        """Make one request to a path below the namespace, or to a whole path that begins with /apis.
 
-        Raises ApiError with the server's words.
+        Raises ApiError with the server's message.
         """
         whole = path if path.startswith("/apis") else f"/api/v1/namespaces/{self.cluster.namespace}{path}"
         try:
@@ -140,7 +140,7 @@ class Api:
         where = f"{server}/api/v1/namespaces/{self.cluster.namespace}/pods/{pod}/exec?{urlencode(query)}"
         options: dict[str, Any] = {"ssl": self.cluster.tls} if self.cluster.tls is not None else {}
         try:
-            # no pings: API servers answered none for years; a dead connection shows in the agent's silence
+            # No pings: older API servers do not answer them. A dead connection shows as a silent agent.
             stream = await connect(
                 where,
                 subprotocols=_PROTOCOLS,
@@ -156,12 +156,12 @@ class Api:
         return ExecStream(stream)
 
     async def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         await self._http.aclose()
 
 
 class ExecStream:
-    """A command's standard streams as a socket: `sock` is what to read and write."""
+    """Standard streams of a command as a socket: read and write `sock`."""
 
     def __init__(self, stream: ClientConnection) -> None:
         self._stream = stream
@@ -173,11 +173,11 @@ class ExecStream:
 
     @property
     def said(self) -> str:
-        """The end of what the command wrote to its standard error, and how it ended."""
+        """End of the command's standard error, and its final status."""
         return " ".join(f"{self._said.decode(errors='replace')} {self._ending}".split())
 
     async def close(self) -> None:
-        """Hang up; the command sees the end of its input."""
+        """Close the connection; the command reads end of file."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,12 +1,12 @@
-"""Sandboxes as Kubernetes pods: one pod each, the agent in it reached through the API server's `exec`.
+"""Sandboxes as Kubernetes pods: one pod per sandbox; the server reaches the agent through the API server's `exec`.
 
-Why exec and not the pod's own port: no network between server and pods, which may then have none at all, no credential
-in the pod, and the API server says who may. The price: every byte passes it, and a connection that breaks ends its
-sandbox. How strong the wall is, the RuntimeClass says: gVisor's is a kernel of its own, Kata's a machine, none the
-host's kernel.
+Reasons for exec instead of a port of the pod: server and pods need no network between them, so that pods can have none
+at all; pods hold no credential; and the API server authorizes access. The cost: all data passes the API server, and a
+broken connection ends its sandbox. The RuntimeClass determines the isolation: gVisor's has its own kernel, Kata's is a
+virtual machine, and without one pods share the host's kernel.
 
     TRIPLANE_ENVD_PODS_IMAGE           an image with envd-guest in /usr/local/bin (docs/sandboxes-vm.md)
-    TRIPLANE_ENVD_PODS_RUNTIME_CLASS   the RuntimeClass; none: the cluster's default
+    TRIPLANE_ENVD_PODS_RUNTIME_CLASS   the RuntimeClass; unset: the cluster's default
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class PodBox:
 
     @property
     def guest(self) -> GuestLink:
-        """The agent in it."""
+        """Connection to the sandbox's agent."""
         return self._guest
 
     async def pause(self) -> None:
-        """Kubernetes has no such thing."""
+        """Raise EnvdError: Kubernetes can't pause pods."""
         raise EnvdError("the pods backend can't pause sandboxes: Kubernetes has no call for it")
 
     async def resume(self) -> None:
-        """Kubernetes has no such thing."""
+        """Raise EnvdError: Kubernetes can't pause pods."""
         raise EnvdError("the pods backend's sandboxes are never paused")
 
     async def snapshot(self, into: Path) -> tuple[str, ...]:
@@ -61,13 +61,13 @@ class PodBox:
         return await save_workspace(self._guest, into, self._spec.limits.disk_mb)
 
     async def usage(self) -> Usage:
-        """Unknown here: the cluster's metrics have it."""
+        """Return zeros: only the cluster's metrics have the usage. Raises SandboxGone."""
         if self._guest.gone is not None:
             raise SandboxGone(self._guest.gone)
         return Usage()
 
     async def destroy(self) -> None:
-        """Delete the pod. Idempotent; goes on when its caller gives up."""
+        """Delete the pod. Idempotent; continues if the caller is cancelled."""
         if self._ending is None:
             self._guest.close()
             self._ending = asyncio.create_task(self._backend.end(self, self._stream))
@@ -89,13 +89,13 @@ class PodsBackend:
 
     @property
     def features(self) -> Features:
-        """What it can do here."""
+        """Features of this backend on this cluster."""
         can = frozenset({"snapshot", "fork", "migrate", "pty"})
         helper = f"kubernetes, runtime class {self._runtime_class or 'default'}"
         return Features(self._level, ("cpu", "disk", "memory"), False, can, helper)
 
     async def prepare(self) -> None:
-        """Make the network policy, and remove the pods of servers of this machine that were killed."""
+        """Create the network policy, and remove the pods of this machine's killed servers."""
         self._tars.mkdir(mode=0o700)
         try:
             await self._api.ask(
@@ -104,7 +104,7 @@ class PodsBackend:
                 network_policy(),
             )
         except ApiError as error:
-            if error.status != 409:  # another server has made it
+            if error.status != 409:  # another server has created the policy
                 raise
         listed = await self._api.ask("GET", "/pods", labelSelector=SERVER)
         for pod in listed["items"]:
@@ -130,11 +130,11 @@ class PodsBackend:
             await asyncio.to_thread(shutil.rmtree, self._tars / template[:32], True)
 
     async def died(self) -> str:
-        """Waits without end: pods live on their own."""
+        """Wait until `stop` cancels: the backend has no process of its own that could fail."""
         return await self._failed
 
     async def stop(self) -> None:
-        """Delete everything that this server made, but for the network policy, which other servers' pods may need."""
+        """Delete all that this server created except the network policy, which other servers' pods may need."""
         self._failed.cancel()
         await asyncio.gather(*(box.destroy() for box in list(self._boxes)), return_exceptions=True)
         with suppress(EnvdError):
@@ -182,7 +182,7 @@ class PodsBackend:
         return box
 
     async def _running(self, pod: str) -> None:
-        """Wait until the pod's container runs. Raises SandboxStartError where it never will."""
+        """Wait until the pod's container runs. Raises SandboxStartError if the container can't start."""
         pause = 0.05
         while True:
             status = (await self._api.ask("GET", f"/pods/{pod}"))["status"]
@@ -206,7 +206,7 @@ class PodsBackend:
         try:
             await self._api.ask("DELETE", f"/pods/{pod}", {"gracePeriodSeconds": 0})
         except ApiError as error:
-            if error.status not in (0, 404):  # 0: activeDeadlineSeconds ends it where the API server can't be reached
+            if error.status not in (0, 404):  # 0: API server unreachable; activeDeadlineSeconds ends the pod
                 raise
 
     def _pack(self, spec: BoxSpec) -> Path:
@@ -239,7 +239,7 @@ async def _level_of(api: Api, runtime_class: str | None) -> IsolationLevel:
 
 
 async def start(run_dir: Path) -> PodsBackend:
-    """Start the backend. Raises BackendUnavailable, with the fix, where no pod becomes a sandbox."""
+    """Start the backend and test it by starting a sandbox. Raises BackendUnavailable with the fix."""
     image = os.environ.get("TRIPLANE_ENVD_PODS_IMAGE")
     if not image:
         raise BackendUnavailable(

@@ -1,4 +1,4 @@
-"""What a sandbox is as a pod, and the network policy it is under."""
+"""Manifests of a sandbox's pod and of the network policy for all sandboxes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from envd.backends.base import BoxSpec
 
 SERVER, NETWORK = "triplane.envd/server", "triplane.envd/network"
-"""Labels: which server's pod it is; which network policy holds."""
+"""Labels: the server that owns the pod; the network policy that applies."""
 POLICY = "envd-sandbox-no-network"
 CONTAINER = "sandbox"
 USER = 65532
@@ -16,12 +16,12 @@ _GRACE_S = 60.0
 
 
 def pod_manifest(pod: str, spec: BoxSpec, *, image: str, runtime_class: str | None, server: str) -> dict[str, Any]:
-    """A pod that may do nothing but run its agent and what that starts.
+    """Return the manifest of a pod that may only run its agent and the agent's processes.
 
-    server: the label of the server it belongs to.
+    server: label of the server that owns the pod.
     """
     limits = spec.limits
-    # both directories are memory: full means ENOSPC at once, where a disk's limit would evict the pod minutes later
+    # Both directories are in memory, so that a full one gives ENOSPC; a disk limit would evict the pod minutes later.
     resources = {"memory": f"{limits.memory_mb + limits.disk_mb}Mi", "cpu": f"{max(10, int(limits.cpu * 1000))}m"}
     container = {
         "name": CONTAINER,
@@ -43,7 +43,7 @@ def pod_manifest(pod: str, spec: BoxSpec, *, image: str, runtime_class: str | No
     }
     whole: dict[str, Any] = {
         "restartPolicy": "Never",
-        # the cluster ends what a server that died has left
+        # the cluster ends the pods of a killed server
         "activeDeadlineSeconds": int(limits.lifetime_s + _GRACE_S),
         "terminationGracePeriodSeconds": 0,
         "automountServiceAccountToken": False,
@@ -63,9 +63,9 @@ def pod_manifest(pod: str, spec: BoxSpec, *, image: str, runtime_class: str | No
 
 
 def network_policy() -> dict[str, Any]:
-    """No traffic at all, in or out, for pods with the label.
+    """Return a network policy that denies all traffic, in and out, for pods with the label.
 
-    Holds where the cluster's network plugin enforces policies.
+    Takes effect if the cluster's network plugin enforces policies.
     """
     spec = {"podSelector": {"matchLabels": {NETWORK: "none"}}, "policyTypes": ["Ingress", "Egress"]}
     return {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": {"name": POLICY}, "spec": spec}

@@ -1,1 +1,1 @@
-"""Sandboxes as virtual machines under QEMU: `machine` is one of them, told by `qmp`, started by `command`."""
+"""Sandboxes as virtual machines under QEMU: `machine` controls one, by `qmp`; `command` builds its command line."""

@@ -1,10 +1,10 @@
 """Sandboxes as virtual machines under QEMU.
 
-    boot once a template and shape -> stop -> memory and device state in sealed memory files: a base machine
+    boot once per template and shape -> stop -> memory and device state in sealed memory files: a base machine
     create     a QEMU that maps the base machine's memory copy-on-write -> INIT with a fresh seed, host name and clock
-    snapshot   the whole state, memory included, in one file; restored wherever QEMU and guest image are the same
+    snapshot   the whole state, memory included, in one file; can be restored where QEMU and guest image are the same
 
-Without KVM the processor is emulated (TCG): the same machine, some ten times slower.
+Without KVM, QEMU emulates the processor (TCG): the same machine, about ten times slower.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from envd.errors import BackendUnavailable, EnvdError, SandboxGone, SandboxStart
 STATE, DISK = "state", "template.squashfs"
 _BOOT_S, _RESTORE_S, _PROBE_S = 180.0, 180.0, 15.0
 _QEMU_MB = 192
-"""Memory of a QEMU beside its machine's."""
+"""Memory in MiB that a QEMU uses in addition to its machine's."""
 _THREADS = 64
 _log = logging.getLogger("envd")
 
@@ -42,15 +42,15 @@ class QemuBox(MachineBox[QemuMachine]):
     """A running machine with an agent in it."""
 
     def __init__(self, machine: QemuMachine, about: About, disk: int, left: Callable[[QemuBox], None]) -> None:
-        """disk: a descriptor of the template's disk, which the box owns from now on.
+        """disk: a descriptor of the template's disk, of which the box takes ownership.
 
-        left: told when the box has ended.
+        left: called when the box has ended.
         """
         super().__init__(machine, machine.guest, about, lambda: left(self))
         self._disk = disk
 
     async def snapshot(self, into: Path) -> tuple[str, ...]:
-        """Write memory, processes and files below `into`; the machine stands still meanwhile."""
+        """Write memory, processes and files below `into`; the machine is paused meanwhile."""
         async with self._turn, self._halted():
             fd = os.open(into / STATE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
@@ -62,7 +62,7 @@ class QemuBox(MachineBox[QemuMachine]):
         return ()
 
     async def usage(self) -> Usage:
-        """Memory and processor time of its QEMU; limits as its own kernel tells of them."""
+        """Memory and processor time of its QEMU; limits hit, from the guest kernel's messages."""
         return replace(await super().usage(), events=await self._machine.limits_hit())
 
     def _let_go(self) -> None:
@@ -76,7 +76,7 @@ class QemuBackend(MachineBackend[QemuBox]):
 
     _vmm_mb, _vmm_pids = _QEMU_MB, _THREADS
     _copies = 2
-    """Its own pages, and the base machine's, charged to whoever reads them first (a snapshot reads all)."""
+    """Two: its own pages, and the base machine's, charged to the first reader (a snapshot reads all)."""
 
     def __init__(self, run_dir: Path, qemu: Qemu, media: Media) -> None:
         super().__init__(run_dir, media, starts=2)
@@ -84,11 +84,11 @@ class QemuBackend(MachineBackend[QemuBox]):
 
     @property
     def features(self) -> Features:
-        """What it can do here."""
+        """Features of this backend on this host."""
         return self._features(self._qemu.named)
 
     async def create(self, spec: BoxSpec) -> QemuBox:
-        """Start a machine from its base machine, which is booted first where there is none yet."""
+        """Start a machine from its base machine; boot that first if there is none."""
         shape = Shape.of(spec)
         disk = await self._media.template_disk(spec.template, spec.template_dir)
         booted = await self._bases.get((spec.template, shape), lambda: self._boot(shape, disk))
@@ -112,7 +112,7 @@ class QemuBackend(MachineBackend[QemuBox]):
             return await self._go_on(spec, about.shape, Parts(root, template), state)
 
     async def _boot(self, shape: Shape, disk: Path) -> BaseMachine:
-        """Boot a machine and keep it, stopped, as a base machine."""
+        """Boot a machine, stop it and return it as a base machine. Raises SandboxStartError."""
         began = time.monotonic()
         booted = BaseMachine(shape.machine_mb << 20)
         memory, state = booted.raw
@@ -146,7 +146,7 @@ class QemuBackend(MachineBackend[QemuBox]):
         return booted
 
     async def _go_on(self, spec: BoxSpec, shape: Shape, parts: Parts, state: int) -> QemuBox:
-        """Start a machine in the state of another, as a sandbox of its own."""
+        """Start a new sandbox from the state of another machine. Raises SandboxStartError."""
         group, disk = self._group(), os.dup(parts.template)
         machine: QemuMachine | None = None
         try:
@@ -173,10 +173,9 @@ class QemuBackend(MachineBackend[QemuBox]):
 
 
 async def start(run_dir: Path, image: Path | None = None, accelerator: str | None = None) -> QemuBackend:
-    """Start the backend. accelerator: kvm or tcg; None: $TRIPLANE_ENVD_QEMU_ACCEL, else KVM where a guest boots under
-    it.
+    """Start the backend and test it by booting a guest. Raises BackendUnavailable with the fix.
 
-    Raises BackendUnavailable, with the fix, where no guest boots.
+    accelerator: kvm or tcg; None: $TRIPLANE_ENVD_QEMU_ACCEL, else KVM if a guest boots under it, else TCG.
     """
     wanted = accelerator or os.environ.get("TRIPLANE_ENVD_QEMU_ACCEL", "auto")
     if wanted not in ("kvm", "tcg", "auto"):
@@ -194,7 +193,7 @@ async def start(run_dir: Path, image: Path | None = None, accelerator: str | Non
             await backend.stop()
             if qemu is qemus[-1]:
                 raise
-            # a /dev/kvm that opens and boots nothing is common inside virtual machines
+            # A /dev/kvm that opens but boots no guest is common inside virtual machines.
             _log.error("%s: emulating the processor instead, which is some ten times slower", error)
         except BaseException:
             await backend.stop()

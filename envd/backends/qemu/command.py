@@ -1,8 +1,8 @@
-"""The QEMU of this host, and its command line: a q35 with nothing on it but virtio.
+"""The QEMU of this host, and its command line: a q35 machine with virtio devices only.
 
-QEMU gets every file as an open descriptor and its two sockets as ends of socket pairs, and can open nothing of the
-server's by itself. The smaller microvm has no clock that Linux can calibrate the processor's by where that is emulated,
-and one boot in two hangs.
+QEMU gets every file as an open descriptor and its two sockets as ends of socket pairs, and can open none of the
+server's files by itself. The smaller microvm machine is not used: it has no clock by which Linux can calibrate an
+emulated processor's, and one boot in two hangs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MACHINE = "q35,usb=off,smbus=off,sata=off,vmport=off,graphics=off,memory-backen
 _FILTER = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
 _VERSION_S = 30.0
 CONSOLE_BYTES = 65536
-"""Of what a machine's kernel says, that QEMU keeps."""
+"""Number of bytes of a machine's console output that QEMU keeps."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,16 @@ class Qemu:
     program: str
     version: str
     accelerator: str
-    """kvm, or tcg: the processor in software."""
+    """kvm, or tcg (emulated processor)."""
 
     @property
     def named(self) -> str:
-        """What a state depends on."""
+        """Name, version and accelerator of QEMU, on which a state depends."""
         return f"qemu {self.version} {self.accelerator}"
 
 
 def find(accelerator: str) -> Qemu:
-    """The installed QEMU. Raises BackendUnavailable with the fix."""
+    """Find the installed QEMU. Raises BackendUnavailable with the fix."""
     program = shutil.which("qemu-system-x86_64")
     if program is None:
         raise BackendUnavailable("qemu-system-x86_64 is not installed: install Debian's package qemu-system-x86")
@@ -56,23 +56,21 @@ def find(accelerator: str) -> Qemu:
 
 @dataclass(frozen=True)
 class Parts:
-    """What one machine is put together from: open descriptors, which stay the caller's."""
+    """Open descriptors of one machine's files. The caller keeps ownership."""
 
     root: int
     template: int
     memory: int | None = None
     """A memory file; None: anonymous memory."""
     shared: bool = False
-    """Whether what the machine writes goes to the memory file; else each machine has its own copy of what it
-    changes.
-    """
+    """Whether the machine writes to the memory file; else the file is mapped copy-on-write."""
     kernel: int | None = None
     ramdisk: int | None = None
-    """Both for booting; a machine that goes on from a state needs none."""
+    """Kernel and ramdisk are for booting; a machine that starts from a state needs neither."""
 
 
 def command_line(qemu: Qemu, shape: Shape, parts: Parts, agent: int, monitor: int) -> list[str]:
-    """QEMU's arguments."""
+    """QEMU's command line. agent, monitor: descriptors of the two sockets."""
     booting = parts.kernel is not None
     size = f"size={shape.machine_mb}M"
     if parts.memory is None:
@@ -132,7 +130,7 @@ def command_line(qemu: Qemu, shape: Shape, parts: Parts, agent: int, monitor: in
         ]
     if not booting:
         return [*line, "-incoming", "defer"]
-    more = ("mitigations=off",) if software else ()  # an emulated processor has none of the real one's leaks
+    more = ("mitigations=off",) if software else ()  # an emulated processor lacks the real one's side channels
     arguments = kernel_arguments(shape, "serial", *more)
     return [
         *line,

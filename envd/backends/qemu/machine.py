@@ -1,6 +1,6 @@
-"""One QEMU: the steps boot, stop, write out, read in.
+"""One QEMU process: start, run, stop, write its state, read its state.
 
-It runs as the sandboxes' user, in a network namespace of its own, under QEMU's own seccomp filter.
+QEMU runs as the sandboxes' user, in its own network namespace, under QEMU's own seccomp filter.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from envd.guest.link import GuestLink
 _GREETING_S = 30.0
 _TAIL = 4096
 _HITS = {"memory": b"Killed process ", "pids": b"fork rejected by pids controller"}
-"""What Linux says of a limit: mm/oom_kill.c (also of a group's), kernel/cgroup/pids.c (once a group)."""
+"""Kernel messages for a hit limit: mm/oom_kill.c (also for a group's limit), kernel/cgroup/pids.c (once per group)."""
 _EVERYTHING = 1 << 40
-"""Bytes a second that a state may be written with: no limit."""
+"""Maximum bytes per second to write a state: effectively no limit."""
 
 
 class Console:
-    """What a machine's kernel says.
+    """Console output of a machine's kernel.
 
-    Code in it may say anything: what is kept is bounded, and counts only against its own machine.
+    Code in the machine can forge the output: the kept text is bounded, and hits count only against that machine.
     """
 
     def __init__(self) -> None:
@@ -42,12 +42,12 @@ class Console:
 
     @property
     def end(self) -> str:
-        """The end of it, on one line."""
+        """End of the output, on one line."""
         words = self._tail[-_TAIL:].decode(errors="replace")
         return " ".join("".join(each if each.isprintable() else " " for each in words).split())
 
     def feed(self, said: bytes) -> None:
-        """What it said since the last time. A line that is not ended yet is counted with its end."""
+        """Add new output. An incomplete line counts when its end arrives."""
         *lines, begun = (self._begun + said).split(b"\n")
         for line in lines:
             for limit, words in _HITS.items():
@@ -65,7 +65,7 @@ class QemuMachine:
 
     @classmethod
     async def start(cls, qemu: Qemu, shape: Shape, parts: Parts, groups: Sequence[Path]) -> QemuMachine:
-        """Start a QEMU whose machine stands still. groups: as `VmmProcess` takes them."""
+        """Start a QEMU with a stopped machine. groups: as for `VmmProcess`. Raises MachineError."""
         kvm = Path("/dev/kvm") if qemu.accelerator == "kvm" else None
         given = [fd for fd in (parts.root, parts.template, parts.memory, parts.kernel, parts.ramdisk) if fd is not None]
         with ExitStack() as theirs:
@@ -96,17 +96,17 @@ class QemuMachine:
         return machine
 
     async def go(self) -> None:
-        """Let the machine run."""
+        """Run or resume the machine."""
         await self.qmp.run("cont")
         self.guest.release()
 
     async def halt(self) -> None:
-        """Stop the machine where it stands; asks under way wait for `go`."""
+        """Pause the machine; pending requests to the agent wait for `go`."""
         self.guest.hold()
         await self.qmp.run("stop")
 
     async def write_state(self, fd: int, *, without_memory: bool = False) -> None:
-        """Write the halted machine's state to an open file. without_memory: its memory file holds that part."""
+        """Write the halted machine's state to an open file. without_memory: the memory is in its own file."""
         await self._capabilities({"x-ignore-shared": without_memory})
         await self.qmp.run("migrate-set-parameters", **{"max-bandwidth": _EVERYTHING})
         await self.qmp.run("getfd", fd=fd, fdname="state")
@@ -114,32 +114,32 @@ class QemuMachine:
             await self.qmp.run("migrate", uri="fd:state")
             await self._migrated()
         except asyncio.CancelledError:
-            # the machine must not go on while its state is being written
+            # The machine must not resume while QEMU writes its state.
             with suppress(EnvdError):
                 await self.qmp.run("migrate_cancel")
                 await self._migrated()
             raise
 
     async def read_state(self, fd: int, *, without_memory: bool = False) -> None:
-        """Take a state over from an open file."""
+        """Load a state from an open file. without_memory: the memory is in its own file."""
         await self._capabilities({"x-ignore-shared": without_memory})
         await self.qmp.run("getfd", fd=fd, fdname="state")
         await self.qmp.run("migrate-incoming", uri="fd:state")
         await self._migrated()
 
     async def end(self) -> None:
-        """Kill it and wait until it is gone. Idempotent."""
+        """Kill QEMU and wait until it has ended. Idempotent."""
         self.guest.close()
         self.process.kill()
         await self.process.wait()
         await self.qmp.close()
 
     def usage(self) -> tuple[int, float]:
-        """(bytes of memory of its own, seconds of processor time)."""
+        """(bytes of private memory, seconds of processor time) of QEMU."""
         return self.process.usage()
 
     async def fault(self, what: str) -> MachineError:
-        """An error that says what the machine said last; ends it."""
+        """End the machine, and return an error with its last output."""
         await self._read_console()
         await self.end()
         said = (self.process.said or self.console.end)[-400:]
@@ -173,7 +173,7 @@ class QemuMachine:
         self.process.kill()
 
     async def limits_hit(self) -> dict[str, int]:
-        """How often its kernel has said that it held a limit: memory, pids."""
+        """Number of limit hits that its kernel has reported: memory, pids."""
         await self._read_console()
         return dict(self.console.hits)
 
@@ -185,7 +185,7 @@ class QemuMachine:
 
 
 def open_all(stack: ExitStack, *paths: Path) -> Sequence[int]:
-    """Open files for reading, until the stack ends."""
+    """Open files for reading; the stack closes them."""
     found = []
     for path in paths:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""QEMU's machine protocol (docs/interop/qmp-spec): one JSON object a line, a command at a time, events between."""
+"""QEMU's machine protocol (docs/interop/qmp-spec): one JSON object per line, one command at a time, events between."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from envd.errors import EnvdError, SandboxGone
 
 _LINE = 1024 * 1024
-"""Bytes of a line: more comes only from a QEMU that was taken over."""
+"""Maximum number of bytes of a line: only a compromised QEMU sends more."""
 
 
 class QmpError(EnvdError):
@@ -20,7 +20,7 @@ class QmpError(EnvdError):
 
 
 class Qmp:
-    """The server's end of a QEMU's monitor. Owns the socket."""
+    """Client of a QEMU's monitor. Owns the socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -28,14 +28,14 @@ class Qmp:
         self._loop = asyncio.get_running_loop()
         self._turn = asyncio.Lock()
         self.on_event: Callable[[str], None] = lambda name: None
-        """Is told the name of each event."""
+        """Called with the name of each event."""
         self._asked = 0
         self._answer: asyncio.Future[dict[str, Any]] | None = None
         self._greeted: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         self._reading = self._loop.create_task(self._read())
 
     async def greet(self, patience_s: float) -> str:
-        """Wait for the greeting and leave negotiation. Returns QEMU's version."""
+        """Wait for the greeting and end the negotiation. Returns QEMU's version."""
         async with asyncio.timeout(patience_s):
             hello = await asyncio.shield(self._greeted)
             await self.run("qmp_capabilities")
@@ -43,9 +43,9 @@ class Qmp:
         return f"{version['major']}.{version['minor']}.{version['micro']}"
 
     async def run(self, command: str, *, fd: int | None = None, **arguments: Any) -> Any:
-        """Run a command and return its answer; `fd` travels with it. Raises QmpError, SandboxGone."""
+        """Run a command and return its answer. fd: a descriptor to send along. Raises QmpError, SandboxGone."""
         async with self._turn:
-            self._asked += 1  # an answer to a command whose caller was cancelled must not be taken for the next one's
+            self._asked += 1  # tells this answer from that to an earlier, cancelled command
             line = json.dumps({"execute": command, "arguments": arguments, "id": self._asked}).encode() + b"\n"
             if self._reading.done():
                 raise SandboxGone("the virtual machine ended")
@@ -54,7 +54,7 @@ class Qmp:
                 if fd is None:
                     await self._loop.sock_sendall(self._sock, line)
                 else:
-                    socket.send_fds(self._sock, [line], [fd])  # fits: nothing else is under way
+                    socket.send_fds(self._sock, [line], [fd])  # fits: no other data is in transit
                 answer = await self._answer
             except OSError as error:
                 raise SandboxGone("the virtual machine ended") from error
@@ -65,7 +65,7 @@ class Qmp:
         return answer["return"]
 
     async def close(self) -> None:
-        """Let go of the monitor."""
+        """Close the monitor's socket."""
         self._reading.cancel()
         with suppress(asyncio.CancelledError):
             await self._reading
@@ -83,7 +83,7 @@ class Qmp:
                     if line.strip():
                         self._take(json.loads(line))
         except (OSError, ValueError):
-            pass  # QEMU has ended, or speaks nonsense: gone either way
+            pass  # QEMU has ended, or sent an invalid message: treat both as its end
         finally:
             for waiting in (self._answer, self._greeted):
                 if waiting is not None and not waiting.done():

@@ -1,1 +1,1 @@
-"""What the backends of virtual machines share: boot media, base machines, a machine's box and process."""
+"""Code shared by the backends of virtual machines: boot media, base machines, a machine's box and process."""

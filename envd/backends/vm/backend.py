@@ -1,4 +1,4 @@
-"""What the backends of virtual machines share: base machines, control groups, live boxes, and their end."""
+"""Base class of the backends with virtual machines: base machines, control groups, live boxes, and shutdown."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from envd.backends.vm.media import Media
 from envd.sandbox.cgroups import Cgroups
 
 WARM = "true; python3 -c pass; git --version; ls -la / >/dev/null"
-"""What a base machine's machine runs before it is kept, so that its copies find these pages in memory."""
+"""Command that a base machine runs before it is saved, so that its copies have these pages in memory."""
 B = TypeVar("B", bound=MachineBox[Any])
 
 
 class MachineBackend(Generic[B]):
-    """Runs sandboxes as virtual machines. A subclass says how a machine boots and goes on."""
+    """Runs sandboxes as virtual machines. Subclasses implement boot, start and restore."""
 
     name: str
     _vmm_mb: int
-    """Host memory of a machine beside its guest's, in MiB."""
+    """Host memory of a machine in addition to its guest's, in MiB."""
     _vmm_pids: int
-    """Processes and threads of a machine on the host."""
+    """Maximum number of processes and threads of a machine on the host."""
     _copies = 1
-    """How often the guest's memory may be charged to the machine."""
+    """Number of times that the guest's memory may be charged to the machine."""
 
     def __init__(self, run_dir: Path, media: Media, starts: int) -> None:
-        """starts: how many machines may start at once, for each processor."""
+        """starts: number of machines per processor that may start concurrently."""
         self._media = media
         self._groups = Cgroups(f"{run_dir.name}-{self.name}")
         self._bases: BaseMachines[Any] = BaseMachines(base_machine_budget_mb())
@@ -46,11 +46,11 @@ class MachineBackend(Generic[B]):
         self._media.forget(template)
 
     async def died(self) -> str:
-        """Waits without end: every machine is a process of its own."""
+        """Wait until `stop` cancels: machines are separate processes, and nothing else can fail."""
         return await self._failed
 
     async def stop(self) -> None:
-        """Destroy everything."""
+        """Destroy all machines and remove media and control groups."""
         self._failed.cancel()
         await self._bases.close()
         await asyncio.gather(*(box.destroy() for box in list(self._boxes)))
@@ -58,7 +58,7 @@ class MachineBackend(Generic[B]):
         self._groups.close()
 
     def _features(self, helper: str) -> Features:
-        # memory and disk by the machine's size, whatever the host's cgroups can do; processes by the guest's own kernel
+        # The machine's size limits memory and disk, without cgroups of the host; the guest's kernel limits processes.
         enforced = {"memory", "disk", "pids"} | ({"cpu"} & set(self._groups.enforced))
         can = frozenset({"pause", "snapshot", "fork", "migrate", "pty"})
         return Features(IsolationLevel.MACHINE, tuple(sorted(enforced)), True, can, helper)

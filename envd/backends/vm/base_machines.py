@@ -1,4 +1,4 @@
-"""Machines that were booted once to start others from: one a template and shape; the least recently used are let go."""
+"""Machines booted once, from which others start: one per template and shape; the least recently used are dropped."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from envd.backends.vm.machine import Shape
 
 Key = tuple[str, Shape]
 _SHARE = 0.25
-"""Of the host's memory. Usually a base machine holds some 100 MB."""
+"""Share of the host's memory for base machines. A base machine usually holds about 100 MB."""
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class BaseMachine:
-    """A stopped machine in two memory files, sealed: nobody, not even a VMM that was taken over, can change what others
-    start from.
-    """
+    """A stopped machine in two sealed memory files, which nobody can change, not even a compromised VMM."""
 
     def __init__(self, memory_bytes: int) -> None:
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
@@ -31,41 +29,41 @@ class BaseMachine:
 
     @property
     def raw(self) -> tuple[int, int]:
-        """(memory, state) while the machine is booted into them."""
+        """Descriptors (memory, state) for the machine that boots into them."""
         return self._memory, self._state
 
     def seal(self) -> None:
-        """Nothing is written any more. The machine that wrote must have ended."""
+        """Make both files read-only. The machine that wrote them must have ended."""
         for fd in (self._memory, self._state):
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
 
     @contextmanager
     def opened(self) -> Iterator[tuple[int, int]]:
-        """(memory, state) as descriptors of the caller's own, which outlive the base machine."""
+        """Duplicate descriptors (memory, state) for the block, which outlive the base machine."""
         with ExitStack() as held:
             memory = os.dup(self._memory)
             held.callback(os.close, memory)
-            # opened anew, since a duplicate would share its position with the other starts under way
+            # Opened again, since a duplicate would share its file position with concurrent starts.
             state = os.open(f"/proc/self/fd/{self._state}", os.O_RDONLY | os.O_CLOEXEC)
             held.callback(os.close, state)
             yield memory, state
 
     def close(self) -> None:
-        """Let go of it; machines that started from it keep what they map."""
+        """Close the files; machines that started from them keep their mappings."""
         os.close(self._memory)
         os.close(self._state)
 
 
 def base_machine_budget_mb() -> int:
-    """Memory that base machines may hold on this host, in MiB."""
+    """Return the memory that base machines may hold on this host, in MiB."""
     return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _SHARE) >> 20
 
 
 class Closable(Protocol):
-    """What is kept for a base machine."""
+    """Resources of a base machine."""
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release the resources."""
         ...
 
 
@@ -73,28 +71,26 @@ T = TypeVar("T", bound=Closable)
 
 
 class BaseMachines(Generic[T]):
-    """Boots each base machine once, however many ask at the same time."""
+    """Boots each base machine once, also for concurrent requests."""
 
     def __init__(self, budget_mb: int) -> None:
-        """budget_mb: memory that all of them together may hold, by their whole sizes; the one just asked for stays in
-        any case.
-        """
+        """budget_mb: MiB that all base machines together may hold, by full size, except the one requested last."""
         self._budget_mb = budget_mb
         self._known: OrderedDict[Key, asyncio.Task[T]] = OrderedDict()
 
     async def get(self, key: Key, boot: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The base machine, booted by the first who asks. A boot that fails is tried again by the next one."""
+        """Return a base machine; the first request boots it, and the next request retries a failed boot."""
         making = self._known.get(key)
         if making is None or _failed(making):
             making = self._known[key] = asyncio.create_task(boot())
         self._known.move_to_end(key)
-        # shielded: who gives up leaves the boot to the others
+        # shielded: a cancelled caller must not cancel the boot for others
         booted = await asyncio.shield(making)
         self._shrink()
         return booted
 
     async def forget(self, template: str) -> None:
-        """Let go of a template's base machines."""
+        """Cancel or close all base machines of a template."""
         for key in [key for key in self._known if key[0] == template]:
             making = self._known.pop(key)
             if not making.done():
@@ -104,7 +100,7 @@ class BaseMachines(Generic[T]):
                 making.result().close()
 
     async def close(self) -> None:
-        """Let go of all, also of those being booted."""
+        """Close all base machines and cancel pending boots."""
         known, self._known = self._known, OrderedDict()
         for making in known.values():
             making.cancel()

@@ -1,4 +1,4 @@
-"""What the boxes of all virtual machines share: pause, resume, usage and end, over a machine that halts and goes."""
+"""Base class of the boxes of all virtual machines: pause, resume, usage and end."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from envd.guest.link import GuestLink
 
 
 class Machine(Protocol):
-    """A virtual machine that runs."""
+    """A running virtual machine."""
 
     async def halt(self) -> None:
-        """Stop it where it stands; asks under way wait for `go`."""
+        """Pause the machine; pending requests to the agent wait for `go`."""
         ...
 
     async def go(self) -> None:
-        """Let it run."""
+        """Resume the machine."""
         ...
 
     async def end(self) -> None:
-        """Kill it and leave nothing of it. Idempotent."""
+        """Kill the machine and remove its resources. Idempotent."""
         ...
 
     def usage(self) -> tuple[int, float]:
-        """(bytes of memory of its own, seconds of processor time)."""
+        """(bytes of private memory, seconds of processor time) of its VMM."""
         ...
 
 
@@ -37,10 +37,10 @@ M = TypeVar("M", bound=Machine)
 
 
 class MachineBox(ABC, Generic[M]):
-    """A running machine with an agent in it. A subclass says how its state is written."""
+    """A running machine with an agent in it. Subclasses implement snapshots."""
 
     def __init__(self, machine: M, guest: GuestLink, about: About, left: Callable[[], None]) -> None:
-        """left: called once the machine has ended."""
+        """left: called when the machine has ended."""
         self._machine, self._guest, self._about, self._left = machine, guest, about, left
         self._paused = False
         self._ending: asyncio.Task[None] | None = None
@@ -48,18 +48,18 @@ class MachineBox(ABC, Generic[M]):
 
     @property
     def guest(self) -> GuestLink:
-        """The agent in it."""
+        """Connection to the sandbox's agent."""
         return self._guest
 
     async def pause(self) -> None:
-        """Stop the machine."""
+        """Pause the machine. Idempotent."""
         async with self._turn:
             if not self._paused:
                 await self._machine.halt()
                 self._paused = True
 
     async def resume(self) -> None:
-        """Let the machine run."""
+        """Resume the machine. Idempotent."""
         async with self._turn:
             if self._paused:
                 await self._machine.go()
@@ -71,14 +71,14 @@ class MachineBox(ABC, Generic[M]):
         return Usage(memory_bytes=memory, cpu_s=cpu_s)
 
     async def destroy(self) -> None:
-        """End it. Idempotent; goes on when its caller gives up."""
+        """End the machine. Idempotent; continues if the caller is cancelled."""
         if self._ending is None:
             self._ending = asyncio.create_task(self._end())
         await asyncio.shield(self._ending)
 
     @asynccontextmanager
     async def _halted(self) -> AsyncIterator[None]:
-        """The machine stands still for the block; afterwards it runs if it did before. The caller holds `_turn`."""
+        """Pause the machine for the block, and resume it afterwards if it ran before. The caller holds `_turn`."""
         if not self._paused:
             await self._machine.halt()
         try:
@@ -94,4 +94,4 @@ class MachineBox(ABC, Generic[M]):
 
     @abstractmethod
     def _let_go(self) -> None:
-        """Close what the box owns; the machine has ended."""
+        """Close the box's own resources after the machine has ended."""

@@ -1,6 +1,4 @@
-"""What a virtual machine is, whoever runs it: its shape, its kernel's command line, and what its snapshots say of
-themselves.
-"""
+"""Properties of a virtual machine under any VMM: its shape, its kernel's command line, its snapshots' metadata."""
 
 from __future__ import annotations
 
@@ -16,9 +14,9 @@ from envd.sandbox.place import sandbox_environment
 
 ABOUT = "machine.json"
 OVERHEAD_MB = 64
-"""Memory of a machine beyond its sandbox's limit, for its kernel."""
+"""Memory in MiB of a machine beyond its sandbox's limit, for its kernel."""
 VSOCK_PORT = 1024
-"""Where the agent listens in a machine that has a vsock."""
+"""Port on which the agent listens in a machine with a vsock."""
 VERSION = 1
 GUEST_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _BOUNDS = {"memory_mb": (32, 1 << 20), "vcpus": (1, 32), "disk_mb": (1, 1 << 20), "pids": (2, 1 << 22)}
@@ -26,7 +24,7 @@ _BOUNDS = {"memory_mb": (32, 1 << 20), "vcpus": (1, 32), "disk_mb": (1, 1 << 20)
 
 @dataclass(frozen=True)
 class Shape:
-    """What can't be changed once a machine runs. Machines of one template and shape can start from one snapshot."""
+    """Properties fixed while a machine runs. Machines of one template and shape can start from one snapshot."""
 
     memory_mb: int
     """The sandbox's memory; the machine has OVERHEAD_MB more."""
@@ -37,7 +35,7 @@ class Shape:
 
     @classmethod
     def of(cls, spec: BoxSpec) -> Shape:
-        """The shape a sandbox asks for. Raises SandboxStartError for what no machine has."""
+        """Shape that a sandbox requests. Raises SandboxStartError for a network or values out of bounds."""
         if spec.network:
             raise SandboxStartError(
                 "virtual machines here have no network: remove network.allow from the rules, or take another backend"
@@ -53,7 +51,7 @@ class Shape:
 
     @property
     def machine_mb(self) -> int:
-        """All of the machine's memory, in MiB."""
+        """Total memory of the machine, in MiB."""
         return self.memory_mb + OVERHEAD_MB
 
 
@@ -61,7 +59,7 @@ def kernel_arguments(shape: Shape, stream: str, *more: str) -> str:
     """The kernel's command line. stream: `serial`, or `vsock:PORT`; see envd/images/init.sh."""
     settings = {"disk_mb": shape.disk_mb, "pids": shape.pids, "read_only": int(shape.read_only), "stream": stream}
     given = [f"envd.{key}={value}" for key, value in settings.items()]
-    # a panic ends the machine; the clock is set by INIT; no probing for hardware that is not there
+    # A panic ends the machine; INIT sets the clock; the kernel does not probe for absent hardware.
     usual = [
         "console=ttyS0",
         "loglevel=4",
@@ -75,32 +73,32 @@ def kernel_arguments(shape: Shape, stream: str, *more: str) -> str:
 
 
 def environment(spec: BoxSpec) -> dict[str, str]:
-    """What a sandbox's processes start with in a guest, where programs are in Debian's own places."""
+    """Environment of a sandbox's processes in a guest, with Debian's default PATH."""
     return {**sandbox_environment("/tmp"), "PATH": GUEST_PATH, **spec.env}
 
 
 @dataclass(frozen=True)
 class About:
-    """What a snapshot on disk is of."""
+    """Metadata of a snapshot on disk."""
 
     backend: str
     vmm: str
-    """Program, version and what else a state can't be moved across."""
+    """Program, version and other properties that must be equal to restore the state."""
     image: str
-    """Digest of the guest image: a machine goes on reading the disk it was booted from."""
+    """Digest of the guest image: a restored machine continues to read the disk that it was booted from."""
     template: str
     shape: Shape
 
 
 def write_about(directory: Path, about: About) -> None:
-    """Say in a snapshot's directory what it is; last, so that a half-written snapshot is none."""
+    """Write a snapshot's metadata. Call last, so that a partial snapshot has none and is not valid."""
     (directory / ABOUT).write_text(json.dumps({"version": VERSION, **asdict(about)}, indent=1) + "\n")
 
 
 def read_about(directory: Path, *, backend: str, vmm: str, image: str, spec: BoxSpec) -> About:
-    """Read what a snapshot says of itself and check that it can go on here as `spec`.
+    """Read a snapshot's metadata and check that it can be restored here as `spec`.
 
-    Raises SandboxStartError with what does not fit.
+    Raises SandboxStartError with the first mismatch.
     """
     try:
         found: dict[str, Any] = json.loads((directory / ABOUT).read_text())
@@ -126,4 +124,4 @@ def read_about(directory: Path, *, backend: str, vmm: str, image: str, spec: Box
 
 
 class MachineError(EnvdError):
-    """A virtual machine that did not do what it was asked."""
+    """A virtual machine failed to perform an operation."""

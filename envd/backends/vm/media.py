@@ -1,4 +1,4 @@
-"""What machines boot from: the guest image with this envd's agent, and one read-only disk a template."""
+"""Boot media of machines: the guest image with this envd's agent, and one read-only disk per template."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _PATIENCE_S = 120.0
 
 
 class Media:
-    """The files machines are started with, kept below one directory of the server's own."""
+    """Files from which machines start, kept below one directory of the server."""
 
     def __init__(self, directory: Path, image: Path | None = None, *, own_copies: bool = False) -> None:
-        """own_copies: everything lies in `directory`, on its file system.
+        """own_copies: copy all files into `directory`, on its file system.
 
-        Raises BackendUnavailable, with the fix, where something to boot from is missing.
+        Raises BackendUnavailable, with the fix, if a file or a program is missing.
         """
         self._directory = directory
         self._image = image or default_directory()
@@ -48,14 +48,14 @@ class Media:
         self._disks: dict[str, asyncio.Task[Path]] = {}
 
     async def template_disk(self, digest: str, files: Path) -> Path:
-        """A template's files as a disk; made once."""
+        """Return a disk image with a template's files, made once per template. Raises SandboxStartError."""
         making = self._disks.get(digest)
         if making is None or (making.done() and (making.cancelled() or making.exception())):
             making = self._disks[digest] = asyncio.create_task(self._make(digest, files))
         return await asyncio.shield(making)
 
     def forget(self, digest: str) -> None:
-        """Remove a template's disk; machines that have it open keep it."""
+        """Remove a template's disk; machines that have the disk open keep it."""
         if self._disks.pop(digest, None) is not None:
             self._disk(digest).unlink(missing_ok=True)
 
@@ -66,12 +66,12 @@ class Media:
         return await asyncio.to_thread(make_disk, files, self._disk(digest))
 
     def remove(self) -> None:
-        """Remove every file made here."""
+        """Remove the directory with all its files."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
 def make_disk(files: Path, target: Path) -> Path:
-    """Pack a directory as squashfs, uncompressed: packing and reading cost least, and templates are small."""
+    """Pack a directory as uncompressed squashfs, which is fastest; templates are small. Raises SandboxStartError."""
     plain = ("-noI", "-noD", "-noF", "-noX", "-no-xattrs", "-all-root", "-noappend", "-quiet", "-no-progress")
     draft = target.with_suffix(".draft")
     command: list[str | Path] = ["mksquashfs", files, draft, *plain, "-processors", "1", "-mkfs-time", _STAMP]
@@ -83,5 +83,5 @@ def make_disk(files: Path, target: Path) -> Path:
         said = " ".join(done.stderr.decode(errors="replace").split())[-300:]
         raise SandboxStartError(f"mksquashfs can't pack the template ({said}): check the space on {target.parent}")
     draft.chmod(0o644)
-    draft.rename(target)  # atomic: a half-written disk is never seen
+    draft.rename(target)  # atomic, so that no reader sees a partial disk
     return target

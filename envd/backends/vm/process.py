@@ -1,6 +1,4 @@
-"""The process that runs a virtual machine (a VMM): started with as little as it needs, watched, and ended with its
-server.
-"""
+"""Process that runs a virtual machine (VMM): started with minimal privileges, watched, and killed with its server."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from envd.errors import BackendUnavailable
 from envd.sandbox.linux import sandbox_owner
 
 _TAIL = 4096
-"""Bytes kept of what a VMM says on its standard error."""
+"""Number of bytes kept of a VMM's standard error."""
 _ENTER = (
     "sh",
     "-c",
@@ -27,10 +25,11 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def confined(command: Sequence[str], device: Path | None = None) -> list[str]:
-    """A command line that runs `command` as the sandboxes' user, without network or new privileges, and that dies with
-    its parent.
+    """Command line that runs `command` as the sandboxes' user without network or new privileges, and dies with its
+    parent.
 
-    device: what it opens through its group, as /dev/kvm is given to users.
+    device: a device, such as /dev/kvm, that the command opens by membership in the device's group. Raises
+    BackendUnavailable.
     """
     for program in ("setpriv", "unshare"):
         if shutil.which(program) is None:
@@ -47,7 +46,7 @@ def confined(command: Sequence[str], device: Path | None = None) -> list[str]:
 
 
 class VmmProcess:
-    """One VMM. Its standard error is kept, bounded; its end is told by `ended`."""
+    """One VMM. Keeps a bounded end of its standard error; the future `ended` is done when it has ended."""
 
     def __init__(
         self,
@@ -59,11 +58,11 @@ class VmmProcess:
         environment: Mapping[str, str] | None = None,
         mute: bool = False,
     ) -> None:
-        """Start it. Call on the event loop's own thread: it dies when the thread that started it does.
+        """Start the VMM. Call on the event loop's thread, since the VMM dies with the thread that starts it.
 
-        groups: of `Cgroups.entrance_files`; it enters them first, so that its limits hold from its first instruction
-        on. environment: None for the server's. mute: its standard output, which a guest's console may flood, goes
-        nowhere.
+        groups: from `Cgroups.entrance_files`. The VMM enters them before its first instruction, so that their limits
+        always hold. environment: None for the server's. mute: discard its standard output, which a guest's console may
+        flood.
         """
         self._loop = asyncio.get_running_loop()
         self._said = b""
@@ -92,27 +91,25 @@ class VmmProcess:
 
     @property
     def pid(self) -> int:
-        """Its process number."""
+        """Pid of the VMM."""
         return self._process.pid
 
     @property
     def said(self) -> str:
-        """The end of what it said, on one line."""
+        """End of its output, on one line."""
         return " ".join(self._said.decode(errors="replace").split())
 
     def kill(self) -> None:
-        """End it; `ended` tells when it has."""
+        """Kill the VMM; `ended` is done when it has ended."""
         if not self.ended.done():
             signal.pidfd_send_signal(self._handle, signal.SIGKILL)
 
     async def wait(self) -> None:
-        """Wait until it has ended."""
+        """Wait until the VMM has ended."""
         await asyncio.shield(self.ended)
 
     def usage(self) -> tuple[int, float]:
-        """(bytes of memory of its own, seconds of processor time) of it and all that it started; zeros once it has
-        ended.
-        """
+        """(bytes of private memory, seconds of processor time) of the VMM and its descendants; zeros after its end."""
         memory, cpu_s = 0, 0.0
         pids = [self.pid]
         for pid in pids:
@@ -122,7 +119,7 @@ class VmmProcess:
                 pids += [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
             except OSError:
                 continue
-            # its own pages only: what it maps of a base machine's memory is shared
+            # Private pages only: pages of a base machine's memory are shared.
             memory += sum(int(line.split()[1]) for line in about.splitlines() if line.startswith("RssAnon:"))
             cpu_s += sum(int(each) for each in ticks) / _TICKS
         return memory * 1024, cpu_s

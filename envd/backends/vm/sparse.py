@@ -1,4 +1,4 @@
-"""Memory files: sparse, large, and written by a process that is not trusted."""
+"""Operations on memory files, which are sparse, large, and written by an untrusted process."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _PIECE = 64 * 1024 * 1024
 
 
 def open_written(directory: Path, name: str, most_bytes: int) -> int:
-    """Open what a VMM wrote in its directory.
+    """Open a file that a VMM wrote in its directory.
 
-    Raises EnvdError where it put a link, a device or more than it could have.
+    Raises EnvdError if it is missing, a link or a device, or larger than most_bytes.
     """
     try:
         fd = os.open(directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -28,9 +28,9 @@ def open_written(directory: Path, name: str, most_bytes: int) -> int:
 
 
 def overlay(source: int, target: int) -> int:
-    """Copy the written parts of `source` over `target`, which keeps its own elsewhere. Returns the bytes copied.
+    """Copy the written parts of `source` over `target`, without other changes to it. Returns the bytes copied.
 
-    Over an empty target this is a copy; over a memory file it applies a diff snapshot, as Firecracker's
+    With an empty target this is a copy; with a memory file it applies a diff snapshot, as Firecracker's
     `snapshot-editor edit-memory rebase` does.
     """
     size, at, copied = os.fstat(source).st_size, 0, 0
@@ -39,7 +39,7 @@ def overlay(source: int, target: int) -> int:
     while at < size:
         try:
             start = os.lseek(source, at, os.SEEK_DATA)
-        except OSError:  # ENXIO: nothing but a hole is left
+        except OSError:  # ENXIO: only a hole is left
             break
         at = os.lseek(source, start, os.SEEK_HOLE)
         while start < at:
@@ -52,7 +52,7 @@ def overlay(source: int, target: int) -> int:
 
 
 def write_over(target: Path, *sources: int) -> None:
-    """Make a file of its sources, each over those before it; readable by all, since VMMs of other users map it."""
+    """Create a file from its sources, each copied over the previous ones; world-readable for VMMs of other users."""
     fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         for source in sources:
