@@ -116,7 +116,7 @@ def _experiments(bench: Workbench, options: LearningOptions) -> list[Experiment]
 def _run_all(bench: Workbench, runs: list[Experiment], options: LearningOptions) -> None:
     """Run every experiment to its number of iterations, with progress bars.
 
-    Seeds begin first, so that a control mostly finds its base policy made.
+    Seeds begin first, so that most controls find their base policy in the store.
     """
     children = Children()
     with Bars() as bars, ThreadPoolExecutor(options.jobs) as pool:

@@ -145,18 +145,18 @@ class SftConfig(_Settings):
     evaluation_episodes: int = Field(default=640, ge=1)
     """Clean validation demonstrations of an evaluation that may stop training."""
     expected_solve: float = Field(default=0.20, gt=0, le=1)
-    """Criterion: this mean probability that a sampled episode equals the clean expert's: mean of exp(sum of log p over
-    policy tokens).
+    """Stopping criterion: minimum mean probability that a sampled episode equals the clean expert's: mean of
+    exp(sum of log p over policy tokens).
     """
     expected_form: float = Field(default=0.9, gt=0, le=1)
-    """Criterion: also this mean probability of the episode's first turn. Demonstrations that vary it (parallel
+    """Stopping criterion: minimum mean probability of the episode's first turn. Demonstrations that vary it (parallel
     calls) limit the reachable value.
     """
     consecutive: int = Field(default=2, ge=1)
     """Consecutive evaluations that must meet both criteria."""
     decay_steps: int = Field(default=100, ge=0)
-    """Last steps, after the criteria are met, over which the learning rates fall linearly to 0. At a constant rate the
-    last batches decide which of two close answers is likelier.
+    """Number of steps, after both criteria are met, over which the learning rates fall linearly to 0. At a constant rate
+    the last batches decide which of two close answers is likelier.
     """
     snapshot_every: int = Field(default=200, ge=1)
     """Steps between snapshots from which a killed job resumes, with the same result bit for bit."""

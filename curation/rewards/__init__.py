@@ -7,7 +7,7 @@
 In:  episodes (and their tokens, where a component reads transcripts), tasks, an envd server to verify in, endpoints of
 judges. Out: a row of REWARDS an episode, rows of EVIDENCE for its components; verdicts and answers in the store.
 
-`config` is the experiment's section; `shapers` compute their values at once, `traces` are the rules that one applies;
+`config` is the experiment's section; `shapers` need no endpoint; `traces` are rules over recorded tool calls;
 `prompt` and `judges` write requests and read replies, `endpoint` and `answers` send each request once; `grading` joins
 them.
 """

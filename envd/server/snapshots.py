@@ -74,10 +74,11 @@ class Snapshots:
 
     def _charge(self, draft: Path) -> int:
         """Bytes of a written snapshot. Raises QuotaExceeded if it and the key's other snapshots exceed the quota."""
-        owner, size = (draft / _KEY).read_text(), size_of(draft)
+        owner, size = caller.key(), size_of(draft)
         kept = sum(_charged_to(owner, path) for path in self._directory.glob("[!.]*"))
-        if kept + max(size, _LEAST_CHARGE) > self._quotas.rules.snapshot_mb << 20:
-            have = f"{kept >> 20} MiB of snapshots, and this one has {max(size, _LEAST_CHARGE) >> 20}"
+        charge = max(size, _LEAST_CHARGE)
+        if kept + charge > self._quotas.rules.snapshot_mb << 20:
+            have = f"{kept >> 20} MiB of snapshots, and this one has {charge >> 20}"
             self._quotas.refuse("snapshot_mb", have, "delete some")
         return size
 

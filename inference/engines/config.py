@@ -14,7 +14,7 @@ from inference.engines.base import Engine
 CONNECTIONS = 256
 TIMEOUT_S = 600.0
 RETRIES = 4
-"""Defaults of every client of an engine's server; `http.JsonClient` retries."""
+"""Defaults of the clients of engine servers."""
 
 
 class _Config(BaseModel):
