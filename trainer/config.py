@@ -155,8 +155,8 @@ class SftConfig(_Settings):
     consecutive: int = Field(default=2, ge=1)
     """Consecutive evaluations that must meet both criteria."""
     decay_steps: int = Field(default=100, ge=0)
-    """Number of steps, after both criteria are met, over which the learning rates fall linearly to 0. At a constant rate
-    the last batches decide which of two close answers is likelier.
+    """Number of steps, after both criteria are met, over which the learning rates fall linearly to 0. At a constant
+    rate the last batches decide which of two close answers is likelier.
     """
     snapshot_every: int = Field(default=200, ge=1)
     """Steps between snapshots from which a killed job resumes, with the same result bit for bit."""
