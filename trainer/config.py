@@ -12,9 +12,9 @@ from contracts.artifacts import ArtifactRef, Frozen
 from contracts.checkpoints import BLOCK, quantization_config, ragged_sides
 from trainer.errors import TrainingConfigError
 
-SFT_VERSION = "3"
+SFT_VERSION = "4"
 """Code version of supervised training: bump when the same job would give another checkpoint."""
-GRPO_VERSION = "2"
+GRPO_VERSION = "3"
 """Code version of policy-gradient training: bump when the same job would give another checkpoint."""
 IMPORT_VERSION = "1"
 """Code version of `trainer.import_hf`."""
@@ -192,7 +192,7 @@ class GrpoConfig(_Settings):
     pass first counts the tokens of each expert.
     """
     microbatch_tokens: int = Field(default=4096, ge=64)
-    """Maximum tokens of a forward pass, including padding.
+    """Maximum tokens of a forward pass.
 
     Limits memory use; the gradient is that of the whole minibatch.
     """

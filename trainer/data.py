@@ -1,4 +1,4 @@
-"""Token sequences as padded batches."""
+"""Token sequences as packed batches."""
 
 from __future__ import annotations
 
@@ -66,35 +66,30 @@ def read_sequences(table: pa.Table, what: str, vocabulary: int, longest: int) ->
 
 
 def make_batch(sequences: Sequence[ScoredSequence]) -> Batch:
-    """Pad sequences at the right to the length of the longest."""
-    length = max(sequence.length for sequence in sequences)
-    ids = np.zeros((len(sequences), length), np.int64)
-    rows, targets, owners = [], [], []
-    for index, sequence in enumerate(sequences):
-        ids[index, : sequence.length] = sequence.token_ids
-        rows.append(index * length + sequence.scored - 1)
-        targets.append(sequence.token_ids[sequence.scored])
-        owners.append(np.full(len(sequence.scored), index))
+    """Pack sequences end to end."""
+    lengths = [sequence.length for sequence in sequences]
+    starts = np.cumsum([0, *lengths[:-1]])
+    scored = [len(sequence.scored) for sequence in sequences]
     return Batch(
-        token_ids=torch.from_numpy(ids),
-        rows=_tensor(rows),
-        targets=_tensor(targets),
-        owners=_tensor(owners),
-        lengths=torch.tensor([sequence.length for sequence in sequences]),
+        token_ids=_tensor([sequence.token_ids for sequence in sequences]),
+        rows=_tensor([start + sequence.scored - 1 for start, sequence in zip(starts, sequences, strict=True)]),
+        targets=_tensor([sequence.token_ids[sequence.scored] for sequence in sequences]),
+        owners=torch.from_numpy(np.repeat(np.arange(len(sequences)), scored)),
+        lengths=lengths,
     )
 
 
-def cut_by_length(sequences: Sequence[ScoredSequence], tokens: int) -> list[list[int]]:
-    """Indices of `sequences` in microbatches of similar length, each of at most `tokens` with padding, but at least one
-    sequence.
-    """
-    order = sorted(range(len(sequences)), key=lambda index: (sequences[index].length, index))
+def cut_by_tokens(sequences: Sequence[ScoredSequence], tokens: int) -> list[list[int]]:
+    """Indices of `sequences`, in order, in microbatches of at most `tokens`, but at least one sequence."""
     batches: list[list[int]] = []
-    for index in order:
-        if batches and (len(batches[-1]) + 1) * sequences[index].length <= tokens:
+    room = 0
+    for index, sequence in enumerate(sequences):
+        room -= sequence.length
+        if batches and room >= 0:
             batches[-1].append(index)
         else:
             batches.append([index])
+            room = tokens - sequence.length
     return batches
 
 

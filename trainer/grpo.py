@@ -23,7 +23,7 @@ from contracts.artifacts import Artifact, open_artifact
 from contracts.failpoints import failpoint
 from contracts.store import Store
 from trainer.config import GRPO_VERSION, GrpoConfig, GrpoJob
-from trainer.data import ScoredSequence, cut_by_length, make_batch, shuffled
+from trainer.data import ScoredSequence, cut_by_tokens, make_batch, shuffled
 from trainer.errors import TrainingDiverged
 from trainer.experience import Experience, read_experience
 from trainer.export import load_checkpoint, publish_checkpoint
@@ -78,7 +78,7 @@ def trainer_logprobs(parameters: Parameters, experience: Experience, config: Grp
     Raises TrainingDiverged.
     """
     found: list[Tensor] = [torch.empty(0)] * len(experience.sequences)
-    for part in cut_by_length(experience.sequences, config.microbatch_tokens):
+    for part in cut_by_tokens(experience.sequences, config.microbatch_tokens):
         members = [experience.sequences[index] for index in part]
         batch = make_batch(members)
         logprobs = score(parameters.leaves, parameters.config, batch, config.temperature).logprobs
@@ -129,7 +129,7 @@ def _train(
     cuts = minibatches(experience.groups, config.optimizer_steps, job.seed)
     for number, rows in enumerate(cuts, start=1):
         parameters.clear_gradients()
-        parts = cut_by_length([experience.sequences[row] for row in rows], config.microbatch_tokens)
+        parts = cut_by_tokens([experience.sequences[row] for row in rows], config.microbatch_tokens)
         totals = accumulate(config, parameters, experience, old, [[rows[index] for index in part] for part in parts])
         norm = parameters.clip_gradients(config.max_gradient_norm)
         if not torch.isfinite(norm):

@@ -1,6 +1,6 @@
 """Forward pass of Qwen3-MoE in plain torch, with the numerics of `transformers.Qwen3MoeForCausalLM`, for training.
 
-Tokens are padded at the right, so causal attention alone excludes padding. Only positions whose next token is scored
+Sequences are packed end to end without padding; attention runs within each. Only positions whose next token is scored
 reach the last layer's experts and the output head.
 """
 
@@ -17,18 +17,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences side by side, padded at the right."""
+    """Sequences packed end to end."""
 
     token_ids: Tensor
-    """int64 [sequences, length]; padding may hold any valid id."""
+    """int64 [tokens]."""
     rows: Tensor
-    """int64 [scored]: flat index (sequence * length + position - 1) from which each scored token is predicted."""
+    """int64 [scored]: index of the token from which each scored token is predicted."""
     targets: Tensor
     """int64 [scored]: the scored tokens."""
     owners: Tensor
     """int64 [scored]: sequence of each scored token."""
-    lengths: Tensor
-    """int64 [sequences]."""
+    lengths: list[int]
+    """Tokens of each sequence."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,15 @@ class Scores:
     entropy: Tensor
     """float32 [scored], nats; carries no gradient."""
     routing: Routing | None
-    """Routing of the batch's real tokens; None unless requested."""
+    """None unless requested."""
 
 
 @dataclass(frozen=True)
 class Routing:
     """Assignment of tokens to experts in each layer. Sums over tokens, so those of several batches can be added.
 
-    Excludes padding. A layer counts the tokens that reach its experts: all tokens, but in the last layer only those
-    that predict a scored token.
+    A layer counts the tokens that reach its experts: all tokens, but in the last layer only those that predict a scored
+    token.
     """
 
     counts: Tensor
@@ -69,17 +69,16 @@ def score(
 ) -> Scores:
     """Log probabilities of `batch.targets`. routing: also return the assignment of tokens to experts."""
     embedding = leaves["model.embed_tokens.weight"]
-    hidden = F.embedding(batch.token_ids.reshape(-1), embedding)
-    cosine, sine = _rotary(batch.token_ids.shape[1], config)
+    hidden = F.embedding(batch.token_ids, embedding)
+    cosine, sine = _rotary(batch.lengths, config)
     routed = []
     for index in range(config["num_hidden_layers"]):
         rows = batch.rows if index == config["num_hidden_layers"] - 1 else None
         weights = _Layer(leaves, f"model.layers.{index}.")
-        hidden = _attention(weights, config, hidden, batch.token_ids.shape, cosine, sine, rows)
+        hidden = _attention(weights, config, hidden, batch.lengths, cosine, sine, rows)
         hidden, router = _experts(weights, config, hidden)
         if routing:
-            reached = router if rows is not None else router[_real(batch)]
-            routed.append((_expert_counts(reached.detach(), config["num_experts_per_tok"]), reached.sum(0)))
+            routed.append((_expert_counts(router.detach(), config["num_experts_per_tok"]), router.sum(0)))
     hidden = F.rms_norm(hidden, hidden.shape[-1:], leaves["model.norm.weight"], config["rms_norm_eps"])
     logits = F.linear(hidden, leaves.get("lm_head.weight", embedding))
     if temperature != 1.0:
@@ -102,12 +101,13 @@ class _Layer:
         return self._leaves[f"{self._prefix}{name}.weight"]
 
 
-def _rotary(length: int, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [length, 1, head_dim] of the rotary position embedding (arXiv:2104.09864), halves layout."""
+def _rotary(lengths: list[int], config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [tokens, 1, head_dim] of the rotary position embedding (arXiv:2104.09864), halves layout."""
     half = torch.arange(0, config["head_dim"], 2, dtype=torch.int64).float() / config["head_dim"]
-    angles = torch.outer(torch.arange(length).float(), 1.0 / (config["rope_theta"] ** half))
+    angles = torch.outer(torch.arange(max(lengths)).float(), 1.0 / (config["rope_theta"] ** half))
     angles = torch.cat([angles, angles], dim=-1)[:, None]
-    return angles.cos(), angles.sin()
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    return angles.cos()[positions], angles.sin()[positions]
 
 
 def _rotate(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def _attention(
     weights: _Layer,
     config: Mapping[str, Any],
     hidden: Tensor,
-    shape: torch.Size,
+    lengths: list[int],
     cosine: Tensor,
     sine: Tensor,
     rows: Tensor | None,
@@ -127,22 +127,18 @@ def _attention(
     """Residual attention over flat hidden states [tokens, hidden]; returns only `rows` of the result, if given."""
     eps, head = config["rms_norm_eps"], config["head_dim"]
     normed = F.rms_norm(hidden, hidden.shape[-1:], weights["input_layernorm"], eps)
-    query = F.linear(normed, weights["self_attn.q_proj"]).view(*shape, -1, head)
-    key = F.linear(normed, weights["self_attn.k_proj"]).view(*shape, -1, head)
-    value = F.linear(normed, weights["self_attn.v_proj"]).view(*shape, -1, head)
+    query = F.linear(normed, weights["self_attn.q_proj"]).view(len(hidden), -1, head)
+    key = F.linear(normed, weights["self_attn.k_proj"]).view(len(hidden), -1, head)
+    value = F.linear(normed, weights["self_attn.v_proj"]).view(len(hidden), -1, head)
     query = _rotate(F.rms_norm(query, (head,), weights["self_attn.q_norm"], eps), cosine, sine)
     key = _rotate(F.rms_norm(key, (head,), weights["self_attn.k_norm"], eps), cosine, sine)
-    mixed = (
-        F.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=query.shape[2] != key.shape[2],
-        )
-        .transpose(1, 2)
-        .reshape(hidden.shape[0], -1)
-    )
+    grouped = query.shape[1] != key.shape[1]
+    queries, keys, values = (torch.split(each.transpose(0, 1)[None], lengths, dim=2) for each in (query, key, value))
+    parts = [
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        for q, k, v in zip(queries, keys, values, strict=True)
+    ]
+    mixed = torch.cat(parts, dim=2)[0].transpose(0, 1).flatten(1)
     if rows is not None:
         hidden, mixed = hidden[rows], mixed[rows]
     return hidden + F.linear(mixed, weights["self_attn.o_proj"])
@@ -165,11 +161,6 @@ def _experts(weights: _Layer, config: Mapping[str, Any], hidden: Tensor) -> tupl
     out = F.grouped_mm(F.silu(gate) * up, weights["mlp.experts.down_proj"].mT, offs=ends)
     mixed = (out[back].view(*chosen.shape, -1) * shares[..., None]).sum(1)
     return hidden + mixed, router
-
-
-def _real(batch: Batch) -> Tensor:
-    """bool [sequences * length]: positions that are not padding."""
-    return (torch.arange(batch.token_ids.shape[1])[None] < batch.lengths[:, None]).reshape(-1)
 
 
 def _expert_counts(router: Tensor, picks: int) -> Tensor:

@@ -18,7 +18,7 @@ from contracts.chat import ChatTokenizer
 from contracts.failpoints import failpoint
 from contracts.store import Store
 from trainer.config import SFT_VERSION, SftConfig, SftJob
-from trainer.data import ScoredSequence, cut_by_length, make_batch, read_sequences, shuffled
+from trainer.data import ScoredSequence, cut_by_tokens, make_batch, read_sequences, shuffled
 from trainer.errors import TrainingDataError, TrainingDiverged
 from trainer.export import publish_checkpoint
 from trainer.losses import balance_loss, first_not_finite
@@ -53,7 +53,7 @@ def look(parameters: Parameters, sequences: Sequence[ScoredSequence], tokens: in
     """Score `sequences` with `parameters`. tokens: maximum per forward pass."""
     solve = form = loss = 0.0
     count = 0
-    for part in cut_by_length(sequences, tokens):
+    for part in cut_by_tokens(sequences, tokens):
         members = [sequences[index] for index in part]
         batch = make_batch(members)
         logprobs = score(parameters.leaves, parameters.config, batch).logprobs.double()
@@ -147,7 +147,7 @@ class _Run:
             loss=float(loss.detach()),
             grad_norm=float(norm),
             lr=rate,
-            tokens=int(batch.lengths.sum()),
+            tokens=sum(batch.lengths),
             entropy=float(scores.entropy.mean()),
         )
 

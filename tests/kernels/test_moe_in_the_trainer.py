@@ -43,10 +43,10 @@ def parameters() -> Parameters:
 
 @pytest.fixture(scope="module")
 def batch() -> model.Batch:
-    token_ids = torch.randint(CONFIG["vocab_size"], (3, 12), generator=generator(1))
+    token_ids = torch.randint(CONFIG["vocab_size"], (3 * 12,), generator=generator(1))
     rows = torch.cat([torch.arange(4, 11) + 12 * sequence for sequence in range(3)])
     owners = rows // 12
-    return model.Batch(token_ids, rows, token_ids.reshape(-1)[rows + 1], owners, torch.tensor([12, 12, 12]))
+    return model.Batch(token_ids, rows, token_ids[rows + 1], owners, [12, 12, 12])
 
 
 def layer_weights(parameters: Parameters) -> dict[str, ExpertWeights]:

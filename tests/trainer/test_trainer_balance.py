@@ -162,7 +162,7 @@ def reference_loss(model: Any) -> Tensor:
     return torch.cat(losses).mean() + WEIGHT * torch.stack(balances).mean()
 
 
-def test_counts_add_up_over_layers_and_leave_padding_out(parameters: Parameters) -> None:
+def test_counts_add_up_over_layers(parameters: Parameters) -> None:
     counts = expert_counts(parameters, [EXPERIENCE.sequences[:5], EXPERIENCE.sequences[5:]])
     picks = CONFIG["num_experts_per_tok"]
     tokens = sum(sequence.length for sequence in EXPERIENCE.sequences)

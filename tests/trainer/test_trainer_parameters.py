@@ -13,7 +13,7 @@ from triplane_kernels.blockwise import fake_quantize_blockwise
 
 from contracts.artifacts import open_artifact
 from contracts.checkpoints import WEIGHTS, expected_tensors
-from trainer.data import ScoredSequence, cut_by_length, make_batch
+from trainer.data import ScoredSequence, cut_by_tokens, make_batch
 from trainer.errors import TrainingDataError
 from trainer.export import checkpoint_tensors, load_checkpoint
 from trainer.model import score
@@ -82,10 +82,11 @@ def test_gradients_pass_straight_through_quantization() -> None:
 
 
 @torch.no_grad()
-def test_padding_does_not_change_a_sequence() -> None:
-    weights = parameters()
-    together = score(weights.leaves, CONFIG, make_batch(sequences(5, 30))).logprobs
-    torch.testing.assert_close(together[:4], logprobs(weights, 5), atol=1e-6, rtol=0)
+def test_neighbours_in_a_batch_do_not_change_a_sequence() -> None:
+    weights, members = parameters(), sequences(5, 30, 2, 9)
+    together = score(weights.leaves, CONFIG, make_batch(members)).logprobs
+    alone = [score(weights.leaves, CONFIG, make_batch([member])).logprobs for member in members]
+    torch.testing.assert_close(together, torch.cat(alone), atol=1e-6, rtol=0)
 
 
 def test_export_has_the_layout_of_the_contract_and_loads_back_exactly(world: World) -> None:
@@ -145,10 +146,10 @@ def test_muon_updates_are_nearly_orthogonal_per_matrix() -> None:
 
 
 def test_microbatches_hold_every_sequence_once_and_respect_their_bound() -> None:
-    members = sequences(5, 30, 7, 7, 12, 64)
-    parts = cut_by_length(members, 64)
-    assert sorted(index for part in parts for index in part) == list(range(6))
-    assert all(len(part) * max(members[index].length for index in part) <= 64 for part in parts)
+    lengths = (5, 30, 7, 22, 65, 12, 64)
+    parts = cut_by_tokens(sequences(*lengths), 64)
+    assert [sum(lengths[index] for index in part) for part in parts] == [64, 65, 12, 64]
+    assert [index for part in parts for index in part] == list(range(len(lengths)))
 
 
 def test_adamw_equals_torchs() -> None:
