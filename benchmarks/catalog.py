@@ -21,6 +21,7 @@ CATALOG: Mapping[str, str] = {
     "envd-fuzz": "malformed and hostile requests to every method: the server stays available and correct",
     "verdicts": "forged final states detected, honest ones accepted, and milliseconds per verification",
     "kernels": "TFLOP/s and TB/s of the FP8 kernels on a GPU, compared with the card's ceilings and torch's products",
+    "memory": "peak memory of the trainer's output head at a large vocabulary, in tiles and plain: bytes and errors",
     "s3": "an experiment on a local S3 server and in a directory: equal digests, and the cost of S3 per iteration",
 }
 

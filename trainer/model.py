@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer.head import target_scores
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -80,13 +82,8 @@ def score(
         if routing:
             routed.append((_expert_counts(router.detach(), config["num_experts_per_tok"]), router.sum(0)))
     hidden = F.rms_norm(hidden, hidden.shape[-1:], leaves["model.norm.weight"], config["rms_norm_eps"])
-    logits = F.linear(hidden, leaves.get("lm_head.weight", embedding))
-    if temperature != 1.0:
-        logits = logits / temperature
-    every = F.log_softmax(logits, dim=-1)
-    logprobs = every.gather(1, batch.targets[:, None]).squeeze(1)
-    with torch.no_grad():
-        entropy = -(every.exp() * every).sum(-1)
+    head = leaves.get("lm_head.weight", embedding)
+    logprobs, entropy = target_scores(hidden, head, batch.targets, temperature)
     counts, probabilities = zip(*routed, strict=True) if routed else ((), ())
     return Scores(logprobs, entropy, Routing(torch.stack(counts), torch.stack(probabilities)) if routed else None)
 

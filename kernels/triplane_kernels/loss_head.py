@@ -49,7 +49,7 @@ def loss_head(
     _check(hidden, weight, targets, temperature, allowed)
     if allowed is not None:
         allowed = allowed.contiguous()
-    logprobs, entropy, _ = _loss_head(
+    logprobs, entropy, _, _ = _loss_head(
         hidden.contiguous(), weight.contiguous(), targets.contiguous(), float(temperature), allowed
     )
     return logprobs, entropy
@@ -82,21 +82,21 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, 
 
 def _fake(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, allowed: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    first, second, third = (hidden.new_empty(hidden.shape[0], dtype=wide) for _ in range(3))
-    return first, second, third
+    first, second, third, fourth = (hidden.new_empty(hidden.shape[0], dtype=wide) for _ in range(4))
+    return first, second, third, fourth
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     hidden, weight, targets, ctx.temperature, allowed = inputs
-    logprobs, entropy, lse = output
-    ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(hidden, weight, targets, allowed, logprobs, entropy, lse)
+    logprobs, entropy, peak, log_mass = output
+    ctx.mark_non_differentiable(peak, log_mass)
+    ctx.save_for_backward(hidden, weight, targets, allowed, logprobs, entropy, peak, log_mass)
 
 
-def _gradients(ctx: Any, of_logprob: Tensor, of_entropy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    hidden, weight, targets, allowed, logprobs, entropy, lse = ctx.saved_tensors
+def _gradients(ctx: Any, of_logprob: Tensor, of_entropy: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    hidden, weight, targets, allowed, logprobs, entropy, peak, log_mass = ctx.saved_tensors
     # An invalid target leaves all probabilities valid, but its NaN must still reach the gradients.
     of_logprob = torch.where(logprobs.isnan(), torch.nan, of_logprob)
     of_hidden, of_weight = _backward(
@@ -108,7 +108,8 @@ def _gradients(ctx: Any, of_logprob: Tensor, of_entropy: Tensor, _: Tensor | Non
         ctx.temperature,
         allowed,
         entropy,
-        lse,
+        peak,
+        log_mass,
         *ctx.needs_input_grad[:2],
     )
     needs_hidden, needs_weight = ctx.needs_input_grad[:2]
@@ -118,7 +119,7 @@ def _gradients(ctx: Any, of_logprob: Tensor, of_entropy: Tensor, _: Tensor | Non
 @operator("loss_head", fake=_fake, save=_save, backward=_gradients)
 def _loss_head(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, allowed: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     head = Head(hidden, weight, targets, temperature, allowed)
     if choose("loss_head", *head.tensors) == "reference":
         return loss_head_reference(head)
@@ -147,13 +148,15 @@ def _backward(
     temperature: float,
     allowed: Tensor | None,
     entropy: Tensor,
-    lse: Tensor,
+    peak: Tensor,
+    log_mass: Tensor,
     needs_hidden: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    head, sums = Head(hidden, weight, targets, temperature, allowed), Sums(of_logprob, of_entropy, entropy, lse)
+    head = Head(hidden, weight, targets, temperature, allowed)
+    sums = Sums(of_logprob, of_entropy, entropy, peak, log_mass)
     into = Gradients(_gradient_of(hidden, needs_hidden), _gradient_of(weight, needs_weight))
-    if choose("loss_head_backward", of_logprob, of_entropy, *head.tensors, entropy, lse) == "reference":
+    if choose("loss_head_backward", of_logprob, of_entropy, *head.tensors, entropy, peak, log_mass) == "reference":
         loss_head_backward_reference(head, sums, into)
     else:
         from triplane_kernels.loss_head_triton import loss_head_backward_triton

@@ -1,18 +1,21 @@
-"""The fused loss head in plain torch, on any device: one pass over chunks of the vocabulary.
+"""The fused loss head in plain torch, on any device: tiles of logits, each reduced in place and discarded.
 
-Source: the running log-sum-exp is that of online softmax (arXiv:1805.02867); a chunk's gradient needs nothing but the
-chunk's logits and the saved log-sum-exp and entropy, so backward computes each chunk's logits again (arXiv:2411.09009).
+Source: the running log-sum-exp is that of online softmax (arXiv:1805.02867); a tile's gradient needs nothing but the
+tile's logits and the row sums saved by forward, so backward computes each tile's logits again (arXiv:2411.09009).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 CHUNK = 4096
-"""Vocabulary entries at a time: the peak is [tokens, CHUNK] logits."""
+"""Vocabulary entries of a tile."""
+ROWS = 1024
+"""Tokens of a tile. Few tiles of [ROWS, CHUNK] exist at a time, 16 MiB each in float32."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,10 @@ class Sums:
     of_logprob: Tensor
     of_entropy: Tensor
     entropy: Tensor
-    lse: Tensor
+    peak: Tensor
+    """The largest logit."""
+    log_mass: Tensor
+    """log of the sum of exp(logit - peak); peak + log_mass is the log-sum-exp, which rounds to the size of the peak."""
 
 
 @dataclass(frozen=True)
@@ -51,66 +57,105 @@ class Gradients:
     """[V, H]."""
 
 
-def loss_head_reference(head: Head) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprobs, entropy and log-sum-exp, each [T], in float32, or float64 when hidden is."""
-    hidden, weight, targets = head.hidden, head.weight, head.targets
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    target_logit = hidden.new_full((hidden.shape[0],), torch.nan, dtype=wide)
+def loss_head_reference(head: Head) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Logprobs, entropy, largest logit and log mass, each [T], in float32, or float64 when hidden is."""
+    results = [_forward(head, rows) for rows in _slices(len(head.hidden), ROWS)]
+    logprobs, entropy, peak, log_mass = (torch.cat(parts) for parts in zip(*results, strict=True))
+    return logprobs, entropy, peak, log_mass
+
+
+def _forward(head: Head, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    targets = head.targets[rows]
+    target_logit = head.hidden.new_full(targets.shape, torch.nan, dtype=_wide(head))
     sums = []
-    for start in range(0, weight.shape[0], CHUNK):
-        logits = _logits(head, start)
+    for columns in _slices(len(head.weight), CHUNK):
+        logits = _logits(head, rows, columns)
+        inside, local = _targets_inside(targets, columns)
+        target_logit[inside] = logits[inside, local]
         sums.append(_sums(logits))
-        here = (targets >= start) & (targets < start + logits.shape[1])
-        local = (targets - start).clamp(0, logits.shape[1] - 1).long()
-        target_logit = torch.where(here, logits.gather(1, local[:, None]).squeeze(1), target_logit)
     peaks, masses, moments = (torch.stack(parts) for parts in zip(*sums, strict=True))
-    log_mass, mean, lse = combine(peaks, masses, moments)
-    return target_logit - lse, log_mass - mean, lse
+    log_mass, mean, peak = combine(peaks, masses, moments)
+    return target_logit - peak - log_mass, log_mass - mean, peak, log_mass
 
 
 def loss_head_backward_reference(head: Head, sums: Sums, into: Gradients) -> None:
     """Write the gradients of hidden and weight."""
-    hidden, weight, targets = head.hidden, head.weight, head.targets
-    total = torch.zeros_like(hidden, dtype=sums.lse.dtype)
-    for start in range(0, weight.shape[0], CHUNK):
-        logits = _logits(head, start)
-        stop = start + logits.shape[1]
-        logprobs = logits - sums.lse[:, None]
-        coefficient = sums.of_logprob[:, None] + sums.of_entropy[:, None] * (logprobs + sums.entropy[:, None])
-        columns = torch.arange(start, stop, device=hidden.device)
-        slope = (targets[:, None] == columns) * sums.of_logprob[:, None] - logprobs.exp() * coefficient
-        # A forbidden entry has probability 0, logprob -inf and no gradient, but a NaN gradient reaches it, too.
-        nothing = torch.where(sums.of_logprob.isnan(), torch.nan, 0.0)[:, None]
-        slope = torch.where(logits == -torch.inf, nothing, slope / head.temperature)
-        if into.of_hidden.numel():
-            total += slope @ weight[start:stop].to(sums.lse.dtype)
+    wide = _wide(head)
+    of_hidden = torch.zeros_like(head.hidden, dtype=wide)
+    entropies = bool((sums.of_entropy != 0).any())
+    for columns in _slices(len(head.weight), CHUNK):
+        weight = head.weight[columns].to(wide)
+        of_weight = torch.zeros_like(weight)
+        for rows in _slices(len(head.hidden), ROWS):
+            slopes = _slopes(head, sums, rows, columns, entropies)
+            if into.of_hidden.numel():
+                of_hidden[rows].addmm_(slopes, weight)
+            if into.of_weight.numel():
+                of_weight.addmm_(slopes.mT, head.hidden[rows].to(wide))
         if into.of_weight.numel():
-            into.of_weight[start:stop] = slope.mT @ hidden.to(sums.lse.dtype)
+            into.of_weight[columns] = of_weight
     if into.of_hidden.numel():
-        into.of_hidden.copy_(total)
+        into.of_hidden.copy_(of_hidden)
 
 
-def _logits(head: Head, start: int) -> Tensor:
-    wide = torch.promote_types(head.hidden.dtype, torch.float32)
-    logits = head.hidden.to(wide) @ head.weight[start : start + CHUNK].to(wide).mT / head.temperature
+def _slopes(head: Head, sums: Sums, rows: slice, columns: slice, entropies: bool) -> Tensor:
+    """Gradient of a tile of hidden @ weight.T. entropies: whether any entropy has a gradient."""
+    of_logprob = sums.of_logprob[rows, None]
+    logits = _logits(head, rows, columns)
+    forbidden = logits == -torch.inf
+    logprobs = logits.sub_(sums.peak[rows, None]).sub_(sums.log_mass[rows, None])
+    slopes = logprobs.exp()
+    if entropies:
+        slopes.mul_(logprobs.add_(sums.entropy[rows, None]).mul_(sums.of_entropy[rows, None]).add_(of_logprob)).neg_()
+    else:
+        slopes.mul_(-of_logprob)
+    inside, local = _targets_inside(head.targets[rows], columns)
+    slopes[inside, local] += sums.of_logprob[rows][inside]
+    slopes.div_(head.temperature)
+    if forbidden.any():
+        # A forbidden entry has probability 0, logprob -inf and no gradient, but a NaN gradient reaches it, too.
+        slopes = torch.where(forbidden, torch.where(of_logprob.isnan(), torch.nan, 0.0), slopes)
+    return slopes
+
+
+def _slices(count: int, size: int) -> Iterator[slice]:
+    """Consecutive slices of at most `size`; one empty slice for a count of 0."""
+    return (slice(start, min(start + size, count)) for start in range(0, max(count, 1), size))
+
+
+def _targets_inside(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """Rows whose target lies in `columns`, and its place there."""
+    inside = ((targets >= columns.start) & (targets < columns.stop)).nonzero().squeeze(1)
+    return inside, targets[inside].long() - columns.start
+
+
+def _wide(head: Head) -> torch.dtype:
+    return torch.promote_types(head.hidden.dtype, torch.float32)
+
+
+def _logits(head: Head, rows: slice, columns: slice) -> Tensor:
+    wide = _wide(head)
+    logits = (head.hidden[rows].to(wide) @ head.weight[columns].to(wide).mT).div_(head.temperature)
     if head.allowed is None:
         return logits
-    return logits.masked_fill(~head.allowed[..., start : start + CHUNK], -torch.inf)
+    allowed = head.allowed[columns] if head.allowed.dim() == 1 else head.allowed[rows, columns]
+    return logits.masked_fill_(~allowed, -torch.inf)
 
 
 def _sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """For every row: the largest logit, the sum of exp(z - largest), and the sum of exp(z - largest) * (z -
-    largest).
+    largest). Overwrites `logits`.
     """
     peak = logits.amax(-1)
     # A row without allowed entries has no largest logit: shift by 0 instead of -inf.
-    shifted = logits - torch.where(peak == -torch.inf, 0, peak)[:, None]
+    shifted = logits.sub_(torch.where(peak == -torch.inf, 0, peak)[:, None])
     share = shifted.exp()
-    return peak, share.sum(-1), torch.where(share == 0, 0, share * shifted).sum(-1)
+    mass = share.sum(-1)
+    return peak, mass, shifted.masked_fill_(share == 0, 0).mul_(share).sum(-1)
 
 
 def combine(peaks: Tensor, masses: Tensor, moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine the sums of the parts of a row, each [parts, T]. Returns log(mass), moment / mass, and the log-sum-exp,
+    """Combine the sums of the parts of a row, each [parts, T]. Returns log(mass), moment / mass, and the largest logit,
     each [T].
 
     The entropy is log(mass) - moment / mass: both are relative to the largest logit, so nothing large cancels.
@@ -120,5 +165,4 @@ def combine(peaks: Tensor, masses: Tensor, moments: Tensor) -> tuple[Tensor, Ten
     scales = drops.exp()
     mass = (masses * scales).sum(0)
     moment = torch.where(scales == 0, 0, scales * (moments + masses * drops)).sum(0)
-    log_mass = mass.log()
-    return log_mass, moment / mass, peak + log_mass
+    return mass.log(), moment / mass, peak

@@ -280,7 +280,7 @@ def _slopes_kernel(
                 tl.store(slopes + at, written, mask=real[:, None] & (column < end)[None, :])
 
 
-def loss_head_triton(head: Head) -> tuple[Tensor, Tensor, Tensor]:
+def loss_head_triton(head: Head) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `loss_head_reference`."""
     hidden, vocabulary = head.hidden, head.weight.shape[0]
     tokens, width = hidden.shape
@@ -306,10 +306,10 @@ def loss_head_triton(head: Head) -> tuple[Tensor, Tensor, Tensor]:
         return target_logits
 
     if not tokens:
-        return target_logits, target_logits.clone(), target_logits.clone()
+        return target_logits, target_logits.clone(), target_logits.clone(), target_logits.clone()
     run(_found("loss_head", head, vocabulary, FORWARD, FORWARD_MASKED, run))
-    log_mass, mean, lse = combine(*sums)
-    return target_logits - lse, log_mass - mean, lse
+    log_mass, mean, peak = combine(*sums)
+    return target_logits - peak - log_mass, log_mass - mean, peak, log_mass
 
 
 def loss_head_backward_triton(head: Head, sums: Sums, into: Gradients) -> None:
@@ -319,6 +319,7 @@ def loss_head_backward_triton(head: Head, sums: Sums, into: Gradients) -> None:
     if not tokens:
         into.of_weight.zero_()
         return
+    lse = sums.peak + sums.log_mass
     total = torch.zeros_like(hidden, dtype=torch.float32)
     chunk = max(SLOPES // tokens // CHUNK_STEP, 1) * CHUNK_STEP
     # Rows of whole 16 bytes, as the copy engine writes them.
@@ -333,7 +334,7 @@ def loss_head_backward_triton(head: Head, sums: Sums, into: Gradients) -> None:
                 *_operands(head, config, slopes),
                 head.targets,
                 _mask(head),
-                sums.lse,
+                lse,
                 sums.entropy,
                 sums.of_logprob,
                 sums.of_entropy,

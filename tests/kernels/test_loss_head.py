@@ -28,6 +28,7 @@ CHUNK = 96
 @pytest.fixture(autouse=True)
 def _small_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(loss_head_reference, "CHUNK", CHUNK)
+    monkeypatch.setattr(loss_head_reference, "ROWS", 24)
     # the fixture `way` first: what is imported before it is not interpreted
     if "way" in request.fixturenames and request.getfixturevalue("way").name == "interpreter":
         from triplane_kernels import loss_head_triton
@@ -194,7 +195,7 @@ def test_a_gradient_that_nobody_asks_for_is_not_computed(way: Way) -> None:
     both = hidden.clone().requires_grad_(), weight.detach().clone().requires_grad_()
     loss_head(*both, targets)[0].sum().backward()
     assert hidden.grad is None and torch.equal(weight.grad, both[1].grad)
-    arguments = (hidden[:, 0], hidden[:, 0], hidden, weight.detach(), targets, 1.0, None, hidden[:, 0], hidden[:, 0])
+    arguments = (hidden[:, 0], hidden[:, 0], hidden, weight.detach(), targets, 1.0, None, *[hidden[:, 0]] * 3)
     of_hidden, of_weight = torch.ops.triplane.loss_head_backward(*arguments, True, False)
     assert of_hidden.shape == hidden.shape and of_weight.numel() == 0
 
@@ -227,9 +228,9 @@ def test_no_tensor_is_as_large_as_a_fifth_of_the_logits(way: Way) -> None:
         torch.cuda.reset_peak_memory_stats()
     with _Largest() as seen:
         head = Head(hidden, weight, targets, 1.0, None)
-        _, entropy, lse = forward(head)
+        _, entropy, peak, log_mass = forward(head)
         into = Gradients(torch.empty_like(hidden), torch.empty_like(weight))
-        backward(head, Sums(column, column, entropy, lse), into)
+        backward(head, Sums(column, column, entropy, peak, log_mass), into)
     if way.name == "gpu":
         assert torch.cuda.max_memory_allocated() < tokens * vocabulary * 2
     else:
