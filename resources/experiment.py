@@ -135,6 +135,10 @@ class LauncherConfig(Section):
     """CPU threads of a training process. The count changes the resulting bits, so it is part of the keys of base_policy
     and checkpoint and does not depend on the machine: results are the same on 2 cores and on 64.
     """
+    ranks: int = Field(default=1, ge=1, le=1024)
+    """Training processes on a machine without GPUs. Each computes a share of every batch with `threads` threads. The
+    count changes the resulting bits.
+    """
     timeout_s: float = Field(default=86_400.0, gt=0)
     """Maximum run time of a training process, in seconds."""
 
@@ -142,7 +146,12 @@ class LauncherConfig(Section):
     def numerics(self) -> dict[str, str | int]:
         """Settings, beyond inputs, configuration and torch, that affect the resulting bits; part of the action key."""
         device = "cuda" if self.gpus else "cpu"
-        return {"backend": "torch", "device": device, "threads": self.threads, "ranks": self.nodes * max(1, self.gpus)}
+        return {
+            "backend": "torch",
+            "device": device,
+            "threads": self.threads,
+            "ranks": self.nodes * (self.gpus or self.ranks),
+        }
 
 
 class TrainerConfig(Section):

@@ -11,8 +11,9 @@ from types import FrameType
 from typing import Any
 
 from contracts.errors import TriplaneError, describe
-from trainer.config import SftJob, read_job
-from trainer.errors import LAST_WORDS, TrainingConfigError, TrainingStopped
+from trainer.agent import run_ranks, tell_agent
+from trainer.config import GrpoJob, SftJob, read_job
+from trainer.errors import LAST_WORDS, RanksFailed, RanksLost, TrainingConfigError, TrainingStopped
 from trainer.lifetime import end_with_parent
 
 EXAMPLE = """\
@@ -22,14 +23,16 @@ example of a job (JSON or YAML; references are those of committed artifacts):
   key: "<64 hex digits: the action key under which the results are committed>"
   seed: 0
   threads: 2
+  ranks: 1
   tokenizer: {kind: tokenizer, key: ..., digest: ...}
   demonstrations: {kind: demonstrations, key: ..., digest: ...}
   model: {hidden_size: 128, layers: 3}
   config: {max_steps: 4000, expected_solve: 0.4}
 
-kind grpo takes dataset, checkpoint and trainer_state instead of tokenizer and demonstrations. A job that is done prints
-its result again; one that was killed continues from its last snapshot. exit status: 0 done, 1 failed, 2 malformed job,
-130 or 143 stopped.
+kind grpo takes dataset, checkpoint and trainer_state instead of tokenizer and demonstrations. With ranks above 1, that
+many processes share each batch; `torchrun -m trainer --job JOB` starts them on several machines. A job that is done
+prints its result again; one that was killed continues from its last snapshot. exit status: 0 done, 1 failed, 2
+malformed job, 3 another rank ended, 130 or 143 stopped.
 """
 
 
@@ -47,24 +50,38 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
+    source = options.job or options.config
     try:
         end_with_parent()
-        result = _run(options.job or options.config)
-    except TrainingStopped as stopped:
-        print(f"{LAST_WORDS}{stopped}", file=sys.stderr)
-        return stopped.exit_status
+        job = read_job(source)
+        if job.ranks > 1 and "WORLD_SIZE" not in os.environ:
+            run_ranks(job.ranks, ["--job", source])
+            return 0
+        result = _run(job)
     except TriplaneError as error:
-        print(f"{LAST_WORDS}{error}", file=sys.stderr)
-        return 2 if isinstance(error, TrainingConfigError) else 1
+        return _failed(error)
     except OSError as error:
-        print(f"{LAST_WORDS}{describe(error)}", file=sys.stderr)
+        _tell(describe(error))
         return 1
-    print(json.dumps(result), flush=True)
+    if result is not None:
+        print(json.dumps(result), flush=True)
     return 0
 
 
-def _run(source: str) -> dict[str, Any]:
-    job = read_job(source)
+def _failed(error: TriplaneError) -> int:
+    """Report `error`. Returns the exit status."""
+    _tell(str(error))
+    if isinstance(error, TrainingStopped | RanksFailed | RanksLost):
+        return error.exit_status
+    return 2 if isinstance(error, TrainingConfigError) else 1
+
+
+def _tell(reason: str) -> None:
+    if not tell_agent(reason):
+        print(f"{LAST_WORDS}{reason}", file=sys.stderr)
+
+
+def _run(job: SftJob | GrpoJob) -> dict[str, Any] | None:
     # OpenMP reads this when torch loads it: under other load, threads that busy-wait for each other make a step ten
     # times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -76,13 +93,18 @@ def _run(source: str) -> dict[str, Any]:
     from trainer.runtime import keep_freed_memory
 
     keep_freed_memory()
+    if int(os.environ.get("RANK", "0")):
+        run_job(job)
+        return None
     with open_pipes() as context, console_watcher(job) as console:
         watchers = (
             [console]
             if context is None
             else [console, pipes_watcher(context, every=10 if isinstance(job, SftJob) else 1)]
         )
-        result = run_job(job, watchers).as_json()
+        found = run_job(job, watchers)
+        assert found is not None, "rank 0 publishes"
+        result = found.as_json()
         if context is not None:
             context.report_custom_message({"result": result})
         return result

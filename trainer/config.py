@@ -208,12 +208,16 @@ class _Job(Frozen):
     seed: int
     """Seed of initialization and data order."""
     threads: int = Field(default=1, ge=1)
-    """CPU threads. The count changes the resulting bits."""
+    """CPU threads of each rank. The count changes the resulting bits."""
+    ranks: int = Field(default=1, ge=1, le=1024)
+    """Processes that share every batch. The count changes the resulting bits."""
+    rank_timeout_s: float = Field(default=45.0, gt=0)
+    """Longest time that a rank waits for another one, which may be writing a snapshot, in seconds."""
 
     @property
     def numerics(self) -> dict[str, str | int]:
         """Settings, beyond inputs, configuration and torch, that affect the resulting bits; part of the manifest."""
-        return {"backend": "torch", "device": "cpu", "threads": self.threads, "ranks": 1}
+        return {"backend": "torch", "device": "cpu", "threads": self.threads, "ranks": self.ranks}
 
 
 class SftJob(_Job):

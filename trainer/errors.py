@@ -8,6 +8,8 @@ from contracts.errors import ConfigError, TriplaneError
 
 LAST_WORDS = "trainer: "
 """Prefix of the reason in the last line of a failed trainer."""
+RANKS_LOST_STATUS = 3
+"""Exit status of a rank that ends since another one did."""
 
 
 class TrainingConfigError(ConfigError):
@@ -32,3 +34,19 @@ class TrainingStopped(TrainingError):
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {Signals(number).name}: run the same job again to continue")
         self.exit_status = 128 + number
+
+
+class RanksLost(TrainingError):
+    """Another rank of the job has ended or does not answer."""
+
+    def __init__(self, rank: int, count: int, reason: str) -> None:
+        super().__init__(f"rank {rank} of {count} lost another rank ({reason}): run the same job again to continue")
+        self.exit_status = RANKS_LOST_STATUS
+
+
+class RanksFailed(TrainingError):
+    """A rank ended, so the job was stopped."""
+
+    def __init__(self, rank: int, count: int, reason: str, status: int | None) -> None:
+        super().__init__(f"rank {rank} of {count}: {reason}")
+        self.exit_status = status if status is not None and status > 0 else 1

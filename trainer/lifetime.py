@@ -11,6 +11,8 @@ from trainer.errors import TrainingStopped
 
 PARENT_VARIABLE = "TRIPLANE_TRAINER_PARENT"
 """Environment variable with the pid of the launcher, for a trainer that must end with it."""
+MEETING_VARIABLE = "TRIPLANE_RANKS_FILE"
+"""Environment variable with the path of the file through which the ranks of `trainer.agent` find each other."""
 _PR_SET_PDEATHSIG = 1
 
 

@@ -9,17 +9,30 @@ from contracts.store import open_store
 from trainer.config import GrpoJob, SftJob
 from trainer.grpo import train_grpo
 from trainer.metrics import Watcher
+from trainer.ranks import join_ranks
 from trainer.result import TrainResult
 from trainer.runtime import make_deterministic
 from trainer.sft import train_sft
 
 
-def run_job(job: SftJob | GrpoJob, watchers: Iterable[Watcher] = ()) -> TrainResult:
-    """Result of the job; committed artifacts are reused. Raises TriplaneError."""
+def find_result(job: SftJob | GrpoJob) -> TrainResult | None:
+    """Result of the job if its artifacts are committed."""
     store = open_store(job.store)
     checkpoint = find_artifact(store, "checkpoint", job.key)
     state = find_artifact(store, "trainer_state", job.key)
-    if checkpoint is not None and state is not None:
-        return TrainResult(checkpoint.ref, state.ref, checkpoint.meta)
-    make_deterministic(job.seed, job.threads)
-    return train_sft(job, store, watchers) if isinstance(job, SftJob) else train_grpo(job, store, watchers)
+    if checkpoint is None or state is None:
+        return None
+    return TrainResult(checkpoint.ref, state.ref, checkpoint.meta)
+
+
+def run_job(job: SftJob | GrpoJob, watchers: Iterable[Watcher] = ()) -> TrainResult | None:
+    """Result of the job; committed artifacts are reused. None on ranks other than 0. Raises TriplaneError."""
+    with join_ranks(job.ranks, job.rank_timeout_s) as ranks:
+        # the ranks decide together, since another launch may commit the result between two looks
+        if any(ranks.total(find_result(job) is not None)):
+            return find_result(job) if ranks.leads else None
+        make_deterministic(job.seed, job.threads)
+        store = open_store(job.store)
+        if isinstance(job, SftJob):
+            return train_sft(job, store, watchers, ranks)
+        return train_grpo(job, store, watchers)

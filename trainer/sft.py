@@ -19,13 +19,14 @@ from contracts.failpoints import failpoint
 from contracts.store import Store
 from trainer.config import SFT_VERSION, SftConfig, SftJob
 from trainer.data import ScoredSequence, cut_by_tokens, make_batch, read_sequences, shuffled
-from trainer.errors import TrainingDataError, TrainingDiverged
+from trainer.errors import TrainingConfigError, TrainingDataError, TrainingDiverged
 from trainer.export import publish_checkpoint
 from trainer.losses import balance_loss, first_not_finite
 from trainer.metrics import Metrics, Watcher
 from trainer.model import Batch, Scores, score
 from trainer.optimizers import MuonWithAdamW
 from trainer.parameters import Parameters, draw_masters
+from trainer.ranks import ALONE, Ranks
 from trainer.result import TrainResult
 from trainer.schedule import decay, warmup
 from trainer.state import Snapshots, TrainerState, capture_state, load_state, publish_state
@@ -49,24 +50,25 @@ class Look:
 
 
 @torch.no_grad()
-def look(parameters: Parameters, sequences: Sequence[ScoredSequence], tokens: int = 8192) -> Look:
-    """Score `sequences` with `parameters`. tokens: maximum per forward pass."""
+def look(parameters: Parameters, sequences: Sequence[ScoredSequence], tokens: int = 8192, ranks: Ranks = ALONE) -> Look:
+    """Score `sequences`, which all ranks have, with `parameters`. tokens: maximum per forward pass."""
     solve = form = loss = 0.0
-    count = 0
-    for part in cut_by_tokens(sequences, tokens):
-        members = [sequences[index] for index in part]
+    own = ranks.share(sequences)
+    for part in cut_by_tokens(own, tokens):
+        members = [own[index] for index in part]
         batch = make_batch(members)
         logprobs = score(parameters.leaves, parameters.config, batch).logprobs.double()
-        for sequence, own in zip(members, torch.split(logprobs, [len(m.scored) for m in members]), strict=True):
-            solve += float(own.sum().exp())
-            form += float(own[: sequence.first_turn].sum().exp())
-            loss -= float(own.sum())
-            count += len(own)
-    return Look(solve / len(sequences), form / len(sequences), loss / count, len(sequences))
+        for sequence, found in zip(members, torch.split(logprobs, [len(m.scored) for m in members]), strict=True):
+            solve += float(found.sum().exp())
+            form += float(found[: sequence.first_turn].sum().exp())
+            loss -= float(found.sum())
+    solve, form, loss = ranks.total(solve, form, loss)
+    scored = sum(len(sequence.scored) for sequence in sequences)
+    return Look(solve / len(sequences), form / len(sequences), loss / scored, len(sequences))
 
 
-def train_sft(job: SftJob, store: Store, watchers: Iterable[Watcher] = ()) -> TrainResult:
-    """Run `job` and publish its checkpoint and trainer state.
+def train_sft(job: SftJob, store: Store, watchers: Iterable[Watcher] = (), ranks: Ranks = ALONE) -> TrainResult | None:
+    """Run `job` and publish its checkpoint and trainer state. Returns None on ranks that do not publish.
 
     A killed job continues from its last snapshot.
     """
@@ -74,14 +76,20 @@ def train_sft(job: SftJob, store: Store, watchers: Iterable[Watcher] = ()) -> Tr
     chat = ChatTokenizer.from_directory(tokenizer.directory())
     model = job.model.hf_config(chat.vocabulary_size, chat.end_of_turn)
     train, validation = _demonstrations(demonstrations, job, chat.vocabulary_size)
-    run = _Run(job, store, model, watchers)
+    size = min(job.config.batch_size, len(train))
+    if size < ranks.count:
+        raise TrainingConfigError(
+            f"job field ranks is {ranks.count}, but a batch has {size} demonstrations: lower ranks or raise"
+            " config.batch_size"
+        )
+    run = _Run(job, store, model, watchers, ranks)
     while not run.finished:
         run.step(train)
         if run.taken % job.config.evaluate_every == 0 or run.finished:
             run.evaluate(validation)
-        if run.snapshots.due(run.taken) and not run.finished:
+        if ranks.leads and run.snapshots.due(run.taken) and not run.finished:
             run.snapshots.save(run.capture(), job.config.model_dump(), SFT_VERSION)
-    return run.publish(tokenizer)
+    return run.publish(tokenizer) if ranks.leads else None
 
 
 class _Run:
@@ -89,8 +97,10 @@ class _Run:
     step at which they were enough.
     """
 
-    def __init__(self, job: SftJob, store: Store, model: dict[str, object], watchers: Iterable[Watcher]) -> None:
-        self._job, self._store, self._model = job, store, model
+    def __init__(
+        self, job: SftJob, store: Store, model: dict[str, object], watchers: Iterable[Watcher], ranks: Ranks
+    ) -> None:
+        self._job, self._store, self._model, self._ranks = job, store, model, ranks
         self._config = job.config
         self.snapshots = Snapshots(store, job.key, job.config.snapshot_every, job.config.max_steps)
         self.taken, self._met, self._last = 0, 0, Look(0.0, 0.0, 0.0, 0)
@@ -119,18 +129,12 @@ class _Run:
     def step(self, train: Sequence[ScoredSequence]) -> None:
         """Take one optimizer step."""
         config = self._config
-        rows = batch_members(len(train), config.batch_size, self._job.seed, self.taken)
-        batch = make_batch([train[index] for index in rows])
+        every = batch_members(len(train), config.batch_size, self._job.seed, self.taken)
+        rows = self._ranks.share(every)
+        scored = sum(len(train[index].scored) for index in every)
         self._parameters.clear_gradients()
-        scores = score(self._parameters.leaves, self._model, batch, routing=config.router_balance > 0)
-        self._require_finite(scores, batch, rows)
-        loss = -scores.logprobs.mean()
-        whole = loss
-        if scores.routing is not None:
-            picks = self._parameters.config["num_experts_per_tok"]
-            balance = balance_loss(scores.routing.probabilities, scores.routing.counts, picks)
-            whole = loss + config.router_balance * balance
-        whole.backward()  # type: ignore[no-untyped-call]
+        loss, entropy = self._backward(train, rows, scored) if rows else (0.0, 0.0)
+        self._ranks.add(*(buffer.gradient for buffer in self._parameters.buffers))
         norm = self._parameters.clip_gradients(config.max_gradient_norm)
         if not torch.isfinite(norm):
             raise TrainingDiverged(
@@ -142,14 +146,34 @@ class _Run:
         self._optimizer.step(rate)
         self._parameters.requantize()
         self.taken += 1
+        loss, entropy = self._ranks.total(loss, entropy)
         self._metrics.add(
             self.taken,
-            loss=float(loss.detach()),
+            loss=loss,
             grad_norm=float(norm),
             lr=rate,
-            tokens=sum(batch.lengths),
-            entropy=float(scores.entropy.mean()),
+            tokens=sum(train[index].length for index in every),
+            entropy=entropy,
         )
+
+    def _backward(self, train: Sequence[ScoredSequence], rows: Sequence[int], scored: int) -> tuple[float, float]:
+        """Add the gradient of this rank's rows. scored: scored tokens of the batch.
+
+        Returns this rank's contributions to the batch's mean loss and mean entropy.
+        """
+        config = self._config
+        batch = make_batch([train[index] for index in rows])
+        scores = score(self._parameters.leaves, self._model, batch, routing=config.router_balance > 0)
+        self._require_finite(scores, batch, rows)
+        loss = -scores.logprobs.sum() / scored
+        whole = loss
+        if scores.routing is not None:
+            picks = self._parameters.config["num_experts_per_tok"]
+            self._ranks.add(scores.routing.counts)
+            balance = balance_loss(scores.routing.probabilities, scores.routing.counts, picks)
+            whole = loss + config.router_balance * balance
+        whole.backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach()), float(scores.entropy.sum()) / scored
 
     def _require_finite(self, scores: Scores, batch: Batch, rows: Sequence[int]) -> None:
         token = first_not_finite(scores.logprobs)
@@ -163,9 +187,9 @@ class _Run:
     def evaluate(self, validation: Sequence[ScoredSequence]) -> None:
         """Score a few demonstrations while the criterion is far, all of them when it is near."""
         config = self._config
-        seen = look(self._parameters, validation[: config.probe_episodes])
+        seen = look(self._parameters, validation[: config.probe_episodes], ranks=self._ranks)
         if seen.solve >= 0.8 * config.expected_solve and seen.episodes < len(validation):
-            seen = look(self._parameters, validation)
+            seen = look(self._parameters, validation, ranks=self._ranks)
         decisive = seen.episodes == len(validation)
         self._met = self._met + 1 if decisive and seen.meets(config) else 0
         if self._converged_at is None and self._met >= config.consecutive:

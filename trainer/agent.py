@@ -1,0 +1,135 @@
+"""Run the ranks of one job on this machine: start a process for each, and end all of them when one fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from signal import Signals
+
+from trainer.errors import RANKS_LOST_STATUS, RanksFailed
+from trainer.lifetime import MEETING_VARIABLE, PARENT_VARIABLE
+from trainer.pipes import PIPES_VARIABLE
+
+GRACE_S = 5.0
+"""Seconds between SIGTERM and SIGKILL. A rank that waits for another one in native code does not see SIGTERM."""
+POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class _Child:
+    rank: int
+    process: subprocess.Popen[bytes]
+    folder: Path
+
+    @property
+    def failed(self) -> bool:
+        return self.process.poll() not in (None, 0)
+
+    @property
+    def reason(self) -> str:
+        status = self.process.returncode
+        if status is None:
+            return "did not answer"
+        words = _words(self.folder, self.rank)
+        if words.exists():
+            return words.read_text()
+        if status < 0:
+            return f"was killed by {Signals(-status).name}"
+        log = _log(self.folder, self.rank)
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        return " | ".join(lines[-5:])[-1000:] or f"ended with code {status}"
+
+
+def run_ranks(count: int, arguments: Sequence[str]) -> None:
+    """Run `python -m trainer` with `arguments` in `count` processes to their end.
+
+    Rank 0 keeps this process's stdout and stderr. Raises RanksFailed with the words of the rank that failed first.
+    """
+    with tempfile.TemporaryDirectory(prefix="triplane-ranks-") as folder, _children(count, arguments, folder) as every:
+        while any(child.process.poll() is None for child in every):
+            if any(child.failed for child in every):
+                break
+            time.sleep(POLL_S)
+        if any(child.failed for child in every):
+            raise _first_failure(every)
+
+
+def tell_agent(words: str) -> bool:
+    """Leave this rank's last words to the agent. Returns False if no agent started this process."""
+    meeting = os.environ.get(MEETING_VARIABLE)
+    if meeting is None:
+        return False
+    with suppress(OSError):  # the agent has ended and removed its folder
+        _words(Path(meeting).parent, os.environ["RANK"]).write_text(words)
+    return True
+
+
+def _words(folder: Path, rank: int | str) -> Path:
+    return folder / f"rank-{rank}.words"
+
+
+def _log(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.log"
+
+
+def _first_failure(children: Sequence[_Child]) -> RanksFailed:
+    """Error of the rank that failed for a reason of its own; the others lost it."""
+    until = time.monotonic() + GRACE_S
+    while True:
+        own = [c for c in children if c.failed and c.process.returncode != RANKS_LOST_STATUS]
+        if own or all(c.process.poll() is not None for c in children) or time.monotonic() > until:
+            break
+        time.sleep(POLL_S)
+    silent = [child for child in children if child.process.poll() is None]
+    first = next(iter(own or silent or [child for child in children if child.failed]))
+    return RanksFailed(first.rank, len(children), first.reason, first.process.returncode)
+
+
+@contextmanager
+def _children(count: int, arguments: Sequence[str], folder: str) -> Iterator[list[_Child]]:
+    children: list[_Child] = []
+    try:
+        for rank in range(count):
+            children.append(_start(rank, count, arguments, Path(folder)))
+        yield children
+    finally:
+        for child in children:
+            if child.process.poll() is None:
+                child.process.send_signal(signal.SIGTERM)
+        until = time.monotonic() + GRACE_S
+        for child in children:
+            try:
+                child.process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.process.kill()
+                child.process.wait()
+
+
+def _start(rank: int, count: int, arguments: Sequence[str], folder: Path) -> _Child:
+    environment = {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "GLOO_SOCKET_IFNAME": "lo",
+        MEETING_VARIABLE: str(folder / "meeting"),
+        PARENT_VARIABLE: str(os.getpid()),
+    }
+    if rank:
+        environment.pop(PIPES_VARIABLE, None)
+    command = [sys.executable, "-m", "trainer", *arguments]
+    if rank == 0:
+        return _Child(rank, subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment), folder)
+    with _log(folder, rank).open("wb") as file:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=file, env=environment
+        )
+    return _Child(rank, process, folder)

@@ -1,0 +1,96 @@
+"""Processes that train one job together. Each computes its share of every batch; sums over all of them make every
+process take the same step.
+
+A process is a rank if `WORLD_SIZE` is above 1: `trainer.agent` sets it on one machine, `torchrun` on several.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.errors import RanksLost, TrainingConfigError
+from trainer.lifetime import MEETING_VARIABLE
+
+_Item = TypeVar("_Item")
+
+
+class Ranks:
+    """This process among those of its job; alone by default."""
+
+    def __init__(self, rank: int = 0, count: int = 1) -> None:
+        self.rank, self.count = rank, count
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process reports and publishes."""
+        return self.rank == 0
+
+    def share(self, items: Sequence[_Item]) -> list[_Item]:
+        """This rank's part of `items`; may be empty."""
+        return list(items[self.rank :: self.count])
+
+    def add(self, *tensors: Tensor) -> None:
+        """Replace each tensor, in place, by its sum over all ranks. Raises RanksLost."""
+        for tensor in tensors:
+            self._reduce(tensor, dist.ReduceOp.SUM)
+
+    def total(self, *values: float) -> list[float]:
+        """Sum over all ranks of each value, in float64. Raises RanksLost."""
+        sums = torch.tensor(values, dtype=torch.float64)
+        self._reduce(sums, dist.ReduceOp.SUM)
+        return [float(each) for each in sums]
+
+    def largest(self, value: float) -> float:
+        """Maximum over all ranks. Raises RanksLost."""
+        found = torch.tensor(value, dtype=torch.float64)
+        self._reduce(found, dist.ReduceOp.MAX)
+        return float(found)
+
+    def _reduce(self, tensor: Tensor, operation: Any) -> None:
+        if self.count == 1:
+            return
+        try:
+            dist.all_reduce(tensor, operation)
+        except RuntimeError as error:  # gloo has no error class of its own
+            raise RanksLost(self.rank, self.count, str(error).splitlines()[0]) from None
+
+
+ALONE = Ranks()
+
+
+@contextmanager
+def join_ranks(expected: int, timeout_s: float) -> Iterator[Ranks]:
+    """Meet the other ranks. timeout_s: longest wait for another rank, in every operation.
+
+    Raises TrainingConfigError if the environment has another number of processes than the job's `expected`.
+    """
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count != expected:
+        raise TrainingConfigError(f"job field ranks is {expected}, but {count} processes were started: make them equal")
+    if count == 1:
+        yield ALONE
+        return
+    rank = int(os.environ["RANK"])
+    meeting = os.environ.get(MEETING_VARIABLE)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{meeting}" if meeting else "env://",
+            rank=rank,
+            world_size=count,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except RuntimeError as error:
+        raise RanksLost(rank, count, str(error).splitlines()[0]) from None
+    try:
+        yield Ranks(rank, count)
+    finally:
+        dist.destroy_process_group()
