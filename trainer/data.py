@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from contracts.episodes import TokenRole
+from contracts.routing import Routes
 from trainer.errors import TrainingDataError
 from trainer.model import Batch
 
@@ -23,6 +24,8 @@ class ScoredSequence:
     """int64 [length]."""
     scored: np.ndarray
     """int64, ascending: positions of the policy's tokens. Never 0, since no earlier token predicts it."""
+    routes: Routes | None = None
+    """Experts to replay; see `contracts.routing`."""
 
     @property
     def length(self) -> int:
@@ -81,7 +84,19 @@ def make_batch(sequences: Sequence[ScoredSequence]) -> Batch:
         targets=_tensor(targets),
         owners=_tensor(owners),
         lengths=torch.tensor([sequence.length for sequence in sequences]),
+        routed=_routed(sequences, length),
     )
+
+
+def _routed(sequences: Sequence[ScoredSequence], length: int) -> Tensor | None:
+    """`Batch.routed` of sequences padded to `length`; None if none has routes."""
+    known = [(index, each.routes) for index, each in enumerate(sequences) if each.routes is not None]
+    if not known:
+        return None
+    padded = np.full((len(sequences), length, *known[0][1].shape[1:]), -1, np.int32)
+    for index, routes in known:
+        padded[index, : len(routes)] = routes
+    return torch.from_numpy(padded).flatten(0, 1)
 
 
 def cut_by_length(sequences: Sequence[ScoredSequence], tokens: int) -> list[list[int]]:
