@@ -90,7 +90,7 @@ class VllmEngine:
         except (EngineUnreachable, EngineStopped):
             await self._recovered(client)
             raise
-        return self._completion(answer)
+        return self._completion(answer, routed=params.routing_from is not None)
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         """See Engine.score. Only at temperature 1, and for one token less than the context length."""
@@ -259,7 +259,7 @@ class VllmEngine:
         self._ready = False
         await self._start_afresh()
 
-    def _completion(self, answer: dict[str, Any]) -> Completion:
+    def _completion(self, answer: dict[str, Any], *, routed: bool) -> Completion:
         (choice,) = answer["choices"]
         tokens, content = choice["token_ids"] or [], (choice["logprobs"] or {}).get("content") or []
         if [entry["token_id"] for entry in content] != tokens:
@@ -272,7 +272,7 @@ class VllmEngine:
                 f"vLLM ended a completion with {choice['finish_reason']!r}: known are stop, length, abort"
             )
         spans = self._check_spans(choice["weight_versions"], self._proven, len(tokens))
-        routes = _routes(choice.get("routed_experts"))
+        routes = _routes(choice.get("routed_experts")) if routed else None
         return Completion(tokens, [entry["logprob"] for entry in content], spans, reason, routes)
 
     def _check_spans(
