@@ -64,7 +64,7 @@ def test_recording_routing_needs_an_engine_that_returns_it(engine: str, returns:
     if returns:
         assert load_experiment(QUICKSTART, overrides).rollouts.record_routing
         return
-    with pytest.raises(ExperimentError, match="engine.kind .* returns no routed experts: use builtin, or vllm"):
+    with pytest.raises(ExperimentError, match=r"engine\.kind .* returns no routed experts: use builtin, or vllm"):
         load_experiment(QUICKSTART, overrides)
 
 
