@@ -161,7 +161,7 @@ class Artifact:
         """
         path = self.path(name)
         try:
-            absent = absent_columns(self.manifest.kind, name, pq.read_schema(path).names)
+            absent = absent_columns(self.manifest.kind, name, pq.read_schema(path).names, columns or ())
             if columns is None:
                 return with_absent(pq.read_table(path), absent)
             there = pq.read_table(path, columns=[column for column in columns if column not in absent])

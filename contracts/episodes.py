@@ -137,6 +137,10 @@ SEQUENCES = pa.schema(
 """One row per sequence; the three lists have equal length. `logprobs`, under the sampling distribution, is null for
 tokens that are not POLICY.
 """
+ROUTED_EXPERTS = pa.field("routed_experts", pa.large_binary())
+"""Optional last column of SEQUENCES, absent unless `rollouts.record_routing` is set: see `contracts.routing`. Null for
+a sequence of which the policy sampled no token.
+"""
 
 TELEMETRY = pa.schema(
     [
@@ -172,6 +176,8 @@ class TokenSequence:
     logprobs: list[float | None]
     policy_spans: list[tuple[str, int, int]]
     """(policy version, start, end) over token positions, half open."""
+    routed_experts: bytes | None = None
+    """Experts that the sampler chose, as `contracts.routing.encode_routes` gives them; None if not recorded."""
 
 
 @dataclass(frozen=True)
@@ -234,8 +240,8 @@ def episodes_table(episodes: list[Episode]) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=EPISODES)
 
 
-def sequences_table(episodes: list[Episode]) -> pa.Table:
-    """Rows of SEQUENCES, episode by episode."""
+def sequences_table(episodes: list[Episode], *, routed: bool = False) -> pa.Table:
+    """Rows of SEQUENCES, episode by episode. routed: append the column ROUTED_EXPERTS."""
     rows = [
         {
             "episode_id": episode.episode_id,
@@ -246,11 +252,12 @@ def sequences_table(episodes: list[Episode]) -> pa.Table:
             "policy_spans": [
                 {"version": version, "start": start, "end": end} for version, start, end in sequence.policy_spans
             ],
+            ROUTED_EXPERTS.name: sequence.routed_experts,
         }
         for episode in episodes
         for index, sequence in enumerate(episode.sequences)
     ]
-    return pa.Table.from_pylist(rows, schema=SEQUENCES)
+    return pa.Table.from_pylist(rows, schema=SEQUENCES.append(ROUTED_EXPERTS) if routed else SEQUENCES)
 
 
 def telemetry_table(episodes: list[Episode]) -> pa.Table:
@@ -266,7 +273,7 @@ def read_episodes(episodes: pa.Table, sequences: pa.Table) -> list[Episode]:
     for row in sorted(sequences.to_pylist(), key=lambda row: (row["episode_id"], row["index"])):
         spans = [(span["version"], span["start"], span["end"]) for span in row["policy_spans"]]
         by_episode.setdefault(row["episode_id"], []).append(
-            TokenSequence(row["token_ids"], row["token_role"], row["logprobs"], spans)
+            TokenSequence(row["token_ids"], row["token_role"], row["logprobs"], spans, row.get(ROUTED_EXPERTS.name))
         )
     found = []
     for row in episodes.to_pylist():

@@ -7,10 +7,12 @@ are those of commit c813e3a (2026-11-21).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pyarrow as pa
+
+from contracts.episodes import ROUTED_EXPERTS
 
 _FAILURE = {"failure": pa.string()}
 
@@ -23,6 +25,13 @@ COLUMNS: Mapping[tuple[str, str], Mapping[str, pa.DataType]] = {
 }
 """(kind of artifact, file) -> columns added later, with their types. They read as null in older artifacts."""
 
+OPTIONAL: Mapping[tuple[str, str], Mapping[str, pa.DataType]] = {
+    ("group", "sequences.parquet"): {ROUTED_EXPERTS.name: ROUTED_EXPERTS.type},
+    ("rollouts", "sequences.parquet"): {ROUTED_EXPERTS.name: ROUTED_EXPERTS.type},
+    ("dataset", "train.parquet"): {ROUTED_EXPERTS.name: ROUTED_EXPERTS.type},
+}
+"""(kind of artifact, file) -> columns that only some experiments write. They read as null where absent, if named."""
+
 META: Mapping[str, Mapping[str, Any]] = {
     "group": {"stragglers": 0},
     "rollouts": {"stragglers": 0},
@@ -31,9 +40,13 @@ META: Mapping[str, Mapping[str, Any]] = {
 """Kind of artifact -> facts added to its manifest later, with their defaults."""
 
 
-def absent_columns(kind: str, file: str, present: list[str]) -> dict[str, pa.DataType]:
-    """Columns added later that a table lacks, and their types. present: its columns."""
-    return {name: type_ for name, type_ in COLUMNS.get((kind, file), {}).items() if name not in present}
+def absent_columns(kind: str, file: str, present: Iterable[str], named: Iterable[str] = ()) -> dict[str, pa.DataType]:
+    """Columns added later, and optional ones among `named`, that a table lacks, with their types. present: its
+    columns.
+    """
+    optional = OPTIONAL.get((kind, file), {})
+    known = {**COLUMNS.get((kind, file), {}), **{name: optional[name] for name in named if name in optional}}
+    return {name: type_ for name, type_ in known.items() if name not in set(present)}
 
 
 def with_absent(table: pa.Table, absent: Mapping[str, pa.DataType]) -> pa.Table:

@@ -193,7 +193,7 @@ async def _play_reading(
         seed=step.experiment.seed,
         key=work.key,
     )
-    config = player.config.model_copy(update={"temperature": temperature})
+    config = player.config.model_copy(update={"temperature": temperature, "record_routing": False})
     parts, allowed = Parts(step.store, work.kind, work.key, TABLES.values()), ungraded_allowed(step.experiment)
     commits = _TaskCommits(parts, await asyncio.to_thread(parts.read), tasks, verifier, allowed)
     played = await play_groups(replace(player, config=config, key=work.key), groups, commits, Meter(0, show))

@@ -287,6 +287,7 @@ class Experiment(Section):
                 f"{self.rollouts.temperature}: set both to the same value"
             )
         self._require_one_variance()
+        self._require_routing()
         if self.rollouts.group_size < 2:
             raise ValueError("rollouts.group_size 1 leaves no other episode as baseline: use at least 2")
         return self
@@ -303,6 +304,18 @@ class Experiment(Section):
             raise ValueError(
                 "rewards.solved is 0, but rollouts.refill and dataset.variance_of compare solved: set rollouts.refill"
                 " to false and dataset.variance_of to reward"
+            )
+
+    def _require_routing(self) -> None:
+        """Require that the engine returns the routing that is recorded, and that what is replayed is recorded."""
+        if self.trainer.grpo.routing_replay and not self.rollouts.record_routing:
+            raise ValueError(
+                "trainer.grpo.routing_replay is true, but rollouts.record_routing is false: set it to true too"
+            )
+        if self.rollouts.record_routing and not self.engine.records_routing:
+            raise ValueError(
+                f"rollouts.record_routing is true, but engine.kind {self.engine.kind} returns no routed experts: use"
+                " builtin, or vllm with engine.flags [--enable-return-routed-experts]"
             )
 
     @property

@@ -6,7 +6,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    TypeAdapter,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from contracts.artifacts import ArtifactRef, Frozen
 from contracts.checkpoints import BLOCK, quantization_config, ragged_sides
@@ -191,6 +200,10 @@ class GrpoConfig(_Settings):
     """Weight of the routers' load-balance loss, over all tokens of one optimizer step. Above 0 an additional forward
     pass first counts the tokens of each expert.
     """
+    routing_replay: bool = False
+    """Whether training sends each token to the experts that the sampler chose, in all forward and backward passes
+    (arXiv:2510.11370). Needs rollouts.record_routing.
+    """
     microbatch_tokens: int = Field(default=4096, ge=64)
     """Maximum tokens of a forward pass.
 
@@ -198,6 +211,14 @@ class GrpoConfig(_Settings):
     """
     permute_rewards: bool = False
     """Control experiment: permute rewards within each group by the seed, so that nothing can be learned from them."""
+
+    @model_serializer(mode="wrap")
+    def _leave_out_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """The fields, `routing_replay` only where set: action keys of work that does not use it stay."""
+        values: dict[str, Any] = dump(self)
+        if not self.routing_replay:
+            values.pop("routing_replay", None)
+        return values
 
 
 class _Job(Frozen):

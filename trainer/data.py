@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from contracts.episodes import TokenRole
+from contracts.routing import Routes
 from trainer.errors import TrainingDataError
 from trainer.model import Batch
 
@@ -23,6 +24,8 @@ class ScoredSequence:
     """int64 [length]."""
     scored: np.ndarray
     """int64, ascending: positions of the policy's tokens. Never 0, since no earlier token predicts it."""
+    routes: Routes | None = None
+    """Experts to replay; see `contracts.routing`."""
 
     @property
     def length(self) -> int:
@@ -76,7 +79,21 @@ def make_batch(sequences: Sequence[ScoredSequence]) -> Batch:
         targets=_tensor([sequence.token_ids[sequence.scored] for sequence in sequences]),
         owners=torch.from_numpy(np.repeat(np.arange(len(sequences)), scored)),
         lengths=lengths,
+        routed=_routed(sequences),
     )
+
+
+def _routed(sequences: Sequence[ScoredSequence]) -> Tensor | None:
+    """`Batch.routed`; None if no sequence has routes."""
+    known = next((each.routes for each in sequences if each.routes is not None), None)
+    if known is None:
+        return None
+    starts = np.cumsum([0, *(each.length for each in sequences)])
+    filled = np.full((starts[-1], *known.shape[1:]), -1, np.int32)
+    for start, each in zip(starts[:-1], sequences, strict=True):
+        if each.routes is not None:
+            filled[start : start + len(each.routes)] = each.routes
+    return torch.from_numpy(filled)
 
 
 def cut_by_tokens(sequences: Sequence[ScoredSequence], tokens: int) -> list[list[int]]:

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from contracts.artifacts import Artifact
 from contracts.digests import digest_of
+from contracts.episodes import ROUTED_EXPERTS
 from trainer.config import GrpoConfig
 from trainer.data import ScoredSequence, read_sequences
 from trainer.errors import TrainingDataError
+from trainer.routing import with_routes
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,15 @@ def read_experience(dataset: Artifact, config: Mapping[str, Any], grpo: GrpoConf
     Raises TrainingDataError, which names the invalid row or episode.
     """
     columns = ["episode_id", "group_id", "token_ids", "token_role", "logprobs"]
+    if grpo.routing_replay:
+        columns.append(ROUTED_EXPERTS.name)
     train = dataset.table("train.parquet", columns)
     if not train.num_rows:
         return None
     where = f"{dataset.ref.uri}/train.parquet"
     sequences = read_sequences(train, where, config["vocab_size"], config["max_position_embeddings"])
+    if grpo.routing_replay:
+        sequences = with_routes(sequences, train.column(ROUTED_EXPERTS.name), where, config)
     members = dataset.table("members.parquet", ["episode_id", "group_id", "reward", "group_reward_mean"])
     members = members.filter(pc.is_valid(members.column("reward"))).sort_by(
         [("group_id", "ascending"), ("episode_id", "ascending")]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from trainer.experience import Experience, read_experience
 from trainer.export import load_checkpoint, publish_checkpoint
 from trainer.losses import PolicyLoss, balance_loss, first_not_finite, policy_loss
 from trainer.metrics import Metrics, Watcher
-from trainer.model import Batch, score
+from trainer.model import Batch, Replay, score
 from trainer.optimizers import AdamW
 from trainer.parameters import Parameters
 from trainer.result import TrainResult
@@ -101,6 +101,7 @@ class Totals:
     divergence: float = 0.0
     entropy: float = 0.0
     balance: float = 0.0
+    replays: list[Replay] = field(default_factory=list)
 
     def add(self, loss: PolicyLoss, entropy: Tensor) -> None:
         """Count one microbatch."""
@@ -111,6 +112,17 @@ class Totals:
         self.correction += float(loss.correction)
         self.divergence += float(loss.divergence)
         self.entropy += float(entropy.sum())
+
+    def replay_metrics(self) -> dict[str, float]:
+        """Replayed and unrecorded tokens, and the share of replayed ones that the routers would send elsewhere."""
+        if not self.replays:
+            return {}
+        replayed, unrecorded, rerouted = map(sum, zip(*map(astuple, self.replays), strict=True))
+        return {
+            "replayed_tokens": replayed,
+            "unrecorded_tokens": unrecorded,
+            "rerouted_fraction": rerouted / max(1, replayed),
+        }
 
 
 def _train(
@@ -153,6 +165,7 @@ def _train(
             old_kl=totals.divergence / tokens,
             entropy=totals.entropy / tokens,
             **({"balance": totals.balance} if config.router_balance else {}),
+            **totals.replay_metrics(),
         )
     return len(cuts)
 
@@ -196,6 +209,7 @@ def accumulate(
             whole = whole + config.router_balance * balance
         whole.backward()  # type: ignore[no-untyped-call]
         totals.add(loss, scores.entropy)
+        totals.replays += [scores.replay] if scores.replay else []
     return totals
 
 

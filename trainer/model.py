@@ -31,6 +31,10 @@ class Batch:
     """int64 [scored]: sequence of each scored token."""
     lengths: list[int]
     """Tokens of each sequence."""
+    routed: Tensor | None = None
+    """int32 [tokens, layers, experts per token]: experts to use, -1 where no experts are recorded and the model's own
+    choice is used. None: nothing is replayed.
+    """
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,20 @@ class Scores:
     """float32 [scored], nats; carries no gradient."""
     routing: Routing | None
     """None unless requested."""
+    replay: Replay | None = None
+    """Counts of replayed tokens; None if the batch has no recorded experts."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Use of recorded experts in a batch, in tokens."""
+
+    replayed: int
+    """Tokens with recorded experts."""
+    unrecorded: int
+    """Tokens without, for which the model chose."""
+    rerouted: int
+    """Replayed tokens for which the model's own choice differs in at least one layer that they reach."""
 
 
 @dataclass(frozen=True)
@@ -69,23 +87,32 @@ def score(
     *,
     routing: bool = False,
 ) -> Scores:
-    """Log probabilities of `batch.targets`. routing: also return the assignment of tokens to experts."""
+    """Log probabilities of `batch.targets`. routing: also return the assignment of tokens to experts.
+
+    Recorded experts (`batch.routed`) replace the model's choice, forward and backward; shares come from its own router.
+    """
     embedding = leaves["model.embed_tokens.weight"]
     hidden = F.embedding(batch.token_ids, embedding)
     cosine, sine = _rotary(batch.lengths, config)
     routed = []
+    rerouted = torch.zeros(len(hidden), dtype=torch.bool)
     for index in range(config["num_hidden_layers"]):
         rows = batch.rows if index == config["num_hidden_layers"] - 1 else None
         weights = _Layer(leaves, f"model.layers.{index}.")
         hidden = _attention(weights, config, hidden, batch.lengths, cosine, sine, rows)
-        hidden, router = _experts(weights, config, hidden)
+        places = slice(None) if rows is None else rows
+        recorded = None if batch.routed is None else batch.routed[places, index]
+        choice, hidden = _experts(weights, config, hidden, recorded)
+        rerouted[places] |= choice.differs
         if routing:
-            routed.append((_expert_counts(router.detach(), config["num_experts_per_tok"]), router.sum(0)))
+            counts = torch.bincount(choice.experts.reshape(-1), minlength=config["num_experts"])
+            routed.append((counts.float(), choice.probabilities.sum(0)))
     hidden = F.rms_norm(hidden, hidden.shape[-1:], leaves["model.norm.weight"], config["rms_norm_eps"])
     head = leaves.get("lm_head.weight", embedding)
     logprobs, entropy = target_scores(hidden, head, batch.targets, temperature)
     counts, probabilities = zip(*routed, strict=True) if routed else ((), ())
-    return Scores(logprobs, entropy, Routing(torch.stack(counts), torch.stack(probabilities)) if routed else None)
+    assigned = Routing(torch.stack(counts), torch.stack(probabilities)) if routed else None
+    return Scores(logprobs, entropy, assigned, _replay(batch, rerouted))
 
 
 class _Layer:
@@ -141,11 +168,41 @@ def _attention(
     return hidden + F.linear(mixed, weights["self_attn.o_proj"])
 
 
-def _experts(weights: _Layer, config: Mapping[str, Any], hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Residual mixture of experts over [tokens, hidden]; also returns the router's probabilities [tokens, experts]."""
+@dataclass(frozen=True)
+class _Choice:
+    """Experts of each token in one layer."""
+
+    probabilities: Tensor
+    """[tokens, experts]: of the router."""
+    shares: Tensor
+    """[tokens, picks]: probabilities of the experts in use."""
+    experts: Tensor
+    """int64 [tokens, picks]."""
+    differs: Tensor | bool
+    """bool [tokens]: whether the router itself prefers other experts."""
+
+
+def _choose(probabilities: Tensor, picks: int, recorded: Tensor | None) -> _Choice:
+    """The most likely experts, or the `recorded` ones [tokens, picks] where they are known and others.
+
+    Where both name the same experts the router's order stays, so that replaying its own choice changes no bit.
+    """
+    shares, own = probabilities.topk(picks, dim=-1)
+    if recorded is None:
+        return _Choice(probabilities, shares, own, False)
+    differs = (recorded.sort(-1).values != own.sort(-1).values).any(-1) & (recorded[:, 0] >= 0)
+    experts = torch.where(differs[:, None], recorded.long(), own)
+    return _Choice(probabilities, probabilities.gather(1, experts), experts, differs)
+
+
+def _experts(
+    weights: _Layer, config: Mapping[str, Any], hidden: Tensor, recorded: Tensor | None
+) -> tuple[_Choice, Tensor]:
+    """(experts in use, residual mixture of them) over [tokens, hidden]. recorded: see `_choose`."""
     normed = F.rms_norm(hidden, hidden.shape[-1:], weights["post_attention_layernorm"], config["rms_norm_eps"])
     router = F.softmax(F.linear(normed, weights["mlp.gate"]), dim=-1)
-    shares, chosen = router.topk(config["num_experts_per_tok"], dim=-1)
+    choice = _choose(router, config["num_experts_per_tok"], recorded)
+    shares, chosen = choice.shares, choice.experts
     if config["norm_topk_prob"]:
         shares = shares / shares.sum(-1, keepdim=True)
     slots = chosen.reshape(-1)
@@ -157,9 +214,11 @@ def _experts(weights: _Layer, config: Mapping[str, Any], hidden: Tensor) -> tupl
     up = F.grouped_mm(routed, weights["mlp.experts.up_proj"].mT, offs=ends)
     out = F.grouped_mm(F.silu(gate) * up, weights["mlp.experts.down_proj"].mT, offs=ends)
     mixed = (out[back].view(*chosen.shape, -1) * shares[..., None]).sum(1)
-    return hidden + mixed, router
+    return choice, hidden + mixed
 
 
-def _expert_counts(router: Tensor, picks: int) -> Tensor:
-    """float32 [experts]: number of tokens whose `picks` most likely experts include each expert."""
-    return torch.bincount(router.topk(picks, dim=-1).indices.reshape(-1), minlength=router.shape[1]).float()
+def _replay(batch: Batch, rerouted: Tensor) -> Replay | None:
+    if batch.routed is None:
+        return None
+    replayed = int((batch.routed[:, 0, 0] >= 0).sum())
+    return Replay(replayed, sum(batch.lengths) - replayed, int(rerouted.sum()))

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from contracts.artifacts import Artifact
 from contracts.chat import ChatTokenizer
-from contracts.episodes import Outcome
+from contracts.episodes import SEQUENCES, Outcome
 from contracts.errors import InfraFault
 from contracts.store import Store
 from contracts.tasks import Task
@@ -85,7 +85,9 @@ async def grade_rollouts(
 
     Raises the errors of `grade_episodes`, and CurationError for a misconfigured endpoint.
     """
-    transcripts = Transcripts(rollouts.table("sequences.parquet"), tokenizer()) if config.asked else None
+    transcripts = (
+        Transcripts(rollouts.table("sequences.parquet", SEQUENCES.names), tokenizer()) if config.asked else None
+    )
     async with Raters(config, store, transcripts) as raters:
         return await _grade(rollouts.table("episodes.parquet"), tasks, verifier, config, progress, raters)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
+
+from contracts.routing import Routes
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -24,6 +26,8 @@ class SamplingParams:
     """The random number of the token at absolute position p depends only on (seed, p), never on the batch."""
     stop_token_ids: tuple[int, ...] = ()
     """Sampling one of these ends the completion and keeps it as the last token."""
+    routing_from: int | None = None
+    """First position of the context whose chosen experts are returned, at most the prompt's length. None: none are."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,10 @@ class Completion:
     spans: list[tuple[str, int, int]]
     """(policy version, start, end) within `token_ids`, contiguous and complete; more than one after a hot reload."""
     finish_reason: FinishReason
+    routed_experts: Routes | None = field(default=None, compare=False)
+    """Experts chosen at each position from `routing_from` to the last but one, since the last token was not fed. None
+    unless requested, and from engines that do not return them.
+    """
 
 
 class Engine(Protocol):

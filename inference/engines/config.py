@@ -27,6 +27,11 @@ class _Config(BaseModel):
         """Name of the code that samples, for keys of work that depends on it."""
         return self.kind
 
+    @property
+    def records_routing(self) -> bool:
+        """Whether the engine may return routed experts. A server's first answer shows whether it does."""
+        return True
+
 
 class BuiltinConfig(_Config):
     """The CPU engine in this process."""
@@ -57,6 +62,11 @@ class OpenAIConfig(_RemoteConfig):
     """URL up to and including `/v1`, e.g. http://localhost:8000/v1."""
     model: str = "policy"
     """Model name of the policy at the server."""
+
+    @property
+    def records_routing(self) -> bool:
+        """See the base class; the completions API has no field for it."""
+        return False
 
 
 class VllmConfig(_RemoteConfig):
@@ -104,6 +114,11 @@ class VllmConfig(_RemoteConfig):
     """
     max_restarts: int = Field(default=2, ge=0, le=100)
     """Maximum restarts of a server that died, per lease."""
+
+    @property
+    def records_routing(self) -> bool:
+        """See the base class; a server started here needs the flag."""
+        return self.base_url is not None or "--enable-return-routed-experts" in self.flags
 
 
 class CustomConfig(_Config):

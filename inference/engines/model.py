@@ -180,12 +180,16 @@ def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
     return total
 
 
+def choose_experts(shape: Architecture, layer: LayerWeights, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Shares and ids of each row's experts, both [T padded, experts_per_token], by falling probability."""
+    shares, chosen = F.linear(x, layer.router).softmax(-1).topk(shape.experts_per_token, -1)
+    return shares / shares.sum(-1, keepdim=True) if shape.normalize_top_k else shares, chosen
+
+
 def _experts(shape: Architecture, layer: LayerWeights, x: Tensor, routes: list[Tensor] | None) -> Tensor:
     """Top-k routed experts; each processes its own rows, gathered into a group padded to TOKEN_ROWS."""
     top = shape.experts_per_token
-    shares, chosen = F.linear(x, layer.router).softmax(-1).topk(top, -1)
-    if shape.normalize_top_k:
-        shares = shares / shares.sum(-1, keepdim=True)
+    shares, chosen = choose_experts(shape, layer, x)
     if routes is not None:
         routes.append(chosen)
     flat = chosen.flatten()

@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from contracts.routing import Routes
+
 _FACTOR = np.uint64(0x5851F42D4C957F2D)
 
 
@@ -21,11 +23,14 @@ class Prefix:
 
     tokens: npt.NDArray[np.int64]
     entry: tuple[Tensor, Tensor]
+    routes: Routes | None = None
+    """Routing of every token, if it was recorded."""
 
     @property
     def size(self) -> int:
-        """Bytes of keys and values."""
-        return sum(part.numel() * part.element_size() for part in self.entry)
+        """Bytes of keys, values and routing."""
+        state = sum(part.numel() * part.element_size() for part in self.entry)
+        return state + (0 if self.routes is None else self.routes.nbytes)
 
 
 class PrefixStore:
@@ -53,8 +58,8 @@ class PrefixStore:
         while self._size > self._capacity:
             self._drop(next(iter(self._found)))
 
-    def longest(self, tokens: npt.NDArray[np.int64]) -> Prefix | None:
-        """Longest cached proper prefix of `tokens`, or None."""
+    def longest(self, tokens: npt.NDArray[np.int64], *, routed: bool = False) -> Prefix | None:
+        """Longest cached proper prefix of `tokens`, or None. routed: only one with its routing."""
         if not self._found:
             return None
         hashes = self._hashes(tokens)
@@ -63,7 +68,9 @@ class PrefixStore:
                 continue
             key = int(hashes[length - 1])
             prefix = self._found.get(key)
-            if prefix is not None and np.array_equal(prefix.tokens, tokens[:length]):
+            if prefix is None or (routed and prefix.routes is None):
+                continue
+            if np.array_equal(prefix.tokens, tokens[:length]):
                 self._found.move_to_end(key)
                 return prefix
         return None

@@ -9,7 +9,11 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from contracts.routing import Routes, routes_dtype
 from inference.engines.base import Completion, FinishReason, SamplingParams
+from inference.engines.prefix_cache import Prefix
+
+Integers = npt.NDArray[np.int64]
 
 
 @dataclass(eq=False)
@@ -30,17 +34,25 @@ class Request:
     marks: list[tuple[str, int]] = field(default_factory=list)
     """(version, tokens generated before the version changed), the first at admission."""
 
-    def completion(self, tokens: list[int], logprobs: list[float], reason: FinishReason) -> Completion:
+    @property
+    def routing(self) -> bool:
+        """Whether the caller wants the chosen experts."""
+        return self.params.routing_from is not None
+
+    def completion(
+        self, tokens: list[int], logprobs: list[float], reason: FinishReason, routes: Routes | None = None
+    ) -> Completion:
         """Result of the finished call, with the spans of its versions."""
         ends = [*(start for _, start in self.marks[1:]), len(tokens)][: len(self.marks)]
         spans = [(version, start, end) for (version, start), end in zip(self.marks, ends, strict=True) if end > start]
-        return Completion(tokens, logprobs, spans, reason)
+        return Completion(tokens, logprobs, spans, reason, routes)
 
 
 class SequenceTable:
     """State of the sequence in each slot, as columns. Grows with the cache."""
 
-    def __init__(self, stops: int = 4) -> None:
+    def __init__(self, routing: tuple[int, int], experts: int, stops: int = 4) -> None:
+        """routing: (layers, experts per token). experts: of each layer."""
         self.requests: list[Request] = []
         self.tokens = np.zeros((0, 0), np.int64)
         self.logprobs = np.zeros((0, 0), np.float32)
@@ -54,25 +66,45 @@ class SequenceTable:
         self.temperature = np.zeros(0, np.float32)
         self.stops = np.zeros((0, stops), np.int64)
         """Stop tokens, padded with -1."""
+        self.routes: Routes = np.zeros((0, 0, *routing), routes_dtype(experts))
+        """Chosen experts of each position, for requests that want them; empty until there is one."""
+        self.routed = np.zeros(0, np.int64)
+        """Number of tokens with routing. A position keeps its first routing, with which its successor was sampled."""
 
-    def reserve(self, slots: int, length: int, stops: int) -> None:
-        """Make room for `slots` sequences of `length` tokens with `stops` stop tokens each."""
+    def reserve(self, slots: int, length: int, stops: int, *, routing: bool = False) -> None:
+        """Make room for `slots` sequences of `length` tokens with `stops` stop tokens each, and for their routing."""
         self.tokens = _grown(self.tokens, (slots, length))
         self.logprobs = _grown(self.logprobs, (slots, length))
         self.stops = _grown(self.stops, (slots, stops), fill=-1)
-        for name in ("length", "cached", "limit", "seed", "temperature"):
+        for name in ("length", "cached", "limit", "seed", "temperature", "routed"):
             setattr(self, name, _grown(getattr(self, name), (slots,)))
+        if routing or self.routes.size:
+            self.routes = _grown(self.routes, (slots, length, *self.routes.shape[2:]))
 
-    def add(self, request: Request, limit: int, cached: int, seed: int) -> int:
-        """Put `request` into the next slot and return it."""
+    def add(self, request: Request, limit: int, prefix: Prefix | None, seed: int) -> int:
+        """Put `request`, whose state begins with `prefix`, into the next slot and return it."""
         slot, count = len(self.requests), len(request.tokens)
         self.requests.append(request)
         self.tokens[slot, :count] = request.tokens
+        cached = 0 if prefix is None else len(prefix.tokens)
         self.length[slot], self.cached[slot], self.limit[slot] = count, cached, limit
+        self.routed[slot] = 0
+        if prefix is not None and prefix.routes is not None:
+            self.routes[slot, :cached], self.routed[slot] = prefix.routes, cached
         self.seed[slot], self.temperature[slot] = seed, request.params.temperature
         self.stops[slot] = -1
         self.stops[slot, : len(request.params.stop_token_ids)] = request.params.stop_token_ids
         return slot
+
+    def record(self, slots: Integers, positions: Integers, routes: Routes) -> None:
+        """Record the routing [tokens, layers, experts per token] of tokens at these places, unless they have one."""
+        fresh = positions >= self.routed[slots]
+        self.routes[slots[fresh], positions[fresh]] = routes[fresh]
+        np.maximum.at(self.routed, slots, positions + 1)
+
+    def routing_of(self, slot: int, start: int, stop: int) -> Routes | None:
+        """Routing of a slot's positions [start, stop), if its request wants any."""
+        return self.routes[slot, start:stop].copy() if self.requests[slot].routing else None
 
     def move(self, source: int, target: int) -> None:
         """Copy slot `source` over slot `target`."""
@@ -86,8 +118,11 @@ class SequenceTable:
             self.seed,
             self.temperature,
             self.stops,
+            self.routed,
         ):
             column[target] = column[source]
+        if self.requests[source].routing:
+            self.routes[target, : self.routed[source]] = self.routes[source, : self.routed[source]]
 
 
 def _grown(column: npt.NDArray[Any], size: tuple[int, ...], fill: int = 0) -> npt.NDArray[Any]:

@@ -46,7 +46,8 @@ class Scheduler:
         self._cache = KvCache(weights.architecture)
         self._rotary = Rotary(weights.architecture)
         self._prefixes = PrefixStore(prefix_bytes)
-        self._table = SequenceTable()
+        shape = weights.architecture
+        self._table = SequenceTable((shape.layers, shape.experts_per_token), shape.experts)
         self._decoding = 0
         self._prefilling = 0
         self._chunk = CHUNK
@@ -135,20 +136,32 @@ class Scheduler:
         Returns the number of tokens to compute.
         """
         count, slot = len(request.tokens), len(self._table.requests)
+        generates, routing = request.kind == "generate", request.routing
         limit = count
-        if request.kind == "generate":
+        if generates:
             limit = min(count + request.params.max_tokens, self.weights.architecture.max_positions)
-        prefix = self._prefixes.longest(request.tokens) if request.kind == "generate" else None
+        prefix = self._prefixes.longest(request.tokens, routed=routing) if generates else None
         self._cache.reserve(slot + 1, limit + 1)
-        self._table.reserve(self._cache.slots, self._cache.length, len(request.params.stop_token_ids))
-        cached = 0
+        stops = len(request.params.stop_token_ids)
+        self._table.reserve(self._cache.slots, self._cache.length, stops, routing=routing)
         if prefix is not None:
             self._cache.copy_in(slot, prefix.entry)
-            cached = len(prefix.tokens)
-        self._table.add(request, limit, cached, request.params.seed & SEED_MASK)
+        self._table.add(request, limit, prefix, request.params.seed & SEED_MASK)
         request.marks.append((self.version, 0))
         self._prefilling += 1
-        return count - cached
+        return count - int(self._table.cached[slot])
+
+    def _forward(self, batch: Batch) -> Tensor:
+        """Hidden states of the batch, recording its routing if a request of it wants that."""
+        requests = self._table.requests[batch.first : batch.first + batch.rows]
+        if not any(request.routing for request in requests):
+            return forward(self.weights, self._cache, self._rotary, batch)
+        routes: list[Tensor] = []
+        hidden = forward(self.weights, self._cache, self._rotary, batch, routes)
+        slots, count = batch.slots.numpy(), len(batch.slots)
+        chosen = torch.stack(routes, 1)[:count].numpy().astype(self._table.routes.dtype)
+        self._table.record(slots, batch.positions[:count].numpy(), chosen)
+        return hidden
 
     def _prefill(self) -> None:
         table, first, last = self._table, self._decoding, self._decoding + self._prefilling
@@ -161,7 +174,7 @@ class Scheduler:
             table.tokens[first + row, start:stop] for row, (start, stop) in enumerate(zip(starts, stops, strict=True))
         ]
         batch = make_batch(first, parts, starts)
-        hidden = forward(self.weights, self._cache, self._rotary, batch)
+        hidden = self._forward(batch)
         table.cached[first:last] = stops
         if self.scoring:
             self._record_scores(batch, hidden, starts, stops)
@@ -185,7 +198,8 @@ class Scheduler:
         """Keep the state of a slot's first `length` tokens for later prompts."""
         if self._prefixes.enabled:
             tokens = self._table.tokens[slot, :length].copy()
-            self._prefixes.put(Prefix(tokens, self._cache.copy_out(slot, length)))
+            routes = self._table.routing_of(slot, 0, length)
+            self._prefixes.put(Prefix(tokens, self._cache.copy_out(slot, length), routes))
 
     def _record_scores(self, batch: Batch, hidden: Tensor, starts: np.ndarray, stops: np.ndarray) -> None:
         """Store the log-probability of the token after each computed one."""
@@ -206,7 +220,7 @@ class Scheduler:
         starts = table.length[:count] - 1
         newest = table.tokens[np.arange(count), starts]
         batch = make_batch(0, np.split(newest, count), starts)
-        hidden = forward(self.weights, self._cache, self._rotary, batch)
+        hidden = self._forward(batch)
         table.cached[:count] = table.length[:count]
         self._extend(0, count, logits_of(self.weights, hidden[:count]))
 
@@ -232,8 +246,11 @@ class Scheduler:
             self._deliver(request, None if reason == "abort" else [0.0, *table.logprobs[slot, 1:length].tolist()])
         else:
             tokens, logprobs = table.tokens[slot, prompt:length].tolist(), table.logprobs[slot, prompt:length].tolist()
-            self._deliver(request, request.completion(tokens, logprobs, reason))
-            if reason != "abort":
+            if reason == "abort":
+                self._deliver(request, request.completion(tokens, logprobs, reason))
+            else:
+                routes = table.routing_of(slot, request.params.routing_from or 0, length - 1)
+                self._deliver(request, request.completion(tokens, logprobs, reason, routes))
                 self._keep(slot, int(table.cached[slot]))
         self._remove(slot)
 

@@ -10,6 +10,7 @@ caller's to repeat
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import logging
 import time
@@ -17,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from contracts.errors import SchemaError
+from contracts.routing import Routes, decode_routes
 from inference.engines.base import Completion, FinishReason, SamplingParams
 from inference.engines.config import VllmConfig
 from inference.engines.http import SEED_BITS, JsonClient
@@ -79,13 +82,15 @@ class VllmEngine:
             "ignore_eos": True,
             "detokenize": False,
         }
+        if params.routing_from is not None:
+            sampling["routed_experts_prompt_start"] = params.routing_from
         body = {"token_ids": list(prompt_ids), "sampling_params": sampling, "cache_salt": self._version}
         try:
             answer = await client.call("POST", "/inference/v1/generate", body)
         except (EngineUnreachable, EngineStopped):
             await self._recovered(client)
             raise
-        return self._completion(answer)
+        return self._completion(answer, routed=params.routing_from is not None)
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         """See Engine.score. Only at temperature 1, and for one token less than the context length."""
@@ -254,7 +259,7 @@ class VllmEngine:
         self._ready = False
         await self._start_afresh()
 
-    def _completion(self, answer: dict[str, Any]) -> Completion:
+    def _completion(self, answer: dict[str, Any], *, routed: bool) -> Completion:
         (choice,) = answer["choices"]
         tokens, content = choice["token_ids"] or [], (choice["logprobs"] or {}).get("content") or []
         if [entry["token_id"] for entry in content] != tokens:
@@ -267,7 +272,8 @@ class VllmEngine:
                 f"vLLM ended a completion with {choice['finish_reason']!r}: known are stop, length, abort"
             )
         spans = self._check_spans(choice["weight_versions"], self._proven, len(tokens))
-        return Completion(tokens, [entry["logprob"] for entry in content], spans, reason)
+        routes = _routes(choice.get("routed_experts")) if routed else None
+        return Completion(tokens, [entry["logprob"] for entry in content], spans, reason, routes)
 
     def _check_spans(
         self, marks: list[dict[str, Any]] | None, known: set[str], count: int
@@ -297,6 +303,18 @@ class VllmEngine:
         client, self._client = self._client, None
         if client is not None:
             await client.close()
+
+
+def _routes(encoded: str | None) -> Routes | None:
+    """Routing in a reply: the base64 text of a NumPy file, or None from a server without
+    `--enable-return-routed-experts`.
+    """
+    if encoded is None:
+        return None
+    try:
+        return decode_routes(base64.b64decode(encoded, validate=True))
+    except (SchemaError, ValueError) as error:
+        raise EngineError(f"vLLM's routed experts can't be read: {error}") from None
 
 
 def mixed_seed(seed: int, position: int) -> int:

@@ -51,6 +51,11 @@ class RolloutConfig(BaseModel):
     """Whether the first message lists the sandbox's tools and how to call them, as Qwen3's chat template does. A policy
     that was taught them by demonstrations needs no list.
     """
+    record_routing: bool = False
+    """Whether to record the experts that the sampler chooses, for `trainer.grpo.routing_replay`. Takes one byte (two
+    above 256 experts) a token, layer and expert chosen: 384 bytes a token for Qwen3-30B-A3B. The engine must return
+    them: `builtin` does, vLLM with the flag --enable-return-routed-experts.
+    """
     profile: Profile = "deterministic"
     """deterministic: of over-sampled episodes the lowest sample indices are kept. throughput: the first to arrive, the
     rest is aborted.
@@ -58,10 +63,11 @@ class RolloutConfig(BaseModel):
 
     @model_serializer(mode="wrap")
     def _leave_out_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """The fields, `tool_prompt` only where set: action keys of work that does not use it stay."""
+        """The fields, later ones only where set: action keys of work that does not use them stay."""
         values: dict[str, Any] = dump(self)
-        if not self.tool_prompt:
-            values.pop("tool_prompt", None)
+        for name in ("tool_prompt", "record_routing"):
+            if not getattr(self, name):
+                values.pop(name, None)
         return values
 
     @property

@@ -193,7 +193,8 @@ class Attempt:
         room = min(config.max_turn_tokens, config.max_tokens - len(self._transcript))
         if room < 1:
             return None
-        params = SamplingParams(config.temperature, room, self._slot.token_seed, self._stops)
+        routing_from = self._transcript.routed if config.record_routing else None
+        params = SamplingParams(config.temperature, room, self._slot.token_seed, self._stops, routing_from)
         began = time.perf_counter()
         try:
             completion = await self._player.engine.generate(self._transcript.token_ids, params)
@@ -208,6 +209,8 @@ class Attempt:
         if completion.finish_reason == "abort":
             raise InfraFault("engine aborted the request")
         self._check_version(completion)
+        if config.record_routing:
+            self._check_routing(completion)
         self._transcript.add_policy(completion)
         self._turns += 1
         self._sampled += len(completion.token_ids)
@@ -254,6 +257,13 @@ class Attempt:
                 f"engine sampled with policy {other[0][:12]}, the plan asks for {expected[:12]}: load that checkpoint,"
                 " or use the throughput profile"
             )
+
+    def _check_routing(self, completion: Completion) -> None:
+        """Raise InfraFault unless the engine returned the routing of every position it was fed since the last turn."""
+        missing = len(self._transcript) + len(completion.token_ids) - 1 - self._transcript.routed
+        found = 0 if completion.routed_experts is None else len(completion.routed_experts)
+        if found != missing:
+            raise InfraFault(f"engine returned the routed experts of {found} positions, {missing} were expected")
 
     def episode(self, outcome: Outcome, final_diff: bytes, failure: str | None = None) -> Episode:
         """Record of this attempt with `outcome`. failure: reason of a FAILED one."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from contracts.episodes import TokenRole, TokenSequence
+from contracts.routing import Routes, encode_routes
 from inference.engines.base import Completion
 
 
@@ -17,14 +20,24 @@ class Transcript:
         self._roles: list[int] = []
         self._logprobs: list[float | None] = []
         self._spans: list[tuple[str, int, int]] = []
+        self._routes: list[Routes] = []
         self._append(prompt_ids, TokenRole.PROMPT)
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def routed(self) -> int:
+        """Number of positions whose routing is recorded. The last sampled token's follows with the next turn."""
+        return sum(map(len, self._routes))
+
     def add_policy(self, completion: Completion) -> None:
-        """Append what the policy sampled, its stop token included."""
+        """Append what the policy sampled, its stop token included, and the routing of the positions since the last
+        turn's.
+        """
         start = len(self)
+        if completion.routed_experts is not None:
+            self._routes.append(completion.routed_experts)
         for version, first, last in completion.spans:
             self._add_span(version, start + first, start + last)
         self.token_ids += completion.token_ids
@@ -37,7 +50,8 @@ class Transcript:
 
     def sequence(self) -> TokenSequence:
         """A copy of the tokens so far."""
-        return TokenSequence(list(self.token_ids), list(self._roles), list(self._logprobs), list(self._spans))
+        routes = encode_routes(np.concatenate(self._routes)) if self._routes else None
+        return TokenSequence(list(self.token_ids), list(self._roles), list(self._logprobs), list(self._spans), routes)
 
     def _append(self, token_ids: Sequence[int], role: TokenRole) -> None:
         self.token_ids += token_ids

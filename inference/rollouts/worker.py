@@ -22,8 +22,8 @@ from contracts.failpoints import failpoint
 from contracts.store import Store
 from contracts.tasks import Task
 from envd.client import Limits, SandboxClient
-from inference.engines.base import Engine
-from inference.errors import PlanError, StaleVersion
+from inference.engines.base import Engine, SamplingParams
+from inference.errors import PlanError, RolloutError, StaleVersion
 from inference.rollouts.claims import ClaimOwner
 from inference.rollouts.episode import Player
 from inference.rollouts.groups import commit_group, find_group, without_variance
@@ -88,7 +88,8 @@ async def run_shard(
     Cancellation and SIGTERM close all sandboxes and keep what is committed.
 
     Raises PlanError for a task that `tasks` lacks, StaleVersion when the engine serves another policy than the plan's,
-    and InfraFault when every episode of a group was lost to infrastructure: such a group is not committed.
+    RolloutError when it does not return the routing that the plan asks for, and InfraFault when every episode of a
+    group was lost to infrastructure: such a group is not committed.
     """
     await _check(plan, shard, engine, tasks)
     player = Player.of(
@@ -202,6 +203,18 @@ async def _check(plan: RolloutPlan, shard: int, engine: Engine, tasks: Mapping[s
         raise StaleVersion(
             f"engine serves policy {served[:12]}, the plan asks for {plan.policy.short}: load that checkpoint before"
             " sampling"
+        )
+    if plan.config.record_routing:
+        await _require_routing(engine)
+
+
+async def _require_routing(engine: Engine) -> None:
+    """Raise RolloutError unless the engine returns the routed experts of a token."""
+    completion = await engine.generate([0], SamplingParams(0.0, 1, 0, routing_from=0))
+    if completion.routed_experts is None:
+        raise RolloutError(
+            "rollouts.record_routing is true, but the engine returns no routed experts: use the built-in engine, or"
+            " vLLM 0.32 or newer with engine.flags [--enable-return-routed-experts]"
         )
 
 

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from contracts.artifacts import Artifact
 from contracts.chat import ChatTokenizer
+from contracts.episodes import SEQUENCES
 from contracts.tasks import Task
 from ops.report.components import read_evidence
 from ops.report.facts import graded_outcome
@@ -110,7 +111,7 @@ def _affordable(rollouts: Artifact, table: pa.Table, listed: list[int]) -> set[s
 
 def _details(rollouts: Artifact, rows: list[dict[str, Any]], vocabulary: Vocabulary) -> dict[str, dict[str, Any]]:
     wanted = pa.array([row["episode_id"] for row in rows], pa.string())
-    sequences = rollouts.table("sequences.parquet")
+    sequences = rollouts.table("sequences.parquet", SEQUENCES.names)
     found: dict[str, dict[str, Any]] = {
         row["episode_id"]: {
             "calls": [_call(call) for call in row["tool_calls"]],

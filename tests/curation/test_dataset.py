@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from contracts.artifacts import Artifact, ArtifactWriter
 from contracts.digests import table_digest
-from contracts.episodes import EPISODES, SEQUENCES
+from contracts.episodes import EPISODES, ROUTED_EXPERTS, SEQUENCES
 from contracts.store import LocalStore
 from curation.dataset import MEMBERS, REASONS, TRAIN, DatasetConfig, build_dataset, report, select_rows
 from curation.errors import DuplicateRows, RewardsMismatch
@@ -70,13 +70,20 @@ configs = st.builds(
 )
 
 
-def tables(rows: dict[str, list[dict[str, Any]]], folder: Path) -> tuple[Path, Path, Path]:
-    paths = []
-    for name, schema in (("episodes", EPISODES), ("sequences", SEQUENCES), ("rewards", REWARDS)):
-        path = folder / f"{name}.parquet"
-        pq.write_table(pa.Table.from_pylist(rows[name], schema=schema), path)
+def tables(rows: dict[str, list[dict[str, Any]]], folder: Path, *, routed: bool = False) -> tuple[Path, Path, Path]:
+    """Files of the tables. routed: with a record of routing that names its sequence."""
+    paths, sequences = [], SEQUENCES.append(ROUTED_EXPERTS) if routed else SEQUENCES
+    for name, schema in (("episodes", EPISODES), ("sequences", sequences), ("rewards", REWARDS)):
+        path, found = folder / f"{name}.parquet", rows[name]
+        if schema is sequences:
+            found = [{**row, ROUTED_EXPERTS.name: record_of(row["episode_id"], row["index"])} for row in found]
+        pq.write_table(pa.Table.from_pylist(found, schema=schema), path)
         paths.append(path)
     return paths[0], paths[1], paths[2]
+
+
+def record_of(episode: str, index: int) -> bytes:
+    return f"{episode}/{index}".encode()
 
 
 def reason_of(episode: dict[str, Any], rows: dict[str, list[dict[str, Any]]], config: DatasetConfig) -> str | None:
@@ -99,12 +106,14 @@ def reason_of(episode: dict[str, Any], rows: dict[str, list[dict[str, Any]]], co
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(rows=rollouts(), config=configs)
+@given(rows=rollouts(), config=configs, routed=st.booleans())
 def test_kept_rows_reasons_and_group_statistics_equal_a_naive_reference(
-    rows: dict[str, list[dict[str, Any]]], config: DatasetConfig, tmp_path: Path
+    rows: dict[str, list[dict[str, Any]]], config: DatasetConfig, routed: bool, tmp_path: Path
 ) -> None:
-    train, members = select_rows(*tables(rows, tmp_path), config)
-    assert train.schema == TRAIN and members.schema == MEMBERS
+    train, members = select_rows(*tables(rows, tmp_path, routed=routed), config)
+    assert train.schema == (TRAIN.append(ROUTED_EXPERTS) if routed else TRAIN) and members.schema == MEMBERS
+    for row in train.to_pylist() if routed else []:
+        assert row[ROUTED_EXPERTS.name] == record_of(row["episode_id"], row["sequence"])
     reward = {row["episode_id"]: row["reward"] for row in rows["rewards"]}
     expected = {row["episode_id"]: reason_of(row, rows, config) for row in rows["episodes"]}
     assert [(row["episode_id"], row["reason"]) for row in members.to_pylist()] == list(expected.items())

@@ -35,6 +35,7 @@ def test_shipped_experiments_load_and_pass_a_dry_run(
         ("engine={kind: vllm, threads: 1}", "engine.threads is not a field: only another kind has this field"),
         ("rollouts.group_size=0", "rollouts.group_size = 0: Input should be greater than or equal to 1"),
         ("trainer.grpo.temperature=2", "set both to the same value"),
+        ("trainer.grpo.routing_replay=true", "rollouts.record_routing is false: set it to true too"),
         ("sandboxes.limits.memory=3", "did you mean memory_mb?"),
         ("seed", "is not field=value"),
         ("name.x=2", "which has no fields"),
@@ -46,6 +47,25 @@ def test_a_bad_value_is_named_with_its_fix(override: str, said: str) -> None:
         load_experiment(QUICKSTART, [override])
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("engine", "returns"),
+    [
+        ("{kind: builtin}", True),
+        ("{kind: openai, base_url: http://h/v1}", False),
+        ("{kind: vllm}", False),
+        ("{kind: vllm, flags: [--enable-return-routed-experts]}", True),
+        ("{kind: vllm, base_url: http://h}", True),
+    ],
+)
+def test_recording_routing_needs_an_engine_that_returns_it(engine: str, returns: bool) -> None:
+    overrides = ["rollouts.record_routing=true", f"engine={engine}"]
+    if returns:
+        assert load_experiment(QUICKSTART, overrides).rollouts.record_routing
+        return
+    with pytest.raises(ExperimentError, match=r"engine\.kind .* returns no routed experts: use builtin, or vllm"):
+        load_experiment(QUICKSTART, overrides)
 
 
 def test_overrides_are_yaml_values_of_any_depth() -> None:

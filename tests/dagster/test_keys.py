@@ -111,6 +111,12 @@ def test_the_keys_of_work_that_stores_hold_do_not_change(store: Store) -> None:
         ({"prompts": {"workers": 2}}, {"rollouts"}),
         ({"engine": {"threads": 1}}, set()),
         ({"rollouts": {"tool_prompt": True}}, {"rollouts", *RUNS}),
+        # evaluations record no routing
+        ({"rollouts": {"record_routing": True}}, {"rollouts"}),
+        (
+            {"rollouts": {"record_routing": True}, "trainer": {"grpo": {"routing_replay": True}}},
+            {"rollouts", "checkpoint"},
+        ),
         # both profiles share evaluations, though only throughput lets an episode end by the clock
         ({"rollouts": {"profile": "throughput"}}, {"rollouts"}),
         # no episode depends on how many are in flight, yet the whole of its section is in the rollouts' key

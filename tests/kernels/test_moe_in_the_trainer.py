@@ -70,7 +70,9 @@ def layer_weights(parameters: Parameters) -> dict[str, ExpertWeights]:
 def use_kernels(monkeypatch: pytest.MonkeyPatch, parameters: Parameters, recipe: Recipe) -> None:
     by_layer = layer_weights(parameters)
 
-    def experts(weights: Any, config: Mapping[str, Any], hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def experts(
+        weights: Any, config: Mapping[str, Any], hidden: Tensor, recorded: Tensor | None
+    ) -> tuple[model._Choice, Tensor]:
         normed = F.rms_norm(hidden, hidden.shape[-1:], weights["post_attention_layernorm"], config["rms_norm_eps"])
         logits = F.linear(normed, weights["mlp.gate"])
         mixed = expert_layer(
@@ -81,7 +83,7 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, parameters: Parameters, recipe:
             normalize=config["norm_topk_prob"],
             recipe=recipe,
         )
-        return hidden + mixed, logits.softmax(-1)
+        return model._choose(logits.softmax(-1), config["num_experts_per_tok"], recorded), hidden + mixed
 
     monkeypatch.setattr(model, "_experts", experts)
 

@@ -27,7 +27,7 @@ from contracts.errors import InfraFault
 from contracts.store import LocalStore
 from envd.client import SandboxClient
 from envd.local import LocalEnvd
-from inference.errors import GroupsMissing, PlanError, StaleVersion
+from inference.errors import GroupsMissing, PlanError, RolloutError, StaleVersion
 from inference.rollouts.claims import ClaimOwner
 from inference.rollouts.episode import Player
 from inference.rollouts.merge import gather_groups, merge_groups
@@ -93,6 +93,16 @@ def test_without_refills_the_content_does_not_depend_on_the_number_of_workers(
         sample(plan, store, envd, ScriptedEngine(tokenizer, read_then_maybe_fix), tokenizer, range(workers))
         digests.add(merge_groups(plan, store).ref.digest)
     assert len(digests) == 1
+
+
+def test_an_engine_without_routing_is_refused_before_an_episode_begins(
+    tmp_path: Path, envd: LocalEnvd, tokenizer: ChatTokenizer
+) -> None:
+    plan, store = make_plan(TASKS, 1, record_routing=True), LocalStore(tmp_path)
+    engine = ScriptedEngine(tokenizer, read_then_maybe_fix)
+    with pytest.raises(RolloutError, match="record_routing is true, but the engine returns no routed experts"):
+        sample(plan, store, envd, engine, tokenizer, [0])
+    assert engine.requests == 1
 
 
 def test_merged_rows_round_trip_and_stand_in_order(tmp_path: Path, envd: LocalEnvd, tokenizer: ChatTokenizer) -> None:

@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from rollouts_script import POLICY, make_plan, make_tasks, play_evaluation
 
 from contracts.chat import ChatTokenizer
 from contracts.digests import table_digest
 from contracts.episodes import Episode, Outcome, TokenRole, episodes_table, read_episodes, sequences_table
+from contracts.routing import decode_routes
 from envd.client import SandboxClient
 from envd.local import LocalEnvd
 from inference.engines.builtin import BuiltinEngine
+from inference.engines.vllm_probes import score_rows
+from inference.engines.weights import read_weights
 from inference.rollouts.episode import Player
 
 TASKS = make_tasks(6)
@@ -33,9 +39,10 @@ def random_policy(tmp_path_factory: pytest.TempPathFactory, tokenizer: ChatToken
 
 
 def play(
-    directory: Path, envd: LocalEnvd, tokenizer: ChatTokenizer, concurrency: int
+    directory: Path, envd: LocalEnvd, tokenizer: ChatTokenizer, concurrency: int, **changes: Any
 ) -> tuple[list[Episode], list[list[float]]]:
-    config = make_plan(TASKS, 1, max_tokens=220, max_turn_tokens=110, temperature=4.0, concurrency=concurrency).config
+    settings = {"max_tokens": 220, "max_turn_tokens": 110, "temperature": 4.0, "concurrency": concurrency, **changes}
+    config = make_plan(TASKS, 1, **settings).config
 
     async def run() -> tuple[list[Episode], list[list[float]]]:
         engine = BuiltinEngine(directory, POLICY.digest, threads=1)
@@ -72,3 +79,24 @@ def test_episodes_survive_their_tables(random_policy: Path, envd: LocalEnvd, tok
         assert before.sequences[0].token_ids == after.sequences[0].token_ids
         assert before.sequences[0].policy_spans == after.sequences[0].policy_spans
         assert (before.episode_id, before.final_state) == (after.episode_id, after.final_state)
+
+
+def test_recorded_routing_covers_all_turns_up_to_the_last_sampled_token(
+    random_policy: Path, envd: LocalEnvd, tokenizer: ChatTokenizer
+) -> None:
+    settings = {"record_routing": True, "max_format_errors": 3, "max_turn_tokens": 50, "max_tokens": 250}
+    (played, _), (plain, _) = (
+        play(random_policy, envd, tokenizer, 8, **{**settings, "record_routing": recording})
+        for recording in (True, False)
+    )
+    assert table_digest(sequences_table(played)) == table_digest(sequences_table(plain))
+    assert max(episode.turns for episode in played) > 1
+    table = sequences_table(played, routed=True)
+    weights = read_weights(random_policy)
+    for episode in read_episodes(episodes_table(played), table):
+        (sequence,) = episode.sequences
+        assert sequence.routed_experts is not None
+        routes = decode_routes(sequence.routed_experts)
+        last = max(place for place, role in enumerate(sequence.token_role) if role == TokenRole.POLICY)
+        _, chosen = score_rows(weights, torch.tensor([sequence.token_ids]))
+        np.testing.assert_array_equal(routes, chosen[0].permute(1, 0, 2).numpy()[:last])

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter
 from contracts.chat import END_OF_TEXT, SPECIAL_TOKENS, ChatTokenizer
 from contracts.digests import digest_of
-from contracts.episodes import TokenRole
+from contracts.episodes import ROUTED_EXPERTS, TokenRole
 from contracts.store import Store, open_store
 from trainer.config import GrpoConfig, GrpoJob, ModelConfig, SftConfig, SftJob
 
@@ -80,7 +80,8 @@ class World:
 
     def dataset(self, rows: list[dict[str, Any]], members: list[dict[str, Any]]) -> Artifact:
         """A `dataset` artifact of the columns that the trainer reads."""
-        train = pa.Table.from_pylist(rows, schema=TRAIN)
+        routed = any(ROUTED_EXPERTS.name in row for row in rows)
+        train = pa.Table.from_pylist(rows, schema=TRAIN.append(ROUTED_EXPERTS) if routed else TRAIN)
         rewards: dict[str, list[float]] = {}
         for row in members:
             rewards.setdefault(row["group_id"], []).extend([] if row["reward"] is None else [row["reward"]])

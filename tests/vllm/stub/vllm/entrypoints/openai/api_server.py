@@ -5,11 +5,14 @@ Faults are switched on by POST /fault: {"stale": true} ignores loads, {"blind": 
 {"hold": s} delays a generation, {"unmarked": true} leaves versions out, {"nan": true} scores a token as no number,
 {"die": true} ends the process without a word. {"seized": [VERSION, CALL, N]} marks the server with VERSION right after
 the Nth CALL, {"late": [VERSION, CALL]} lets a mark with VERSION come right after CALL was answered, whoever asks for
-what; {"reborn": true} forgets at a final mark what was loaded, as a server started again just before it.
+what; {"reborn": true} forgets at a final mark what was loaded, as a server started again just before it;
+{"routes": TEXT} answers this instead of the routed experts.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import math
 import os
@@ -28,6 +31,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+import numpy as np
 import torch
 
 from inference.engines.vllm_probes import score_rows
@@ -63,6 +67,13 @@ class Served:
         found, _ = score_rows(self.weights, torch.tensor([tokens]))
         values = [float(value) for value in found[0]]
         return [*values[:-1], math.nan] if self.fault.get("nan") else values
+
+    def routes(self, tokens: list[int], start: int) -> str:
+        """As vLLM writes them: of all positions but the last, from `start`."""
+        chosen = score_rows(self.weights, torch.tensor([tokens]))[1][0].permute(1, 0, 2)[start:-1]
+        out = io.BytesIO()
+        np.save(out, chosen.numpy().astype(np.uint8))
+        return base64.b64encode(out.getvalue()).decode()
 
     def answered(self, call: str) -> None:
         """What a fault lets happen right after a call."""
@@ -168,6 +179,10 @@ class Handler(BaseHTTPRequestHandler):
             "weight_versions": marks,
             "logprobs": {"content": content},
         }
+        if "--enable-return-routed-experts" in sys.argv:
+            choice["routed_experts"] = self.served.fault.get("routes") or self.served.routes(
+                tokens + made, sampling.get("routed_experts_prompt_start", 0)
+            )
         scored = None
         if sampling.get("prompt_logprobs") is not None:
             values = self.served.logprobs(tokens)

@@ -1,0 +1,76 @@
+"""Routed experts of a vLLM server. The stub writes them as vLLM 0.32 does: `routed_experts`, base64 of a NumPy file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from inference.engines import SamplingParams, open_engine
+from inference.engines.vllm_keeper import VllmKeeper
+from inference.engines.vllm_probes import score_rows
+from inference.engines.weights import read_weights
+from inference.errors import EngineError
+from tests.vllm.conftest import fake_config, real_config
+
+FIRST = "a" * 64
+PROMPT = [1, 2, 3, 4]
+Policies = tuple[Path, Path]
+FLAGS = {"flags": ["--enable-return-routed-experts"]}
+
+
+@pytest.fixture(scope="module")
+def keeper() -> Iterator[VllmKeeper]:
+    keeper = VllmKeeper(fake_config(**FLAGS))
+    yield keeper
+    keeper.stop()
+
+
+@pytest.mark.anyio
+async def test_the_experts_of_a_reply_are_those_of_the_checkpoint(keeper: VllmKeeper, policies: Policies) -> None:
+    engine = open_engine(fake_config(**FLAGS), policies[0], FIRST, keeper)
+    whole = await engine.generate(PROMPT, SamplingParams(1.0, 5, 3, routing_from=0))
+    later = await engine.generate(PROMPT, SamplingParams(1.0, 5, 3, routing_from=3))
+    plain = await engine.generate(PROMPT, SamplingParams(1.0, 5, 3))
+    _, chosen = score_rows(read_weights(policies[0]), torch.tensor([PROMPT + whole.token_ids]))
+    assert whole.routed_experts is not None and later.routed_experts is not None
+    np.testing.assert_array_equal(whole.routed_experts, chosen[0].permute(1, 0, 2)[:-1])
+    np.testing.assert_array_equal(later.routed_experts, whole.routed_experts[3:])
+    assert plain.routed_experts is None
+    for text in ("%%%", "AAAA"):
+        httpx.post(f"{keeper.address}/fault", json={"routes": text}, timeout=30)
+        with pytest.raises(EngineError, match="vLLM's routed experts can't be read"):
+            await engine.generate(PROMPT, SamplingParams(1.0, 5, 3, routing_from=0))
+    httpx.post(f"{keeper.address}/fault", json={}, timeout=30)
+    await engine.close()
+
+
+@pytest.mark.anyio
+async def test_a_server_without_the_flag_returns_none(policies: Policies) -> None:
+    engine = open_engine(fake_config(), policies[0], FIRST)
+    found = await engine.generate(PROMPT, SamplingParams(1.0, 5, 3, routing_from=0))
+    await engine.close()
+    assert found.routed_experts is None
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(1800)
+@pytest.mark.anyio
+async def test_a_real_server_returns_the_experts_of_the_checkpoint(policies: Policies) -> None:
+    config = real_config(**FLAGS, env={"VLLM_USE_V2_MODEL_RUNNER": "1"})
+    engine = open_engine(config, policies[0], FIRST)
+    first = await engine.generate(PROMPT, SamplingParams(1.0, 12, 3, routing_from=0))
+    prompt = [*PROMPT, *first.token_ids, 5, 6]
+    second = await engine.generate(prompt, SamplingParams(1.0, 12, 4, routing_from=len(PROMPT) + 11))
+    await engine.close()
+    assert first.routed_experts is not None and second.routed_experts is not None
+    found = np.concatenate([first.routed_experts, second.routed_experts])
+    _, chosen = score_rows(read_weights(policies[0]), torch.tensor([prompt + second.token_ids]))
+    wanted = chosen[0].permute(1, 0, 2)[:-1].numpy()
+    assert found.shape == wanted.shape
+    # float32 of two implementations: near ties may fall differently
+    assert (np.sort(found, -1) == np.sort(wanted, -1)).all(-1).mean() > 0.95
