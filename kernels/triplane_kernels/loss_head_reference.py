@@ -6,7 +6,8 @@ tile's logits and the row sums saved by forward, so backward computes each tile'
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 CHUNK = 4096
 """Vocabulary entries of a tile."""
 ROWS = 1024
-"""Tokens of a tile. Few tiles of [ROWS, CHUNK] exist at a time, 16 MiB each in float32."""
+"""Tokens of a tile. Two tiles of [ROWS, CHUNK] exist at a time, 16 MiB each in float32."""
 
 
 @dataclass(frozen=True)
@@ -59,20 +60,21 @@ class Gradients:
 
 def loss_head_reference(head: Head) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Logprobs, entropy, largest logit and log mass, each [T], in float32, or float64 when hidden is."""
-    results = [_forward(head, rows) for rows in _slices(len(head.hidden), ROWS)]
+    space = _space(head)
+    results = [_forward(head, rows, space) for rows in _slices(len(head.hidden), ROWS)]
     logprobs, entropy, peak, log_mass = (torch.cat(parts) for parts in zip(*results, strict=True))
     return logprobs, entropy, peak, log_mass
 
 
-def _forward(head: Head, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _forward(head: Head, rows: slice, space: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     targets = head.targets[rows]
     target_logit = head.hidden.new_full(targets.shape, torch.nan, dtype=_wide(head))
     sums = []
     for columns in _slices(len(head.weight), CHUNK):
-        logits = _logits(head, rows, columns)
+        logits = _logits(head, rows, columns, space[0])
         inside, local = _targets_inside(targets, columns)
         target_logit[inside] = logits[inside, local]
-        sums.append(_sums(logits))
+        sums.append(_sums(logits, space[1]))
     peaks, masses, moments = (torch.stack(parts) for parts in zip(*sums, strict=True))
     log_mass, mean, peak = combine(peaks, masses, moments)
     return target_logit - peak - log_mass, log_mass - mean, peak, log_mass
@@ -80,31 +82,32 @@ def _forward(head: Head, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def loss_head_backward_reference(head: Head, sums: Sums, into: Gradients) -> None:
     """Write the gradients of hidden and weight."""
-    wide = _wide(head)
+    wide, space = _wide(head), _space(head)
     of_hidden = torch.zeros_like(head.hidden, dtype=wide)
     entropies = bool((sums.of_entropy != 0).any())
     for columns in _slices(len(head.weight), CHUNK):
         weight = head.weight[columns].to(wide)
-        of_weight = torch.zeros_like(weight)
+        part = into.of_weight[columns]
+        of_weight = part.zero_() if part.dtype == wide else torch.zeros_like(part, dtype=wide)
         for rows in _slices(len(head.hidden), ROWS):
-            slopes = _slopes(head, sums, rows, columns, entropies)
+            slopes = _slopes(head, sums, rows, columns, space, entropies=entropies)
             if into.of_hidden.numel():
                 of_hidden[rows].addmm_(slopes, weight)
             if into.of_weight.numel():
                 of_weight.addmm_(slopes.mT, head.hidden[rows].to(wide))
-        if into.of_weight.numel():
-            into.of_weight[columns] = of_weight
+        if of_weight is not part:
+            part.copy_(of_weight)
     if into.of_hidden.numel():
         into.of_hidden.copy_(of_hidden)
 
 
-def _slopes(head: Head, sums: Sums, rows: slice, columns: slice, entropies: bool) -> Tensor:
+def _slopes(head: Head, sums: Sums, rows: slice, columns: slice, space: Tensor, *, entropies: bool) -> Tensor:
     """Gradient of a tile of hidden @ weight.T. entropies: whether any entropy has a gradient."""
     of_logprob = sums.of_logprob[rows, None]
-    logits = _logits(head, rows, columns)
+    logits = _logits(head, rows, columns, space[0])
     forbidden = logits == -torch.inf
     logprobs = logits.sub_(sums.peak[rows, None]).sub_(sums.log_mass[rows, None])
-    slopes = logprobs.exp()
+    slopes = torch.exp(logprobs, out=_shaped(space[1], logprobs.shape))
     if entropies:
         slopes.mul_(logprobs.add_(sums.entropy[rows, None]).mul_(sums.of_entropy[rows, None]).add_(of_logprob)).neg_()
     else:
@@ -133,23 +136,33 @@ def _wide(head: Head) -> torch.dtype:
     return torch.promote_types(head.hidden.dtype, torch.float32)
 
 
-def _logits(head: Head, rows: slice, columns: slice) -> Tensor:
+def _space(head: Head) -> Tensor:
+    """Memory of two tiles, reused by all: blocks freed between others would fragment the heap."""
+    return head.hidden.new_empty(2, min(ROWS, len(head.hidden)) * min(CHUNK, len(head.weight)), dtype=_wide(head))
+
+
+def _shaped(space: Tensor, shape: Sequence[int]) -> Tensor:
+    return space[: math.prod(shape)].view(*shape)
+
+
+def _logits(head: Head, rows: slice, columns: slice, space: Tensor) -> Tensor:
     wide = _wide(head)
-    logits = (head.hidden[rows].to(wide) @ head.weight[columns].to(wide).mT).div_(head.temperature)
+    hidden, weight = head.hidden[rows].to(wide), head.weight[columns].to(wide)
+    logits = torch.mm(hidden, weight.mT, out=_shaped(space, (len(hidden), len(weight)))).div_(head.temperature)
     if head.allowed is None:
         return logits
     allowed = head.allowed[columns] if head.allowed.dim() == 1 else head.allowed[rows, columns]
     return logits.masked_fill_(~allowed, -torch.inf)
 
 
-def _sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _sums(logits: Tensor, space: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """For every row: the largest logit, the sum of exp(z - largest), and the sum of exp(z - largest) * (z -
-    largest). Overwrites `logits`.
+    largest). Overwrites `logits` and `space`.
     """
     peak = logits.amax(-1)
     # A row without allowed entries has no largest logit: shift by 0 instead of -inf.
     shifted = logits.sub_(torch.where(peak == -torch.inf, 0, peak)[:, None])
-    share = shifted.exp()
+    share = torch.exp(shifted, out=_shaped(space, shifted.shape))
     mass = share.sum(-1)
     return peak, mass, shifted.masked_fill_(share == 0, 0).mul_(share).sum(-1)
 
