@@ -104,8 +104,8 @@ def score(
         rerouted[places] |= choice.differs
         if routing:
             reached = slice(None) if rows is not None else _real(batch)
-            counts = torch.bincount(choice.experts[reached].reshape(-1), minlength=config["num_experts"])
-            routed.append((counts.float(), choice.probabilities[reached].sum(0)))
+            used = torch.bincount(choice.experts[reached].reshape(-1), minlength=config["num_experts"])
+            routed.append((used.float(), choice.probabilities[reached].sum(0)))
     hidden = F.rms_norm(hidden, hidden.shape[-1:], leaves["model.norm.weight"], config["rms_norm_eps"])
     logits = F.linear(hidden, leaves.get("lm_head.weight", embedding))
     if temperature != 1.0:
