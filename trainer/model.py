@@ -105,8 +105,8 @@ def score(
         choice, hidden = _experts(weights, config, hidden, recorded)
         rerouted[places] |= choice.differs
         if routing:
-            counts = torch.bincount(choice.experts.reshape(-1), minlength=config["num_experts"])
-            routed.append((counts.float(), choice.probabilities.sum(0)))
+            used = torch.bincount(choice.experts.reshape(-1), minlength=config["num_experts"])
+            routed.append((used.float(), choice.probabilities.sum(0)))
     hidden = F.rms_norm(hidden, hidden.shape[-1:], leaves["model.norm.weight"], config["rms_norm_eps"])
     head = leaves.get("lm_head.weight", embedding)
     logprobs, entropy = target_scores(hidden, head, batch.targets, temperature)
