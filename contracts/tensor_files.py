@@ -47,6 +47,8 @@ DTYPES: Mapping[str, tuple[str, int]] = {
     "BOOL": ("bool", 1),
 }
 """safetensors dtype -> (torch's name, bytes of an element), in the order in which a file stores them."""
+_PIECE = 1 << 22
+"""Elements that are checked at once."""
 _AGAIN = "write or fetch it again"
 
 
@@ -154,6 +156,13 @@ class TensorFiles:
         found = torch.empty(shape, dtype=getattr(torch, DTYPES[dtype][0]))
         self.read_into(name, found.reshape(-1).view(torch.uint8).numpy().data)
         return found
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no number is infinite or not a number. Needs little memory besides the tensor."""
+    import torch
+
+    return all(bool(torch.isfinite(piece.float()).all()) for piece in torch.split(tensor.reshape(-1), _PIECE))
 
 
 def _read_parts(index: Path) -> tuple[dict[str, dict[str, Place]], dict[str, str]]:

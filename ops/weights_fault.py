@@ -7,7 +7,7 @@ from pathlib import Path
 
 from contracts.checkpoints import WEIGHTS, check_checkpoint
 from contracts.errors import SchemaError
-from contracts.tensor_files import TensorFiles
+from contracts.tensor_files import TensorFiles, is_finite
 
 
 def weights_fault(directory: Path) -> str | None:
@@ -15,14 +15,12 @@ def weights_fault(directory: Path) -> str | None:
 
     Loads one tensor at a time.
     """
-    import torch
-
     try:
         if "quantization_config" in json.loads((directory / "config.json").read_text()):
             check_checkpoint(directory)
         files = TensorFiles(directory, WEIGHTS)
         for name in files.forms:
-            if not bool(torch.isfinite(files.tensor(name).float()).all()):
+            if not is_finite(files.tensor(name)):
                 return f"checkpoint {directory}: tensor {name} is not finite; its training diverged, don't serve it"
     except SchemaError as error:
         return str(error)

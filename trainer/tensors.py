@@ -6,13 +6,12 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from contracts.artifacts import ArtifactWriter
 from contracts.digests import tensors_digest
 from contracts.errors import SchemaError
-from contracts.tensor_files import TensorFiles
+from contracts.tensor_files import TensorFiles, is_finite
 from contracts.tensor_parts import add_tensors, bytes_of, form_of
 
 
@@ -40,7 +39,7 @@ def tensor_digest(tensors: Mapping[str, Tensor]) -> str:
 
 def check_finite(name: str, tensor: Tensor, path: Path) -> None:
     """Raise SchemaError if a number of `tensor` is not finite."""
-    if not bool(torch.isfinite(tensor.float()).all()):
+    if not is_finite(tensor):
         raise SchemaError(
             f"{path}: tensor {name} contains numbers that are not finite: its training diverged, use an earlier policy"
         )

@@ -14,7 +14,7 @@ from triplane_kernels.blockwise import dequantize_blockwise
 from contracts.checkpoints import WEIGHTS, check_checkpoint, expected_tensors
 from contracts.errors import SchemaError
 from contracts.qwen3_moe import Architecture
-from contracts.tensor_files import TensorFiles
+from contracts.tensor_files import TensorFiles, is_finite
 from inference.errors import EngineError
 
 
@@ -127,7 +127,7 @@ class PlainTensors:
         raw, scale = self._files.tensor(name), f"{name}_scale_inv"
         coded = self._quantized and scale in self._files.forms
         found = dequantize_blockwise(raw, self._files.tensor(scale)) if coded else raw.float()
-        if not bool(torch.isfinite(found).all()):
+        if not is_finite(found):
             raise EngineError(
                 f"checkpoint {self._directory}: tensor {name} is not finite; its training diverged, don't serve it"
             )
@@ -139,10 +139,13 @@ def _layer(checkpoint: PlainTensors, shape: Architecture, index: int) -> LayerWe
         return checkpoint.tensor(f"model.layers.{index}.{name}.weight")
 
     def experts(*names: str) -> Tensor:
-        stacks = [
-            torch.cat([get(f"mlp.experts.{expert}.{name}_proj") for name in names]) for expert in range(shape.experts)
-        ]
-        return torch.stack(stacks).transpose(1, 2).contiguous()
+        stack: Tensor | None = None
+        for expert in range(shape.experts):
+            matrix = torch.cat([get(f"mlp.experts.{expert}.{name}_proj") for name in names]).T
+            stack = torch.empty(shape.experts, *matrix.shape) if stack is None else stack
+            stack[expert] = matrix
+        assert stack is not None, "a layer has experts"
+        return stack
 
     norms = [get("self_attn.q_norm").expand(shape.heads, -1), get("self_attn.k_norm").expand(shape.kv_heads, -1)]
     return LayerWeights(
