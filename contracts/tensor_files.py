@@ -126,7 +126,7 @@ class TensorFiles:
     def path(self, name: str) -> Path:
         """File that holds a tensor. Raises SchemaError if none does."""
         if name not in self._files:
-            raise SchemaError(f"{self._directory} has no tensor {name}: {_AGAIN}")
+            raise SchemaError(f"{self._directory} has no readable tensor {name}: {_AGAIN}")
         return self._directory / self._files[name]
 
     def read_into(self, name: str, target: memoryview) -> None:

@@ -18,7 +18,7 @@ from contracts.artifacts import ArtifactWriter, find_artifact
 from contracts.checkpoints import WEIGHTS, check_checkpoint, expected_tensors
 from contracts.digests import sha256
 from contracts.store import LocalStore
-from contracts.tensor_files import Form, TensorFiles
+from contracts.tensor_files import Form, TensorFiles, byte_size
 from contracts.tensor_parts import add_tensors, bytes_of
 from trainer.config import ModelConfig
 
@@ -66,7 +66,8 @@ def verify(store: LocalStore) -> dict[str, Any]:
     directory = directory_of(store)
     check_checkpoint(directory)
     files = TensorFiles(directory, WEIGHTS)
-    for name in list(files.forms)[::500]:
+    small = [name for name, form in files.forms.items() if byte_size(form) < 10**7]
+    for name in small[::500]:
         assert torch.equal(files.tensor(name).view(torch.uint8), drawn(name, files.forms[name]).view(torch.uint8)), name
     return {}
 

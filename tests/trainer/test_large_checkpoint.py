@@ -34,7 +34,7 @@ def test_3_gb_in_parts_of_512_mb_take_the_memory_of_one_part(tmp_path: Path) -> 
     assert written["bytes"] > 3000 * MB and written["parts"] >= 6 and written["largest"] <= 512 * MB
     bound = written["largest"] + 64 * MB
     assert written["peak"] <= bound
-    assert run("verify")["peak"] <= bound + written["largest"], "the expected tensor lies beside the one read"
+    assert run("verify")["peak"] <= 100 * MB, "files are hashed as streams, headers are read alone"
     loaded = run("engine")
     assert loaded["peak"] <= loaded["model"] + bound
     assert run("plain")["peak"] <= bound
