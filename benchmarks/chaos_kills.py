@@ -42,7 +42,13 @@ MOST_ARRIVALS = {
     "reference-written": 8,
 }
 """Range of arrivals at a point from which the fatal one is drawn; default 1."""
-ONLY_ON: dict[str, str] = {"store-write": "local", "multipart-under-way": "s3"}
+ONLY_ON: dict[str, str] = {
+    "store-write": "local",
+    "multipart-under-way": "s3",
+    "rank-staged": "ranks",
+    "ranks-gathered": "ranks",
+}
+"""Kind of store that a point needs; "ranks": a trainer of several ranks, which no round has."""
 BASE_ONLY = ("snapshot-committed",)
 """Points that occur only while the base policy is made."""
 

@@ -10,7 +10,6 @@ writer adopts the result of the first.
 from __future__ import annotations
 
 import functools
-import hashlib
 import platform
 import time
 import uuid
@@ -27,11 +26,12 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from contracts.attempts import note_attempt, seal_attempt
-from contracts.digests import canonical_json, digest_of, sha256, table_digest
+from contracts.digests import canonical_json, digest_of, file_sha256, has_sha256, sha256, table_digest
 from contracts.errors import ArtifactCorrupt, ArtifactMissing, SchemaError, StoreError
 from contracts.failpoints import failpoint
 from contracts.store import Store, scratch_directory, staging_errors
 from contracts.store_entries import check_key
+from contracts.tensor_files import INDEX
 from contracts.upgrades import absent_columns, meta_of, with_absent
 
 MANIFEST = "manifest.json"
@@ -74,7 +74,7 @@ class FileEntry(Frozen):
     """Bytes."""
     sha256: str
     digest: str | None
-    """Digest that enters the content digest; None for telemetry, which does not."""
+    """Digest that enters the content digest. None for telemetry, and for parts of tensors, whose index has it."""
 
 
 class Manifest(Frozen):
@@ -98,9 +98,16 @@ class Manifest(Frozen):
 
 
 def content_digest(kind: str, schema_version: int, files: Sequence[FileEntry]) -> str:
-    """Content digest of an artifact with these files; telemetry does not count."""
-    content = {entry.path: entry.digest for entry in files if entry.digest is not None}
+    """Content digest of an artifact with these files; telemetry does not count.
+
+    The index of tensors in parts counts under the name of their single file: the digest is that of the uncut tensors.
+    """
+    content = {_content_name(entry.path): entry.digest for entry in files if entry.digest is not None}
     return digest_of({"kind": kind, "schema_version": schema_version, "files": content})
+
+
+def _content_name(path: str) -> str:
+    return path.removesuffix(INDEX) if path.endswith(f".safetensors{INDEX}") else path
 
 
 class Artifact:
@@ -283,6 +290,8 @@ class ArtifactWriter:
         self._store, self._kind, self._key = store, kind, key
         self._parents, self._config, self._code_version = dict(parents), dict(config), code_version
         self._digests: dict[str, str | None] = {}
+        self._sha256: dict[str, str] = {}
+        """Digests of files that were hashed while they were written."""
         self._uploading: str | None = None
         """Folder for files that no manifest can name yet."""
         self._stage = scratch_directory(store)
@@ -317,11 +326,15 @@ class ArtifactWriter:
         (self.directory / name).write_bytes(data)
         self._digests[name] = None if telemetry else sha256(data)
 
-    def add_file(self, name: str, digest: str | None = None, *, telemetry: bool = False) -> None:
+    def add_file(
+        self, name: str, digest: str | None = None, *, sha256: str | None = None, telemetry: bool = False
+    ) -> None:
         """Add a file that is already in `directory`. digest: of its content, if the file format adds framing
-        (safetensors).
+        (safetensors). sha256: of its bytes, if known. telemetry: see `add_table`.
         """
-        self._digests[name] = None if telemetry else digest or _file_sha256(self.directory / name)
+        if sha256 is not None:
+            self._sha256[name] = sha256
+        self._digests[name] = None if telemetry else digest or sha256 or file_sha256(self.directory / name)
 
     def commit(self, meta: Mapping[str, Any] | None = None) -> Artifact:
         """Commit the staged files as an artifact.
@@ -362,7 +375,7 @@ class ArtifactWriter:
 
     def _upload(self, folder: str, name: str) -> FileEntry:
         source = self.directory / name
-        size, checksum = source.stat().st_size, _file_sha256(source)
+        size, checksum = source.stat().st_size, self._sha256.get(name) or file_sha256(source)
         self._store.create_file(f"{folder}/{name}", source)
         return FileEntry(path=name, size=size, sha256=checksum, digest=self._digests[name])
 
@@ -379,27 +392,6 @@ def tool_versions() -> dict[str, str]:
     return found
 
 
-def _file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _is_intact(path: Path, entry: FileEntry) -> bool:
-    """Whether the file has the committed bytes; an unchanged file is read once."""
-    stat = path.stat()
-    try:
-        return stat.st_size == entry.size and _has_digest(path, stat.st_mtime_ns, entry.sha256)
-    except _Differs:
-        return False
-
-
-class _Differs(Exception):
-    """Raised instead of a False result: the cache keeps no exceptions, so a repaired file is read again."""
-
-
-@functools.lru_cache(maxsize=65_536)
-def _has_digest(path: Path, mtime_ns: int, sha256: str) -> bool:
-    """Return True if the file has this digest, else raise _Differs. mtime_ns: version of the file, for the cache."""
-    if _file_sha256(path) != sha256:
-        raise _Differs
-    return True
+    """Whether the file has the committed bytes."""
+    return path.stat().st_size == entry.size and has_sha256(path, entry.sha256)

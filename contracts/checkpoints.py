@@ -2,6 +2,8 @@
 
     config.json  model.safetensors  tokenizer.json  tokenizer_config.json  chat_template.jinja  generation_config.json
 
+More than 4 GB of weights are parts with an index in the place of `model.safetensors`: see `contracts.tensor_files`.
+
 Every `*_proj.weight` is float8_e4m3fn [N, K] beside `*_proj.weight_scale_inv` float32 [ceil(N/128), ceil(K/128)], a
 multiplier: weight = code * scale. Embeddings, lm_head, norms and routers are float32. Layout: that of DeepSeek-V3 and
 Qwen3-FP8, which vLLM loads as is.
@@ -10,13 +12,13 @@ Qwen3-FP8, which vLLM loads as is.
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from contracts.errors import SchemaError
 from contracts.qwen3_moe import expert_names, parameter_shapes
+from contracts.tensor_files import Form, TensorFiles
 
 BLOCK = 128
 WEIGHTS = "model.safetensors"
@@ -64,35 +66,15 @@ def is_quantized(name: str) -> bool:
     return name.endswith("_proj.weight")
 
 
-def expected_tensors(config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name -> (safetensors dtype, shape) of exactly the tensors of a checkpoint with this config.json."""
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+def expected_tensors(config: dict[str, Any]) -> dict[str, Form]:
+    """Dtype and shape of exactly the tensors of a checkpoint with this config.json."""
+    found: dict[str, Form] = {}
     for name, shape in parameter_shapes(config).items():
         for single in expert_names(name, shape):
             found[single] = ("F8_E4M3" if is_quantized(name) else "F32", shape[-2:])
             if is_quantized(name):
                 found[f"{single}_scale_inv"] = ("F32", tuple(-(-size // BLOCK) for size in shape[-2:]))
     return found
-
-
-def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name -> (dtype, shape) of a safetensors file, from its header alone.
-
-    Source: the safetensors format description.
-    """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > size:
-                raise ValueError(f"a header of {length} bytes in a file of {size}")
-            header = json.loads(file.read(length))
-        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        if 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0) != size:
-            raise ValueError(f"its size of {size} bytes does not match its header: it was truncated or extended")
-        return {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in tensors.items()}
-    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SchemaError(f"{path} is not a readable safetensors file ({error}): export the checkpoint again") from None
 
 
 def check_checkpoint(directory: Path) -> dict[str, Any]:
@@ -112,7 +94,7 @@ def check_checkpoint(directory: Path) -> dict[str, Any]:
         raise SchemaError(
             f"{path} does not describe a Qwen3-MoE model ({error!r}): export the checkpoint again"
         ) from None
-    found = read_header(directory / WEIGHTS)
+    found = TensorFiles(directory, WEIGHTS).forms
     for name, form in expected.items():
         if name not in found:
             raise SchemaError(f"checkpoint {directory} lacks tensor {name}: export it again from its trainer_state")

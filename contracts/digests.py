@@ -6,10 +6,12 @@ Source of the canonical JSON form: RFC 8785 restricted to what we use (sorted ke
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import struct
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,32 @@ from contracts.errors import SchemaError
 def sha256(data: bytes) -> str:
     """Hex SHA-256 of `data`."""
     return hashlib.sha256(data).hexdigest()
+
+
+def file_sha256(path: Path) -> str:
+    """Hex SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def has_sha256(path: Path, expected: str) -> bool:
+    """Whether a file has this SHA-256. An unchanged file is read once."""
+    try:
+        return _has_sha256(path, path.stat().st_mtime_ns, expected)
+    except _Differs:
+        return False
+
+
+class _Differs(Exception):
+    """Raised instead of a False result: the cache keeps no exceptions, so a repaired file is read again."""
+
+
+@functools.lru_cache(maxsize=65_536)
+def _has_sha256(path: Path, mtime_ns: int, expected: str) -> bool:
+    """Return True if the file has this digest, else raise _Differs. mtime_ns: version of the file, for the cache."""
+    if file_sha256(path) != expected:
+        raise _Differs
+    return True
 
 
 def canonical_json(value: Any) -> bytes:
@@ -51,12 +79,12 @@ def action_key(step: str, inputs: Mapping[str, str], config: Mapping[str, Any], 
     return digest_of({"step": step, "inputs": dict(inputs), "config": dict(config), "code_version": code_version})
 
 
-def tensors_digest(tensors: Iterable[tuple[str, str, tuple[int, ...], bytes]]) -> str:
-    """Digest over (name, dtype, shape, little-endian bytes) of each tensor, in order of name."""
+def tensors_digest(tensors: Iterable[tuple[str, str, tuple[int, ...], str]]) -> str:
+    """Digest over (name, dtype, shape, hex SHA-256 of the little-endian bytes) of each tensor, in order of name."""
     total = hashlib.sha256()
-    for name, dtype, shape, data in sorted(tensors, key=lambda item: item[0]):
+    for name, dtype, shape, data_sha256 in sorted(tensors, key=lambda item: item[0]):
         total.update(canonical_json([name, dtype, list(shape)]))
-        total.update(hashlib.sha256(data).digest())
+        total.update(bytes.fromhex(data_sha256))
     return total.hexdigest()
 
 

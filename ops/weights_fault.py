@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from contracts.checkpoints import check_checkpoint
+from contracts.checkpoints import WEIGHTS, check_checkpoint
 from contracts.errors import SchemaError
+from contracts.tensor_files import TensorFiles, is_finite
 
 
 def weights_fault(directory: Path) -> str | None:
@@ -14,22 +15,15 @@ def weights_fault(directory: Path) -> str | None:
 
     Loads one tensor at a time.
     """
-    import torch
-    from safetensors import SafetensorError, safe_open
-
     try:
         if "quantization_config" in json.loads((directory / "config.json").read_text()):
             check_checkpoint(directory)
-        for path in sorted(directory.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (not a dict)
-                    if not bool(torch.isfinite(file.get_tensor(name).float()).all()):
-                        return (
-                            f"checkpoint {directory}: tensor {name} is not finite; its training diverged, don't"
-                            " serve it"
-                        )
+        files = TensorFiles(directory, WEIGHTS)
+        for name in files.forms:
+            if not is_finite(files.tensor(name)):
+                return f"checkpoint {directory}: tensor {name} is not finite; its training diverged, don't serve it"
     except SchemaError as error:
         return str(error)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError) as error:
         return f"checkpoint {directory} is not readable ({error}): export it again"
     return None

@@ -11,21 +11,20 @@ from torch import Tensor
 
 from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter
 from contracts.checkpoints import WEIGHTS, check_checkpoint, is_quantized
-from contracts.digests import tensors_digest
 from contracts.failpoints import failpoint
 from contracts.qwen3_moe import expert_names, parameter_shapes
 from contracts.store import Store
+from contracts.tensor_files import TensorFiles
 from trainer.errors import TrainingDataError
 from trainer.parameters import Buffer, Parameters
-from trainer.tensors import read_tensors, save_tensors
+from trainer.tensors import read_tensor, save_tensors
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 RECIPE = "w8"
-_DTYPES = {torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32", torch.int64: "I64"}
 
 
 def checkpoint_tensors(parameters: Parameters) -> dict[str, Tensor]:
-    """Tensors of the exported layout by name, one per expert."""
+    """Tensors of the exported layout by name, one per expert. They share the memory of `parameters`."""
     tensors: dict[str, Tensor] = {}
     for buffer in parameters.buffers:
         for name in buffer.spans:
@@ -35,21 +34,21 @@ def checkpoint_tensors(parameters: Parameters) -> dict[str, Tensor]:
             for single, codes, scales in _matrices(buffer, name):
                 tensors[single] = codes
                 tensors[f"{single}_scale_inv"] = scales
-    return {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+    return tensors
 
 
 def load_checkpoint(directory: Path) -> Parameters:
     """Parameters of an exported checkpoint, with its codes and scales; masters are the dequantized weights."""
     config = check_checkpoint(directory)
-    tensors = read_tensors(directory / WEIGHTS)
+    files = TensorFiles(directory, WEIGHTS)
     masters, codes, scales = {}, {}, {}
     for name, shape in parameter_shapes(config).items():
         if not is_quantized(name):
-            masters[name] = tensors[name]
+            masters[name] = read_tensor(files, name)
             continue
         singles = expert_names(name, shape)
-        codes[name] = torch.stack([tensors[single] for single in singles])
-        scales[name] = torch.stack([tensors[f"{single}_scale_inv"] for single in singles])
+        codes[name] = torch.stack([read_tensor(files, single) for single in singles])
+        scales[name] = torch.stack([read_tensor(files, f"{single}_scale_inv") for single in singles])
         masters[name] = torch.zeros(shape)
     parameters = Parameters.from_masters(config, masters)
     parameters.set_codes(codes, scales)
@@ -72,10 +71,8 @@ def publish_checkpoint(
     digest.
     """
     with ArtifactWriter(store, "checkpoint", key, parents=parents, config=config, code_version=code_version) as out:
-        tensors = checkpoint_tensors(parameters)
-        save_tensors(tensors, out.directory / WEIGHTS, metadata={"format": "pt"})
+        save_tensors(out, WEIGHTS, checkpoint_tensors(parameters), {"format": "pt"})
         failpoint("checkpoint-staged")
-        out.add_file(WEIGHTS, tensor_digest(tensors))
         out.add_json("config.json", parameters.config)
         out.add_json("generation_config.json", _generation_config(parameters.config))
         for name in TOKENIZER_FILES:
@@ -88,22 +85,11 @@ def publish_checkpoint(
         return out.commit(meta={"forward_recipe": RECIPE, "policy_version": None, **meta})
 
 
-def tensor_digest(tensors: Mapping[str, Tensor]) -> str:
-    """Content digest of named tensors, independent of the file format."""
-    return tensors_digest(
-        (name, _DTYPES[tensor.dtype], tuple(tensor.shape), _bytes(tensor)) for name, tensor in tensors.items()
-    )
-
-
 def _matrices(buffer: Buffer, name: str) -> Iterator[tuple[str, Tensor, Tensor]]:
     assert buffer.codes is not None and buffer.scales is not None
     start, end, shape = buffer.spans[name]
     for offset, single in zip(range(start, end), expert_names(name, shape), strict=True):
         yield single, buffer.codes[offset], buffer.scales[offset]
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _generation_config(config: Mapping[str, Any]) -> dict[str, Any]:

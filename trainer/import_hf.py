@@ -12,21 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from contracts.artifacts import Artifact, ArtifactWriter, find_artifact
 from contracts.chat import ChatTokenizer
 from contracts.checkpoints import BLOCK, WEIGHTS, quantization_config, ragged_sides
 from contracts.digests import action_key, sha256
+from contracts.errors import SchemaError
 from contracts.qwen3_moe import expert_names, parameter_shapes
 from contracts.store import Store
+from contracts.tensor_files import TensorFiles
 from trainer.config import IMPORT_VERSION
 from trainer.errors import TrainingDataError
-from trainer.export import TOKENIZER_FILES, publish_checkpoint, tensor_digest
+from trainer.export import TOKENIZER_FILES, publish_checkpoint
 from trainer.parameters import Parameters
 from trainer.state import capture_state, publish_state
-from trainer.tensors import check_finite
+from trainer.tensors import read_tensor, tensor_digest
 
 _REQUIRED = {
     "attention_bias": False,
@@ -149,33 +150,26 @@ def _rope_theta(found: Mapping[str, Any], path: Path) -> float:
 
 
 def _read_masters(directory: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """float32 tensors by the trainer's names, from one file or from shards."""
-    index = directory / f"{WEIGHTS}.index.json"
-    places: dict[str, str] = _field(_read_json(index), "weight_map", index) if index.is_file() else {}
-    files: dict[str, Any] = {}
+    """float32 tensors by the trainer's names, from one file or from parts."""
+    try:
+        files = TensorFiles(directory, WEIGHTS)
+        return {name: _read_master(files, directory, name, shape) for name, shape in parameter_shapes(config).items()}
+    except SchemaError as error:
+        raise TrainingDataError(str(error)) from None
 
-    def tensor(name: str, shape: tuple[int, ...]) -> Tensor:
-        file = places.get(name, WEIGHTS)
-        try:
-            if file not in files:
-                files[file] = safe_open(directory / file, framework="pt")
-            found: Tensor = files[file].get_tensor(name)
-        except (OSError, SafetensorError) as error:
+
+def _read_master(files: TensorFiles, directory: Path, name: str, shape: tuple[int, ...]) -> Tensor:
+    master = torch.empty(shape)
+    singles = expert_names(name, shape)
+    for target, single in zip(master if len(shape) == 3 else [master], singles, strict=True):
+        found = read_tensor(files, single)
+        if found.shape != target.shape:
             raise TrainingDataError(
-                f"{directory / file} has no readable tensor {name} ({error}): fetch it again"
-            ) from None
-        if tuple(found.shape) != shape:
-            raise TrainingDataError(
-                f"{directory}: tensor {name} is {tuple(found.shape)}, config.json says {shape}: fetch both again"
+                f"{directory}: tensor {single} is {tuple(found.shape)}, config.json says {tuple(target.shape)}: fetch"
+                " both again"
             )
-        check_finite(name, found, directory / file)
-        return found.float()
-
-    masters = {}
-    for name, shape in parameter_shapes(config).items():
-        singles = [tensor(single, shape[-2:]) for single in expert_names(name, shape)]
-        masters[name] = torch.stack(singles) if len(shape) == 3 else singles[0]
-    return masters
+        target.copy_(found)
+    return master
 
 
 def _publish_tokenizer(directory: Path, store: Store) -> Artifact:

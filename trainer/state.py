@@ -1,7 +1,7 @@
 """Trainer state: data beyond the checkpoint to continue training exactly. Safetensors and JSON, never pickle.
 
 `state.safetensors` has `master.<parameter>` and the optimizer's tensors; `state.json` the step and the optimizer's
-name.
+name. A state above 4 GB is stored in parts: see `contracts.tensor_files`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from contracts.digests import action_key
 from contracts.failpoints import failpoint
 from contracts.qwen3_moe import parameter_shapes
 from contracts.store import Store
+from contracts.tensor_files import TensorFiles
 from trainer.config import SNAPSHOT, SNAPSHOT_JOB
 from trainer.errors import TrainingDataError
-from trainer.export import RECIPE, tensor_digest
+from trainer.export import RECIPE
 from trainer.parameters import Parameters
-from trainer.tensors import read_tensors, save_tensors
+from trainer.tensors import read_tensor, save_tensors
 
 OptimizerName = Literal["none", "muon", "adamw"]
+STATE = "state.safetensors"
 _MASTER = "master."
 
 
@@ -61,10 +63,8 @@ def publish_state(
     """Commit `state` as an artifact of `kind`."""
     with ArtifactWriter(store, kind, key, parents=parents, config=config, code_version=code_version) as out:
         tensors = {f"{_MASTER}{name}": tensor for name, tensor in state.masters.items()} | state.optimizer
-        tensors = {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}
-        save_tensors(tensors, out.directory / "state.safetensors")
+        save_tensors(out, STATE, tensors)
         failpoint("state-staged")
-        out.add_file("state.safetensors", tensor_digest(tensors))
         body = {"step": state.step, "recipe": RECIPE, "optimizer": state.optimizer_name, "extra": state.extra}
         out.add_json("state.json", body)
         return out.commit(meta={"step": state.step, "optimizer": state.optimizer_name})
@@ -75,7 +75,8 @@ def load_state(artifact: Artifact, config: Mapping[str, Any]) -> TrainerState:
 
     Raises TrainingDataError if they do not match.
     """
-    tensors, body = read_tensors(artifact.path("state.safetensors")), artifact.json("state.json")
+    files, body = TensorFiles(artifact.directory(), STATE), artifact.json("state.json")
+    tensors = {name: read_tensor(files, name) for name in files.forms}
     masters = {name.removeprefix(_MASTER): tensor for name, tensor in tensors.items() if name.startswith(_MASTER)}
     found = {name: tuple(tensor.shape) for name, tensor in masters.items()}
     if found != parameter_shapes(config):

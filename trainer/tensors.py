@@ -1,51 +1,45 @@
-"""Read and write named tensors as a safetensors file."""
+"""Read and write named tensors as safetensors files, through `contracts.tensor_files`."""
 
 from __future__ import annotations
 
-import os
-import re
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from contracts.artifacts import ArtifactWriter
+from contracts.digests import tensors_digest
 from contracts.errors import SchemaError
-
-_SYSTEM = re.compile(r"\(os error (\d+)\)")
-
-
-def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write the file.
-
-    Raises OSError if the system refuses; safetensors itself reports a full disk only as text.
-    """
-    try:
-        save_file(dict(tensors), path, metadata=metadata)
-    except SafetensorError as error:
-        found = _SYSTEM.search(str(error))
-        if found is None:
-            raise
-        number = int(found[1])
-        raise OSError(number, os.strerror(number), str(path)) from None
+from contracts.tensor_files import TensorFiles, is_finite
+from contracts.tensor_parts import add_tensors, bytes_of, form_of
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file. Raises SchemaError if one is truncated or contains a number that is not finite."""
-    try:
-        tensors = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise SchemaError(f"{path} is not a readable safetensors file ({error}): make its artifact again") from None
-    for name, tensor in tensors.items():
-        check_finite(name, tensor, path)
-    return tensors
+def save_tensors(
+    out: ArtifactWriter, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write tensors as the file `name` of an artifact, or as the parts of it. Copies one tensor at a time at most."""
+    forms = {tensor: form_of(value) for tensor, value in tensors.items()}
+    add_tensors(out, name, forms, lambda tensor: bytes_of(tensors[tensor]), metadata)
+
+
+def read_tensor(files: TensorFiles, name: str) -> Tensor:
+    """One tensor. Raises SchemaError if it is missing, damaged or contains a number that is not finite."""
+    tensor = files.tensor(name)
+    check_finite(name, tensor, files.path(name))
+    return tensor
+
+
+def tensor_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Content digest of named tensors, independent of the file format."""
+    return tensors_digest(
+        (name, *form_of(tensor), hashlib.sha256(bytes_of(tensor)).hexdigest()) for name, tensor in tensors.items()
+    )
 
 
 def check_finite(name: str, tensor: Tensor, path: Path) -> None:
     """Raise SchemaError if a number of `tensor` is not finite."""
-    if not bool(torch.isfinite(tensor.float()).all()):
+    if not is_finite(tensor):
         raise SchemaError(
             f"{path}: tensor {name} contains numbers that are not finite: its training diverged, use an earlier policy"
         )

@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from triplane_kernels.blockwise import dequantize_blockwise
 
 from contracts.checkpoints import WEIGHTS, check_checkpoint, expected_tensors
 from contracts.errors import SchemaError
 from contracts.qwen3_moe import Architecture
+from contracts.tensor_files import TensorFiles, is_finite
 from inference.errors import EngineError
-
-INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -63,11 +61,11 @@ def read_weights(directory: Path) -> Weights:
     Raises SchemaError for a missing or malformed tensor, EngineError for a checkpoint that this engine can't run.
     """
     architecture = read_architecture(_read_config(directory), directory)
-    _, tensors = read_tensors(directory)
-    layers = tuple(_layer(tensors, architecture, index) for index in range(architecture.layers))
-    embedding = tensors["model.embed_tokens.weight"]
-    head = embedding if architecture.tied else tensors["lm_head.weight"]
-    return Weights(architecture, embedding, layers, tensors["model.norm.weight"], head)
+    checkpoint = PlainTensors(directory)
+    layers = tuple(_layer(checkpoint, architecture, index) for index in range(architecture.layers))
+    embedding = checkpoint.tensor("model.embed_tokens.weight")
+    head = embedding if architecture.tied else checkpoint.tensor("lm_head.weight")
+    return Weights(architecture, embedding, layers, checkpoint.tensor("model.norm.weight"), head)
 
 
 def read_architecture(config: dict[str, Any], directory: Path) -> Architecture:
@@ -106,55 +104,48 @@ def _read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def read_tensors(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json, and all weights by name: float32, dequantized, finite and of the expected shape.
+class PlainTensors:
+    """Weights of a checkpoint directory: float32, dequantized, finite and of the expected shape, read one at a time."""
 
-    Raises SchemaError, EngineError.
-    """
-    config = _read_config(directory)
-    quantized = "quantization_config" in config
-    if quantized:
-        check_checkpoint(directory)
-    raw: dict[str, Tensor] = {}
-    for path in _weight_files(directory):
-        try:
-            with safe_open(path, framework="pt") as file:
-                raw |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        except (OSError, SafetensorError) as error:
-            raise SchemaError(f"{path} is not a readable safetensors file ({error}): export it again") from None
-    found: dict[str, Tensor] = {}
-    for name, (_, shape) in expected_tensors({"tie_word_embeddings": False, **config}).items():
-        if name.endswith("_scale_inv"):
-            continue
-        if name not in raw or tuple(raw[name].shape) != shape:
-            have = tuple(raw[name].shape) if name in raw else "absent"
-            raise SchemaError(f"checkpoint {directory}: tensor {name} is {have}, expected {shape}")
-        scale = raw.get(f"{name}_scale_inv") if quantized else None
-        found[name] = raw[name].float() if scale is None else dequantize_blockwise(raw[name], scale)
-        if not bool(torch.isfinite(found[name]).all()):
+    def __init__(self, directory: Path) -> None:
+        """Raises SchemaError, EngineError."""
+        self._directory, self.config = directory, _read_config(directory)
+        self._quantized = "quantization_config" in self.config
+        if self._quantized:
+            check_checkpoint(directory)
+        self._files = TensorFiles(directory, WEIGHTS)
+        expected = expected_tensors({"tie_word_embeddings": False, **self.config})
+        self.shapes = {name: shape for name, (_, shape) in expected.items() if not name.endswith("_scale_inv")}
+        """Shape of every weight by name."""
+        for name, shape in self.shapes.items():
+            have = self._files.forms[name][1] if name in self._files.forms else "absent"
+            if have != shape:
+                raise SchemaError(f"checkpoint {directory}: tensor {name} is {have}, expected {shape}")
+
+    def tensor(self, name: str) -> Tensor:
+        """A weight. Raises SchemaError if it is damaged, EngineError if it is not finite."""
+        raw, scale = self._files.tensor(name), f"{name}_scale_inv"
+        coded = self._quantized and scale in self._files.forms
+        found = dequantize_blockwise(raw, self._files.tensor(scale)) if coded else raw.float()
+        if not is_finite(found):
             raise EngineError(
-                f"checkpoint {directory}: tensor {name} is not finite; its training diverged, don't serve it"
+                f"checkpoint {self._directory}: tensor {name} is not finite; its training diverged, don't serve it"
             )
-    return config, found
+        return found
 
 
-def _weight_files(directory: Path) -> list[Path]:
-    index = directory / INDEX
-    if not index.is_file():
-        return [directory / WEIGHTS]
-    names = json.loads(index.read_text())["weight_map"].values()
-    return [directory / name for name in sorted(set(names))]
-
-
-def _layer(tensors: dict[str, Tensor], shape: Architecture, index: int) -> LayerWeights:
+def _layer(checkpoint: PlainTensors, shape: Architecture, index: int) -> LayerWeights:
     def get(name: str) -> Tensor:
-        return tensors[f"model.layers.{index}.{name}.weight"]
+        return checkpoint.tensor(f"model.layers.{index}.{name}.weight")
 
     def experts(*names: str) -> Tensor:
-        stacks = [
-            torch.cat([get(f"mlp.experts.{expert}.{name}_proj") for name in names]) for expert in range(shape.experts)
-        ]
-        return torch.stack(stacks).transpose(1, 2).contiguous()
+        stack: Tensor | None = None
+        for expert in range(shape.experts):
+            matrix = torch.cat([get(f"mlp.experts.{expert}.{name}_proj") for name in names]).T
+            stack = torch.empty(shape.experts, *matrix.shape) if stack is None else stack
+            stack[expert] = matrix
+        assert stack is not None, "a layer has experts"
+        return stack
 
     norms = [get("self_attn.q_norm").expand(shape.heads, -1), get("self_attn.k_norm").expand(shape.kv_heads, -1)]
     return LayerWeights(

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contracts.digests import action_key, canonical_json, table_digest, tensors_digest
+from contracts.digests import action_key, canonical_json, sha256, table_digest, tensors_digest
 from contracts.episodes import (
     Episode,
     Outcome,
@@ -164,9 +164,9 @@ def test_action_key_depends_on_every_part_and_not_on_order() -> None:
 
 
 def test_tensors_digest_ignores_order_of_files() -> None:
-    one, two = ("a", "F32", (1,), b"1234"), ("b", "F32", (1,), b"5678")
+    one, two = ("a", "F32", (1,), sha256(b"1234")), ("b", "F32", (1,), sha256(b"5678"))
     assert tensors_digest([one, two]) == tensors_digest([two, one])
-    assert tensors_digest([one]) != tensors_digest([("a", "I32", (1,), b"1234")])
+    assert tensors_digest([one]) != tensors_digest([("a", "I32", (1,), sha256(b"1234"))])
 
 
 def test_tasks_round_trip() -> None:

@@ -7,9 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-
-from trainer.tensors import save_tensors
 
 FILL = """
 import sys, torch
@@ -25,11 +22,6 @@ except StoreError as error:
     print(error)
 print(list(store.list("")), list(store.scratch.iterdir()))
 """
-
-
-def test_a_path_that_is_not_there_is_an_os_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"nowhere/x\.safetensors"):
-        save_tensors({"a": torch.zeros(4)}, tmp_path / "nowhere" / "x.safetensors")
 
 
 def test_a_disk_that_fills_under_a_trainer_state_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:

@@ -18,15 +18,20 @@ from inference.engines.vllm_probes import make_probes
 from inference.engines.vllm_side.triplane_vllm.checkpoint import Checkpoint
 from inference.engines.vllm_side.triplane_vllm.contents import fingerprint, same_numbers
 from inference.engines.vllm_side.triplane_vllm.probes import expert_errors, linear_error
-from inference.engines.weights import read_tensors
+from inference.engines.weights import PlainTensors
 from tests.inference.conftest import write_checkpoint
+
+
+def plain_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    checkpoint = PlainTensors(directory)
+    return {name: checkpoint.tensor(name) for name in checkpoint.shapes}
 
 
 def test_a_plain_copy_is_the_dequantized_checkpoint_and_made_once(policies: tuple[Path, Path], cache: Path) -> None:
     copy = plain_checkpoint(policies[0], "c" * 64)
     made = (copy / "model.safetensors").stat().st_mtime_ns
     assert not is_quantized_checkpoint(copy) and is_quantized_checkpoint(policies[0])
-    _, wanted = read_tensors(policies[0])
+    wanted = plain_tensors(policies[0])
     found = load_file(str(copy / "model.safetensors"))
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert json.loads((copy / "config.json").read_text())["dtype"] == "float32"
@@ -46,7 +51,7 @@ def test_shapes_that_end_within_a_block_are_copied_too(tmp_path: Path) -> None:
 
 def test_the_workers_reading_of_a_checkpoint_is_ours(policies: tuple[Path, Path]) -> None:
     theirs = Checkpoint(str(policies[0]))
-    _, ours = read_tensors(policies[0])
+    ours = plain_tensors(policies[0])
     for name, tensor in ours.items():
         assert torch.equal(theirs.weight(name), tensor), name
 

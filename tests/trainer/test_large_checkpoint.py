@@ -1,0 +1,42 @@
+"""A checkpoint of 3 GB is written, verified and loaded in memory bounded by its largest part."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("large_checkpoint.py")
+MB = 10**6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_3_gb_in_parts_of_512_mb_take_the_memory_of_one_part(tmp_path: Path) -> None:
+    def run(step: str) -> dict[str, Any]:
+        done = subprocess.run(
+            [sys.executable, str(SCRIPT), step, str(tmp_path / "store")],
+            env={**os.environ, "TRIPLANE_CACHE": str(tmp_path / "cache")},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        print(step, done.stdout.strip())
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    written = run("write")
+    assert written["bytes"] > 3000 * MB and written["parts"] >= 6 and written["largest"] <= 512 * MB
+    bound = written["largest"] + 64 * MB
+    assert written["peak"] <= bound
+    assert run("verify")["peak"] <= 100 * MB, "files are hashed as streams, headers are read alone"
+    loaded = run("engine")
+    assert loaded["peak"] <= loaded["model"] + bound
+    assert run("plain")["peak"] <= bound
+    read = run("transformers")
+    assert read["missing"] == read["unexpected"] == []
