@@ -27,7 +27,7 @@ example of a job (JSON or YAML; references are those of committed artifacts):
   model: {hidden_size: 128, layers: 3}
   config: {max_steps: 4000, expected_solve: 0.4}
 
-kind grpo takes dataset, checkpoint and trainer_state instead of tokenizer and demonstrations. A job that is done prints
+kind rl takes dataset, checkpoint and trainer_state instead of tokenizer and demonstrations. A job that is done prints
 its result again; one that was killed continues from its last snapshot. exit status: 0 done, 1 failed, 2 malformed job,
 130 or 143 stopped.
 """

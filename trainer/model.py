@@ -41,6 +41,8 @@ class Scores:
     """float32 [scored], nats; carries no gradient."""
     routing: Routing | None
     """Routing of the batch's real tokens; None unless requested."""
+    hidden: Tensor
+    """float32 [scored, hidden_size]: the last hidden state, from which each scored token is predicted."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ def score(
     with torch.no_grad():
         entropy = -(every.exp() * every).sum(-1)
     counts, probabilities = zip(*routed, strict=True) if routed else ((), ())
-    return Scores(logprobs, entropy, Routing(torch.stack(counts), torch.stack(probabilities)) if routed else None)
+    found = Routing(torch.stack(counts), torch.stack(probabilities)) if routed else None
+    return Scores(logprobs, entropy, found, hidden)
 
 
 class _Layer:
