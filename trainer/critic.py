@@ -27,6 +27,7 @@ class Critic:
     ) -> None:
         """saved: tensors of a trainer state; without the value head's the critic is fresh."""
         master = torch.zeros(hidden_size + 1)
+        spans: dict[str, tuple[int, int, tuple[int, ...]]]
         spans = {"weight": (0, hidden_size, (hidden_size,)), "bias": (hidden_size, hidden_size + 1, (1,))}
         self._buffer = Buffer("critic", master, master, torch.zeros_like(master), spans)
         self._optimizer = AdamW([self._buffer], beta1, beta2)

@@ -19,7 +19,7 @@ class PolicyLoss:
     """Contribution of a microbatch to the policy loss, with numbers to report, which are sums over its tokens."""
 
     loss: Tensor
-    """To be divided by `divisor`; carries the gradient."""
+    """To be divided by the algorithm's `divisor`; carries the gradient."""
     tokens: Tensor
     """float32 [tokens], without gradient: the loss of each token before the aggregation."""
     clipped: Tensor
@@ -42,8 +42,8 @@ def policy_loss(algorithm: Algorithm, corrections: Corrections, tokens: Tokens) 
     """Sum over tokens of -w * s, s being the algorithm's objective and w the corrections' weight, 0 if dropped.
 
     GRPO adds kl_coefficient * k3 to each token that is kept. With `aggregation: sequence` a token's loss is divided by
-    the number of tokens of its sequence. Divide the sum by `divisor`, counted over the whole optimizer step: then the
-    losses of the parts of a batch, and their gradients, add up to the batch's own however it is cut.
+    the number of tokens of its sequence. Divide the sum by the algorithm's `divisor`, counted over the whole optimizer
+    step: then the losses of the parts of a batch, and their gradients, add up to the batch's own however it is cut.
 
     Without correction weights above `importance_cap` and with `dual_clip` set, no token's gradient with respect to its
     log probability exceeds importance_cap * max(1 + clip_high, dual_clip) * |A|, before the division.
@@ -73,18 +73,6 @@ def policy_loss(algorithm: Algorithm, corrections: Corrections, tokens: Tokens) 
         masked=count * 0 if keep is None else (~keep).sum(),
         masked_by={name: mask.sum() for name, mask in corrected.dropped.items()},
     )
-
-
-def divisor(algorithm: Algorithm, tokens: int, sequences: int, longest: int) -> int:
-    """Number by which the sum of `PolicyLoss.loss` over an optimizer step is divided.
-
-    tokens, sequences: of the whole step, dropped ones included. longest: the model's longest context.
-    """
-    if algorithm.aggregation == "token":
-        return tokens
-    if algorithm.aggregation == "sequence":
-        return sequences
-    return sequences * (algorithm.aggregation_length or longest)
 
 
 def value_loss(values: Tensor, start: Tensor, returns: Tensor, clip: float | None) -> Tensor:

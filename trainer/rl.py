@@ -32,7 +32,7 @@ from trainer.data import ScoredSequence, cut_by_length, make_batch, shuffled
 from trainer.errors import TrainingDiverged
 from trainer.experience import Experience, read_experience
 from trainer.export import load_checkpoint, publish_checkpoint
-from trainer.losses import balance_loss, divisor, first_not_finite, policy_loss, value_loss
+from trainer.losses import balance_loss, first_not_finite, policy_loss, value_loss
 from trainer.metrics import Metrics, Watcher
 from trainer.mismatch import mismatch_metrics
 from trainer.model import Batch, Scores, score
@@ -210,7 +210,7 @@ def accumulate(
     """
     every = [row for part in parts for row in part]
     tokens, longest = sum(len(start.logprobs[row]) for row in every), parameters.config["max_position_embeddings"]
-    totals = Totals(tokens, divisor(config.algorithm, tokens, len(every), longest))
+    totals = Totals(tokens, config.algorithm.divisor(tokens, len(every), longest))
     counts = None
     if config.router_balance:
         counts = expert_counts(parameters, ([experience.sequences[row] for row in part] for part in parts))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator
 
-from trainer.algorithms.surrogates import clipped_surrogate, log_ratio, sequence_sum
+from trainer.algorithms.surrogates import clipped_surrogate, sequence_sum
 from trainer.settings import Settings
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Advantage = Literal["group_mean", "group_mean_std", "leave_one_out", "batch_normalized", "group_mean_batch_std"]
 """How rewards become advantages; see `trainer.algorithms.advantages`."""
 Aggregation = Literal["token", "sequence", "constant"]
-"""How token losses become one number; see `trainer.losses.divisor`."""
+"""How token losses become one number; see `TokenAlgorithm`."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,20 @@ class Objective:
     """bool [tokens]: negative advantage and a ratio above `dual_clip`; no gradient."""
 
 
+class RewardAdvantage(Settings):
+    """Advantages that are functions of the rewards alone."""
+
+    advantage: Advantage = "group_mean"
+    """Reward minus its group's mean (group_mean); also divided by the group's standard deviation (group_mean_std);
+    minus the mean of the group's other members (leave_one_out); normalized by mean and standard deviation of all
+    members (batch_normalized); minus its group's mean, divided by the standard deviation of all such differences
+    (group_mean_batch_std).
+    """
+
+
 class ClippedAlgorithm(Settings):
     """Base class: PPO's clipped surrogate (arXiv:1707.06347, equation 7) of each token's probability ratio."""
 
-    aggregation: Aggregation = "token"
-    """Of the token losses of an optimizer step. token: mean over all tokens. sequence: mean over each sequence, then
-    over the sequences. constant: sum over each sequence divided by `aggregation_length`, then mean over the sequences.
-    """
-    aggregation_length: int | None = Field(default=None, ge=1)
-    """Tokens by which `aggregation: constant` divides. null: the model's longest context."""
     clip_low: float = Field(default=0.2, ge=0, le=1)
     """The probability ratio is clipped below 1 - clip_low."""
     clip_high: float = Field(default=0.2, ge=0)
@@ -68,40 +73,53 @@ class ClippedAlgorithm(Settings):
 
     def log_ratio(self, tokens: Tokens) -> Tensor:
         """Unbounded logarithm of the ratio that `objective` takes, float32 [tokens]."""
-        return log_ratio(tokens.logprobs, tokens.old)
+        return tokens.logprobs - tokens.old
 
     def objective(self, tokens: Tokens, ratio: Tensor) -> Objective:
         """Objective to maximize. ratio: exp of the bounded `log_ratio`."""
         return Objective(*clipped_surrogate(ratio, tokens.advantages, self.clip_low, self.clip_high, self.dual_clip))
 
 
-class RewardAlgorithm(ClippedAlgorithm):
-    """Base class of algorithms whose advantages are functions of the rewards alone."""
+class TokenAlgorithm(ClippedAlgorithm):
+    """Base class of algorithms with one term for each token."""
 
-    advantage: Advantage = "group_mean"
-    """Reward minus its group's mean (group_mean); also divided by the group's standard deviation (group_mean_std);
-    minus the mean of the group's other members (leave_one_out); normalized by mean and standard deviation of all
-    members (batch_normalized); minus its group's mean, divided by the standard deviation of all such differences
-    (group_mean_batch_std).
+    aggregation: Aggregation = "token"
+    """Of the token losses of an optimizer step. token: mean over all tokens. sequence: mean over each sequence, then
+    over the sequences. constant: sum over each sequence divided by `aggregation_length`, then mean over the sequences.
     """
+    aggregation_length: int | None = Field(default=None, ge=1)
+    """Tokens by which `aggregation: constant` divides. null: the model's longest context."""
+
+    def divisor(self, tokens: int, sequences: int, longest: int) -> int:
+        """Number by which the sum of `PolicyLoss.loss` over an optimizer step is divided.
+
+        tokens, sequences: of the whole step, dropped ones included. longest: the model's longest context.
+        """
+        if self.aggregation == "token":
+            return tokens
+        return sequences if self.aggregation == "sequence" else sequences * (self.aggregation_length or longest)
 
 
-class SequenceAlgorithm(RewardAlgorithm):
+class SequenceAlgorithm(ClippedAlgorithm):
     """Base class of algorithms with one ratio, and so one term, for each sequence."""
 
-    aggregation: Aggregation = "sequence"
-    """Only sequence: mean of the sequences' terms."""
+    aggregation: Literal["sequence"] = "sequence"
+    """Mean of the sequences' terms."""
 
-    @model_validator(mode="after")
-    def _whole_sequences(self) -> Self:
-        if self.aggregation != "sequence":
-            kind = getattr(self, "kind", "it")
+    @field_validator("aggregation", mode="before")
+    @classmethod
+    def _whole_sequences(cls, value: Any) -> Any:
+        if value in ("token", "constant"):
             raise ValueError(
-                f"{kind} has one term for each sequence, which aggregation: {self.aggregation} would weigh by length:"
-                " use sequence"
+                f"{cls.model_fields['kind'].default} has one term for each sequence, which aggregation {value} would"
+                " weigh by the sequence's length: use sequence"
             )
-        return self
+        return value
+
+    def divisor(self, tokens: int, sequences: int, longest: int) -> int:
+        """Number of sequences of the optimizer step."""
+        return sequences
 
     def _summed(self, tokens: Tokens) -> Tensor:
         """Log ratio of each whole sequence, float32 [sequences]."""
-        return sequence_sum(log_ratio(tokens.logprobs, tokens.old), tokens.owners, len(tokens.lengths))
+        return sequence_sum(tokens.logprobs - tokens.old, tokens.owners, len(tokens.lengths))

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainer.algorithms.base import Advantage, Objective, RewardAlgorithm, Tokens
+from trainer.algorithms.base import Advantage, Objective, RewardAdvantage, TokenAlgorithm, Tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Cispo(RewardAlgorithm):
+class Cispo(RewardAdvantage, TokenAlgorithm):
     """CISPO (MiniMax-M1, arXiv:2506.13585, equations 4 and 5): clip(r) A log p, without gradient through clip(r).
 
     The paper sets no lower bound and does not publish the upper one; 1 + clip_high = 5 is in the range of

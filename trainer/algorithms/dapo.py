@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from trainer.algorithms.base import Advantage, RewardAlgorithm
+from trainer.algorithms.base import Advantage, RewardAdvantage, TokenAlgorithm
 
 
-class Dapo(RewardAlgorithm):
+class Dapo(RewardAdvantage, TokenAlgorithm):
     """DAPO (arXiv:2503.14476, equation 8): clip-higher and a mean over all tokens. Its dynamic sampling is
     `rollouts.refill` with `dataset.drop_zero_variance`.
     """

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from trainer.algorithms.base import Aggregation, RewardAlgorithm
+from trainer.algorithms.base import Aggregation, RewardAdvantage, TokenAlgorithm
 
 
-class DrGrpo(RewardAlgorithm):
+class DrGrpo(RewardAdvantage, TokenAlgorithm):
     """Dr. GRPO (arXiv:2503.20783, figure 1 and section 3.2): GRPO with neither the standard deviation nor lengths as
     divisors.
     """

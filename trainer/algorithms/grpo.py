@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from trainer.algorithms.base import Advantage, Aggregation, RewardAlgorithm
+from trainer.algorithms.base import Advantage, Aggregation, RewardAdvantage, TokenAlgorithm
 
 
-class Grpo(RewardAlgorithm):
+class Grpo(RewardAdvantage, TokenAlgorithm):
     """GRPO (DeepSeekMath, arXiv:2402.03300, equation 3): clipped token ratios, averaged over each sequence."""
 
     kind: Literal["grpo"] = "grpo"

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from trainer.algorithms.base import Advantage, SequenceAlgorithm, Tokens
+from trainer.algorithms.base import Advantage, RewardAdvantage, SequenceAlgorithm, Tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Gspo(SequenceAlgorithm):
+class Gspo(RewardAdvantage, SequenceAlgorithm):
     """GSPO (arXiv:2507.18071, equations 5 to 7): clips the geometric mean of each sequence's token ratios."""
 
     kind: Literal["gspo"] = "gspo"

@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from trainer.algorithms.base import ClippedAlgorithm
+from trainer.algorithms.base import TokenAlgorithm
 
 
-class Ppo(ClippedAlgorithm):
+class Ppo(TokenAlgorithm):
     """PPO (arXiv:1707.06347, equations 7 and 11): clipped token ratios; a value head estimates the baseline.
 
     The value head reads the policy's last hidden state and does not train it.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from trainer.algorithms.base import Advantage, RewardAlgorithm
+from trainer.algorithms.base import Advantage, RewardAdvantage, TokenAlgorithm
 
 
-class ReinforcePlusPlus(RewardAlgorithm):
-    """REINFORCE++ (arXiv:2501.03262): PPO's clipped loss with advantages normalized over the whole batch.
+class ReinforcePlusPlus(RewardAdvantage, TokenAlgorithm):
+    """REINFORCE++ (arXiv:2501.03262): PPO's clipped loss with globally normalized advantages: over all graded episodes
+    of the iteration.
 
     `advantage: group_mean_batch_std` is its variant with a baseline. The paper's KL penalty in the reward is left out.
     """

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from trainer.algorithms.base import Advantage, SequenceAlgorithm, Tokens
+from trainer.algorithms.base import Advantage, RewardAdvantage, SequenceAlgorithm, Tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Rloo(SequenceAlgorithm):
+class Rloo(RewardAdvantage, SequenceAlgorithm):
     """RLOO (arXiv:2402.14740, section 3.2): a whole sequence is one action.
 
     For the first step of an iteration the gradient is REINFORCE's. Later steps clip the sequence's probability ratio,

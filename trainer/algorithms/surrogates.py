@@ -13,11 +13,6 @@ in float32, which overflows above exp(88.7).
 """
 
 
-def log_ratio(logprobs: Tensor, old: Tensor) -> Tensor:
-    """Logarithm of each token's probability ratio, unbounded."""
-    return logprobs - old
-
-
 def bounded(logarithm: Tensor) -> Tensor:
     """`logarithm` cut to +-LOG_RATIO_BOUND; beyond it there is no gradient."""
     return logarithm.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
