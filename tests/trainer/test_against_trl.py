@@ -120,7 +120,9 @@ def test_losses_of_the_group_equal_those_of_grpo_trainer(name: str, tmp_path: Pa
     from trl import GRPOConfig, GRPOTrainer
 
     settings, options = GRPO[name]
+    options, beta = {name: value for name, value in options.items() if name != "beta"}, options.get("beta", 0.0)
     trainer = GRPOTrainer(args=GRPOConfig(**common(tmp_path), **options), **parts(tmp_path))
+    trainer.beta = beta  # given to the constructor, it would load a reference model by name
     old = numbers()[1]
     loss, gradient = theirs(trainer, {"old_per_token_logps": old, "ref_per_token_logps": old})
     own_loss, own_gradient = ours(settings)

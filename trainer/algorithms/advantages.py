@@ -11,7 +11,8 @@ EPSILON = 1e-6
 
 
 def reward_advantages(rewards: np.ndarray, groups: np.ndarray, means: np.ndarray, kind: Advantage) -> np.ndarray:
-    """Advantage of each member, float64 [members]. groups: number of each member's group; means: its mean reward.
+    """Advantage of each member, float64 [members]. groups: number of each member's group, from 0 on.
+    means: the mean reward of each member's group.
 
     Standard deviations are those of a sample (divisor n - 1), and 0 for one member. NaN for `leave_one_out` in a group
     of one.
@@ -19,18 +20,18 @@ def reward_advantages(rewards: np.ndarray, groups: np.ndarray, means: np.ndarray
     group_mean_std: GRPO (arXiv:2402.03300, section 4.1.2). group_mean: Dr. GRPO (arXiv:2503.20783). leave_one_out: RLOO
     (arXiv:2402.14740, section 3.2). batch_normalized and group_mean_batch_std: REINFORCE++ (arXiv:2501.03262).
     """
-    centered: np.ndarray = rewards - means
-    if kind == "group_mean":
-        return centered
+    if kind == "group_mean" or not len(rewards):
+        return np.asarray(rewards - means)
+    sizes = np.bincount(groups)[groups].astype(np.float64)
+    # not `means`, which may be rounded otherwise: a tiny deviation would magnify the difference
+    centered = rewards - np.bincount(groups, rewards)[groups] / sizes
     if kind == "leave_one_out":
-        sizes = np.bincount(groups)[groups].astype(np.float64)
-        others = np.where(sizes > 1, sizes - 1, np.nan)
-        return np.asarray(centered * (sizes / others))
+        return np.asarray(centered * (sizes / np.where(sizes > 1, sizes - 1, np.nan)))
     if kind == "group_mean_std":
-        deviations = np.asarray([_deviation(rewards[groups == group]) for group in range(groups.max(initial=-1) + 1)])
-        return np.asarray(centered / (deviations[groups] + EPSILON)) if len(rewards) else centered
+        deviations = np.asarray([_deviation(rewards[groups == group]) for group in range(groups.max() + 1)])
+        return np.asarray(centered / (deviations[groups] + EPSILON))
     values = rewards if kind == "batch_normalized" else centered
-    return np.asarray((values - values.mean()) / (_deviation(values) + EPSILON)) if len(values) else values
+    return np.asarray((values - values.mean()) / (_deviation(values) + EPSILON))
 
 
 def generalized_advantages(
