@@ -6,12 +6,14 @@ STAMP := $(VENV)/.installed
 NATIVE := $(VENV)/.native
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+PEERS_VENV := .venv-peers
+PEERS_STAMP := $(PEERS_VENV)/.installed
 # a file's tests stay in one process; what is long comes early
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 ZIG = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt ziglang
 export DAGSTER_DISABLE_TELEMETRY := 1
 
-.PHONY: help install demo test test-slow test-escape test-redteam test-browser test-vllm test-gpu fuzz-frames lint types format proto ui bench clean
+.PHONY: help install demo test test-slow test-escape test-redteam test-browser test-vllm test-peers test-gpu fuzz-frames lint types format proto ui bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -65,6 +67,16 @@ $(VLLM_STAMP): tests/vllm/requirements.txt
 	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	touch $@
 
+# tests/trainer/conftest.py needs packages of Triplane that this environment lacks
+test-peers: $(PEERS_STAMP)  ## the trainer's losses against TRL's; its environment takes 1.5 GB in .venv-peers
+	$(PEERS_VENV)/bin/pytest --noconftest -m peers tests/trainer/test_against_trl.py
+
+$(PEERS_STAMP): tests/trainer/requirements-peers.txt
+	$(PYTHON) -m venv $(PEERS_VENV)
+	$(PEERS_VENV)/bin/pip install --quiet --disable-pip-version-check --requirement $< \
+		|| { echo "make test-peers: the packages of $< can't be installed in $(PEERS_VENV): see pip's message above; they come from PyPI" >&2; exit 1; }
+	touch $@
+
 test-gpu: $(NATIVE)  ## needs a CUDA device
 	$(BIN)/pytest -n auto --maxprocesses 8 -m gpu tests/kernels
 
@@ -88,4 +100,4 @@ bench: $(NATIVE)  ## every benchmark against its goals; GPU benchmarks only if t
 	for name in $$($(BIN)/python -m benchmarks list --names); do $(BIN)/python -m benchmarks $$name || test $$? = 2 || exit 1; done
 
 clean:  ## remove the virtual environments and caches; keeps .triplane
-	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(PEERS_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

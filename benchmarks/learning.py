@@ -36,7 +36,7 @@ TARGET_GAIN = 15.0
 TARGET_OVER_MAJORITY = 5.0
 """Required lead of the greedy pass rate over the base policy's maj@k, in points, which sharpening alone can't reach."""
 POLL_S = 5.0
-CONTROL = "trainer.grpo.permute_rewards=true"
+CONTROL = "trainer.permute_rewards=true"
 
 
 class LearningOptions(Options):

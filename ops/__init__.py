@@ -10,7 +10,7 @@ another.
     rollouts         plan -> map(shard) -> merge
     rewards          episodes graded by hidden tests
     dataset          episodes and rewards -> sequences that train
-    training         a GRPO job through the launcher
+    training         a policy-gradient job through the launcher
     evaluation       candidate and parent compared
     readings         how an evaluation plays a policy
     deploy_decision  promotion of a candidate by compare-and-swap

@@ -27,7 +27,7 @@ from ops.spec import Refs, Slice, StepSpec
 from ops.state import IterationState
 from resources.experiment import Experiment, ImportedBase, SftBase
 from resources.refs import read_ref
-from trainer.config import GRPO_VERSION, IMPORT_VERSION, SFT_VERSION
+from trainer.config import IMPORT_VERSION, RL_VERSION, SFT_VERSION
 
 PLAN = "rollout_plan"
 """Kind of the artifact that assigns an iteration's groups to shards; its key is that of the rollouts."""
@@ -188,9 +188,9 @@ def _training_seed(state: IterationState) -> int:
 
 CHECKPOINT = StepSpec(
     name="checkpoint",
-    version=GRPO_VERSION,
+    version=RL_VERSION,
     slice=lambda state: {
-        "grpo": state.experiment.trainer.grpo.model_dump(mode="json"),
+        "rl": state.experiment.trainer.rl.model_dump(mode="json"),
         "seed": _training_seed(state),
         "numerics": state.experiment.trainer.launcher.numerics,
     },

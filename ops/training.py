@@ -1,4 +1,4 @@
-"""Training jobs (warm start and one iteration of GRPO), each in a process of the launcher."""
+"""Training jobs (warm start and one iteration of policy gradient), each in a process of the launcher."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ops.step import Step
 from resources.errors import LaunchFailed
 from resources.experiment import SftBase
 from resources.launcher import Launcher
-from trainer.config import SNAPSHOT, SNAPSHOT_JOB, GrpoJob, SftJob
+from trainer.config import SNAPSHOT, SNAPSHOT_JOB, RlJob, SftJob
 
 METRIC_NAMES = {"lr": "learning_rate", "old_kl": "KL to the acting policy", "tis_mean": "importance_weight_mean"}
 """Names on the asset page of the trainer's metrics, if they differ."""
@@ -44,7 +44,7 @@ def warm_start(
 def train_iteration(step: Step, launcher: Launcher) -> Artifact:
     """Checkpoint trained on this iteration's dataset, trained if it does not exist."""
     trainer, start = step.experiment.trainer, step.parent("checkpoint")
-    job = GrpoJob(
+    job = RlJob(
         store=step.store.url,
         key=step.work.key,
         seed=step.work.config["seed"],
@@ -53,10 +53,10 @@ def train_iteration(step: Step, launcher: Launcher) -> Artifact:
         dataset=step.parent("dataset"),
         checkpoint=start,
         trainer_state=step.parent("trainer_state"),
-        config=trainer.grpo,
+        config=trainer.rl,
     )
     taken = int(open_artifact(step.store, start).meta.get("step") or 0)
-    return _train(step, launcher, job, trainer.grpo.optimizer_steps, taken)
+    return _train(step, launcher, job, trainer.optimizer_steps, taken)
 
 
 def training_numbers(checkpoint: Artifact) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def _drop_snapshots(store: Store, job: SftJob) -> None:
             discard_artifact(store, snapshot.ref)
 
 
-def _train(step: Step, launcher: Launcher, job: SftJob | GrpoJob, steps: int, taken: int) -> Artifact:
+def _train(step: Step, launcher: Launcher, job: SftJob | RlJob, steps: int, taken: int) -> Artifact:
     """Run `job` unless its result exists. steps: maximum number of optimizer steps; taken: steps that its start has
     taken.
     """

@@ -33,7 +33,7 @@ from inference.engines.config import BuiltinConfig, EngineConfig
 from inference.rollouts.config import RolloutConfig
 from resources.errors import ExperimentError
 from resources.overrides import apply_overrides, explain
-from trainer.config import GrpoConfig, ModelConfig, SftConfig
+from trainer.config import ModelConfig, RlConfig, SftConfig
 
 
 class Section(BaseModel):
@@ -154,13 +154,35 @@ class LauncherConfig(Section):
         }
 
 
-class TrainerConfig(Section):
+_MOVED = {name: f"algorithm.{name}" for name in ("clip_low", "clip_high", "dual_clip")} | {
+    "importance_cap": "corrections.importance_cap"
+}
+"""New places of former keys of `trainer.grpo`, below `trainer`; the others are there themselves."""
+_FORMER_ALGORITHM = "{kind: grpo, advantage: group_mean, aggregation: token, clip_high: 0.28, dual_clip: 3.0}"
+
+
+class TrainerConfig(RlConfig):
     """Training of one iteration."""
 
-    grpo: GrpoConfig = GrpoConfig()
-    """Settings of the training algorithm."""
     launcher: LauncherConfig = LauncherConfig()
     """Where training runs."""
+
+    @property
+    def rl(self) -> RlConfig:
+        """Settings of the training alone, without the place where it runs."""
+        return RlConfig(**{name: getattr(self, name) for name in RlConfig.model_fields})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_grpo_section(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or "grpo" not in values:
+            return values
+        old = values["grpo"] if isinstance(values["grpo"], dict) else {}
+        moves = ", ".join(f"grpo.{name} to trainer.{_MOVED.get(name, name)}" for name in old) or "its keys to trainer"
+        raise ValueError(
+            f"trainer.grpo no longer exists: move {moves}; for the same training as before also write"
+            f" trainer.algorithm: {_FORMER_ALGORITHM}, unless the file sets those keys itself"
+        )
 
 
 class EvaluationConfig(Section):
@@ -281,9 +303,9 @@ class Experiment(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        if self.trainer.grpo.temperature != self.rollouts.temperature:
+        if self.trainer.temperature != self.rollouts.temperature:
             raise ValueError(
-                f"trainer.grpo.temperature {self.trainer.grpo.temperature} differs from rollouts.temperature "
+                f"trainer.temperature {self.trainer.temperature} differs from rollouts.temperature "
                 f"{self.rollouts.temperature}: set both to the same value"
             )
         self._require_one_variance()
@@ -308,10 +330,8 @@ class Experiment(Section):
 
     def _require_routing(self) -> None:
         """Require that the engine returns the routing that is recorded, and that what is replayed is recorded."""
-        if self.trainer.grpo.routing_replay and not self.rollouts.record_routing:
-            raise ValueError(
-                "trainer.grpo.routing_replay is true, but rollouts.record_routing is false: set it to true too"
-            )
+        if self.trainer.routing_replay and not self.rollouts.record_routing:
+            raise ValueError("trainer.routing_replay is true, but rollouts.record_routing is false: set it to true too")
         if self.rollouts.record_routing and not self.engine.records_routing:
             raise ValueError(
                 f"rollouts.record_routing is true, but engine.kind {self.engine.kind} returns no routed experts: use"
@@ -330,7 +350,7 @@ class Experiment(Section):
 
 
 def load_experiment(path: Path | str, overrides: list[str] | None = None) -> Experiment:
-    """Read an experiment file and apply overrides such as "trainer.grpo.learning_rate=1e-4" (values are YAML).
+    """Read an experiment file and apply overrides such as "trainer.learning_rate=1e-4" (values are YAML).
 
     Raises ExperimentError that names the file, the field, the value and the fix.
     """

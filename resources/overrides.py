@@ -18,15 +18,16 @@ from resources.errors import ExperimentError
 def apply_overrides(values: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     """Copy of nested `values` with each "a.b=c" applied; c is parsed as YAML.
 
+    Another `kind` of a section drops the section's other values, which were meant for the former kind. Such overrides
+    are applied first.
+
     Raises ExperimentError for an override without `=`.
     """
     result = copy.deepcopy(values)
-    for override in overrides:
+    for override in sorted(overrides, key=lambda each: not each.partition("=")[0].strip().endswith(".kind")):
         path, equals, text = override.partition("=")
         if not equals or not path.strip():
-            raise ExperimentError(
-                f"override {override!r} is not field=value: write e.g. trainer.grpo.learning_rate=1e-4"
-            )
+            raise ExperimentError(f"override {override!r} is not field=value: write e.g. trainer.learning_rate=1e-4")
         *parents, last = path.strip().split(".")
         place = result
         for parent in parents:
@@ -35,7 +36,10 @@ def apply_overrides(values: dict[str, Any], overrides: list[str]) -> dict[str, A
             place = place[parent]
             if not isinstance(place, dict):
                 raise ExperimentError(f"override {override!r}: {parent} is {place!r}, which has no fields")
-        place[last] = _value(text, override)
+        value = _value(text, override)
+        if last == "kind" and place.get(last, value) != value:
+            place.clear()
+        place[last] = value
     return result
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from contracts.errors import TriplaneError, describe
 from trainer.agent import run_ranks, tell_agent
-from trainer.config import GrpoJob, SftJob, read_job
+from trainer.config import RlJob, SftJob, read_job
 from trainer.errors import LAST_WORDS, RanksFailed, RanksLost, TrainingConfigError, TrainingStopped
 from trainer.lifetime import end_with_parent
 
@@ -29,7 +29,7 @@ example of a job (JSON or YAML; references are those of committed artifacts):
   model: {hidden_size: 128, layers: 3}
   config: {max_steps: 4000, expected_solve: 0.4}
 
-kind grpo takes dataset, checkpoint and trainer_state instead of tokenizer and demonstrations. With ranks above 1, that
+kind rl takes dataset, checkpoint and trainer_state instead of tokenizer and demonstrations. With ranks above 1, that
 many processes share each batch; `torchrun -m trainer --job JOB` starts them on several machines. A job that is done
 prints its result again; one that was killed continues from its last snapshot. exit status: 0 done, 1 failed, 2
 malformed job, 3 another rank ended, 130 or 143 stopped.
@@ -81,7 +81,7 @@ def _tell(reason: str) -> None:
         print(f"{LAST_WORDS}{reason}", file=sys.stderr)
 
 
-def _run(job: SftJob | GrpoJob) -> dict[str, Any] | None:
+def _run(job: SftJob | RlJob) -> dict[str, Any] | None:
     # OpenMP reads this when torch loads it: under other load, threads that busy-wait for each other make a step ten
     # times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

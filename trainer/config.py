@@ -7,23 +7,26 @@ from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
     TypeAdapter,
     ValidationError,
+    field_validator,
     model_serializer,
     model_validator,
 )
 
 from contracts.artifacts import ArtifactRef, Frozen
 from contracts.checkpoints import BLOCK, quantization_config, ragged_sides
+from trainer.algorithms import Algorithm
+from trainer.algorithms.corrections import Corrections
+from trainer.algorithms.grpo import Grpo
 from trainer.errors import TrainingConfigError
+from trainer.settings import Settings
 
 SFT_VERSION = "4"
 """Code version of supervised training: bump when the same job would give another checkpoint."""
-GRPO_VERSION = "3"
+RL_VERSION = "4"
 """Code version of policy-gradient training: bump when the same job would give another checkpoint."""
 IMPORT_VERSION = "1"
 """Code version of `trainer.import_hf`."""
@@ -32,11 +35,7 @@ SNAPSHOT, SNAPSHOT_JOB = "trainer_snapshot", "job"
 """Kind of the snapshot markers that a job resumes from, and the manifest config field with the job's key."""
 
 
-class _Settings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class ModelConfig(_Settings):
+class ModelConfig(Settings):
     """Shape of a Qwen3-MoE decoder."""
 
     hidden_size: int = Field(default=128, ge=8)
@@ -130,7 +129,7 @@ class ModelConfig(_Settings):
         return config
 
 
-class SftConfig(_Settings):
+class SftConfig(Settings):
     """Supervised warm start. It stops by a criterion, not by time; see `expected_solve`."""
 
     learning_rate: float = Field(default=3e-3, ge=0)
@@ -171,9 +170,13 @@ class SftConfig(_Settings):
     """Steps between snapshots from which a killed job resumes, with the same result bit for bit."""
 
 
-class GrpoConfig(_Settings):
-    """One iteration of group-relative policy optimization."""
+class RlConfig(Settings):
+    """One iteration of policy-gradient training."""
 
+    algorithm: Algorithm = Grpo()
+    """The policy-gradient algorithm. Its kind's defaults are those of its paper."""
+    corrections: Corrections = Corrections()
+    """Corrections for the difference between sampler and trainer."""
     learning_rate: float = Field(default=5e-4, ge=0)
     """Learning rate of AdamW, for all weights. 0 changes no code and no scale."""
     optimizer_steps: int = Field(default=8, ge=1)
@@ -184,14 +187,6 @@ class GrpoConfig(_Settings):
     """AdamW's decay of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
-    clip_low: float = Field(default=0.2, ge=0, lt=1)
-    """The probability ratio is clipped below 1 - clip_low."""
-    clip_high: float = Field(default=0.28, ge=0)
-    """The probability ratio is clipped above 1 + clip_high."""
-    dual_clip: float = Field(default=3.0, gt=1)
-    """Bound of the probability ratio for negative advantages (arXiv:1912.09729); tokens beyond it have no gradient."""
-    importance_cap: float = Field(default=2.0, gt=0)
-    """Cap of the trainer / sampler probability ratio that corrects for their difference."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature of the rollouts, which divides the logits. Must equal rollouts.temperature."""
     max_gradient_norm: float = Field(default=1.0, gt=0)
@@ -219,6 +214,11 @@ class GrpoConfig(_Settings):
         if not self.routing_replay:
             values.pop("routing_replay", None)
         return values
+
+    @field_validator("algorithm", mode="before")
+    @classmethod
+    def _usual_kind(cls, value: Any) -> Any:
+        return {"kind": "grpo", **value} if isinstance(value, dict) else value
 
 
 class _Job(Frozen):
@@ -251,21 +251,21 @@ class SftJob(_Job):
     config: SftConfig = SftConfig()
 
 
-class GrpoJob(_Job):
+class RlJob(_Job):
     """Train a checkpoint on one iteration's dataset."""
 
-    kind: Literal["grpo"] = "grpo"
+    kind: Literal["rl"] = "rl"
     dataset: ArtifactRef
     checkpoint: ArtifactRef
     trainer_state: ArtifactRef
-    config: GrpoConfig = GrpoConfig()
+    config: RlConfig = RlConfig()
 
 
-Job = Annotated[SftJob | GrpoJob, Field(discriminator="kind")]
-_JOB: TypeAdapter[SftJob | GrpoJob] = TypeAdapter(Job)
+Job = Annotated[SftJob | RlJob, Field(discriminator="kind")]
+_JOB: TypeAdapter[SftJob | RlJob] = TypeAdapter(Job)
 
 
-def parse_job(text: str) -> SftJob | GrpoJob:
+def parse_job(text: str) -> SftJob | RlJob:
     """Parse a job from JSON or YAML text. Raises TrainingConfigError with field, value and fix."""
     try:
         return _JOB.validate_python(yaml.safe_load(text))
@@ -279,7 +279,7 @@ def parse_job(text: str) -> SftJob | GrpoJob:
         raise TrainingConfigError(f"job field {where}: {first['msg']} (got {first.get('input')!r:.80})") from None
 
 
-def read_job(source: str) -> SftJob | GrpoJob:
+def read_job(source: str) -> SftJob | RlJob:
     """Read a job from inline JSON or from the file `source`. Raises TrainingConfigError."""
     if source.lstrip().startswith("{"):
         return parse_job(source)

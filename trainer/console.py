@@ -9,19 +9,19 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from trainer.config import GrpoJob, SftJob
+from trainer.config import RlJob, SftJob
 from trainer.metrics import Record, Watcher
 
 
 @contextmanager
-def console_watcher(job: SftJob | GrpoJob, every: int = 25) -> Iterator[Watcher]:
+def console_watcher(job: SftJob | RlJob, every: int = 25) -> Iterator[Watcher]:
     """Watcher that shows a run's progress. every: number of training records between two plain lines."""
     if not sys.stderr.isatty():
         yield _lines(every if isinstance(job, SftJob) else 1)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        steps = job.config.optimizer_steps if isinstance(job, GrpoJob) else None
+        steps = job.config.optimizer_steps if isinstance(job, RlJob) else None
         bar = progress.add_task(f"training ({job.kind})", total=steps, note="")
 
         def watch(record: Record) -> None:

@@ -1,4 +1,4 @@
-"""Losses as pure functions of tensors; `experience.py` computes the advantages."""
+"""Losses as pure functions of tensors. `trainer.algorithms` has the objectives and corrections that they combine."""
 
 from __future__ import annotations
 
@@ -7,74 +7,85 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LOG_RATIO_BOUND = 20.0
-"""In nats. The clip bounds are far below (exp(20) is 4.9e8), so this bound changes no update; it keeps exp() finite in
-float32, which overflows above exp(88.7).
-"""
+from trainer.algorithms import Algorithm
+from trainer.algorithms.base import Tokens
+from trainer.algorithms.corrections import Corrections, correct
+from trainer.algorithms.grpo import Grpo
+from trainer.algorithms.surrogates import LOG_RATIO_BOUND, bounded, k3
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Contribution of a microbatch to the policy loss, with numbers to report. All are sums over its tokens."""
+    """Contribution of a microbatch to the policy loss, with numbers to report, which are sums over its tokens."""
 
     loss: Tensor
+    """To be divided by the algorithm's `divisor`; carries the gradient."""
     tokens: Tensor
-    """float32 [tokens], without gradient: the loss of each token."""
+    """float32 [tokens], without gradient: the loss of each token before the aggregation."""
     clipped: Tensor
     """Number of tokens for which the clipped term is the smaller one."""
     dual_clipped: Tensor
     """Tokens of negative advantage whose ratio exceeds `dual_clip`; they give no gradient."""
     bounded: Tensor
-    """Tokens whose log ratio lies outside +-LOG_RATIO_BOUND; they give no gradient."""
+    """Tokens whose log ratio lies outside +-LOG_RATIO_BOUND."""
     correction: Tensor
-    """Truncated importance weights."""
+    """Importance weights."""
     divergence: Tensor
-    """k3 estimate of KL(old || new): ratio - 1 - log ratio (J. Schulman, "Approximating KL divergence", 2020)."""
+    """k3 estimate of KL(old || new)."""
+    masked: Tensor
+    """Tokens that the corrections drop."""
+    masked_by: dict[str, Tensor]
+    """Tokens that each configured correction drops."""
 
 
-def policy_loss(
-    logprobs: Tensor,
-    old: Tensor,
-    sampler: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float,
-    cap: float,
-) -> PolicyLoss:
-    """Sum over tokens of -w * s, s = min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), and max(s, dual_clip * A) where
-    A < 0.
+def policy_loss(algorithm: Algorithm, corrections: Corrections, tokens: Tokens) -> PolicyLoss:
+    """Sum over tokens of -w * s, s being the algorithm's objective and w the corrections' weight, 0 if dropped.
 
-    All inputs float32 [tokens]. r = exp(logprobs - old), its logarithm cut to +-LOG_RATIO_BOUND: PPO's ratio
-    (arXiv:1707.06347, equation 7) with DAPO's asymmetric clip (arXiv:2503.14476, section 3.1) and dual clip
-    (arXiv:1912.09729, equation 3). w = min(exp(old - sampler), cap): truncated importance sampling between trainer and
-    sampler (Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025). Divide the sum
-    by all tokens of the optimizer's batch: DAPO's token-level aggregation, section 3.3. No reference KL.
+    GRPO adds kl_coefficient * k3 to each token that is kept. With `aggregation: sequence` a token's loss is divided by
+    the number of tokens of its sequence. Divide the sum by the algorithm's `divisor`, counted over the whole optimizer
+    step: then the losses of the parts of a batch, and their gradients, add up to the batch's own however it is cut.
 
-    With respect to its log probability no token's gradient exceeds cap * max(1 + clip_high, dual_clip) * |A|.
+    Without correction weights above `importance_cap` and with `dual_clip` set, no token's gradient with respect to its
+    log probability exceeds importance_cap * max(1 + clip_high, dual_clip) * |A|, before the division.
     """
-    difference = logprobs - old
-    near = difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    ratio = near.exp()
-    plain = ratio * advantages
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    least = torch.minimum(plain, clipped)
-    floor = dual_clip * advantages
-    kept = torch.where(advantages < 0, torch.maximum(least, floor), least)
-    weight = (old - sampler).exp().clamp(max=cap)
-    tokens = -(weight * kept)
+    difference = algorithm.log_ratio(tokens)
+    ratio = bounded(difference).exp()
+    objective = algorithm.objective(tokens, ratio)
+    corrected = correct(corrections, tokens)
+    weight, keep = corrected.weight, corrected.keep
+    values = -objective.values if weight is None else -(weight * objective.values)
+    if isinstance(algorithm, Grpo) and algorithm.kl_coefficient:
+        values = values + algorithm.kl_coefficient * k3(bounded(tokens.old - tokens.logprobs))
+    if keep is not None:
+        values = values.where(keep, values.new_zeros(()))
+    shares = values / tokens.lengths[tokens.owners] if algorithm.aggregation == "sequence" else values
     with torch.no_grad():
-        divergence = (ratio - 1 - near).sum()
+        divergence = k3(bounded(tokens.logprobs - tokens.old)).sum()
+    count = torch.tensor(float(len(values)))
     return PolicyLoss(
-        loss=tokens.sum(),
-        tokens=tokens.detach(),
-        clipped=(clipped < plain).sum(),
-        dual_clipped=((advantages < 0) & (least < floor)).sum(),
+        loss=shares.sum(),
+        tokens=values.detach(),
+        clipped=objective.clipped.sum(),
+        dual_clipped=objective.dual_clipped.sum(),
         bounded=(difference.abs() > LOG_RATIO_BOUND).sum(),
-        correction=weight.sum(),
+        correction=count if weight is None else weight.sum(),
         divergence=divergence,
+        masked=count * 0 if keep is None else (~keep).sum(),
+        masked_by={name: mask.sum() for name, mask in corrected.dropped.items()},
     )
+
+
+def value_loss(values: Tensor, start: Tensor, returns: Tensor, clip: float | None) -> Tensor:
+    """Sum over tokens of max((v - R)^2, (v_clip - R)^2) / 2, v_clip = start + clip(v - start, -clip, clip).
+
+    PPO's squared-error loss (arXiv:1707.06347, equation 9) with the clip of OpenAI baselines' ppo2. All float32
+    [tokens]. start: values before the first step.
+    """
+    errors = (values - returns).square()
+    if clip is not None:
+        near = start + (values - start).clamp(-clip, clip)
+        errors = torch.maximum(errors, (near - returns).square())
+    return errors.sum() / 2
 
 
 def balance_loss(probabilities: Tensor, counts: Tensor, picks: int) -> Tensor:

@@ -58,4 +58,6 @@ def pipes_watcher(context: Any, every: int) -> Watcher:
 def _finite(value: float | int | str | bool) -> float | int | str | bool | None:
     if not isinstance(value, float):
         return value
-    return round(value, 8) if math.isfinite(value) else None
+    if not math.isfinite(value):
+        return None
+    return round(value, 8) if abs(value) >= 0.01 else float(f"{value:.6g}")

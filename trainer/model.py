@@ -47,7 +47,9 @@ class Scores:
     """float32 [scored], nats; carries no gradient."""
     routing: Routing | None
     """None unless requested."""
-    replay: Replay | None = None
+    hidden: Tensor
+    """float32 [scored, hidden_size]: the last hidden state, from which each scored token is predicted."""
+    replay: Replay | None
     """Counts of replayed tokens; None if the batch has no recorded experts."""
 
 
@@ -112,7 +114,7 @@ def score(
     logprobs, entropy = target_scores(hidden, head, batch.targets, temperature)
     counts, probabilities = zip(*routed, strict=True) if routed else ((), ())
     assigned = Routing(torch.stack(counts), torch.stack(probabilities)) if routed else None
-    return Scores(logprobs, entropy, assigned, _replay(batch, rerouted))
+    return Scores(logprobs, entropy, assigned, hidden, _replay(batch, rerouted))
 
 
 class _Layer:

@@ -19,7 +19,7 @@ from contracts.routing import Routes, decode_routes
 from trainer.data import ScoredSequence
 from trainer.errors import TrainingDataError
 
-_AGAIN = "sample the rollouts again with the policy that is trained, or set trainer.grpo.routing_replay: false"
+_AGAIN = "sample the rollouts again with the policy that is trained, or set trainer.routing_replay: false"
 
 
 def with_routes(
@@ -35,7 +35,7 @@ def with_routes(
         if not value.is_valid:
             raise TrainingDataError(
                 f"{where} has no routed_experts: set rollouts.record_routing: true and sample again, or set"
-                " trainer.grpo.routing_replay: false"
+                " trainer.routing_replay: false"
             )
         try:
             routes = decode_routes(value.as_py())

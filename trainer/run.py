@@ -6,16 +6,16 @@ from collections.abc import Iterable
 
 from contracts.artifacts import find_artifact
 from contracts.store import open_store
-from trainer.config import GrpoJob, SftJob
-from trainer.grpo import train_grpo
+from trainer.config import RlJob, SftJob
 from trainer.metrics import Watcher
 from trainer.ranks import join_ranks
 from trainer.result import TrainResult
+from trainer.rl import train_rl
 from trainer.runtime import make_deterministic
 from trainer.sft import train_sft
 
 
-def find_result(job: SftJob | GrpoJob) -> TrainResult | None:
+def find_result(job: SftJob | RlJob) -> TrainResult | None:
     """Result of the job if its artifacts are committed."""
     store = open_store(job.store)
     checkpoint = find_artifact(store, "checkpoint", job.key)
@@ -25,7 +25,7 @@ def find_result(job: SftJob | GrpoJob) -> TrainResult | None:
     return TrainResult(checkpoint.ref, state.ref, checkpoint.meta)
 
 
-def run_job(job: SftJob | GrpoJob, watchers: Iterable[Watcher] = ()) -> TrainResult | None:
+def run_job(job: SftJob | RlJob, watchers: Iterable[Watcher] = ()) -> TrainResult | None:
     """Result of the job; committed artifacts are reused. None on ranks other than 0. Raises TriplaneError."""
     with join_ranks(job.ranks, job.rank_timeout_s) as ranks:
         # the ranks decide together, since another launch may commit the result between two looks
@@ -35,4 +35,4 @@ def run_job(job: SftJob | GrpoJob, watchers: Iterable[Watcher] = ()) -> TrainRes
         store = open_store(job.store)
         if isinstance(job, SftJob):
             return train_sft(job, store, watchers, ranks)
-        return train_grpo(job, store, watchers)
+        return train_rl(job, store, watchers, ranks)

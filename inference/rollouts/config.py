@@ -52,7 +52,7 @@ class RolloutConfig(BaseModel):
     that was taught them by demonstrations needs no list.
     """
     record_routing: bool = False
-    """Whether to record the experts that the sampler chooses, for `trainer.grpo.routing_replay`. Takes one byte (two
+    """Whether to record the experts that the sampler chooses, for `trainer.routing_replay`. Takes one byte (two
     above 256 experts) a token, layer and expert chosen: 384 bytes a token for Qwen3-30B-A3B. The engine must return
     them: `builtin` does, vLLM with the flag --enable-return-routed-experts.
     """

@@ -22,7 +22,7 @@ base:
   sft: {max_steps: 10, evaluate_every: 10, evaluation_episodes: 16, probe_episodes: 16}
 prompts: {groups: 2, reserve: 1}
 rollouts: {group_size: 2, max_turns: 3}
-trainer: {grpo: {optimizer_steps: 2}, launcher: {threads: 1}}
+trainer: {optimizer_steps: 2, launcher: {threads: 1}}
 """
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from resources.errors import ExperimentError
 from resources.experiment import find_experiments, load_experiment
+from trainer.algorithms.dapo import Dapo
 from triplane_dagster.dry_run import plan_of
 
 FOLDER = Path(__file__).parents[2] / "experiments"
@@ -27,15 +28,20 @@ def test_shipped_experiments_load_and_pass_a_dry_run(
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("trainer.grpo.learning_rat=1e-4", "trainer.grpo.learning_rat is not a field: did you mean learning_rate?"),
+        ("trainer.learning_rat=1e-4", "trainer.learning_rat is not a field: did you mean learning_rate?"),
         ("base.sft.max_step=3", "base.sft.max_step is not a field: did you mean max_steps?"),
         ("engine.thread=3", "engine.thread is not a field: did you mean threads?"),
         ("engine={kind: vllm, tolerance: -1}", "engine.tolerance = -1: Input should be greater than 0"),
         ("engine={kind: vllm, tolerence: 1}", "engine.tolerence is not a field: did you mean tolerance?"),
         ("engine={kind: vllm, threads: 1}", "engine.threads is not a field: only another kind has this field"),
         ("rollouts.group_size=0", "rollouts.group_size = 0: Input should be greater than or equal to 1"),
-        ("trainer.grpo.temperature=2", "set both to the same value"),
-        ("trainer.grpo.routing_replay=true", "rollouts.record_routing is false: set it to true too"),
+        ("trainer.temperature=2", "set both to the same value"),
+        ("trainer.routing_replay=true", "rollouts.record_routing is false: set it to true too"),
+        ("trainer.algorithm={kind: gspo, aggregation: token}", "gspo has one term for each sequence"),
+        ("trainer.algorithm={kind: cispo, dual_clip: 3}", "cispo bounds the ratio of both signs"),
+        ("trainer.algorithm={kind: ppo, advantage: group_mean}", "trainer.algorithm.advantage = 'group_mean': Input"),
+        ("trainer.algorithm.gamma=0.9", "only another kind has this field"),
+        ("trainer.corrections.veto=2", "trainer.corrections.veto = 2: Input should be less than 1"),
         ("sandboxes.limits.memory=3", "did you mean memory_mb?"),
         ("seed", "is not field=value"),
         ("name.x=2", "which has no fields"),
@@ -70,11 +76,34 @@ def test_recording_routing_needs_an_engine_that_returns_it(engine: str, returns:
 
 def test_overrides_are_yaml_values_of_any_depth() -> None:
     experiment = load_experiment(
-        QUICKSTART, ["trainer.grpo.learning_rate=1e-4", "seed=7", "engine.threads=1", "rollouts.refill=false"]
+        QUICKSTART, ["trainer.learning_rate=1e-4", "seed=7", "engine.threads=1", "rollouts.refill=false"]
     )
-    assert experiment.trainer.grpo.learning_rate == 1e-4
+    assert experiment.trainer.learning_rate == 1e-4
     assert (experiment.seed, experiment.rollouts.refill) == (7, False)
     assert experiment.engine.model_dump()["threads"] == 1
+
+
+def test_another_kind_starts_from_its_own_defaults() -> None:
+    experiment = load_experiment(QUICKSTART, ["trainer.algorithm.clip_low=0.1", "trainer.algorithm.kind=dapo"])
+    assert experiment.trainer.algorithm == Dapo(clip_low=0.1)
+    same = load_experiment(QUICKSTART, ["trainer.algorithm.kind=grpo"])
+    assert same == load_experiment(QUICKSTART)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo"])
+def test_every_algorithm_is_chosen_by_its_kind_alone(kind: str) -> None:
+    assert load_experiment(QUICKSTART, [f"trainer.algorithm.kind={kind}"]).trainer.algorithm.kind == kind
+
+
+def test_the_former_grpo_section_is_refused_with_the_new_place_of_each_key() -> None:
+    override = "trainer.grpo={learning_rate: 1e-4, clip_high: 0.2, importance_cap: 2.0}"
+    with pytest.raises(ExperimentError) as caught:
+        load_experiment(QUICKSTART, [override])
+    said = str(caught.value)
+    assert "grpo.learning_rate to trainer.learning_rate" in said
+    assert "grpo.clip_high to trainer.algorithm.clip_high" in said
+    assert "grpo.importance_cap to trainer.corrections.importance_cap" in said
+    assert "\n" not in said
 
 
 @pytest.mark.parametrize("text", ["", "- a", "name: [", "name: x\nname2: y"])

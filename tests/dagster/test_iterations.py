@@ -92,8 +92,8 @@ def test_rematerialized_iteration_samples_nothing_and_keeps_the_live_policy(ran:
 
 
 def test_old_iteration_with_new_trainer_settings_is_stale_without_resampling(ran: World) -> None:
-    grpo = ran.experiment.trainer.grpo.model_copy(update={"weight_decay": 0.5})
-    other = ran.experiment.model_copy(update={"trainer": ran.experiment.trainer.model_copy(update={"grpo": grpo})})
+    trainer = ran.experiment.trainer.model_copy(update={"weight_decay": 0.5})
+    other = ran.experiment.model_copy(update={"trainer": trainer})
     live = Registry(ran.store, ran.experiment.name).live()
     before = artifact_count(ran.store)
     with open_runner(other, ran.instance) as runner:

@@ -30,7 +30,7 @@ GOLDEN = {
     "rollouts": "aade00a696a08c881ad146d58ea997c03e1b96eb0b919e62a09ec4b6407aa69a",
     "rewards": "0909a8ab5a896bf48dd88cf7274ef06f228068de8393d2eee01bbf7941a05012",
     "dataset": "140e71e38c869d2249ae3c4016f1603a4078f70d1d14ee07c6fffe2b0984d534",
-    "checkpoint": "c843f634aa9717984c98410a4a7063d13973d5d49c787ba62c8cb1ea143644a0",
+    "checkpoint": "cf4555b83961c33a8e9a71ef4c746adeb707057f60bb2195cad77b7917fe06a4",
     "evaluation_run": "1befaec3d586fd40a80ad3fbbbb290625f684765a8fc6ee776e886b78192b3bf",
     "evaluation_run greedy": "92c4f98f2bf00efcf13060d9f11c46ec8dd904508cdc5d4f0226536807276531",
     "evaluation": "77526a8afd2c07c7f1486a75cda6a39270def7a5a38c6353bd7b2e1b00049463",
@@ -97,7 +97,7 @@ def test_the_keys_of_work_that_stores_hold_do_not_change(store: Store) -> None:
 @pytest.mark.parametrize(
     ("change", "moved"),
     [
-        ({"trainer": {"grpo": {"learning_rate": 1e-3}}}, {"checkpoint"}),
+        ({"trainer": {"learning_rate": 1e-3}}, {"checkpoint"}),
         # threads, device and ranks decide the bits of a training; when it is stopped does not
         ({"trainer": {"launcher": {"threads": 3}}}, {"base_policy", "checkpoint"}),
         ({"trainer": {"launcher": {"gpus": 1}}}, {"base_policy", "checkpoint"}),
@@ -114,7 +114,7 @@ def test_the_keys_of_work_that_stores_hold_do_not_change(store: Store) -> None:
         # evaluations record no routing
         ({"rollouts": {"record_routing": True}}, {"rollouts"}),
         (
-            {"rollouts": {"record_routing": True}, "trainer": {"grpo": {"routing_replay": True}}},
+            {"rollouts": {"record_routing": True}, "trainer": {"routing_replay": True}},
             {"rollouts", "checkpoint"},
         ),
         # both profiles share evaluations, though only throughput lets an episode end by the clock

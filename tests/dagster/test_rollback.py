@@ -113,8 +113,7 @@ def test_the_next_iteration_acts_with_and_trains_from_the_restored_policy_and_sa
     following = next_partition(store, mine.experiment)
     # rewards are all zero here: trained as before, the same policy would come of the same start, and that one was
     # rolled back
-    trainer = mine.experiment.trainer
-    other = trainer.model_copy(update={"grpo": trainer.grpo.model_copy(update={"weight_decay": 0.5})})
+    other = mine.experiment.trainer.model_copy(update={"weight_decay": 0.5})
     with open_runner(mine.experiment.model_copy(update={"trainer": other}), mine.instance) as runner:
         runner.base()
         runner.iteration(following)

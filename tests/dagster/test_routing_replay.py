@@ -16,7 +16,7 @@ from resources.experiment import load_experiment
 from resources.refs import require_ref
 
 TINY = Path(__file__).parent / "tiny.yaml"
-SWITCHES = ["rollouts.record_routing=true", "trainer.grpo.routing_replay=true", "base.model.experts=4"]
+SWITCHES = ["rollouts.record_routing=true", "trainer.routing_replay=true", "base.model.experts=4"]
 
 
 @pytest.fixture(scope="module")

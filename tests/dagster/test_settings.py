@@ -19,7 +19,7 @@ TINY = Path(__file__).parent / "tiny.yaml"
     [
         ("iterations=5", []),
         ("engine.threads=2", []),
-        ("trainer.grpo.learning_rate=0.5", ["checkpoint"]),
+        ("trainer.learning_rate=0.5", ["checkpoint"]),
         ("trainer.launcher.threads=2", ["base_policy", "checkpoint"]),
         ("evaluation.held_out_samples=0", ["evaluation"]),
         ("evaluation.greedy=false", ["evaluation"]),

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from test_trainer_balance import float64_model
 from torch import Tensor
-from trainer_world import TINY, World
+from trainer_world import QUICKSTART, TINY, World
 
 import inference.engines.model as sampling_model
 from contracts.checkpoints import WEIGHTS
@@ -22,15 +23,15 @@ from contracts.routing import Routes, encode_routes
 from inference.engines.base import Completion, SamplingParams
 from inference.engines.builtin import BuiltinEngine
 from inference.engines.weights import LayerWeights
-from trainer.config import GrpoConfig
+from trainer.config import RlConfig
 from trainer.data import ScoredSequence, make_batch
 from trainer.errors import TrainingDataError
 from trainer.experience import Experience, read_experience
 from trainer.export import checkpoint_tensors
-from trainer.grpo import Totals, accumulate, expert_counts, trainer_logprobs
 from trainer.model import score
 from trainer.parameters import Parameters, draw_masters
-from trainer.tensors import save_tensors
+from trainer.rl import Start, accumulate, expert_counts, score_start
+from trainer.rl_metrics import Totals
 
 VOCABULARY, ROWS, PROMPT, SAMPLED = 60, 8, 6, 10
 CONFIG: dict[str, Any] = TINY.model_copy(update={"initializer_range": 0.05}).hf_config(VOCABULARY)
@@ -47,7 +48,7 @@ def parameters() -> Parameters:
 def policy(parameters: Parameters, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The parameters as a checkpoint that the engine reads."""
     folder = tmp_path_factory.mktemp("policy")
-    save_tensors(checkpoint_tensors(parameters), folder / WEIGHTS, metadata={"format": "pt"})
+    save_file({name: each.contiguous() for name, each in checkpoint_tensors(parameters).items()}, folder / WEIGHTS)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return folder
 
@@ -103,6 +104,7 @@ def experience(sampled: Sampled, *, replay: bool = True) -> Experience:
         sequences=sequences,
         sampler_logprobs=[torch.tensor(completion.logprobs) for _, completion in sampled],
         groups=[0] * ROWS,
+        rewards=torch.zeros(ROWS, dtype=torch.float64),
         advantages=torch.linspace(-1, 1, ROWS),
         reward_mean=0.5,
         members=ROWS,
@@ -110,14 +112,17 @@ def experience(sampled: Sampled, *, replay: bool = True) -> Experience:
 
 
 def mismatch(parameters: Parameters, rows: Experience) -> float:
-    found = trainer_logprobs(parameters, rows, GrpoConfig())
+    found = score_start(parameters, rows, RlConfig()).logprobs
     return max(float((a - b).abs().max()) for a, b in zip(found, rows.sampler_logprobs, strict=True))
 
 
 def gradients(parameters: Parameters, rows: Experience, **config: Any) -> tuple[Totals, dict[str, Tensor]]:
     parameters.clear_gradients()
     parts = [list(range(3)), list(range(3, ROWS))]
-    totals = accumulate(GrpoConfig(**config), parameters, rows, rows.sampler_logprobs, parts)
+    assert rows.advantages is not None
+    advantages = [own.expand(SAMPLED) for own in rows.advantages]
+    start = Start(rows.sampler_logprobs, advantages)
+    totals = accumulate(RlConfig(algorithm=QUICKSTART, **config), parameters, rows, start, parts)
     return totals, {name: leaf.grad.clone() for name, leaf in parameters.leaves.items() if leaf.grad is not None}
 
 
@@ -130,12 +135,12 @@ def test_replay_removes_the_mismatch_of_a_sampler_that_chooses_other_experts(
 
 def test_replaying_the_routers_own_choice_changes_no_bit(parameters: Parameters, plain: Sampled) -> None:
     rows, bare = experience(plain), experience(plain, replay=False)
-    pairs = zip(*(trainer_logprobs(parameters, each, GrpoConfig()) for each in (rows, bare)), strict=True)
+    pairs = zip(*(score_start(parameters, each, RlConfig()).logprobs for each in (rows, bare)), strict=True)
     assert all(torch.equal(with_replay, without) for with_replay, without in pairs)
     totals, found = gradients(parameters, rows, router_balance=0.1)
     _, expected = gradients(parameters, bare, router_balance=0.1)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert totals.replay_metrics()["rerouted_fraction"] == 0
+    assert totals.metrics()["rerouted_fraction"] == 0
 
 
 def test_the_gradient_with_replay_is_that_of_a_float64_reference(
@@ -189,7 +194,7 @@ def test_unrecorded_positions_use_the_models_own_choice_and_are_counted(
 ) -> None:
     rows = experience(perturbed)
     totals, _ = gradients(parameters, rows)
-    counted, tokens = totals.replay_metrics(), sum(sequence.length for sequence in rows.sequences)
+    counted, tokens = totals.metrics(), sum(sequence.length for sequence in rows.sequences)
     assert counted["replayed_tokens"] == tokens - ROWS and counted["unrecorded_tokens"] == ROWS
     assert 0 < counted["rerouted_fraction"] <= 1
     first, last = rows.sequences[0], rows.sequences[-1]
@@ -251,8 +256,8 @@ def test_a_record_of_another_model_or_sequence_is_refused(column: bytes | None, 
     ]
     dataset = world.dataset([row(0, routed(9)), row(1, column)], members)
     with pytest.raises(TrainingDataError, match=message):
-        read_experience(dataset, CONFIG, GrpoConfig(routing_replay=True), 0)
-    found = read_experience(dataset, CONFIG, GrpoConfig(), 0)
+        read_experience(dataset, CONFIG, RlConfig(routing_replay=True), 0)
+    found = read_experience(dataset, CONFIG, RlConfig(), 0)
     assert found is not None and found.sequences[0].routes is None
 
 
@@ -268,6 +273,6 @@ def test_rows_without_the_column_are_refused_only_where_replay_is_asked_for(worl
         "reward": 1.0,
     }
     dataset = world.dataset([row], [{"episode_id": "e", "group_id": "g", "reward": 1.0, "kept": True}])
-    assert read_experience(dataset, CONFIG, GrpoConfig(), 0) is not None
+    assert read_experience(dataset, CONFIG, RlConfig(), 0) is not None
     with pytest.raises(TrainingDataError, match=r"row 0 has no routed_experts"):
-        read_experience(dataset, CONFIG, GrpoConfig(routing_replay=True), 0)
+        read_experience(dataset, CONFIG, RlConfig(routing_replay=True), 0)

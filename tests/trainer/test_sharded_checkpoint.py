@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_trainer_grpo import own_dataset
+from test_trainer_rl import own_dataset
 from trainer_world import TINY, World
 
 from contracts import tensor_parts
@@ -53,7 +53,7 @@ def digests(result: TrainResult) -> tuple[str, str]:
 def test_training_over_parts_gives_the_digests_of_single_files(world: World, cut: Callable[[], None]) -> None:
     base = run_job(world.sft_job("base"))
     dataset = own_dataset(world, base)
-    whole = run_job(world.grpo_job("whole", dataset, base.checkpoint, base.trainer_state))
+    whole = run_job(world.rl_job("whole", dataset, base.checkpoint, base.trainer_state))
     cut()
 
     def kill(record: Record) -> None:
@@ -64,7 +64,7 @@ def test_training_over_parts_gives_the_digests_of_single_files(world: World, cut
         run_job(world.sft_job("base in parts"), [kill])
     base_in_parts = run_job(world.sft_job("base in parts"))
     assert digests(base_in_parts) == digests(base), "resumed from a snapshot in parts"
-    in_parts = run_job(world.grpo_job("parts", dataset, base_in_parts.checkpoint, base_in_parts.trainer_state))
+    in_parts = run_job(world.rl_job("parts", dataset, base_in_parts.checkpoint, base_in_parts.trainer_state))
     assert digests(in_parts) == digests(whole)
     for ref in (in_parts.checkpoint, in_parts.trainer_state):
         directory, names = open_artifact(world.store, ref).directory(), open_artifact(world.store, ref).names()
@@ -181,7 +181,7 @@ def test_a_resumed_state_with_a_changed_part_is_refused(world: World, cut: Calla
     part = writable(sorted(directory.glob("state-*.safetensors"))[0])
     flip_last_bit(part)
     with pytest.raises(TriplaneError, match=rf"{part.name} does not match its manifest"):
-        run_job(world.grpo_job("g", dataset, base.checkpoint, base.trainer_state))
+        run_job(world.rl_job("g", dataset, base.checkpoint, base.trainer_state))
 
 
 def test_an_imported_directory_may_be_sharded(world: World, tmp_path: Path) -> None:

@@ -12,15 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from trainer_world import TINY
+from trainer_world import QUICKSTART, TINY
 
-from trainer.config import GrpoConfig
+from trainer.config import RlConfig
 from trainer.data import ScoredSequence, make_batch
 from trainer.experience import Experience
-from trainer.grpo import Totals, accumulate, expert_counts
 from trainer.losses import balance_loss
 from trainer.model import score
 from trainer.parameters import Parameters, draw_masters
+from trainer.rl import Start, accumulate, expert_counts
+from trainer.rl_metrics import Totals
 
 transformers = pytest.importorskip("transformers")
 
@@ -45,6 +46,7 @@ def make_experience() -> Experience:
         sequences=sequences,
         sampler_logprobs=noise,
         groups=[row // 4 for row in range(ROWS)],
+        rewards=torch.ones(ROWS).double(),
         advantages=torch.from_numpy(draw.normal(size=ROWS)).float(),
         reward_mean=0.5,
         members=ROWS,
@@ -53,6 +55,13 @@ def make_experience() -> Experience:
 
 EXPERIENCE = make_experience()
 OLD = [values + 0.1 for values in EXPERIENCE.sampler_logprobs]
+RL = RlConfig(algorithm=QUICKSTART, router_balance=WEIGHT)
+
+
+def start_of(experience: Experience, old: list[Tensor]) -> Start:
+    """`old` as the log probabilities under the starting weights."""
+    assert experience.advantages is not None
+    return Start(old, [a.expand(len(o)) for a, o in zip(experience.advantages, old, strict=True)])
 
 
 @st.composite
@@ -65,7 +74,9 @@ def cuts(draw: st.DrawFn) -> Cut:
 
 def gradients(parameters: Parameters, parts: Cut, balance: float = WEIGHT) -> tuple[Totals, dict[str, Tensor]]:
     parameters.clear_gradients()
-    totals = accumulate(GrpoConfig(router_balance=balance), parameters, EXPERIENCE, OLD, parts)
+    totals = accumulate(
+        RL.model_copy(update={"router_balance": balance}), parameters, EXPERIENCE, start_of(EXPERIENCE, OLD), parts
+    )
     return totals, {name: leaf.grad.clone() for name, leaf in parameters.leaves.items() if leaf.grad is not None}
 
 
@@ -139,7 +150,7 @@ def reference_loss(model: Any) -> Tensor:
     """Clipped loss per token plus WEIGHT * Switch's loss over all tokens that reach each layer's experts, one sequence
     at a time.
     """
-    config, picks, layers = GrpoConfig(), CONFIG["num_experts_per_tok"], CONFIG["num_hidden_layers"]
+    config, picks, layers = QUICKSTART, CONFIG["num_experts_per_tok"], CONFIG["num_hidden_layers"]
     losses, routers = [], [[] for _ in range(layers)]
     for row, sequence in enumerate(EXPERIENCE.sequences):
         out = model(torch.from_numpy(sequence.token_ids)[None], output_router_logits=True)
@@ -150,7 +161,7 @@ def reference_loss(model: Any) -> Tensor:
         advantage = EXPERIENCE.advantages[row].double()
         kept = torch.minimum(ratio * advantage, ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantage)
         kept = kept.clamp(min=config.dual_clip * advantage) if advantage < 0 else kept
-        weight = (OLD[row] - EXPERIENCE.sampler_logprobs[row]).double().exp().clamp(max=config.importance_cap)
+        weight = (OLD[row] - EXPERIENCE.sampler_logprobs[row]).double().exp().clamp(max=RL.corrections.importance_cap)
         losses.append(-(weight * kept))
         for index, logits in enumerate(out.router_logits):
             routers[index].append(logits[before] if index == layers - 1 else logits)

@@ -11,26 +11,34 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_trainer_balance import CONFIG, EXPERIENCE, OLD, ROWS
+from test_trainer_balance import CONFIG, EXPERIENCE, OLD, RL, ROWS, start_of
 from torch import Tensor
-from trainer_world import World
+from trainer_world import QUICKSTART, World
 
-from trainer.config import GrpoConfig
+from trainer.algorithms.base import Tokens
+from trainer.algorithms.corrections import Corrections
+from trainer.algorithms.surrogates import LOG_RATIO_BOUND
+from trainer.config import RlConfig
 from trainer.errors import TrainingDiverged
 from trainer.experience import Experience
-from trainer.grpo import Totals, accumulate, trainer_logprobs
-from trainer.losses import LOG_RATIO_BOUND, PolicyLoss, first_not_finite, policy_loss
+from trainer.losses import PolicyLoss, first_not_finite, policy_loss
 from trainer.parameters import Parameters, draw_masters
+from trainer.rl import accumulate, score_start
+from trainer.rl_metrics import Totals
 from trainer.run import run_job
 
-CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0, "cap": 2.0}
+CAP, HIGH, DUAL = 2.0, 0.28, 3.0
+PLAIN = RL.model_copy(update={"router_balance": 0.0})
 
 
 def loss_of(shift: float, advantage: float, mismatch: float = 0.0) -> tuple[PolicyLoss, Tensor]:
     """Loss of one token whose log ratio is `shift`, and the gradient of its log probability."""
     logprob = torch.tensor([shift - 1.0], requires_grad=True)
     old = torch.tensor([-1.0])
-    loss = policy_loss(logprob, old, old - mismatch, torch.tensor([advantage]), **CLIP)
+    tokens = Tokens(
+        logprob, old, old - mismatch, torch.tensor([advantage]), torch.zeros(1, dtype=torch.int64), torch.ones(1)
+    )
+    loss = policy_loss(QUICKSTART, Corrections(), tokens)
     loss.loss.backward()
     assert logprob.grad is not None
     return loss, logprob.grad
@@ -41,7 +49,7 @@ def test_no_token_gives_more_gradient_than_the_documented_bound(
     shift: float, advantage: float, mismatch: float
 ) -> None:
     loss, gradient = loss_of(shift, advantage, mismatch)
-    most = CLIP["cap"] * max(1 + CLIP["clip_high"], CLIP["dual_clip"]) * abs(advantage)
+    most = CAP * max(1 + HIGH, DUAL) * abs(advantage)
     assert abs(float(gradient[0])) <= most * (1 + 1e-5)
     for value in (loss.loss, loss.correction, loss.divergence):
         assert bool(torch.isfinite(value))
@@ -82,14 +90,14 @@ def step(
     rows.
     """
     parameters.clear_gradients()
-    totals = accumulate(GrpoConfig(), parameters, experience, old, [list(range(ROWS))])
-    norm = float(parameters.clip_gradients(GrpoConfig().max_gradient_norm))
+    totals = accumulate(PLAIN, parameters, experience, start_of(experience, old), [list(range(ROWS))])
+    norm = float(parameters.clip_gradients(PLAIN.max_gradient_norm))
     return totals, norm, torch.cat([buffer.gradient.reshape(-1).clone() for buffer in parameters.buffers])
 
 
 def test_one_token_at_ratio_78_does_not_rescale_the_minibatch() -> None:
     parameters = Parameters.from_masters(CONFIG, draw_masters(CONFIG, 0))
-    calm = trainer_logprobs(parameters, EXPERIENCE, GrpoConfig())
+    calm = score_start(parameters, EXPERIENCE, PLAIN).logprobs
     bad = int(EXPERIENCE.advantages.argmin())
     wild = [values.clone() for values in calm]
     wild[bad][0] -= math.log(78.0)
@@ -99,9 +107,9 @@ def test_one_token_at_ratio_78_does_not_rescale_the_minibatch() -> None:
     assert totals.dual_clipped == 1
     assert wild_norm == pytest.approx(norm, rel=0.25)
     assert float(torch.nn.functional.cosine_similarity(before, after, dim=0)) > 0.9
-    unbounded = GrpoConfig(dual_clip=1e9)
+    unbounded = RlConfig(algorithm=QUICKSTART.model_copy(update={"dual_clip": None}))
     parameters.clear_gradients()
-    accumulate(unbounded, parameters, odd, wild, [list(range(ROWS))])
+    accumulate(unbounded, parameters, odd, start_of(odd, wild), [list(range(ROWS))])
     assert float(parameters.clip_gradients(1.0)) > 5 * norm  # so the token would have ruled the step
 
 
@@ -113,7 +121,7 @@ def test_weights_that_are_not_finite_are_reported_by_episode() -> None:
     with pytest.raises(
         TrainingDiverged, match=r"starting weights .* episode the-one \(row 0 .* group its-group\) is nan"
     ):
-        trainer_logprobs(parameters, alone, GrpoConfig())
+        score_start(parameters, alone, PLAIN)
 
 
 def test_a_loss_that_is_not_finite_is_reported_by_episode() -> None:

@@ -16,7 +16,8 @@ from contracts.chat import END_OF_TEXT, SPECIAL_TOKENS, ChatTokenizer
 from contracts.digests import digest_of
 from contracts.episodes import ROUTED_EXPERTS, TokenRole
 from contracts.store import Store, open_store
-from trainer.config import GrpoConfig, GrpoJob, ModelConfig, SftConfig, SftJob
+from trainer.algorithms.grpo import Grpo
+from trainer.config import ModelConfig, RlConfig, RlJob, SftConfig, SftJob
 
 TINY = ModelConfig(
     hidden_size=128,
@@ -29,6 +30,8 @@ TINY = ModelConfig(
     head_dim=64,
     max_positions=64,
 )
+QUICKSTART = Grpo(advantage="group_mean", aggregation="token", clip_high=0.28, dual_clip=3.0)
+"""The algorithm of experiments/quickstart.yaml."""
 ROWS = pa.schema(
     [
         ("token_ids", pa.list_(pa.int32())),
@@ -63,11 +66,9 @@ class World:
             config=SftConfig(**(defaults | config)),
         )
 
-    def grpo_job(
-        self, name: str, dataset: Artifact, checkpoint: ArtifactRef, state: ArtifactRef, **config: Any
-    ) -> GrpoJob:
+    def rl_job(self, name: str, dataset: Artifact, checkpoint: ArtifactRef, state: ArtifactRef, **config: Any) -> RlJob:
         """One iteration on `dataset`."""
-        return GrpoJob(
+        return RlJob(
             store=self.store.url,
             key=digest_of([name]),
             seed=5,
@@ -75,7 +76,7 @@ class World:
             dataset=dataset.ref,
             checkpoint=checkpoint,
             trainer_state=state,
-            config=GrpoConfig(**({"optimizer_steps": 2, "learning_rate": 3e-3} | config)),
+            config=RlConfig(**({"optimizer_steps": 2, "learning_rate": 3e-3, "algorithm": QUICKSTART} | config)),
         )
 
     def dataset(self, rows: list[dict[str, Any]], members: list[dict[str, Any]]) -> Artifact:

@@ -69,7 +69,7 @@ def iterate(
 
         triplane iterate -n 1
 
-        triplane iterate -e quickstart -n 3 --set trainer.grpo.learning_rate=1e-4
+        triplane iterate -e quickstart -n 3 --set trainer.learning_rate=1e-4
 
         triplane iterate -e qwen3-30b-a3b --dry-run
     """

@@ -11,21 +11,29 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trainer_world import World, episodes
+from torch import Tensor
+from trainer_world import QUICKSTART, World, episodes
 
 from contracts.artifacts import Artifact, open_artifact
+from trainer.algorithms.base import Tokens
+from trainer.algorithms.corrections import Corrections
 from trainer.data import make_batch, read_sequences
 from trainer.errors import TrainingDataError
-from trainer.experience import member_advantages
+from trainer.experience import member_advantages, member_rewards
 from trainer.export import load_checkpoint
-from trainer.grpo import minibatches
-from trainer.losses import policy_loss
+from trainer.losses import PolicyLoss, policy_loss
 from trainer.metrics import Record
 from trainer.model import score
 from trainer.result import TrainResult
+from trainer.rl import minibatches
 from trainer.run import run_job
 
-CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0, "cap": 2.0}
+
+def loss_of(logprobs: Tensor, old: Tensor, sampler: Tensor, advantages: Tensor) -> PolicyLoss:
+    """Of one sequence, by the quickstart's algorithm."""
+    owners = torch.zeros(len(old), dtype=torch.int64)
+    tokens = Tokens(logprobs, old, sampler, advantages, owners, torch.tensor([float(len(old))]))
+    return policy_loss(QUICKSTART, Corrections(), tokens)
 
 
 def base(world: World) -> TrainResult:
@@ -86,7 +94,7 @@ def mean_logprob(world: World, result: TrainResult, dataset: Artifact, rewarded:
 def test_rewarded_tokens_become_likelier_than_the_others(world: World) -> None:
     start = base(world)
     dataset = own_dataset(world, start)
-    after = run_job(world.grpo_job("grpo", dataset, start.checkpoint, start.trainer_state))
+    after = run_job(world.rl_job("grpo", dataset, start.checkpoint, start.trainer_state))
     before = mean_logprob(world, start, dataset, True) - mean_logprob(world, start, dataset, False)
     assert mean_logprob(world, after, dataset, True) - mean_logprob(world, after, dataset, False) > before + 0.01
     assert after.metrics["step"] == start.metrics["step"] + 2
@@ -96,7 +104,7 @@ def test_rewarded_tokens_become_likelier_than_the_others(world: World) -> None:
 
 def test_learning_rate_zero_leaves_every_code_and_scale(world: World) -> None:
     start = base(world)
-    job = world.grpo_job("zero", own_dataset(world, start), start.checkpoint, start.trainer_state, learning_rate=0.0)
+    job = world.rl_job("zero", own_dataset(world, start), start.checkpoint, start.trainer_state, learning_rate=0.0)
     assert run_job(job).checkpoint.digest == start.checkpoint.digest
 
 
@@ -105,7 +113,7 @@ def test_the_same_job_twice_and_any_microbatch_give_the_same_policy(world: World
     dataset = own_dataset(world, start)
 
     def train(name: str, **config: Any) -> TrainResult:
-        return run_job(world.grpo_job(name, dataset, start.checkpoint, start.trainer_state, **config))
+        return run_job(world.rl_job(name, dataset, start.checkpoint, start.trainer_state, **config))
 
     first, second, small = train("a"), train("b"), train("c", microbatch_tokens=64)
     assert first.checkpoint.digest == second.checkpoint.digest
@@ -118,8 +126,8 @@ def test_the_same_job_twice_and_any_microbatch_give_the_same_policy(world: World
 def test_the_optimizer_state_carries_over_between_iterations(world: World) -> None:
     start = base(world)
     dataset = own_dataset(world, start)
-    first = run_job(world.grpo_job("one", dataset, start.checkpoint, start.trainer_state))
-    second = run_job(world.grpo_job("two", dataset, first.checkpoint, first.trainer_state))
+    first = run_job(world.rl_job("one", dataset, start.checkpoint, start.trainer_state))
+    second = run_job(world.rl_job("two", dataset, first.checkpoint, first.trainer_state))
     state = open_artifact(world.store, second.trainer_state)
     assert state.json("state.json")["optimizer"] == "adamw"
     from safetensors.torch import load_file
@@ -130,14 +138,14 @@ def test_the_optimizer_state_carries_over_between_iterations(world: World) -> No
 def test_a_state_of_another_checkpoint_is_refused(world: World) -> None:
     start = base(world)
     dataset = own_dataset(world, start)
-    after = run_job(world.grpo_job("one", dataset, start.checkpoint, start.trainer_state))
+    after = run_job(world.rl_job("one", dataset, start.checkpoint, start.trainer_state))
     with pytest.raises(TrainingDataError, match="does not quantize to checkpoint"):
-        run_job(world.grpo_job("two", dataset, after.checkpoint, start.trainer_state))
+        run_job(world.rl_job("two", dataset, after.checkpoint, start.trainer_state))
 
 
 def test_an_empty_dataset_publishes_the_same_weights_marked_as_skipped(world: World) -> None:
     start = base(world)
-    result = run_job(world.grpo_job("empty", world.dataset([], []), start.checkpoint, start.trainer_state))
+    result = run_job(world.rl_job("empty", world.dataset([], []), start.checkpoint, start.trainer_state))
     assert result.metrics["skipped"] is True
     assert result.checkpoint.digest == start.checkpoint.digest
     assert result.checkpoint.key != start.checkpoint.key
@@ -149,12 +157,12 @@ def test_an_episode_without_a_reward_is_refused_by_name(world: World) -> None:
     rows = whole.table("train.parquet").to_pylist()
     members = [row for row in whole.table("members.parquet").to_pylist() if row["episode_id"] != "e1-1"]
     with pytest.raises(TrainingDataError, match="e1-1"):
-        run_job(world.grpo_job("lost", world.dataset(rows, members), start.checkpoint, start.trainer_state))
+        run_job(world.rl_job("lost", world.dataset(rows, members), start.checkpoint, start.trainer_state))
 
 
 def test_metrics_tell_each_optimizer_step(world: World) -> None:
     start, seen = base(world), list[Record]()
-    run_job(world.grpo_job("m", own_dataset(world, start), start.checkpoint, start.trainer_state), [seen.append])
+    run_job(world.rl_job("m", own_dataset(world, start), start.checkpoint, start.trainer_state), [seen.append])
     steps = [record for record in seen if "loss" in record]
     assert len(steps) == 2
     assert {
@@ -172,15 +180,21 @@ def test_metrics_tell_each_optimizer_step(world: World) -> None:
     assert seen[0]["reward_mean"] == pytest.approx(0.5) and seen[0]["members"] == 17
 
 
+def advantages_of(members: pa.Table, seed: int | None) -> dict[str, float]:
+    """Reward minus group mean, by episode."""
+    found = member_advantages(members, member_rewards(members, seed), "group_mean")
+    return dict(zip(members.column("episode_id").to_pylist(), found.tolist(), strict=True))
+
+
 def test_members_left_out_count_in_the_baseline_and_permuting_keeps_each_groups_rewards(world: World) -> None:
     members = own_dataset(world, base(world)).table("members.parquet").slice(0, 17)
-    plain, permuted = member_advantages(members, None), member_advantages(members, 3)
+    plain, permuted = advantages_of(members, None), advantages_of(members, 3)
     assert plain["e0-0"] == pytest.approx(1 - 2.5 / 5)
     assert plain["e1-0"] == pytest.approx(0.5)
     for group in ("e1-", "e2-"):
         pick = [name for name in plain if name.startswith(group)]
         assert sorted(plain[name] for name in pick) == sorted(permuted[name] for name in pick)
-    assert plain != permuted and permuted == member_advantages(members, 3)
+    assert plain != permuted and permuted == advantages_of(members, 3)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(-5, 5)), min_size=1, max_size=30))
@@ -190,7 +204,7 @@ def test_advantages_of_a_group_sum_to_zero(pairs: list[tuple[int, float]]) -> No
         {"episode_id": str(index), "group_id": str(group), "reward": reward, "group_reward_mean": fmean(own[group])}
         for index, (group, reward) in enumerate(pairs)
     ]
-    values = member_advantages(pa.Table.from_pylist(members), None)
+    values = advantages_of(pa.Table.from_pylist(members), None)
     for group in own:
         assert abs(sum(value for index, value in values.items() if pairs[int(index)][0] == group)) < 1e-9
 
@@ -198,7 +212,7 @@ def test_advantages_of_a_group_sum_to_zero(pairs: list[tuple[int, float]]) -> No
 def test_on_policy_the_gradient_is_that_of_reinforce() -> None:
     logprobs = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
     advantages = torch.tensor([1.0, -0.5, 2.0])
-    policy_loss(logprobs, logprobs.detach(), logprobs.detach(), advantages, **CLIP).loss.backward()
+    loss_of(logprobs, logprobs.detach(), logprobs.detach(), advantages).loss.backward()
     torch.testing.assert_close(logprobs.grad, -advantages)
 
 
@@ -206,7 +220,7 @@ def test_on_policy_the_gradient_is_that_of_reinforce() -> None:
 def test_clipping_stops_the_gradient_only_where_it_would_go_further(shift: float, advantage: float) -> None:
     logprob = torch.tensor([-1.0 + shift], requires_grad=True)
     old = torch.tensor([-1.0])
-    loss = policy_loss(logprob, old, old, torch.tensor([advantage]), **CLIP)
+    loss = loss_of(logprob, old, old, torch.tensor([advantage]))
     loss.loss.backward()
     ratio = math.exp(float((logprob.detach() - old)[0]))
     clipped = ratio > 1.28 if advantage > 0 else ratio < 0.8
@@ -218,7 +232,7 @@ def test_clipping_stops_the_gradient_only_where_it_would_go_further(shift: float
 def test_importance_correction_is_capped() -> None:
     old = torch.tensor([-1.0, -1.0])
     sampler = torch.tensor([-1.0 - math.log(1.5), -1.0 - math.log(9.0)])
-    loss = policy_loss(old.clone().requires_grad_(), old, sampler, torch.ones(2), **CLIP)
+    loss = loss_of(old.clone().requires_grad_(), old, sampler, torch.ones(2))
     assert float(loss.loss.detach()) == pytest.approx(-(1.5 + 2.0))
 
 
