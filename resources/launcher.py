@@ -117,8 +117,8 @@ def local_refusal(nodes: int, gpus: int) -> str | None:
         return f"trainer.launcher.nodes={nodes}: the local launcher uses one machine; set it to 1"
     if gpus:
         return (
-            f"trainer.launcher.gpus={gpus}: the trainer computes on the CPU only, and further processes would repeat"
-            " its work; set it to 0"
+            f"trainer.launcher.gpus={gpus}: the trainer computes on the CPU only; set it to 0 and, for more processes,"
+            " raise trainer.launcher.ranks"
         )
     return None
 

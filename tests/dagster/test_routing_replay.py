@@ -1,4 +1,4 @@
-"""Two iterations of the tiny experiment that record and replay the sampler's routing."""
+"""Two iterations of the tiny experiment that record and replay the sampler's routing, trained by two ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from resources.experiment import load_experiment
 from resources.refs import require_ref
 
 TINY = Path(__file__).parent / "tiny.yaml"
-SWITCHES = ["rollouts.record_routing=true", "trainer.routing_replay=true", "base.model.experts=4"]
+SWITCHES = ["rollouts.record_routing=true", "trainer.routing_replay=true", "base.model.experts=4", "trainer.launcher.ranks=2"]
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +51,9 @@ def test_routing_goes_from_the_sampler_to_the_trainers_metrics(replayed: World) 
 def test_evaluations_record_no_routing(replayed: World) -> None:
     for run in list_artifacts(replayed.store, "evaluation_run"):
         assert run.table("sequences.parquet").schema.names == SEQUENCES.names
+
+
+def test_two_ranks_trained_base_and_checkpoint(replayed: World) -> None:
+    for asset, iteration in (("base_policy", None), ("checkpoint", "0000"), ("checkpoint", "0001")):
+        ref = require_ref(replayed.store, replayed.experiment.name, asset, iteration)
+        assert open_artifact(replayed.store, ref).manifest.config["numerics"]["ranks"] == 2

@@ -13,12 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_world import World
+from safetensors.torch import load_file
+from test_trainer_rl import own_dataset
+from trainer_world import QUICKSTART, World
 
 from contracts.artifacts import ArtifactRef, find_artifact, open_artifact
-from trainer.config import SftJob
+from trainer.config import RlJob, SftJob
 from trainer.lifetime import MEETING_VARIABLE
 from trainer.ranks import Ranks
+from trainer.run import run_job
 
 LONG = {"max_steps": 4000, "evaluate_every": 5, "snapshot_every": 5, "expected_solve": 1.0}
 
@@ -27,7 +30,7 @@ def job_of(world: World, name: str, ranks: int, timeout_s: float = 45.0, **confi
     return world.sft_job(name, **config).model_copy(update={"ranks": ranks, "rank_timeout_s": timeout_s})
 
 
-def start(job: SftJob) -> subprocess.Popen[str]:
+def start(job: SftJob | RlJob) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "trainer", "--job", job.model_dump_json()],
         stdout=subprocess.PIPE,
@@ -164,3 +167,34 @@ def test_another_number_of_processes_than_the_jobs_ranks_is_refused(world: World
 def test_shares_are_disjoint_and_complete(count: int) -> None:
     shares = [Ranks(rank, count).share(range(10)) for rank in range(count)]
     assert sorted(item for share in shares for item in share) == list(range(10))
+
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "grpo": {"algorithm": QUICKSTART, "router_balance": 0.1},
+    "gspo": {"algorithm": {"kind": "gspo"}, "corrections": {"veto": 1e-6}},
+    "ppo": {"algorithm": {"kind": "ppo"}},
+}
+
+
+@pytest.mark.parametrize("kind", ALGORITHMS)
+def test_the_gradient_of_a_policy_step_is_the_same_on_any_number_of_ranks(world: World, kind: str) -> None:
+    base = run_job(world.sft_job("ranks-base", max_steps=40))
+    assert base is not None
+    dataset = own_dataset(world, base)
+    still = {"learning_rate": 0.0, "optimizer_steps": 1, "max_gradient_norm": 1e9, "microbatch_tokens": 64}
+    moments: dict[int, dict[str, torch.Tensor]] = {}
+    for count in (1, 2, 4):
+        config = still | ALGORITHMS[kind]
+        job = world.rl_job(f"{kind}-{count}", dataset, base.checkpoint, base.trainer_state, **config)
+        agent = start(job.model_copy(update={"ranks": count}))
+        out, err = agent.communicate(timeout=120)
+        assert agent.returncode == 0, err
+        state = open_artifact(world.store, ArtifactRef(**json.loads(out.splitlines()[-1])["trainer_state"]))
+        tensors = load_file(state.path("state.safetensors"))
+        moments[count] = {name: each for name, each in tensors.items() if "exp_avg." in name}
+    assert any(name.startswith("critic.") for name in moments[1]) == (kind == "ppo")
+    whole = torch.cat([each.reshape(-1) for each in moments[1].values()])
+    assert float(whole.norm()) > 0
+    for count in (2, 4):
+        shared = torch.cat([moments[count][name].reshape(-1) for name in moments[1]])
+        assert float((shared - whole).norm() / whole.norm()) < 1e-5
