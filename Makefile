@@ -13,7 +13,7 @@ PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 ZIG = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt ziglang
 export DAGSTER_DISABLE_TELEMETRY := 1
 
-.PHONY: help install demo test test-slow test-escape test-redteam test-browser test-vllm test-peers test-gpu fuzz-frames lint types format proto ui bench clean
+.PHONY: help install demo test test-slow test-escape test-redteam test-browser test-vllm test-large test-peers test-gpu fuzz-frames lint types format proto ui bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -42,6 +42,9 @@ test: lint $(NATIVE)  ## lint, types, import rules and the whole default suite
 test-slow: $(NATIVE)  ## minutes-long suites: end to end, the web server, kill and resume, a build without a C compiler
 	$(ZIG)
 	$(BIN)/pytest $(PARALLEL) -m slow
+
+test-large: $(NATIVE)  ## a checkpoint of 3 GB in bounded memory; takes 12 GB of memory and of disk
+	$(BIN)/pytest -s -m large
 
 test-escape: $(NATIVE)  ## attacks on sandboxes, on every backend that starts here; WITHOUT="gvisor qemu" leaves these out
 	$(BIN)/pytest -m escape tests/escape -k "$(patsubst %,not % and,$(WITHOUT)) escape"

@@ -15,8 +15,15 @@ from contracts.routing import decode_routes
 from resources.experiment import load_experiment
 from resources.refs import require_ref
 
+pytestmark = pytest.mark.slow
+
 TINY = Path(__file__).parent / "tiny.yaml"
-SWITCHES = ["rollouts.record_routing=true", "trainer.routing_replay=true", "base.model.experts=4", "trainer.launcher.ranks=2"]
+SWITCHES = [
+    "rollouts.record_routing=true",
+    "trainer.routing_replay=true",
+    "base.model.experts=4",
+    "trainer.launcher.ranks=2",
+]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).with_name("large_checkpoint.py")
 MB = 10**6
 
 
-@pytest.mark.slow
+@pytest.mark.large
 @pytest.mark.timeout(3600)
 def test_3_gb_in_parts_of_512_mb_take_the_memory_of_one_part(tmp_path: Path) -> None:
     def run(step: str) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def test_3_gb_in_parts_of_512_mb_take_the_memory_of_one_part(tmp_path: Path) -> 
 
     written = run("write")
     assert written["bytes"] > 3000 * MB and written["parts"] >= 6 and written["largest"] <= 512 * MB
-    bound = written["largest"] + 64 * MB
+    bound = written["largest"] + 100 * MB
     assert written["peak"] <= bound
     assert run("verify")["peak"] <= 100 * MB, "files are hashed as streams, headers are read alone"
     loaded = run("engine")
