@@ -99,6 +99,7 @@ def test_two_ranks_publish_one_result_and_a_repeated_job_reads_it(world: World) 
     assert json.loads(again.communicate(timeout=120)[0].splitlines()[-1])["checkpoint"] == checkpoint
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_job_with_its_name_and_the_next_run_gives_the_undisturbed_result(world: World) -> None:
     config = LONG | {"max_steps": 60}
     undisturbed = start(job_of(world, "undisturbed", 2, **config))
@@ -117,6 +118,7 @@ def test_a_killed_rank_ends_the_job_with_its_name_and_the_next_run_gives_the_und
     assert json.loads(resumed.communicate(timeout=120)[0].splitlines()[-1])["checkpoint"]["digest"] == digest
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_job(world: World) -> None:
     agent = start(job_of(world, "hung", 2, timeout_s=3.0, **LONG))
     pids = await_training(agent)
@@ -127,6 +129,7 @@ def test_a_rank_that_hangs_ends_the_job(world: World) -> None:
     assert all(ended(pid) for pid in pids.values())
 
 
+@pytest.mark.slow
 def test_ranks_end_with_a_killed_agent(world: World) -> None:
     agent = start(job_of(world, "orphans", 2, timeout_s=10.0, **LONG))
     pids = await_training(agent)
