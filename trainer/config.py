@@ -209,7 +209,7 @@ class RlConfig(Settings):
 
     @model_serializer(mode="wrap")
     def _leave_out_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """The fields, `routing_replay` only where set: action keys of work that does not use it stay."""
+        """Dump the fields. `routing_replay` is left out if false, so that action keys stay as they are without it."""
         values: dict[str, Any] = dump(self)
         if not self.routing_replay:
             values.pop("routing_replay", None)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,25 +40,19 @@ class Ranks:
     def add(self, *tensors: Tensor) -> None:
         """Replace each tensor, in place, by its sum over all ranks. Raises RanksLost."""
         for tensor in tensors:
-            self._reduce(tensor, dist.ReduceOp.SUM)
+            self._sum(tensor)
 
     def total(self, *values: float) -> list[float]:
         """Sum over all ranks of each value, in float64. Raises RanksLost."""
         sums = torch.tensor(values, dtype=torch.float64)
-        self._reduce(sums, dist.ReduceOp.SUM)
+        self._sum(sums)
         return [float(each) for each in sums]
 
-    def largest(self, value: float) -> float:
-        """Maximum over all ranks. Raises RanksLost."""
-        found = torch.tensor(value, dtype=torch.float64)
-        self._reduce(found, dist.ReduceOp.MAX)
-        return float(found)
-
-    def _reduce(self, tensor: Tensor, operation: Any) -> None:
+    def _sum(self, tensor: Tensor) -> None:
         if self.count == 1:
             return
         try:
-            dist.all_reduce(tensor, operation)
+            dist.all_reduce(tensor)
         except RuntimeError as error:  # gloo has no error class of its own
             raise RanksLost(self.rank, self.count, str(error).splitlines()[0]) from None
 

@@ -133,7 +133,7 @@ class _Run:
         rows = self._ranks.share(every)
         scored = sum(len(train[index].scored) for index in every)
         self._parameters.clear_gradients()
-        loss, entropy = self._backward(train, rows, scored) if rows else (0.0, 0.0)
+        loss, entropy = self._backward(train, rows, scored)
         self._ranks.add(*(buffer.gradient for buffer in self._parameters.buffers))
         norm = self._parameters.clip_gradients(config.max_gradient_norm)
         if not torch.isfinite(norm):

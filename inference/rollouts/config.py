@@ -63,7 +63,7 @@ class RolloutConfig(BaseModel):
 
     @model_serializer(mode="wrap")
     def _leave_out_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """The fields, later ones only where set: action keys of work that does not use them stay."""
+        """Dump the fields. Newer ones are left out if unset, so that action keys stay as they are without them."""
         values: dict[str, Any] = dump(self)
         for name in ("tool_prompt", "record_routing"):
             if not getattr(self, name):
