@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.needs import SUITES, report
 from tests.triton_interpreter import InterpretedTriton
 
 _ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
@@ -22,3 +23,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # `make test-gpu` compiles kernels instead
     if config.getoption("markexpr") != "gpu" and "triton" not in sys.modules:
         sys.meta_path.insert(0, InterpretedTriton())
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Name the programs that are missing before the first test. A header (`pytest_report_header`) is silent with -q."""
+    config = session.config
+    if hasattr(config, "workerinput"):
+        return
+    marker = config.getoption("markexpr")
+    for line in report(marker if marker in SUITES else "test"):
+        config.get_terminal_writer().line(line)

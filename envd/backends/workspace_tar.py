@@ -50,7 +50,7 @@ async def save_workspace(guest: GuestLink, into: Path, disk_mb: int) -> tuple[st
                     allowed += await _let_on(guest, process)
                 chunk = await guest.output(process, 1, written, wait_s=30.0)
                 if chunk.start != written:
-                    raise EnvdError("the workspace can't be saved: its tar was cut; take the snapshot again")
+                    raise EnvdError("the workspace can't be saved: its archive is truncated; take the snapshot again")
                 await asyncio.to_thread(file.write, chunk.data)
                 written += len(chunk.data)
                 if written > bound:

@@ -184,7 +184,7 @@ class Channel(asyncio.Protocol):
         if self._reason is not None:
             raise SandboxGone(self._reason)
         if len(self._asks) >= _MAX_OUTSTANDING:
-            raise OSError(11, f"the sandbox has {_MAX_OUTSTANDING} asks outstanding: wait for their answers")
+            raise OSError(11, f"the sandbox has {_MAX_OUTSTANDING} outstanding requests: wait for their replies")
         identity = identity or self._fresh_id()
         due = self._loop.time() + wait_s + self._patience_s
         waiting = Waiting(self._loop.create_future(), bound + _SMALL, due, parts)
@@ -304,9 +304,9 @@ class Channel(asyncio.Protocol):
                 raise ProtocolError(f"a frame of {length} bytes")
             waiting = self._asks.get(identity)
             if waiting is None:
-                raise ProtocolError("an answer to nothing that was asked")
+                raise ProtocolError("a reply without a request")
             if length > waiting.bound:
-                raise ProtocolError("an answer larger than what was asked for")
+                raise ProtocolError("a reply larger than requested")
             if end > size:
                 self._wanted = end - at
                 break
@@ -331,7 +331,7 @@ class Channel(asyncio.Protocol):
                 fail(waiting, error)
         elif kind == _PART and waiting.queue is not None:
             if len(body) > waiting.bound:
-                raise ProtocolError("a part larger than parts may be")
+                raise ProtocolError("a part exceeds the maximum size")
             if len(waiting.queue) < _MAX_QUEUED:
                 waiting.queue.append(body)
             else:
@@ -342,4 +342,4 @@ class Channel(asyncio.Protocol):
             if waiting.parts is not None and not future.done():
                 waiting.parts.append(body)
         else:
-            raise ProtocolError(f"kind {kind} answers nothing that was asked")
+            raise ProtocolError(f"a reply of kind {kind} matches no request")

@@ -43,5 +43,5 @@ class Escape:
         if data.endswith(_LITERAL):
             data, self._left = data[:-1], _LITERAL
         if data.count(_LITERAL) != data.count(_STUFFED):
-            raise ProtocolError("a byte 255 that is not escaped")
+            raise ProtocolError("byte 255 is not escaped")
         return data.replace(_STUFFED, _LITERAL)

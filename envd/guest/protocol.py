@@ -192,7 +192,7 @@ class Writer:
         body = self.body()
         size = len(body) + HEAD.size - 4
         if size > MAX_FRAME:
-            raise ProtocolError(f"a frame of {size} bytes is beyond {MAX_FRAME}")
+            raise ProtocolError(f"a frame of {size} bytes exceeds {MAX_FRAME}")
         return HEAD.pack(size, identity, kind) + body
 
 

@@ -157,7 +157,7 @@ def entry_and_data(body: bytes, at_most: int) -> tuple[Entry, bytes]:
         raise ProtocolError("a frame ends within a field")
     (size,) = _LENGTH.unpack_from(body, at)
     if size > at_most or at + 4 + size != len(body):
-        raise ProtocolError("data of another size than was asked for")
+        raise ProtocolError("the size of the data differs from the requested size")
     return entry, body[at + 4 :]
 
 
@@ -165,13 +165,13 @@ def shell_results(body: bytes, count: int, limit: int) -> list[ShellResult]:
     """The results of `count` commands with output of up to `limit` bytes each."""
     reader = Reader(body)
     if reader.u32() != count:
-        raise ProtocolError("another number of results than of commands")
+        raise ProtocolError("the number of results differs from the number of commands")
     found = []
     for _ in range(count):
         code, flags, true_bytes = reader.i32(), reader.u8(), reader.u64()
         head, tail = reader.data(), reader.data()
         if len(head) + len(tail) != min(true_bytes, limit // 2 * 2) and not (true_bytes == len(head) <= limit):
-            raise ProtocolError("output of another size than its command's limit and true size give")
+            raise ProtocolError("the size of the output contradicts its command's limit and reported size")
         found.append(ShellResult(code & 0xFF, bool(flags & 1), bool(flags & 2), true_bytes, head, tail))
     reader.end()
     return found
@@ -210,7 +210,7 @@ def output_chunk(body: bytes, at_most: int) -> OutputChunk:
     start, total, ended, data = reader.u64(), reader.u64(), reader.u8(), reader.data()
     reader.end()
     if len(data) > at_most or start + len(data) > total:
-        raise ProtocolError("output beyond what was asked for or written")
+        raise ProtocolError("more output than requested or written")
     return OutputChunk(start, total, bool(ended), data)
 
 

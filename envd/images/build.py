@@ -82,7 +82,7 @@ def build(out: Path, packages: Sequence[str] = PACKAGES) -> dict[str, object]:
     """Build an image and put it in place of what is at `out`. Returns its image.json."""
     out = out.absolute()
     if out.exists() and not (out / "image.json").is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise ImageError(f"{out} holds something that is no image: name another --out")
+        raise ImageError(f"{out} holds files that are not a guest image: choose another --out")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
         draft = Path(scratch, "image")

@@ -33,7 +33,7 @@ def drivers(tree: Path) -> list[Path]:
     def add(name: str) -> None:
         path = files.get(_plain(name))
         if path is None:
-            raise ImageError(f"the kernel in {PACKAGE} has no driver {name}: it is newer than this envd knows")
+            raise ImageError(f"the kernel in {PACKAGE} lacks the driver {name}: this envd does not support it")
         found = _DEPENDS.search(path.read_bytes())
         for needed in found[1].decode().split(",") if found and found[1] else []:
             add(needed)
@@ -52,9 +52,7 @@ def extract_elf(bzimage: Path, lz4: Path, target: Path) -> None:
     whole = bzimage.read_bytes()
     start = whole.find(_LZ4_LEGACY)
     if start < 0:
-        raise ImageError(
-            f"{bzimage.name} is not compressed with LZ4: Firecracker needs its uncompressed kernel another way"
-        )
+        raise ImageError(f"{bzimage.name} is not compressed with LZ4: provide the uncompressed kernel for Firecracker")
     packed = target.with_suffix(".lz4")
     packed.write_bytes(whole[start:])
     try:

@@ -154,7 +154,7 @@ def _files(directory: Path) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     size = 0
     if not directory.is_dir():
-        raise EnvdError(f"--files {directory} is no directory")
+        raise EnvdError(f"--files {directory} is not a directory")
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory)
         if _SKIPPED.intersection(name.parts) or path.is_symlink() or not path.is_file():

@@ -50,7 +50,7 @@ static void mix_entropy(struct span seed) {
     pool.info.buf_size = (int)size;
     memcpy(pool.space + sizeof pool.info, seed.data, size);
     bool credited = config.owns_machine && ioctl(fd, RNDADDENTROPY, &pool) == 0 && ioctl(fd, RNDRESEEDCRNG) == 0;
-    if (!credited && write(fd, seed.data, size) < 0) { /* not permitted: the kernel's own entropy has to do */
+    if (!credited && write(fd, seed.data, size) < 0) { /* not permitted: then the kernel's own entropy must suffice */
     }
     close(fd);
 }
@@ -92,7 +92,7 @@ static void ask_cancel(uint32_t id, struct reader *from) {
     uint32_t cancelled = take_u32(from);
     if (!taken(from)) return;
     bool (*const places[])(uint32_t) = {poll_cancel, watch_cancel, list_cancel, job_cancel, shell_cancel, upload_cancel};
-    for (size_t i = 0; cancelled != 0 && i < sizeof places / sizeof *places; i++) /* 0: what nobody waits for any more */
+    for (size_t i = 0; cancelled != 0 && i < sizeof places / sizeof *places; i++) /* 0: the caller has stopped waiting */
         if (places[i](cancelled)) break;
     answer_ok(id);
 }

@@ -21,7 +21,7 @@ void put_entry(struct frame *frame, const char *path, const struct stat *about, 
     put_u8(frame, entry_type(about->st_mode));
     put_u32(frame, about->st_mode & 07777);
     put_u64(frame, (uint64_t)about->st_size);
-    put_u64(frame, (uint64_t)about->st_mtim.tv_sec * 1000000000 + (uint64_t)about->st_mtim.tv_nsec); /* wraps where code chose a time beyond it */
+    put_u64(frame, (uint64_t)about->st_mtim.tv_sec * 1000000000 + (uint64_t)about->st_mtim.tv_nsec); /* wraps for times beyond 64 bits */
     put_string(frame, target);
 }
 
@@ -35,7 +35,7 @@ void put_link_entry(struct frame *frame, const char *path, const struct stat *ab
     put_entry(frame, path, about, target);
 }
 
-/* The answer of asks whose result is what `path` now is (the link itself where it is one). */
+/* Reply of the requests whose result is the state of `path` (of the link itself, for a link). */
 void answer_entry(uint32_t id, const char *path) {
     int fd = open_in_root(path, O_PATH | O_NOFOLLOW, 0);
     struct stat about;

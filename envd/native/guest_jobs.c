@@ -18,7 +18,7 @@
 
 static struct job {
     pid_t pid;   /* 0: free */
-    uint32_t id; /* 0: nobody waits for it any more */
+    uint32_t id; /* 0: its caller has stopped waiting */
     char *entry; /* whose entry is the answer */
 } jobs[MAX_JOBS];
 
@@ -63,7 +63,7 @@ bool job_cancel(uint32_t id) {
     return false;
 }
 
-/* They end what they do: half a removed tree is of no use to anybody. */
+/* Jobs run to their end: a half-removed tree is useless. */
 void jobs_forget(void) {
     for (struct job *job = jobs; job < jobs + MAX_JOBS; job++) job->id = 0;
 }
@@ -94,7 +94,7 @@ static bool is_dots(const char *name) {
     return strcmp(name, ".") == 0 || strcmp(name, "..") == 0;
 }
 
-/* A tree may be deeper than there are descriptors: what lies too deep is moved up to the top, which is read until it is empty. */
+/* A tree may be deeper than there are descriptors: deeper directories are moved to the top, which is read until it is empty. */
 static int remove_at(int parent, const char *name, int top, int depth) {
     static unsigned moved;
     if (unlinkat(parent, name, 0) == 0 || errno == ENOENT) return 0;

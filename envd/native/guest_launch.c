@@ -38,7 +38,7 @@ static int execute(const struct launch *what) {
             file[size] = '/';
             strcpy(file + size + (size > 0), name);
             execve(file, what->argv, what->env);
-            if (errno == EACCES) code = EACCES; /* remembered, as execvp does: another directory may hold it */
+            if (errno == EACCES) code = EACCES; /* remembered, as execvp does: another directory may have the program */
             else if (errno != ENOENT && errno != ENOTDIR) return errno;
         }
         at += size;

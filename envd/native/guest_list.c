@@ -16,7 +16,7 @@
 
 struct level {
     int fd;           /* -1: closed meanwhile */
-    char *names;      /* behind one another, each ended by a zero byte */
+    char *names;      /* concatenated, each ended by a zero byte */
     uint32_t *order;  /* where they start, sorted by name */
     size_t count, at;
     size_t prefix;    /* length of the directory's path and its slash */
@@ -216,7 +216,7 @@ bool lists_busy(void) { return listings != NULL; }
 
 void lists_step(void) {
     if (listings == NULL || stream_full()) return;
-    struct listing *listing = listings; /* they take turns */
+    struct listing *listing = listings; /* served round-robin */
     if (listing->next != NULL) {
         listings = listing->next;
         struct listing **end = &listings;

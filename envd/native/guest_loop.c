@@ -53,7 +53,7 @@ static void reap(struct source *source, uint32_t events) {
     pid_t pid;
     while ((pid = waitpid(-1, &status, WNOHANG)) > 0) {
         if (shell_reaped(pid, status) || process_reaped(pid)) continue;
-        job_reaped(pid, status); /* all others are orphans of what was started here */
+        job_reaped(pid, status); /* all others are orphaned descendants */
     }
 }
 

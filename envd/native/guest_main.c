@@ -63,7 +63,7 @@ static bool prepare(void) {
     prctl(PR_SET_NAME, "envd-guest");
     if (!config.is_init) prctl(PR_SET_CHILD_SUBREAPER, 1);
 #ifdef __GLIBC__
-    mallopt(M_TRIM_THRESHOLD, HEAP_KEPT); /* an idle agent holds next to nothing: thousands run on one machine */
+    mallopt(M_TRIM_THRESHOLD, HEAP_KEPT); /* an idle agent needs little memory: thousands run on one machine */
     mallopt(M_TOP_PAD, 4096);
     mallopt(M_MMAP_THRESHOLD, 64 * 1024);
 #endif

@@ -76,7 +76,7 @@ void output_free(struct output *output) {
     free(output);
 }
 
-/* Rings are mapped one by one and not inherited: a forked supervisor must not keep copies of them. */
+/* Rings are mapped separately and not inherited, so that a forked supervisor keeps no copies. */
 static uint8_t *ring_map(size_t size) {
     void *data = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (data == MAP_FAILED) return NULL;

@@ -47,7 +47,7 @@ struct walk {
     int levels[MAX_LEVELS];
     int depth;
     int links;
-    char left[2 * MAX_PATH]; /* what is still to be resolved */
+    char left[2 * MAX_PATH]; /* not resolved yet */
 };
 
 static int walk_into(struct walk *walk, const char *name, size_t size) {

@@ -1,4 +1,4 @@
-/* OUTPUT and WAIT: asks that wait, for a bounded time, for what a process does. */
+/* OUTPUT and WAIT: requests that wait for a process's output or end, for a bounded time. */
 #include <errno.h>
 #include <stdlib.h>
 

@@ -14,7 +14,7 @@
 #define MAX_ENDED 32 /* of which so many are remembered when they have ended, with their output */
 #define MAX_RING (16u * 1024 * 1024)
 #define MIN_RING 4096u
-#define END_OF_INPUT 4 /* what a terminal takes for it: Ctrl-D */
+#define END_OF_INPUT 4 /* Ctrl-D, which a terminal reads as end of input */
 
 static struct process *processes; /* in the order of their start */
 static size_t process_count;

@@ -15,7 +15,7 @@
 
 struct shell_ask {
     struct shell_ask *next;
-    uint32_t id; /* 0: nobody waits for it any more */
+    uint32_t id; /* 0: its caller has stopped waiting */
     uint32_t limit, count;
     int64_t started;
     size_t size;

@@ -71,7 +71,7 @@ static int open_directory(struct span path) {
     return code < 0 ? code : open_in_root(name, O_PATH | O_DIRECTORY, 0);
 }
 
-/* Fails with nothing left open. */
+/* On failure, all descriptors are closed. */
 static int fork_supervisor(struct process *process, struct launch *what) {
     int both[2], code;
     /* Sockets, which what runs below it can't open a second time through /proc/PID/fd; each report is one message. */

@@ -36,7 +36,7 @@ static struct {
     size_t body_size, body_have;
 } partial;
 
-static bool skipping;      /* escaped: everything but a reset */
+static bool skipping;      /* after an escape: discard everything up to a reset */
 static struct unescaper unescaper;
 
 static void readable(struct source *source, uint32_t events);
@@ -76,7 +76,7 @@ static void connection_lost(void) {
     } else if (config.stays) {
         skipping = true;
         retry_at = now_ms() + RETRY_MS;
-        source_remove(&input); /* epoll reports a hung-up line for ever */
+        source_remove(&input); /* epoll reports a hung-up descriptor forever */
     } else {
         loop_end(0);
     }

@@ -115,7 +115,7 @@ void network_prepare(void)
     while (pid > 0 && waitpid(pid, NULL, 0) < 0 && errno == EINTR)
         ;
     fresh = shared;
-    mprotect(fresh, COUNTS, PROT_READ); /* sandboxes' processes 1 share it, and could else write to it */
+    mprotect(fresh, COUNTS, PROT_READ); /* shared with the first process of each sandbox, which must not write to it */
 }
 
 int network_join(int before)

@@ -70,7 +70,7 @@ static const char *mount_own(const struct request *wanted)
     return NULL;
 }
 
-/* The spawner's own root stays below, where nothing leads to without a capability. */
+/* The spawner's own root stays mounted below; reaching it needs a capability. */
 static int enter(void)
 {
     int view = open(HIDDEN_VIEW, O_PATH | O_DIRECTORY | O_CLOEXEC);

@@ -14,7 +14,7 @@
 
 #include "spawn.h"
 
-#define LOWEST 0x30000000u    /* these own nothing on the host */
+#define LOWEST 0x30000000u    /* user ids that own no files on the host */
 #define SERVERS 16384u        /* of that many servers at a time each has numbers of its own */
 
 static int write_file(const char *path, const char *text)

@@ -36,7 +36,7 @@ int limit_resources(const struct settings *settings, const struct request *wante
     const struct groups *groups = &settings->groups;
     if (limit(RLIMIT_CORE, 0) < 0 || limit(RLIMIT_NOFILE, wanted->open_files) < 0 || limit(RLIMIT_FSIZE, wanted->disk_bytes) < 0)
         return -1;
-    if (limit(RLIMIT_RTPRIO, 0) < 0 || limit(RLIMIT_NICE, 0) < 0) /* whatever the server itself may take of the processors */
+    if (limit(RLIMIT_RTPRIO, 0) < 0 || limit(RLIMIT_NICE, 0) < 0) /* also if the server may use real-time or negative nice values */
         return -1;
     if (groups->pids < 0 && !groups->unified_limits && limit(RLIMIT_NPROC, wanted->pids) < 0)
         return -1;

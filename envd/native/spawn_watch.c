@@ -69,7 +69,7 @@ static bool answer(int control, struct watched *watched, uint32_t events)
     struct refusal refusal = refusal_of(&asked.data);
     if (refusal.socket >= 0 && (refusal.error = give_routing(watched, &asked, refusal.socket)) == 0)
         return true;
-    tell(control, watched, refusal.name); /* first: whoever sees what the call led to finds the event there */
+    tell(control, watched, refusal.name); /* first: the event must exist before the call's effect is visible */
     struct seccomp_notif_resp answered = {.id = asked.id, .error = -refusal.error};
     if (refusal.error == 0)
         answered.flags = SECCOMP_USER_NOTIF_FLAG_CONTINUE; /* the kernel refuses it itself: whatever changes meanwhile, nothing is granted here */

@@ -84,7 +84,7 @@ def _spec(number: int, digest: str, run_dir: Path, limits: Limits) -> BoxSpec:
 
 def _files(directory: Path) -> dict[str, bytes]:
     if not directory.is_dir():
-        raise TriplaneError(f"--template {directory} is no directory")
+        raise TriplaneError(f"--template {directory} is not a directory")
     return {
         str(path.relative_to(directory)): path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()
     }

@@ -270,7 +270,7 @@ async def freeze(where: Mapping[str, Path], frozen: bool) -> None:
         while _field(group, "cgroup.events", "frozen") != frozen:
             if time.monotonic() > deadline:
                 raise EnvdError(
-                    f"the sandbox does not stand still within {_FREEZE_S:g} s: a process hangs in the kernel"
+                    f"the sandbox could not be frozen within {_FREEZE_S:g} s: a process hangs in the kernel"
                 )
             await asyncio.sleep(0.001)
     except OSError as error:

@@ -28,7 +28,7 @@ def prepare_filter() -> bytes:
     """
     program = spawner_binary()
     if program is None:
-        raise OSError("there is no filter of system calls without envd-spawn: run `python -m envd.native.build`")
+        raise OSError("the system call filter needs envd-spawn: run `python -m envd.native.build`")
     return subprocess.run([program, "--print-filter"], stdout=subprocess.PIPE, check=True, timeout=30).stdout
 
 

@@ -39,7 +39,7 @@ def lengths(head: bytes) -> tuple[int, int]:
     """Header and blob lengths of a frame. Raises ValueError for a frame beyond the bounds."""
     header, blob = HEAD.unpack(head)
     if header > MAX_HEADER or blob > MAX_BLOB:
-        raise ValueError(f"frame of {header} + {blob} bytes is beyond the bounds")
+        raise ValueError(f"frame of {header} + {blob} bytes exceeds the maximum size")
     return header, blob
 
 

@@ -98,6 +98,6 @@ class Endpoint:
             raise EnvdError(f"the embeddings endpoint {self._url} failed: {type(error).__name__}: {error}") from error
         if len(vectors) != len(texts) or len({len(vector) for vector in vectors}) != 1:
             raise EnvdError(
-                f"the embeddings endpoint {self._url} answered {len(vectors)} vectors for {len(texts)} texts"
+                f"the embeddings endpoint {self._url} returned {len(vectors)} vectors for {len(texts)} texts"
             )
         return vectors

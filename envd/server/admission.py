@@ -140,7 +140,10 @@ def check_env(env: Mapping[str, str]) -> None:
         raise EnvdError(f"the environment is larger than {_MAX_ENV_BYTES} characters: write a file instead")
     for key, value in env.items():
         if not key or "=" in key or "\0" in key + value:
-            raise EnvdError(f"environment variable {key[:40]!r} can't be set: names hold no '=' and nothing a null")
+            raise EnvdError(
+                f"environment variable {key[:40]!r} can't be set: a name must not contain '=', and neither name nor"
+                " value a null character"
+            )
 
 
 def _check_labels(labels: Mapping[str, str]) -> None:

@@ -65,7 +65,7 @@ async def _auto(run_dir: Path, pool: int) -> list[Backend]:
             return [await _start(name, run_dir, pool)]
         except BackendUnavailable as error:
             refusals.append(f"{name}: {error}")
-    raise BackendUnavailable(f"no backend that isolates starts here ({'; '.join(refusals)}). {_FIX}")
+    raise BackendUnavailable(f"no backend with isolation starts on this machine ({'; '.join(refusals)}). {_FIX}")
 
 
 async def _named(name: str, run_dir: Path, pool: int) -> Backend:
@@ -79,12 +79,12 @@ async def _named(name: str, run_dir: Path, pool: int) -> Backend:
 
 async def _start(name: str, run_dir: Path, pool: int) -> Backend:
     if name not in BACKENDS:
-        raise BackendUnavailable(f"no backend {name!r}: choose of {', '.join(BACKENDS)}, or auto")
+        raise BackendUnavailable(f"unknown backend {name!r}: choose from {', '.join(BACKENDS)}, or auto")
     try:
         start = importlib.import_module(f"envd.backends.{name}.backend").start
     except ImportError as error:
         raise BackendUnavailable(
-            f"the {name} backend needs a package that is not here ({error}): install it"
+            f"the {name} backend needs a package that is not installed ({error}): install it"
         ) from error
     options = {"pool": pool} if "pool" in inspect.signature(start).parameters else {}
     return cast(Backend, await start(run_dir, **options))

@@ -96,16 +96,16 @@ async def read_request(inside: Stream, machine: h11.Connection) -> tuple[h11.Req
         async with asyncio.timeout(HEAD_S):
             event = await _next(inside, machine)
     except TimeoutError as error:
-        raise BadRequest(f"the request's head did not come within {HEAD_S:g} s", 408) from error
+        raise BadRequest(f"the request's header did not arrive within {HEAD_S:g} s", 408) from error
     except h11.RemoteProtocolError as error:
-        raise BadRequest(f"this is no HTTP/1.1 request: {error}") from error
+        raise BadRequest(f"not an HTTP/1.1 request: {error}") from error
     if not isinstance(event, h11.Request):
-        raise ConnectionResetError("it said nothing")
+        raise ConnectionResetError("the client sent nothing")
     names = [key for key, _ in event.headers]
     framed = names.count(b"transfer-encoding") + names.count(b"content-length")
     target = Target.of(event.method, event.target)
     if framed > 1 or (target.tunnel and framed) or (b"transfer-encoding" in names and event.http_version != b"1.1"):
-        raise BadRequest("the request's length is told in more than one way: send one of Content-Length and chunks")
+        raise BadRequest("the request gives its length in more than one way: send either Content-Length or chunks")
     return event, target
 
 
@@ -129,7 +129,7 @@ class Exchange:
                 await self._outside.write(head or b"")
                 whole = await self._both_ways(bound)
         except h11.LocalProtocolError as error:
-            raise BadRequest(f"the request can't be passed on: {error}") from error
+            raise BadRequest(f"the request can't be forwarded: {error}") from error
         except h11.RemoteProtocolError as error:
             raise BadRequest(f"{target.host} does not answer in HTTP/1.1: {error}", 502, told=False) from error
         surplus = self._server.trailing_data[0] if whole else b""
@@ -162,7 +162,7 @@ class Exchange:
                     await self._outside.write(self._client.send(h11.EndOfMessage()) or b"")
                     return
                 else:
-                    raise ConnectionResetError("it went in the middle of its request")
+                    raise ConnectionResetError("the client disconnected in the middle of its request")
         except h11.RemoteProtocolError as error:
             self._outside.abort()
             raise BadRequest(f"the request's body is malformed: {error}") from error

@@ -63,7 +63,7 @@ async def _ask(guest: GuestLink, name: str, sent: bytes, request: bytes, timeout
     if reply is None:
         said = (await _output(guest, process, 2)).decode(errors="replace").strip().splitlines()
         raise SandboxGone(
-            f"the verifier in a {name} sandbox ended without a verdict: {said[-1][:300] if said else 'it said nothing'}"
+            f"the verifier in a {name} sandbox ended without a verdict: {said[-1][:300] if said else 'no output'}"
         )
     if "failed" in reply:
         raise SandboxGone(f"the verifier in a {name} sandbox failed: {reply['failed']}")

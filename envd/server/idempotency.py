@@ -57,12 +57,12 @@ class Answers:
         said = _digest(request)
         kept = self._kept.get(key) or self._begin(key, said, work)
         if kept.request != said:
-            raise IdempotencyError(f"idempotency key {key!r} was used for another request: take a new key")
+            raise IdempotencyError(f"idempotency key {key!r} was used for another request: use a new key")
         if kept.task is not None:
             return await asyncio.shield(kept.task)
         if kept.reply is None:
             words = f"its answer of {kept.size} bytes was too large to be kept: ask for the state it left"
-            raise IdempotencyError(f"the call with idempotency key {key!r} was done, but {words}")
+            raise IdempotencyError(f"the call with idempotency key {key!r} has run, but {words}")
         return kept.reply
 
     def _begin(self, key: str, said: bytes, work: Callable[[], Awaitable[Any]]) -> _Kept:

@@ -45,7 +45,7 @@ class Listening:
         """Raise EnvdError for an invalid address or combination of options."""
         if not _is_address(self.address):
             raise EnvdError(
-                f"--listen {self.address!r} is no address: write unix:/path or host:port, as 127.0.0.1:7070"
+                f"--listen {self.address!r} is not an address: write unix:/path or host:port, as 127.0.0.1:7070"
             )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise EnvdError("--tls-cert and --tls-key belong together: give both")
@@ -54,7 +54,7 @@ class Listening:
         if not (self.insecure or is_local(self.address) or self.tls_cert is not None):
             raise EnvdError(
                 f"{self.address} can be reached from other machines: give --tls-cert and --tls-key, "
-                "listen on a unix socket or on 127.0.0.1, or say --insecure where the network itself keeps others out"
+                "listen on a unix socket or on 127.0.0.1, or pass --insecure if the network itself blocks other hosts"
             )
 
     def made_key(self) -> MadeKey | None:

@@ -158,5 +158,5 @@ class ToolRules(Section):
     def _known(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
         known = list(ALL_TOOLS)
         if unknown := sorted(set(names or ()) - set(known)):
-            raise ValueError(f"there is no tool {unknown[0]!r}; the tools are {', '.join(known)}")
+            raise ValueError(f"unknown tool {unknown[0]!r}: choose from {', '.join(known)}")
         return names

@@ -120,7 +120,7 @@ class Sandboxes:
         backend, spec, decisions = self.plan(wanted, host_name)
         if like is not None and not (_IDENTITY.fullmatch(like[0]) and like[0] not in self._live and len(like[1]) >= 16):
             raise EnvdError(
-                f"sandbox id {like[0][:40]!r} can't be taken over: it is here already, or is not one of ours"
+                f"sandbox id {like[0][:40]!r} can't be kept: it exists on this server, or no envd server issued it"
             )
         box, claim = await self._claimed(spec, lambda: backend.restore(state, spec))
         lost = () if backend.features.keeps_processes else ("processes",)

@@ -283,7 +283,7 @@ async def _run_directory(state_dir: Path | None) -> AsyncIterator[Path]:
         for name in ("templates", "boxes"):
             (run_dir / name).mkdir()
     except OSError as error:
-        raise EnvdError(f"the server has no place for its files: {describe(error)}") from error
+        raise EnvdError(f"the server can't create its directory: {describe(error)}") from error
     try:
         yield run_dir
     finally:

@@ -86,7 +86,7 @@ class Snapshots:
         """Header and state directory of a snapshot. Raises EnvdError if it does not exist or is damaged."""
         where = self._directory / identity
         if not _IDENTITY.fullmatch(identity) or not (where / _STATE).is_dir():
-            raise EnvdError(f"no snapshot {identity[:40]!r} on this server: it was deleted, or is another server's")
+            raise EnvdError(f"no snapshot {identity[:40]!r} on this server: deleted, or of another server")
         try:
             header = pb.ReceiveHeader.FromString((where / _HEADER).read_bytes())
         except (OSError, DecodeError) as error:

@@ -175,7 +175,7 @@ class Templates:
         try:
             return self._derived[digest, tuple(hidden)]
         except KeyError:
-            raise TemplateError(f"template {digest[:12]} without what the rules hide was removed: try again") from None
+            raise TemplateError(f"the copy of template {digest[:12]} without hidden files was removed: retry") from None
 
     async def settled(self) -> None:
         """Wait until no template is being stored."""

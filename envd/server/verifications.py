@@ -75,7 +75,7 @@ class Verifications:
                 async with asyncio.timeout(patience_s):
                     await self._slots.acquire()
             except TimeoutError as error:
-                raise ServerBusy(f"no verification slot came free in {patience_s:g} s: ask again") from error
+                raise ServerBusy(f"no verification slot became free within {patience_s:g} s: retry") from error
             try:
                 if backend.name in self._zygotes:
                     reply = await self._by_zygote(backend.name, digest, limits, header, blob)

@@ -45,13 +45,13 @@ class Link:
                 reply = json.loads(body[:header_length])
             except (OSError, EOFError, ValueError, TimeoutError) as error:
                 self._end()
-                raise SandboxGone("the sandbox ended: it used up a limit, crashed or hung") from error
+                raise SandboxGone("the sandbox ended: it reached a limit, crashed or hung") from error
             except asyncio.CancelledError:
                 self._end()  # nobody reads the reply
                 raise
         if not isinstance(reply, dict):
             self._end()
-            raise SandboxGone("the sandbox answered nonsense")
+            raise SandboxGone("the sandbox sent an invalid reply")
         if "failed" in reply:
             self._end()
             raise SandboxGone(f"the sandbox failed: {reply['failed']}")
@@ -159,7 +159,7 @@ class Zygote:
         try:
             await self._send(json.dumps(request).encode(), theirs)
         except OSError as error:
-            raise SandboxStartError(f"the zygote has gone ({error}): restart envd") from error
+            raise SandboxStartError(f"the process that starts sandboxes ended ({error}): restart envd") from error
 
     def _kill(self, name: str) -> None:
         try:

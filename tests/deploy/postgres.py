@@ -17,6 +17,8 @@ from typing import Any
 
 import psycopg2
 
+from tests.needs import require
+
 PATIENCE_S = 120.0
 WITH_PARENT = ("setpriv", "--pdeathsig", "TERM")
 """Before a command: it is stopped when the tests are killed."""
@@ -77,8 +79,9 @@ def running_postgres() -> Iterator[Postgres]:
 
     PostgreSQL refuses root: for root it runs as Debian's user `postgres`.
     """
+    require("initdb")
     where = programs()
-    assert where is not None, "PostgreSQL is not installed: apt-get install postgresql"
+    assert where is not None
     folder, port = Path(tempfile.mkdtemp(prefix="triplane-postgres-")), free_port()
     (folder / "password").write_text(PASSWORD)
     if os.geteuid() == 0:

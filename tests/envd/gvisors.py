@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +17,7 @@ from envd.backends.gvisor.boxes import GVisorBackend, GVisorBox
 from envd.errors import BackendUnavailable
 from envd.sandbox import linux
 from envd.types import Limits
+from tests.needs import require
 
 T = TypeVar("T")
 FILES = {"a.txt": "first\n", "sub/b.txt": "second\n"}
@@ -26,9 +26,7 @@ COUNTER = "n=0; while true; do n=$((n+1)); echo $n >/workspace/.n; mv /workspace
 
 def require_runsc() -> None:
     """Skip where runsc is not installed; where it is, it must work."""
-    local = str(Path.home() / ".local/bin")
-    if shutil.which("runsc") is None and shutil.which("runsc", path=local) is None:
-        pytest.skip("runsc is not installed: deploy/install-runsc.sh")
+    require("runsc")
 
 
 def make_template(directory: Path, files: Mapping[str, str] = FILES) -> Path:

@@ -1,13 +1,18 @@
-"""Stands in for a Kubernetes API server and its kubelet, as far as the pods backend asks them: pods by name and label,
-network policies, runtime classes, exec over a WebSocket in the v5 or v4 protocol. A "container" is a directory; exec
-runs the real agent on it.
+"""Stand-in for a Kubernetes API server and its kubelet, with the calls of the pods backend: pods by name and label,
+network policies, runtime classes, exec over a WebSocket. A "container" is a directory; exec runs the real agent on it.
+
+Paths and objects are those of the OpenAPI document of Kubernetes 1.36 (`/api/v1`, `/apis/networking.k8s.io/v1`,
+`/apis/node.k8s.io/v1`); its typed Python client, release 36, validates the replies. `exec` speaks
+`v5.channel.k8s.io` (Kubernetes 1.30 and newer) or, as older servers do, only `v4.channel.k8s.io`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import shutil
+import ssl
 import tempfile
 import threading
 import time
@@ -98,13 +103,16 @@ class Cluster:
         image = pod["spec"]["containers"][0]["image"]
         if image == self.broken_image:
             waiting = {"reason": "ErrImagePull", "message": f"failed to pull {image}"}
-            pod["status"] = {"phase": "Pending", "containerStatuses": [{"state": {"waiting": waiting}}]}
+            pod["status"] = {"phase": "Pending", "containerStatuses": [_container(image, {"waiting": waiting})]}
         elif pod["asked"] > 1:
-            pod["status"] = {"phase": "Running", "containerStatuses": [{"state": {"running": {"startedAt": "now"}}}]}
+            running = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
+            pod["status"] = {"phase": "Running", "containerStatuses": [_container(image, running)]}
         return JSONResponse(pod)
 
     async def list(self, request: Request) -> JSONResponse:
-        return _unknown(request) or JSONResponse({"items": self._chosen(request)})
+        return _unknown(request) or JSONResponse(
+            {"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": self._chosen(request)}
+        )
 
     async def delete(self, request: Request) -> JSONResponse:
         if request.path_params["name"] not in self.pods:
@@ -190,6 +198,12 @@ class Cluster:
         shutil.rmtree(self.directory / name, ignore_errors=True)
 
 
+def _container(image: str, state: dict[str, Any]) -> dict[str, Any]:
+    """A ContainerStatus with the fields that the API requires."""
+    ready = "running" in state
+    return {"name": "sandbox", "image": image, "imageID": "", "ready": ready, "restartCount": 0, "state": state}
+
+
 def _unknown(request: Request) -> JSONResponse | None:
     return None if request.headers.get("authorization") == f"Bearer {TOKEN}" else _status(401, "Unauthorized")
 
@@ -199,20 +213,36 @@ def _status(code: int, message: str) -> JSONResponse:
 
 
 @contextmanager
-def serving(cluster: Cluster) -> Iterator[str]:
-    """Run it in a thread. Yields its kubeconfig."""
-    server = uvicorn.Server(uvicorn.Config(cluster.app(), port=0, log_level="error", ws="websockets-sansio"))
+def serving(cluster: Cluster, tls: Path | None = None) -> Iterator[str]:
+    """Run it in a thread. Yields its kubeconfig.
+
+    tls: directory with ca, server and client as .crt and .key; the server then asks for the client's certificate.
+    """
+    options: dict[str, Any] = {}
+    if tls is not None:
+        options = {"ssl_keyfile": tls / "server.key", "ssl_certfile": tls / "server.crt"}
+        options |= {"ssl_ca_certs": str(tls / "ca.crt"), "ssl_cert_reqs": ssl.CERT_REQUIRED}
+    settings = uvicorn.Config(cluster.app(), port=0, log_level="error", ws="websockets-sansio", **options)
+    server = uvicorn.Server(settings)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
         time.sleep(0.01)
     port = server.servers[0].sockets[0].getsockname()[1]
-    config = {
+    config: dict[str, Any] = {
         "current-context": "test",
         "contexts": [{"name": "test", "context": {"cluster": "c", "user": "u", "namespace": "sandboxes"}}],
-        "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{port}"}}],
+        "clusters": [{"name": "c", "cluster": {"server": f"http{'s' if tls else ''}://127.0.0.1:{port}"}}],
         "users": [{"name": "u", "user": {"token": TOKEN}}],
     }
+    if tls is not None:
+        names = ("ca.crt", "client.crt", "client.key")
+        inline = {name: base64.b64encode((tls / name).read_bytes()).decode() for name in names}
+        config["clusters"][0]["cluster"]["certificate-authority-data"] = inline["ca.crt"]
+        config["users"][0]["user"] |= {
+            "client-certificate-data": inline["client.crt"],
+            "client-key-data": inline["client.key"],
+        }
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         json.dump(config, file)
         file.flush()

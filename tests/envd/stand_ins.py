@@ -7,8 +7,8 @@ The stand-in for Firecracker speaks the API of v1.13 and runs the real agent wit
 
 from __future__ import annotations
 
+import fcntl
 import json
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,10 +24,11 @@ from envd.images.packages import ImageError
 from envd.native import guest_binary
 from tests.envd import firecracker_server
 from tests.envd.kubernetes_server import Cluster, serving
+from tests.needs import require
 
 SERVER = Path(firecracker_server.__file__)
-FIRECRACKER_LACKS = [name for name in ("mksquashfs", "unsquashfs", "setpriv", "unshare") if shutil.which(name) is None]
-"""Programs that the stand-in for Firecracker needs and this machine does not have."""
+FIRECRACKER_NEEDS = ("mksquashfs", "unsquashfs", "setpriv", "unshare")
+"""Programs that the stand-in for Firecracker runs."""
 
 
 @dataclass
@@ -72,12 +73,14 @@ def firecracker_host(base: Path) -> Iterator[Installed]:
 
 
 @contextmanager
-def pods_cluster(containers: Path, channel: str = "v5.channel.k8s.io") -> Iterator[Cluster]:
-    """A cluster whose containers are processes here. channel: the newest protocol of `exec` that it speaks."""
+def pods_cluster(containers: Path, channel: str = "v5.channel.k8s.io", tls: Path | None = None) -> Iterator[Cluster]:
+    """A cluster whose containers are processes here. channel: the newest protocol of `exec` that it speaks. tls: see
+    `serving`.
+    """
     agent = guest_binary()
     assert agent is not None
     made = Cluster(containers, agent, channel)
-    with serving(made) as config, pytest.MonkeyPatch.context() as patch:
+    with serving(made, tls) as config, pytest.MonkeyPatch.context() as patch:
         patch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
         patch.setenv("KUBECONFIG", config)
         patch.setenv("TRIPLANE_ENVD_PODS_IMAGE", "registry.example/sandbox:1")
@@ -86,12 +89,14 @@ def pods_cluster(containers: Path, channel: str = "v5.channel.k8s.io") -> Iterat
 
 
 def qemu_image() -> Path:
-    """The guest image, built where there is none. Skips where QEMU is not installed."""
-    if shutil.which("qemu-system-x86_64") is None:
-        pytest.skip("needs Debian's package qemu-system-x86")
+    """The guest image, built where there is none. Skips where a program for it or for QEMU is not installed."""
+    require("qemu-system-x86_64", "mksquashfs", "apt-get")
     where = default_directory()
-    try:
-        load(where)
-    except ImageError:
-        build(where)
+    where.parent.mkdir(parents=True, exist_ok=True)
+    with (where.parent / ".guest-image.lock").open("w") as lock:  # test processes may want it at the same time
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            load(where)
+        except ImageError:
+            build(where)
     return where

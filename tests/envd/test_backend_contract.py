@@ -23,7 +23,8 @@ pytest.register_assert_rewrite("tests.envd.backend_contract")
 
 from tests.envd import backend_contract  # noqa: E402
 from tests.envd.backend_contract import Machines  # noqa: E402
-from tests.envd.stand_ins import FIRECRACKER_LACKS, firecracker_host, pods_cluster, qemu_image  # noqa: E402
+from tests.envd.stand_ins import FIRECRACKER_NEEDS, firecracker_host, pods_cluster, qemu_image  # noqa: E402
+from tests.needs import require  # noqa: E402
 
 SLOW = {"qemu": [pytest.mark.slow, pytest.mark.timeout(600)]}
 
@@ -41,8 +42,7 @@ def machines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         if name == "qemu":
             starting = qemu.start(run_dir, qemu_image(), "tcg")
         elif name == "firecracker":
-            if FIRECRACKER_LACKS:
-                pytest.skip(f"needs {FIRECRACKER_LACKS}")
+            require(*FIRECRACKER_NEEDS)
             host = stack.enter_context(firecracker_host(tmp_path_factory.mktemp("host")))
             starting = firecracker.start(run_dir, host.image)
         elif name == "pods":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,10 @@ from typing import Any
 import pytest
 
 from envd.client import Limits, ToolCall
-from envd.images.build import default_directory, load
-from envd.images.packages import ImageError
 from envd.local import LocalEnvd
 from envd.operations.client import ManagedSandbox, OperationsClient
 from tests.envd.harness import Harness
+from tests.envd.stand_ins import qemu_image
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,12 +32,7 @@ mkdir /tmp/user && chown {USER} /tmp/user
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[Harness]:
-    try:
-        load(default_directory())
-    except ImageError:
-        pytest.skip("needs a guest image: python -m envd.images.build")
-    if shutil.which("qemu-system-x86_64") is None:
-        pytest.skip("needs Debian's package qemu-system-x86")
+    qemu_image()
     with LocalEnvd("qemu") as server:
         yield Harness(server.address)
 

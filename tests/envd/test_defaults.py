@@ -115,7 +115,7 @@ def test_a_private_server_refuses_likewise() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
     )
-    assert "no backend that isolates starts here" in done.stdout and "--backend plain" in done.stdout
+    assert "no backend with isolation starts on this machine" in done.stdout and "--backend plain" in done.stdout
 
 
 def test_a_server_without_an_address_is_found_by_its_user_and_closed_to_others(runtime: Path) -> None:
@@ -214,5 +214,5 @@ def test_plain_is_had_by_name_and_says_that_it_isolates_nothing() -> None:
 
     with LocalEnvd("plain") as envd:
         assert "isolation.none" in asyncio.run(job(envd.address))
-    with pytest.raises(BackendUnavailable, match="choose of namespaces, plain"):
+    with pytest.raises(BackendUnavailable, match="choose from namespaces, plain"):
         LocalEnvd("none").__enter__()

@@ -27,11 +27,11 @@ from envd.sandbox.cgroups import OWNED
 pytest.register_assert_rewrite("tests.envd.backend_contract")
 
 from tests.envd.backend_contract import Machines, says  # noqa: E402
-from tests.envd.stand_ins import FIRECRACKER_LACKS, Installed, firecracker_host  # noqa: E402
+from tests.envd.stand_ins import FIRECRACKER_NEEDS, Installed, firecracker_host  # noqa: E402
+from tests.needs import lacks  # noqa: E402
 
-pytestmark = [
-    pytest.mark.skipif(bool(FIRECRACKER_LACKS), reason=f"needs {FIRECRACKER_LACKS}"),
-]
+MISSING = lacks(*FIRECRACKER_NEEDS)
+pytestmark = [pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}")]
 
 
 @pytest.fixture(scope="module")

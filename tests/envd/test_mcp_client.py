@@ -168,7 +168,7 @@ def test_a_key_is_asked_for(namespaces: Harness, tmp_path: Path) -> None:
     [
         (["--http", "0.0.0.0:8000"], "give --http-keys"),
         (["--http", "nonsense"], "must be HOST:PORT"),
-        (["--files", "/nowhere"], "is no directory"),
+        (["--files", "/nowhere"], "is not a directory"),
         (["--timeout", "0"], "--timeout must be above 0"),
     ],
 )

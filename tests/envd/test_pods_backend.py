@@ -18,8 +18,9 @@ from envd.errors import BackendUnavailable, SandboxGone, SandboxStartError
 pytest.register_assert_rewrite("tests.envd.backend_contract")
 
 from tests.envd.backend_contract import Machines, says  # noqa: E402
-from tests.envd.kubernetes_server import Cluster  # noqa: E402
+from tests.envd.kubernetes_server import TOKEN, Cluster  # noqa: E402
 from tests.envd.stand_ins import pods_cluster  # noqa: E402
+from tests.envd.test_services_tls import certificate  # noqa: E402
 
 DEAD = "000000.1.1.dead"
 
@@ -110,7 +111,7 @@ def test_pods_of_a_server_that_was_killed_are_removed(
     for name, owner in (("left", DEAD), ("others", "other.1.1.live")):
         cluster.pods[name] = {
             "metadata": {"name": name, "labels": {pods_manifest.SERVER: owner}},
-            "spec": {},
+            "spec": {"containers": [{"name": "sandbox"}]},
             "status": {},
         }
 
@@ -146,3 +147,54 @@ def test_a_wrong_token_is_told(cluster: Cluster, tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
     with pytest.raises(BackendUnavailable, match="Unauthorized"):
         asyncio.run(pods.start(tmp_path))
+
+
+@pytest.mark.parametrize("answer", [TOKEN, "wrong", None])
+def test_user_of_a_kubeconfig_may_log_in_by_a_program(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str | None
+) -> None:
+    """answer: the token that the program prints; with None it fails."""
+    version = "client.authentication.k8s.io/v1"
+    credential = {"apiVersion": version, "kind": "ExecCredential", "status": {"token": answer}}
+    (tmp_path / "credential").write_text(json.dumps(credential))
+    command = ["cat", str(tmp_path / "credential")] if answer else ["false"]
+    config = json.loads(Path(os.environ["KUBECONFIG"]).read_text())
+    config["users"][0]["user"] = {"exec": {"apiVersion": version, "command": command[0], "args": command[1:]}}
+    (tmp_path / "config").write_text(json.dumps(config))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+
+    async def job() -> str:
+        backend = await pods.start(tmp_path)
+        await backend.stop()
+        return backend.name
+
+    if answer == TOKEN:
+        assert asyncio.run(job()) == "pods"
+    else:
+        with pytest.raises(BackendUnavailable, match="Unauthorized"):
+            asyncio.run(job())
+
+
+def test_an_api_server_that_is_gone_is_told_by_its_address(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads(Path(os.environ["KUBECONFIG"]).read_text())
+    config["clusters"][0]["cluster"]["server"] = "http://127.0.0.1:1"
+    (tmp_path / "config").write_text(json.dumps(config))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    with pytest.raises(BackendUnavailable, match=r"http://127.0.0.1:1 does not answer read_runtime_class"):
+        asyncio.run(pods.start(tmp_path))
+
+
+def test_tls_with_a_client_certificate_carries_requests_and_streams(tmp_path: Path) -> None:
+    authority = certificate(tmp_path, "ca", None)
+    for name in ("server", "client"):
+        certificate(tmp_path, name, authority)
+
+    async def job() -> None:
+        backend = await pods.start(tmp_path)  # starts a sandbox and runs a command in it
+        await backend.stop()
+
+    with pods_cluster(tmp_path / "containers", tls=tmp_path) as cluster:
+        asyncio.run(job())
+    assert cluster.pods == {}

@@ -31,6 +31,7 @@ pytest.register_assert_rewrite("tests.envd.backend_contract")
 from tests.envd import backend_contract  # noqa: E402
 from tests.envd.backend_contract import Machines, says  # noqa: E402
 from tests.envd.stand_ins import qemu_image  # noqa: E402
+from tests.needs import require  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -233,7 +234,7 @@ def test_a_server_serves_machines(image: Path, monkeypatch: pytest.MonkeyPatch) 
         Harness(server.address).sandbox(job, files=FILES)
 
 
-@pytest.mark.skipif(shutil.which("qemu-system-x86_64") is None, reason="needs Debian's package qemu-system-x86")
 def test_a_missing_image_is_one_line_with_its_fix(tmp_path: Path) -> None:
+    require("qemu-system-x86_64")
     with pytest.raises(BackendUnavailable, match=r"envd\.images\.build --out"):
         asyncio.run(qemu.start(tmp_path, tmp_path / "nothing", "tcg"))

@@ -41,7 +41,7 @@ def test_the_default_allows_what_a_server_without_rules_does() -> None:
         ("resources: {maximum: {memory_mb: lots}}", "resources.maximum.memory_mb"),
         ("resources: {default: {cpu: .nan}}", "resources.default.cpu"),
         ("resources: {maximum: {cpu: .inf}}", "resources.maximum.cpu"),
-        ("tools: {allow: [read, nope]}", "there is no tool 'nope'; the tools are read"),
+        ("tools: {allow: [read, nope]}", "unknown tool 'nope': choose from read"),
         ("network: {allow: [{host: 'EXAMPLE.com'}]}", "network.allow.0.host: write a lower-case name"),
         ("network: {allow: [{host: 10.0.0.1/8}]}", "network.allow.0.host"),
         ("network: {allow: [{host: a.b, ports: [0]}]}", "ports are numbers from 1 to 65535"),

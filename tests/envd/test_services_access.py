@@ -121,7 +121,7 @@ def test_a_server_listens_on_this_machine_as_it_is(address: str) -> None:
 
 @pytest.mark.parametrize("address", ["nowhere", "unix:", ":7070", "localhost:", "127.0.0.1:99999", "localhost:http"])
 def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(EnvdError, match="is no address: write unix:/path or host:port"):
+    with pytest.raises(EnvdError, match="is not an address: write unix:/path or host:port"):
         Listening(address).check()
 
 

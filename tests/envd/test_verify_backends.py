@@ -14,8 +14,6 @@ import pytest
 
 from envd.client import VerifyResult
 from envd.errors import RulesDenied
-from envd.images.build import default_directory, load
-from envd.images.packages import ImageError
 from envd.local import LocalEnvd
 from envd.operations.client import OperationsClient
 from envd.sandbox import wire
@@ -23,6 +21,7 @@ from envd.server.guest_bundle import bundle
 from envd.server.guest_verifications import _signed
 from tests.envd.gvisors import require_runsc
 from tests.envd.harness import FILES, HIDDEN, TESTS, Harness
+from tests.envd.stand_ins import qemu_image
 
 RIGHT = "def add(a, b):\n    return a + b\n"
 SPEAKS = """
@@ -92,10 +91,7 @@ def gvisor() -> Iterator[Harness]:
 
 @pytest.fixture(scope="module")
 def qemu() -> Iterator[Harness]:
-    try:
-        load(default_directory())
-    except ImageError as error:
-        pytest.skip(str(error))
+    qemu_image()
     with LocalEnvd("qemu", log_level="error") as server:
         yield Harness(server.address)
 

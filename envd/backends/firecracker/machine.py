@@ -73,8 +73,8 @@ async def find() -> Firecracker:
         beside = shutil.which("jailer", path=f"{program.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}")
         if beside is None:
             raise BackendUnavailable(
-                f"no jailer beside {program}: install the one of the same release, root must not run Firecracker"
-                " without"
+                f"no jailer beside {program}: install the one of the same release; Firecracker must not run"
+                " as root without it"
             )
         jailer = Path(beside).resolve()
     running = await asyncio.create_subprocess_exec(
@@ -84,7 +84,7 @@ async def find() -> Firecracker:
     words = said.decode(errors="replace").split()
     version = words[1].removeprefix("v") if len(words) > 1 and words[0] == "Firecracker" else ""
     if len(version.split(".")) < 3 or not version.split(".")[0].isdigit():
-        raise BackendUnavailable(f"{program} does not say which Firecracker it is: install a release's binary")
+        raise BackendUnavailable(f"{program} does not report a version of Firecracker: install a release's binary")
     return Firecracker(program, jailer, version)
 
 
@@ -270,9 +270,9 @@ class FirecrackerMachine:
         while not await attempt():
             assert self._process is not None, "start() comes first"
             if self._process.ended.done():
-                raise MachineError(f"Firecracker ended: {self.said or 'it said nothing'}")
+                raise MachineError(f"Firecracker ended: {self.said or 'it printed nothing'}")
             if asyncio.get_running_loop().time() > deadline:
-                raise MachineError(f"Firecracker hangs, {otherwise}: {self.said or 'it said nothing'}")
+                raise MachineError(f"Firecracker hangs, {otherwise}: {self.said or 'it printed nothing'}")
             await asyncio.sleep(0.005)
 
     async def _answers(self) -> bool:

@@ -57,6 +57,8 @@ class GVisorBox:
         self._spec = spec
         self._guest = guest
         self._destroying: asyncio.Task[None] | None = None
+        self._paused = False
+        self._turn = asyncio.Lock()
 
     @property
     def guest(self) -> GuestLink:
@@ -69,12 +71,23 @@ class GVisorBox:
         return self._guest.gone is None and self._destroying is None
 
     async def pause(self) -> None:
-        """Pause all processes of the sandbox. Raises EnvdError."""
-        await self._runsc("pause", self._spec.name)
+        """Pause all processes of the sandbox. Idempotent. Raises EnvdError."""
+        async with self._turn:
+            if self._paused:  # runsc refuses to pause twice
+                return
+            self._paused = True  # also for a caller that is cancelled: runsc continues
+            try:
+                await self._runsc("pause", self._spec.name)
+            except EnvdError:
+                self._paused = False
+                raise
 
     async def resume(self) -> None:
-        """Resume all processes of the sandbox. Raises EnvdError."""
-        await self._runsc("resume", self._spec.name)
+        """Resume all processes of the sandbox. Idempotent. Raises EnvdError."""
+        async with self._turn:
+            if self._paused:
+                await self._runsc("resume", self._spec.name)
+                self._paused = False
 
     async def snapshot(self, into: Path) -> tuple[str, ...]:
         """Write memory, processes and files below `into`; the sandbox continues to run. Raises EnvdError.
@@ -249,7 +262,7 @@ class GVisorBackend:
 
     async def _started(self, spec: BoxSpec, command: Sequence[str], image: int | None) -> GuestLink:
         if not spec.template_dir.is_dir():
-            raise SandboxStartError(f"a sandbox could not start: its template {spec.template_dir} is not there")
+            raise SandboxStartError(f"a sandbox could not start: its template {spec.template_dir} does not exist")
         templates = await self.stage.show(spec.template_dir.parent)
         bundle = self.stage.directory / "boxes" / spec.name
         write_bundle(

@@ -170,7 +170,7 @@ class Stage:
                 except BlockingIOError:
                     await asyncio.sleep(0.001)  # the socket's queue is full
                 except OSError as error:
-                    raise EnvdError(f"the gvisor stage has gone ({error}): restart envd") from error
+                    raise EnvdError(f"the gvisor backend's helper process ended ({error}): restart envd") from error
             return await future
         finally:
             self._asks.pop(number, None)

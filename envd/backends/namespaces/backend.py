@@ -67,7 +67,7 @@ class NamespacesBox:
         """Freeze the sandbox's control group. Raises EnvdError."""
         self._check()
         if "pause" not in self._backend.features.can:
-            raise EnvdError("sandboxes can't be paused here: that takes a writable control group v2")
+            raise EnvdError("pausing sandboxes needs a writable control group v2")
         if not self._paused:
             self._guest.hold()
             self._changed = True

@@ -1,101 +1,55 @@
-"""Client of a Kubernetes API server for the pods backend: pods, a network policy, a runtime class, and exec as a byte
-stream.
+"""Client of a Kubernetes API server for the pods backend, on `kubernetes.aio` of the official Python client.
 
-The stream is the `exec` subresource over a WebSocket (`v5.channel.k8s.io`, else `v4`): binary messages whose first byte
-is their channel, 0 standard input, 1 output, 2 error, 3 the end's Status, 255 a channel's end (v5).
+That client has no WebSocket, so `exec` opens one on the client's own HTTP session, with its TLS and credentials. The
+stream is the `exec` subresource (`v5.channel.k8s.io`, else `v4`): binary messages whose first byte is their channel, 0
+standard input, 1 output, 2 error, 3 the end's Status, 255 a channel's end (v5).
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
+import json
 import os
 import socket
-import ssl
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-import httpx
-import websockets
+import aiohttp
 import yaml
-from websockets.asyncio.client import ClientConnection, connect
+from kubernetes.aio import client, config
 
 from envd.errors import BackendUnavailable, EnvdError, SandboxStartError
 
 _SERVICE = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-_PATIENCE_S = 30.0
-_PROTOCOLS = [websockets.Subprotocol("v5.channel.k8s.io"), websockets.Subprotocol("v4.channel.k8s.io")]
+_PATIENCE_S, _CLOSE_S = 30.0, 2.0
+_PROTOCOLS = ("v5.channel.k8s.io", "v4.channel.k8s.io")
 _MESSAGE = 8 * 1024 * 1024
 _PIECE = 64 * 1024
 _TAIL = 2048
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """Address of an API server, namespace and credentials."""
+async def connect() -> Api:
+    """Return a client of the cluster that this process runs in, else of the current context of the kubeconfig.
 
-    url: str
-    namespace: str
-    token: str | None = field(default=None, repr=False)
-    tls: ssl.SSLContext | None = field(default=None, repr=False)
-
-
-def find_cluster() -> Cluster:
-    """Find the cluster that this process runs in, else the current context of $KUBECONFIG or ~/.kube/config.
-
-    Raises BackendUnavailable.
+    The kubeconfig is $KUBECONFIG or ~/.kube/config; its user may log in by a program. Raises BackendUnavailable.
     """
-    host = os.environ.get("KUBERNETES_SERVICE_HOST")
-    if host and (_SERVICE / "token").is_file():
-        port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
-        context = ssl.create_default_context(cafile=str(_SERVICE / "ca.crt"))
-        url = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
-        return Cluster(
-            url, (_SERVICE / "namespace").read_text().strip(), (_SERVICE / "token").read_text().strip(), context
-        )
-    path = Path(os.environ.get("KUBECONFIG") or Path.home() / ".kube/config")
+    configuration = client.Configuration()
+    configuration.connection_pool_maxsize = 0  # no limit: each sandbox holds one connection for its lifetime
+    path = os.environ.get("KUBECONFIG") or str(Path.home() / ".kube/config")
     try:
-        return _from_kubeconfig(yaml.safe_load(path.read_text()))
-    except OSError as error:
+        if os.environ.get("KUBERNETES_SERVICE_HOST") and (_SERVICE / "token").is_file():
+            config.load_incluster_config(configuration)
+            return Api(configuration, (_SERVICE / "namespace").read_text().strip(), None)
+        async with asyncio.timeout(_PATIENCE_S):  # a user's program may hang
+            loader = await config.load_kube_config(path, client_configuration=configuration, persist_config=False)
+        return Api(configuration, loader.current_context["context"].get("namespace", "default"), loader)
+    except (config.ConfigException, OSError, ValueError, AttributeError, TypeError, yaml.YAMLError) as error:
         raise BackendUnavailable(
-            f"no Kubernetes cluster: run in one, or set KUBECONFIG ({path} can't be read)"
+            f"no Kubernetes cluster: run in one, or set KUBECONFIG to a kubeconfig file ({path}: {error!r})"
         ) from error
-    except (KeyError, TypeError, StopIteration, ValueError, ssl.SSLError, yaml.YAMLError) as error:
-        raise BackendUnavailable(f"{path} names no cluster and user that this backend can take: {error!r}") from error
-
-
-def _from_kubeconfig(config: Mapping[str, Any]) -> Cluster:
-    def named(kind: str, name: str) -> dict[str, Any]:
-        return dict(next(each for each in config[f"{kind}s"] if each["name"] == name)[kind])
-
-    context = named("context", config["current-context"])
-    cluster, user = named("cluster", context["cluster"]), named("user", context["user"])
-    if "exec" in user or "auth-provider" in user:
-        raise ValueError(
-            "its user logs in by a program: write a token for envd's service account into a kubeconfig of its own"
-        )
-    tls: ssl.SSLContext | None = None
-    if cluster["server"].startswith("https://"):
-        authority = cluster.get("certificate-authority-data")
-        words = base64.b64decode(authority).decode() if authority else None
-        tls = ssl.create_default_context(cafile=cluster.get("certificate-authority"), cadata=words)
-        if "client-certificate-data" in user:
-            with tempfile.NamedTemporaryFile() as pair:  # the ssl module takes files only
-                pair.write(
-                    base64.b64decode(user["client-certificate-data"])
-                    + b"\n"
-                    + base64.b64decode(user["client-key-data"])
-                )
-                pair.flush()
-                tls.load_cert_chain(pair.name)
-        elif "client-certificate" in user:
-            tls.load_cert_chain(user["client-certificate"], user["client-key"])
-    return Cluster(cluster["server"].rstrip("/"), context.get("namespace", "default"), user.get("token"), tls)
 
 
 class ApiError(EnvdError):
@@ -107,63 +61,72 @@ class ApiError(EnvdError):
 
 
 class Api:
-    """A client of one namespace."""
+    """Typed clients of a cluster, and the namespace of the sandboxes.
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
-        self._headers = {"Authorization": f"Bearer {cluster.token}"} if cluster.token else {}
-        verify: ssl.SSLContext | bool = cluster.tls if cluster.tls is not None else True
-        limits = httpx.Limits(max_connections=64)
-        self._http = httpx.AsyncClient(
-            base_url=cluster.url, headers=self._headers, verify=verify, timeout=_PATIENCE_S, limits=limits
-        )
+    loader: the kubeconfig's loader, which renews its user's tokens; None: tokens of a service account renew themselves.
+    """
 
-    async def ask(self, method: str, path: str, body: Any = None, **query: str) -> Any:
-        """Make one request to a path below the namespace, or to a whole path that begins with /apis.
+    def __init__(self, configuration: client.Configuration, namespace: str, loader: Any) -> None:
+        self.url, self.namespace = str(configuration.host), namespace
+        self._client = client.ApiClient(configuration)
+        self.core = client.CoreV1Api(self._client)
+        self.networking = client.NetworkingV1Api(self._client)
+        self.node = client.NodeV1Api(self._client)
+        self._renewal = asyncio.create_task(config.refresh_token(loader, configuration)) if loader else None
+
+    async def ask(self, call: Callable[..., Awaitable[Any]], body: Any = None, **query: Any) -> Any:
+        """Make one request by a method of the typed clients, in the namespace if the method takes one.
 
         Raises ApiError with the server's message.
         """
-        whole = path if path.startswith("/apis") else f"/api/v1/namespaces/{self.cluster.namespace}{path}"
+        name = getattr(call, "__name__", "request")
+        query |= {"namespace": self.namespace} if "_namespaced_" in name else {}
+        query |= {"body": body} if body is not None else {}
         try:
-            answer = await self._http.request(method, whole, json=body, params=query)
-        except httpx.HTTPError as error:
-            raise ApiError(f"the Kubernetes API server does not answer {method} {whole}: {error!r}", 0) from error
-        if answer.status_code >= 400:
-            raise ApiError(f"Kubernetes refused {method} {whole}: {_words(answer)}", answer.status_code)
-        return answer.json()
+            return await call(**query, _request_timeout=_PATIENCE_S)
+        except client.ApiException as error:
+            raise ApiError(f"Kubernetes at {self.url} refused {name}: {_message(error)}", error.status) from error
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise ApiError(f"Kubernetes at {self.url} does not answer {name}: {error!r}", 0) from error
+        except ValueError as error:
+            raise ApiError(f"Kubernetes at {self.url} sent an invalid reply to {name}: {error}", 0) from error
 
     async def exec(self, pod: str, container: str, command: Sequence[str]) -> ExecStream:
         """Run a command in a pod with its standard streams. Raises SandboxStartError."""
         query = [("container", container), *(("command", each) for each in command)]
         query += [(name, "true") for name in ("stdin", "stdout", "stderr")]
-        server = self.cluster.url.replace("http", "ws", 1)
-        where = f"{server}/api/v1/namespaces/{self.cluster.namespace}/pods/{pod}/exec?{urlencode(query)}"
-        options: dict[str, Any] = {"ssl": self.cluster.tls} if self.cluster.tls is not None else {}
+        headers: dict[str, str] = {}
+        await self._client.update_params_for_auth(headers, [], ["BearerToken"])
+        rest = self._client.rest_client
         try:
-            # No pings: older API servers do not answer them. A dead connection shows as a silent agent.
-            stream = await connect(
-                where,
-                subprotocols=_PROTOCOLS,
-                additional_headers=self._headers,
-                max_size=_MESSAGE,
-                open_timeout=_PATIENCE_S,
-                ping_interval=None,
-                compression=None,
-                **options,
-            )
-        except (OSError, TimeoutError, websockets.WebSocketException) as error:
-            raise SandboxStartError(f"nothing can be run in pod {pod}: {error!r}") from error
+            async with asyncio.timeout(_PATIENCE_S):
+                # No pings: older API servers do not answer them. A dead connection shows as a silent agent.
+                stream = await rest.pool_manager.ws_connect(
+                    f"{self.url}/api/v1/namespaces/{self.namespace}/pods/{pod}/exec?{urlencode(query)}",
+                    headers=headers,
+                    protocols=_PROTOCOLS,
+                    max_msg_size=_MESSAGE,
+                    timeout=aiohttp.ClientWSTimeout(ws_close=_CLOSE_S),
+                    server_hostname=rest.server_hostname,
+                    proxy=rest.proxy,
+                    proxy_headers=rest.proxy_headers,
+                )
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise SandboxStartError(f"can't run a command in pod {pod}: {error!r}") from error
         return ExecStream(stream)
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._http.aclose()
+        if self._renewal is not None:
+            self._renewal.cancel()
+            await asyncio.gather(self._renewal, return_exceptions=True)
+        await self._client.close()
 
 
 class ExecStream:
     """Standard streams of a command as a socket: read and write `sock`."""
 
-    def __init__(self, stream: ClientConnection) -> None:
+    def __init__(self, stream: aiohttp.ClientWebSocketResponse) -> None:
         self._stream = stream
         self.sock, self._inner = socket.socketpair()
         self._inner.setblocking(False)
@@ -182,39 +145,41 @@ class ExecStream:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._inner.close()
-        with suppress(OSError, TimeoutError, websockets.WebSocketException):
-            async with asyncio.timeout(2):
-                await self._stream.close()
+        with suppress(OSError, aiohttp.ClientError):
+            await self._stream.close()
 
     async def _send(self) -> None:
         loop = asyncio.get_running_loop()
-        with suppress(OSError, websockets.WebSocketException):
+        with suppress(OSError, aiohttp.ClientError):
             while data := await loop.sock_recv(self._inner, _PIECE):
-                await self._stream.send(b"\0" + data)
-            if self._stream.subprotocol == _PROTOCOLS[0]:
-                await self._stream.send(b"\xff\0")
+                await self._stream.send_bytes(b"\0" + data)
+            if self._stream.protocol == _PROTOCOLS[0]:
+                await self._stream.send_bytes(b"\xff\0")
 
     async def _receive(self) -> None:
         loop = asyncio.get_running_loop()
         try:
             async for message in self._stream:
-                if not isinstance(message, bytes) or not message:
+                if message.type is not aiohttp.WSMsgType.BINARY or not message.data:
                     continue
-                if message[0] == 1:
-                    await loop.sock_sendall(self._inner, message[1:])
-                elif message[0] == 2:
-                    self._said = (self._said + message[1:])[-_TAIL:]
-                elif message[0] == 3:
-                    self._ending = message[1 : 1 + _TAIL].decode(errors="replace")
-        except (OSError, websockets.WebSocketException) as error:
+                channel, content = message.data[0], message.data[1:]
+                if channel == 1:
+                    await loop.sock_sendall(self._inner, content)
+                elif channel == 2:
+                    self._said = (self._said + content)[-_TAIL:]
+                elif channel == 3:
+                    self._ending = content[:_TAIL].decode(errors="replace")
+            if self._stream.close_code != aiohttp.WSCloseCode.OK:
+                self._ending = self._ending or f"connection closed with code {self._stream.close_code}"
+        except OSError as error:
             self._ending = self._ending or repr(error)
         finally:
             with suppress(OSError):
                 self._inner.shutdown(socket.SHUT_WR)  # the link sees the stream's end
 
 
-def _words(answer: httpx.Response) -> str:
+def _message(error: client.ApiException) -> str:
     try:
-        return str(answer.json()["message"])[:400]
+        return str(json.loads(error.body)["message"])[:400]
     except (ValueError, KeyError, TypeError):
-        return f"status {answer.status_code}"
+        return f"status {error.status}"

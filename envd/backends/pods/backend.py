@@ -21,7 +21,7 @@ from pathlib import Path
 
 from contracts.owned import is_abandoned, owned_name
 from envd.backends.base import BoxSpec, Features, IsolationLevel, Usage
-from envd.backends.pods.api import Api, ApiError, ExecStream, find_cluster
+from envd.backends.pods.api import Api, ApiError, ExecStream, connect
 from envd.backends.pods.manifest import CONTAINER, SERVER, network_policy, pod_manifest
 from envd.backends.probing import probe
 from envd.backends.vm.machine import GUEST_PATH
@@ -32,6 +32,7 @@ from envd.sandbox.place import sandbox_environment
 
 _GUEST = ["/usr/local/bin/envd-guest", "--stdio", "--workspace", "/workspace", "--scratch", "/tmp/.envd"]
 _START_S, _PROBE_S = 120.0, 180.0
+_NO_IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName")
 _LEVELS = (("runsc", IsolationLevel.KERNEL), ("gvisor", IsolationLevel.KERNEL), ("kata", IsolationLevel.MACHINE))
 
 
@@ -50,7 +51,7 @@ class PodBox:
 
     async def pause(self) -> None:
         """Raise EnvdError: Kubernetes can't pause pods."""
-        raise EnvdError("the pods backend can't pause sandboxes: Kubernetes has no call for it")
+        raise EnvdError("the pods backend can't pause sandboxes: Kubernetes has no such operation")
 
     async def resume(self) -> None:
         """Raise EnvdError: Kubernetes can't pause pods."""
@@ -98,18 +99,14 @@ class PodsBackend:
         """Create the network policy, and remove the pods of this machine's killed servers."""
         self._tars.mkdir(mode=0o700)
         try:
-            await self._api.ask(
-                "POST",
-                f"/apis/networking.k8s.io/v1/namespaces/{self._api.cluster.namespace}/networkpolicies",
-                network_policy(),
-            )
+            await self._api.ask(self._api.networking.create_namespaced_network_policy, network_policy())
         except ApiError as error:
             if error.status != 409:  # another server has created the policy
                 raise
-        listed = await self._api.ask("GET", "/pods", labelSelector=SERVER)
-        for pod in listed["items"]:
-            if is_abandoned(pod["metadata"]["labels"].get(SERVER, "")):
-                await self._delete(pod["metadata"]["name"])
+        listed = await self._api.ask(self._api.core.list_namespaced_pod, label_selector=SERVER)
+        for pod in listed.items:
+            if is_abandoned(pod.metadata.labels.get(SERVER, "")):
+                await self._delete(pod.metadata.name)
 
     async def create(self, spec: BoxSpec) -> PodBox:
         """Start a pod and fill its workspace with the template."""
@@ -138,7 +135,8 @@ class PodsBackend:
         self._failed.cancel()
         await asyncio.gather(*(box.destroy() for box in list(self._boxes)), return_exceptions=True)
         with suppress(EnvdError):
-            await self._api.ask("DELETE", "/pods", {"gracePeriodSeconds": 0}, labelSelector=f"{SERVER}={self._label}")
+            delete = self._api.core.delete_collection_namespaced_pod
+            await self._api.ask(delete, label_selector=f"{SERVER}={self._label}", grace_period_seconds=0)
         await self._api.close()
         for path in self._tars.rglob("*.tar"):
             path.unlink(missing_ok=True)
@@ -152,14 +150,14 @@ class PodsBackend:
     async def _start(self, spec: BoxSpec, files: Path) -> PodBox:
         if spec.network or spec.read_only:
             raise SandboxStartError(
-                "the pods backend gives no network and no read-only workspace: change the rules, or take another"
-                " backend"
+                "the pods backend supports neither network nor read-only workspaces: change the rules, or choose"
+                " another backend"
             )
         pod = f"envd-{re.sub(r'[^a-z0-9-]', '-', spec.name.lower())[:40]}-{os.urandom(5).hex()}"
         stream: ExecStream | None = None
         try:
             manifest = pod_manifest(pod, spec, image=self._image, runtime_class=self._runtime_class, server=self._label)
-            await self._api.ask("POST", "/pods", manifest)
+            await self._api.ask(self._api.core.create_namespaced_pod, manifest)
             async with asyncio.timeout(_START_S):
                 await self._running(pod)
                 stream = await self._api.exec(pod, CONTAINER, _GUEST)
@@ -185,26 +183,20 @@ class PodsBackend:
         """Wait until the pod's container runs. Raises SandboxStartError if the container can't start."""
         pause = 0.05
         while True:
-            status = (await self._api.ask("GET", f"/pods/{pod}"))["status"]
-            states = [each.get("state", {}) for each in status.get("containerStatuses", [])]
-            if status.get("phase") == "Running" and states and "running" in states[0]:
+            status = (await self._api.ask(self._api.core.read_namespaced_pod, name=pod)).status
+            state = status.container_statuses[0].state if status.container_statuses else None
+            if status.phase == "Running" and state and state.running:
                 return
-            waiting = states[0].get("waiting", {}) if states else {}
-            if status.get("phase") in ("Failed", "Succeeded") or waiting.get("reason") in (
-                "ErrImagePull",
-                "ImagePullBackOff",
-                "InvalidImageName",
-            ):
-                raise SandboxStartError(
-                    f"{waiting.get('reason') or status.get('reason') or status['phase']}:"
-                    f" {waiting.get('message') or status.get('message')}"
-                )
+            waiting = state.waiting if state else None
+            reason = waiting.reason if waiting else status.reason
+            if status.phase in ("Failed", "Succeeded") or reason in _NO_IMAGE:
+                raise SandboxStartError(f"{reason or status.phase}: {waiting.message if waiting else status.message}")
             await asyncio.sleep(pause)
             pause = min(1.0, pause * 1.5)
 
     async def _delete(self, pod: str) -> None:
         try:
-            await self._api.ask("DELETE", f"/pods/{pod}", {"gracePeriodSeconds": 0})
+            await self._api.ask(self._api.core.delete_namespaced_pod, name=pod, grace_period_seconds=0)
         except ApiError as error:
             if error.status not in (0, 404):  # 0: API server unreachable; activeDeadlineSeconds ends the pod
                 raise
@@ -229,13 +221,12 @@ async def _level_of(api: Api, runtime_class: str | None) -> IsolationLevel:
     if runtime_class is None:
         return IsolationLevel.PROCESS
     try:
-        found = await api.ask("GET", f"/apis/node.k8s.io/v1/runtimeclasses/{runtime_class}")
+        found = await api.ask(api.node.read_runtime_class, name=runtime_class)
     except ApiError as error:
         raise BackendUnavailable(
             f"the cluster has no RuntimeClass {runtime_class!r} that envd may read: {error}"
         ) from error
-    handler = str(found.get("handler", ""))
-    return next((level for name, level in _LEVELS if handler.startswith(name)), IsolationLevel.PROCESS)
+    return next((level for name, level in _LEVELS if found.handler.startswith(name)), IsolationLevel.PROCESS)
 
 
 async def start(run_dir: Path) -> PodsBackend:
@@ -246,7 +237,7 @@ async def start(run_dir: Path) -> PodsBackend:
             "set TRIPLANE_ENVD_PODS_IMAGE to an image with envd-guest in /usr/local/bin: see docs/sandboxes-vm.md"
         )
     runtime_class = os.environ.get("TRIPLANE_ENVD_PODS_RUNTIME_CLASS") or None
-    api = Api(find_cluster())
+    api = await connect()
     try:
         backend = PodsBackend(run_dir, api, image, runtime_class, await _level_of(api, runtime_class))
     except BaseException:
@@ -254,7 +245,7 @@ async def start(run_dir: Path) -> PodsBackend:
         raise
     try:
         await backend.prepare()
-        await probe(backend.create, run_dir, f"Kubernetes at {api.cluster.url}", _PROBE_S)
+        await probe(backend.create, run_dir, f"Kubernetes at {api.url}", _PROBE_S)
     except EnvdError as error:
         await backend.stop()
         raise BackendUnavailable(str(error)) from error

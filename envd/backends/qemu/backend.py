@@ -107,7 +107,7 @@ class QemuBackend(MachineBackend[QemuBox]):
                 state, root, template = open_all(held, snapshot / STATE, self._media.root, snapshot / DISK)
             except OSError as error:
                 raise SandboxStartError(
-                    f"{snapshot.name} is no whole snapshot: {error.filename} can't be read"
+                    f"{snapshot.name} is an incomplete snapshot: {error.filename} can't be read"
                 ) from error
             return await self._go_on(spec, about.shape, Parts(root, template), state)
 

@@ -143,7 +143,7 @@ class QemuMachine:
         await self._read_console()
         await self.end()
         said = (self.process.said or self.console.end)[-400:]
-        return MachineError(f"{what}: {said or 'it said nothing'}")
+        return MachineError(f"{what}: {said or 'it printed nothing'}")
 
     async def _capabilities(self, wanted: dict[str, bool]) -> None:
         states = [{"capability": name, "state": on} for name, on in wanted.items()]

@@ -38,15 +38,13 @@ class Shape:
         """Shape that a sandbox requests. Raises SandboxStartError for a network or values out of bounds."""
         if spec.network:
             raise SandboxStartError(
-                "virtual machines here have no network: remove network.allow from the rules, or take another backend"
+                "virtual machines have no network: remove network.allow from the rules, or choose another backend"
             )
         limits = spec.limits
         shape = cls(limits.memory_mb, max(1, math.ceil(limits.cpu)), limits.disk_mb, limits.pids, spec.read_only)
         for name, (least, most) in _BOUNDS.items():
             if not least <= getattr(shape, name) <= most:
-                raise SandboxStartError(
-                    f"{name} = {getattr(shape, name)} is nothing for a virtual machine: take {least} to {most}"
-                )
+                raise SandboxStartError(f"{name}={getattr(shape, name)}: a virtual machine supports {least} to {most}")
         return shape
 
     @property

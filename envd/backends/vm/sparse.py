@@ -23,7 +23,7 @@ def open_written(directory: Path, name: str, most_bytes: int) -> int:
     about = os.fstat(fd)
     if not stat.S_ISREG(about.st_mode) or about.st_size > most_bytes:
         os.close(fd)
-        raise EnvdError(f"the virtual machine's {name} is no file of at most {most_bytes} bytes")
+        raise EnvdError(f"the virtual machine's {name} is not a file of at most {most_bytes} bytes")
     return fd
 
 

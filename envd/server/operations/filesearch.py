@@ -40,7 +40,7 @@ async def search_files(
     if not 0 < timeout_s <= _MAX_TIMEOUT_S:
         raise EnvdError(f"timeout_s is {timeout_s:g}: it must be above 0 and at most {_MAX_TIMEOUT_S:g}")
     if len(request.pattern) > MAX_PATTERN or len(request.globs) > _MAX_GLOBS:
-        raise EnvdError(f"a pattern may have {MAX_PATTERN} characters, and {_MAX_GLOBS} globs may go with it")
+        raise EnvdError(f"a search has at most {MAX_PATTERN} characters in its pattern and {_MAX_GLOBS} globs")
     if "\0" in request.pattern + request.path + "".join(request.globs):
         raise EnvdError("a pattern, a path or a glob holds a null character")
     path = await resolved(guest, request.path)
@@ -122,9 +122,7 @@ def _parsed(done: Finished, limit: int, hidden: Sequence[str]) -> pb.FileSearchR
                 if not hides(hidden, match.path):
                     found.append(match)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise EnvdError(
-            f"what searched in the sandbox did not answer as ripgrep does: {type(error).__name__}"
-        ) from error
+        raise EnvdError(f"the search program in the sandbox sent invalid output: {type(error).__name__}") from error
     return pb.FileSearchReply(matches=found[:limit], truncated=done.cut or len(found) > limit)
 
 

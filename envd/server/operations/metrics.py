@@ -62,7 +62,7 @@ class Metrics:
         """Listen on HOST:PORT and return the port. Raises EnvdError."""
         host, _, port = address.rpartition(":")
         if not port.isdigit() or int(port) > 65535:
-            raise EnvdError(f"--metrics {address!r} is no address: write HOST:PORT, as 127.0.0.1:9464")
+            raise EnvdError(f"--metrics {address!r} is not an address: write HOST:PORT, as 127.0.0.1:9464")
         try:
             self._server, _ = self._prometheus.start_http_server(
                 int(port), host.strip("[]") or "127.0.0.1", registry=self._registry

@@ -79,7 +79,7 @@ class Migration:
         """Receive and start a sandbox from another server. Raises EnvdError, and then keeps nothing of the sandbox."""
         if self._arriving >= _MOST_ARRIVING:
             raise ServerBusy(
-                f"{self._arriving} sandboxes arrive here already: wait for one of them, then move it again"
+                f"{self._arriving} sandboxes are being received already: retry when one of them has arrived"
             )
         self._arriving += 1
         try:
@@ -242,7 +242,7 @@ async def _send_all(call: Any, header: operations_pb.ReceiveHeader, state: Path)
                 size += len(data)
                 await asyncio.wait_for(call.write(operations_pb.SnapshotChunk(data=data)), _IDLE_S)
     except TimeoutError as error:
-        raise EnvdError(f"it took nothing of the state for {_IDLE_S:g} s") from error
+        raise EnvdError(f"it accepted no data of the state for {_IDLE_S:g} s") from error
     return size
 
 

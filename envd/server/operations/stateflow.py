@@ -88,7 +88,7 @@ def _read(sock: socket.socket, into: Path, room: int) -> None:
         for _ in range(_MAX_FILES):
             head = stream.read(_BLOCK)
             if len(head) < _BLOCK:
-                raise EnvdError("the state ended in the middle: send it again")
+                raise EnvdError("the state is incomplete: send it again")
             if not head.strip(b"\0"):
                 break
             room = _read_one(head, cast(BinaryIO, stream), into, room)
@@ -102,7 +102,7 @@ def _read_one(head: bytes, stream: BinaryIO, into: Path, room: int) -> int:
     try:
         member = tarfile.TarInfo.frombuf(head, "utf-8", "strict")
     except (tarfile.HeaderError, UnicodeError) as error:
-        raise EnvdError(f"the state is no tar stream ({error})") from error
+        raise EnvdError(f"the state is not a tar stream ({error})") from error
     name = PurePosixPath(member.name)
     if name.is_absolute() or ".." in name.parts or not (member.isreg() or member.isdir()) or member.size < 0:
         raise EnvdError(f"the state holds {member.name[:80]!r}, which is neither a plain file nor a directory")
@@ -129,7 +129,7 @@ def _copy(stream: BinaryIO, file: BinaryIO, size: int) -> None:
     while left:
         data = stream.read(min(left, _CHUNK))
         if not data:
-            raise EnvdError("the state ended in the middle: send it again")
+            raise EnvdError("the state is incomplete: send it again")
         if data.count(0) == len(data):
             file.seek(len(data), os.SEEK_CUR)
         else:
