@@ -13,6 +13,7 @@ from ops.training import train_iteration, training_numbers
 from resources.experiment import Experiment
 from resources.launcher import LocalLauncher
 from resources.progress import ProgressSink
+from resources.sampler import SamplerResource
 from resources.store import StoreResource
 
 
@@ -38,10 +39,12 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         context: dg.AssetExecutionContext,
         store: StoreResource,
         launcher: LocalLauncher,
+        sampler: SamplerResource,
         progress: dg.ResourceParam[ProgressSink],
         **given: ArtifactRef,
     ) -> Materialized:
         step = begin(context, experiment, CHECKPOINT, store.open(), progress, given)
+        sampler.give_back(experiment.engine)
         candidate = train_iteration(step, launcher)
         metadata = {
             **training_numbers(candidate),

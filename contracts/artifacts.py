@@ -178,6 +178,25 @@ class Artifact:
         except (pa.ArrowException, OSError) as error:
             raise self._unreadable(name, "a Parquet file with these columns", error) from None
 
+    def batches(self, name: str, columns: list[str], rows: int = 256) -> Iterator[pa.RecordBatch]:
+        """Parquet file in batches of at most `rows`, in order; columns missing in old files are null.
+
+        Reads ahead a few MiB, whatever the size of the file and of its row groups. Raises ArtifactCorrupt if it is not
+        a Parquet file with these columns.
+        """
+        path = self.path(name)
+        try:
+            with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
+                absent = absent_columns(self.manifest.kind, name, file.schema_arrow.names, columns)
+                present = [column for column in columns if column not in absent]
+                missing = [column for column in present if column not in file.schema_arrow.names]
+                if missing:
+                    raise pa.ArrowInvalid(f"it has no column {missing[0]}")
+                for batch in file.iter_batches(rows, columns=present):
+                    yield from with_absent(pa.Table.from_batches([batch]), absent).select(columns).to_batches()
+        except (pa.ArrowException, OSError) as error:
+            raise self._unreadable(name, "a Parquet file with these columns", error) from None
+
     def json(self, name: str) -> Any:
         """Parsed JSON file. Raises ArtifactCorrupt if it is not JSON."""
         import json

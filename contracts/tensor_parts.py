@@ -67,7 +67,9 @@ def part_names(name: str, count: int) -> list[str]:
     if count == 1:
         return [name]
     path = Path(name)
-    return [f"{path.stem}-{number:05}-of-{count:05}{path.suffix}" for number in range(1, count + 1)]
+    return [
+        str(path.with_name(f"{path.stem}-{number:05}-of-{count:05}{path.suffix}")) for number in range(1, count + 1)
+    ]
 
 
 def write_part(
@@ -115,7 +117,7 @@ def add_tensors(
         write_part(out.directory / file, cut, read, metadata)
         for file, cut in zip(part_names(name, len(cuts)), cuts, strict=True)
     ]
-    add_parts(out, name, parts, out.directory)
+    add_parts(out, name, parts, (out.directory / name).parent)
 
 
 def add_parts(out: ArtifactWriter, name: str, parts: Sequence[Part], folder: Path) -> None:

@@ -68,6 +68,11 @@ class Verdict(Frozen):
     tests: list[TestVerdict]
     findings: tuple[Finding, ...] = ()
     """Attempts to influence the verdict; a tampering finding makes the state unsolved."""
+    backend: str = ""
+    """Sandbox backend of the first run; empty for a state that was not run, or a verdict of an earlier version.
+
+    Not part of the key: all backends give the same verdict (tests/envd/test_verify_backends.py).
+    """
 
     @property
     def tampered(self) -> bool:
@@ -154,7 +159,7 @@ def make_verdict(
     solved = solved and not any(each.tampering for each in findings)
     if solved:  # what looked odd computes what it should
         findings = tuple(each for each in findings if each.kind not in SUSPICIONS)
-    return Verdict(solved=solved, exit=result.exit, tests=rows, findings=findings)
+    return Verdict(solved=solved, exit=result.exit, tests=rows, findings=findings, backend=result.backend)
 
 
 @dataclass

@@ -19,7 +19,7 @@ def make_base(step: Step, launcher: Launcher) -> Artifact:
     if isinstance(base, ImportedBase):
         from trainer.import_hf import import_checkpoint  # needs torch, which loading the definitions does not
 
-        return import_checkpoint(base.directory, step.store)
+        return import_checkpoint(base.directory, step.store, precision=step.experiment.trainer.precision)
     step.progress.update("tokenizer", 0, 1)
     tokenizer = build_tokenizer(step.experiment.demonstrated, step.store)
     step.progress.update("demonstrations", 0, base.demonstrations.count)

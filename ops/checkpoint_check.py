@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dagster as dg
 
+from contracts.adapters import read_adapter
 from contracts.artifacts import Artifact
 from contracts.checkpoints import check_checkpoint, expected_tensors
 from contracts.errors import SchemaError
@@ -15,6 +16,7 @@ def layout_check(checkpoint: Artifact) -> dg.AssetCheckResult:
     """Whether the checkpoint holds exactly the tensors its config.json implies."""
     try:
         config = check_checkpoint(checkpoint.directory())
+        read_adapter(checkpoint.directory(), config)
     except SchemaError as error:
         return dg.AssetCheckResult(check_name=CHECK, passed=False, metadata={"fault": str(error)})
     tensors = len(expected_tensors(config))

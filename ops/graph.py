@@ -28,6 +28,7 @@ from ops.state import IterationState
 from resources.experiment import Experiment, ImportedBase, SftBase
 from resources.refs import read_ref
 from trainer.config import IMPORT_VERSION, RL_VERSION, SFT_VERSION
+from trainer.precision import DEFAULT
 
 PLAN = "rollout_plan"
 """Kind of the artifact that assigns an iteration's groups to shards; its key is that of the rollouts."""
@@ -58,6 +59,12 @@ def _sft(experiment: Experiment) -> SftBase:
     return experiment.base
 
 
+def _precision(experiment: Experiment) -> Slice:
+    """The base policy's recipe; empty for the default, so that keys stay as they are without it."""
+    chosen = experiment.trainer.precision
+    return {} if chosen == DEFAULT else {"precision": chosen.model_dump(mode="json")}
+
+
 def _warm_start_slice(state: IterationState) -> Slice:
     experiment, base = state.experiment, _sft(state.experiment)
     return {
@@ -65,6 +72,7 @@ def _warm_start_slice(state: IterationState) -> Slice:
         "sft": base.sft.model_dump(mode="json"),
         "seed": experiment.seed,
         "numerics": experiment.trainer.launcher.numerics,
+        **_precision(experiment),
     }
 
 
@@ -113,7 +121,7 @@ def _import_place(experiment: Experiment) -> str:
 IMPORTED_BASE = replace(
     BASE_POLICY,
     version=IMPORT_VERSION,
-    slice=lambda state: state.experiment.base.model_dump(mode="json"),
+    slice=lambda state: {**state.experiment.base.model_dump(mode="json"), **_precision(state.experiment)},
     where=_import_place,
     key_inputs=None,
     key_of=_imported_key,
@@ -200,7 +208,7 @@ CHECKPOINT = StepSpec(
         "trainer_state": "iteration_inputs.start.trainer_state",
     },
     plane="trainer",
-    needs=("launcher",),
+    needs=("launcher", "sampler"),
 )
 
 

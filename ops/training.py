@@ -33,10 +33,12 @@ def warm_start(
         seed=experiment.seed,
         threads=experiment.trainer.launcher.threads,
         ranks=experiment.trainer.launcher.ranks,
+        **experiment.trainer.launcher.backend_fields,
         tokenizer=tokenizer,
         demonstrations=demonstrations,
         model=base.model,
         config=base.sft,
+        precision=experiment.trainer.precision,
     )
     return _train(step, launcher, job, base.sft.max_steps, 0)
 
@@ -50,6 +52,7 @@ def train_iteration(step: Step, launcher: Launcher) -> Artifact:
         seed=step.work.config["seed"],
         threads=trainer.launcher.threads,
         ranks=trainer.launcher.ranks,
+        **trainer.launcher.backend_fields,
         dataset=step.parent("dataset"),
         checkpoint=start,
         trainer_state=step.parent("trainer_state"),
@@ -78,7 +81,7 @@ def training_numbers(checkpoint: Artifact) -> dict[str, Any]:
     return numbers(shown) | totals
 
 
-def _drop_snapshots(store: Store, job: SftJob) -> None:
+def _drop_snapshots(store: Store, job: SftJob | RlJob) -> None:
     """Remove snapshots of a trainer that was killed after it committed its checkpoint."""
     for snapshot in list(list_artifacts(store, SNAPSHOT)):
         if snapshot.manifest.config.get(SNAPSHOT_JOB) == job.key:
@@ -91,8 +94,7 @@ def _train(step: Step, launcher: Launcher, job: SftJob | RlJob, steps: int, take
     """
     found = find_artifact(step.store, "checkpoint", job.key)
     if found is not None and find_artifact(step.store, "trainer_state", job.key) is not None:
-        if isinstance(job, SftJob):
-            _drop_snapshots(step.store, job)
+        _drop_snapshots(step.store, job)
         return found
     where = step.experiment.trainer.launcher
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from contracts.checkpoints import WEIGHTS, check_checkpoint
 from contracts.errors import SchemaError
+from contracts.precision import FORWARD
 from contracts.tensor_files import TensorFiles, is_finite
 
 
@@ -16,7 +17,8 @@ def weights_fault(directory: Path) -> str | None:
     Loads one tensor at a time.
     """
     try:
-        if "quantization_config" in json.loads((directory / "config.json").read_text()):
+        config = json.loads((directory / "config.json").read_text())
+        if "quantization_config" in config or FORWARD in config:
             check_checkpoint(directory)
         files = TensorFiles(directory, WEIGHTS)
         for name in files.forms:

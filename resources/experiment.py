@@ -33,7 +33,8 @@ from inference.engines.config import BuiltinConfig, EngineConfig
 from inference.rollouts.config import RolloutConfig
 from resources.errors import ExperimentError
 from resources.overrides import apply_overrides, explain
-from trainer.config import ModelConfig, RlConfig, SftConfig
+from trainer.config import BackendConfig, RlConfig, SftConfig
+from trainer.model_config import ModelConfig
 
 
 class Section(BaseModel):
@@ -61,7 +62,9 @@ class SftBase(Section):
 
 
 class ImportedBase(Section):
-    """Base policy: an existing Qwen3-MoE checkpoint directory in the Hugging Face layout."""
+    """Base policy: an existing directory in the Hugging Face layout: Qwen3-MoE, Qwen3 or Llama in bfloat16, float32 or
+    FP8 blocks, with a tokenizer that has Qwen's chat tokens.
+    """
 
     kind: Literal["import"]
     """Selects this kind of base policy."""
@@ -121,7 +124,7 @@ class SandboxesConfig(Section):
     """Resource limits of one episode's sandbox."""
 
 
-class LauncherConfig(Section):
+class LauncherConfig(BackendConfig):
     """Where training runs."""
 
     kind: Literal["local"] = "local"
@@ -143,11 +146,16 @@ class LauncherConfig(Section):
     """Maximum run time of a training process, in seconds."""
 
     @property
+    def backend_fields(self) -> dict[str, Any]:
+        """Settings of the backend alone, as fields of a job."""
+        return {name: getattr(self, name) for name in BackendConfig.model_fields}
+
+    @property
     def numerics(self) -> dict[str, str | int]:
         """Settings, beyond inputs, configuration and torch, that affect the resulting bits; part of the action key."""
         device = "cuda" if self.gpus else "cpu"
         return {
-            "backend": "torch",
+            **self.backend_numerics,
             "device": device,
             "threads": self.threads,
             "ranks": self.nodes * (self.gpus or self.ranks),
@@ -310,6 +318,10 @@ class Experiment(Section):
             )
         self._require_one_variance()
         self._require_routing()
+        self._require_experts()
+        reason = self.engine.mismatch(self.trainer.precision.forward)
+        if reason is not None:
+            raise ValueError(f"engine.kind {self.engine.kind} can't serve trainer.precision: {reason}")
         if self.rollouts.group_size < 2:
             raise ValueError("rollouts.group_size 1 leaves no other episode as baseline: use at least 2")
         return self
@@ -337,6 +349,21 @@ class Experiment(Section):
                 f"rollouts.record_routing is true, but engine.kind {self.engine.kind} returns no routed experts: use"
                 " builtin, or vllm with engine.flags [--enable-return-routed-experts]"
             )
+
+    def _require_experts(self) -> None:
+        """Require that a dense model is not asked for anything of a mixture of experts."""
+        if not isinstance(self.base, SftBase) or self.base.model.family == "qwen3_moe":
+            return
+        asked = {
+            **{f"base.sft.{name}": value for name, value in self.base.sft.of_experts().items()},
+            **{f"trainer.{name}": value for name, value in self.trainer.of_experts().items()},
+            "rollouts.record_routing": self.rollouts.record_routing,
+        }
+        for name, value in asked.items():
+            if value:
+                raise ValueError(
+                    f"{name} is {value}, but base.model.family {self.base.model.family} has no experts: leave it out"
+                )
 
     @property
     def demonstrated(self) -> TaskSuiteConfig:

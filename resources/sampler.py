@@ -1,6 +1,7 @@
 """Dagster resource for engines that serve a policy.
 
 lease(policy, role) -> the kept engine or vLLM server, hot-reloaded when it serves another policy -> release
+give_back -> vLLM sleeps or stops while training uses its GPUs
 """
 
 from __future__ import annotations
@@ -64,6 +65,18 @@ class SamplerResource(dg.ConfigurableResource[Any]):
             yield engine
         finally:
             await engine.close()
+
+    def give_back(self, config: EngineConfig) -> None:
+        """Free the GPUs of the vLLM server of `config` until the next lease, if its `idle` asks for it."""
+        if not isinstance(config, VllmConfig) or config.idle == "keep":
+            return
+        from inference.engines.vllm_keeper import VllmKeeper
+
+        keeper = self._keepers.get(config.model_dump_json())
+        if keeper is None and config.base_url is not None:
+            keeper = VllmKeeper(config)
+        if keeper is not None:
+            asyncio.run(keeper.give_back())
 
     def _keeper(self, policy: Artifact, role: Role, config: VllmConfig) -> VllmKeeper:
         """Keeper of this configuration's server. Other keepers are stopped, since two servers can't share GPUs."""

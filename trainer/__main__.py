@@ -7,14 +7,19 @@ import json
 import os
 import signal
 import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from contracts.errors import TriplaneError, describe
-from trainer.agent import run_ranks, tell_agent
+from trainer.agent import run_ranks, sign_in, tell_agent
+from trainer.alone import Plan, prepare
 from trainer.config import RlJob, SftJob, read_job
 from trainer.errors import LAST_WORDS, RanksFailed, RanksLost, TrainingConfigError, TrainingStopped
 from trainer.lifetime import end_with_parent
+from trainer.metrics import Watcher
+from trainer.starters import run_started
 
 EXAMPLE = """\
 example of a job (JSON or YAML; references are those of committed artifacts):
@@ -47,17 +52,24 @@ def main(arguments: list[str] | None = None) -> int:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--job", metavar="JOB", help="file with the job, or the job itself as JSON")
     source.add_argument("--config", metavar="FILE", help="YAML file with the job")
+    source.add_argument("--train", metavar="FILE", help="YAML file of a run on Parquet files; see docs/training.md")
     options = parser.parse_args(arguments)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
-    source = options.job or options.config
     try:
         end_with_parent()
-        job = read_job(source)
-        if job.ranks > 1 and "WORLD_SIZE" not in os.environ:
-            run_ranks(job.ranks, ["--job", source])
+        source = options.job or options.config
+        plan = None if source else prepare(Path(options.train))
+        job = plan.job if plan else read_job(source)
+        if "WORLD_SIZE" not in os.environ and (job.ranks > 1 or job.starter != "agent"):
+            own = ["--job", source] if source else ["--train", options.train]
+            if job.starter == "agent":
+                run_ranks(job.ranks, own)
+            else:
+                print(run_started(job.starter, job.ranks, own), flush=True)
             return 0
-        result = _run(job)
+        sign_in()
+        result = _run(job, plan)
     except TriplaneError as error:
         return _failed(error)
     except OSError as error:
@@ -81,7 +93,7 @@ def _tell(reason: str) -> None:
         print(f"{LAST_WORDS}{reason}", file=sys.stderr)
 
 
-def _run(job: SftJob | RlJob) -> dict[str, Any] | None:
+def _run(job: SftJob | RlJob, plan: Plan | None = None) -> dict[str, Any] | None:
     # OpenMP reads this when torch loads it: under other load, threads that busy-wait for each other make a step ten
     # times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -96,18 +108,19 @@ def _run(job: SftJob | RlJob) -> dict[str, Any] | None:
     if int(os.environ.get("RANK", "0")):
         run_job(job)
         return None
-    with open_pipes() as context, console_watcher(job) as console:
-        watchers = (
-            [console]
-            if context is None
-            else [console, pipes_watcher(context, every=10 if isinstance(job, SftJob) else 1)]
-        )
+    own: AbstractContextManager[list[Watcher]] = plan.watchers() if plan else nullcontext([])
+    with open_pipes() as context, console_watcher(job) as console, own as others:
+        watchers = [console, *others]
+        if context is not None:
+            watchers.append(pipes_watcher(context, every=10 if isinstance(job, SftJob) else 1))
         found = run_job(job, watchers)
         assert found is not None, "rank 0 publishes"
         result = found.as_json()
         if context is not None:
             context.report_custom_message({"result": result})
-        return result
+    if plan is not None:
+        plan.finish(result)
+    return result
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
 
+from contracts.owned import fate_of_owner, owned_name
 from trainer.errors import RANKS_LOST_STATUS, RanksFailed
 from trainer.lifetime import MEETING_VARIABLE, PARENT_VARIABLE
 from trainer.pipes import PIPES_VARIABLE
@@ -70,6 +71,34 @@ def tell_agent(words: str) -> bool:
     with suppress(OSError):  # the agent has ended and removed its folder
         _words(Path(meeting).parent, os.environ["RANK"]).write_text(words)
     return True
+
+
+def sign_in() -> None:
+    """Leave this rank's identity to the process that must end it."""
+    meeting = os.environ.get(MEETING_VARIABLE)
+    if meeting is not None:
+        with suppress(OSError):
+            _identity(Path(meeting).parent, os.environ["RANK"]).write_text(owned_name())
+
+
+def kill_ranks(folder: Path, count: int) -> None:
+    """Kill the ranks that signed in and still run."""
+    for rank in range(count):
+        path = _identity(folder, rank)
+        name = path.read_text() if path.exists() else ""
+        if fate_of_owner(name) == "alive":
+            with suppress(ProcessLookupError):
+                os.kill(int(name.split(".")[1]), signal.SIGKILL)
+
+
+def _identity(folder: Path, rank: int | str) -> Path:
+    return folder / f"rank-{rank}.owner"
+
+
+def words_of(folder: Path, count: int) -> dict[int, str]:
+    """Last words, by rank, of the ranks that left some."""
+    paths = {rank: _words(folder, rank) for rank in range(count)}
+    return {rank: path.read_text() for rank, path in paths.items() if path.exists()}
 
 
 def _words(folder: Path, rank: int | str) -> Path:

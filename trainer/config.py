@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import yaml
 from pydantic import (
@@ -11,20 +11,25 @@ from pydantic import (
     SerializerFunctionWrapHandler,
     TypeAdapter,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_serializer,
     model_validator,
 )
 
+from contracts.adapters import TARGETS, Adapter, Target
 from contracts.artifacts import ArtifactRef, Frozen
-from contracts.checkpoints import BLOCK, quantization_config, ragged_sides
 from trainer.algorithms import Algorithm
 from trainer.algorithms.corrections import Corrections
 from trainer.algorithms.grpo import Grpo
 from trainer.errors import TrainingConfigError
+from trainer.model_config import ModelConfig
+from trainer.precision import DEFAULT, Precision
+from trainer.schedule import Schedule
 from trainer.settings import Settings
+from trainer.truncation import Truncation
 
-SFT_VERSION = "4"
+SFT_VERSION = "5"
 """Code version of supervised training: bump when the same job would give another checkpoint."""
 RL_VERSION = "4"
 """Code version of policy-gradient training: bump when the same job would give another checkpoint."""
@@ -35,101 +40,45 @@ SNAPSHOT, SNAPSHOT_JOB = "trainer_snapshot", "job"
 """Kind of the snapshot markers that a job resumes from, and the manifest config field with the job's key."""
 
 
-class ModelConfig(Settings):
-    """Shape of a Qwen3-MoE decoder."""
+TrainedRole = Literal["policy", "environment", "prompt", "forced"]
+"""Lower-case names of `contracts.episodes.TokenRole`."""
 
-    hidden_size: int = Field(default=128, ge=8)
-    """Width of the residual stream. A multiple of 128, the FP8 block, as are expert_width, heads * head_dim and
-    kv_heads * head_dim.
+
+class LoraConfig(Settings):
+    """Low-rank adapters (arXiv:2106.09685) that are trained in place of the weights."""
+
+    rank: int = Field(default=16, ge=1)
+    """Rank of each adapter."""
+    alpha: float = Field(default=32.0, gt=0)
+    """alpha / rank multiplies the product of an adapter's factors."""
+    targets: tuple[Target, ...] = Field(default=("q_proj", "k_proj", "v_proj", "o_proj"), min_length=1)
+    """Projections that get an adapter, in every layer; gate_proj, up_proj and down_proj also in every expert. All other
+    weights stay as they are.
     """
-    layers: int = Field(default=3, ge=1)
-    """Decoder layers."""
-    experts: int = Field(default=8, ge=1)
-    """Experts per layer."""
-    expert_width: int = Field(default=128, ge=8)
-    """Inner width of one expert."""
-    experts_per_token: int = Field(default=2, ge=1)
-    """Experts that the router selects per token."""
-    heads: int = Field(default=4, ge=1)
-    """Query heads."""
-    kv_heads: int = Field(default=4, ge=1)
-    """Key and value heads; divides `heads`."""
-    head_dim: int = Field(default=32, ge=2, multiple_of=2)
-    """Width of one head."""
-    max_positions: int = Field(default=512, ge=8)
-    """Longest context, in tokens."""
-    rope_theta: float = Field(default=10_000.0, gt=0)
-    """Base of the rotary position frequencies."""
-    rms_norm_eps: float = Field(default=1e-6, gt=0)
-    """Epsilon added to the mean square before the root."""
-    tie_word_embeddings: bool = True
-    """Whether the output head is the embedding matrix."""
-    initializer_range: float = Field(default=0.02, gt=0)
-    """Standard deviation of freshly drawn weights."""
+    dropout: Literal["none"] = "none"
+    """Dropout of the adapters' input. There is none, so that what trained is what serves."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.experts_per_token > self.experts:
-            raise ValueError(f"experts_per_token {self.experts_per_token} exceeds experts {self.experts}: lower it")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}: choose a divisor")
-        names = {
-            "hidden_size": "hidden_size",
-            "moe_intermediate_size": "expert_width",
-            "num_attention_heads * head_dim": "heads * head_dim",
-            "num_key_value_heads * head_dim": "kv_heads * head_dim",
-        }
-        for name, size in ragged_sides(self._sizes()).items():
-            raise ValueError(
-                f"{names[name]} = {size} is not a multiple of {BLOCK}, the FP8 block that other loaders of the"
-                f" checkpoint expect: make it {-(-size // BLOCK) * BLOCK}"
-            )
-        return self
-
-    def _sizes(self) -> dict[str, int]:
-        return {
-            "hidden_size": self.hidden_size,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "moe_intermediate_size": self.expert_width,
-        }
-
-    def hf_config(self, vocab_size: int, end_of_turn: int | None = None) -> dict[str, Any]:
-        """The `config.json` of a Qwen3MoeForCausalLM checkpoint of this shape, FP8 blocks declared."""
-        config: dict[str, Any] = {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
-            "vocab_size": vocab_size,
-            **self._sizes(),
-            "num_hidden_layers": self.layers,
-            "num_experts": self.experts,
-            "num_experts_per_tok": self.experts_per_token,
-            "intermediate_size": self.expert_width,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "use_sliding_window": False,
-            "sliding_window": None,
-            "max_position_embeddings": self.max_positions,
-            "rope_theta": self.rope_theta,
-            "rms_norm_eps": self.rms_norm_eps,
-            "tie_word_embeddings": self.tie_word_embeddings,
-            "initializer_range": self.initializer_range,
-            "router_aux_loss_coef": 0.0,
-            "use_cache": True,
-            "torch_dtype": "float32",
-        }
-        if end_of_turn is not None:
-            config["eos_token_id"] = end_of_turn
-        config["quantization_config"] = quantization_config(config)
-        return config
+    @property
+    def adapter(self) -> Adapter:
+        """The same numbers, targets in a fixed order."""
+        return Adapter(self.rank, self.alpha, tuple(target for target in TARGETS if target in self.targets))
 
 
-class SftConfig(Settings):
+class _Growing(Settings):
+    """Settings with fields that older action keys lack: they are left out of a dump while they have their default."""
+
+    LATER: ClassVar[tuple[str, ...]] = ()
+
+    @model_serializer(mode="wrap")
+    def _leave_out_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = dump(self)
+        for name in self.LATER:
+            if getattr(self, name) == type(self).model_fields[name].default:
+                values.pop(name, None)
+        return values
+
+
+class SftConfig(_Growing):
     """Supervised warm start. It stops by a criterion, not by time; see `expected_solve`."""
 
     learning_rate: float = Field(default=3e-3, ge=0)
@@ -144,6 +93,8 @@ class SftConfig(Settings):
     """Gradients with a larger global norm are scaled down to this norm."""
     router_balance: float = Field(default=0.0, ge=0)
     """Weight of the load-balance loss of the routers, over the tokens of one step."""
+    router_z: float = Field(default=0.0, ge=0)
+    """Weight of the routers' z loss (arXiv:2202.08906), over the tokens of one step. It keeps router logits small."""
     max_steps: int = Field(default=4000, ge=1)
     """Maximum number of steps. The metrics show if training reached it before the criterion."""
     evaluate_every: int = Field(default=50, ge=1)
@@ -162,15 +113,48 @@ class SftConfig(Settings):
     """
     consecutive: int = Field(default=2, ge=1)
     """Consecutive evaluations that must meet both criteria."""
-    decay_steps: int = Field(default=100, ge=0)
-    """Number of steps, after both criteria are met, over which the learning rates fall linearly to 0. At a constant
-    rate the last batches decide which of two close answers is likelier.
+    average_steps: int = Field(default=100, ge=0)
+    """Number of steps, after both criteria are met, whose mean weights are published. In the weights of a single step
+    the last batches decide which of two close answers is likelier.
     """
     snapshot_every: int = Field(default=200, ge=1)
     """Steps between snapshots from which a killed job resumes, with the same result bit for bit."""
+    schedule: Schedule = "constant"
+    """Course of both learning rates after the warmup; a falling one ends at `max_steps`."""
+    final_rate: float = Field(default=0.0, ge=0, le=1)
+    """Part of the learning rates that a falling schedule leaves."""
+    batch_tokens: int | None = Field(default=None, ge=1)
+    """Maximum tokens per step, instead of `batch_size` demonstrations."""
+    microbatch_tokens: int | None = Field(default=None, ge=64)
+    """Maximum tokens of a forward pass; None: all of a step. Limits memory use; the gradient is that of the step."""
+    truncation: Truncation = "error"
+    """Rule for demonstrations longer than the model's context: error refuses them, drop leaves them out, left and right
+    cut tokens at the begin or at the end, last_turns keeps the prompt and the last turns that fit.
+    """
+    trained_roles: tuple[TrainedRole, ...] = Field(default=("policy",), min_length=1)
+    """Roles of the tokens that are learned: policy, environment, prompt, forced (by a grammar)."""
+
+    LATER = (
+        "router_z",
+        "schedule",
+        "final_rate",
+        "batch_tokens",
+        "microbatch_tokens",
+        "truncation",
+        "trained_roles",
+    )
+
+    def of_experts(self) -> dict[str, object]:
+        """Settings that only a mixture of experts has, by name."""
+        return {"router_balance": self.router_balance, "router_z": self.router_z}
+
+    @property
+    def routing_losses(self) -> bool:
+        """Whether the routers have a loss of their own."""
+        return self.router_balance > 0 or self.router_z > 0
 
 
-class RlConfig(Settings):
+class RlConfig(_Growing):
     """One iteration of policy-gradient training."""
 
     algorithm: Algorithm = Grpo()
@@ -195,6 +179,10 @@ class RlConfig(Settings):
     """Weight of the routers' load-balance loss, over all tokens of one optimizer step. Above 0 an additional forward
     pass first counts the tokens of each expert.
     """
+    router_z: float = Field(default=0.0, ge=0)
+    """Weight of the routers' z loss (arXiv:2202.08906), over all tokens of one optimizer step, as `router_balance`. It
+    keeps router logits small.
+    """
     routing_replay: bool = False
     """Whether training sends each token to the experts that the sampler chose, in all forward and backward passes
     (arXiv:2510.11370). Needs rollouts.record_routing.
@@ -204,24 +192,115 @@ class RlConfig(Settings):
 
     Limits memory use; the gradient is that of the whole minibatch.
     """
+    precision: Precision = DEFAULT
+    """Recipe by which the policy trains and is served: rounding of weights, activations, output head and router. The
+    base policy is made by it too.
+    """
     permute_rewards: bool = False
     """Control experiment: permute rewards within each group by the seed, so that nothing can be learned from them."""
+    snapshot_every: int = Field(default=8, ge=1)
+    """Minibatches between snapshots from which a killed job resumes, with the same result bit for bit. None is written
+    after the last one, so that iterations of up to 8 optimizer steps write none by default.
+    """
+    schedule: Schedule = "constant"
+    """Course of the learning rate after the warmup, over the optimizer steps of all iterations."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps, of all iterations, over which the learning rate rises linearly."""
+    schedule_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps, of all iterations, after which the rate is `learning_rate * final_rate`. Needed unless
+    `schedule` is constant.
+    """
+    final_rate: float = Field(default=0.0, ge=0, le=1)
+    """Part of the learning rate that a falling schedule leaves."""
 
-    @model_serializer(mode="wrap")
-    def _leave_out_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Dump the fields. `routing_replay` is left out if false, so that action keys stay as they are without it."""
-        values: dict[str, Any] = dump(self)
-        if not self.routing_replay:
-            values.pop("routing_replay", None)
-        return values
+    lora: LoraConfig | None = None
+    """Adapters to train in place of the weights; null trains all weights. The checkpoint then holds the base's FP8
+    codes unchanged, and the adapter in PEFT's format in the folder `adapter`. Later iterations continue the adapter.
+    """
 
-    @field_validator("algorithm", mode="before")
+    LATER = (
+        "routing_replay",
+        "router_z",
+        "lora",
+        "precision",
+        "snapshot_every",
+        "schedule",
+        "warmup_steps",
+        "schedule_steps",
+        "final_rate",
+    )
+
+    @model_validator(mode="after")
+    def _schedule_has_an_end(self) -> Self:
+        if self.schedule != "constant" and self.schedule_steps is None:
+            raise ValueError(
+                f"schedule {self.schedule} needs schedule_steps: set it to iterations * optimizer_steps, or use"
+                " constant"
+            )
+        return self
+
+    def of_experts(self) -> dict[str, object]:
+        """Settings that only a mixture of experts has, by name."""
+        return {
+            "router_balance": self.router_balance,
+            "router_z": self.router_z,
+            "routing_replay": self.routing_replay,
+        }
+
+    @field_validator("algorithm", "precision", mode="before")
     @classmethod
-    def _usual_kind(cls, value: Any) -> Any:
-        return {"kind": "grpo", **value} if isinstance(value, dict) else value
+    def _usual_kind(cls, value: Any, info: ValidationInfo) -> Any:
+        usual = {"algorithm": "grpo", "precision": DEFAULT.kind}[info.field_name or ""]
+        return {"kind": usual, **value} if isinstance(value, dict) else value
 
 
-class _Job(Frozen):
+BackendName = Literal["torch", "fsdp2", "deepspeed"]
+Starter = Literal["agent", "torchrun", "deepspeed"]
+
+
+class BackendConfig(Settings):
+    """The library that holds weights and optimizer."""
+
+    backend: BackendName = "torch"
+    """torch: the whole model in every training process. fsdp2: torch's fully_shard; weights, gradients and optimizer
+    are divided among the processes. deepspeed: ZeRO.
+    """
+    zero_stage: int | None = Field(default=None, ge=1, le=3)
+    """DeepSpeed only, which uses 2 if null. 1 divides the optimizer's state among the processes, 2 also the gradients,
+    3 also the weights.
+    """
+    activation_checkpointing: bool = False
+    """fsdp2 and deepspeed: compute each layer again in the backward pass instead of keeping its activations. Less
+    memory, same bits.
+    """
+    starter: Starter = "agent"
+    """What starts the training processes of a machine: agent, which is the trainer itself, torchrun, or DeepSpeed's
+    launcher. Changes no bit. With each, a process that ends or hangs ends all, with one error.
+    """
+
+    @model_validator(mode="after")
+    def _check_backend(self) -> Self:
+        if self.zero_stage is not None and self.backend != "deepspeed":
+            raise ValueError(f"zero_stage {self.zero_stage} needs backend deepspeed, not {self.backend}: remove it")
+        if self.activation_checkpointing and self.backend == "torch":
+            raise ValueError("activation_checkpointing needs backend fsdp2 or deepspeed, not torch: remove it")
+        return self
+
+    @property
+    def stage(self) -> int:
+        """ZeRO stage of DeepSpeed."""
+        return self.zero_stage or 2
+
+    @property
+    def backend_numerics(self) -> dict[str, str | int]:
+        """Settings of the backend that affect the resulting bits."""
+        found: dict[str, str | int] = {"backend": self.backend}
+        if self.backend == "deepspeed":
+            found["zero_stage"] = self.stage
+        return found
+
+
+class _Job(BackendConfig, Frozen):
     store: str
     """Store URL for `contracts.store.open_store`."""
     key: str
@@ -238,17 +317,57 @@ class _Job(Frozen):
     @property
     def numerics(self) -> dict[str, str | int]:
         """Settings, beyond inputs, configuration and torch, that affect the resulting bits; part of the manifest."""
-        return {"backend": "torch", "device": "cpu", "threads": self.threads, "ranks": self.ranks}
+        return {**self.backend_numerics, "device": "cpu", "threads": self.threads, "ranks": self.ranks}
+
+
+class MixtureSource(Frozen):
+    """Further demonstrations of a mixture."""
+
+    demonstrations: ArtifactRef
+    weight: float = Field(default=1.0, gt=0)
+    """Share of the rows drawn, relative to the job's `demonstrations`, whose weight is 1."""
 
 
 class SftJob(_Job):
-    """Train a fresh model on demonstrations."""
+    """Train a fresh model, or a checkpoint, on demonstrations."""
 
     kind: Literal["sft"] = "sft"
     tokenizer: ArtifactRef
     demonstrations: ArtifactRef
+    mixture: tuple[MixtureSource, ...] = ()
+    """Further demonstrations to draw from; validation uses those of `demonstrations` alone."""
     model: ModelConfig = ModelConfig()
+    """Shape of the fresh model."""
+    checkpoint: ArtifactRef | None = None
+    """Checkpoint to start from in place of a fresh model, with the `trainer_state` of its key."""
+    trainer_state: ArtifactRef | None = None
+    lora: LoraConfig | None = None
+    """Adapters to train, by AdamW, in place of the weights of that checkpoint; null: none."""
     config: SftConfig = SftConfig()
+    precision: Precision = DEFAULT
+    """Recipe of the trained policy."""
+
+    @property
+    def start(self) -> dict[str, ArtifactRef]:
+        """The artifacts to start from, by role; empty for a fresh model."""
+        found = {"checkpoint": self.checkpoint, "trainer_state": self.trainer_state}
+        return {role: ref for role, ref in found.items() if ref is not None}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(self.start) == 1:
+            raise ValueError("checkpoint and trainer_state belong together: pass both of one key, or neither")
+        if self.lora is not None and not self.start:
+            raise ValueError("lora needs weights to adapt: pass checkpoint and trainer_state")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _leave_out_default(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Dump the fields. `precision` is left out if it is the default, so that keys stay as they are without it."""
+        values: dict[str, Any] = dump(self)
+        if self.precision == DEFAULT:
+            values.pop("precision", None)
+        return values
 
 
 class RlJob(_Job):

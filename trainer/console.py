@@ -21,12 +21,16 @@ def console_watcher(job: SftJob | RlJob, every: int = 25) -> Iterator[Watcher]:
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        steps = job.config.optimizer_steps if isinstance(job, RlJob) else None
+        steps = job.config.optimizer_steps if isinstance(job, RlJob) else job.config.max_steps
         bar = progress.add_task(f"training ({job.kind})", total=steps, note="")
 
         def watch(record: Record) -> None:
             if "loss" in record:
-                progress.update(bar, advance=1, note=f"step {record['step']} loss {record['loss']:.4f}")
+                note = f"step {record['step']} loss {record['loss']:.4f}"
+                if isinstance(job, SftJob):
+                    progress.update(bar, completed=record["step"], note=note)
+                else:
+                    progress.update(bar, advance=1, note=note)
             elif "expected_solve" in record:
                 progress.console.print(_describe(record))
 

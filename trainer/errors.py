@@ -24,8 +24,16 @@ class TrainingDataError(TrainingError):
     """Demonstrations or a dataset lack data for training."""
 
 
+class SnapshotRefused(TrainingError):
+    """The snapshot of a job is damaged, or of a job with other settings."""
+
+
 class TrainingDiverged(TrainingError):
     """The loss or the gradient is no longer finite."""
+
+
+class TrainingMemoryError(TrainingError):
+    """The job needs more memory than this machine or its limits allow."""
 
 
 class TrainingStopped(TrainingError):

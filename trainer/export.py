@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from contracts.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, FOLDER, read_adapter
+from contracts.architectures import expert_names, parameter_shapes
 from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter
 from contracts.checkpoints import WEIGHTS, check_checkpoint, is_quantized
 from contracts.failpoints import failpoint
-from contracts.qwen3_moe import expert_names, parameter_shapes
+from contracts.precision import exported_forward
 from contracts.store import Store
 from contracts.tensor_files import TensorFiles
+from trainer.adapters import AdaptedParameters, adapter_tensors
 from trainer.errors import TrainingDataError
 from trainer.parameters import Buffer, Parameters
-from trainer.tensors import read_tensor, save_tensors
+from trainer.precision import precision_of
+from trainer.tensors import StagedTensors, read_tensor, save_tensors
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-RECIPE = "w8"
+METADATA = {"format": "pt"}
+"""Metadata of the weights' files."""
+
+
+@dataclass(frozen=True)
+class StagedWeights:
+    """Weights that the ranks of a job have exported together."""
+
+    config: Mapping[str, Any]
+    """Content of config.json."""
+    tensors: StagedTensors
+
+
+Exportable = Parameters | StagedWeights
+"""What `publish_checkpoint` accepts."""
 
 
 def checkpoint_tensors(parameters: Parameters) -> dict[str, Tensor]:
@@ -29,7 +48,9 @@ def checkpoint_tensors(parameters: Parameters) -> dict[str, Tensor]:
     for buffer in parameters.buffers:
         for name in buffer.spans:
             if buffer.codes is None or buffer.scales is None:
-                tensors[name] = buffer.view(buffer.master, name)
+                values = buffer.view(buffer.leaf, name).detach().to(buffer.dtype)
+                singles = expert_names(name, tuple(values.shape))
+                tensors |= dict(zip(singles, values if values.dim() == 3 else [values], strict=True))
                 continue
             for single, codes, scales in _matrices(buffer, name):
                 tensors[single] = codes
@@ -38,15 +59,17 @@ def checkpoint_tensors(parameters: Parameters) -> dict[str, Tensor]:
 
 
 def load_checkpoint(directory: Path) -> Parameters:
-    """Parameters of an exported checkpoint, with its codes and scales; masters are the dequantized weights."""
+    """Parameters of an exported checkpoint, with its codes and scales if it has any; masters are the stored weights."""
     config = check_checkpoint(directory)
     files = TensorFiles(directory, WEIGHTS)
+    quantized = exported_forward(config).quantized
     masters, codes, scales = {}, {}, {}
     for name, shape in parameter_shapes(config).items():
-        if not is_quantized(name):
-            masters[name] = read_tensor(files, name)
-            continue
         singles = expert_names(name, shape)
+        if not (quantized and is_quantized(name)):
+            found = [read_tensor(files, single).float() for single in singles]
+            masters[name] = torch.stack(found) if len(shape) == 3 else found[0]
+            continue
         codes[name] = torch.stack([read_tensor(files, single) for single in singles])
         scales[name] = torch.stack([read_tensor(files, f"{single}_scale_inv") for single in singles])
         masters[name] = torch.zeros(shape)
@@ -58,7 +81,7 @@ def load_checkpoint(directory: Path) -> Parameters:
 def publish_checkpoint(
     store: Store,
     key: str,
-    parameters: Parameters,
+    parameters: Exportable,
     tokenizer: Artifact,
     *,
     parents: Mapping[str, ArtifactRef],
@@ -71,7 +94,12 @@ def publish_checkpoint(
     digest.
     """
     with ArtifactWriter(store, "checkpoint", key, parents=parents, config=config, code_version=code_version) as out:
-        save_tensors(out, WEIGHTS, checkpoint_tensors(parameters), {"format": "pt"})
+        if isinstance(parameters, AdaptedParameters):
+            _add_adapter(out, parameters)
+            meta = {**meta, "adapter": asdict(parameters.adapter)}
+            parameters = parameters.base
+        tensors = parameters.tensors if isinstance(parameters, StagedWeights) else checkpoint_tensors(parameters)
+        save_tensors(out, WEIGHTS, tensors, METADATA)
         failpoint("checkpoint-staged")
         out.add_json("config.json", parameters.config)
         out.add_json("generation_config.json", _generation_config(parameters.config))
@@ -81,8 +109,27 @@ def publish_checkpoint(
             out.add_bytes(name, tokenizer.path(name).read_bytes())
         (out.directory / "metrics.jsonl").write_bytes(metrics)
         out.add_file("metrics.jsonl", telemetry=True)
-        check_checkpoint(out.directory)
-        return out.commit(meta={"forward_recipe": RECIPE, "policy_version": None, **meta})
+        read_adapter(out.directory, check_checkpoint(out.directory))
+        return out.commit(meta={**precision_facts(parameters.config), "policy_version": None, **meta})
+
+
+def precision_facts(config: Mapping[str, Any]) -> dict[str, str]:
+    """What the manifest says of the recipe of a policy with this config.json."""
+    forward = exported_forward(config)
+    return {
+        "forward_recipe": forward.recipe,
+        "recipe": precision_of(config).kind,
+        "activations": forward.activations,
+        "head_dtype": forward.head_dtype,
+        "router_dtype": forward.router_dtype,
+    }
+
+
+def _add_adapter(out: ArtifactWriter, parameters: AdaptedParameters) -> None:
+    """Write the adapter's files; the base beside it keeps its codes and scales."""
+    (out.directory / FOLDER).mkdir()
+    save_tensors(out, f"{FOLDER}/{ADAPTER_WEIGHTS}", adapter_tensors(parameters), METADATA)
+    out.add_json(f"{FOLDER}/{ADAPTER_CONFIG}", parameters.adapter.as_json())
 
 
 def _matrices(buffer: Buffer, name: str) -> Iterator[tuple[str, Tensor, Tensor]]:

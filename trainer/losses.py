@@ -102,6 +102,17 @@ def balance_loss(probabilities: Tensor, counts: Tensor, picks: int) -> Tensor:
     return counts.shape[-1] * (shares * means).sum(-1).mean()
 
 
+def z_loss(squares: Tensor, counts: Tensor, picks: int) -> Tensor:
+    """Mean over tokens and layers of the squared logarithm of the routers' partition function: keeps router logits
+    small.
+
+    ST-MoE (arXiv:2202.08906, equation 5). squares, float32 [layers]: sum of (log sum_e exp(x_e))^2 over the tokens of
+    the batch or of a part of it. counts: as in `balance_loss`, of the whole optimizer batch. Linear in `squares`: the
+    losses of the parts of a batch, and their gradients, add up to the batch's own however it is cut.
+    """
+    return (squares * picks / counts.sum(-1)).mean()
+
+
 def first_not_finite(values: Tensor) -> int | None:
     """Index of the first value that is NaN or infinite, or None."""
     lost = (~torch.isfinite(values)).nonzero()

@@ -1,12 +1,14 @@
-"""Forward pass of Qwen3-MoE in plain torch, with the numerics of `transformers.Qwen3MoeForCausalLM`, for training.
+"""Forward pass for training in plain torch, with the numerics of `transformers`, of every family in
+`contracts.architectures`.
 
 Sequences are packed end to end without padding; attention runs within each. Only positions whose next token is scored
-reach the last layer's experts and the output head.
+reach the last layer's MLP and the output head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.head import target_scores
+from contracts.architectures import Architecture, inverse_frequencies
+from trainer.recipes import recipe_of
+from trainer.recipes.base import Experts, Recipe
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Scores:
     entropy: Tensor
     """float32 [scored], nats; carries no gradient."""
     routing: Routing | None
-    """None unless requested."""
+    """None unless requested of a mixture of experts."""
     hidden: Tensor
     """float32 [scored, hidden_size]: the last hidden state, from which each scored token is predicted."""
     replay: Replay | None
@@ -79,6 +83,18 @@ class Routing:
     """
     probabilities: Tensor
     """float32 [layers, experts]: sum of the router's probabilities; carries the gradient."""
+    squares: Tensor
+    """float32 [layers]: sum of the squared logarithm of the router's partition function; carries the gradient."""
+
+
+Rotary = tuple[Tensor, Tensor]
+"""Cosine and sine [tokens, 1, head_dim] of the position embedding."""
+LayerOutput = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | bool]
+"""Hidden states; the router's logits and probabilities, both [tokens, experts]; the experts in use, int64 [tokens,
+picks]; whether the router itself prefers others, bool [tokens]. A dense layer has no router: None.
+"""
+RunLayer = Callable[[int, Tensor, Batch, Rotary], LayerOutput]
+"""Computes the layer of a number from hidden states."""
 
 
 def score(
@@ -88,33 +104,60 @@ def score(
     temperature: float = 1.0,
     *,
     routing: bool = False,
+    run: RunLayer | None = None,
 ) -> Scores:
-    """Log probabilities of `batch.targets`. routing: also return the assignment of tokens to experts.
+    """Log probabilities of `batch.targets`, by the recipe that `config` names. routing: also return the assignment of
+    tokens to experts. run: computes a layer, `decoder_layer` by default; with it `leaves` needs only what lies outside
+    the layers.
 
     Recorded experts (`batch.routed`) replace the model's choice, forward and backward; shares come from its own router.
     """
     embedding = leaves["model.embed_tokens.weight"]
-    hidden = F.embedding(batch.token_ids, embedding)
-    cosine, sine = _rotary(batch.lengths, config)
+    recipe = recipe_of(config)
+    hidden = recipe.narrow(F.embedding(batch.token_ids, embedding))
+    cosine, sine = (table.to(hidden.device) for table in _rotary(batch.lengths, config))
+    run = run or functools.partial(decoder_layer, leaves, config)
     routed = []
-    rerouted = torch.zeros(len(hidden), dtype=torch.bool)
+    rerouted = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
     for index in range(config["num_hidden_layers"]):
-        rows = batch.rows if index == config["num_hidden_layers"] - 1 else None
-        weights = _Layer(leaves, f"model.layers.{index}.")
-        hidden = _attention(weights, config, hidden, batch.lengths, cosine, sine, rows)
-        places = slice(None) if rows is None else rows
-        recorded = None if batch.routed is None else batch.routed[places, index]
-        choice, hidden = _experts(weights, config, hidden, recorded)
-        rerouted[places] |= choice.differs
+        hidden, logits, router, experts, differs = run(index, hidden, batch, (cosine, sine))
+        if logits is None or router is None or experts is None:
+            continue
+        rerouted[_places(config, index, batch)] |= differs
         if routing:
-            used = torch.bincount(choice.experts.reshape(-1), minlength=config["num_experts"])
-            routed.append((used.float(), choice.probabilities.sum(0)))
-    hidden = F.rms_norm(hidden, hidden.shape[-1:], leaves["model.norm.weight"], config["rms_norm_eps"])
+            used = torch.bincount(experts.reshape(-1), minlength=config["num_experts"])
+            squares = logits.logsumexp(-1).square().sum().float()
+            routed.append((used.float(), router.sum(0), squares))
+    hidden = _norm(recipe, hidden, leaves["model.norm.weight"], config["rms_norm_eps"])
     head = leaves.get("lm_head.weight", embedding)
-    logprobs, entropy = target_scores(hidden, head, batch.targets, temperature)
-    counts, probabilities = zip(*routed, strict=True) if routed else ((), ())
-    assigned = Routing(torch.stack(counts), torch.stack(probabilities)) if routed else None
-    return Scores(logprobs, entropy, assigned, hidden, _replay(batch, rerouted))
+    logprobs, entropy = recipe.head(hidden, head, batch.targets, temperature)
+    assigned = Routing(*(torch.stack(each) for each in zip(*routed, strict=True))) if routed else None
+    return Scores(logprobs, entropy, assigned, hidden.float(), _replay(batch, rerouted))
+
+
+def decoder_layer(
+    leaves: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    index: int,
+    hidden: Tensor,
+    batch: Batch,
+    rotary: Rotary,
+) -> LayerOutput:
+    """Layer `index` over flat hidden states [tokens, hidden]. leaves: at least those of this layer."""
+    places, recipe = _places(config, index, batch), recipe_of(config)
+    weights = _Layer(leaves, f"model.layers.{index}.")
+    rows = None if isinstance(places, slice) else places
+    hidden = _attention(recipe, weights, config, hidden, batch.lengths, *rotary, rows)
+    if "mlp.gate" not in weights:
+        return _mlp(recipe, weights, config, hidden), None, None, None, False
+    recorded = None if batch.routed is None else batch.routed[places, index]
+    choice, hidden = _experts(recipe, weights, config, hidden, recorded)
+    return hidden, choice.logits, choice.probabilities, choice.experts, choice.differs
+
+
+def _places(config: Mapping[str, Any], index: int, batch: Batch) -> slice | Tensor:
+    """Tokens that reach the experts of layer `index`: all, but in the last layer only those that are scored."""
+    return batch.rows if index == config["num_hidden_layers"] - 1 else slice(None)
 
 
 class _Layer:
@@ -126,14 +169,21 @@ class _Layer:
     def __getitem__(self, name: str) -> Tensor:
         return self._leaves[f"{self._prefix}{name}.weight"]
 
+    def __contains__(self, name: str) -> bool:
+        return f"{self._prefix}{name}.weight" in self._leaves
+
 
 def _rotary(lengths: list[int], config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Cosine and sine [tokens, 1, head_dim] of the rotary position embedding (arXiv:2104.09864), halves layout."""
-    half = torch.arange(0, config["head_dim"], 2, dtype=torch.int64).float() / config["head_dim"]
-    angles = torch.outer(torch.arange(max(lengths)).float(), 1.0 / (config["rope_theta"] ** half))
+    frequencies = inverse_frequencies(Architecture.from_config(config))
+    angles = torch.outer(torch.arange(max(lengths)).float(), frequencies)
     angles = torch.cat([angles, angles], dim=-1)[:, None]
     positions = torch.cat([torch.arange(length) for length in lengths])
     return angles.cos()[positions], angles.sin()[positions]
+
+
+def _norm(recipe: Recipe, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return recipe.narrow(F.rms_norm(recipe.wide(hidden), hidden.shape[-1:], recipe.wide(weight), eps))
 
 
 def _rotate(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -142,6 +192,7 @@ def _rotate(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def _attention(
+    recipe: Recipe,
     weights: _Layer,
     config: Mapping[str, Any],
     hidden: Tensor,
@@ -152,30 +203,38 @@ def _attention(
 ) -> Tensor:
     """Residual attention over flat hidden states [tokens, hidden]; returns only `rows` of the result, if given."""
     eps, head = config["rms_norm_eps"], config["head_dim"]
-    normed = F.rms_norm(hidden, hidden.shape[-1:], weights["input_layernorm"], eps)
-    query = F.linear(normed, weights["self_attn.q_proj"]).view(len(hidden), -1, head)
-    key = F.linear(normed, weights["self_attn.k_proj"]).view(len(hidden), -1, head)
-    value = F.linear(normed, weights["self_attn.v_proj"]).view(len(hidden), -1, head)
-    query = _rotate(F.rms_norm(query, (head,), weights["self_attn.q_norm"], eps), cosine, sine)
-    key = _rotate(F.rms_norm(key, (head,), weights["self_attn.k_norm"], eps), cosine, sine)
-    grouped = query.shape[1] != key.shape[1]
+    normed = _norm(recipe, hidden, weights["input_layernorm"], eps)
+    query = recipe.linear(normed, weights["self_attn.q_proj"]).view(len(hidden), -1, head)
+    key = recipe.linear(normed, weights["self_attn.k_proj"]).view(len(hidden), -1, head)
+    value = recipe.linear(normed, weights["self_attn.v_proj"]).view(len(hidden), -1, head)
+    if "self_attn.q_norm" in weights:
+        query = _norm(recipe, query, weights["self_attn.q_norm"], eps)
+        key = _norm(recipe, key, weights["self_attn.k_norm"], eps)
+    query, key = (recipe.narrow(_rotate(recipe.wide(each), cosine, sine)) for each in (query, key))
     queries, keys, values = (torch.split(each.transpose(0, 1)[None], lengths, dim=2) for each in (query, key, value))
-    parts = [
-        F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        for q, k, v in zip(queries, keys, values, strict=True)
-    ]
+    parts = [recipe.attend(q, k, v) for q, k, v in zip(queries, keys, values, strict=True)]
     mixed = torch.cat(parts, dim=2)[0].transpose(0, 1).flatten(1)
     if rows is not None:
         hidden, mixed = hidden[rows], mixed[rows]
-    return hidden + F.linear(mixed, weights["self_attn.o_proj"])
+    return hidden + recipe.linear(mixed, weights["self_attn.o_proj"])
+
+
+def _mlp(recipe: Recipe, weights: _Layer, config: Mapping[str, Any], hidden: Tensor) -> Tensor:
+    """Residual SwiGLU (arXiv:2002.05202) over [tokens, hidden]."""
+    normed = _norm(recipe, hidden, weights["post_attention_layernorm"], config["rms_norm_eps"])
+    gate, up = recipe.linear(normed, weights["mlp.gate_proj"]), recipe.linear(normed, weights["mlp.up_proj"])
+    inner = recipe.narrow(F.silu(recipe.wide(gate))) * up
+    return hidden + recipe.linear(inner, weights["mlp.down_proj"])
 
 
 @dataclass(frozen=True)
 class _Choice:
     """Experts of each token in one layer."""
 
-    probabilities: Tensor
+    logits: Tensor
     """[tokens, experts]: of the router."""
+    probabilities: Tensor
+    """[tokens, experts]: their softmax."""
     shares: Tensor
     """[tokens, picks]: probabilities of the experts in use."""
     experts: Tensor
@@ -184,39 +243,31 @@ class _Choice:
     """bool [tokens]: whether the router itself prefers other experts."""
 
 
-def _choose(probabilities: Tensor, picks: int, recorded: Tensor | None) -> _Choice:
+def _choose(logits: Tensor, picks: int, recorded: Tensor | None) -> _Choice:
     """The most likely experts, or the `recorded` ones [tokens, picks] where they are known and others.
 
     Where both name the same experts the router's order stays, so that replaying its own choice changes no bit.
     """
+    probabilities = F.softmax(logits, dim=-1)
     shares, own = probabilities.topk(picks, dim=-1)
     if recorded is None:
-        return _Choice(probabilities, shares, own, False)
+        return _Choice(logits, probabilities, shares, own, False)
     differs = (recorded.sort(-1).values != own.sort(-1).values).any(-1) & (recorded[:, 0] >= 0)
     experts = torch.where(differs[:, None], recorded.long(), own)
-    return _Choice(probabilities, probabilities.gather(1, experts), experts, differs)
+    return _Choice(logits, probabilities, probabilities.gather(1, experts), experts, differs)
 
 
 def _experts(
-    weights: _Layer, config: Mapping[str, Any], hidden: Tensor, recorded: Tensor | None
+    recipe: Recipe, weights: _Layer, config: Mapping[str, Any], hidden: Tensor, recorded: Tensor | None
 ) -> tuple[_Choice, Tensor]:
     """(experts in use, residual mixture of them) over [tokens, hidden]. recorded: see `_choose`."""
-    normed = F.rms_norm(hidden, hidden.shape[-1:], weights["post_attention_layernorm"], config["rms_norm_eps"])
-    router = F.softmax(F.linear(normed, weights["mlp.gate"]), dim=-1)
-    choice = _choose(router, config["num_experts_per_tok"], recorded)
-    shares, chosen = choice.shares, choice.experts
+    normed = _norm(recipe, hidden, weights["post_attention_layernorm"], config["rms_norm_eps"])
+    choice = _choose(recipe.router(normed, weights["mlp.gate"]), config["num_experts_per_tok"], recorded)
+    shares = choice.shares
     if config["norm_topk_prob"]:
         shares = shares / shares.sum(-1, keepdim=True)
-    slots = chosen.reshape(-1)
-    order = slots.argsort(stable=True)
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel()))
-    ends = torch.bincount(slots, minlength=config["num_experts"]).cumsum(0).int()
-    routed = normed[order // chosen.shape[1]]
-    gate = F.grouped_mm(routed, weights["mlp.experts.gate_proj"].mT, offs=ends)
-    up = F.grouped_mm(routed, weights["mlp.experts.up_proj"].mT, offs=ends)
-    out = F.grouped_mm(F.silu(gate) * up, weights["mlp.experts.down_proj"].mT, offs=ends)
-    mixed = (out[back].view(*chosen.shape, -1) * shares[..., None]).sum(1)
-    return choice, hidden + mixed
+    experts = Experts(*(weights[f"mlp.experts.{name}_proj"] for name in ("gate", "up", "down")))
+    return choice, hidden + recipe.mixture(normed, shares, choice.experts, experts)
 
 
 def _replay(batch: Batch, rerouted: Tensor) -> Replay | None:

@@ -1,5 +1,7 @@
 """Weights of the trainer: float32 masters, their FP8 codes and scales, and the leaves that the forward pass reads.
 
+The recipe decides how leaves derive from masters: through FP8 codes, by rounding to bfloat16, or not at all.
+
     masters --quantize, once an optimizer step--> codes, scales --dequantize--> leaves --forward/backward--> gradients
     --> masters
 
@@ -18,8 +20,9 @@ import torch
 from torch import Tensor
 from triplane_kernels.blockwise import dequantize_blockwise, quantize_blockwise
 
+from contracts.architectures import parameter_shapes
 from contracts.checkpoints import BLOCK, is_quantized
-from contracts.qwen3_moe import parameter_shapes
+from contracts.precision import Forward, exported_forward
 
 PLAIN = "plain"
 
@@ -28,8 +31,8 @@ PLAIN = "plain"
 class Buffer:
     """Tensors that share one allocation.
 
-    Quantized: `master`, `leaf`, `gradient` are [matrices, rows, columns] of one shape. Plain: [elements], without
-    quantization.
+    Projections: `master`, `leaf`, `gradient` are [matrices, rows, columns] of one shape, quantized if the recipe has
+    FP8 weights. Plain: [elements], without quantization.
     """
 
     name: str
@@ -42,18 +45,30 @@ class Buffer:
     """float8_e4m3fn [matrices, rows, columns]."""
     scales: Tensor | None = None
     """float32 [matrices, ceil(rows/128), ceil(columns/128)]."""
+    dtype: torch.dtype = torch.float32
+    """Dtype whose values the leaves hold if the buffer is not quantized."""
+    power_of_two: bool = False
+    """Whether scales are powers of two."""
 
     def view(self, buffer: Tensor, name: str) -> Tensor:
         """Part of `buffer` that belongs to parameter `name`, in the parameter's shape."""
         start, end, shape = self.spans[name]
         return buffer[start:end].view(shape)
 
+    def leaves(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, leaf) of every parameter; its gradient accumulates in `gradient`."""
+        for name in self.spans:
+            leaf = self.view(self.leaf, name).detach().requires_grad_()
+            leaf.grad = self.view(self.gradient, name)
+            yield name, leaf
+
     def requantize(self) -> None:
         """Derive codes, scales and leaves from the masters."""
-        if self.codes is None:
-            return
-        self.codes, self.scales = quantize_stack(self.master)
-        self.leaf.copy_(dequantize_stack(self.codes, self.scales))
+        if self.codes is not None:
+            self.codes, self.scales = quantize_stack(self.master, self.power_of_two)
+            self.leaf.copy_(dequantize_stack(self.codes, self.scales))
+        elif self.leaf is not self.master:
+            self.leaf.copy_(self.master.to(self.dtype))
 
 
 @dataclass
@@ -66,7 +81,7 @@ class Parameters:
     config: dict[str, Any]
     """Content of the checkpoint's config.json."""
     buffers: list[Buffer]
-    leaves: dict[str, Tensor] = field(default_factory=dict)
+    leaves: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def from_masters(cls, config: dict[str, Any], masters: Mapping[str, Tensor]) -> Parameters:
@@ -75,12 +90,9 @@ class Parameters:
         for name, shape in parameter_shapes(config).items():
             group = "x".join(map(str, shape[-2:])) if is_quantized(name) else PLAIN
             grouped.setdefault(group, []).append(name)
-        parameters = cls(config, [_buffer(group, names, masters) for group, names in grouped.items()])
-        for buffer in parameters.buffers:
-            for name in buffer.spans:
-                leaf = buffer.view(buffer.leaf, name).detach().requires_grad_()
-                leaf.grad = buffer.view(buffer.gradient, name)
-                parameters.leaves[name] = leaf
+        forward = exported_forward(config)
+        parameters = cls(config, [_buffer(group, names, masters, forward) for group, names in grouped.items()])
+        parameters.leaves = {name: leaf for buffer in parameters.buffers for name, leaf in buffer.leaves()}
         parameters.requantize()
         return parameters
 
@@ -139,13 +151,13 @@ def draw_masters(config: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
     }
 
 
-def quantize_stack(matrices: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_stack(matrices: Tensor, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
     """`quantize_blockwise` of each of [matrices, rows, columns]: codes of that shape and scales [matrices, row blocks,
-    column blocks].
+    column blocks]. power_of_two: scales rounded up to powers of two.
     """
     count, rows, columns = matrices.shape
     padded = torch.nn.functional.pad(matrices, (0, 0, 0, -rows % BLOCK))
-    codes, scales = quantize_blockwise(padded.reshape(-1, columns))
+    codes, scales = quantize_blockwise(padded.reshape(-1, columns), power_of_two=power_of_two)
     return codes.view(padded.shape)[:, :rows].contiguous(), scales.view(count, -1, scales.shape[1])
 
 
@@ -158,7 +170,7 @@ def dequantize_stack(codes: Tensor, scales: Tensor) -> Tensor:
     ]
 
 
-def _buffer(group: str, names: list[str], masters: Mapping[str, Tensor]) -> Buffer:
+def _buffer(group: str, names: list[str], masters: Mapping[str, Tensor], forward: Forward) -> Buffer:
     parts, spans, start = [], {}, 0
     for name in names:
         shape = tuple(masters[name].shape)
@@ -167,7 +179,12 @@ def _buffer(group: str, names: list[str], masters: Mapping[str, Tensor]) -> Buff
         spans[name] = (start, start + parts[-1].shape[0], shape)
         start += parts[-1].shape[0]
     master = torch.cat(parts)
-    if group == PLAIN:
-        return Buffer(group, master, master, torch.zeros_like(master), spans)
-    codes, scales = quantize_stack(master)
-    return Buffer(group, master, torch.empty_like(master), torch.zeros_like(master), spans, codes, scales)
+    if group == PLAIN or not forward.quantized:
+        dtype = torch.bfloat16 if forward.activations == "bfloat16" else torch.float32
+        leaf = master if dtype == torch.float32 else torch.empty_like(master)
+        return Buffer(group, master, leaf, torch.zeros_like(master), spans, dtype=dtype)
+    codes, scales = quantize_stack(master, forward.power_of_two)
+    leaf = torch.empty_like(master)
+    return Buffer(
+        group, master, leaf, torch.zeros_like(master), spans, codes, scales, power_of_two=forward.power_of_two
+    )

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,40 +48,68 @@ class Ranks:
         self._sum(sums)
         return [float(each) for each in sums]
 
+    def largest(self, value: int) -> int:
+        """Largest value of all ranks. Raises RanksLost."""
+        found = torch.tensor(value)
+        if self.count > 1:
+            with losing_ranks(self):
+                dist.all_reduce(found, dist.ReduceOp.MAX)
+        return int(found)
+
+    def tell(self, words: str) -> str:
+        """What rank 0 passed. Raises RanksLost."""
+        told = [words]
+        if self.count > 1:
+            with losing_ranks(self):
+                dist.broadcast_object_list(told, 0)
+        return told[0]
+
+    def meet(self) -> None:
+        """Wait until every rank is here. Raises RanksLost."""
+        self.total(0.0)
+
     def _sum(self, tensor: Tensor) -> None:
-        if self.count == 1:
-            return
-        try:
-            dist.all_reduce(tensor)
-        except RuntimeError as error:  # gloo has no error class of its own
-            raise RanksLost(self.rank, self.count, str(error).splitlines()[0]) from None
+        if self.count > 1:
+            with losing_ranks(self):
+                dist.all_reduce(tensor)
+
+
+@contextmanager
+def losing_ranks(ranks: Ranks) -> Iterator[None]:
+    """Turn errors of the communication between ranks into RanksLost."""
+    try:
+        yield
+    except RuntimeError as error:  # gloo has no error class of its own
+        words = str(error).strip().splitlines() or [repr(error)]
+        if ranks.count == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            raise
+        raise RanksLost(ranks.rank, ranks.count, words[0]) from None
 
 
 ALONE = Ranks()
 
 
 @contextmanager
-def join_ranks(expected: int, timeout_s: float) -> Iterator[Ranks]:
-    """Meet the other ranks. timeout_s: longest wait for another rank, in every operation.
+def join_ranks(expected: int, timeout_s: float, *, group: bool = False) -> Iterator[Ranks]:
+    """Meet the other ranks. timeout_s: longest wait for another rank, in every operation. group: make a process group
+    even for one rank, for a backend that needs one.
 
     Raises TrainingConfigError if the environment has another number of processes than the job's `expected`.
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count != expected:
         raise TrainingConfigError(f"job field ranks is {expected}, but {count} processes were started: make them equal")
-    if count == 1:
+    if count == 1 and not group:
         yield ALONE
         return
-    rank = int(os.environ["RANK"])
+    rank = int(os.environ.get("RANK", "0"))
     meeting = os.environ.get(MEETING_VARIABLE)
+    place: dict[str, Any] = {"init_method": f"file://{meeting}" if meeting else "env://"}
+    if count == 1:
+        place = {"store": dist.HashStore()}  # type: ignore[attr-defined]
+    limit = timedelta(seconds=timeout_s)
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{meeting}" if meeting else "env://",
-            rank=rank,
-            world_size=count,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        dist.init_process_group("gloo", rank=rank, world_size=count, timeout=limit, **place)
     except RuntimeError as error:
         raise RanksLost(rank, count, str(error).splitlines()[0]) from None
     try:

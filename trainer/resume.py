@@ -2,12 +2,64 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from contracts.artifacts import ArtifactRef
-from trainer.errors import TrainingDataError
+from contracts.adapters import Adapter, read_adapter
+from contracts.artifacts import Artifact, ArtifactRef
+from contracts.precision import exported_forward
+from trainer.adapters import adapt, draw_factors, read_factors, require_same_adapter, require_same_factors
+from trainer.critic import PREFIX as CRITIC
+from trainer.errors import TrainingConfigError, TrainingDataError
+from trainer.export import load_checkpoint
 from trainer.parameters import Parameters
-from trainer.state import TrainerState
+from trainer.snapshots import Snapshots
+from trainer.state import TrainerState, load_state
+
+
+def open_parameters(
+    begin: Artifact,
+    saved: Artifact,
+    adapter: Adapter | None,
+    seed: int,
+    snapshots: Snapshots | None = None,
+) -> tuple[Parameters, TrainerState]:
+    """Weights to train and their state: those of the latest snapshot, or of checkpoint `begin` and its state `saved`.
+
+    adapter: to train in place of the weights. It continues the checkpoint's own, or begins at the base with factors
+    drawn by `seed` and a fresh optimizer. Raises TrainingConfigError, TrainingDataError, SnapshotRefused.
+    """
+    directory = begin.directory()
+    loaded = load_checkpoint(directory)
+    found = read_adapter(directory, loaded.config)
+    require_same_adapter(found, adapter, begin.ref)
+    forward = exported_forward(loaded.config)
+    if adapter is not None and forward.rounds:
+        raise TrainingConfigError(
+            f"adapters are merged in float32, but checkpoint {begin.ref.short} is of {forward}: use trainer.precision"
+            " w8 or fp32 with float32 head and router"
+        )
+    snapshot = snapshots.latest(loaded.config, adapter) if snapshots else None
+    if snapshot is not None:
+        return with_masters(loaded, adapter, snapshot), snapshot
+    state = load_state(saved, loaded.config, found)
+    if adapter is None:
+        return resume_parameters(loaded, state, begin.ref, saved.ref), state
+    if found is None:
+        factors = draw_factors(loaded.config, adapter, seed)
+        own = {name: tensor for name, tensor in state.optimizer.items() if name.startswith(CRITIC)}
+        return adapt(loaded, adapter, factors), replace(state, optimizer=own, optimizer_name="none")
+    factors = read_factors(directory, loaded.config, adapter)
+    require_same_factors(factors, state.masters, begin.ref)
+    return adapt(loaded, adapter, factors), state
+
+
+def with_masters(base: Parameters, adapter: Adapter | None, state: TrainerState) -> Parameters:
+    """Parameters with the masters of `state`: factors of `adapter` over `base`, or all weights."""
+    if adapter is not None:
+        return adapt(base, adapter, state.masters)
+    return Parameters.from_masters(base.config, state.masters)
 
 
 def resume_parameters(
@@ -15,14 +67,21 @@ def resume_parameters(
 ) -> Parameters:
     """Parameters with the masters of the state.
 
-    Raises TrainingDataError unless they quantize exactly to the checkpoint `loaded`.
+    Raises TrainingDataError unless they quantize exactly to the checkpoint `loaded`, or are its dequantized weights: an
+    imported FP8 original may have scales that quantization would not choose.
     """
+    if all(torch.equal(state.masters[name], master) for name, master in loaded.masters()):
+        return loaded
     parameters = Parameters.from_masters(loaded.config, state.masters)
     for ours, theirs in zip(parameters.buffers, loaded.buffers, strict=True):
         same = torch.equal(ours.leaf, theirs.leaf)
         if not same:
-            raise TrainingDataError(
-                f"trainer_state {saved.short} does not quantize to checkpoint {checkpoint.short}: pass the two of"
-                " one key"
-            )
+            raise refuse(checkpoint, saved)
     return parameters
+
+
+def refuse(checkpoint: ArtifactRef, saved: ArtifactRef) -> TrainingDataError:
+    """Error of a trainer state that is not the checkpoint's."""
+    return TrainingDataError(
+        f"trainer_state {saved.short} does not quantize to checkpoint {checkpoint.short}: pass the two of one key"
+    )

@@ -14,92 +14,100 @@ a value head is trained beside the policy, on the same minibatches.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from contracts.artifacts import Artifact, open_artifact
+from contracts.checkpoints import check_checkpoint
 from contracts.failpoints import failpoint
 from contracts.store import Store
 from trainer.algorithms.advantages import generalized_advantages
 from trainer.algorithms.base import Tokens
 from trainer.algorithms.ppo import Ppo
+from trainer.backends.base import AdamWRule, Backend
+from trainer.backends.choose import continue_backend
 from trainer.config import RL_VERSION, RlConfig, RlJob
 from trainer.critic import Critic
-from trainer.data import ScoredSequence, cut_by_tokens, make_batch, shuffled
-from trainer.errors import TrainingDiverged
+from trainer.data import Parts, ScoredSequence, cut_by_lengths, lengths_of, scored_of, shuffled
+from trainer.errors import TrainingConfigError, TrainingDiverged
 from trainer.experience import Experience, read_experience
-from trainer.export import load_checkpoint, publish_checkpoint
-from trainer.losses import balance_loss, first_not_finite, policy_loss, value_loss
+from trainer.export import publish_checkpoint
+from trainer.flat import Ragged, Repeated
+from trainer.losses import balance_loss, first_not_finite, policy_loss, value_loss, z_loss
 from trainer.metrics import Metrics, Watcher
 from trainer.mismatch import mismatch_metrics
-from trainer.model import Batch, Scores, score
-from trainer.optimizers import AdamW
-from trainer.parameters import Parameters
+from trainer.model import Batch, Routing, Scores
+from trainer.precision import precision_of
 from trainer.ranks import ALONE, Ranks
 from trainer.result import TrainResult
-from trainer.resume import resume_parameters
 from trainer.rl_metrics import Totals, summarize
-from trainer.state import TrainerState, capture_state, load_state, publish_state
+from trainer.rl_progress import Progress, Start, open_snapshots
+from trainer.routing import require_experts
+from trainer.snapshots import Snapshots
+from trainer.state import NONE, TrainerState, publish_state
 
 
 @dataclass
 class Learner:
     """What training changes."""
 
-    parameters: Parameters
-    optimizer: AdamW
+    backend: Backend
     critic: Critic | None
-    """None unless the algorithm has a value head."""
+    """None unless the algorithm has a value head, of which every rank has a copy."""
 
-    @property
-    def gradients(self) -> list[Tensor]:
-        """All gradients, of policy and critic."""
-        return [buffer.gradient for buffer in self.parameters.buffers] + ([self.critic.gradient] if self.critic else [])
-
-
-@dataclass
-class Start:
-    """Numbers of every row under the iteration's starting weights: float32 [policy tokens] each."""
-
-    logprobs: list[Tensor]
-    advantages: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
-    """Empty without a critic, as are `returns`."""
-    returns: list[Tensor] = field(default_factory=list)
+    def save(self, step: int, extra: dict[str, Any], loop: Mapping[str, Tensor] = NONE) -> TrainerState:
+        """Trainer state, complete on rank 0. Every rank must call this. loop: tensors of the loop, for a snapshot."""
+        critic = self.critic.state() if self.critic is not None else {}
+        return self.backend.save(step, extra, critic, loop=loop).result()
 
 
 def train_rl(job: RlJob, store: Store, watchers: Iterable[Watcher] = (), ranks: Ranks = ALONE) -> TrainResult | None:
     """Run `job` and publish its checkpoint and trainer state. Returns None on ranks that do not publish.
 
-    Without any row to train on, publish the same weights again, marked as skipped.
+    A killed job continues from its last snapshot. Without any row to train on, publish the same weights again, marked
+    as skipped.
     """
     begin, dataset = open_artifact(store, job.checkpoint), open_artifact(store, job.dataset)
     saved = open_artifact(store, job.trainer_state)
-    loaded = load_checkpoint(begin.directory())
-    state = load_state(saved, loaded.config)
-    learner = _open_learner(job.config, resume_parameters(loaded, state, begin.ref, saved.ref), state)
-    experience = read_experience(dataset, loaded.config, job.config, job.seed)
-    metrics = Metrics(watchers)
-    taken = _train(job, learner, experience, state.step, metrics, ranks) if experience else 0
-    if not ranks.leads:
+    model = check_checkpoint(begin.directory())
+    _require_precision(job, model, begin)
+    require_experts(model, job.config.of_experts())
+    rule = AdamWRule(job.config.beta1, job.config.beta2, job.config.weight_decay)
+    with open_snapshots(job, store) as snapshots:
+        backend, state = continue_backend(job, begin, saved, rule, ranks, store, snapshots)
+        learner, progress = Learner(backend, _open_critic(job.config, model, state)), Progress.of(state)
+        experience = read_experience(dataset, model, job.config, job.seed, store.scratch)
+        metrics = Metrics(watchers, progress.records)
+        if experience is not None:
+            _train(job, learner, experience, progress, snapshots, metrics)
+        snapshots.wait()
+        summary = summarize(experience, metrics.records, progress.step) if ranks.leads else {}
+        result = _publish(job, store, learner, begin, progress.step, summary, metrics)
+        if ranks.leads:
+            snapshots.clear()
+    return result
+
+
+def _require_precision(job: RlJob, config: Mapping[str, Any], start: Artifact) -> None:
+    """Raise TrainingConfigError unless the starting checkpoint, which sampled the dataset, is of the job's recipe."""
+    found, wanted = precision_of(config), job.config.precision
+    if found != wanted:
+        raise TrainingConfigError(
+            f"trainer.precision is {wanted.model_dump()}, but checkpoint {start.ref.short} is made by"
+            f" {found.model_dump()}: set trainer.precision to that, or make a base policy by the new one"
+        )
+
+
+def _open_critic(config: RlConfig, model: Mapping[str, Any], state: TrainerState) -> Critic | None:
+    """The value head as `state` left it; one that the state lacks is fresh."""
+    if not isinstance(config.algorithm, Ppo):
         return None
-    summary = summarize(experience, metrics.records, state.step + taken)
-    return _publish(job, store, learner, begin, state.step + taken, summary, metrics)
-
-
-def _open_learner(config: RlConfig, parameters: Parameters, state: TrainerState) -> Learner:
-    """Weights and optimizers as `state` left them; a critic that the state lacks is fresh."""
-    optimizer = AdamW(parameters.buffers, config.beta1, config.beta2, config.weight_decay)
-    if state.optimizer_name == "adamw":
-        optimizer.load(state.optimizer)
-    critic = None
-    if isinstance(config.algorithm, Ppo):
-        width = parameters.config["hidden_size"]
-        critic = Critic(config.algorithm, width, config.beta1, config.beta2, state.optimizer)
-    return Learner(parameters, optimizer, critic)
+    return Critic(config.algorithm, model["hidden_size"], config.beta1, config.beta2, state.optimizer)
 
 
 def minibatches(groups: Sequence[int], count: int, seed: int) -> list[list[int]]:
@@ -117,118 +125,141 @@ def minibatches(groups: Sequence[int], count: int, seed: int) -> list[list[int]]
 
 
 @torch.no_grad()
-def score_start(
-    parameters: Parameters,
-    experience: Experience,
-    config: RlConfig,
-    critic: Critic | None = None,
-    ranks: Ranks = ALONE,
-) -> Start:
+def score_start(backend: Backend, experience: Experience, config: RlConfig, critic: Critic | None = None) -> Start:
     """Score every row under the initial weights, at the rollouts' temperature, and derive its advantages.
 
     Raises TrainingDiverged.
     """
-    sizes = [len(sequence.scored) for sequence in experience.sequences]
-    start = Start([torch.zeros(size) for size in sizes], values=[torch.zeros(size) for size in sizes if critic])
-    own = ranks.share(range(len(sizes)))
-    for part in cut_by_tokens([experience.sequences[row] for row in own], config.microbatch_tokens):
-        rows = [own[index] for index in part]
-        batch = make_batch([experience.sequences[row] for row in rows])
-        scores = score(parameters.leaves, parameters.config, batch, config.temperature)
-        _require_finite(scores.logprobs, batch, experience, rows, "the log probability under the starting weights")
+    sizes = scored_of(experience.sequences)
+    start = Start.empty(sizes, experience.folder, critic=critic is not None)
+    parts = _cut(experience, backend.ranks.share(range(len(sizes))), config)
+
+    def read(number: int, batch: Batch, scores: Scores) -> None:
+        rows, what = parts[number], "the log probability under the starting weights"
+        _require_finite(scores.logprobs, batch, experience, rows, what)
         _put(start.logprobs, rows, scores.logprobs)
         if critic is not None:
             _put(start.values, rows, critic.values(scores.hidden))
-    start.logprobs, start.values = _from_ranks(start.logprobs, ranks), _from_ranks(start.values, ranks)
+
+    backend.forward(Parts(experience.sequences, parts), read, config.temperature).result()
+    backend.ranks.add(*start.tensors().values())  # each has zeros where another one has numbers
     _add_advantages(start, experience, config)
     return start
 
 
-def _put(into: list[Tensor], rows: Sequence[int], values: Tensor) -> None:
+def _cut(experience: Experience, rows: Sequence[int], config: RlConfig) -> list[list[int]]:
+    """Rows of each microbatch."""
+    parts = cut_by_lengths(lengths_of(experience.sequences)[rows], config.microbatch_tokens)
+    return [[rows[index] for index in part] for part in parts]
+
+
+def _put(into: Sequence[Tensor], rows: Sequence[int], values: Tensor) -> None:
     """Set the entries of `rows`. values: theirs, end to end."""
     for row, own in zip(rows, torch.split(values, [len(into[row]) for row in rows]), strict=True):
-        into[row] = own
-
-
-def _from_ranks(values: list[Tensor], ranks: Ranks) -> list[Tensor]:
-    """The entries of all ranks, each of which has zeros where another one has values."""
-    if ranks.count == 1 or not values:
-        return values
-    every = torch.cat(values)
-    ranks.add(every)
-    return list(torch.split(every, [len(each) for each in values]))
+        into[row].copy_(own)
 
 
 def _add_advantages(start: Start, experience: Experience, config: RlConfig) -> None:
+    sizes = scored_of(experience.sequences)
     if experience.advantages is not None:
-        pairs = zip(experience.advantages, start.logprobs, strict=True)
-        start.advantages = [advantage.expand(len(logprobs)) for advantage, logprobs in pairs]
+        start.advantages = Repeated(experience.advantages, sizes)
         return
     algorithm = config.algorithm
     assert isinstance(algorithm, Ppo)
-    for values, reward in zip(start.values, experience.rewards.tolist(), strict=True):
+    start.advantages, start.returns = (Ragged.zeros(sizes, experience.folder) for _ in range(2))
+    for row, (values, reward) in enumerate(zip(start.values, experience.rewards.tolist(), strict=True)):
         found = generalized_advantages(values.double().numpy(), reward, algorithm.gamma, algorithm.gae_lambda)
-        advantages, returns = (torch.from_numpy(each).float() for each in found)
-        start.advantages.append(advantages)
-        start.returns.append(returns)
+        for into, each in zip((start.advantages, start.returns), found, strict=True):
+            into[row].copy_(torch.from_numpy(each))
 
 
-def _train(job: RlJob, learner: Learner, experience: Experience, before: int, metrics: Metrics, ranks: Ranks) -> int:
-    """Train one epoch. Returns the number of optimizer steps, without skipped ones."""
-    config = job.config
-    start = score_start(learner.parameters, experience, config, learner.critic, ranks)
+def _start(job: RlJob, learner: Learner, experience: Experience, progress: Progress, metrics: Metrics) -> Start:
+    """Numbers under the starting weights: those of the snapshot, or computed and reported."""
+    if progress.start:
+        start = Start.restored(progress.start, scored_of(experience.sequences))
+        _add_advantages(start, experience, job.config)
+        return start
+    start = score_start(learner.backend, experience, job.config, learner.critic)
     metrics.add(
-        before,
+        progress.step,
         **mismatch_metrics(start.logprobs, experience.sampler_logprobs),
         reward_mean=experience.reward_mean,
         rows=len(start.logprobs),
         members=experience.members,
     )
-    taken = 0
-    for rows in minibatches(experience.groups, config.optimizer_steps, job.seed):
-        learner.parameters.clear_gradients()
-        if learner.critic is not None:
-            learner.critic.clear_gradients()
-        own = ranks.share(rows)
-        parts = cut_by_tokens([experience.sequences[row] for row in own], config.microbatch_tokens)
-        cut = [[own[index] for index in part] for part in parts]
-        totals = accumulate(config, learner.parameters, experience, start, cut, learner.critic, ranks)
-        counted = {"tokens": totals.tokens, "rows": len(rows)}
-        if totals.all_masked:
-            metrics.add(before + taken, skipped_step=True, **counted, **totals.metrics())
-            continue
-        taken += 1
-        ranks.add(*learner.gradients)
-        norm = _step(config, learner, before + taken)
-        extra = {"balance": totals.balance} if config.router_balance else {}
-        extra |= {"value_loss": totals.value_loss} if learner.critic is not None else {}
-        shown = {"loss": totals.loss, "grad_norm": norm, "lr": config.learning_rate}
-        metrics.add(before + taken, **shown, **counted, **totals.metrics(), **extra)
-    return taken
+    return start
 
 
-def _step(config: RlConfig, learner: Learner, number: int) -> float:
+def _train(
+    job: RlJob,
+    learner: Learner,
+    experience: Experience,
+    progress: Progress,
+    snapshots: Snapshots,
+    metrics: Metrics,
+) -> None:
+    """Train the rest of one epoch, and count minibatches and optimizer steps in `progress`."""
+    start = _start(job, learner, experience, progress, metrics)
+    batches = minibatches(experience.groups, job.config.optimizer_steps, job.seed)
+    for rows in batches[progress.done :]:
+        taken, numbers = _minibatch(job.config, learner, experience, start, rows, progress)
+        progress.done, progress.taken = progress.done + 1, progress.taken + taken
+        metrics.add(progress.step, **numbers)
+        if snapshots.due(progress.done) and progress.done < len(batches):
+            state = learner.save(progress.step, progress.extra(metrics.records), start.tensors())
+            if learner.backend.ranks.leads:
+                snapshots.save(state, progress.done)
+
+
+def _minibatch(
+    config: RlConfig,
+    learner: Learner,
+    experience: Experience,
+    start: Start,
+    rows: Sequence[int],
+    progress: Progress,
+) -> tuple[int, dict[str, float]]:
+    """Take one optimizer step on `rows`, unless corrections drop every token. progress: that before the step.
+
+    Returns the number of optimizer steps, 0 or 1, and the metrics.
+    """
+    learner.backend.clear_gradients()
+    if learner.critic is not None:
+        learner.critic.clear_gradients()
+    cut = _cut(experience, learner.backend.ranks.share(rows), config)
+    totals = accumulate(config, learner.backend, experience, start, cut, learner.critic)
+    counted = {"tokens": totals.tokens, "rows": len(rows)}
+    if totals.all_masked:
+        return 0, {"skipped_step": True, **counted, **totals.metrics()}
+    rate = progress.learning_rate(config)
+    norm = _step(config, learner, rate, progress.step + 1)
+    extra = {"balance": totals.balance} if config.router_balance else {}
+    extra |= {"router_z": totals.router_z} if config.router_z else {}
+    extra |= {"value_loss": totals.value_loss} if learner.critic is not None else {}
+    shown = {"loss": totals.loss, "grad_norm": norm, "lr": rate}
+    return 1, {**shown, **counted, **totals.metrics(), **extra}
+
+
+def _step(config: RlConfig, learner: Learner, rate: float, number: int) -> float:
     """Apply the gradients. Returns the global norm of the policy's before clipping. Raises TrainingDiverged."""
-    norm = learner.parameters.clip_gradients(config.max_gradient_norm)
-    if not torch.isfinite(norm):
+    norm = learner.backend.optim_step(rate, config.max_gradient_norm).result()
+    if not math.isfinite(norm):
         raise TrainingDiverged(
             f"the gradient is not finite at optimizer step {number}: lower learning_rate {config.learning_rate}"
         )
-    learner.optimizer.step(config.learning_rate)
-    learner.parameters.requantize()
     if learner.critic is not None:
+        learner.backend.ranks.add(learner.critic.gradient)
         learner.critic.step()
-    return float(norm)
+    return norm
 
 
 def accumulate(
     config: RlConfig,
-    parameters: Parameters,
+    backend: Backend,
     experience: Experience,
     start: Start,
     parts: Sequence[Sequence[int]],
     critic: Critic | None = None,
-    ranks: Ranks = ALONE,
 ) -> Totals:
     """Add the gradient of this rank's part of a minibatch's loss, microbatch by microbatch. Returns the minibatch's
     sums.
@@ -237,31 +268,32 @@ def accumulate(
 
     start: numbers of every row before the first step. parts: rows of each microbatch. Raises TrainingDiverged.
     """
-    own = [row for part in parts for row in part]
+    own, ranks = [row for part in parts for row in part], backend.ranks
     tokens, members = map(int, ranks.total(sum(len(start.logprobs[row]) for row in own), len(own)))
-    totals = Totals(tokens, config.algorithm.divisor(tokens, members, parameters.config["max_position_embeddings"]))
+    totals = Totals(tokens, config.algorithm.divisor(tokens, members, backend.config["max_position_embeddings"]))
+    microbatches = Parts(experience.sequences, parts)
     counts = None
-    if config.router_balance:
-        counts = expert_counts(parameters, ([experience.sequences[row] for row in part] for part in parts))
+    if config.router_balance or config.router_z:
+        counts = expert_counts(backend, microbatches)
         ranks.add(counts)
-    for rows in parts:
-        batch = make_batch([experience.sequences[row] for row in rows])
-        scores = score(parameters.leaves, parameters.config, batch, config.temperature, routing=counts is not None)
+
+    def loss_of(number: int, batch: Batch, scores: Scores) -> Tensor:
+        rows = parts[number]
         seen = _tokens(scores, batch, experience, start, rows)
         loss = policy_loss(config.algorithm, config.corrections, seen)
         _require_finite(scores.logprobs, batch, experience, rows, "the log probability")
         _require_finite(loss.tokens, batch, experience, rows, "the loss")
         whole = loss.loss / totals.divisor
         if counts is not None and scores.routing is not None:
-            balance = balance_loss(scores.routing.probabilities, counts, parameters.config["num_experts_per_tok"])
-            totals.balance += float(balance.detach())
-            whole = whole + config.router_balance * balance
+            whole = whole + _routing_loss(config, scores.routing, counts, backend.config, totals)
         if critic is not None:
             fit = _value_loss(config, critic, scores, start, rows) / tokens
             totals.value_loss += float(fit.detach())
-            whole = whole + fit
-        whole.backward()  # type: ignore[no-untyped-call]
+            fit.backward()  # type: ignore[no-untyped-call]
         totals.add(loss, scores)
+        return whole
+
+    backend.forward_backward(microbatches, loss_of, config.temperature, routing=counts is not None).result()
     totals.add_ranks(ranks)
     return totals
 
@@ -278,20 +310,38 @@ def _tokens(scores: Scores, batch: Batch, experience: Experience, start: Start, 
     )
 
 
+def _routing_loss(
+    config: RlConfig, routing: Routing, counts: Tensor, model: Mapping[str, Any], totals: Totals
+) -> Tensor:
+    """Weighted losses of the routers. counts: of the whole minibatch."""
+    picks = model["num_experts_per_tok"]
+    loss = counts.new_zeros(())
+    if config.router_balance:
+        balance = balance_loss(routing.probabilities, counts, picks)
+        totals.balance += float(balance.detach())
+        loss = loss + config.router_balance * balance
+    if config.router_z:
+        z = z_loss(routing.squares, counts, picks)
+        totals.router_z += float(z.detach())
+        loss = loss + config.router_z * z
+    return loss
+
+
 def _value_loss(config: RlConfig, critic: Critic, scores: Scores, start: Start, rows: Sequence[int]) -> Tensor:
     assert isinstance(config.algorithm, Ppo)
     before, returns = (torch.cat([found[row] for row in rows]) for found in (start.values, start.returns))
     return value_loss(critic.values(scores.hidden), before, returns, config.algorithm.value_clip)
 
 
-@torch.no_grad()
-def expert_counts(parameters: Parameters, microbatches: Iterable[Sequence[ScoredSequence]]) -> Tensor:
+def expert_counts(backend: Backend, microbatches: Sequence[Sequence[ScoredSequence]]) -> Tensor:
     """Tokens routed to each expert, float32 [layers, experts], over all `microbatches` under the present weights."""
-    counts = torch.zeros(parameters.config["num_hidden_layers"], parameters.config["num_experts"])
-    for members in microbatches:
-        routing = score(parameters.leaves, parameters.config, make_batch(members), routing=True).routing
-        assert routing is not None
-        counts += routing.counts
+    counts = torch.zeros(backend.config["num_hidden_layers"], backend.config["num_experts"])
+
+    def read(number: int, batch: Batch, scores: Scores) -> None:
+        assert scores.routing is not None
+        counts.add_(scores.routing.counts)
+
+    backend.forward(microbatches, read, routing=True).result()
     return counts
 
 
@@ -317,12 +367,16 @@ def _publish(
     step: int,
     summary: dict[str, object],
     metrics: Metrics,
-) -> TrainResult:
-    """Commit the trainer state, then the checkpoint, whose existence implies that both exist."""
+) -> TrainResult | None:
+    """Commit the trainer state, then the checkpoint, whose existence implies that both exist.
+
+    Every rank must call this; None on those that do not publish.
+    """
+    state, weights = learner.save(step, {}), learner.backend.get_weights().result()
+    if not learner.backend.ranks.leads:
+        return None
     parents = {"dataset": job.dataset, "checkpoint": job.checkpoint, "trainer_state": job.trainer_state}
     config = {"rl": job.config.model_dump(), "seed": job.seed, "numerics": job.numerics}
-    tensors = learner.optimizer.state() | (learner.critic.state() if learner.critic is not None else {})
-    state: TrainerState = capture_state(learner.parameters, tensors, "adamw", step, {})
     saved = publish_state(
         store, "trainer_state", job.key, state, parents=parents, config=config, code_version=RL_VERSION
     )
@@ -330,7 +384,7 @@ def _publish(
     checkpoint = publish_checkpoint(
         store,
         job.key,
-        learner.parameters,
+        weights,
         start,
         parents=parents,
         config=config,

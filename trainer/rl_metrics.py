@@ -33,6 +33,7 @@ class Totals:
     divergence: float = 0.0
     entropy: float = 0.0
     balance: float = 0.0
+    router_z: float = 0.0
     value_loss: float = 0.0
     masked: float = 0.0
     replayed: float = 0.0

@@ -7,45 +7,67 @@ learning of mixtures of experts diverges, Megatron-LM issue 4168).
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
+from contracts.architectures import Architecture
 from contracts.errors import SchemaError
-from contracts.routing import Routes, decode_routes
-from trainer.data import ScoredSequence
-from trainer.errors import TrainingDataError
+from contracts.routing import Routes, decode_routes, routes_dtype
+from trainer.data import RouteRows, Rows, ScoredSequence
+from trainer.errors import TrainingConfigError, TrainingDataError
+from trainer.flat import flat_array
 
 _AGAIN = "sample the rollouts again with the policy that is trained, or set trainer.routing_replay: false"
 
 
-def with_routes(
-    sequences: Sequence[ScoredSequence], column: pa.ChunkedArray, what: str, config: Mapping[str, Any]
-) -> list[ScoredSequence]:
-    """The sequences with their routing. column: `contracts.episodes.ROUTED_EXPERTS`. config: a config.json.
+def require_experts(config: Mapping[str, Any], settings: Mapping[str, object]) -> None:
+    """Raise TrainingConfigError if a dense model is given a setting of a mixture of experts. config: a config.json.
+    settings: value of each such setting, by its name.
+    """
+    shape = Architecture.from_config(config)
+    for name, value in settings.items() if not shape.experts else ():
+        if value:
+            raise TrainingConfigError(
+                f"job field config.{name} is {value}, but the checkpoint is a dense {shape.family} model without"
+                " experts: leave it out"
+            )
+
+
+def read_routes(
+    sequences: Rows, values: Iterable[bytes | None], what: str, config: Mapping[str, Any], folder: Path | None
+) -> RouteRows:
+    """Routing of each sequence. values: of the column `contracts.episodes.ROUTED_EXPERTS`. config: a config.json.
+    folder: see `flat_array`.
 
     Raises TrainingDataError with `what`, the row number and the mismatch.
     """
-    found = []
-    for index, (sequence, value) in enumerate(zip(sequences, column, strict=True)):
-        where = f"{what} row {index}"
-        if not value.is_valid:
-            raise TrainingDataError(
-                f"{where} has no routed_experts: set rollouts.record_routing: true and sample again, or set"
-                " trainer.routing_replay: false"
-            )
-        try:
-            routes = decode_routes(value.as_py())
-        except SchemaError as error:
-            raise TrainingDataError(f"{where}: {error}") from None
-        fault = _fault(routes, sequence, config)
-        if fault:
-            raise TrainingDataError(f"{where}: routed_experts {fault}: {_AGAIN}")
-        found.append(dataclasses.replace(sequence, routes=routes))
-    return found
+    places = config["num_hidden_layers"] * config["num_experts_per_tok"]
+    flat = flat_array(int(sequences.lengths.sum()) * places, routes_dtype(config["num_experts"]), folder)
+    recorded, end = np.zeros(len(sequences), np.int64), 0
+    for row, value in enumerate(values):
+        routes = _decoded(value, sequences[row], f"{what} row {row}", config)
+        flat[end : end + routes.size] = routes.reshape(-1)
+        recorded[row], end = len(routes), end + routes.size
+    return RouteRows(flat, recorded, (config["num_hidden_layers"], config["num_experts_per_tok"]))
+
+
+def _decoded(value: bytes | None, sequence: ScoredSequence, where: str, config: Mapping[str, Any]) -> Routes:
+    if value is None:
+        raise TrainingDataError(
+            f"{where} has no routed_experts: set rollouts.record_routing: true and sample again, or set"
+            " trainer.routing_replay: false"
+        )
+    try:
+        routes = decode_routes(value)
+    except SchemaError as error:
+        raise TrainingDataError(f"{where}: {error}") from None
+    fault = _fault(routes, sequence, config)
+    if fault:
+        raise TrainingDataError(f"{where}: routed_experts {fault}: {_AGAIN}")
+    return routes
 
 
 def _fault(routes: Routes, sequence: ScoredSequence, config: Mapping[str, Any]) -> str | None:

@@ -8,6 +8,7 @@ from contracts.artifacts import find_artifact
 from contracts.store import open_store
 from trainer.config import RlJob, SftJob
 from trainer.metrics import Watcher
+from trainer.plan.check import check_memory
 from trainer.ranks import join_ranks
 from trainer.result import TrainResult
 from trainer.rl import train_rl
@@ -27,12 +28,13 @@ def find_result(job: SftJob | RlJob) -> TrainResult | None:
 
 def run_job(job: SftJob | RlJob, watchers: Iterable[Watcher] = ()) -> TrainResult | None:
     """Result of the job; committed artifacts are reused. None on ranks other than 0. Raises TriplaneError."""
-    with join_ranks(job.ranks, job.rank_timeout_s) as ranks:
+    with join_ranks(job.ranks, job.rank_timeout_s, group=job.backend != "torch") as ranks:
         # the ranks decide together, since another launch may commit the result between two looks
         if any(ranks.total(find_result(job) is not None)):
             return find_result(job) if ranks.leads else None
         make_deterministic(job.seed, job.threads)
         store = open_store(job.store)
+        check_memory(job, store)
         if isinstance(job, SftJob):
             return train_sft(job, store, watchers, ranks)
         return train_rl(job, store, watchers, ranks)

@@ -1,6 +1,14 @@
-"""Learning-rate schedules."""
+"""Learning-rate schedules. Importing this needs no torch."""
 
 from __future__ import annotations
+
+import math
+from typing import Literal
+
+Schedule = Literal["constant", "linear", "cosine"]
+"""Course of the learning rate after the warmup: constant, or falling in a line or in half a cosine (arXiv:1608.03983,
+equation 5, without restarts).
+"""
 
 
 def warmup(step: int, warmup_steps: int) -> float:
@@ -10,6 +18,13 @@ def warmup(step: int, warmup_steps: int) -> float:
     return min(1.0, (step + 1) / (warmup_steps + 1))
 
 
-def decay(step: int, start: int, end: int) -> float:
-    """Factor of the learning rate at `step`: 1 before `start`, then linear, 0 at `end`."""
-    return min(1.0, (end - step) / (end - start)) if end > start else 1.0
+def rate_factor(schedule: Schedule, step: int, warmup_steps: int, end: int, final: float) -> float:
+    """Factor of the learning rate at `step` (from 0).
+
+    end: step from which the factor is `final`, unless the schedule is constant.
+    """
+    if schedule == "constant" or step < warmup_steps:
+        return warmup(step, warmup_steps)
+    done = min(1.0, (step - warmup_steps) / max(1, end - warmup_steps))
+    left = 1.0 - done if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return final + (1.0 - final) * left

@@ -1,35 +1,41 @@
 """Supervised warm start: a fresh model learns demonstrations until a target quality is reached.
 
 demonstrations -> batches (order: a function of seed and step) -> loss over policy tokens -> Muon + AdamW -> requantize
+when the target is met: `average_steps` more, and the mean of the weights over these is published
 every `evaluate_every` steps: look at clean validation demonstrations; every `snapshot_every`: a mark to resume from
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import pyarrow as pa
-import pyarrow.compute as pc
 import torch
+from torch import Tensor
 
 from contracts.artifacts import Artifact, open_artifact
-from contracts.chat import ChatTokenizer
 from contracts.failpoints import failpoint
 from contracts.store import Store
+from trainer.backends.base import Backend, MuonRule
 from trainer.config import SFT_VERSION, SftConfig, SftJob
-from trainer.data import ScoredSequence, cut_by_tokens, make_batch, read_sequences, shuffled
-from trainer.errors import TrainingConfigError, TrainingDataError, TrainingDiverged
+from trainer.data import Parts, Rows, ScoredSequence, cut_by_lengths, cut_by_tokens
+from trainer.demonstrations import read_demonstrations
+from trainer.errors import TrainingConfigError, TrainingDiverged
 from trainer.export import publish_checkpoint
-from trainer.losses import balance_loss, first_not_finite
+from trainer.losses import balance_loss, first_not_finite, z_loss
 from trainer.metrics import Metrics, Watcher
-from trainer.model import Batch, Scores, score
-from trainer.optimizers import MuonWithAdamW
-from trainer.parameters import Parameters, draw_masters
+from trainer.model import Batch, Scores
+from trainer.order import Order, Source
+from trainer.precision import DEFAULT
 from trainer.ranks import ALONE, Ranks
 from trainer.result import TrainResult
-from trainer.schedule import decay, warmup
-from trainer.state import Snapshots, TrainerState, capture_state, load_state, publish_state
+from trainer.rl import expert_counts
+from trainer.routing import require_experts
+from trainer.schedule import rate_factor
+from trainer.sft_start import SftStart, read_start
+from trainer.snapshots import Snapshots
+from trainer.state import TrainerState, publish_state
 
 
 @dataclass(frozen=True)
@@ -49,20 +55,22 @@ class Look:
         return self.solve >= config.expected_solve and self.form >= config.expected_form
 
 
-@torch.no_grad()
-def look(parameters: Parameters, sequences: Sequence[ScoredSequence], tokens: int = 8192, ranks: Ranks = ALONE) -> Look:
-    """Score `sequences`, which all ranks have, with `parameters`. tokens: maximum per forward pass."""
-    solve = form = loss = 0.0
-    own = ranks.share(sequences)
-    for part in cut_by_tokens(own, tokens):
-        members = [own[index] for index in part]
-        batch = make_batch(members)
-        logprobs = score(parameters.leaves, parameters.config, batch).logprobs.double()
-        for sequence, found in zip(members, torch.split(logprobs, [len(m.scored) for m in members]), strict=True):
-            solve += float(found.sum().exp())
-            form += float(found[: sequence.first_turn].sum().exp())
-            loss -= float(found.sum())
-    solve, form, loss = ranks.total(solve, form, loss)
+def look(backend: Backend, sequences: Sequence[ScoredSequence], tokens: int = 8192) -> Look:
+    """Score `sequences`, which all ranks have. tokens: maximum per forward pass."""
+    sums = [0.0, 0.0, 0.0]
+    own = backend.ranks.share(sequences)
+    microbatches = Parts(own, cut_by_tokens(own, tokens))
+
+    def read(number: int, batch: Batch, scores: Scores) -> None:
+        members = microbatches[number]
+        logprobs = torch.split(scores.logprobs.double(), [len(member.scored) for member in members])
+        for sequence, found in zip(members, logprobs, strict=True):
+            sums[0] += float(found.sum().exp())
+            sums[1] += float(found[: sequence.first_turn].sum().exp())
+            sums[2] -= float(found.sum())
+
+    backend.forward(microbatches, read).result()
+    solve, form, loss = backend.ranks.total(*sums)
     scored = sum(len(sequence.scored) for sequence in sequences)
     return Look(solve / len(sequences), form / len(sequences), loss / scored, len(sequences))
 
@@ -72,124 +80,168 @@ def train_sft(job: SftJob, store: Store, watchers: Iterable[Watcher] = (), ranks
 
     A killed job continues from its last snapshot.
     """
-    tokenizer, demonstrations = open_artifact(store, job.tokenizer), open_artifact(store, job.demonstrations)
-    chat = ChatTokenizer.from_directory(tokenizer.directory())
-    model = job.model.hf_config(chat.vocabulary_size, chat.end_of_turn)
-    train, validation = _demonstrations(demonstrations, job, chat.vocabulary_size)
+    tokenizer = open_artifact(store, job.tokenizer)
+    start = read_start(job, store, tokenizer)
+    require_experts(start.model, job.config.of_experts())
+    vocabulary, longest = start.model["vocab_size"], start.model["max_position_embeddings"]
+    train, sources, validation = read_demonstrations(job, store, vocabulary, longest)
     size = min(job.config.batch_size, len(train))
-    if size < ranks.count:
+    if size < ranks.count and job.config.batch_tokens is None:
         raise TrainingConfigError(
             f"job field ranks is {ranks.count}, but a batch has {size} demonstrations: lower ranks or raise"
             " config.batch_size"
         )
-    run = _Run(job, store, model, watchers, ranks)
-    while not run.finished:
-        run.step(train)
-        if run.taken % job.config.evaluate_every == 0 or run.finished:
-            run.evaluate(validation)
-        if ranks.leads and run.snapshots.due(run.taken) and not run.finished:
-            run.snapshots.save(run.capture(), job.config.model_dump(), SFT_VERSION)
-    return run.publish(tokenizer) if ranks.leads else None
+    run = _Run(job, store, start, train, sources, watchers, ranks)
+    with run.snapshots:
+        while not run.finished:
+            run.step()
+            if run.taken % job.config.evaluate_every == 0 or run.finished:
+                run.evaluate(validation)
+            if run.snapshots.due(run.taken) and not run.finished:
+                state = run.capture()
+                if ranks.leads:
+                    run.snapshots.save(state, run.taken)
+        return run.publish(tokenizer)
 
 
 class _Run:
-    """State of the loop: parameters, optimizer, steps taken, consecutive evaluations that met the criterion, and the
+    """State of the loop: weights and optimizer, steps taken, consecutive evaluations that met the criterion, and the
     step at which they were enough.
     """
 
     def __init__(
-        self, job: SftJob, store: Store, model: dict[str, object], watchers: Iterable[Watcher], ranks: Ranks
+        self,
+        job: SftJob,
+        store: Store,
+        start: SftStart,
+        train: Rows,
+        sources: Sequence[Source],
+        watchers: Iterable[Watcher],
+        ranks: Ranks,
     ) -> None:
-        self._job, self._store, self._model, self._ranks = job, store, model, ranks
-        self._config = job.config
-        self.snapshots = Snapshots(store, job.key, job.config.snapshot_every, job.config.max_steps)
+        self._job, self._store, self._model, self._ranks = job, store, start.model, ranks
+        self._config, self._train = job.config, train
+        self._order = Order(sources, train.lengths, job.config.batch_size, job.config.batch_tokens, job.seed)
+        read = [job.demonstrations, *(source.demonstrations for source in job.mixture)]
+        described = {
+            **job.config.model_dump(mode="json"),
+            **({"lora": job.lora.model_dump(mode="json")} if job.lora else {}),
+            "inputs": {
+                "tokenizer": job.tokenizer.digest,
+                "demonstrations": [ref.digest for ref in read],
+                **{role: ref.digest for role, ref in job.start.items()},
+            },
+        }
+        self.snapshots = Snapshots(
+            store, job.key, job.config.snapshot_every, job.config.max_steps, described, SFT_VERSION
+        )
         self.taken, self._met, self._last = 0, 0, Look(0.0, 0.0, 0.0, 0)
         self._converged_at: int | None = None
-        found = self.snapshots.latest()
-        state = load_state(found, model) if found else None
-        masters = state.masters if state else draw_masters(model, job.seed)
-        self._parameters = Parameters.from_masters(model, masters)
+        state = self.snapshots.latest(start.model, start.adapter, lazily=job.backend != "torch")
         share = self._config.adamw_learning_rate / self._config.learning_rate if self._config.learning_rate else 0.0
-        self._optimizer = MuonWithAdamW(self._parameters, share)
+        self._backend = start.backend(state, MuonRule(share), ranks, store)
         self._metrics = Metrics(watchers, state.extra["metrics"] if state else ())
         if state:
-            self._optimizer.load(state.optimizer)
+            self._backend.restore(state).result()
             self.taken, self._met, self._converged_at = state.step, state.extra["met"], state.extra["converged_at"]
+            whole = min(job.config.batch_size, len(train)) * self.taken  # snapshots of older versions lack the counts
+            self._order.drawn = list(state.extra.get("drawn", [whole]))
 
     @property
     def finished(self) -> bool:
-        """Whether the learning rate is 0 or the maximum of steps is reached."""
+        """Whether the weights of enough steps are averaged, or the maximum of steps is reached."""
         return self.taken >= self._end
 
     @property
     def _end(self) -> int:
         limit = self._config.max_steps
-        return limit if self._converged_at is None else min(limit, self._converged_at + self._config.decay_steps)
+        return limit if self._converged_at is None else min(limit, self._converged_at + self._config.average_steps)
 
-    def step(self, train: Sequence[ScoredSequence]) -> None:
+    def step(self) -> None:
         """Take one optimizer step."""
-        config = self._config
-        every = batch_members(len(train), config.batch_size, self._job.seed, self.taken)
-        rows = self._ranks.share(every)
-        scored = sum(len(train[index].scored) for index in every)
-        self._parameters.clear_gradients()
-        loss, entropy = self._backward(train, rows, scored)
-        self._ranks.add(*(buffer.gradient for buffer in self._parameters.buffers))
-        norm = self._parameters.clip_gradients(config.max_gradient_norm)
-        if not torch.isfinite(norm):
+        config, train = self._config, self._train
+        every = self._order.next()
+        rate = config.learning_rate * rate_factor(
+            config.schedule, self.taken, config.warmup_steps, config.max_steps, config.final_rate
+        )
+        self._backend.clear_gradients()
+        loss, entropy = self._backward(self._ranks.share(every), int(train.scored[every].sum()))
+        norm = self._backend.optim_step(rate, config.max_gradient_norm).result()
+        if not math.isfinite(norm):
             raise TrainingDiverged(
                 f"the gradient is not finite at step {self.taken}: lower learning_rate {config.learning_rate}"
             )
-        rate = config.learning_rate * warmup(self.taken, config.warmup_steps)
-        if self._converged_at is not None:
-            rate *= decay(self.taken, self._converged_at, self._end)
-        self._optimizer.step(rate)
-        self._parameters.requantize()
         self.taken += 1
+        if self._converged_at is not None:
+            self._backend.average_weights().result()
+            if self.finished:
+                self._backend.use_average().result()
         loss, entropy = self._ranks.total(loss, entropy)
         self._metrics.add(
             self.taken,
             loss=loss,
-            grad_norm=float(norm),
+            grad_norm=norm,
             lr=rate,
-            tokens=sum(train[index].length for index in every),
+            tokens=int(train.lengths[every].sum()),
             entropy=entropy,
         )
 
-    def _backward(self, train: Sequence[ScoredSequence], rows: Sequence[int], scored: int) -> tuple[float, float]:
-        """Add the gradient of this rank's rows. scored: scored tokens of the batch.
+    def _backward(self, rows: Sequence[int], scored: int) -> tuple[float, float]:
+        """Add the gradient of this rank's rows, microbatch by microbatch. scored: scored tokens of the batch.
 
         Returns this rank's contributions to the batch's mean loss and mean entropy.
         """
-        config = self._config
-        batch = make_batch([train[index] for index in rows])
-        scores = score(self._parameters.leaves, self._model, batch, routing=config.router_balance > 0)
-        self._require_finite(scores, batch, rows)
-        loss = -scores.logprobs.sum() / scored
-        whole = loss
-        if scores.routing is not None:
-            picks = self._parameters.config["num_experts_per_tok"]
-            self._ranks.add(scores.routing.counts)
-            balance = balance_loss(scores.routing.probabilities, scores.routing.counts, picks)
-            whole = loss + config.router_balance * balance
-        whole.backward()  # type: ignore[no-untyped-call]
-        return float(loss.detach()), float(scores.entropy.sum()) / scored
+        config, train = self._config, self._train
+        limit = config.microbatch_tokens
+        parts = [list(rows)]
+        if limit is not None or not rows:
+            parts = [[rows[index] for index in part] for part in cut_by_lengths(train.lengths[rows], limit or 1)]
+        apart = limit is not None or config.batch_tokens is not None
+        counts = self._expert_counts(parts) if config.routing_losses and apart else None
+        sums = [0.0, 0.0]
+
+        def loss_of(number: int, batch: Batch, scores: Scores) -> Tensor:
+            self._require_finite(scores, batch, parts[number])
+            loss = -scores.logprobs.sum() / scored
+            sums[0] += float(loss.detach())
+            sums[1] += float(scores.entropy.sum()) / scored
+            if scores.routing is None:
+                return loss
+            if counts is None:
+                self._ranks.add(scores.routing.counts)
+            used = scores.routing.counts if counts is None else counts
+            picks, whole = self._backend.config["num_experts_per_tok"], loss
+            if config.router_balance:
+                whole = whole + config.router_balance * balance_loss(scores.routing.probabilities, used, picks)
+            if config.router_z:
+                whole = whole + config.router_z * z_loss(scores.routing.squares, used, picks)
+            return whole
+
+        self._backend.forward_backward(Parts(train, parts), loss_of, routing=config.routing_losses).result()
+        return sums[0], sums[1]
+
+    def _expert_counts(self, parts: Sequence[Sequence[int]]) -> Tensor:
+        """Tokens that the batch routes to each expert, float32 [layers, experts], over all microbatches and ranks."""
+        counts = expert_counts(self._backend, Parts(self._train, parts))
+        self._ranks.add(counts)
+        return counts
 
     def _require_finite(self, scores: Scores, batch: Batch, rows: Sequence[int]) -> None:
         token = first_not_finite(scores.logprobs)
         if token is not None:
             raise TrainingDiverged(
-                f"row {rows[int(batch.owners[token])]} of the demonstrations' train.parquet has log probability"
+                f"{self._train.place(rows[int(batch.owners[token])])} has log probability"
                 f" {float(scores.logprobs[token].detach())} at step {self.taken}: lower learning_rate"
-                f" {self._config.learning_rate} or adamw_learning_rate {self._config.adamw_learning_rate}"
+                f" {self._config.learning_rate} or adamw_learning_rate {self._config.adamw_learning_rate}; the last"
+                " snapshot is kept"
             )
 
     def evaluate(self, validation: Sequence[ScoredSequence]) -> None:
         """Score a few demonstrations while the criterion is far, all of them when it is near."""
         config = self._config
-        seen = look(self._parameters, validation[: config.probe_episodes], ranks=self._ranks)
+        seen = look(self._backend, validation[: config.probe_episodes])
         if seen.solve >= 0.8 * config.expected_solve and seen.episodes < len(validation):
-            seen = look(self._parameters, validation, ranks=self._ranks)
+            seen = look(self._backend, validation)
         decisive = seen.episodes == len(validation)
         self._met = self._met + 1 if decisive and seen.meets(config) else 0
         if self._converged_at is None and self._met >= config.consecutive:
@@ -205,23 +257,34 @@ class _Run:
         )
 
     def capture(self) -> TrainerState:
-        """State that a resumed run needs."""
-        extra = {"met": self._met, "converged_at": self._converged_at, "metrics": self._metrics.records}
-        return capture_state(self._parameters, self._optimizer.state(), "muon", self.taken, extra)
+        """State that a resumed run needs. Every rank must call this."""
+        extra = {
+            "met": self._met,
+            "converged_at": self._converged_at,
+            "metrics": self._metrics.records,
+            "drawn": self._order.drawn,
+        }
+        return self._backend.save(self.taken, extra, {}).result()
 
-    def publish(self, tokenizer: Artifact) -> TrainResult:
+    def publish(self, tokenizer: Artifact) -> TrainResult | None:
         """Commit the trainer state, then the checkpoint, whose existence implies that both exist; then remove the
-        snapshots.
+        snapshots. Every rank must call this; None on those that do not publish.
         """
+        self.snapshots.wait()
+        state = self._backend.save(self.taken, {}, {}, optimizer=False).result()
+        weights = self._backend.get_weights().result()
+        if not self._ranks.leads:
+            return None
         job, converged = self._job, self._converged_at is not None
-        parents = {"tokenizer": job.tokenizer, "demonstrations": job.demonstrations}
+        parents = {"tokenizer": job.tokenizer, "demonstrations": job.demonstrations, **job.start}
         config = {
-            "model": job.model.model_dump(),
+            **({} if job.start else {"model": job.model.model_dump()}),
+            **({"lora": job.lora.model_dump()} if job.lora else {}),
             "sft": job.config.model_dump(),
             "seed": job.seed,
             "numerics": job.numerics,
+            **({"precision": job.precision.model_dump()} if job.precision != DEFAULT else {}),
         }
-        state = capture_state(self._parameters, {}, "none", self.taken, {})
         saved = publish_state(
             self._store, "trainer_state", job.key, state, parents=parents, config=config, code_version=SFT_VERSION
         )
@@ -237,7 +300,7 @@ class _Run:
         checkpoint = publish_checkpoint(
             self._store,
             job.key,
-            self._parameters,
+            weights,
             tokenizer,
             parents=parents,
             config=config,
@@ -247,31 +310,3 @@ class _Run:
         )
         self.snapshots.clear()
         return TrainResult(checkpoint.ref, saved.ref, summary)
-
-
-def batch_members(count: int, batch_size: int, seed: int, step: int) -> list[int]:
-    """Rows of the batch at `step` (from 0): consecutive parts of one permutation per epoch, without a shorter last
-    part.
-    """
-    size = min(batch_size, count)
-    per_epoch = count // size
-    epoch, cut = divmod(step, per_epoch)
-    return shuffled(count, seed, epoch)[cut * size : (cut + 1) * size]
-
-
-def _demonstrations(
-    demonstrations: Artifact, job: SftJob, vocabulary: int
-) -> tuple[list[ScoredSequence], list[ScoredSequence]]:
-    train = demonstrations.table("train.parquet", ["token_ids", "token_role"])
-    validation: pa.Table = demonstrations.table("validation.parquet", ["token_ids", "token_role", "clean"])
-    clean = validation.filter(pc.field("clean")).slice(0, job.config.evaluation_episodes)
-    if not train.num_rows or not clean.num_rows:
-        raise TrainingDataError(
-            f"{demonstrations.ref.uri} has {train.num_rows} demonstrations and {clean.num_rows} clean validation ones:"
-            " both must be above 0"
-        )
-    longest = job.model.max_positions
-    return (
-        read_sequences(train, f"{demonstrations.ref.uri}/train.parquet", vocabulary, longest),
-        read_sequences(clean, f"{demonstrations.ref.uri}/validation.parquet", vocabulary, longest),
-    )

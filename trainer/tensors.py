@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -12,13 +14,33 @@ from contracts.artifacts import ArtifactWriter
 from contracts.digests import tensors_digest
 from contracts.errors import SchemaError
 from contracts.tensor_files import TensorFiles, is_finite
-from contracts.tensor_parts import add_tensors, bytes_of, form_of
+from contracts.tensor_parts import Part, add_parts, add_tensors, bytes_of, form_of
+
+
+@dataclass(frozen=True)
+class StagedTensors:
+    """Tensors that the ranks of a job have written into one folder: see `contracts.rank_parts`."""
+
+    folder: tempfile.TemporaryDirectory[str] | None
+    """None on ranks that do not publish."""
+    parts: list[Part]
 
 
 def save_tensors(
-    out: ArtifactWriter, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+    out: ArtifactWriter,
+    name: str,
+    tensors: Mapping[str, Tensor] | StagedTensors,
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write tensors as the file `name` of an artifact, or as the parts of it. Copies one tensor at a time at most."""
+    """Write tensors as the file `name` of an artifact, or as the parts of it. Copies one tensor at a time at most.
+
+    Staged tensors are moved; their metadata is that of their staging.
+    """
+    if isinstance(tensors, StagedTensors):
+        assert tensors.folder is not None, "rank 0 publishes"
+        with tensors.folder as folder:
+            add_parts(out, name, tensors.parts, Path(folder))
+        return
     forms = {tensor: form_of(value) for tensor, value in tensors.items()}
     add_tensors(out, name, forms, lambda tensor: bytes_of(tensors[tensor]), metadata)
 
@@ -28,6 +50,24 @@ def read_tensor(files: TensorFiles, name: str) -> Tensor:
     tensor = files.tensor(name)
     check_finite(name, tensor, files.path(name))
     return tensor
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """Tensors of a file by the rest of their names after `prefix`. Each access reads one from the disk."""
+
+    def __init__(self, files: TensorFiles, prefix: str, names: Iterable[str]) -> None:
+        self._files, self._prefix, self._names = files, prefix, dict.fromkeys(names)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return read_tensor(self._files, f"{self._prefix}{name}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def tensor_digest(tensors: Mapping[str, Tensor]) -> str:

@@ -13,6 +13,7 @@ from ops.inputs import find_inputs
 from ops.state import IterationState
 from resources.experiment import Experiment
 from triplane_dagster.iterations import next_partition
+from triplane_dagster.memory import training_note
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def _planned(experiment: Experiment, store: Store) -> Iterator[PlannedStep]:
             state="found" if found else "will run",
             config=digest_of(spec.slice(state)),
             where=spec.place(experiment),
-            note=spec.note(state) if spec.note else None,
+            note=spec.note(state) if spec.note else training_note(experiment) if spec.name == "checkpoint" else None,
         )
         if found is not None:
             state = replace(state, made={**state.made, spec.name: found.ref})

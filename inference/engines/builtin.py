@@ -1,4 +1,4 @@
-"""Built-in engine: Qwen3-MoE on the CPU, in its own thread.
+"""Built-in engine: the families of `contracts.architectures` on the CPU, in its own thread.
 
     event loop --Request--> inbox --> Scheduler.step, again and again --results--> event loop
                                             ^-- (weights, version) between two steps
@@ -72,6 +72,11 @@ class BuiltinEngine:
         if params.max_tokens < 1 or params.temperature < 0:
             raise EngineError(
                 f"max_tokens is {params.max_tokens} and temperature {params.temperature}: at least 1 and 0 are required"
+            )
+        if params.routing_from is not None and not self._architecture.experts:
+            raise EngineError(
+                f"routing is requested, but the policy is a dense {self._architecture.family} model: set"
+                " rollouts.record_routing: false"
             )
         if len(prompt_ids) >= self._architecture.max_positions:
             raise RequestTooLong(

@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from contracts.precision import Forward
 from inference.engines.base import Engine
+from inference.engines.matching import vllm_mismatch
 
 CONNECTIONS = 256
 TIMEOUT_S = 600.0
@@ -31,6 +33,13 @@ class _Config(BaseModel):
     def records_routing(self) -> bool:
         """Whether the engine may return routed experts. A server's first answer shows whether it does."""
         return True
+
+    def mismatch(self, forward: Forward) -> str | None:
+        """Why this engine can't match the recipe `forward` on any device, with the fix.
+
+        None: it can, or its server must say.
+        """
+        return None
 
 
 class BuiltinConfig(_Config):
@@ -91,9 +100,18 @@ class VllmConfig(_RemoteConfig):
     """GPUs of a server started here (CUDA_VISIBLE_DEVICES), locked for one server at a time; empty: all."""
     tensor_parallel: int = Field(default=1, ge=1, le=64)
     """Tensor-parallel size: GPUs (or CPU workers) of a server started here."""
+    idle: Literal["keep", "sleep", "stop"] = "keep"
+    """What the server does with its GPUs while training runs. keep: nothing. sleep: vLLM's sleep level 2, which frees
+    weights and cache; a server at `base_url` needs --enable-sleep-mode. stop: end the server. After sleep and stop the
+    next policy is loaded from its files and verified.
+    """
     weights: Literal["auto", "fp8", "dequantized"] = "auto"
     """Weights that the server loads: the FP8 checkpoint, or a float32 copy of it in $TRIPLANE_CACHE. auto: the copy on
     a CPU, where vLLM can't load FP8 blocks.
+    """
+    unmatched: Literal["refuse", "warn"] = "refuse"
+    """What to do with a policy whose recipe (trainer.precision) vLLM can't match: refuse it, or serve it with a warning
+    and leave the difference to trainer.corrections.
     """
     exact: bool = True
     """Whether served weights must equal the checkpoint's to the bit. Set false only for GPU kernels that quantize
@@ -115,10 +133,24 @@ class VllmConfig(_RemoteConfig):
     max_restarts: int = Field(default=2, ge=0, le=100)
     """Maximum restarts of a server that died, per lease."""
 
+    @model_validator(mode="after")
+    def _can_stop(self) -> Self:
+        if self.idle == "stop" and self.base_url is not None:
+            raise ValueError(f"idle stop, but the server at {self.base_url} is not started here: use sleep or keep")
+        return self
+
     @property
     def records_routing(self) -> bool:
         """See the base class; a server started here needs the flag."""
         return self.base_url is not None or "--enable-return-routed-experts" in self.flags
+
+    def mismatch(self, forward: Forward) -> str | None:
+        """See the base class."""
+        if self.unmatched == "warn":
+            return None
+        loaded = {"auto": (True, False), "fp8": (False,), "dequantized": (True,)}[self.weights]
+        reasons = [vllm_mismatch(forward, plain) for plain in loaded]
+        return None if None in reasons else reasons[-1]
 
 
 class CustomConfig(_Config):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from contracts.qwen3_moe import Architecture
+from contracts.architectures import Architecture
 
 ROW = 8
 """Lengths and row counts are padded to this, so that CPU matrix products give a row the same bits in every batch."""

@@ -1,12 +1,13 @@
-"""Forward pass of Qwen3-MoE for sampling: plain torch, float32, with bits that do not depend on the batch.
+"""Forward pass for sampling: plain torch, with bits that do not depend on the batch. Tensors are float32,
+rounded where the policy's recipe says so (`numerics`).
 
-    tokens [T] -> embedding -> layers x (norm, attention over the cache, norm, routed experts) -> hidden [T, hidden] ->
-    logits
+    tokens [T] -> embedding -> layers x (norm, attention over the cache, norm, MLP or routed experts)
+    -> hidden [T, hidden] -> logits
 
 A row's bits are the same in every batch, and in prefill and decode, since every product has a row count padded to a
 multiple of 16 (4 in attention), the cached length is padded to a multiple of 8 (at least 16), one product computes the
 softmax's sum and values, and experts get only their own rows, padded likewise. Reference: transformers'
-Qwen3MoeForCausalLM.
+classes of the families in `contracts.architectures`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contracts.qwen3_moe import Architecture
+from contracts.architectures import Architecture, inverse_frequencies
 from inference.engines.kv import ROW, KvCache, round_up
+from inference.engines.numerics import Numerics
 from inference.engines.weights import LayerWeights, Weights
 
 TOKEN_ROWS = 16
@@ -94,7 +96,7 @@ class Rotary:
     """
 
     def __init__(self, shape: Architecture) -> None:
-        self._inverse = 1.0 / (shape.rope_theta ** (torch.arange(0, shape.head_dim, 2).float() / shape.head_dim))
+        self._inverse = inverse_frequencies(shape)
         self._cos = self._sin = torch.empty(0, 1, shape.head_dim)
 
     def tables(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -111,30 +113,34 @@ def forward(
 ) -> Tensor:
     """Run the batch, writing its keys and values to the cache. Returns normalized hidden states [T padded, hidden].
 
-    routes: output list for each layer's chosen experts, [T padded, experts_per_token].
+    routes: output list for each layer's chosen experts, [T padded, experts_per_token]; stays empty in a dense model.
     """
-    shape = weights.architecture
+    shape, numerics = weights.architecture, weights.numerics
     cos, sin = rotary.tables(batch)
     x = weights.embedding[batch.tokens]
     for index, layer in enumerate(weights.layers):
-        x = x + _attention(shape, layer, cache, index, batch, cos, sin, _norm(x, layer.input_norm, shape))
-        x = x + _experts(shape, layer, _norm(x, layer.post_norm, shape), routes)
-    return _norm(x, weights.norm, shape)
+        normed = _norm(numerics, x, layer.input_norm, shape)
+        x = numerics.round(x + _attention(shape, numerics, layer, cache, index, batch, cos, sin, normed))
+        normed = _norm(numerics, x, layer.post_norm, shape)
+        added = _experts(shape, numerics, layer, normed, routes) if shape.experts else _mlp(numerics, layer, normed)
+        x = numerics.round(x + added)
+    return _norm(numerics, x, weights.norm, shape)
 
 
 def logits_of(weights: Weights, hidden: Tensor) -> Tensor:
     """Logits [N, vocabulary] of hidden rows [N, hidden], computed over a padded row count."""
     rows = hidden.shape[0]
     padded = F.pad(hidden, (0, 0, 0, -rows % TOKEN_ROWS))
-    return F.linear(padded, weights.head)[:rows]
+    return weights.numerics.head(padded, weights.head)[:rows]
 
 
-def _norm(x: Tensor, weight: Tensor, shape: Architecture) -> Tensor:
-    return F.rms_norm(x, (shape.hidden,), weight, shape.epsilon)
+def _norm(numerics: Numerics, x: Tensor, weight: Tensor, shape: Architecture) -> Tensor:
+    return numerics.round(F.rms_norm(numerics.wide(x), (shape.hidden,), numerics.wide(weight), shape.epsilon))
 
 
 def _attention(
     shape: Architecture,
+    numerics: Numerics,
     layer: LayerWeights,
     cache: KvCache,
     index: int,
@@ -145,29 +151,31 @@ def _attention(
 ) -> Tensor:
     heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
     count = len(batch.cells)
-    mixed = F.linear(x, layer.qkv).view(-1, heads + 2 * kv_heads, dim)
-    qk = F.rms_norm(mixed[:, : heads + kv_heads], (dim,), None, shape.epsilon) * layer.qk_norm
-    qk = qk * cos + qk.roll(dim // 2, -1) * sin
+    mixed = numerics.linear(x, layer.qkv).view(-1, heads + 2 * kv_heads, dim)
+    qk = numerics.wide(mixed[:, : heads + kv_heads])
+    if layer.qk_norm is not None:
+        qk = numerics.wide(numerics.round(F.rms_norm(qk, (dim,), None, shape.epsilon) * layer.qk_norm))
+    qk = numerics.round(qk * cos + qk.roll(dim // 2, -1) * sin)
     keys, values = cache.keys[index], cache.values[index]
     keys[batch.slots, :, batch.positions[:count]] = qk[:count, heads:]
     values[batch.slots, :, batch.positions[:count], :dim] = mixed[:count, heads + kv_heads :]
 
     groups, rows, length = heads // kv_heads, batch.rows, batch.length
-    query = x.new_zeros(rows * batch.width, heads, dim)
-    query[batch.cells] = qk[:count, :heads] * dim**-0.5
+    query = numerics.wide(x.new_zeros(rows * batch.width, heads, dim))
+    query[batch.cells] = numerics.wide(qk[:count, :heads]) * dim**-0.5
     query = (
         query.view(rows, batch.width, heads, dim).transpose(1, 2).reshape(rows * kv_heads, groups * batch.width, dim)
     )
     slots = slice(batch.first, batch.first + rows)
-    k, v = keys[slots, :, :length].flatten(0, 1), values[slots, :, :length].flatten(0, 1)
+    k, v = (numerics.wide(each[slots, :, :length].flatten(0, 1)) for each in (keys, values))
     scores = torch.bmm(query, k.transpose(1, 2)).view(rows, heads, batch.width, length)
     scores.masked_fill_(batch.unseen, -torch.inf)
     scores -= scores.amax(-1, keepdim=True)
     summed = _weighted_sum(scores.exp_().view(rows * kv_heads, groups * batch.width, length), v)
     mean = (summed[..., :dim] / summed[..., dim : dim + 1]).view(rows, heads, batch.width, dim).transpose(1, 2)
     out = x.new_zeros(x.shape[0], heads * dim)
-    out[:count] = mean.reshape(rows * batch.width, heads * dim)[batch.cells]
-    return F.linear(out, layer.output)
+    out[:count] = numerics.round(mean.reshape(rows * batch.width, heads * dim)[batch.cells])
+    return numerics.linear(out, layer.output)
 
 
 def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
@@ -180,16 +188,25 @@ def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
     return total
 
 
-def choose_experts(shape: Architecture, layer: LayerWeights, x: Tensor) -> tuple[Tensor, Tensor]:
+def _mlp(numerics: Numerics, layer: LayerWeights, x: Tensor) -> Tensor:
+    gate, up = numerics.linear(x, layer.gate_up).chunk(2, -1)
+    inner = numerics.round(numerics.round(F.silu(numerics.wide(gate))) * up)
+    return numerics.linear(inner, layer.down)
+
+
+def choose_experts(shape: Architecture, numerics: Numerics, layer: LayerWeights, x: Tensor) -> tuple[Tensor, Tensor]:
     """Shares and ids of each row's experts, both [T padded, experts_per_token], by falling probability."""
-    shares, chosen = F.linear(x, layer.router).softmax(-1).topk(shape.experts_per_token, -1)
+    assert layer.router is not None
+    shares, chosen = numerics.router(x, layer.router).softmax(-1).topk(shape.experts_per_token, -1)
     return shares / shares.sum(-1, keepdim=True) if shape.normalize_top_k else shares, chosen
 
 
-def _experts(shape: Architecture, layer: LayerWeights, x: Tensor, routes: list[Tensor] | None) -> Tensor:
+def _experts(
+    shape: Architecture, numerics: Numerics, layer: LayerWeights, x: Tensor, routes: list[Tensor] | None
+) -> Tensor:
     """Top-k routed experts; each processes its own rows, gathered into a group padded to TOKEN_ROWS."""
     top = shape.experts_per_token
-    shares, chosen = choose_experts(shape, layer, x)
+    shares, chosen = choose_experts(shape, numerics, layer, x)
     if routes is not None:
         routes.append(chosen)
     flat = chosen.flatten()
@@ -199,12 +216,14 @@ def _experts(shape: Architecture, layer: LayerWeights, x: Tensor, routes: list[T
     ends = padded.cumsum(0)
     shift = (ends - padded) - (counts.cumsum(0) - counts)
     places = torch.arange(len(flat)) + shift[flat[order]]
-    grouped = x.new_zeros(len(flat) + TOKEN_ROWS * shape.experts, shape.hidden)
-    grouped[places] = x[order // top]
+    operand = numerics.operand(x)
+    grouped = operand.new_zeros(len(flat) + TOKEN_ROWS * shape.experts, shape.hidden)
+    grouped[places] = operand[order // top]
     offsets = ends.to(torch.int32)
-    both = F.grouped_mm(grouped, layer.gate_up, offs=offsets)
+    both = numerics.grouped(grouped, layer.gate_up, offsets)
     gate, up = both.chunk(2, -1)
-    result = F.grouped_mm(F.silu(gate) * up, layer.down, offs=offsets)
+    inner = numerics.round(numerics.round(F.silu(numerics.wide(gate))) * up)
+    result = numerics.grouped(numerics.operand(inner), layer.down, offsets)
     back = torch.empty_like(order)
     back[order] = places
-    return (result[back].view(-1, top, shape.hidden) * shares[..., None]).sum(1)
+    return numerics.round((result[back].view(-1, top, shape.hidden) * shares[..., None]).sum(1))

@@ -12,21 +12,25 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import json
 import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from contracts.adapters import FOLDER
 from contracts.errors import SchemaError
+from contracts.precision import Forward, forward_of
 from contracts.routing import Routes, decode_routes
 from inference.engines.base import Completion, FinishReason, SamplingParams
 from inference.engines.config import VllmConfig
 from inference.engines.http import SEED_BITS, JsonClient
+from inference.engines.matching import vllm_mismatch
 from inference.engines.vllm_keeper import HEALTH_S, VllmKeeper
 from inference.engines.vllm_plain import checkpoint_bytes, is_quantized_checkpoint, plain_checkpoint
 from inference.engines.vllm_probes import make_probes
-from inference.engines.vllm_update import Policy, load_policy, prove_policy, score, served_version, serves
+from inference.engines.vllm_update import Policy, is_asleep, load_policy, prove_policy, score, served_version, serves
 from inference.errors import EngineError, EngineStopped, EngineUnreachable, RequestTooLong, StaleVersion, WeightsDiffer
 
 TOLERANCE = {"dequantized": 1e-4, "fp8": 0.5}
@@ -152,8 +156,9 @@ class VllmEngine:
         client = await self._connect(address)
         policy = await self._policy(client)
         try:
-            if not await serves(client, policy.version):
-                await load_policy(client, policy, self._config.drain_s)
+            asleep = self._config.idle == "sleep" and await is_asleep(client)
+            if asleep or not await serves(client, policy.version):
+                await load_policy(client, policy, self._config.drain_s, asleep=asleep)
             await self._welcome(client)
         except (WeightsDiffer, EngineUnreachable, EngineStopped) as error:
             if self._config.base_url is not None:
@@ -204,7 +209,13 @@ class VllmEngine:
 
     def _prepare(self, plain: bool) -> Policy:
         directory, config = self._directory, self._config
+        if (directory / FOLDER).exists() and not plain:
+            raise EngineError(
+                f"{directory} has a LoRA adapter, which vLLM serves merged into float32 weights only: set"
+                " engine.weights: dequantized"
+            )
         copied = plain and is_quantized_checkpoint(directory)
+        forward = self._require_match(directory, plain)
         served = plain_checkpoint(directory, self._version) if copied else directory
         small = checkpoint_bytes(directory) <= config.probe_gigabytes * 1e9
         if not small:
@@ -212,10 +223,20 @@ class VllmEngine:
                 "%s exceeds engine.probe_gigabytes: its tensors and layers are compared, its log-probabilities are not",
                 directory,
             )
-        tolerance = config.tolerance or TOLERANCE["dequantized" if plain else "fp8"]
+        tolerance = config.tolerance or TOLERANCE["dequantized" if plain and not forward.rounds else "fp8"]
         return Policy(
             self._version, served.absolute(), make_probes(directory) if small else [], config.exact, tolerance
         )
+
+    def _require_match(self, directory: Path, plain: bool) -> Forward:
+        """Recipe of the checkpoint. Raises EngineError if vLLM can't match it, unless the settings allow that."""
+        forward = forward_of(json.loads((directory / "config.json").read_text()))
+        reason = vllm_mismatch(forward, plain)
+        if reason is not None and self._config.unmatched == "refuse":
+            raise EngineError(f"{directory}: {reason}, or engine.unmatched to warn")
+        if reason is not None:
+            _log.warning("%s is served unmatched: %s", directory, reason)
+        return forward
 
     async def _recovered(self, client: JsonClient) -> None:
         """Wait until the server of `client` is replaced, if it is dead.

@@ -11,6 +11,7 @@ from typing import IO
 from inference.engines.config import VllmConfig
 from inference.engines.http import JsonClient
 from inference.engines.vllm_server import Device, VllmServer, devices_owner, find_device, lock_devices
+from inference.engines.vllm_update import put_to_sleep
 from inference.errors import EngineError
 
 _POLL_S = 0.25
@@ -70,6 +71,29 @@ class VllmKeeper:
         client = JsonClient(address)
         try:
             return await client.is_healthy("/health", HEALTH_S) and self.address is not None
+        finally:
+            await client.close()
+
+    async def give_back(self) -> None:
+        """Free the server's GPUs as `engine.idle` says. The next lease loads its policy from files.
+
+        A server of ours that can't sleep is stopped. Raises EngineError for a server at an address.
+        """
+        config = self._config
+        address = config.base_url or self.address
+        if config.idle == "keep" or address is None:
+            return
+        if config.idle == "stop":
+            await asyncio.to_thread(self.stop)
+            return
+        client = JsonClient(address, timeout_s=config.timeout_s, retries=config.retries)
+        try:
+            await put_to_sleep(client, config.drain_s)
+        except EngineError as error:
+            if config.base_url is not None:
+                raise
+            _log.warning("stopping vLLM, which did not go to sleep: %s", error)
+            await asyncio.to_thread(self.stop)
         finally:
             await client.close()
 

@@ -60,7 +60,7 @@ def make_probes(directory: Path) -> list[Probe]:
 @torch.inference_mode()
 def score_rows(weights: Weights, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities [N, length - 1] and chosen experts [N, layers, length, experts_per_token] of token rows [N,
-    length].
+    length]. A dense model chooses none: [N, layers, length, 0].
     """
     shape, (count, length) = weights.architecture, tokens.shape
     cache = KvCache(shape)
@@ -69,5 +69,6 @@ def score_rows(weights: Weights, tokens: Tensor) -> tuple[Tensor, Tensor]:
     batch = make_batch(0, list(tokens.numpy()), np.zeros(count, np.int64))
     hidden = forward(weights, cache, Rotary(shape), batch, routes)[: count * length]
     logprobs = logits_of(weights, hidden).log_softmax(-1).view(count, length, -1)
-    chosen = torch.stack([route[: count * length].view(count, length, -1) for route in routes], 1)
+    routes = routes or [torch.empty(count * length, 0, dtype=torch.int64)] * shape.layers
+    chosen = torch.stack([route[: count * length].view(count, length, shape.experts_per_token) for route in routes], 1)
     return logprobs[:, :-1].gather(2, tokens[:, 1:, None])[..., 0], chosen

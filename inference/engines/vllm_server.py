@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import IO, Literal
 
 from contracts.owned import socket_directory
+from contracts.precision import FORWARD, Forward, forward_of
 from inference.engines.config import VllmConfig
+from inference.engines.matching import vllm_environment, vllm_flags
 from inference.errors import EngineError
 
 SIDE = Path(__file__).parent / "vllm_side"
@@ -73,12 +75,24 @@ def server_command(config: VllmConfig, device: Device, directory: Path, port: in
         "--tensor-parallel-size",
         str(config.tensor_parallel),
     ]
+    forward = named_forward(directory)
+    if forward is not None:
+        usual += vllm_flags(forward)
+    if config.idle == "sleep":
+        usual.append("--enable-sleep-mode")
     if device == "cpu":  # disable chunked prefill, which crashes the CPU engine with per-request seeds
-        usual += ["--dtype", "float32", "--enforce-eager", "--no-enable-chunked-prefill"]
+        dtype = [] if forward is not None else ["--dtype", "float32"]
+        usual += [*dtype, "--enforce-eager", "--no-enable-chunked-prefill"]
     return [config.python, "-m", "vllm.entrypoints.openai.api_server", *usual, *config.flags]
 
 
-def server_environment(config: VllmConfig, device: Device, scratch: Path) -> dict[str, str]:
+def named_forward(directory: Path) -> Forward | None:
+    """Recipe that a checkpoint names, or None: its weights' dtype then decides, as before recipes had names."""
+    config = json.loads((directory / "config.json").read_text())
+    return forward_of(config) if FORWARD in config else None
+
+
+def server_environment(config: VllmConfig, device: Device, directory: Path, scratch: Path) -> dict[str, str]:
     """Environment of a server: this process's, required variables, then `config.env`."""
     found = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     found |= {
@@ -92,6 +106,8 @@ def server_environment(config: VllmConfig, device: Device, scratch: Path) -> dic
         found |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
     if config.devices:
         found["CUDA_VISIBLE_DEVICES"] = ",".join(str(each) for each in config.devices)
+    forward = named_forward(directory)
+    found |= vllm_environment(forward) if forward is not None else {}
     found |= config.env
     found["PYTHONPATH"] = os.pathsep.join(filter(None, [config.env.get("PYTHONPATH"), str(SIDE)]))
     return found
@@ -110,7 +126,7 @@ class VllmServer:
         try:
             self._guard = subprocess.Popen(
                 guard + server_command(config, device, directory, port),
-                env=server_environment(config, device, scratch),
+                env=server_environment(config, device, directory, scratch),
                 stdin=subprocess.PIPE,
                 stdout=self._log,
                 stderr=self._log,

@@ -54,18 +54,23 @@ class _Update:
     """Mark that the workers report if their weights are from this update."""
 
 
-async def load_policy(client: JsonClient, policy: Policy, drain_s: float) -> None:
+async def load_policy(client: JsonClient, policy: Policy, drain_s: float, *, asleep: bool = False) -> None:
     """Replace the server's weights.
 
-    Requests in flight finish with their initial weights, or are aborted after `drain_s` seconds. Raises WeightsDiffer,
-    or StaleVersion if another client updates the server, which then keeps its unproven mark.
+    Requests in flight finish with their initial weights, or are aborted after `drain_s` seconds. asleep: wake the
+    server, first its weights' memory, and the cache after they are loaded. Raises WeightsDiffer, or StaleVersion if
+    another client updates the server, which then keeps its unproven mark.
     """
     mark = _fresh_mark(policy)
     update = _Update(client, policy, mark, loaded=mark)
     await pause(client, drain_s)
     try:
         await _mark(client, mark)
+        if asleep:
+            await client.call("POST", "/wake_up", tags="weights")
         await _command(client, "triplane_load", {"directory": str(policy.served), "mark": mark})
+        if asleep:
+            await client.call("POST", "/wake_up", tags="kv_cache")
         await reset_prefix_cache(client)
         await _compare_tensors(client, policy)
         await _require(update, mark)
@@ -95,6 +100,29 @@ async def serves(client: JsonClient, version: str) -> bool:
 async def served_version(client: JsonClient) -> str:
     """Version with which the server will mark its next token; "default" for a server without a mark."""
     return str((await client.call("GET", "/weight_info"))["weight_version"])
+
+
+async def put_to_sleep(client: JsonClient, drain_s: float) -> None:
+    """Free the server's weights and cache (sleep level 2), after requests in flight end or are aborted.
+
+    The server is first marked as unproven, so that nobody takes it for a server of its last policy, whoever wakes it.
+    Raises EngineError if it does not sleep.
+    """
+    await pause(client, drain_s)
+    await _mark(client, f"{UNPROVEN}asleep:{uuid.uuid4().hex}")
+    try:
+        await client.call("POST", "/sleep", level="2", mode="abort")
+    except EngineUnreachable:
+        raise
+    except EngineError as error:
+        raise EngineError(f"{error}; start it with --enable-sleep-mode, or set engine.idle to stop or keep") from error
+    if not await is_asleep(client):
+        raise EngineError(f"{client.base} answered /sleep and is awake: set engine.idle to stop or keep")
+
+
+async def is_asleep(client: JsonClient) -> bool:
+    """Whether the server's weights or cache are freed."""
+    return bool((await client.call("GET", "/is_sleeping"))["is_sleeping"])
 
 
 async def pause(client: JsonClient, drain_s: float) -> None:

@@ -1,9 +1,9 @@
-"""Read Qwen3-MoE weights for sampling from a checkpoint directory, dequantized and fused for `model.forward`."""
+"""Read weights for sampling from a checkpoint directory, dequantized and fused for `model.forward`."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 from triplane_kernels.blockwise import dequantize_blockwise
 
+from contracts.adapters import adapter_files, added_weight, read_adapter
+from contracts.architectures import CLASSES, Architecture, unsupported_feature
 from contracts.checkpoints import WEIGHTS, check_checkpoint, expected_tensors
 from contracts.errors import SchemaError
-from contracts.qwen3_moe import Architecture
+from contracts.precision import FORWARD, Forward, forward_of
 from contracts.tensor_files import TensorFiles, is_finite
+from inference.engines.numerics import Numerics
 from inference.errors import EngineError
 
 
@@ -26,18 +29,18 @@ class LayerWeights:
     """[hidden]"""
     qkv: Tensor
     """[(heads + 2 kv_heads) * head_dim, hidden]"""
-    qk_norm: Tensor
-    """[heads + kv_heads, head_dim]: the q norm repeated, then the k norm."""
+    qk_norm: Tensor | None
+    """[heads + kv_heads, head_dim]: the q norm repeated, then the k norm. None in Llama."""
     output: Tensor
     """[hidden, heads * head_dim]"""
     post_norm: Tensor
     """[hidden]"""
-    router: Tensor
-    """[experts, hidden]"""
+    router: Tensor | None
+    """[experts, hidden]; None in a dense model"""
     gate_up: Tensor
-    """[experts, hidden, 2 * expert_width]"""
+    """[experts, hidden, 2 * width]; dense: [2 * width, hidden]"""
     down: Tensor
-    """[experts, expert_width, hidden]"""
+    """[experts, width, hidden]; dense: [hidden, width]"""
 
 
 @dataclass(frozen=True)
@@ -52,39 +55,33 @@ class Weights:
     """[hidden]"""
     head: Tensor
     """[vocabulary, hidden]; the embedding itself if tied"""
+    numerics: Numerics = field(default_factory=lambda: Numerics(Forward()))
+    """Rounding of the forward pass."""
 
 
 def read_weights(directory: Path) -> Weights:
-    """Load a checkpoint: FP8 blocks (recipe `w8`: weight = code * scale) or unquantized tensors of any float type
-    (recipe `full`).
+    """Load a checkpoint: FP8 blocks (weight = code * scale) or unquantized tensors of any float type, with the recipe
+    that its config.json names (`contracts.precision`).
 
     Raises SchemaError for a missing or malformed tensor, EngineError for a checkpoint that this engine can't run.
     """
-    architecture = read_architecture(_read_config(directory), directory)
+    config = _read_config(directory)
+    architecture = read_architecture(config, directory)
+    numerics = Numerics(forward_of(config))
     checkpoint = PlainTensors(directory)
-    layers = tuple(_layer(checkpoint, architecture, index) for index in range(architecture.layers))
+    layers = tuple(_layer(checkpoint, architecture, numerics, index) for index in range(architecture.layers))
     embedding = checkpoint.tensor("model.embed_tokens.weight")
     head = embedding if architecture.tied else checkpoint.tensor("lm_head.weight")
-    return Weights(architecture, embedding, layers, checkpoint.tensor("model.norm.weight"), head)
+    return Weights(architecture, embedding, layers, checkpoint.tensor("model.norm.weight"), head, numerics)
 
 
 def read_architecture(config: dict[str, Any], directory: Path) -> Architecture:
     """Architecture in a config.json. Raises EngineError with the first feature that this engine lacks."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    unsupported = {
-        "hidden_act other than silu": config.get("hidden_act", "silu") != "silu",
-        "attention_bias": config.get("attention_bias", False),
-        "sliding windows": config.get("use_sliding_window", False),
-        "dense layers (mlp_only_layers, decoder_sparse_step)": (
-            config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
-        ),
-        "scaled rotary embeddings": rope.get("rope_type", rope.get("type", "default")) != "default",
-    }
-    for feature, present in unsupported.items():
-        if present:
-            raise EngineError(
-                f"{directory}/config.json asks for {feature}: the built-in engine does not support it, use vLLM"
-            )
+    feature = unsupported_feature(config)
+    if feature is not None:
+        raise EngineError(
+            f"{directory}/config.json asks for {feature}: the built-in engine does not support it, use vLLM"
+        )
     try:
         return Architecture.from_config(config)
     except SchemaError as error:
@@ -99,20 +96,27 @@ def _read_config(directory: Path) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(path.read_text())
     except ValueError as error:
         raise SchemaError(f"{path} is not JSON ({error}): export the checkpoint again") from None
-    if config.get("model_type", "qwen3_moe") != "qwen3_moe":
-        raise EngineError(f"{path} is a {config['model_type']} model: the built-in engine runs qwen3_moe, use vLLM")
+    if config.get("model_type", "qwen3_moe") not in CLASSES:
+        raise EngineError(
+            f"{path} is a {config['model_type']} model: the built-in engine runs {', '.join(CLASSES)}; use vLLM"
+        )
     return config
 
 
 class PlainTensors:
-    """Weights of a checkpoint directory: float32, dequantized, finite and of the expected shape, read one at a time."""
+    """Weights of a checkpoint directory: float32, dequantized, finite and of the expected shape, read one at a time.
+
+    Its adapter, if it has one, is merged into them.
+    """
 
     def __init__(self, directory: Path) -> None:
         """Raises SchemaError, EngineError."""
         self._directory, self.config = directory, _read_config(directory)
         self._quantized = "quantization_config" in self.config
-        if self._quantized:
+        if self._quantized or FORWARD in self.config:
             check_checkpoint(directory)
+        self._adapter = read_adapter(directory, self.config)
+        self._added = adapter_files(directory) if self._adapter else None
         self._files = TensorFiles(directory, WEIGHTS)
         expected = expected_tensors({"tie_word_embeddings": False, **self.config})
         self.shapes = {name: shape for name, (_, shape) in expected.items() if not name.endswith("_scale_inv")}
@@ -127,6 +131,9 @@ class PlainTensors:
         raw, scale = self._files.tensor(name), f"{name}_scale_inv"
         coded = self._quantized and scale in self._files.forms
         found = dequantize_blockwise(raw, self._files.tensor(scale)) if coded else raw.float()
+        if self._adapter is not None and self._added is not None:
+            added = added_weight(self._added, self._adapter, name)
+            found = found if added is None else found + added
         if not is_finite(found):
             raise EngineError(
                 f"checkpoint {self._directory}: tensor {name} is not finite; its training diverged, don't serve it"
@@ -134,9 +141,10 @@ class PlainTensors:
         return found
 
 
-def _layer(checkpoint: PlainTensors, shape: Architecture, index: int) -> LayerWeights:
+def _layer(checkpoint: PlainTensors, shape: Architecture, numerics: Numerics, index: int) -> LayerWeights:
     def get(name: str) -> Tensor:
-        return checkpoint.tensor(f"model.layers.{index}.{name}.weight")
+        found = checkpoint.tensor(f"model.layers.{index}.{name}.weight")
+        return numerics.projection(found) if name.endswith("_proj") else found
 
     def experts(*names: str) -> Tensor:
         stack: Tensor | None = None
@@ -147,14 +155,19 @@ def _layer(checkpoint: PlainTensors, shape: Architecture, index: int) -> LayerWe
         assert stack is not None, "a layer has experts"
         return stack
 
-    norms = [get("self_attn.q_norm").expand(shape.heads, -1), get("self_attn.k_norm").expand(shape.kv_heads, -1)]
+    def dense(*names: str) -> Tensor:
+        return torch.cat([get(f"mlp.{name}_proj") for name in names])
+
+    mlp = experts if shape.experts else dense
+    norms = [("q_norm", shape.heads), ("k_norm", shape.kv_heads)] if shape.query_key_norms else []
+    repeated = [get(f"self_attn.{name}").expand(heads, -1) for name, heads in norms]
     return LayerWeights(
         input_norm=get("input_layernorm"),
         qkv=torch.cat([get(f"self_attn.{name}_proj") for name in ("q", "k", "v")]),
-        qk_norm=torch.cat(norms).contiguous(),
+        qk_norm=torch.cat(repeated).contiguous() if repeated else None,
         output=get("self_attn.o_proj"),
         post_norm=get("post_attention_layernorm"),
-        router=get("mlp.gate"),
-        gate_up=experts("gate", "up"),
-        down=experts("down"),
+        router=get("mlp.gate") if shape.experts else None,
+        gate_up=mlp("gate", "up"),
+        down=mlp("down"),
     )

@@ -11,6 +11,8 @@ from torch import Tensor
 
 BLOCK = 128
 E4M3_MAX = 448.0
+SMALLEST_AMAX = 1e-10
+"""Smallest largest magnitude of a block of activations in vLLM (`per_token_group_quant_fp8`)."""
 SMALLEST_SCALE = 2.0**-126
 """Smallest normal float32. A denormal scale has too few bits for a division, or is zero."""
 
@@ -58,6 +60,33 @@ def dequantize_blockwise(codes: Tensor, scales: Tensor) -> Tensor:
 def fake_quantize_blockwise(weight: Tensor) -> Tensor:
     """`dequantize(quantize(weight))` with the straight-through gradient: d out / d weight is the identity."""
     return _StraightThrough.apply(weight)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def fake_quantize_rows(rows: Tensor, *, power_of_two: bool = False) -> Tensor:
+    """Round activations as vLLM does on Hopper, with the straight-through gradient.
+
+    rows: float32 [..., columns]. Each block of 128 columns of a row is divided by scale = max(amax, 1e-10) / 448,
+    rounded to nearest e4m3 and multiplied by the scale. Returns float32 of the same shape; a block with NaN or infinity
+    becomes NaN. power_of_two: scales rounded up to powers of two, and 1 for a block of zeros. Source: vLLM,
+    `per_token_group_quant_fp8` with float32 scales.
+    """
+    return _StraightThroughRows.apply(rows, power_of_two)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _StraightThroughRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, rows: Tensor, power_of_two: bool) -> Tensor:
+        columns = rows.shape[-1]
+        padded = torch.nn.functional.pad(rows, (0, -columns % BLOCK))
+        blocks = padded.reshape(*rows.shape[:-1], -1, BLOCK)
+        amax = blocks.abs().amax(-1, keepdim=True)
+        scales = block_scales(amax, power_of_two=True) if power_of_two else by_e4m3_max(amax.clamp(min=SMALLEST_AMAX))
+        codes = (blocks / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+        return (codes.float() * scales).reshape(padded.shape)[..., :columns]
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -21,17 +21,17 @@ def pass_rate_picture(rows: Sequence[Row]) -> str:
     shown = [row for row in rows if any(row[split.value] for split, _, _ in SPLITS)][-SHOWN:]
     if not shown:
         return ""
-    parts = [_label(EDGE - 6, _y(mark) + 4, f"{mark:.0%}", "end") + _rule(_y(mark)) for mark in (0.0, 0.5, 1.0)]
+    parts = [label(EDGE - 6, _y(mark) + 4, f"{mark:.0%}", "end") + _rule(_y(mark)) for mark in (0.0, 0.5, 1.0)]
     for number, (split, color, name) in enumerate(SPLITS):
         places = [
             (_x(index, len(shown)), _y(row[split.value]["candidate"]["rate"]))
             for index, row in enumerate(shown)
             if row[split.value] and row[split.value]["candidate"]["rate"] is not None
         ]
-        parts.append(_curve(places, color))
-        parts.append(_label(EDGE + 10 + 80 * number, 14, name, "start", color))
+        parts.append(polyline(places, color))
+        parts.append(label(EDGE + 10 + 80 * number, 14, name, "start", color))
     for index in sorted({0, len(shown) - 1}):
-        parts.append(_label(_x(index, len(shown)), HEIGHT - 6, shown[index]["iteration"], "middle"))
+        parts.append(label(_x(index, len(shown)), HEIGHT - 6, shown[index]["iteration"], "middle"))
     picture = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}"'
         f' height="{HEIGHT}">{"".join(parts)}</svg>'
@@ -39,13 +39,15 @@ def pass_rate_picture(rows: Sequence[Row]) -> str:
     return "data:image/svg+xml;base64," + base64.b64encode(picture.encode()).decode()
 
 
-def _curve(places: Sequence[tuple[float, float]], color: str) -> str:
+def polyline(places: Sequence[tuple[float, float]], color: str) -> str:
+    """SVG of a line with a dot at each place (x, y), in units of the picture."""
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>' for x, y in places)
     return f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>{dots}'
 
 
-def _label(x: float, y: float, text: str, anchor: str, color: str = INK) -> str:
+def label(x: float, y: float, text: str, anchor: str, color: str = INK) -> str:
+    """SVG of a text. anchor: start, middle or end."""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-family="sans-serif" font-size="11"'
         f' fill="{color}">{text}</text>'

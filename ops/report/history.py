@@ -22,6 +22,8 @@ from resources.refs import partitions, read_artifact
 Row = dict[str, Any]
 STEPS = 16
 """Maximum optimizer steps per iteration."""
+SOLVE_RATES = ("solve_rate_kept", "solve_rate_estimated", "solve_rate_bias")
+"""Of rollouts that left out stragglers; see inference/rollouts/straggler_bias.py."""
 STEP_NUMBERS = ("loss", "entropy", "old_kl", "grad_norm", "clip_fraction")
 
 
@@ -96,4 +98,5 @@ def _volume(rollouts: Artifact | None) -> dict[str, Any]:
     if rollouts is None:
         return {"episodes": None, "policy_tokens": None}
     tokens = rollouts.table("episodes.parquet", ["policy_tokens"])["policy_tokens"].to_pylist()
-    return {"episodes": len(tokens), "policy_tokens": sum(tokens)}
+    rates = {name: rollouts.meta[name] for name in SOLVE_RATES if name in rollouts.meta}
+    return {"episodes": len(tokens), "policy_tokens": sum(tokens), **rates}

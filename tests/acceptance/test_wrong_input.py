@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from contracts.architectures import parameter_shapes
 from contracts.artifacts import ArtifactWriter, find_artifact, list_artifacts, open_artifact
 from contracts.digests import digest_of
 from contracts.errors import ArtifactCorrupt, SchemaError, StoreError, TriplaneError
-from contracts.qwen3_moe import parameter_shapes
 from contracts.store import open_store
 from tests.acceptance.laboratory import Laboratory
 from tests.acceptance.spoiling import assert_one_line, contents, cut, file_of, flipped, rewrite, run

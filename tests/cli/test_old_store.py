@@ -1,7 +1,7 @@
 """A store of an older version is read, and says what is stale in it and why.
 
-tests/old_stores/c813e3a.tar.xz is the store of two iterations of tests/dagster/tiny.yaml under the name `old`, made by
-that commit. Its safetensors files are left out: what only reads never opens them.
+tests/old_stores/c813e3a.tar.xz is the store of two iterations of c813e3a.yaml under the name `old`, made by that
+commit. Its safetensors files are left out: what only reads never opens them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Store:
 @pytest.fixture
 def read(old: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.chdir(tmp_path)
-    tiny = (Path(__file__).parents[1] / "dagster" / "tiny.yaml").read_text()
+    tiny = ARCHIVE.with_name("c813e3a.yaml").read_text()
     (tmp_path / "old.yaml").write_text(tiny.replace("name: tiny", "name: old"))
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -19,6 +19,8 @@ CONFIG = {
     "num_key_value_heads": 2,
     "head_dim": 32,
     "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "max_position_embeddings": 64,
     "num_hidden_layers": 1,
     "vocab_size": 300,
     "tie_word_embeddings": False,

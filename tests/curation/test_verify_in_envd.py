@@ -14,7 +14,8 @@ import pytest
 
 from contracts.store import LocalStore
 from contracts.tasks import Split, Task
-from curation.verify import Verdict, Verifier, verdict_key
+from curation.verify import Verdict, Verifier, read_verdict, verdict_key
+from envd.backends import BACKENDS
 from envd.client import SandboxClient, ToolCall
 from envd.local import LocalEnvd
 from envd.types import VerifyResult
@@ -155,6 +156,14 @@ def verdicts(address: str, diffs: dict[str, bytes], store: LocalStore) -> dict[s
         again = [end for end in before if end in ("crashed", "timed_out")]
         assert len(again) == 1 if last in ("crashed", "timed_out") else len(again) <= 1, (diff, ends[diff])
     return found
+
+
+def test_stored_verdict_names_the_backend_of_its_run(
+    diffs: dict[str, bytes], store: LocalStore, verdicts: dict[str, Verdict]
+) -> None:
+    stored = read_verdict(store, verdict_key(TASK, diffs["right"]))
+    assert stored is not None and stored.backend == verdicts["right"].backend
+    assert stored.backend in BACKENDS
 
 
 def test_only_final_states_that_pass_every_hidden_test_are_solved(verdicts: dict[str, Verdict]) -> None:

@@ -19,12 +19,12 @@ from ops.spec import Refs
 from ops.state import IterationInputs, IterationState, Start
 from resources.experiment import Experiment, SftBase, load_experiment, parse_experiment
 
-TINY = Path(__file__).parent / "tiny.yaml"
+TINY = Path(__file__).parents[1] / "old_stores" / "c813e3a.yaml"
 GOLDEN = {
     "task_suite": "86377004392d6513d64218075b8172738b3506ec90b4e57d6385f51c383a6b1e",
     "tokenizer": "640c5ee26e5449c44d33df2bfcdc28a03a7fc8125c92d9a29dcf99b531a6a7c2",
     "demonstrations": "f1fb122fe8fc5db0a25ec417a661bb7f9be6a5f38cc22f7e084271ff5387baaa",
-    "base_policy": "dade3e2117fc453e959034d453c15862cac424d674e794bb9ba4533b6ec4bc29",
+    "base_policy": "1810f10249b6b0db79481be7f530318514a8e981f24a374c30df0dd51ad9027c",
     "iteration_inputs": "ec83717b3b9178b7a7916aa35d5e5cc749104ddeb74c344a9f406f2405f88df0",
     "prompts": "e1bd1459a11c692db0a964089ea7b8bf58dd27879800aa5b5f10e25d038e37de",
     "rollouts": "aade00a696a08c881ad146d58ea997c03e1b96eb0b919e62a09ec4b6407aa69a",
@@ -37,7 +37,7 @@ GOLDEN = {
     "sampler": "02347b1bae3a37a85af5e3bffec001472deec4db8f717046ad0c790742d9331b",
     "report": "12f4aa6082cc13ff09935f0d85486aec8a2e4ec9171ea5e4044ade81e850bd84",
 }
-"""Keys of the tiny experiment. One may change only together with its step's code version, or work is made twice."""
+"""Keys of TINY. One may change only together with its step's code version, or work is made twice."""
 RUNS = {"evaluation_run", "evaluation_run greedy"}
 
 

@@ -94,7 +94,7 @@ def test_a_tensor_that_is_not_finite_is_named(policy: Path) -> None:
     ("change", "message"),
     [
         ({"attention_bias": True}, "attention_bias"),
-        ({"model_type": "llama"}, "llama"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
         ({"mlp_only_layers": [0]}, "dense layers"),
     ],
 )

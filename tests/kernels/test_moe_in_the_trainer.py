@@ -33,6 +33,7 @@ CONFIG: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
     "initializer_range": 0.1,
+    "max_position_embeddings": 256,
 }
 
 
@@ -71,7 +72,7 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, parameters: Parameters, recipe:
     by_layer = layer_weights(parameters)
 
     def experts(
-        weights: Any, config: Mapping[str, Any], hidden: Tensor, recorded: Tensor | None
+        _: Any, weights: Any, config: Mapping[str, Any], hidden: Tensor, recorded: Tensor | None
     ) -> tuple[model._Choice, Tensor]:
         normed = F.rms_norm(hidden, hidden.shape[-1:], weights["post_attention_layernorm"], config["rms_norm_eps"])
         logits = F.linear(normed, weights["mlp.gate"])
@@ -83,7 +84,7 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, parameters: Parameters, recipe:
             normalize=config["norm_topk_prob"],
             recipe=recipe,
         )
-        return model._choose(logits.softmax(-1), config["num_experts_per_tok"], recorded), hidden + mixed
+        return model._choose(logits, config["num_experts_per_tok"], recorded), hidden + mixed
 
     monkeypatch.setattr(model, "_experts", experts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_world import World, write_world
 
+from contracts.artifacts import Artifact
 from contracts.chat import ChatTokenizer
 from contracts.episodes import TokenRole
 from contracts.store import open_store
+from inference.rollouts.straggler_bias import SolveRates
 from ops.report.build import commit_report
 from ops.report.facts import histogram
-from ops.report.history import earlier_rows
+from ops.report.history import earlier_rows, row_of
 from ops.report.page import read_data
 from ops.report.sources import find_sources
 from ops.report.tokens import Vocabulary
@@ -138,3 +141,13 @@ def test_seconds_change_no_digest(world: World, tmp_path: Path) -> None:
 def test_an_iteration_that_never_sampled_is_refused_by_name(world: World) -> None:
     with pytest.raises(NotMaterialized, match="iteration 0007 has no rollouts"):
         find_sources(world.store, EXPERIMENT, "0007")
+
+
+def test_row_shows_the_bias_by_stragglers_that_the_rollouts_estimate(world: World, first: dict[str, Any]) -> None:
+    sources = find_sources(world.store, EXPERIMENT, "0000")
+    rollouts, rates = sources.artifacts["rollouts"], SolveRates(kept=0.5, lowest=0.25, highest=0.75, estimated=0.375)
+    manifest = rollouts.manifest.model_copy(update={"meta": rollouts.meta | rates.facts()})
+    biased = replace(sources, artifacts={**sources.artifacts, "rollouts": Artifact(world.store, manifest)})
+    row = row_of(biased)
+    assert (row["solve_rate_kept"], row["solve_rate_estimated"], row["solve_rate_bias"]) == (0.5, 0.375, 0.125)
+    assert "solve_rate_bias" not in first["rows"][0]

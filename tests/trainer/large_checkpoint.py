@@ -20,7 +20,7 @@ from contracts.digests import sha256
 from contracts.store import LocalStore
 from contracts.tensor_files import Form, TensorFiles, byte_size
 from contracts.tensor_parts import add_tensors, bytes_of
-from trainer.config import ModelConfig
+from trainer.model_config import ModelConfig
 
 KEY = "0" * 64
 PART = 512 * 10**6

@@ -7,11 +7,13 @@ import sys
 import torch
 
 from contracts.artifacts import open_artifact
-from contracts.chat import ChatTokenizer
 from contracts.store import open_store
 from trainer import sft
+from trainer.backends.torch import TorchBackend
 from trainer.config import SftJob, parse_job
+from trainer.demonstrations import read_demonstrations
 from trainer.ranks import join_ranks
+from trainer.sft_start import read_start
 
 
 def main(text: str, out: str) -> None:
@@ -19,15 +21,15 @@ def main(text: str, out: str) -> None:
     assert isinstance(job, SftJob)
     with join_ranks(job.ranks, job.rank_timeout_s) as ranks:
         store = open_store(job.store)
-        chat = ChatTokenizer.from_directory(open_artifact(store, job.tokenizer).directory())
-        train, _ = sft._demonstrations(open_artifact(store, job.demonstrations), job, chat.vocabulary_size)
-        model = job.model.hf_config(chat.vocabulary_size, chat.end_of_turn)
-        run = sft._Run(job, store, model, (), ranks)
-        clip = run._parameters.clip_gradients
-        run._parameters.clip_gradients = lambda limit: clip(float("inf"))  # type: ignore[method-assign]
-        run.step(train)
+        start = read_start(job, store, open_artifact(store, job.tokenizer))
+        train, sources, _ = read_demonstrations(job, store, start.model["vocab_size"])
+        run = sft._Run(job, store, start, train, sources, (), ranks)
+        assert isinstance(run._backend, TorchBackend)
+        clip = run._backend.parameters.clip_gradients
+        run._backend.parameters.clip_gradients = lambda limit: clip(float("inf"))  # type: ignore[method-assign]
+        run.step()
         if ranks.leads:
-            torch.save({buffer.name: buffer.gradient for buffer in run._parameters.buffers}, out)
+            torch.save({buffer.name: buffer.gradient for buffer in run._backend.parameters.buffers}, out)
 
 
 if __name__ == "__main__":

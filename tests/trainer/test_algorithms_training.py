@@ -10,7 +10,7 @@ import torch
 from test_trainer_balance import CONFIG, EXPERIENCE, ROWS, Cut
 from test_trainer_rl import base, own_dataset
 from torch import Tensor
-from trainer_world import QUICKSTART, World
+from trainer_world import QUICKSTART, World, backend_of
 
 from contracts.artifacts import Artifact, open_artifact
 from trainer.algorithms.advantages import generalized_advantages
@@ -75,7 +75,7 @@ def gradients(parameters: Parameters, variant: dict[str, Any], parts: Cut) -> Gr
         saved["critic.weight"] = 0.1 * torch.randn(CONFIG["hidden_size"], generator=draw)
         critic = Critic(config.algorithm, CONFIG["hidden_size"], 0.9, 0.95, saved)
     parameters.clear_gradients()
-    totals = accumulate(config, parameters, experience, start, parts, critic)
+    totals = accumulate(config, backend_of(parameters), experience, start, parts, critic)
     found = [buffer.gradient.clone() for buffer in parameters.buffers]
     return totals, found if critic is None else [*found, critic._buffer.gradient.clone()]
 
@@ -89,7 +89,7 @@ def test_microbatch_size_does_not_change_the_gradient(parameters: Parameters, va
     assert totals.loss == pytest.approx(whole.loss, rel=1e-5, abs=1e-6)
     assert (totals.masked, totals.masked_by) == (whole.masked, whole.masked_by)
     for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=5e-6)  # float32 sums, in an order that the CPU chooses
 
 
 def former_loss(logprobs: Tensor, old: Tensor, sampler: Tensor, advantages: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def test_the_quickstarts_gradient_has_the_bits_of_the_former_loss(parameters: Pa
     start = noisy_start(parameters)
     config = RlConfig(algorithm=QUICKSTART)
     parameters.clear_gradients()
-    accumulate(config, parameters, EXPERIENCE, start, [list(range(ROWS))])
+    accumulate(config, backend_of(parameters), EXPERIENCE, start, [list(range(ROWS))])
     found = [buffer.gradient.clone() for buffer in parameters.buffers]
     parameters.clear_gradients()
     batch = make_batch(EXPERIENCE.sequences)

@@ -14,14 +14,15 @@ import torch
 from safetensors.torch import save_file
 from test_trainer_balance import float64_model
 from torch import Tensor
-from trainer_world import QUICKSTART, TINY, World
+from trainer_world import QUICKSTART, TINY, World, backend_of
 
 import inference.engines.model as sampling_model
+from contracts.architectures import Architecture
 from contracts.checkpoints import WEIGHTS
-from contracts.qwen3_moe import Architecture
 from contracts.routing import Routes, encode_routes
 from inference.engines.base import Completion, SamplingParams
 from inference.engines.builtin import BuiltinEngine
+from inference.engines.numerics import Numerics
 from inference.engines.weights import LayerWeights
 from trainer.config import RlConfig
 from trainer.data import ScoredSequence, make_batch
@@ -78,7 +79,7 @@ def plain(policy: Path) -> Sampled:
 def perturbed(policy: Path) -> Sampled:
     """Sampled by an engine that chooses experts by a gate with noise, and weighs them by its own gate."""
 
-    def choose(shape: Architecture, layer: LayerWeights, x: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(shape: Architecture, numerics: Numerics, layer: LayerWeights, x: Tensor) -> tuple[Tensor, Tensor]:
         noise = torch.randn(layer.router.shape, generator=torch.Generator().manual_seed(1))
         chosen = (x @ (layer.router + 0.2 * noise).T).topk(shape.experts_per_token, -1).indices
         shares = (x @ layer.router.T).softmax(-1).gather(1, chosen)
@@ -112,7 +113,7 @@ def experience(sampled: Sampled, *, replay: bool = True) -> Experience:
 
 
 def mismatch(parameters: Parameters, rows: Experience) -> float:
-    found = score_start(parameters, rows, RlConfig()).logprobs
+    found = score_start(backend_of(parameters), rows, RlConfig()).logprobs
     return max(float((a - b).abs().max()) for a, b in zip(found, rows.sampler_logprobs, strict=True))
 
 
@@ -122,7 +123,7 @@ def gradients(parameters: Parameters, rows: Experience, **config: Any) -> tuple[
     assert rows.advantages is not None
     advantages = [own.expand(SAMPLED) for own in rows.advantages]
     start = Start(rows.sampler_logprobs, advantages)
-    totals = accumulate(RlConfig(algorithm=QUICKSTART, **config), parameters, rows, start, parts)
+    totals = accumulate(RlConfig(algorithm=QUICKSTART, **config), backend_of(parameters), rows, start, parts)
     return totals, {name: leaf.grad.clone() for name, leaf in parameters.leaves.items() if leaf.grad is not None}
 
 
@@ -135,7 +136,7 @@ def test_replay_removes_the_mismatch_of_a_sampler_that_chooses_other_experts(
 
 def test_replaying_the_routers_own_choice_changes_no_bit(parameters: Parameters, plain: Sampled) -> None:
     rows, bare = experience(plain), experience(plain, replay=False)
-    pairs = zip(*(score_start(parameters, each, RlConfig()).logprobs for each in (rows, bare)), strict=True)
+    pairs = zip(*(score_start(backend_of(parameters), each, RlConfig()).logprobs for each in (rows, bare)), strict=True)
     assert all(torch.equal(with_replay, without) for with_replay, without in pairs)
     totals, found = gradients(parameters, rows, router_balance=0.1)
     _, expected = gradients(parameters, bare, router_balance=0.1)
@@ -213,7 +214,7 @@ def test_unrecorded_positions_use_the_models_own_choice_and_are_counted(
 def test_the_balance_loss_counts_the_experts_in_use(parameters: Parameters) -> None:
     routes: Routes = np.tile(np.array([1, 3], np.uint8), (9, CONFIG["num_hidden_layers"], 1))
     sequence = ScoredSequence(np.arange(10), np.array([5, 9]), routes)
-    counts = expert_counts(parameters, [[sequence]])
+    counts = expert_counts(backend_of(parameters), [[sequence]])
     assert counts[1].tolist() == [0, 2, 0, 2]  # only rows that predict a token reach the last layer's experts
     assert counts[0, 1] >= 9 and counts[0, 3] >= 9 and counts[0].sum() == 20
 

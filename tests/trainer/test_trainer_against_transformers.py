@@ -16,11 +16,11 @@ from contracts.artifacts import open_artifact
 from contracts.chat import ChatTokenizer
 from contracts.checkpoints import WEIGHTS, check_checkpoint
 from contracts.store import open_store
-from trainer.config import ModelConfig
 from trainer.data import ScoredSequence, make_batch
 from trainer.export import checkpoint_tensors
 from trainer.import_hf import import_checkpoint
 from trainer.model import score
+from trainer.model_config import ModelConfig
 from trainer.parameters import Parameters, draw_masters
 from trainer.run import run_job
 

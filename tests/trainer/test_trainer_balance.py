@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from trainer_world import QUICKSTART, TINY
+from trainer_world import QUICKSTART, TINY, backend_of
 
 from trainer.config import RlConfig
 from trainer.data import ScoredSequence, make_batch
@@ -75,7 +75,11 @@ def cuts(draw: st.DrawFn) -> Cut:
 def gradients(parameters: Parameters, parts: Cut, balance: float = WEIGHT) -> tuple[Totals, dict[str, Tensor]]:
     parameters.clear_gradients()
     totals = accumulate(
-        RL.model_copy(update={"router_balance": balance}), parameters, EXPERIENCE, start_of(EXPERIENCE, OLD), parts
+        RL.model_copy(update={"router_balance": balance}),
+        backend_of(parameters),
+        EXPERIENCE,
+        start_of(EXPERIENCE, OLD),
+        parts,
     )
     return totals, {name: leaf.grad.clone() for name, leaf in parameters.leaves.items() if leaf.grad is not None}
 
@@ -130,7 +134,7 @@ def float64_model(parameters: Parameters, folder: Path) -> Any:
     """The same weights in transformers' own Qwen3-MoE, every operation in float64."""
     from safetensors.torch import save_file
 
-    from contracts.qwen3_moe import expert_names
+    from contracts.architectures import expert_names
 
     tensors = {}
     for name, leaf in parameters.leaves.items():
@@ -174,7 +178,7 @@ def reference_loss(model: Any) -> Tensor:
 
 
 def test_counts_add_up_over_layers(parameters: Parameters) -> None:
-    counts = expert_counts(parameters, [EXPERIENCE.sequences[:5], EXPERIENCE.sequences[5:]])
+    counts = expert_counts(backend_of(parameters), [EXPERIENCE.sequences[:5], EXPERIENCE.sequences[5:]])
     picks = CONFIG["num_experts_per_tok"]
     tokens = sum(sequence.length for sequence in EXPERIENCE.sequences)
     scored = sum(len(sequence.scored) for sequence in EXPERIENCE.sequences)

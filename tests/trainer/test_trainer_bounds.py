@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_trainer_balance import CONFIG, EXPERIENCE, OLD, RL, ROWS, start_of
 from torch import Tensor
-from trainer_world import QUICKSTART, World
+from trainer_world import QUICKSTART, World, backend_of
 
 from trainer.algorithms.base import Tokens
 from trainer.algorithms.corrections import Corrections
@@ -90,14 +90,14 @@ def step(
     rows.
     """
     parameters.clear_gradients()
-    totals = accumulate(PLAIN, parameters, experience, start_of(experience, old), [list(range(ROWS))])
+    totals = accumulate(PLAIN, backend_of(parameters), experience, start_of(experience, old), [list(range(ROWS))])
     norm = float(parameters.clip_gradients(PLAIN.max_gradient_norm))
     return totals, norm, torch.cat([buffer.gradient.reshape(-1).clone() for buffer in parameters.buffers])
 
 
 def test_one_token_at_ratio_78_does_not_rescale_the_minibatch() -> None:
     parameters = Parameters.from_masters(CONFIG, draw_masters(CONFIG, 0))
-    calm = score_start(parameters, EXPERIENCE, PLAIN).logprobs
+    calm = score_start(backend_of(parameters), EXPERIENCE, PLAIN).logprobs
     bad = int(EXPERIENCE.advantages.argmin())
     wild = [values.clone() for values in calm]
     wild[bad][0] -= math.log(78.0)
@@ -109,7 +109,7 @@ def test_one_token_at_ratio_78_does_not_rescale_the_minibatch() -> None:
     assert float(torch.nn.functional.cosine_similarity(before, after, dim=0)) > 0.9
     unbounded = RlConfig(algorithm=QUICKSTART.model_copy(update={"dual_clip": None}))
     parameters.clear_gradients()
-    accumulate(unbounded, parameters, odd, start_of(odd, wild), [list(range(ROWS))])
+    accumulate(unbounded, backend_of(parameters), odd, start_of(odd, wild), [list(range(ROWS))])
     assert float(parameters.clip_gradients(1.0)) > 5 * norm  # so the token would have ruled the step
 
 
@@ -121,7 +121,7 @@ def test_weights_that_are_not_finite_are_reported_by_episode() -> None:
     with pytest.raises(
         TrainingDiverged, match=r"starting weights .* episode the-one \(row 0 .* group its-group\) is nan"
     ):
-        score_start(parameters, alone, PLAIN)
+        score_start(backend_of(parameters), alone, PLAIN)
 
 
 def test_a_loss_that_is_not_finite_is_reported_by_episode() -> None:
@@ -138,9 +138,9 @@ def test_a_warm_start_whose_loss_is_not_finite_names_a_row(world: World, monkeyp
         masters["model.norm.weight"][0] = float("nan")
         return masters
 
-    monkeypatch.setattr("trainer.sft.draw_masters", spoiled)
+    monkeypatch.setattr("trainer.sft_start.draw_masters", spoiled)
     with pytest.raises(
-        TrainingDiverged, match=r"row \d+ of the demonstrations' .* log probability nan at step 0: lower"
+        TrainingDiverged, match=r"row \d+ of artifacts/demonstrations/\S+ has log probability nan at step 0: lower"
     ):
         run_job(world.sft_job("diverging"))
 

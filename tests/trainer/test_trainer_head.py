@@ -12,10 +12,10 @@ from trainer_world import TINY
 from triplane_kernels import loss_head_reference
 
 import trainer.head
-from trainer.config import ModelConfig
 from trainer.data import ScoredSequence, make_batch
 from trainer.head import target_scores
 from trainer.model import Scores, score
+from trainer.model_config import ModelConfig
 from trainer.parameters import Parameters, draw_masters
 
 CLOSE = {torch.float32: 3e-6, torch.float64: 1e-12}

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from trainer_world import World, make_world
 
 from contracts.artifacts import ArtifactWriter, find_artifact, list_artifacts, open_artifact
 from contracts.digests import digest_of
 from trainer.config import SftJob
 from trainer.errors import TrainingDataError, TrainingStopped
+from trainer.export import load_checkpoint
 from trainer.metrics import Record
+from trainer.order import batch_members
+from trainer.parameters import Parameters
 from trainer.result import TrainResult
 from trainer.run import run_job
-from trainer.sft import batch_members
+from trainer.state import load_state
 
 
 def digests(result: TrainResult) -> tuple[str, str]:
@@ -74,22 +78,36 @@ def test_training_stops_on_the_criterion_once_copying_is_learned(world: World) -
 EASY = {"expected_solve": 1e-9, "expected_form": 1e-9, "evaluate_every": 3, "consecutive": 1}
 
 
-def rates(world: World, result: TrainResult) -> list[float]:
-    rows = open_artifact(world.store, result.checkpoint).path("metrics.jsonl").read_text().splitlines()
-    return [row["lr"] for row in map(json.loads, rows) if "lr" in row]
-
-
-@pytest.mark.parametrize(("max_steps", "factors"), [(100, [1, 1, 1, 1, 0.75, 0.5, 0.25]), (5, [1, 1, 1, 1, 0.5])])
-def test_the_learning_rate_falls_to_zero_once_the_criterion_is_met(
-    world: World, max_steps: int, factors: list[float]
+@pytest.mark.parametrize(("max_steps", "averaged"), [(100, [4, 5, 6, 7]), (5, [4, 5])])
+def test_the_mean_weights_of_the_last_steps_are_published(
+    world: World, monkeypatch: pytest.MonkeyPatch, max_steps: int, averaged: list[int]
 ) -> None:
-    result = run_job(world.sft_job(**EASY, max_steps=max_steps, decay_steps=4, warmup_steps=0))
-    assert rates(world, result) == pytest.approx([3e-3 * factor for factor in factors])
-    assert (result.metrics["converged"], result.metrics["step"]) == (True, len(factors))
+    seen: list[dict[str, torch.Tensor]] = []  # masters at the start and after each optimizer step
+    requantize = Parameters.requantize
+
+    def recorded(self: Parameters) -> None:
+        seen.append({name: master.clone() for name, master in self.masters()})
+        requantize(self)
+
+    monkeypatch.setattr(Parameters, "requantize", recorded)
+    result = run_job(world.sft_job(**EASY, max_steps=max_steps, average_steps=4, warmup_steps=0))
+    monkeypatch.undo()
+    assert (result.metrics["converged"], result.metrics["step"]) == (True, averaged[-1])
+    folder = open_artifact(world.store, result.checkpoint).directory()
+    served = load_checkpoint(folder)
+    state = load_state(open_artifact(world.store, result.trainer_state), served.config)
+    last = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(state.masters[last], seen[averaged[-1]][last])
+    for name, found in state.masters.items():
+        mean = torch.stack([seen[step][name].double() for step in averaged]).mean(0)
+        torch.testing.assert_close(found.double(), mean, rtol=1e-6, atol=1e-8)
+    again = Parameters.from_masters(served.config, state.masters)
+    pairs = zip(again.buffers, served.buffers, strict=True)
+    assert all(torch.equal(ours.leaf, theirs.leaf) for ours, theirs in pairs)
 
 
-def test_a_job_killed_while_its_rate_falls_resumes_bit_for_bit(world: World) -> None:
-    settings = {**EASY, "max_steps": 100, "decay_steps": 4}
+def test_a_job_killed_while_it_averages_resumes_bit_for_bit(world: World) -> None:
+    settings = {**EASY, "max_steps": 100, "average_steps": 4}
 
     def kill(record: Record) -> None:
         if record["step"] == 6:

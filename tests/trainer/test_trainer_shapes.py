@@ -10,15 +10,15 @@ import torch
 from pydantic import ValidationError
 from trainer_world import TINY
 
+from contracts.architectures import expert_names
 from contracts.checkpoints import is_quantized, ragged_sides
-from contracts.qwen3_moe import expert_names
 from contracts.store import open_store
 from resources.errors import ExperimentError
 from resources.experiment import parse_experiment
-from trainer.config import ModelConfig
 from trainer.errors import TrainingDataError
 from trainer.export import checkpoint_tensors
 from trainer.import_hf import import_checkpoint
+from trainer.model_config import ModelConfig
 from trainer.parameters import Parameters, draw_masters
 
 Fp8Dequantize = pytest.importorskip("transformers.integrations.finegrained_fp8").Fp8Dequantize

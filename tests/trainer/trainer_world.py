@@ -17,7 +17,11 @@ from contracts.digests import digest_of
 from contracts.episodes import ROUTED_EXPERTS, TokenRole
 from contracts.store import Store, open_store
 from trainer.algorithms.grpo import Grpo
-from trainer.config import ModelConfig, RlConfig, RlJob, SftConfig, SftJob
+from trainer.backends.base import AdamWRule
+from trainer.backends.torch import TorchBackend
+from trainer.config import RlConfig, RlJob, SftConfig, SftJob
+from trainer.model_config import ModelConfig
+from trainer.parameters import Parameters
 
 TINY = ModelConfig(
     hidden_size=128,
@@ -117,6 +121,11 @@ MEMBERS = pa.schema(
         ("group_reward_mean", pa.float64()),
     ]
 )
+
+
+def backend_of(parameters: Parameters) -> TorchBackend:
+    """The default backend around `parameters`, with AdamW."""
+    return TorchBackend(parameters, AdamWRule(0.9, 0.95, 0.0))
 
 
 def make_world(folder: Path) -> World:

@@ -13,12 +13,14 @@ from triplane_dagster.cli import (
     experiments,
     iterate,
     lineage,
+    plan,
     report,
     rollback,
     serve,
     status,
     store,
     tasks,
+    train,
     ui,
 )
 from triplane_dagster.cli.guard import GuardedGroup
@@ -33,6 +35,8 @@ app = typer.Typer(
     Start here:
 
         triplane demo                   # a small model learns to fix code on this CPU, in minutes
+
+        triplane plan                   # memory of the experiment, by kind and moment
 
         triplane ui                     # the same graph in the Dagster UI
 
@@ -66,6 +70,7 @@ def _everywhere(
 
 app.command()(iterate.demo)
 app.command()(iterate.iterate)
+app.command()(plan.plan)
 app.command()(status.status)
 app.add_typer(episodes.app, name="episodes")
 app.command()(lineage.lineage)
@@ -74,6 +79,7 @@ app.command()(ui.ui)
 app.command()(doctor.doctor)
 app.command()(serve.serve)
 app.command()(rollback.rollback)
+app.command()(train.train)
 app.add_typer(tasks.app, name="tasks")
 app.add_typer(store.app, name="store")
 app.add_typer(experiments.app, name="experiments")

@@ -1,4 +1,4 @@
-"""Independent reader of the checkpoint directory that vLLM loads: Qwen3-MoE, plain or in FP8 blocks of 128 x 128."""
+"""Independent reader of the checkpoint directory that vLLM loads, plain or in FP8 blocks of 128 x 128."""
 
 from __future__ import annotations
 

@@ -67,7 +67,10 @@ class _Audit:
                 base = name.removesuffix("qkv_proj")
                 sources = [f"{base}{part}_proj" for part in "qkv"]
                 yield from self._linear(name, module, list(zip(sources, query_key_value(module), strict=True)))
-            elif name.endswith("o_proj"):
+            elif name.endswith("mlp.gate_up_proj"):
+                base, share = name.removesuffix("gate_up_proj"), rows(module.tp_rank, module.tp_size)
+                yield from self._linear(name, module, [(f"{base}{part}_proj", share) for part in ("gate", "up")])
+            elif name.endswith(("o_proj", "mlp.down_proj")):
                 yield from self._linear(name, module, [(name, columns(module.tp_rank, module.tp_size))])
             elif name.endswith("mlp.gate"):
                 yield from self._linear(name, module, [(name, rows(0, 1))])

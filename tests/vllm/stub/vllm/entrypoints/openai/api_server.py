@@ -29,7 +29,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
+from urllib.parse import parse_qs, urlparse
 
 import numpy as np
 import torch
@@ -48,11 +48,14 @@ class Served:
         self.version, self.directory, self.mark = "default", directory, ""
         self.waiting, self.landed = threading.Event(), threading.Event()
         self.weights = read_weights(Path(directory))
+        self.asleep = set[str]()
+        """Parts whose memory is freed."""
         self.paused, self.lock = threading.Event(), threading.Lock()
         self.running, self.calls = 0, list[str]()
         self.salts, self.marks, self.resumed = list[str](), list[str](), list[str]()
 
     def load(self, directory: str, mark: str) -> None:
+        assert "weights" not in self.asleep, "no memory to load into"
         self.directory, self.mark = directory, mark
         if not self.fault.get("stale"):
             self.weights = read_weights(Path(directory))
@@ -95,6 +98,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         bodies: dict[str, Any] = {
             "/health": {},
+            "/is_sleeping": {"is_sleeping": bool(self.served.asleep)},
             "/weight_info": {"weight_version": self.served.version},
             "/v1/models": {"data": [{"id": "policy", "max_model_len": 256}]},
             "/server_info": {"vllm_config": "device_config=cpu,"},
@@ -133,6 +137,23 @@ class Handler(BaseHTTPRequestHandler):
         self.served.paused.clear()
         return {"status": "resumed"}
 
+    def post_sleep(self, body: dict[str, Any]) -> Any:
+        """Level 2: weights and cache are gone. As in vLLM the body is empty; without the flag it fails."""
+        query = parse_qs(urlparse(self.path).query)
+        if "--enable-sleep-mode" not in sys.argv or self.served.fault.get("sleepless"):
+            return None
+        assert query["level"] == ["2"], "what a test of this client expects"
+        self.served.asleep = {"weights", "kv_cache"}
+        weights = self.served.weights
+        for each in (weights.embedding, weights.norm, *(t for layer in weights.layers for t in vars(layer).values())):
+            each.fill_(math.nan)
+        return b""
+
+    def post_wake_up(self, body: dict[str, Any]) -> Any:
+        """Memory comes back, what it held does not."""
+        self.served.asleep -= set(parse_qs(urlparse(self.path).query).get("tags", ["weights", "kv_cache"]))
+        return b""
+
     def post_reset_prefix_cache(self, body: dict[str, Any]) -> Any:
         return {"success": not self.served.fault.get("held")}
 
@@ -167,6 +188,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def generated(self, body: dict[str, Any]) -> Any:
         tokens, sampling = body["token_ids"], body["sampling_params"]
+        while self.served.asleep:
+            time.sleep(0.01)
         self.served.salts.append(body["cache_salt"])
         version = self.served.version
         time.sleep(self.served.fault.get("hold", 0))
@@ -193,8 +216,8 @@ class Handler(BaseHTTPRequestHandler):
         return {"choices": [choice], "prompt_logprobs": scored}
 
     def answer(self, body: Any) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(200)
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(500 if body is None else 200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)

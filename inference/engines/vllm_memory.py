@@ -1,0 +1,105 @@
+"""Forecast of the memory of a vLLM server on each of its GPUs.
+
+Weights of FP8 checkpoints: one byte for each projection's weight, float32 scales, and the engine's dtype (bfloat16) for
+embeddings, output head, routers and norms, divided among the GPUs. The rest of `--gpu-memory-utilization` holds keys
+and values. Activations and CUDA graphs are not counted: vLLM measures them when it starts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from contracts.architectures import Architecture, parameter_shapes
+from contracts.checkpoints import BLOCK, is_quantized
+from inference.engines.config import VllmConfig
+
+UTILIZATION = 0.9
+"""vLLM's default of --gpu-memory-utilization."""
+NARROW, SCALE = 2, 4
+"""Bytes of a bfloat16 number, and of a scale."""
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Memory of one GPU of the server."""
+
+    gpus: int
+    weights: int
+    """Bytes of weights on one GPU."""
+    token: int
+    """Bytes of keys and values of one token, on one GPU."""
+    context: int
+    """Longest sequence, in tokens."""
+    sequences: int
+    """Episodes in flight."""
+    utilization: float
+    """Share of a GPU that vLLM uses."""
+    problems: tuple[str, ...]
+    """Settings that vLLM refuses."""
+
+    @property
+    def cache(self) -> int:
+        """Bytes of keys and values on one GPU if all episodes in flight were as long as the context."""
+        return self.token * self.context * self.sequences
+
+    def room(self, gpu: int) -> int:
+        """Tokens that fit into the cache of a GPU with `gpu` bytes."""
+        return max(0, int((gpu * self.utilization - self.weights) // self.token))
+
+
+def engine_memory(config: VllmConfig, model: Mapping[str, Any], context: int, sequences: int) -> EngineMemory:
+    """Forecast for a server of `config` with a checkpoint of config.json `model`."""
+    shape, parts = Architecture.from_config(model), config.tensor_parallel
+    length = flag(config.flags, "--max-model-len")
+    narrow = 1 if (flag(config.flags, "--kv-cache-dtype") or "").startswith("fp8") else NARROW
+    # a key head is copied to several GPUs where there are fewer heads than GPUs
+    heads = max(1, math.ceil(shape.kv_heads / parts))
+    return EngineMemory(
+        gpus=parts,
+        weights=_weights(model) // parts,
+        token=2 * shape.layers * heads * shape.head_dim * narrow,
+        context=int(length) if length else context,
+        sequences=sequences,
+        utilization=float(flag(config.flags, "--gpu-memory-utilization") or UTILIZATION),
+        problems=tuple(refusals(config, shape)),
+    )
+
+
+def refusals(config: VllmConfig, shape: Architecture) -> list[str]:
+    """Settings with which vLLM can't load the FP8 checkpoint of this shape."""
+    part, rest = divmod(shape.expert_width, config.tensor_parallel)
+    if (not rest and part % BLOCK == 0) or "--enable-expert-parallel" in config.flags:
+        return []
+    fitting = [
+        count
+        for count in range(1, config.tensor_parallel)
+        if config.tensor_parallel % count == 0 and shape.expert_width % (count * BLOCK) == 0
+    ]
+    smaller = f", or lower it to {max(fitting)}" if fitting else ""
+    return [
+        f"engine.tensor_parallel={config.tensor_parallel} cuts experts of width {shape.expert_width} into"
+        f" {shape.expert_width / config.tensor_parallel:g} columns, no multiple of the FP8 block of {BLOCK}: add"
+        f" --enable-expert-parallel to engine.flags{smaller}"
+    ]
+
+
+def flag(flags: Sequence[str], name: str) -> str | None:
+    """Value of a command-line flag, given as `name value` or `name=value`; the last one counts."""
+    found = None
+    for index, each in enumerate(flags):
+        if each == name and index + 1 < len(flags):
+            found = flags[index + 1]
+        elif each.startswith(f"{name}="):
+            found = each.partition("=")[2]
+    return found
+
+
+def _weights(model: Mapping[str, Any]) -> int:
+    total = 0
+    for name, dims in parameter_shapes(model).items():
+        count = math.prod(dims)
+        total += count + SCALE * count // BLOCK**2 if is_quantized(name) else NARROW * count
+    return total

@@ -1,0 +1,64 @@
+"""Parts of parameters that ranks hold: each element belongs to one rank."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.backends.deepspeed import _layout_1, _layout_3
+from trainer.backends.sharded import rows_by_rank
+from trainer.backends.shards import owners_of, parts_of, shard_of
+
+SHAPES = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
+COUNTS = st.integers(1, 5)
+
+
+def covers(ranges: list[tuple[int, int]], size: int) -> bool:
+    return [index for start, end in ranges for index in range(start, end)] == list(range(size))
+
+
+@given(shape=SHAPES, count=COUNTS)
+def test_rows_are_cut_as_torch_cuts_them(shape: tuple[int, ...], count: int) -> None:
+    ranges = rows_by_rank(shape, count)
+    assert covers(ranges, math.prod(shape))
+    chunks = [chunk.numel() for chunk in torch.zeros(shape).chunk(count)]
+    assert [end - start for start, end in ranges] == chunks + [0] * (count - len(chunks))
+
+
+@given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=6), count=COUNTS, gap=st.integers(0, 3))
+def test_flat_partitions_hold_every_element_once(sizes: list[int], count: int, gap: int) -> None:
+    names = {f"p{number}": size for number, size in enumerate(sizes)}
+    starts = list(itertools.accumulate((size + gap for size in sizes[:-1]), initial=0))
+    partition = -(-(starts[-1] + sizes[-1]) // count)
+    ranges, offsets = _layout_1(names, starts, partition, count)
+    flat = torch.full((partition * count,), -1)
+    for (name, size), start in zip(names.items(), starts, strict=True):
+        flat[start : start + size] = torch.arange(size)
+        assert covers(ranges[name], size)
+    for name, rank in itertools.product(names, range(count)):
+        start, end = ranges[name][rank]
+        at = rank * partition + offsets[name][rank]
+        assert flat[at : at + end - start].tolist() == list(range(start, end))
+
+
+@given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=6), count=COUNTS)
+def test_partitions_of_zero_3_hold_every_element_once(sizes: list[int], count: int) -> None:
+    names = {f"p{number}": size for number, size in enumerate(sizes)}
+    ranges, offsets = _layout_3(names, count)
+    assert all(covers(ranges[name], size) for name, size in names.items())
+    for rank in range(count):
+        ends = [0, *(offsets[name][rank] + ranges[name][rank][1] - ranges[name][rank][0] for name in names)]
+        assert all(end <= offsets[name][rank] for name, end in zip(names, ends, strict=False))
+
+
+def test_state_is_cut_by_the_parameter_in_its_name() -> None:
+    shards = [shard_of(name, (4, 2), [(0, 4), (4, 8)], torch.zeros(4)) for name in ("a.weight", "b.a.weight")]
+    owner = owners_of(shards)
+    names = ("adamw.exp_avg.b.a.weight", "average.a.weight", "adamw.step")
+    assert [found and found.name for found in map(owner, names)] == ["b.a.weight", "a.weight", None]
+    parts = parts_of({"average.a.weight": torch.arange(8.0), "adamw.step": torch.tensor(3.0)}, shards, 1)
+    assert parts["average.a.weight"].tolist() == [4, 5, 6, 7] and float(parts["adamw.step"]) == 3

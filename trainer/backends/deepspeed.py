@@ -1,0 +1,211 @@
+"""DeepSpeed's ZeRO: stage 1 divides the optimizer's state among the ranks, 2 also the gradients, 3 also the weights.
+
+DeepSpeed moves weights and gradients; the optimizer is `shards.ShardedOptimizer`, over the one flat partition that
+DeepSpeed gives each rank. So all stages, and all backends, apply the same formulas and save the same state, by
+parameter. Source: arXiv:1910.02054 (ZeRO).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contracts.architectures import parameter_shapes
+from contracts.store import Store
+from trainer.backends.base import Rule
+from trainer.backends.policy import Policy, as_scores
+from trainer.backends.sharded import ShardedBackend
+from trainer.backends.shards import Shard, ShardedOptimizer, shard_of
+from trainer.errors import TrainingConfigError
+from trainer.model import Batch, Scores
+from trainer.ranks import Ranks
+
+WHOLE = 10**15
+"""Elements: above any model, so that ZeRO 3 keeps all parameters in one partition."""
+
+
+class DeepSpeedBackend(ShardedBackend):
+    """ZeRO 1 and 2 hold the whole weights on every rank besides the sharded masters; ZeRO 3 holds its part alone."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        masters: Mapping[str, Tensor],
+        rule: Rule,
+        ranks: Ranks,
+        store: Store,
+        *,
+        stage: int,
+        recompute: bool = False,
+    ) -> None:
+        """masters: float32, read one at a time. stage: 1 to 3. recompute: see `Policy`.
+
+        Raises TrainingConfigError if DeepSpeed is not installed.
+        """
+        super().__init__(config, rule, ranks, store)
+        self._zero, self._norm = stage, float("nan")
+        self._request: tuple[float, float] | None = None
+        self._pending = False
+        """Whether DeepSpeed holds gradients that no step has applied."""
+        shapes = parameter_shapes(dict(config))
+        policy = Policy(config, shapes, recompute=recompute)
+        self._parameters = policy.named()
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(masters[name])
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._engine = _engine(policy, list(self._parameters.values()), stage, self._apply)
+        zero = self._engine.optimizer
+        if stage == 3:
+            order = [names[id(parameter)] for group in zero.fp16_groups for parameter in group]
+            flat, starts = zero.fp32_partitioned_groups_flat, []
+        else:
+            order = [names[id(parameter)] for parameter in zero.round_robin_bit16_groups[0]]
+            flat, starts = zero.single_partition_of_fp32_groups, zero.round_robin_bit16_offsets[0]
+        assert len(flat) == 1 and len(order) == len(shapes), "all parameters are in one partition"
+        self._flat: Tensor = flat[0]
+        self._places: dict[str, tuple[int, int]] = {}
+        """Start and end of each parameter's part in this rank's partition."""
+        self.shards = self._cut(order, starts, shapes)
+        self.optimizer = ShardedOptimizer(self.shards, rule, ranks)
+
+    def _cut(self, order: list[str], starts: list[int], shapes: Mapping[str, tuple[int, ...]]) -> list[Shard]:
+        """Shards, in the order of `shapes`, of the parameters that lie in `order` in the partition. starts: see
+        `_layout_1`.
+        """
+        sizes = {name: math.prod(shapes[name]) for name in order}
+        count = self.ranks.count
+        layout = _layout_3(sizes, count) if self._zero == 3 else _layout_1(sizes, starts, len(self._flat), count)
+        ranges, offsets = layout
+        found = {}
+        for name in order:
+            start, end = ranges[name][self.ranks.rank]
+            at = offsets[name][self.ranks.rank]
+            self._places[name] = at, at + end - start
+            found[name] = shard_of(name, shapes[name], ranges[name], self._flat.detach()[at : at + end - start])
+        return [found[name] for name in shapes]
+
+    def _score(self, batch: Batch, temperature: float, routing: bool) -> Scores:
+        return as_scores(self._engine(batch, temperature, routing))
+
+    def _backward(self, loss: Tensor, last: bool) -> None:
+        self._pending = True
+        self._engine.set_gradient_accumulation_boundary(last)
+        # DeepSpeed applies the mean over the ranks
+        self._engine.backward(loss * self.ranks.count)
+
+    def clear_gradients(self) -> None:
+        """See Backend.clear_gradients."""
+        if self._pending:  # a step without request applies nothing and drops them
+            self._pending = False
+            self._engine.step()
+
+    def _step(self, learning_rate: float, max_norm: float) -> float:
+        self._request, self._norm, self._pending = (learning_rate, max_norm), float("nan"), False
+        self._engine.step()
+        return self._norm
+
+    def _apply(self) -> None:
+        """Take the step that `_step` asked for, on the partition's gradient. DeepSpeed calls this."""
+        if self._request is None:  # DeepSpeed is starting, or drops gradients
+            return
+        (rate, limit), self._request = self._request, None
+        gradient = self._flat.grad
+        assert gradient is not None
+        for shard in self.shards:
+            start, end = self._places[shard.name]
+            shard.buffer.gradient = gradient[start:end]
+        self._norm = float(self.optimizer.step(rate, limit))
+
+    @torch.no_grad()
+    def _publish_masters(self) -> None:
+        if self._zero == 3:  # the partition is what is gathered
+            return
+        zero = self._engine.optimizer
+        zero.parallel_partitioned_bit16_groups[0][self.ranks.rank].copy_(self._flat)
+        whole = zero.bit16_groups_flat[0]
+        torch.distributed.all_gather(list(whole.chunk(self.ranks.count)), self._flat.detach())
+
+
+class _Step(torch.optim.Optimizer):
+    """The optimizer that DeepSpeed drives: calls `apply` in place of a rule of its own."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], apply: Callable[[], None]) -> None:
+        super().__init__(parameters, {"lr": 0.0})
+        self._apply = apply
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """See torch.optim.Optimizer.step."""
+        self._apply()
+
+
+def _engine(policy: Policy, parameters: list[torch.nn.Parameter], stage: int, apply: Callable[[], None]) -> Any:
+    """DeepSpeed's engine over the process group of `trainer.ranks`."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("LOCAL_RANK", os.environ.get("RANK", "0"))
+    try:
+        import deepspeed
+        import deepspeed.ops
+    except ImportError:
+        raise TrainingConfigError(
+            "backend deepspeed: the package deepspeed is not installed: run `pip install 'triplane[deepspeed]'`, or set"
+            " trainer.launcher.backend to fsdp2"
+        ) from None
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # Its sums through shared memory wait for a dead or hung rank for ever, and are compiled for half a minute.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "steps_per_print": WHOLE,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": stage,
+            "sub_group_size": WHOLE,
+            "stage3_param_persistence_threshold": 0,
+            "overlap_comm": False,
+            "contiguous_gradients": True,
+            "reduce_scatter": True,
+        },
+    }
+    engine, *_ = deepspeed.initialize(
+        model=policy, optimizer=_Step(parameters, apply), config=settings, dist_init_required=False
+    )
+    return engine
+
+
+Layout = tuple[dict[str, list[tuple[int, int]]], dict[str, list[int]]]
+"""By parameter and rank: range of its elements, and where the range begins in the rank's partition."""
+
+
+def _layout_1(sizes: Mapping[str, int], starts: list[int], partition: int, count: int) -> Layout:
+    """ZeRO 1 and 2: all parameters end to end, cut into partitions of equal size. starts: where each one begins."""
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    offsets: dict[str, list[int]] = {}
+    for (name, size), start in zip(sizes.items(), starts, strict=True):
+        cuts = [min(max(partition * rank - start, 0), size) for rank in range(count + 1)]
+        ranges[name] = list(itertools.pairwise(cuts))
+        offsets[name] = [start + first - partition * rank for rank, (first, _) in enumerate(ranges[name])]
+    return ranges, offsets
+
+
+def _layout_3(sizes: Mapping[str, int], count: int) -> Layout:
+    """ZeRO 3: every parameter is cut into parts of equal size, of which the last ones may be shorter."""
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    offsets: dict[str, list[int]] = {}
+    start = 0
+    for name, size in sizes.items():
+        height = -(-size // count)
+        cuts = [min(height * rank, size) for rank in range(count + 1)]
+        ranges[name] = list(itertools.pairwise(cuts))
+        offsets[name] = [start] * count
+        start += height
+    return ranges, offsets

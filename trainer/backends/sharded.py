@@ -1,0 +1,235 @@
+"""What backends with sharded weights share: passes in step, and weights and state written by all ranks together.
+
+Every forward and backward pass gathers weights, so all ranks must make the same number of them: a rank with fewer
+microbatches passes an empty one, whose loss is 0. To be written, each tensor is gathered on one rank, in turn: no rank
+holds more than its share of the whole tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from contracts.architectures import expert_names
+from contracts.checkpoints import expected_tensors, is_quantized
+from contracts.precision import Forward, exported_forward
+from contracts.rank_parts import gather_parts, stage_parts
+from contracts.store import Store, scratch_directory
+from contracts.tensor_files import Form
+from contracts.tensor_parts import bytes_of, form_of
+from trainer.averaging import COUNT, WeightAverage
+from trainer.backends.base import Future, Loss, Microbatch, Read, Rule, done
+from trainer.backends.shards import Shard, ShardedOptimizer, gather, owners_of, part_of, parts_of
+from trainer.data import ScoredSequence, make_batch
+from trainer.export import METADATA, StagedWeights
+from trainer.model import Batch, Scores
+from trainer.parameters import quantize_stack
+from trainer.precision import precision_of
+from trainer.ranks import Ranks, losing_ranks
+from trainer.state import LOOP, MASTER, NONE, TrainerState
+from trainer.tensors import StagedTensors
+
+STAGED_S = 600.0
+"""Longest time that rank 0 waits for the parts of the others, in seconds."""
+_EMPTY = ScoredSequence(np.zeros(2, np.int64), np.ones(1, np.int64))
+"""What a rank without further microbatches passes."""
+
+
+class ShardedBackend(ABC):
+    """Protocol `Backend`, except for what depends on the library."""
+
+    def __init__(self, config: Mapping[str, Any], rule: Rule, ranks: Ranks, store: Store) -> None:
+        self.config, self.ranks, self._rule, self._store = config, ranks, rule, store
+        self.shards: list[Shard] = []
+        self.optimizer: ShardedOptimizer
+        self._average: WeightAverage | None = None
+
+    @abstractmethod
+    def _score(self, batch: Batch, temperature: float, routing: bool) -> Scores: ...
+
+    @abstractmethod
+    def _backward(self, loss: Tensor, last: bool) -> None:
+        """Add the gradients of `loss`. last: whether the step's backward passes end with this one."""
+
+    @abstractmethod
+    def clear_gradients(self) -> None:
+        """See Backend.clear_gradients."""
+
+    @abstractmethod
+    def _step(self, learning_rate: float, max_norm: float) -> float: ...
+
+    @abstractmethod
+    def _publish_masters(self) -> None:
+        """Make the forward pass use the masters in `shards`, which were replaced."""
+
+    def forward(
+        self, microbatches: Sequence[Microbatch], read: Read, temperature: float = 1.0, *, routing: bool = False
+    ) -> Future[None]:
+        """See Backend.forward."""
+        with torch.no_grad(), losing_ranks(self.ranks):
+            for number in range(self.ranks.largest(len(microbatches))):
+                batch = make_batch(_members(microbatches, number))
+                scores = self._score(batch, temperature, routing)
+                if number < len(microbatches):
+                    read(number, batch, scores)
+        return done(None)
+
+    def forward_backward(
+        self, microbatches: Sequence[Microbatch], loss: Loss, temperature: float = 1.0, *, routing: bool = False
+    ) -> Future[None]:
+        """See Backend.forward_backward."""
+        with losing_ranks(self.ranks):
+            passes = self.ranks.largest(len(microbatches))
+            for number in range(passes):
+                batch = make_batch(_members(microbatches, number))
+                scores = self._score(batch, temperature, routing)
+                own = number < len(microbatches)
+                self._backward(loss(number, batch, scores) if own else _nothing(scores), number == passes - 1)
+        return done(None)
+
+    def optim_step(self, learning_rate: float, max_norm: float) -> Future[float]:
+        """See Backend.optim_step."""
+        with losing_ranks(self.ranks):
+            return done(self._step(learning_rate, max_norm))
+
+    @torch.no_grad()
+    def load_weights(self, masters: Mapping[str, Tensor]) -> Future[None]:
+        """See Backend.load_weights. Reads one tensor at a time."""
+        with losing_ranks(self.ranks):
+            for shard in self.shards:
+                shard.buffer.master.copy_(part_of(masters[shard.name], shard, self.ranks.rank))
+            self._publish_masters()
+        return done(None)
+
+    def average_weights(self) -> Future[None]:
+        """See Backend.average_weights."""
+        self._average = self._average or WeightAverage([shard.buffer for shard in self.shards])
+        self._average.add()
+        return done(None)
+
+    def use_average(self) -> Future[None]:
+        """See Backend.use_average."""
+        assert self._average is not None, "average_weights was called"
+        self._average.replace_masters()
+        with losing_ranks(self.ranks):
+            self._publish_masters()
+        return done(None)
+
+    def restore(self, state: TrainerState) -> Future[None]:
+        """See Backend.restore. Reads one tensor at a time."""
+        if state.optimizer_name == self._rule.name:
+            own = parts_of(state.optimizer, self.shards, self.ranks.rank)
+            self.optimizer.load(own)
+            if COUNT in own:
+                self._average = WeightAverage([shard.buffer for shard in self.shards])
+                self._average.load(own)
+        return done(None)
+
+    @torch.no_grad()
+    def get_weights(self) -> Future[StagedWeights]:
+        """See Backend.get_weights. The codes and scales that the forward pass uses."""
+        with losing_ranks(self.ranks):
+            held: dict[str, Tensor] = {}
+            forward = exported_forward(dict(self.config))
+            for shard, whole in self._wholes([(shard, shard.buffer.master) for shard in self.shards]):
+                held |= exported(shard.name, whole.view(shard.shape), forward)
+            staged = self._stage(held, expected_tensors(dict(self.config)), METADATA)
+            return done(StagedWeights(self.config, staged))
+
+    @torch.no_grad()
+    def save(
+        self,
+        step: int,
+        extra: dict[str, Any],
+        replicated: Mapping[str, Tensor],
+        *,
+        optimizer: bool = True,
+        loop: Mapping[str, Tensor] = NONE,
+    ) -> Future[TrainerState]:
+        """See Backend.save."""
+        with losing_ranks(self.ranks):
+            found: list[tuple[str, Shard, Tensor]] = [
+                (f"{MASTER}{shard.name}", shard, shard.buffer.master) for shard in self.shards
+            ]
+            shared = dict(replicated) | {f"{LOOP}{name}": tensor for name, tensor in loop.items()}
+            owners = owners_of(self.shards)
+            for name, tensor in self._own_state().items() if optimizer else ():
+                if (shard := owners(name)) is None:
+                    shared[name] = tensor
+                else:
+                    found.append((name, shard, tensor))
+            forms: dict[str, Form] = {name: ("F32", shard.shape) for name, shard, _ in found}
+            forms |= {name: form_of(tensor) for name, tensor in shared.items()}
+            held = dict(shared) if self.ranks.leads else {}
+            names = iter([name for number, (name, _, _) in enumerate(found) if self._owner(number) == self.ranks.rank])
+            for shard, whole in self._wholes([(shard, part) for _, shard, part in found]):
+                held[next(names)] = whole.view(shard.shape)
+            staged = self._stage(held, forms, None)
+            kind, recipe = self._rule.name if optimizer else "none", precision_of(self.config).kind
+            return done(TrainerState({}, {}, kind, step, extra, recipe, staged=staged))
+
+    def _own_state(self) -> dict[str, Tensor]:
+        """This rank's parts of the state of optimizer and mean."""
+        return self.optimizer.state() | (self._average.state() if self._average is not None else {})
+
+    def _owner(self, number: int) -> int:
+        return number % self.ranks.count
+
+    def _wholes(self, parts: Sequence[tuple[Shard, Tensor]]) -> Iterator[tuple[Shard, Tensor]]:
+        """The whole tensors that this rank owns, in order."""
+        for number, (shard, part) in enumerate(parts):
+            whole = gather(part, shard, self._owner(number), self.ranks)
+            if whole is not None:
+                yield shard, whole
+
+    def _stage(
+        self, held: Mapping[str, Tensor], forms: Mapping[str, Form], metadata: Mapping[str, str] | None
+    ) -> StagedTensors:
+        """Write what this rank holds into a folder of rank 0, which verifies all parts. forms: of all ranks."""
+        folder = scratch_directory(self._store) if self.ranks.leads else None
+        where = Path(self.ranks.tell("" if folder is None else folder.name))
+        own = {name: form_of(tensor) for name, tensor in held.items()}
+        stage_parts(where, self.ranks.rank, self.ranks.count, own, lambda name: bytes_of(held[name]), metadata)
+        parts = gather_parts(where, self.ranks.count, forms, STAGED_S) if self.ranks.leads else []
+        self.ranks.meet()
+        return StagedTensors(folder, [part for part in parts if part.tensors])
+
+
+def exported(name: str, master: Tensor, forward: Forward) -> dict[str, Tensor]:
+    """Tensors of the exported layout of one parameter."""
+    singles = expert_names(name, tuple(master.shape))
+    stack = master.view(-1, *master.shape[-2:]) if master.dim() > 1 else master[None]
+    if not (forward.quantized and is_quantized(name)):
+        stored = stack.to(torch.bfloat16 if forward.activations == "bfloat16" else torch.float32)
+        return dict(zip(singles, stored, strict=True))
+    codes, scales = quantize_stack(stack, forward.power_of_two)
+    found: dict[str, Tensor] = dict(zip(singles, codes, strict=True))
+    return found | {f"{single}_scale_inv": each for single, each in zip(singles, scales, strict=True)}
+
+
+def _members(microbatches: Sequence[Microbatch], number: int) -> Microbatch:
+    """A microbatch of this rank, or an empty one after its last."""
+    return microbatches[number] if number < len(microbatches) else [_EMPTY]
+
+
+def _nothing(scores: Scores) -> Tensor:
+    """A loss of 0 that reaches every parameter."""
+    every = scores.logprobs.sum()
+    if scores.routing is not None:
+        every = every + scores.routing.probabilities.sum()
+    return every * 0.0
+
+
+def rows_by_rank(shape: tuple[int, ...], count: int) -> list[tuple[int, int]]:
+    """Ranges of elements when the first dimension is cut as `torch.chunk` does."""
+    height, width = -(-shape[0] // count), math.prod(shape[1:])
+    ends = [min(height * rank, shape[0]) for rank in range(count + 1)]
+    return [(start * width, end * width) for start, end in itertools.pairwise(ends)]

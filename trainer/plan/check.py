@@ -1,0 +1,100 @@
+"""Refuse a training job that can't fit into memory, before it allocates anything."""
+
+from __future__ import annotations
+
+import os
+
+from contracts.artifacts import open_artifact
+from contracts.chat import ChatTokenizer
+from contracts.errors import SchemaError
+from contracts.store import Store
+from trainer.config import RlJob, SftJob
+from trainer.plan.activations import Batch
+from trainer.plan.forecast import Workload, batch_of, plan_training
+from trainer.plan.limits import machine_limits, require_memory
+from trainer.plan.shapes import Shapes
+from trainer.plan.tape import Plan
+from trainer.plan.torch_backend import plan_warm_start
+
+_COLUMNS = ["token_ids", "token_role"]
+_BY_BATCH = ("activations", "logits")
+UNQUANTIZED = ("fp32", "bf16")
+"""Recipes whose weights have no codes, which the forecast assumes."""
+
+
+def check_memory(job: SftJob | RlJob, store: Store) -> None:
+    """Raise TrainingMemoryError if `job` needs more memory than this process may use.
+
+    The forecast is that of the job's own data. What can't be forecast, e.g. adapters, is not refused; of a recipe other
+    than `w8`, or of a sharded backend, only weights and optimizer count.
+    """
+    if _recipe(job) in UNQUANTIZED or _starts_otherwise(job) or (isinstance(job, SftJob) and job.backend != "torch"):
+        return
+    try:
+        plan = _plan_warm_start(job, store) if isinstance(job, SftJob) else _plan_iteration(job, store)
+    except SchemaError:
+        return
+    require_memory(plan, _advice(job, plan), _local_ranks(job), machine_limits())
+
+
+def _plan_iteration(job: RlJob, store: Store) -> Plan:
+    config = open_artifact(store, job.checkpoint).json("config.json")
+    train = open_artifact(store, job.dataset).table("train.parquet", _COLUMNS)
+    state = open_artifact(store, job.trainer_state).json("state.json")
+    return plan_training(
+        Workload(
+            config=config,
+            batch=_known(job, batch_of(train, job.config.microbatch_tokens, job.ranks)),
+            backend=job.backend,
+            ranks=job.ranks,
+            stage=job.stage,
+            recompute=job.activation_checkpointing,
+            resumed=state["optimizer"] == "adamw",
+        )
+    )
+
+
+def _plan_warm_start(job: SftJob, store: Store) -> Plan:
+    chat = ChatTokenizer.from_directory(open_artifact(store, job.tokenizer).directory())
+    train = open_artifact(store, job.demonstrations).table("train.parquet", _COLUMNS)
+    found, rows = batch_of(train, 0), max(1, -(-job.config.batch_size // job.ranks))
+    mean = found.all_tokens // max(found.rows, 1)
+    scored = mean * found.scored // max(found.tokens, 1)
+    batch = Batch(rows * mean, rows * scored, rows=found.rows, sequences=rows)
+    config = (
+        open_artifact(store, job.checkpoint).json("config.json")
+        if job.checkpoint is not None
+        else job.model.hf_config(chat.vocabulary_size)
+    )
+    return plan_warm_start(Shapes.of(config), _known(job, batch)).plan(job.ranks)
+
+
+def _known(job: SftJob | RlJob, batch: Batch) -> Batch:
+    """The batch, or none if what it takes was not measured for the job's recipe or backend."""
+    return batch if _recipe(job) == "w8" and job.backend == "torch" else Batch(0, 0)
+
+
+def _starts_otherwise(job: SftJob | RlJob) -> bool:
+    """Whether the job trains adapters, or supervises a checkpoint: the forecast assumes neither."""
+    return bool(job.start or job.lora) if isinstance(job, SftJob) else job.config.lora is not None
+
+
+def _recipe(job: SftJob | RlJob) -> str:
+    """Kind of the job's precision recipe."""
+    return job.precision.kind if isinstance(job, SftJob) else job.config.precision.kind
+
+
+def _local_ranks(job: SftJob | RlJob) -> int:
+    """Ranks of the job on this machine; torchrun tells their number."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(told) if told.isdecimal() and int(told) else job.ranks
+
+
+def _advice(job: SftJob | RlJob, plan: Plan) -> str:
+    by_batch = sum(plan.at_peak.get(kind, 0) for kind in _BY_BATCH)
+    if by_batch * 3 < plan.peak:
+        fewer = f"lower trainer.launcher.ranks {job.ranks}, " if job.ranks > 1 else ""
+        return f"{fewer}use a machine with more memory, raise its limit, or train a smaller model"
+    if isinstance(job, SftJob):
+        return f"lower base.sft.batch_size {job.config.batch_size}, or use a machine with more memory"
+    return f"lower trainer.microbatch_tokens {job.config.microbatch_tokens}, or use a machine with more memory"

@@ -1,0 +1,55 @@
+"""Allocations of backends that divide the model among ranks: FSDP2 and DeepSpeed's ZeRO.
+
+Sources: torch.distributed.fsdp.fully_shard's documentation; "ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models" (arXiv:1910.02054), sections 5 and 7. Not compared with measured peaks.
+"""
+
+from __future__ import annotations
+
+from trainer.plan.activations import F32, Batch, experts_backward, experts_bytes, head_bytes, layer_bytes, saved_bytes
+from trainer.plan.shapes import Shapes
+from trainer.plan.tape import Tape
+from trainer.plan.torch_backend import DEQUANTIZING, QUANTIZING, hold_data
+
+
+def plan_sharded(
+    shapes: Shapes, batch: Batch, *, ranks: int, stage: int, moments: int, recompute: bool, cuda: bool
+) -> Tape:
+    """stage: what is divided. 1: moments and masters, 2: gradients too, 3: weights too (as FSDP2 does).
+
+    recompute: whether each layer is computed again in backward.
+    """
+    tape, share = Tape(), F32 * shapes.parameters / ranks
+    tape.enter("load")
+    tape.touch("trainer state as read", F32 * shapes.largest)
+    tape.hold("masters", share)
+    if stage < 3:
+        tape.hold("weights of the forward pass", F32 * shapes.parameters)
+    tape.hold("gradients", share if stage > 1 else F32 * shapes.parameters)
+    tape.hold("optimizer moments", moments * share)
+    hold_data(tape, batch)
+    tape.enter("backward")
+    _backward(tape, shapes, batch, stage=stage, recompute=recompute, cuda=cuda)
+    tape.enter("step")
+    tape.touch("optimizer temporaries", F32 * shapes.largest / ranks)
+    tape.enter("publish")
+    # each rank gathers its share of the whole tensors: masters and moments, and before that one tensor's codes
+    tape.touch("gathered to be written", share * (1 + moments) + F32 * shapes.largest)
+    return tape
+
+
+def _backward(tape: Tape, shapes: Shapes, batch: Batch, *, stage: int, recompute: bool, cuda: bool) -> None:
+    model, layer = shapes.model, F32 * shapes.layer
+    head, _, head_back = head_bytes(model, batch, cuda=cuda)
+    one = layer_bytes(model, batch)
+    saved = F32 * batch.tokens * model.hidden * model.layers + one if recompute else saved_bytes(model, batch)
+    gathered = F32 * shapes.outside + 2 * layer if stage == 3 else 0
+    stack = (model.experts or 1) * model.hidden * model.width
+    with tape.brief("gathered weights", gathered), tape.brief("leaves of a layer", layer):
+        tape.touch("quantization", max(QUANTIZING + 1, DEQUANTIZING) * stack)
+        with tape.brief("activations", saved):
+            tape.touch("logits", max(head, head_back))
+        left = saved if recompute else saved - experts_bytes(model, batch.scored)
+        with tape.brief("activations", left):
+            tape.touch("gradients in flight", layer + experts_backward(model, batch.tokens))
+    tape.touch("gradients in flight", F32 * shapes.outside)

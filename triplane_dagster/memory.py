@@ -1,0 +1,145 @@
+"""Forecast of an experiment's memory: its training, and its vLLM server on each GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from contracts.errors import ConfigError, TriplaneError
+from inference.engines.config import VllmConfig
+from inference.engines.vllm_memory import EngineMemory, engine_memory
+from resources.experiment import Experiment, ImportedBase, SftBase
+from trainer.plan import Batch, Limit, Plan, Workload, machine_limits, plan_training
+
+PUBLISHED: Mapping[str, Mapping[str, Any]] = {
+    "Qwen3-30B-A3B": {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "max_position_embeddings": 40960,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+    },
+}
+"""Fields of the published config.json, by the name of the directory, for a plan before the weights are fetched."""
+
+
+@dataclass(frozen=True)
+class ExperimentPlan:
+    """Memory of one iteration."""
+
+    model: str
+    """Where the shape comes from."""
+    work: Workload
+    training: Plan
+    engine: EngineMemory | None
+    """None unless vLLM serves."""
+    limits: list[Limit]
+    """Of this machine, the tightest first."""
+    gpus: list[tuple[str, int]]
+    """(name, bytes) of the GPUs of this machine."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the training fits this machine's memory; a plan of a job without GPUs only."""
+        return all(self.training.peak * self.work.ranks <= limit.free for limit in self.limits)
+
+
+def plan_experiment(experiment: Experiment) -> ExperimentPlan:
+    """Plan of the experiment's iterations. Raises ConfigError if the model's shape is not known."""
+    model, config = model_shape(experiment)
+    work = workload(experiment, config)
+    return ExperimentPlan(
+        model=model,
+        work=work,
+        training=plan_training(work),
+        engine=_engine(experiment, config),
+        limits=machine_limits(),
+        gpus=local_gpus(),
+    )
+
+
+def workload(experiment: Experiment, config: Mapping[str, Any]) -> Workload:
+    """What training computes: full microbatches in which the policy wrote every token, an upper bound."""
+    trainer, where = experiment.trainer, experiment.trainer.launcher
+    longest = min(experiment.dataset.max_tokens or experiment.rollouts.max_tokens, experiment.rollouts.max_tokens)
+    tokens = max(trainer.microbatch_tokens, longest)
+    rows = experiment.prompts.groups * experiment.rollouts.group_size
+    kind = {name: getattr(where, name) for name in ("backend", "zero_stage") if hasattr(where, name)}
+    return Workload(
+        config=config,
+        batch=Batch(tokens, tokens, rows=rows, sequences=max(1, tokens // longest)),
+        backend=kind.get("backend", "torch"),
+        ranks=where.nodes * (where.gpus or where.ranks),
+        stage=kind.get("zero_stage") or 2,
+        recompute=getattr(where, "activation_checkpointing", False),
+        cuda=where.gpus > 0,
+    )
+
+
+def model_shape(experiment: Experiment) -> tuple[str, dict[str, Any]]:
+    """(source, config.json) of the experiment's model. Raises ConfigError if nothing tells its shape."""
+    base = experiment.base
+    if isinstance(base, SftBase):
+        from curation.tokenizer import VOCABULARY
+
+        return "base.model", base.model.hf_config(VOCABULARY)
+    assert isinstance(base, ImportedBase)
+    path = base.directory / "config.json"
+    if path.is_file():
+        try:
+            return str(path), json.loads(path.read_text())
+        except ValueError as error:
+            raise ConfigError(f"{path} is not JSON ({error}): fetch it again") from None
+    known = PUBLISHED.get(base.directory.name)
+    if known is None:
+        raise ConfigError(
+            f"base.path={base.path}: there is no {path}, and no published shape is called {base.directory.name}: fetch"
+            f" the model, or name a directory with its config.json (known: {', '.join(PUBLISHED)})"
+        )
+    return f"the published shape of {base.directory.name}, since {path} does not exist", dict(known)
+
+
+def local_gpus() -> list[tuple[str, int]]:
+    """(name, bytes of memory) of this machine's NVIDIA GPUs; empty without a driver."""
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        rows = [line.rsplit(",", 1) for line in done.stdout.splitlines() if "," in line]
+        return [(name.strip(), int(mebibytes) << 20) for name, mebibytes in rows]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
+
+
+def _engine(experiment: Experiment, config: Mapping[str, Any]) -> EngineMemory | None:
+    if not isinstance(experiment.engine, VllmConfig):
+        return None
+    episodes = experiment.prompts.workers * experiment.rollouts.concurrency
+    return engine_memory(experiment.engine, config, experiment.rollouts.max_tokens, episodes)
+
+
+def training_note(experiment: Experiment) -> str:
+    """One line for a dry run: the total and the largest kinds, or why there is no plan."""
+    from trainer.plan.limits import in_units
+
+    try:
+        plan = plan_experiment(experiment)
+    except TriplaneError as error:
+        return f"memory: not planned ({error})"
+    found = plan.training
+    biggest = ", ".join(f"{kind} {in_units(size)}" for kind, size in found.biggest[:3])
+    ranks = f"{plan.work.ranks} rank(s) of " if plan.work.ranks > 1 else ""
+    free = f"; this machine has {in_units(plan.limits[0].free)} free" if plan.limits and not plan.fits else ""
+    problem = f"; vLLM: {plan.engine.problems[0]}" if plan.engine and plan.engine.problems else ""
+    return f"memory of training: {ranks}{in_units(found.peak)} in {found.moment} ({biggest}){free}{problem}"
