@@ -12,6 +12,8 @@ from contracts.errors import ConfigError
 
 CATALOG: Mapping[str, str] = {
     "learning": "held-out compositions before and after learning, by seed, with a control that must not learn",
+    "algorithms": "held-out pass rates by each policy-gradient algorithm, beside the same run with permuted rewards",
+    "trainer": "tokens per second of a GRPO iteration, in turn with TRL's GRPOTrainer, and where the time goes",
     "intervals": "coverage of the printed intervals and errors of the promotion gate, by simulation",
     "overhead": "share of an iteration outside sampling, tools, grading and optimizing",
     "engine": "tokens per second of the built-in engine, compared with HF generate on the same checkpoint",
@@ -22,6 +24,8 @@ CATALOG: Mapping[str, str] = {
     "verdicts": "forged final states detected, honest ones accepted, and milliseconds per verification",
     "kernels": "TFLOP/s and TB/s of the FP8 kernels on a GPU, compared with the card's ceilings and torch's products",
     "memory": "peak memory of the trainer's output head at a large vocabulary, in tiles and plain: bytes and errors",
+    "training-memory": "peak memory of training jobs of ten shapes, compared with the forecast of `triplane plan`",
+    "precision": "a Qwen3-MoE of real width trained in bf16 and in FP8 on a GPU: tokens/s, MFU, memory, loss parity",
     "s3": "an experiment on a local S3 server and in a directory: equal digests, and the cost of S3 per iteration",
 }
 

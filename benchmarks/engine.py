@@ -25,7 +25,7 @@ from benchmarks.result import Options, Result
 from contracts.errors import ConfigError
 from inference.engines.base import SamplingParams
 from inference.engines.builtin import BuiltinEngine
-from trainer.config import ModelConfig
+from trainer.model_config import ModelConfig
 
 VOCABULARY = 768
 Prompts = list[list[int]]

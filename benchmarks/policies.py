@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from triplane_kernels.blockwise import dequantize_blockwise
 
 from contracts.checkpoints import WEIGHTS
-from trainer.config import ModelConfig
 from trainer.export import checkpoint_tensors
+from trainer.model_config import ModelConfig
 from trainer.parameters import Parameters, draw_masters
 
 

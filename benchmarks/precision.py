@@ -1,0 +1,176 @@
+"""A Qwen3-MoE of real width trains by two recipes on the same tokens: speed, memory, and whether the losses agree.
+
+for each recipe: the same masters -> warm-up steps -> timed steps of (forward, backward, AdamW, requantize) -> losses
+
+Sequences are drawn from a fixed random process, so that there is something to learn. Parity compares the mean losses of
+the last tenth of the steps.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from benchmarks.result import NotHereError, Options, Result
+from trainer.config import RlConfig
+from trainer.model import Batch, score
+from trainer.model_config import ModelConfig
+from trainer.optimizers import AdamW
+from trainer.parameters import Parameters, draw_masters
+from trainer.precision import with_precision
+
+GIB = 2**30
+SETTINGS: Mapping[str, dict[str, Any]] = {
+    "bf16": {"kind": "bf16"},
+    "fp8-block": {"kind": "fp8-block", "activations": "bfloat16", "router_dtype": "bfloat16"},
+    "te-float8-block": {"kind": "te-float8-block"},
+    "te-mxfp8": {"kind": "te-mxfp8"},
+}
+
+
+class PrecisionOptions(Options):
+    """Options of the `precision` benchmark. The defaults are the width of Qwen3-30B-A3B, with 4 of its 48 layers."""
+
+    recipe: Literal["fp8-block", "te-float8-block", "te-mxfp8"] = "fp8-block"
+    """Recipe compared with bf16."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    """Where to train. On a CPU the figures are no measurement; it shows that the benchmark runs."""
+    steps: int = Field(200, ge=1)
+    """Optimizer steps of each recipe."""
+    layers: int = Field(4, ge=1)
+    """Decoder layers."""
+    hidden: int = Field(2048, ge=128)
+    """Width of the residual stream."""
+    experts: int = Field(128, ge=1)
+    """Experts per layer."""
+    expert_width: int = Field(768, ge=128)
+    """Inner width of one expert."""
+    picks: int = Field(8, ge=1)
+    """Experts per token."""
+    heads: int = Field(32, ge=1)
+    """Query heads of width 128; a quarter as many key and value heads, at least one."""
+    vocabulary: int = Field(151_936, ge=8)
+    """Entries of the vocabulary."""
+    sequences: int = Field(4, ge=1)
+    """Sequences of a step."""
+    length: int = Field(4096, ge=8)
+    """Tokens of a sequence."""
+    learning_rate: float = Field(3e-4, gt=0)
+    """Of AdamW."""
+    peak_tflops: float = Field(989.0, gt=0)
+    """Dense bfloat16 peak of the device, the denominator of MFU of both recipes. H100 and H200: 989."""
+
+
+OPTIONS = PrecisionOptions
+
+
+def run(options: PrecisionOptions) -> Result:
+    """Train by bf16 and by `options.recipe`. Raises NotHereError without the device."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise NotHereError("precision: this machine has no CUDA device: run it on one, or with --device cpu")
+    rows, losses = [], {}
+    for name in ("bf16", options.recipe):
+        row, losses[name] = _train(name, options)
+        rows.append(row)
+        gc.collect()
+    tail = max(1, options.steps // 10)
+    ends = [sum(found[-tail:]) / tail for found in losses.values()]
+    plain, rounded = rows
+    metrics = {
+        "loss_gap_percent": 100 * abs(ends[1] / ends[0] - 1),
+        "speed_ratio": rounded["tokens/s"] / plain["tokens/s"],
+        "recipe_tokens_per_second": rounded["tokens/s"],
+        "recipe_mfu_percent": rounded["MFU %"],
+        "recipe_peak_gib": rounded["peak GiB"],
+        "bf16_tokens_per_second": plain["tokens/s"],
+        "bf16_mfu_percent": plain["MFU %"],
+        "bf16_peak_gib": plain["peak GiB"],
+    }
+    where = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    size = f"{options.sequences} x {options.length} tokens a step, {options.steps} steps"
+    note = f"{where}; {size}; losses are compared over the last {tail}"
+    return Result(metrics, rows, [note], judged=options.device == "cuda")
+
+
+def _train(name: str, options: PrecisionOptions) -> tuple[dict[str, Any], list[float]]:
+    """(row of figures, loss of every step) of a training by one recipe."""
+    config = with_precision(
+        _model(options).hf_config(options.vocabulary), RlConfig.model_validate({"precision": SETTINGS[name]}).precision
+    )
+    masters = {key: master.to(options.device) for key, master in draw_masters(config, seed=0).items()}
+    parameters = Parameters.from_masters(config, masters)
+    del masters
+    optimizer = AdamW(parameters.buffers, 0.9, 0.95)
+    if options.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    losses: list[Tensor] = []
+    warm = min(5, options.steps - 1)
+    began = time.perf_counter()
+    for step in range(options.steps):
+        if step == warm:
+            _wait(options)
+            began = time.perf_counter()
+        parameters.clear_gradients()
+        loss = -score(parameters.leaves, config, _batch(options, step)).logprobs.mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        parameters.clip_gradients(1.0)
+        optimizer.step(options.learning_rate)
+        parameters.requantize()
+        losses.append(loss.detach())
+    _wait(options)
+    speed = options.sequences * options.length * (options.steps - warm) / (time.perf_counter() - began)
+    found = [float(loss) for loss in losses]
+    peak = torch.cuda.max_memory_allocated() / GIB if options.device == "cuda" else float("nan")
+    utilization = 100 * speed * _flops(options) / (options.peak_tflops * 1e12)
+    row = {"recipe": name, "tokens/s": speed, "MFU %": utilization, "peak GiB": peak}
+    return {**row, "first loss": found[0], "last loss": found[-1]}, found
+
+
+def _model(options: PrecisionOptions) -> ModelConfig:
+    return ModelConfig(
+        hidden_size=options.hidden,
+        layers=options.layers,
+        experts=options.experts,
+        expert_width=options.expert_width,
+        experts_per_token=options.picks,
+        heads=options.heads,
+        kv_heads=max(1, options.heads // 4),
+        head_dim=128,
+        max_positions=options.length,
+        tie_word_embeddings=False,
+    )
+
+
+def _flops(options: PrecisionOptions) -> float:
+    """Of a trained token: 6 for each weight that it meets, and the attention's products, half of them masked."""
+    keys = max(1, options.heads // 4)
+    attention = options.hidden * 128 * (2 * options.heads + 2 * keys)
+    experts = options.picks * 3 * options.hidden * options.expert_width + options.experts * options.hidden
+    weights = options.layers * (attention + experts) + options.vocabulary * options.hidden
+    return 6.0 * weights + options.layers * 6.0 * options.length * options.heads * 128
+
+
+def _batch(options: PrecisionOptions, step: int) -> Batch:
+    """Sequences in which each token is, with probability 0.9, a fixed function of the one before."""
+    count, length = options.sequences, options.length
+    random = torch.Generator().manual_seed(step)
+    free = torch.randint(options.vocabulary, (count, length), generator=random)
+    follows = torch.rand(count, length, generator=random) < 0.9
+    tokens = free.clone()
+    for place in range(1, length):
+        after = (tokens[:, place - 1] * 31 + 7) % min(options.vocabulary, 1024)
+        tokens[:, place] = torch.where(follows[:, place], after, free[:, place])
+    flat = tokens.flatten().to(options.device)
+    rows = torch.cat([torch.arange(length - 1) + length * index for index in range(count)]).to(options.device)
+    return Batch(flat, rows, flat[rows + 1], rows // length, [length] * count)
+
+
+def _wait(options: PrecisionOptions) -> None:
+    if options.device == "cuda":
+        torch.cuda.synchronize()
