@@ -14,8 +14,7 @@ from playwright.sync_api import Browser, expect, sync_playwright
 
 from tests.acceptance.laboratory import ROOT, Laboratory
 from tests.browser.desk import HEIGHT, WIDTH, Screen, prepare, running_ui
-
-CHROMIUM = shutil.which("chromium")
+from tests.needs import require
 
 
 @pytest.fixture(scope="session")
@@ -33,10 +32,9 @@ def ui(lab: Laboratory) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def chromium() -> Iterator[Browser]:
-    if CHROMIUM is None:
-        pytest.skip("needs Chromium (Debian: apt-get install chromium)")
+    require("chromium")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         expect.set_options(timeout=60_000)  # a busy machine
         yield browser
         browser.close()

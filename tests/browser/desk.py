@@ -118,7 +118,7 @@ def prepare(folder: Path) -> Laboratory:
     shutil.copy(ROOT / "experiments" / "quickstart.yaml", lab.experiment_file.parent)
     tiny = TINY.read_text()
     lab.experiment_file.write_text(tiny)
-    refusing = tiny.replace("name: tiny", "name: refusing").replace("weight_decay: 0.9", "weight_decay: 0.0")
+    refusing = tiny.replace("name: tiny", "name: refusing")
     refusing = refusing.replace("drop_zero_variance: false", "drop_zero_variance: true")
     (lab.experiment_file.parent / "refusing.yaml").write_text(refusing)
     lab.run("iterate", "-e", "tiny", "-n", "2")
