@@ -81,7 +81,7 @@ $(PEERS_STAMP): tests/trainer/requirements-peers.txt
 	touch $@
 
 test-gpu: $(NATIVE)  ## needs a CUDA device
-	$(BIN)/pytest -n auto --maxprocesses 8 -m gpu tests/kernels
+	$(BIN)/pytest -n auto --maxprocesses 8 -m gpu tests/kernels tests/trainer
 
 lint: $(STAMP)  ## ruff, mypy (strict), import rules
 	$(BIN)/ruff check .

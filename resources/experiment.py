@@ -33,7 +33,7 @@ from inference.engines.config import BuiltinConfig, EngineConfig
 from inference.rollouts.config import RolloutConfig
 from resources.errors import ExperimentError
 from resources.overrides import apply_overrides, explain
-from trainer.config import BackendConfig, RlConfig, SftConfig
+from trainer.config import BackendConfig, Device, RlConfig, SftConfig
 from trainer.model_config import ModelConfig
 
 
@@ -132,8 +132,7 @@ class LauncherConfig(BackendConfig):
     nodes: int = Field(default=1, ge=1, le=1024)
     """Number of machines."""
     gpus: int = Field(default=0, ge=0, le=64)
-    """GPUs per machine; 0 trains on the CPU. The local launcher accepts only 0: the trainer computes on the CPU only.
-    """
+    """GPUs per machine; 0 trains on the CPU. One training process for each GPU."""
     threads: int = Field(default=2, ge=1, le=1024)
     """CPU threads of a training process. The count changes the resulting bits, so it is part of the keys of base_policy
     and checkpoint and does not depend on the machine: results are the same on 2 cores and on 64.
@@ -146,20 +145,34 @@ class LauncherConfig(BackendConfig):
     """Maximum run time of a training process, in seconds."""
 
     @property
-    def backend_fields(self) -> dict[str, Any]:
-        """Settings of the backend alone, as fields of a job."""
-        return {name: getattr(self, name) for name in BackendConfig.model_fields}
+    def device(self) -> Device:
+        """Where training processes compute."""
+        return "cuda" if self.gpus else "cpu"
+
+    @property
+    def processes(self) -> int:
+        """Training processes on all machines."""
+        return self.nodes * (self.gpus or self.ranks)
+
+    @property
+    def job_fields(self) -> dict[str, Any]:
+        """Settings that a job has too, as fields of it."""
+        backend = {name: getattr(self, name) for name in BackendConfig.model_fields}
+        return {**backend, "device": self.device, "threads": self.threads, "ranks": self.processes}
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> Self:
+        if self.gpus and self.ranks != 1:
+            raise ValueError(
+                f"ranks {self.ranks} is for machines without GPUs, gpus is {self.gpus}: remove one of them"
+            )
+        return self
 
     @property
     def numerics(self) -> dict[str, str | int]:
         """Settings, beyond inputs, configuration and torch, that affect the resulting bits; part of the action key."""
-        device = "cuda" if self.gpus else "cpu"
-        return {
-            **self.backend_numerics,
-            "device": device,
-            "threads": self.threads,
-            "ranks": self.nodes * (self.gpus or self.ranks),
-        }
+        place = {"device": self.device, "threads": self.threads, "ranks": self.processes}
+        return {**self.backend_numerics, **place}
 
 
 _MOVED = {name: f"algorithm.{name}" for name in ("clip_low", "clip_high", "dual_clip")} | {

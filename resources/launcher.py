@@ -17,6 +17,7 @@ from pydantic import Field
 from resources.channel import PIPES_BUCKET
 from resources.errors import LaunchFailed
 from resources.experiment import Experiment
+from resources.gpus import VISIBLE, local_gpus
 from resources.pipes import open_channel
 from trainer.errors import LAST_WORDS
 from trainer.lifetime import PARENT_VARIABLE
@@ -115,10 +116,11 @@ def local_refusal(nodes: int, gpus: int) -> str | None:
     """Why the local launcher can't run this many nodes or GPUs, or None."""
     if nodes != 1:
         return f"trainer.launcher.nodes={nodes}: the local launcher uses one machine; set it to 1"
-    if gpus:
+    found = len(local_gpus()) if gpus else 0
+    if gpus > found:
         return (
-            f"trainer.launcher.gpus={gpus}: the trainer computes on the CPU only; set it to 0 and, for more processes,"
-            " raise trainer.launcher.ranks"
+            f"trainer.launcher.gpus={gpus}: this machine has {found} NVIDIA GPU(s), as nvidia-smi and ${VISIBLE} tell;"
+            f" set it to {found}{'' if found else ', which trains on the CPU'}"
         )
     return None
 

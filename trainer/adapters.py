@@ -65,6 +65,14 @@ class AdaptedParameters(Parameters):
     """The frozen weights."""
     adapter: Adapter
 
+    def to(self, device: torch.device) -> AdaptedParameters:
+        """See Parameters.to."""
+        if device == self.buffers[0].master.device:
+            return self
+        base, buffer = self.base.to(device), self.buffers[0].to(device)
+        leaves = _merged(base, buffer, self.adapter)
+        return AdaptedParameters(self.config, [buffer], leaves, base=base, adapter=self.adapter)
+
 
 def adapt(base: Parameters, adapter: Adapter, factors: Mapping[str, Tensor]) -> AdaptedParameters:
     """Parameters that train copies of `factors`, one for each of `factor_shapes`, over `base`, which is frozen."""
@@ -75,9 +83,13 @@ def adapt(base: Parameters, adapter: Adapter, factors: Mapping[str, Tensor]) -> 
         start = spans[name][1]
     master = torch.cat([factors[name].detach().float().reshape(-1) for name in spans])
     buffer = Buffer(PLAIN, master, master, torch.zeros_like(master), spans)
+    return AdaptedParameters(base.config, [buffer], _merged(base, buffer, adapter), base=base, adapter=adapter)
+
+
+def _merged(base: Parameters, buffer: Buffer, adapter: Adapter) -> MergedLeaves:
+    """Leaves of the frozen `base` with the factors in `buffer`."""
     frozen = {name: leaf.detach() for name, leaf in base.leaves.items()}
-    leaves = MergedLeaves(frozen, dict(buffer.leaves()), adapter.scale)
-    return AdaptedParameters(base.config, [buffer], leaves, base=base, adapter=adapter)
+    return MergedLeaves(frozen, dict(buffer.leaves()), adapter.scale)
 
 
 def draw_factors(config: Mapping[str, Any], adapter: Adapter, seed: int) -> dict[str, Tensor]:

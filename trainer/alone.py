@@ -23,7 +23,7 @@ from contracts.artifacts import ArtifactRef, find_artifact, open_artifact
 from contracts.digests import digest_of
 from contracts.errors import describe
 from contracts.store import Store, open_store
-from trainer.config import RL_VERSION, SFT_VERSION, MixtureSource, RlConfig, RlJob, SftConfig, SftJob
+from trainer.config import RL_VERSION, SFT_VERSION, Device, MixtureSource, RlConfig, RlJob, SftConfig, SftJob
 from trainer.errors import TrainingConfigError, TrainingError
 from trainer.metrics import Watcher
 from trainer.model_config import ModelConfig
@@ -48,6 +48,8 @@ class _TrainFile(Settings):
     """Folder for the checkpoint, the metrics and the job's store. Relative paths are those of the config file."""
     seed: int = 0
     """Seed of initialization and data order."""
+    device: Device = "cpu"
+    """Where to train. cuda: each rank on an NVIDIA GPU of its own."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of each rank. The count changes the resulting bits."""
     ranks: int = Field(default=1, ge=1, le=1024)
@@ -179,6 +181,7 @@ def _sft_job(config: SftFile, base: Path, store: Store) -> SftJob:
         store=store.url,
         key="0" * 64,
         seed=config.seed,
+        device=config.device,
         threads=config.threads,
         ranks=config.ranks,
         tokenizer=publish_tokenizer(base / config.tokenizer, store).ref,
@@ -198,6 +201,7 @@ def _rl_job(config: RlFile, base: Path, store: Store) -> RlJob:
         store=store.url,
         key="0" * 64,
         seed=config.seed,
+        device=config.device,
         threads=config.threads,
         ranks=config.ranks,
         dataset=import_episodes(base / config.data, store).ref,

@@ -254,6 +254,7 @@ class RlConfig(_Growing):
         return {"kind": usual, **value} if isinstance(value, dict) else value
 
 
+Device = Literal["cpu", "cuda"]
 BackendName = Literal["torch", "fsdp2", "deepspeed"]
 Starter = Literal["agent", "torchrun", "deepspeed"]
 
@@ -307,6 +308,8 @@ class _Job(BackendConfig, Frozen):
     """Action key of the checkpoint and of the trainer state."""
     seed: int
     """Seed of initialization and data order."""
+    device: Device = "cpu"
+    """Where ranks compute. cuda: each rank on an NVIDIA GPU of its own."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of each rank. The count changes the resulting bits."""
     ranks: int = Field(default=1, ge=1, le=1024)
@@ -317,7 +320,7 @@ class _Job(BackendConfig, Frozen):
     @property
     def numerics(self) -> dict[str, str | int]:
         """Settings, beyond inputs, configuration and torch, that affect the resulting bits; part of the manifest."""
-        return {**self.backend_numerics, "device": "cpu", "threads": self.threads, "ranks": self.ranks}
+        return {**self.backend_numerics, "device": self.device, "threads": self.threads, "ranks": self.ranks}
 
 
 class MixtureSource(Frozen):

@@ -43,9 +43,9 @@ class Critic:
     def values(self, hidden: Tensor) -> Tensor:
         """float32 [tokens]: value of the state from which each token is predicted. hidden: [tokens, hidden_size].
 
-        The gradient reaches the value head only.
+        The gradient reaches the value head only, which is on the CPU.
         """
-        return hidden.detach() @ self._leaf[:-1] + self._leaf[-1]
+        return hidden.detach().to(self._leaf.device) @ self._leaf[:-1] + self._leaf[-1]
 
     @property
     def gradient(self) -> Tensor:

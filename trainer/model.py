@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,14 @@ class Batch:
     choice is used. None: nothing is replayed.
     """
 
+    def to(self, device: torch.device) -> Batch:
+        """The batch on `device`."""
+        if device == self.token_ids.device:
+            return self
+        names = ("token_ids", "rows", "targets", "owners")
+        moved = {name: getattr(self, name).to(device) for name in names}
+        return replace(self, **moved, routed=None if self.routed is None else self.routed.to(device))
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -52,9 +60,19 @@ class Scores:
     routing: Routing | None
     """None unless requested of a mixture of experts."""
     hidden: Tensor
-    """float32 [scored, hidden_size]: the last hidden state, from which each scored token is predicted."""
+    """float32 [scored, hidden_size]: the last hidden state, from which each scored token is predicted; on the model's
+    device.
+    """
     replay: Replay | None
     """Counts of replayed tokens; None if the batch has no recorded experts."""
+
+    def to_cpu(self) -> Scores:
+        """The scores for a loss that is computed on the CPU, all but `hidden`. Gradients pass."""
+        if self.logprobs.device.type == "cpu":
+            return self
+        found = self.routing
+        routing = None if found is None else Routing(found.counts.cpu(), found.probabilities.cpu(), found.squares.cpu())
+        return replace(self, logprobs=self.logprobs.cpu(), entropy=self.entropy.cpu(), routing=routing)
 
 
 @dataclass(frozen=True)

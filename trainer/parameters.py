@@ -13,7 +13,7 @@ rows, columns].
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -49,6 +49,18 @@ class Buffer:
     """Dtype whose values the leaves hold if the buffer is not quantized."""
     power_of_two: bool = False
     """Whether scales are powers of two."""
+
+    def to(self, device: torch.device) -> Buffer:
+        """The same tensors on `device`."""
+        master, codes, scales = self.master.to(device), self.codes, self.scales
+        return replace(
+            self,
+            master=master,
+            leaf=master if self.leaf is self.master else self.leaf.to(device),
+            gradient=self.gradient.to(device),
+            codes=None if codes is None else codes.to(device),
+            scales=None if scales is None else scales.to(device),
+        )
 
     def view(self, buffer: Tensor, name: str) -> Tensor:
         """Part of `buffer` that belongs to parameter `name`, in the parameter's shape."""
@@ -95,6 +107,14 @@ class Parameters:
         parameters.leaves = {name: leaf for buffer in parameters.buffers for name, leaf in buffer.leaves()}
         parameters.requantize()
         return parameters
+
+    def to(self, device: torch.device) -> Parameters:
+        """The same weights on `device`, codes and scales as they are."""
+        if device == self.buffers[0].master.device:
+            return self
+        buffers = [buffer.to(device) for buffer in self.buffers]
+        leaves = {name: leaf for buffer in buffers for name, leaf in buffer.leaves()}
+        return Parameters(self.config, buffers, leaves)
 
     @torch.no_grad()
     def requantize(self) -> None:

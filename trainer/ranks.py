@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.devices import CPU
 from trainer.errors import RanksLost, TrainingConfigError
 from trainer.lifetime import MEETING_VARIABLE
 
@@ -23,10 +24,10 @@ _Item = TypeVar("_Item")
 
 
 class Ranks:
-    """This process among those of its job; alone by default."""
+    """This process among those of its job, and its device; by default alone, on the CPU."""
 
-    def __init__(self, rank: int = 0, count: int = 1) -> None:
-        self.rank, self.count = rank, count
+    def __init__(self, rank: int = 0, count: int = 1, device: torch.device = CPU) -> None:
+        self.rank, self.count, self.device = rank, count, device
 
     @property
     def leads(self) -> bool:
@@ -79,7 +80,7 @@ def losing_ranks(ranks: Ranks) -> Iterator[None]:
     """Turn errors of the communication between ranks into RanksLost."""
     try:
         yield
-    except RuntimeError as error:  # gloo has no error class of its own
+    except RuntimeError as error:  # gloo has no error class of its own; NCCL's is a DistError
         words = str(error).strip().splitlines() or [repr(error)]
         if ranks.count == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
@@ -90,9 +91,9 @@ ALONE = Ranks()
 
 
 @contextmanager
-def join_ranks(expected: int, timeout_s: float, *, group: bool = False) -> Iterator[Ranks]:
+def join_ranks(expected: int, timeout_s: float, *, group: bool = False, device: torch.device = CPU) -> Iterator[Ranks]:
     """Meet the other ranks. timeout_s: longest wait for another rank, in every operation. group: make a process group
-    even for one rank, for a backend that needs one.
+    even for one rank, for a backend that needs one. Sums of GPU tensors go through NCCL, all others through gloo.
 
     Raises TrainingConfigError if the environment has another number of processes than the job's `expected`.
     """
@@ -100,7 +101,7 @@ def join_ranks(expected: int, timeout_s: float, *, group: bool = False) -> Itera
     if count != expected:
         raise TrainingConfigError(f"job field ranks is {expected}, but {count} processes were started: make them equal")
     if count == 1 and not group:
-        yield ALONE
+        yield Ranks(device=device)
         return
     rank = int(os.environ.get("RANK", "0"))
     meeting = os.environ.get(MEETING_VARIABLE)
@@ -109,10 +110,11 @@ def join_ranks(expected: int, timeout_s: float, *, group: bool = False) -> Itera
         place = {"store": dist.HashStore()}  # type: ignore[attr-defined]
     limit = timedelta(seconds=timeout_s)
     try:
-        dist.init_process_group("gloo", rank=rank, world_size=count, timeout=limit, **place)
+        name = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(name, rank=rank, world_size=count, timeout=limit, **place)
     except RuntimeError as error:
         raise RanksLost(rank, count, str(error).splitlines()[0]) from None
     try:
-        yield Ranks(rank, count)
+        yield Ranks(rank, count, device)
     finally:
         dist.destroy_process_group()

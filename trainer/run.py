@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from contracts.artifacts import find_artifact
 from contracts.store import open_store
 from trainer.config import RlJob, SftJob
+from trainer.devices import open_device
 from trainer.metrics import Watcher
 from trainer.plan.check import check_memory
 from trainer.ranks import join_ranks
@@ -28,11 +29,12 @@ def find_result(job: SftJob | RlJob) -> TrainResult | None:
 
 def run_job(job: SftJob | RlJob, watchers: Iterable[Watcher] = ()) -> TrainResult | None:
     """Result of the job; committed artifacts are reused. None on ranks other than 0. Raises TriplaneError."""
-    with join_ranks(job.ranks, job.rank_timeout_s, group=job.backend != "torch") as ranks:
+    group, device = job.backend != "torch", open_device(job.device)
+    with join_ranks(job.ranks, job.rank_timeout_s, group=group, device=device) as ranks:
         # the ranks decide together, since another launch may commit the result between two looks
         if any(ranks.total(find_result(job) is not None)):
             return find_result(job) if ranks.leads else None
-        make_deterministic(job.seed, job.threads)
+        make_deterministic(job.seed, job.threads, device)
         store = open_store(job.store)
         check_memory(job, store)
         if isinstance(job, SftJob):

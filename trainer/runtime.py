@@ -15,13 +15,15 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEEP = 1 << 30
 
 
-def make_deterministic(seed: int, threads: int) -> None:
-    """Fix seeds, thread count and algorithms for the whole process."""
+def make_deterministic(seed: int, threads: int, device: torch.device) -> None:
+    """Fix seeds and thread count for the whole process, and on a CPU the algorithms. On a GPU sums may differ between
+    runs by their rounding: torch has no deterministic variant of all that is used.
+    """
     torch.set_num_threads(threads)
     resolve_kernels()
     # Equals torch.use_deterministic_algorithms(True) without importing the compiler, which takes over a second per
     # start.
-    torch._C._set_deterministic_algorithms(True, warn_only=False)
+    torch._C._set_deterministic_algorithms(device.type == "cpu", warn_only=False)
     # Deterministic mode also fills fresh memory with NaN to expose bugs; nothing here reads uninitialized memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     random.seed(seed)

@@ -52,10 +52,10 @@ class TrainerState:
     """Tensors that the ranks have written; then this object has none itself."""
 
     def copied(self) -> TrainerState:
-        """The same state, which later steps do not change."""
+        """The same state on the CPU, which later steps do not change."""
 
         def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
         masters, optimizer = copies(self.masters), copies(self.optimizer)
         return replace(self, masters=masters, optimizer=optimizer, extra=deepcopy(self.extra))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from contracts.errors import ConfigError, TriplaneError
 from inference.engines.config import VllmConfig
 from inference.engines.vllm_memory import EngineMemory, engine_memory
 from resources.experiment import Experiment, ImportedBase, SftBase
+from resources.gpus import local_gpus
 from trainer.plan import Batch, Limit, Plan, Workload, machine_limits, plan_training
 
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
@@ -46,27 +46,28 @@ class ExperimentPlan:
     engine: EngineMemory | None
     """None unless vLLM serves."""
     limits: list[Limit]
-    """Of this machine, the tightest first."""
+    """Of this machine, the tightest first; of a job on GPUs those of this machine's GPUs."""
     gpus: list[tuple[str, int]]
     """(name, bytes) of the GPUs of this machine."""
 
     @property
     def fits(self) -> bool:
-        """Whether the training fits this machine's memory; a plan of a job without GPUs only."""
-        return all(self.training.peak * self.work.ranks <= limit.free for limit in self.limits)
+        """Whether the training fits the limits."""
+        ranks = self.work.ranks
+        return all(self.training.peak * (ranks if limit.shared else 1) <= limit.free for limit in self.limits)
 
 
 def plan_experiment(experiment: Experiment) -> ExperimentPlan:
     """Plan of the experiment's iterations. Raises ConfigError if the model's shape is not known."""
     model, config = model_shape(experiment)
-    work = workload(experiment, config)
+    work, gpus = workload(experiment, config), local_gpus()
     return ExperimentPlan(
         model=model,
         work=work,
         training=plan_training(work),
         engine=_engine(experiment, config),
-        limits=machine_limits(),
-        gpus=local_gpus(),
+        limits=[Limit(name, size, shared=False) for name, size in gpus] if work.cuda else machine_limits(),
+        gpus=gpus,
     )
 
 
@@ -76,14 +77,13 @@ def workload(experiment: Experiment, config: Mapping[str, Any]) -> Workload:
     longest = min(experiment.dataset.max_tokens or experiment.rollouts.max_tokens, experiment.rollouts.max_tokens)
     tokens = max(trainer.microbatch_tokens, longest)
     rows = experiment.prompts.groups * experiment.rollouts.group_size
-    kind = {name: getattr(where, name) for name in ("backend", "zero_stage") if hasattr(where, name)}
     return Workload(
         config=config,
         batch=Batch(tokens, tokens, rows=rows, sequences=max(1, tokens // longest)),
-        backend=kind.get("backend", "torch"),
-        ranks=where.nodes * (where.gpus or where.ranks),
-        stage=kind.get("zero_stage") or 2,
-        recompute=getattr(where, "activation_checkpointing", False),
+        backend=where.backend,
+        ranks=where.processes,
+        stage=where.stage,
+        recompute=where.activation_checkpointing,
         cuda=where.gpus > 0,
     )
 
@@ -111,17 +111,6 @@ def model_shape(experiment: Experiment) -> tuple[str, dict[str, Any]]:
     return f"the published shape of {base.directory.name}, since {path} does not exist", dict(known)
 
 
-def local_gpus() -> list[tuple[str, int]]:
-    """(name, bytes of memory) of this machine's NVIDIA GPUs; empty without a driver."""
-    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-        rows = [line.rsplit(",", 1) for line in done.stdout.splitlines() if "," in line]
-        return [(name.strip(), int(mebibytes) << 20) for name, mebibytes in rows]
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return []
-
-
 def _engine(experiment: Experiment, config: Mapping[str, Any]) -> EngineMemory | None:
     if not isinstance(experiment.engine, VllmConfig):
         return None
@@ -140,6 +129,6 @@ def training_note(experiment: Experiment) -> str:
     found = plan.training
     biggest = ", ".join(f"{kind} {in_units(size)}" for kind, size in found.biggest[:3])
     ranks = f"{plan.work.ranks} rank(s) of " if plan.work.ranks > 1 else ""
-    free = f"; this machine has {in_units(plan.limits[0].free)} free" if plan.limits and not plan.fits else ""
+    free = f"; {plan.limits[0].name} has {in_units(plan.limits[0].free)} free" if plan.limits and not plan.fits else ""
     problem = f"; vLLM: {plan.engine.problems[0]}" if plan.engine and plan.engine.problems else ""
     return f"memory of training: {ranks}{in_units(found.peak)} in {found.moment} ({biggest}){free}{problem}"

@@ -11,9 +11,9 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Product of each group of rows [N, K] with its matrix of weights [G, K, width]; differentiable.
 
     ends: int32 [G], one past each group's last row; rows after the last group get no defined value. Returns [N, width]
-    of rows' dtype: `F.grouped_mm`, which has no float64, or a loop over the groups for that.
+    of rows' dtype: `F.grouped_mm` where it has the dtype (bfloat16, on a CPU float32 too), else a loop over the groups.
     """
-    if rows.dtype != torch.float64:
+    if rows.dtype == torch.bfloat16 or (rows.dtype == torch.float32 and rows.device.type == "cpu"):
         return F.grouped_mm(rows, weights, offs=ends)
     stops = ends.tolist()
     starts = [0, *stops[:-1]]

@@ -55,7 +55,7 @@ def test_a_malformed_experiment(laboratory: Laboratory, text: str, said: str) ->
     [
         (("-e", str(TINY), "--set", "rollouts.nope=1"), "rollouts.nope is not a field: known are concurrency"),
         (("-e", "nosuch"), "no experiment 'nosuch' in"),
-        (("-e", str(TINY), "--set", "trainer.launcher.gpus=8"), "gpus=8: the trainer computes on the CPU only"),
+        (("-e", str(TINY), "--set", "trainer.launcher.gpus=8"), "gpus=8: this machine has 0 NVIDIA GPU(s)"),
         (
             ("-e", str(TINY), "--set", "trainer.launcher.nodes=2"),
             "nodes=2: the local launcher uses one machine; set it to 1",

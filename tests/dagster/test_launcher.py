@@ -58,7 +58,7 @@ def test_local_launcher_refuses_several_nodes() -> None:
 
 
 def test_local_launcher_refuses_gpus_and_dry_run_says_so(tmp_path: Path) -> None:
-    with pytest.raises(LaunchFailed, match=r"gpus=8: the trainer computes on the CPU only.*set it to 0"):
+    with pytest.raises(LaunchFailed, match=r"gpus=8: this machine has 0 NVIDIA.*set it to 0"):
         launch("pass", gpus=8)
     for gpus, refused in ((0, False), (8, True)):
         experiment = parse_experiment({"name": "one", "trainer": {"launcher": {"gpus": gpus}}})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,9 @@ from trainer.model import score
 from trainer.model_config import ModelConfig
 from trainer.parameters import Parameters, draw_masters
 from trainer.plan import Batch, Limit, Workload, activations, check, machine_limits, plan_training, require_memory
+from trainer.plan.forecast import BackendKind
 from trainer.plan.shapes import Shapes
+from trainer.plan.tape import HOST
 from trainer.run import run_job
 
 GROUPED = ModelConfig(
@@ -152,3 +155,15 @@ def test_job_that_can_not_fit_is_refused_before_it_publishes_anything(
     assert find_artifact(open_store(job.store), "checkpoint", job.key) is None
     monkeypatch.setattr(check, "machine_limits", lambda: [Limit("a phone", 50_000_000)])
     assert run_job(job) is not None
+
+
+@pytest.mark.parametrize("backend", ["torch", "fsdp2", "deepspeed"])
+def test_a_plan_for_gpus_leaves_out_what_lies_in_the_hosts_memory(backend: BackendKind) -> None:
+    work = Workload(config=GROUPED.hf_config(256), batch=Batch(4096, 1024, rows=64), backend=backend, ranks=2)
+    host, gpu = plan_training(work), plan_training(replace(work, cuda=True))
+    assert HOST.isdisjoint(kind for held in gpu.moments.values() for kind in held)
+    assert not HOST.isdisjoint(kind for held in host.moments.values() for kind in held)
+    assert all(size > 0 for held in gpu.moments.values() for size in held.values())
+    assert sum(gpu.moments["load"].values()) < sum(host.moments["load"].values())
+    for kind in ("masters", "gradients", "optimizer moments"):
+        assert gpu.moments["step"][kind] == host.moments["step"][kind]

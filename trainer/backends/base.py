@@ -19,9 +19,9 @@ _Value = TypeVar("_Value")
 
 Microbatch = Sequence[ScoredSequence]
 Read = Callable[[int, Batch, Scores], None]
-"""Receives the number of a microbatch, its batch and the scores of it."""
+"""Receives the number of a microbatch, its batch and the scores of it, which are on the CPU (`Scores.to_cpu`)."""
 Loss = Callable[[int, Batch, Scores], Tensor]
-"""Returns a microbatch's part of the loss of the whole batch: the parts of all ranks add up to it."""
+"""Like `Read`; returns a microbatch's part of the loss of the whole batch: the parts of all ranks add up to it."""
 
 
 class Future(Generic[_T]):

@@ -56,12 +56,13 @@ class DeepSpeedBackend(ShardedBackend):
         """Whether DeepSpeed holds gradients that no step has applied."""
         shapes = parameter_shapes(dict(config))
         policy = Policy(config, shapes, recompute=recompute)
+        policy.to(ranks.device)
         self._parameters = policy.named()
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(masters[name])
         names = {id(parameter): name for name, parameter in self._parameters.items()}
-        self._engine = _engine(policy, list(self._parameters.values()), stage, self._apply)
+        self._engine = _engine(policy, list(self._parameters.values()), stage, self._apply, ranks.device)
         zero = self._engine.optimizer
         if stage == 3:
             order = [names[id(parameter)] for group in zero.fp16_groups for parameter in group]
@@ -146,9 +147,11 @@ class _Step(torch.optim.Optimizer):
         self._apply()
 
 
-def _engine(policy: Policy, parameters: list[torch.nn.Parameter], stage: int, apply: Callable[[], None]) -> Any:
+def _engine(
+    policy: Policy, parameters: list[torch.nn.Parameter], stage: int, apply: Callable[[], None], device: torch.device
+) -> Any:
     """DeepSpeed's engine over the process group of `trainer.ranks`."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("LOCAL_RANK", os.environ.get("RANK", "0"))
     try:
         import deepspeed

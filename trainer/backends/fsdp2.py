@@ -48,15 +48,15 @@ class Fsdp2Backend(ShardedBackend):
         shapes = parameter_shapes(dict(config))
         with torch.device("meta"):
             self._policy = Policy(config, shapes, recompute=recompute)
-        mesh = init_device_mesh("cpu", (ranks.count,))
+        mesh = init_device_mesh(ranks.device.type, (ranks.count,))
         for module in (*self._policy.layers, self._policy):
             # the outermost unit too is freed after forward: an evaluation would otherwise leave old weights in use
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
             assert isinstance(module, FSDPModule)
-            # sums, for which gloo has an operation, in place of means
+            # sums, which gloo and NCCL both have, in place of means
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
-        self._policy.to_empty(device="cpu")
+        self._policy.to_empty(device=ranks.device)
         self._parameters = self._policy.named()
         for name, shape in shapes.items():
             local = _local(self._parameters[name])

@@ -77,7 +77,7 @@ class ShardedBackend(ABC):
         with torch.no_grad(), losing_ranks(self.ranks):
             for number in range(self.ranks.largest(len(microbatches))):
                 batch = make_batch(_members(microbatches, number))
-                scores = self._score(batch, temperature, routing)
+                scores = self._score(batch.to(self.ranks.device), temperature, routing).to_cpu()
                 if number < len(microbatches):
                     read(number, batch, scores)
         return done(None)
@@ -90,7 +90,7 @@ class ShardedBackend(ABC):
             passes = self.ranks.largest(len(microbatches))
             for number in range(passes):
                 batch = make_batch(_members(microbatches, number))
-                scores = self._score(batch, temperature, routing)
+                scores = self._score(batch.to(self.ranks.device), temperature, routing).to_cpu()
                 own = number < len(microbatches)
                 self._backward(loss(number, batch, scores) if own else _nothing(scores), number == passes - 1)
         return done(None)
@@ -140,7 +140,8 @@ class ShardedBackend(ABC):
             held: dict[str, Tensor] = {}
             forward = exported_forward(dict(self.config))
             for shard, whole in self._wholes([(shard, shard.buffer.master) for shard in self.shards]):
-                held |= exported(shard.name, whole.view(shard.shape), forward)
+                parts = exported(shard.name, whole.view(shard.shape), forward)
+                held |= {name: part.cpu() for name, part in parts.items()}
             staged = self._stage(held, expected_tensors(dict(self.config)), METADATA)
             return done(StagedWeights(self.config, staged))
 
@@ -171,7 +172,7 @@ class ShardedBackend(ABC):
             held = dict(shared) if self.ranks.leads else {}
             names = iter([name for number, (name, _, _) in enumerate(found) if self._owner(number) == self.ranks.rank])
             for shard, whole in self._wholes([(shard, part) for _, shard, part in found]):
-                held[next(names)] = whole.view(shard.shape)
+                held[next(names)] = whole.view(shard.shape).cpu()
             staged = self._stage(held, forms, None)
             kind, recipe = self._rule.name if optimizer else "none", precision_of(self.config).kind
             return done(TrainerState({}, {}, kind, step, extra, recipe, staged=staged))

@@ -12,7 +12,7 @@ from torch import Tensor
 from trainer.averaging import COUNT, WeightAverage
 from trainer.backends.base import AdamWRule, Future, Loss, Microbatch, Read, Rule, done
 from trainer.data import make_batch
-from trainer.model import score
+from trainer.model import Batch, Scores, score
 from trainer.optimizers import AdamW, MuonWithAdamW, Optimizer
 from trainer.parameters import Parameters
 from trainer.ranks import ALONE, Ranks
@@ -23,6 +23,7 @@ class TorchBackend:
     """Gradients are summed over the ranks once a step, and every rank takes the same step."""
 
     def __init__(self, parameters: Parameters, rule: Rule, ranks: Ranks = ALONE) -> None:
+        parameters = parameters.to(ranks.device)
         self.parameters, self.ranks, self._rule = parameters, ranks, rule
         self.config: Mapping[str, Any] = parameters.config
         self._optimizer = _open_optimizer(parameters, rule)
@@ -35,9 +36,14 @@ class TorchBackend:
         for number, members in enumerate(microbatches):
             batch = make_batch(members)
             with torch.no_grad():
-                scores = score(self.parameters.leaves, self.config, batch, temperature, routing=routing)
+                scores = self._score(batch, temperature, routing)
             read(number, batch, scores)
         return done(None)
+
+    def _score(self, batch: Batch, temperature: float, routing: bool) -> Scores:
+        """Scores on the CPU."""
+        there = batch.to(self.ranks.device)
+        return score(self.parameters.leaves, self.config, there, temperature, routing=routing).to_cpu()
 
     def clear_gradients(self) -> None:
         """See Backend.clear_gradients."""
@@ -49,7 +55,7 @@ class TorchBackend:
         """See Backend.forward_backward."""
         for number, members in enumerate(microbatches):
             batch = make_batch(members)
-            scores = score(self.parameters.leaves, self.config, batch, temperature, routing=routing)
+            scores = self._score(batch, temperature, routing)
             loss(number, batch, scores).backward()  # type: ignore[no-untyped-call]
         return done(None)
 

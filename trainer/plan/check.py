@@ -11,7 +11,7 @@ from contracts.store import Store
 from trainer.config import RlJob, SftJob
 from trainer.plan.activations import Batch
 from trainer.plan.forecast import Workload, batch_of, plan_training
-from trainer.plan.limits import machine_limits, require_memory
+from trainer.plan.limits import Limit, machine_limits, require_memory
 from trainer.plan.shapes import Shapes
 from trainer.plan.tape import Plan
 from trainer.plan.torch_backend import plan_warm_start
@@ -34,7 +34,8 @@ def check_memory(job: SftJob | RlJob, store: Store) -> None:
         plan = _plan_warm_start(job, store) if isinstance(job, SftJob) else _plan_iteration(job, store)
     except SchemaError:
         return
-    require_memory(plan, _advice(job, plan), _local_ranks(job), machine_limits())
+    limits = machine_limits() if job.device == "cpu" else [_gpu_limit()]
+    require_memory(plan, _advice(job, plan), _local_ranks(job), limits)
 
 
 def _plan_iteration(job: RlJob, store: Store) -> Plan:
@@ -50,6 +51,7 @@ def _plan_iteration(job: RlJob, store: Store) -> Plan:
             stage=job.stage,
             recompute=job.activation_checkpointing,
             resumed=state["optimizer"] == "adamw",
+            cuda=job.device == "cuda",
         )
     )
 
@@ -66,7 +68,7 @@ def _plan_warm_start(job: SftJob, store: Store) -> Plan:
         if job.checkpoint is not None
         else job.model.hf_config(chat.vocabulary_size)
     )
-    return plan_warm_start(Shapes.of(config), _known(job, batch)).plan(job.ranks)
+    return plan_warm_start(Shapes.of(config), _known(job, batch), cuda=job.device == "cuda").plan(job.ranks)
 
 
 def _known(job: SftJob | RlJob, batch: Batch) -> Batch:
@@ -82,6 +84,13 @@ def _starts_otherwise(job: SftJob | RlJob) -> bool:
 def _recipe(job: SftJob | RlJob) -> str:
     """Kind of the job's precision recipe."""
     return job.precision.kind if isinstance(job, SftJob) else job.config.precision.kind
+
+
+def _gpu_limit() -> Limit:
+    """Free memory of this rank's GPU."""
+    import torch  # what it takes is only known to a process that trains there
+
+    return Limit(f"GPU {torch.cuda.current_device()}", torch.cuda.mem_get_info()[0], shared=False)
 
 
 def _local_ranks(job: SftJob | RlJob) -> int:

@@ -19,7 +19,7 @@ def plan_sharded(
 
     recompute: whether each layer is computed again in backward.
     """
-    tape, share = Tape(), F32 * shapes.parameters / ranks
+    tape, share = Tape(cuda=cuda), F32 * shapes.parameters / ranks
     tape.enter("load")
     tape.touch("trainer state as read", F32 * shapes.largest)
     tape.hold("masters", share)

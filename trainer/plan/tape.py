@@ -7,6 +7,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+HOST = frozenset(
+    (
+        "checkpoint as read",
+        "loaded checkpoint",
+        "trainer state as read",
+        "drawn weights",
+        "data",
+        "gathered to be written",
+    )
+)
+"""Kinds that a job on a GPU keeps in the host's memory."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -41,7 +53,9 @@ class Plan:
 class Tape:
     """Bytes held now, and the composition of each moment's peak so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, cuda: bool = False) -> None:
+        """cuda: count a GPU's memory alone, not what lies in its host's."""
+        self._elsewhere = HOST if cuda else frozenset[str]()
         self._held: Counter[str] = Counter()
         self._peaks: dict[str, dict[str, int]] = {}
         self._moment = ""
@@ -54,12 +68,14 @@ class Tape:
 
     def hold(self, kind: str, size: float) -> None:
         """Allocate `size` bytes of `kind`."""
-        self._held[kind] += int(size)
-        self._look()
+        if kind not in self._elsewhere:
+            self._held[kind] += int(size)
+            self._look()
 
     def drop(self, kind: str, size: float | None = None) -> None:
         """Release `size` bytes of `kind`, by default all."""
-        self._held[kind] -= self._held[kind] if size is None else int(size)
+        if kind not in self._elsewhere:
+            self._held[kind] -= self._held[kind] if size is None else int(size)
 
     @contextmanager
     def brief(self, kind: str, size: float) -> Iterator[None]:

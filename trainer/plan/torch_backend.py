@@ -22,7 +22,7 @@ codes as float32 and their products.
 
 def plan_torch(shapes: Shapes, batch: Batch, *, moments: int, resumed: bool, cuda: bool) -> Tape:
     """moments: AdamW's numbers for each parameter; resumed: whether the trainer state has them."""
-    tape = Tape()
+    tape = Tape(cuda=cuda)
     tape.enter("load")
     read_checkpoint(tape, shapes)
     tape.hold("trainer state as read", F32 * shapes.parameters * (1 + (moments if resumed else 0)))
@@ -40,12 +40,12 @@ def plan_torch(shapes: Shapes, batch: Batch, *, moments: int, resumed: bool, cud
     return tape
 
 
-def plan_warm_start(shapes: Shapes, batch: Batch) -> Tape:
+def plan_warm_start(shapes: Shapes, batch: Batch, *, cuda: bool = False) -> Tape:
     """Supervised training from fresh weights: Muon for quantized matrices, AdamW for the rest.
 
     Muon's temporaries are not counted.
     """
-    tape = Tape()
+    tape = Tape(cuda=cuda)
     tape.enter("load")
     tape.hold("drawn weights", F32 * shapes.parameters)
     hold_parameters(tape, shapes)
@@ -53,7 +53,7 @@ def plan_warm_start(shapes: Shapes, batch: Batch) -> Tape:
     tape.hold("optimizer moments", F32 * (2 * shapes.parameters - shapes.quantized))
     hold_data(tape, batch)
     tape.enter("backward")
-    backward(tape, shapes, batch, cuda=False)
+    backward(tape, shapes, batch, cuda=cuda)
     tape.enter("step")
     step(tape, shapes)
     return tape

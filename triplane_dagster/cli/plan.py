@@ -108,9 +108,12 @@ def _print_limits(found: ExperimentPlan) -> None:
     from trainer.plan.limits import in_units
 
     limits = "; ".join(f"{limit.name} {in_units(limit.free)}" for limit in found.limits) or "none known"
+    if found.work.cuda and not found.limits:
+        console().print("The plan is that of a GPU's memory; no NVIDIA GPU is here to compare it with.")
+        return
     verdict = "fits" if found.fits else "does NOT fit: training would be refused here"
     console().print(f"Free memory: {limits}. All ranks on this machine: {verdict}.")
-    for name, size in found.gpus:
+    for name, size in () if found.work.cuda else found.gpus:
         console().print(f"GPU: {name}, {in_units(size)}.")
 
 
