@@ -29,7 +29,7 @@ from benchmarks.s3server import S3Server, s3_server
 from contracts.artifacts import list_artifacts
 from contracts.store import Store, open_store
 from ops.inputs import iteration_key
-from resources.experiment import Experiment, load_experiment
+from resources.experiment import Experiment, load_experiment, read_values
 from resources.overrides import apply_overrides
 from resources.progress import Progress, ProgressSink
 from triplane_dagster.assembly import experiments_folder
@@ -152,8 +152,7 @@ def _digests(store: Store) -> Mapping[str, list[str]]:
 def _experiment(options: S3Options, folder: Path) -> Experiment:
     named = Path(options.experiment)
     source = named if named.suffix == ".yaml" else experiments_folder() / f"{options.experiment}.yaml"
-    load_experiment(source)  # raises an error that names a missing or malformed file
-    values: dict[str, Any] = apply_overrides(yaml.safe_load(source.read_text()), options.set.split())
+    values: dict[str, Any] = apply_overrides(read_values(source), options.set.split())
     path = folder / source.name
     path.write_text(yaml.safe_dump(values, sort_keys=False))
     return load_experiment(path)

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from contracts.store import Store, open_store
-from resources.experiment import Experiment, load_experiment
+from resources.experiment import Experiment, load_experiment, read_values
 from resources.overrides import apply_overrides
 
 DEFAULT_FOLDER = ".triplane/benchmarks"
@@ -59,7 +59,7 @@ class Workbench:
 
     def add_experiment(self, source: Path, name: str, overrides: list[str]) -> Experiment:
         """Write `source`, renamed and overridden, as an experiment of this folder. Raises ExperimentError."""
-        values: dict[str, Any] = apply_overrides(yaml.safe_load(source.read_text()), [f"name={name}", *overrides])
+        values: dict[str, Any] = apply_overrides(read_values(source), [f"name={name}", *overrides])
         path = self.root / "experiments" / f"{name}.yaml"
         path.write_text(yaml.safe_dump(values, sort_keys=False))
         records = self.root / "dagster" / name

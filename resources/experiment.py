@@ -32,7 +32,7 @@ from envd.types import Limits
 from inference.engines.config import BuiltinConfig, EngineConfig
 from inference.rollouts.config import RolloutConfig
 from resources.errors import ExperimentError
-from resources.overrides import apply_overrides, explain
+from resources.overrides import apply_overrides, explain, merge
 from trainer.config import BackendConfig, Device, RlConfig, SftConfig
 from trainer.model_config import ModelConfig
 
@@ -390,24 +390,43 @@ class Experiment(Section):
 
 
 def load_experiment(path: Path | str, overrides: list[str] | None = None) -> Experiment:
-    """Read an experiment file and apply overrides such as "trainer.learning_rate=1e-4" (values are YAML).
+    """Read an experiment file and apply overrides such as "trainer.learning_rate=1e-4" (values are YAML). Its key
+    `extends` may name a file beside it, whose values it changes: see `merge`.
 
     Raises ExperimentError that names the file, the field, the value and the fix.
     """
     source = Path(path)
+    values = read_values(source)
+    return parse_experiment(apply_overrides(values, overrides or []), str(source))
+
+
+def read_values(source: Path, extended: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Values of an experiment file, merged into those of the file that its `extends` names. extended: the files that
+    extend this one.
+
+    Raises ExperimentError.
+    """
     try:
-        text = source.read_text()
+        values = yaml.safe_load(source.read_text())
     except OSError as error:
+        said = f", which {extended[-1]} extends," if extended else ""
         raise ExperimentError(
-            f"experiment {source} can't be read ({error.strerror}): name a YAML file in experiments/"
+            f"experiment {source}{said} can't be read ({error.strerror}): name a YAML file in experiments/"
         ) from None
-    try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ExperimentError(f"experiment {source} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise ExperimentError(f"experiment {source} is not a mapping: begin with `name: ...`")
-    return parse_experiment(apply_overrides(values, overrides or []), str(source))
+    base = values.pop("extends", None)
+    if base is None:
+        return values
+    if not isinstance(base, str):
+        raise ExperimentError(f"experiment {source}: extends = {base!r:.60} is not the name of a file beside it")
+    files = (*extended, source.resolve())
+    other = (source.parent / base).resolve()
+    if other in files:
+        raise ExperimentError(f"experiment {source}: extends = {base!r} leads back to {other.name}: remove one of them")
+    return merge(read_values(other, files), values)
 
 
 def parse_experiment(values: dict[str, Any], source: str = "experiment") -> Experiment:

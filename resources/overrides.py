@@ -43,6 +43,21 @@ def apply_overrides(values: dict[str, Any], overrides: list[str]) -> dict[str, A
     return result
 
 
+def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Copy of nested `base` with the values of `changes`, section by section; lists are replaced whole.
+
+    Another `kind` of a section replaces the whole section.
+    """
+    merged = copy.deepcopy(base)
+    for name, value in changes.items():
+        own = merged.get(name)
+        if isinstance(own, dict) and isinstance(value, dict) and value.get("kind", own.get("kind")) == own.get("kind"):
+            merged[name] = merge(own, value)
+        else:
+            merged[name] = value
+    return merged
+
+
 def _value(text: str, override: str) -> Any:
     try:
         value = yaml.safe_load(text)

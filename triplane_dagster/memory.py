@@ -31,6 +31,20 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
     },
+    "Qwen3-4B": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 2560,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 9728,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+    },
 }
 """Fields of the published config.json, by the name of the directory, for a plan before the weights are fetched."""
 

@@ -18,7 +18,7 @@ from triplane_dagster.jobs import EXPERIMENT_TAG, REMAINING_TAG, iteration_job, 
 from triplane_dagster.schedules import nightly
 from triplane_dagster.sensors import next_request
 
-SHIPPED = ("quickstart", "qwen3_30b_a3b")
+SHIPPED = ("quickstart", "qwen3_30b_a3b", "qwen3_30b_a3b_deepspeed", "qwen3_30b_a3b_te", "qwen3_4b")
 
 
 def test_each_experiment_has_the_whole_graph_under_its_own_prefix() -> None:

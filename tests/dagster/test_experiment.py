@@ -117,3 +117,40 @@ def test_a_malformed_file_is_named(text: str, tmp_path: Path) -> None:
 def test_an_absent_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ExperimentError, match=r"nothing\.yaml can't be read"):
         load_experiment(tmp_path / "nothing.yaml")
+
+
+def write(folder: Path, **files: str) -> Path:
+    """Write files by the stems of their names. Returns the first."""
+    for name, text in files.items():
+        (folder / f"{name}.yaml").write_text(text)
+    return folder / f"{next(iter(files))}.yaml"
+
+
+def test_a_file_extends_others_section_by_section(tmp_path: Path) -> None:
+    last = write(
+        tmp_path,
+        last="extends: middle.yaml\nname: last\ntrainer: {learning_rate: 0.5}\nengine: {kind: builtin, threads: 3}\n",
+        middle="extends: first.yaml\nname: middle\nrollouts: {max_turns: 3}\nengine: {kind: vllm, flags: [a, b]}\n",
+        first="name: first\nseed: 7\nrollouts: {max_turns: 9, group_size: 6}\nengine: {flags: [c], kind: vllm}\n",
+    )
+    found = load_experiment(last, ["trainer.beta1=0.25"])
+    assert (found.name, found.seed, found.rollouts.max_turns, found.rollouts.group_size) == ("last", 7, 3, 6)
+    assert (found.trainer.learning_rate, found.trainer.beta1) == (0.5, 0.25)
+    assert found.engine.kind == "builtin", "another kind replaces the section, whose values were another kind's"
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"one": "extends: two.yaml\n", "two": "extends: one.yaml\n"}, "leads back to one.yaml: remove one of them"),
+        ({"one": "extends: one.yaml\n"}, "leads back to one.yaml"),
+        ({"one": "extends: gone.yaml\n"}, "gone.yaml, which "),
+        ({"one": "extends: 3\n"}, "extends = 3 is not the name of a file beside it"),
+        ({"one": "extends: two.yaml\n", "two": "- 1\n"}, "two.yaml is not a mapping"),
+        ({"one": "extends: two.yaml\nname: one\nsede: 1\n", "two": "name: two\n"}, "did you mean seed?"),
+    ],
+)
+def test_what_can_not_be_extended_is_one_line(files: dict[str, str], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ExperimentError) as caught:
+        load_experiment(write(tmp_path, **files))
+    assert said in str(caught.value) and "\n" not in str(caught.value)

@@ -22,6 +22,9 @@ written by `triplane experiments docs -o docs/experiments.md` from the models in
 `triplane experiments show -e NAME` prints an experiment with every default filled in, and `--set a.b=c` overrides a
 value on the command line.
 
+`extends: other.yaml` takes all values of a file beside it; sections are merged key by key, lists and sections of
+another `kind` are replaced.
+
 The key of a step's artifact depends on its inputs and its own part of this file: changing `trainer.*` does not repeat
 sampling.
 """
