@@ -39,9 +39,10 @@ demo: $(NATIVE)  ## one small model learns to fix code, on this CPU, in minutes
 test: lint $(NATIVE)  ## lint, types, import rules and the whole default suite
 	$(BIN)/pytest $(PARALLEL)
 
-test-slow: $(NATIVE)  ## minutes-long suites: end to end, the web server, kill and resume, a build without a C compiler
+SLOW = tests
+test-slow: $(NATIVE)  ## minutes-long suites: end to end, the web server, kill and resume, no C compiler; SLOW=tests/trainer
 	$(ZIG)
-	$(BIN)/pytest $(PARALLEL) -m slow
+	$(BIN)/pytest $(PARALLEL) -m slow $(SLOW)
 
 test-large: $(NATIVE)  ## a checkpoint of 3 GB in bounded memory; takes 12 GB of memory and of disk
 	$(BIN)/pytest -s -m large

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -26,9 +27,14 @@ SMALLER = (
 
 @pytest.fixture(scope="session")
 def learned(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
-    """Minutes to make. $TRIPLANE_LABORATORY names a folder to keep it in, and to find it in again."""
-    kept = os.environ.get("TRIPLANE_LABORATORY")
-    folder = Path(kept) if kept else tmp_path_factory.mktemp("laboratory")
+    """Minutes to make, so that all processes of a run of pytest share it. $TRIPLANE_LABORATORY names a folder to keep it
+    in, and to find it in again.
+    """
+    kept, base = os.environ.get("TRIPLANE_LABORATORY"), tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = Path(kept) if kept else shared / "laboratory"
     laboratory = Laboratory(folder, ROOT / "experiments" / "quickstart.yaml", SMALLER)
-    laboratory.run("demo", *laboratory.settings, "--set", "iterations=5", "--json")
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        laboratory.run("demo", *laboratory.settings, "--set", "iterations=5", "--json")
     return laboratory

@@ -8,7 +8,7 @@ from benchmarks.training_memory import CASES, compare
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["experts", "one-layer", "tokens", "tiled-head", "fresh"])
 def test_forecast_is_within_five_percent_of_the_measured_peak(name: str) -> None:
     found = compare(CASES[name])
     assert abs(found["difference %"]) < 5, found
