@@ -44,7 +44,7 @@ NEEDS = {
         ("mksquashfs",), "QEMU and Firecracker sandboxes", _debian("squashfs-tools"), ("test", "slow", "escape")
     ),
     "unsquashfs": Need(("unsquashfs",), "the stand-in for Firecracker", _debian("squashfs-tools"), ("test", "slow")),
-    "runsc": Need(("runsc",), "gVisor sandboxes", "deploy/install-runsc.sh", ("test", "slow", "escape")),
+    "runsc": Need(("runsc",), "gVisor sandboxes", "deploy/install-runsc.sh", ("slow", "escape")),
     "apt-get": Need(("apt-get",), "the guest image of QEMU sandboxes", "Debian or Ubuntu", ("slow", "escape")),
     "unshare": Need(("unshare",), "namespaces of tests", _debian("util-linux"), SUITES),
     "setpriv": Need(("setpriv",), "tests as another user", _debian("util-linux"), ("test", "slow")),

@@ -27,8 +27,8 @@ SMALLER = (
 
 @pytest.fixture(scope="session")
 def learned(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
-    """Minutes to make, so that all processes of a run of pytest share it. $TRIPLANE_LABORATORY names a folder to keep it
-    in, and to find it in again.
+    """Minutes to make, so that all processes of a run of pytest share it. $TRIPLANE_LABORATORY names a folder to keep
+    it in, and to find it in again.
     """
     kept, base = os.environ.get("TRIPLANE_LABORATORY"), tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base

@@ -26,7 +26,7 @@ from tests.envd.backend_contract import Machines  # noqa: E402
 from tests.envd.stand_ins import FIRECRACKER_NEEDS, firecracker_host, pods_cluster, qemu_image  # noqa: E402
 from tests.needs import require  # noqa: E402
 
-SLOW = {"qemu": [pytest.mark.slow, pytest.mark.timeout(600)]}
+SLOW = {"gvisor": [pytest.mark.slow], "qemu": [pytest.mark.slow, pytest.mark.timeout(600)]}
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=SLOW.get(name, [])) for name in BACKENDS])

@@ -27,6 +27,7 @@ from envd.types import Limits
 from tests.envd.gvisors import COUNTER, FILES, GVisor, make_template, reason_of, require_runsc, shell
 from tests.envd.harness import require_limits
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -20,6 +20,7 @@ from envd.sandbox.cgroups import OWNED
 from envd.types import Limits
 from tests.envd.gvisors import COUNTER, GVisor, make_template, require_runsc, shell
 
+pytestmark = pytest.mark.slow
 HOLD_MB = 200
 ROOMY = Limits(memory_mb=1024)
 HOLDER = f"""
@@ -248,7 +249,6 @@ def test_a_damaged_image_starts_nothing_and_leaves_nothing(gvisor: GVisor, image
     assert not list((gvisor.directory / "gvisor" / "boxes").iterdir())
 
 
-@pytest.mark.slow
 def test_a_python_process_that_holds_200_mb_is_hibernated_resumed_forked_and_migrated(
     gvisor: GVisor, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

@@ -96,7 +96,7 @@ def qemu() -> Iterator[Harness]:
         yield Harness(server.address)
 
 
-@pytest.fixture(params=["gvisor", pytest.param("qemu", marks=pytest.mark.slow)])
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) for name in ("gvisor", "qemu")])
 def guest(request: pytest.FixtureRequest) -> tuple[str, Harness]:
     return str(request.param), request.getfixturevalue(request.param)
 
