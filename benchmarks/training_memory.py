@@ -3,7 +3,7 @@
     for each case: a process writes checkpoint, trainer state and dataset -> a fresh one imports the trainer, notes its
     resident bytes, runs the job -> peak above that; trainer.plan for the same job -> difference
 
-Linux only. The backend, on every rank, is the one of the case.
+Linux only. Each backend trains every case, in one process.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, Field
 
 from benchmarks.result import Options, Result
 from contracts.errors import TriplaneError
 from trainer.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from trainer.ranks import Ranks
 
 GIB = 2**30
 EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
@@ -45,6 +48,8 @@ class Case(BaseModel):
     """Whether the trainer state has AdamW's moments."""
     balance: float = 0.0
     """`router_balance`."""
+    backend: dict[str, Any] = {}
+    """Fields of a job that name its backend."""
 
 
 def _case(name: str, vocabulary: int, length: int, scored: int, shape: str, **more: Any) -> Case:
@@ -79,6 +84,8 @@ class TrainingMemoryOptions(Options):
 
     cases: str = Field(",".join(CASES))
     """Names of cases, with commas."""
+    backends: str = Field("torch,fsdp2,deepspeed-2,deepspeed-3")
+    """Names of backends, with commas; DeepSpeed with its ZeRO stage."""
 
 
 OPTIONS = TrainingMemoryOptions
@@ -90,10 +97,16 @@ def run(options: TrainingMemoryOptions) -> Result:
     unknown = [name for name in names if name not in CASES]
     if unknown:
         raise TriplaneError(f"training-memory: no case is called {unknown[0]}: choose from {', '.join(CASES)}")
-    rows = [compare(CASES[name]) for name in names]
+    backends = [_backend(name) for name in options.backends.split(",")]
+    rows = [compare(CASES[name].model_copy(update={"backend": each})) for each in backends for name in names]
     worst = max(abs(row["difference %"]) for row in rows)
     notes = ["peak above the resident bytes after imports; one process, one thread"]
     return Result({"plan_error_percent": worst}, rows, notes)
+
+
+def _backend(name: str) -> dict[str, Any]:
+    kind, _, stage = name.partition("-")
+    return {"backend": kind, "zero_stage": int(stage) if stage else None}
 
 
 def compare(case: Case) -> dict[str, Any]:
@@ -105,6 +118,7 @@ def compare(case: Case) -> dict[str, Any]:
         _apart("write", case, scratch)
         measured = _apart("train", case, scratch)["peak"]
     return {
+        "backend": _shown(case),
         "case": case.name,
         "plan GiB": plan.peak / GIB,
         "measured GiB": measured / GIB,
@@ -112,6 +126,11 @@ def compare(case: Case) -> dict[str, Any]:
         "moment": plan.moment,
         "largest": max(plan.at_peak, key=lambda kind: plan.at_peak[kind]),
     }
+
+
+def _shown(case: Case) -> str:
+    stage = case.backend.get("zero_stage")
+    return f"{case.backend.get('backend', 'torch')}{f'-{stage}' if stage else ''}"
 
 
 def workload_of(case: Case) -> Any:
@@ -122,6 +141,8 @@ def workload_of(case: Case) -> Any:
         config=case.model.hf_config(case.vocabulary),
         batch=Batch(case.length * case.microbatch, case.scored * case.microbatch, rows=4 * case.microbatch),
         resumed=case.resumed,
+        backend=case.backend.get("backend", "torch"),
+        stage=case.backend.get("zero_stage") or 2,
     )
 
 
@@ -208,20 +229,27 @@ def train(case: Case, folder: Path) -> dict[str, Any]:
 
     A small job runs first: what libraries allocate once belongs to no tensor.
     """
+    from trainer.ranks import join_ranks
+
     small = folder / "small"
     small.mkdir(exist_ok=True)
     write(SMALL, small)
-    _run(SMALL, small)
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM: proc(5)
-    before = resident("VmRSS")
-    _run(case, folder)
-    return {"peak": resident("VmHWM") - before}
+    # one process group for both jobs: torch keeps meshes of the first
+    with join_ranks(1, 60.0, group=bool(case.backend)) as ranks:
+        _run(SMALL.model_copy(update={"backend": case.backend}), small, ranks)
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM: proc(5)
+        before = resident("VmRSS")
+        _run(case, folder, ranks)
+        return {"peak": resident("VmHWM") - before}
 
 
-def _run(case: Case, folder: Path) -> None:
+def _run(case: Case, folder: Path, ranks: Ranks) -> None:
     from contracts.artifacts import ArtifactRef
+    from contracts.store import open_store
     from trainer.config import RlConfig, RlJob
-    from trainer.run import run_job
+    from trainer.devices import CPU
+    from trainer.rl import train_rl
+    from trainer.runtime import make_deterministic
 
     refs: dict[str, Any] = {
         name: ArtifactRef(**each) for name, each in json.loads((folder / "refs.json").read_text()).items()
@@ -236,8 +264,10 @@ def _run(case: Case, folder: Path) -> None:
         checkpoint=refs["checkpoint"],
         trainer_state=refs["trainer_state"],
         config=config,
+        **case.backend,
     )
-    run_job(job)
+    make_deterministic(job.seed, job.threads, CPU)
+    train_rl(job, open_store(job.store), (), ranks)
 
 
 def resident(name: str) -> int:

@@ -25,6 +25,7 @@ from trainer.backends.sharded import ShardedBackend
 from trainer.backends.shards import Shard, ShardedOptimizer, shard_of
 from trainer.errors import TrainingConfigError
 from trainer.model import Batch, Scores
+from trainer.plan.sharded import REDUCE_BUCKET
 from trainer.ranks import Ranks
 
 WHOLE = 10**15
@@ -177,6 +178,7 @@ def _engine(
             "overlap_comm": False,
             "contiguous_gradients": True,
             "reduce_scatter": True,
+            "reduce_bucket_size": REDUCE_BUCKET,
         },
     }
     engine, *_ = deepspeed.initialize(

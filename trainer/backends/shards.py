@@ -20,6 +20,7 @@ from trainer.parameters import Buffer
 from trainer.ranks import Ranks
 
 MUON_MOMENTUM = 0.95
+NO_GRADIENT = torch.empty(0)
 
 
 @dataclass
@@ -39,7 +40,7 @@ def shard_of(name: str, shape: tuple[int, ...], ranges: Sequence[tuple[int, int]
     """master: this rank's part, float32 [elements], changed in place by the optimizer."""
     master = master.detach()
     spans: dict[str, tuple[int, int, tuple[int, ...]]] = {name: (0, len(master), (len(master),))}
-    return Shard(name, shape, ranges, Buffer(name, master, master, torch.empty(0), spans))
+    return Shard(name, shape, ranges, Buffer(name, master, master, NO_GRADIENT, spans))
 
 
 def global_norm(shards: Sequence[Shard], ranks: Ranks) -> Tensor:
@@ -74,6 +75,8 @@ class ShardedOptimizer:
         if self._muon is not None:
             self._muon.step(learning_rate)
         self._adamw.step(learning_rate * self._share)
+        for shard in self._shards:  # the library's memory, which the next step does not use
+            shard.buffer.gradient = NO_GRADIENT
         return norm
 
     def state(self) -> dict[str, Tensor]:

@@ -18,8 +18,6 @@ from trainer.plan.tape import Plan
 from trainer.plan.torch_backend import plan_torch
 
 BackendKind = Literal["torch", "fsdp2", "deepspeed"]
-MEASURED = ("torch",)
-"""Backends whose forecast was compared with measured peaks."""
 ADAMW = 2
 """Numbers for each parameter that AdamW keeps."""
 
@@ -56,6 +54,7 @@ def plan_training(work: Workload) -> Plan:
             moments=ADAMW,
             recompute=work.recompute,
             cuda=work.cuda,
+            deepspeed=work.backend == "deepspeed",
         )
     else:
         raise TrainingConfigError(f"backend {work.backend} has no memory plan: use torch, fsdp2 or deepspeed")

@@ -1,37 +1,54 @@
 """Allocations of backends that divide the model among ranks: FSDP2 and DeepSpeed's ZeRO.
 
 Sources: torch.distributed.fsdp.fully_shard's documentation; "ZeRO: Memory Optimizations Toward Training Trillion
-Parameter Models" (arXiv:1910.02054), sections 5 and 7. Not compared with measured peaks.
+Parameter Models" (arXiv:1910.02054), sections 5 and 7; DeepSpeed's stage_1_and_2.py and stage3.py.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from trainer.plan.activations import F32, Batch, experts_backward, experts_bytes, head_bytes, layer_bytes, saved_bytes
 from trainer.plan.shapes import Shapes
 from trainer.plan.tape import Tape
 from trainer.plan.torch_backend import DEQUANTIZING, QUANTIZING, hold_data
 
+REDUCE_BUCKET = 500_000_000
+"""Elements of DeepSpeed's buffer, in which gradients wait to be summed over the ranks."""
+
 
 def plan_sharded(
-    shapes: Shapes, batch: Batch, *, ranks: int, stage: int, moments: int, recompute: bool, cuda: bool
+    shapes: Shapes, batch: Batch, *, ranks: int, stage: int, moments: int, recompute: bool, cuda: bool, deepspeed: bool
 ) -> Tape:
     """stage: what is divided. 1: moments and masters, 2: gradients too, 3: weights too (as FSDP2 does).
 
-    recompute: whether each layer is computed again in backward.
+    recompute: whether each layer is computed again in backward. deepspeed: whether DeepSpeed divides, else FSDP2.
     """
+    bucket = F32 * (REDUCE_BUCKET if cuda else min(REDUCE_BUCKET, shapes.parameters)) if deepspeed else 0
     tape, share = Tape(cuda=cuda), F32 * shapes.parameters / ranks
     tape.enter("load")
     tape.touch("trainer state as read", F32 * shapes.largest)
     tape.hold("masters", share)
     if stage < 3:
         tape.hold("weights of the forward pass", F32 * shapes.parameters)
-    tape.hold("gradients", share if stage > 1 else F32 * shapes.parameters)
+    elif deepspeed:  # its parts of the weights stand beside the masters
+        tape.hold("weights of the forward pass", share)
+        tape.hold("communication buffers", bucket)
+    if not deepspeed:
+        tape.hold("gradients", share)
     tape.hold("optimizer moments", moments * share)
     hold_data(tape, batch)
     tape.enter("backward")
-    _backward(tape, shapes, batch, stage=stage, recompute=recompute, cuda=cuda)
+    with tape.brief("communication buffers", bucket if stage < 3 else 0):
+        _backward(tape, shapes, batch, stage=stage, recompute=recompute, cuda=cuda)
     tape.enter("step")
-    tape.touch("optimizer temporaries", F32 * shapes.largest / ranks)
+    if deepspeed:
+        tape.hold("gradients", share if stage > 1 else F32 * shapes.parameters)
+    with tape.brief("gradients", share if deepspeed and stage == 3 else 0):  # a copy in the optimizer's layout
+        tape.touch("optimizer temporaries", F32 * shapes.largest / ranks)
+    if deepspeed and stage < 3:
+        tape.drop("gradients")
     tape.enter("publish")
     # each rank gathers its share of the whole tensors: masters and moments, and before that one tensor's codes
     tape.touch("gathered to be written", share * (1 + moments) + F32 * shapes.largest)
@@ -43,13 +60,21 @@ def _backward(tape: Tape, shapes: Shapes, batch: Batch, *, stage: int, recompute
     head, _, head_back = head_bytes(model, batch, cuda=cuda)
     one = layer_bytes(model, batch)
     saved = F32 * batch.tokens * model.hidden * model.layers + one if recompute else saved_bytes(model, batch)
-    gathered = F32 * shapes.outside + 2 * layer if stage == 3 else 0
+    divided = stage == 3
     stack = (model.experts or 1) * model.hidden * model.width
-    with tape.brief("gathered weights", gathered), tape.brief("leaves of a layer", layer):
-        tape.touch("quantization", max(QUANTIZING + 1, DEQUANTIZING) * stack)
+
+    @contextmanager
+    def one_layer() -> Iterator[None]:
+        """A layer computes while the next one is gathered."""
+        with tape.brief("gathered weights", 2 * layer if divided else 0), tape.brief("leaves of a layer", layer):
+            yield
+
+    with tape.brief("gathered weights", F32 * shapes.outside if divided else 0):
+        with one_layer():
+            tape.touch("quantization", max(QUANTIZING + 1, DEQUANTIZING) * stack)
         with tape.brief("activations", saved):
             tape.touch("logits", max(head, head_back))
         left = saved if recompute else saved - experts_bytes(model, batch.scored)
-        with tape.brief("activations", left):
+        with one_layer(), tape.brief("activations", left):
             tape.touch("gradients in flight", layer + experts_backward(model, batch.tokens))
     tape.touch("gradients in flight", F32 * shapes.outside)

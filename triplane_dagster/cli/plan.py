@@ -22,6 +22,7 @@ MEANING = {
     "checkpoint as read": "the parent's files in memory",
     "trainer state as read": "the parent's masters and moments, before they are copied",
     "weights of the forward pass": "whole weights, which ZeRO 1 and 2 do not divide",
+    "communication buffers": "gradients that wait to be summed over the ranks",
     "gathered weights": "whole layers that are gathered for a pass and freed after it",
     "leaves of a layer": "quantized weights of the layer that computes",
     "activations": "what the forward pass keeps for the backward pass, by tokens of a microbatch",
@@ -59,13 +60,10 @@ def plan(experiment: ExperimentName = "quickstart", overrides: Overrides = None,
 
 
 def _as_json(found: ExperimentPlan) -> dict[str, Any]:
-    from trainer.plan.forecast import MEASURED
-
     training, work, engine = found.training, found.work, found.engine
     return {
         "model": found.model,
         "backend": work.backend,
-        "compared_with_measurements": work.backend in MEASURED,
         "ranks": work.ranks,
         "tokens": work.batch.tokens,
         "peak": training.peak,
@@ -80,7 +78,6 @@ def _as_json(found: ExperimentPlan) -> dict[str, Any]:
 
 
 def _print_training(name: str, found: ExperimentPlan) -> None:
-    from trainer.plan.forecast import MEASURED
     from trainer.plan.limits import in_units
     from trainer.plan.shapes import Shapes
 
@@ -100,8 +97,6 @@ def _print_training(name: str, found: ExperimentPlan) -> None:
         f" {in_units(training.peak)} in {training.moment}, {training.peak / size:.3g} bytes a parameter"
         + (f"; {in_units(training.peak * work.ranks)} on all ranks." if work.ranks > 1 else ".")
     )
-    if work.backend not in MEASURED:
-        console().print(f"The plan of {work.backend} follows its documentation and was not compared with measurements.")
 
 
 def _print_limits(found: ExperimentPlan) -> None:
