@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from contracts.pb import envd_pb2
+from contracts.syntax import parse_python
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
@@ -43,7 +44,7 @@ DAGSTER_LAYERS = {"resources", "ops", "assets", "triplane_dagster", "benchmarks"
 
 
 def imports_of(path: Path) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parse_python(path.read_text())):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -147,7 +148,7 @@ def import_edges() -> dict[str, set[str]]:
     listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     modules = {module_of(path): ROOT / path for path in listed.splitlines() if (ROOT / path).exists()}
     return {
-        name: {each for each in module_imports(ast.parse(path.read_text()), set(modules)) if each in modules}
+        name: {each for each in module_imports(parse_python(path.read_text()), set(modules)) if each in modules}
         for name, path in modules.items()
     }
 

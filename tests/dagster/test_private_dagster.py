@@ -11,6 +11,7 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
+from contracts.syntax import parse_python
 from triplane_dagster import private_dagster as private
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +23,7 @@ PRIVATE = ROOT / "triplane_dagster" / "private_dagster.py"
 def test_private_modules_of_dagster_are_imported_in_one_file(package: str) -> None:
     found = []
     for path in sorted((ROOT / package).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse_python(path.read_text())):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             found += [f"{path}: {name}" for name in names if name.startswith("dagster._") and path != PRIVATE]

@@ -31,7 +31,8 @@ class Guest:
         self.workspace = directory / "workspace"
         self.workspace.mkdir(parents=True)
         self.socket, theirs = socket.socketpair()
-        environment |= {"PATH": os.environ["PATH"], "HOME": str(directory), "LANG": "C.UTF-8"}
+        folders = [folder for folder in os.environ["PATH"].split(os.pathsep) if os.access(folder, os.X_OK)]
+        environment |= {"PATH": os.pathsep.join(folders), "HOME": str(directory), "LANG": "C.UTF-8"}
         with theirs:
             self.process = subprocess.Popen(
                 command(theirs.fileno(), directory, program), pass_fds=[theirs.fileno()], env=environment
