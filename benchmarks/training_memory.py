@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +77,11 @@ CASES = {
         _case("fresh", 4_000, 512, 256, "384 2 8 384 2 6 2 64", resumed=False, balance=0.01),
     )
 }
+BACKENDS: dict[str, dict[str, Any]] = {
+    "torch": {"backend": "torch"},
+    "fsdp2": {"backend": "fsdp2"},
+    **{f"deepspeed-{stage}": {"backend": "deepspeed", "zero_stage": stage} for stage in (1, 2, 3)},
+}
 SMALL = _case("small", 1_000, 64, 32, "128 1 2 128 1 2 2 64")
 
 
@@ -93,20 +99,21 @@ OPTIONS = TrainingMemoryOptions
 
 def run(options: TrainingMemoryOptions) -> Result:
     """Measure the cases, one after the other. Raises TriplaneError for an unknown case or a process that dies."""
-    names = options.cases.split(",")
-    unknown = [name for name in names if name not in CASES]
-    if unknown:
-        raise TriplaneError(f"training-memory: no case is called {unknown[0]}: choose from {', '.join(CASES)}")
-    backends = [_backend(name) for name in options.backends.split(",")]
+    names = _known("case", options.cases, CASES)
+    backends = [BACKENDS[name] for name in _known("backend", options.backends, BACKENDS)]
     rows = [compare(CASES[name].model_copy(update={"backend": each})) for each in backends for name in names]
     worst = max(abs(row["difference %"]) for row in rows)
     notes = ["peak above the resident bytes after imports; one process, one thread"]
     return Result({"plan_error_percent": worst}, rows, notes)
 
 
-def _backend(name: str) -> dict[str, Any]:
-    kind, _, stage = name.partition("-")
-    return {"backend": kind, "zero_stage": int(stage) if stage else None}
+def _known(what: str, names: str, known: Mapping[str, Any]) -> list[str]:
+    """The names of a list with commas. Raises TriplaneError for an unknown one."""
+    found = names.split(",")
+    unknown = [name for name in found if name not in known]
+    if unknown:
+        raise TriplaneError(f"training-memory: no {what} is called {unknown[0]!r}: choose from {', '.join(known)}")
+    return found
 
 
 def compare(case: Case) -> dict[str, Any]:

@@ -165,6 +165,12 @@ def prepare(path: Path) -> Plan:
     return Plan(job.model_copy(update={"key": digest_of([version, what])}), output, config.watch)
 
 
+def _shared(config: _TrainFile, store: Store) -> dict[str, Any]:
+    """Fields of every job; `prepare` replaces the key."""
+    fields = config.model_dump(include={"seed", "device", "threads", "ranks"})
+    return {"store": store.url, "key": "0" * 64, **fields}
+
+
 def _sft_job(config: SftFile, base: Path, store: Store) -> SftJob:
     from trainer.episode_files import import_demonstrations
     from trainer.import_hf import publish_tokenizer  # needs torch, which reading the file does not
@@ -178,12 +184,7 @@ def _sft_job(config: SftFile, base: Path, store: Store) -> SftJob:
         for each in others
     )
     return SftJob(
-        store=store.url,
-        key="0" * 64,
-        seed=config.seed,
-        device=config.device,
-        threads=config.threads,
-        ranks=config.ranks,
+        **_shared(config, store),
         tokenizer=publish_tokenizer(base / config.tokenizer, store).ref,
         demonstrations=import_demonstrations(base / first.path, store, validation, hold_out=validation is None).ref,
         mixture=mixture,
@@ -198,12 +199,7 @@ def _rl_job(config: RlFile, base: Path, store: Store) -> RlJob:
 
     checkpoint, state = _start(base / config.start, store, config.config.precision)
     return RlJob(
-        store=store.url,
-        key="0" * 64,
-        seed=config.seed,
-        device=config.device,
-        threads=config.threads,
-        ranks=config.ranks,
+        **_shared(config, store),
         dataset=import_episodes(base / config.data, store).ref,
         checkpoint=checkpoint,
         trainer_state=state,

@@ -40,40 +40,15 @@ def flat_array(count: int, dtype: Any, folder: Path | None) -> np.ndarray:
         raise TrainingError(f"{folder} has no room for {size >> 20} MiB of training data: {describe(error)}") from None
 
 
-class Ragged(Sequence[Tensor]):
-    """A float32 tensor for each row, all in one flat array."""
+class _Rows(Sequence[Tensor]):
+    """A tensor for each row."""
 
-    def __init__(self, flat: np.ndarray, sizes: np.ndarray) -> None:
-        """flat: float32 [sum of sizes], shared. sizes: int64 [rows]."""
-        self.flat = torch.from_numpy(flat)
-        """float32 [sum of sizes]."""
-        self._ends = np.cumsum(sizes)
-        self._starts = self._ends - sizes
+    def __init__(self, sizes: np.ndarray) -> None:
+        """sizes: int64 [rows], elements of each row."""
+        self._sizes = sizes
 
-    @classmethod
-    def zeros(cls, sizes: np.ndarray, folder: Path | None) -> Ragged:
-        """Zeros for rows of these sizes. folder: see `flat_array`."""
-        return cls(flat_array(int(sizes.sum()), np.float32, folder), sizes)
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    @overload
-    def __getitem__(self, row: int) -> Tensor: ...
-    @overload
-    def __getitem__(self, row: slice) -> list[Tensor]: ...
-    def __getitem__(self, row: int | slice) -> Tensor | list[Tensor]:
-        if isinstance(row, slice):
-            return [self[each] for each in range(*row.indices(len(self)))]
-        return self.flat[self._starts[row] : self._ends[row]]
-
-
-class Repeated(Sequence[Tensor]):
-    """One number for each row, as often as the row has tokens."""
-
-    def __init__(self, values: Tensor, sizes: np.ndarray) -> None:
-        """values: [rows]. sizes: int64 [rows]."""
-        self._values, self._sizes = values, sizes
+    def _row(self, row: int) -> Tensor:
+        raise NotImplementedError
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -84,7 +59,39 @@ class Repeated(Sequence[Tensor]):
     def __getitem__(self, row: slice) -> list[Tensor]: ...
     def __getitem__(self, row: int | slice) -> Tensor | list[Tensor]:
         if isinstance(row, slice):
-            return [self[each] for each in range(*row.indices(len(self)))]
+            return [self._row(each) for each in range(*row.indices(len(self)))]
+        return self._row(row)
+
+
+class Ragged(_Rows):
+    """A float32 tensor for each row, all in one flat array."""
+
+    def __init__(self, flat: np.ndarray, sizes: np.ndarray) -> None:
+        """flat: float32 [sum of sizes], shared. sizes: int64 [rows]."""
+        super().__init__(sizes)
+        self.flat = torch.from_numpy(flat)
+        """float32 [sum of sizes]."""
+        self._ends = np.cumsum(sizes)
+        self._starts = self._ends - sizes
+
+    @classmethod
+    def zeros(cls, sizes: np.ndarray, folder: Path | None) -> Ragged:
+        """Zeros for rows of these sizes. folder: see `flat_array`."""
+        return cls(flat_array(int(sizes.sum()), np.float32, folder), sizes)
+
+    def _row(self, row: int) -> Tensor:
+        return self.flat[self._starts[row] : self._ends[row]]
+
+
+class Repeated(_Rows):
+    """One number for each row, as often as the row has tokens."""
+
+    def __init__(self, values: Tensor, sizes: np.ndarray) -> None:
+        """values: [rows]. sizes: int64 [rows]."""
+        super().__init__(sizes)
+        self._values = values
+
+    def _row(self, row: int) -> Tensor:
         return self._values[row].expand(int(self._sizes[row]))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -21,10 +21,8 @@ class _Precision(Settings):
     router_dtype: Dtype = "float32"
     """Dtype of the router's operands and logits. vLLM computes it in its --dtype."""
 
-    @property
-    def served(self) -> ForwardRecipe:
-        """Recipe of the exported checkpoint's forward pass."""
-        raise AssertionError("each recipe names its own")
+    served: ClassVar[ForwardRecipe]
+    """Recipe of the exported checkpoint's forward pass."""
 
     @property
     def between(self) -> Dtype:
@@ -43,10 +41,7 @@ class W8(_Precision):
     kind: Literal["w8"] = "w8"
     """Selects this recipe."""
 
-    @property
-    def served(self) -> ForwardRecipe:
-        """See the base class."""
-        return "w8"
+    served: ClassVar[ForwardRecipe] = "w8"
 
 
 class Fp32(_Precision):
@@ -55,29 +50,28 @@ class Fp32(_Precision):
     kind: Literal["fp32"]
     """Selects this recipe."""
 
-    @property
-    def served(self) -> ForwardRecipe:
-        """See the base class."""
-        return "fp32"
+    served: ClassVar[ForwardRecipe] = "fp32"
 
 
-class Bf16(_Precision):
-    """Weights, activations and results of products in bfloat16, sums in float32; the checkpoint is bfloat16."""
+class _Bfloat16(_Precision):
+    """Recipes with bfloat16 between products."""
 
-    kind: Literal["bf16"]
-    """Selects this recipe."""
     router_dtype: Dtype = "bfloat16"
     """Dtype of the router's operands and logits. vLLM computes it in its --dtype, which is bfloat16 here."""
-
-    @property
-    def served(self) -> ForwardRecipe:
-        """See the base class."""
-        return "bf16"
 
     @property
     def between(self) -> Dtype:
         """See the base class."""
         return "bfloat16"
+
+
+class Bf16(_Bfloat16):
+    """Weights, activations and results of products in bfloat16, sums in float32; the checkpoint is bfloat16."""
+
+    kind: Literal["bf16"]
+    """Selects this recipe."""
+
+    served: ClassVar[ForwardRecipe] = "bf16"
 
 
 class W8A8(_Precision):
@@ -88,10 +82,7 @@ class W8A8(_Precision):
     activations: Dtype = "float32"
     """Dtype of activations between products. vLLM's FP8 kernels need bfloat16."""
 
-    @property
-    def served(self) -> ForwardRecipe:
-        """See the base class."""
-        return "w8a8-1x128"
+    served: ClassVar[ForwardRecipe] = "w8a8-1x128"
 
     @property
     def between(self) -> Dtype:
@@ -108,42 +99,22 @@ class Fp8Block(W8A8):
     """Whether gradients of the experts' weights are products of FP8 codes too, which loses the most accuracy."""
 
 
-class TeFloat8Block(_Precision):
+class TeFloat8Block(_Bfloat16):
     """TransformerEngine's Float8BlockScaling: FP8 blocks with power-of-two scales. Needs a Hopper GPU."""
 
     kind: Literal["te-float8-block"]
     """Selects this recipe."""
-    router_dtype: Dtype = "bfloat16"
-    """Dtype of the router's operands and logits."""
 
-    @property
-    def served(self) -> ForwardRecipe:
-        """See the base class."""
-        return "w8a8-1x128-e8m0"
-
-    @property
-    def between(self) -> Dtype:
-        """See the base class."""
-        return "bfloat16"
+    served: ClassVar[ForwardRecipe] = "w8a8-1x128-e8m0"
 
 
-class TeMxfp8(_Precision):
+class TeMxfp8(_Bfloat16):
     """TransformerEngine's MXFP8BlockScaling: FP8 in blocks of 1x32, a bfloat16 checkpoint. Needs a Blackwell GPU."""
 
     kind: Literal["te-mxfp8"]
     """Selects this recipe."""
-    router_dtype: Dtype = "bfloat16"
-    """Dtype of the router's operands and logits."""
 
-    @property
-    def served(self) -> ForwardRecipe:
-        """See the base class."""
-        return "mxfp8"
-
-    @property
-    def between(self) -> Dtype:
-        """See the base class."""
-        return "bfloat16"
+    served: ClassVar[ForwardRecipe] = "mxfp8"
 
 
 AnyPrecision = W8 | Fp32 | Bf16 | W8A8 | Fp8Block | TeFloat8Block | TeMxfp8
