@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -48,3 +49,9 @@ async def seconds_awaited(work: Callable[[], Awaitable[object]], *, repeats: int
         await work()
         found.append(time.perf_counter() - begin)
     return found
+
+
+def resident(name: str) -> int:
+    """Bytes of a line of this process's status: VmRSS, resident now, or VmHWM, at most so far."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))

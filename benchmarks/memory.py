@@ -24,6 +24,7 @@ from torch import Tensor
 
 import trainer.head
 from benchmarks.kernels_case import relative_error
+from benchmarks.measure import resident
 from benchmarks.result import Options, Result
 from contracts.errors import TriplaneError
 
@@ -107,10 +108,10 @@ def measure(path: Literal["plain", "tiled"], options: MemoryOptions, file: Path)
         trainer.head.LARGEST_LOGITS = limit
         trainer.head.target_scores(torch.zeros(2, 2), torch.zeros(2, 2), torch.zeros(2, dtype=torch.int64), 1.0)
     trainer.head.LARGEST_LOGITS = 2**60 if path == "plain" else 0
-    before, begin = _status("VmRSS"), time.perf_counter()
+    before, begin = resident("VmRSS"), time.perf_counter()
     logprobs, entropy = trainer.head.target_scores(hidden, weight, targets, 1.0)
     (-(logprobs * advantages).mean()).backward()  # type: ignore[no-untyped-call]
-    seconds, peak = time.perf_counter() - begin, _status("VmHWM")
+    seconds, peak = time.perf_counter() - begin, resident("VmHWM")
     assert hidden.grad is not None and weight.grad is not None
     results = {"logprobs": logprobs.detach(), "entropy": entropy, "of_hidden": hidden.grad, "of_weight": weight.grad}
     save_file(results, file)
@@ -121,12 +122,6 @@ def measure(path: Literal["plain", "tiled"], options: MemoryOptions, file: Path)
         "process GiB": peak / GIB,
         "seconds": seconds,
     }
-
-
-def _status(name: str) -> int:
-    """Bytes of a line of this process's status: VmRSS, resident now, or VmHWM, at most so far."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, Field
 
+from benchmarks.measure import resident
 from benchmarks.result import Options, Result
 from contracts.errors import TriplaneError
 from trainer.model_config import ModelConfig
@@ -275,12 +276,6 @@ def _run(case: Case, folder: Path, ranks: Ranks) -> None:
     )
     make_deterministic(job.seed, job.threads, CPU)
     train_rl(job, open_store(job.store), (), ranks)
-
-
-def resident(name: str) -> int:
-    """Bytes of a line of this process's status: VmRSS, resident now, or VmHWM, at most so far."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 if __name__ == "__main__":

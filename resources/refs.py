@@ -1,17 +1,23 @@
 """References to the latest artifact of each asset. Avoids importing Dagster, which takes longer than most queries.
 
 pointers/assets/<experiment>/<asset>/<partition>/<number>.json     an ArtifactRef; the highest number counts
+pending/<kind>/<key>.json                                           one that the ledger has not indexed yet
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from contracts.artifacts import Artifact, ArtifactRef, find_artifact
+from contracts.digests import canonical_json
+from contracts.errors import ArtifactMissing
 from contracts.pointers import Pointer, pointer_folders
 from contracts.store import Store
 from resources.errors import NotMaterialized
 
 UNPARTITIONED = "all"
 _FOLDER = "assets"
+_PENDING = "pending/"
 
 
 def _pointer(store: Store, experiment: str, asset: str, partition: str | None) -> Pointer:
@@ -51,6 +57,7 @@ def write_ref(store: Store, experiment: str, asset: str, partition: str | None, 
         current = pointer.current_of_few()
         if current is not None and current.value == value:
             return
+        note(store, ref)
         if pointer.advance(value, current.number if current else 0):
             return
 
@@ -59,3 +66,22 @@ def read_artifact(store: Store, experiment: str, asset: str, partition: str | No
     """Latest artifact of an asset, or None if there is none or it was deleted."""
     ref = read_ref(store, experiment, asset, partition)
     return find_artifact(store, ref.kind, ref.key) if ref else None
+
+
+def note(store: Store, ref: ArtifactRef) -> None:
+    """Note an artifact for the next update of the ledger. Noted before it is referenced, so that none is missed."""
+    store.create(f"{_PENDING}{ref.kind}/{ref.key}.json", canonical_json(ref.model_dump(mode="json")))
+
+
+def noted(store: Store) -> list[ArtifactRef]:
+    """Noted artifacts, in order of kind and key."""
+    found = []
+    for key in store.list(_PENDING):
+        with suppress(ArtifactMissing):  # a concurrent update indexed it
+            found.append(ArtifactRef.model_validate_json(store.get(key)))
+    return found
+
+
+def unnote(store: Store, ref: ArtifactRef) -> None:
+    """Forget a noted artifact, which the ledger has now."""
+    store.delete(f"{_PENDING}{ref.kind}/{ref.key}.json")

@@ -35,15 +35,17 @@ def plan_sharded(
     elif deepspeed:  # its parts of the weights stand beside the masters
         tape.hold("weights of the forward pass", share)
         tape.hold("communication buffers", bucket)
-    if not deepspeed:
+    if not deepspeed or stage == 3:
         tape.hold("gradients", share)
     tape.hold("optimizer moments", moments * share)
     hold_data(tape, batch)
     tape.enter("backward")
     with tape.brief("communication buffers", bucket if stage < 3 else 0):
-        _backward(tape, shapes, batch, stage=stage, recompute=recompute, cuda=cuda)
+        # FSDP2 gathers the next layer ahead, but copies nothing for a single rank before the layer computes
+        ahead = 1 if deepspeed or ranks > 1 else 0
+        _backward(tape, shapes, batch, stage=stage, ahead=ahead, recompute=recompute, cuda=cuda)
     tape.enter("step")
-    if deepspeed:
+    if deepspeed and stage < 3:
         tape.hold("gradients", share if stage > 1 else F32 * shapes.parameters)
     with tape.brief("gradients", share if deepspeed and stage == 3 else 0):  # a copy in the optimizer's layout
         tape.touch("optimizer temporaries", F32 * shapes.largest / ranks)
@@ -55,7 +57,10 @@ def plan_sharded(
     return tape
 
 
-def _backward(tape: Tape, shapes: Shapes, batch: Batch, *, stage: int, recompute: bool, cuda: bool) -> None:
+def _backward(
+    tape: Tape, shapes: Shapes, batch: Batch, *, stage: int, ahead: int, recompute: bool, cuda: bool
+) -> None:
+    """ahead: layers that are gathered before they compute."""
     model, layer = shapes.model, F32 * shapes.layer
     head, _, head_back = head_bytes(model, batch, cuda=cuda)
     one = layer_bytes(model, batch)
@@ -65,8 +70,8 @@ def _backward(tape: Tape, shapes: Shapes, batch: Batch, *, stage: int, recompute
 
     @contextmanager
     def one_layer() -> Iterator[None]:
-        """A layer computes while the next one is gathered."""
-        with tape.brief("gathered weights", 2 * layer if divided else 0), tape.brief("leaves of a layer", layer):
+        gathered = (1 + ahead) * layer if divided else 0
+        with tape.brief("gathered weights", gathered), tape.brief("leaves of a layer", layer):
             yield
 
     with tape.brief("gathered weights", F32 * shapes.outside if divided else 0):

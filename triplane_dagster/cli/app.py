@@ -14,6 +14,7 @@ from triplane_dagster.cli import (
     iterate,
     lineage,
     plan,
+    recall,
     report,
     rollback,
     serve,
@@ -48,6 +49,8 @@ app = typer.Typer(
 
         triplane lineage <digest>       # what made it, what was made from it
 
+        triplane recall --task <id>     # which policies were trained on it, and whether one is live
+
     Digests and ids may be shortened to any unambiguous beginning.
     """,
 )
@@ -74,6 +77,7 @@ app.command()(plan.plan)
 app.command()(status.status)
 app.add_typer(episodes.app, name="episodes")
 app.command()(lineage.lineage)
+app.command()(recall.recall)
 app.command()(report.report)
 app.command()(ui.ui)
 app.command()(doctor.doctor)

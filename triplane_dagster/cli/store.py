@@ -1,4 +1,4 @@
-"""`triplane store`: check that every artifact is complete, and remove files that are not needed."""
+"""`triplane store`: check that every artifact is complete, remove files that are not needed, build the ledger anew."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from contracts.upkeep import Garbage, check_store, find_garbage, remove_garbage
 from triplane_dagster.cli.options import AsJson
 from triplane_dagster.cli.output import print_json, print_rows
 
-app = typer.Typer(no_args_is_help=True, help="Check the artifact store, or remove files that are not needed.")
+app = typer.Typer(no_args_is_help=True, help="Check the artifact store, remove files that are not needed, or index it.")
 
 _WHY = {
     "attempt": "no manifest names it",
@@ -81,6 +81,29 @@ def gc(
     if gone:
         size = sum(each.size or 0 for each in gone)
         typer.echo(f"{size / 1e6:.1f} MB {'would be ' if dry_run else ''}removed")
+
+
+@app.command()
+def reindex(as_json: AsJson = False) -> None:
+    """Build the ledger, the index that `triplane recall` reads, from the manifests.
+
+    Runs and questions keep it current. This is for a store whose files were restored or removed by hand.
+
+    Example:
+
+        triplane store reindex
+    """
+    from ops.ledger.index import rebuild
+
+    store, console = open_store(), Console(stderr=True)
+    columns = (TextColumn("indexing"), TextColumn("{task.completed} artifacts"), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("indexing", total=None)
+        done = rebuild(store, lambda count: progress.update(task, completed=count))
+    if as_json:
+        print_json({"store": store.url, "artifacts": done})
+    else:
+        typer.echo(f"{done} artifacts indexed")
 
 
 def _row(garbage: Garbage) -> dict[str, str | int | float | None]:

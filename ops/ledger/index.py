@@ -1,0 +1,94 @@
+"""Keep the ledger current: index what was materialized since, or everything anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import duckdb
+import pyarrow as pa
+
+from contracts.artifacts import Artifact, ArtifactRef, find_artifact, list_artifacts
+from contracts.store import Store
+from ops.ledger.rows import rows_of
+from ops.ledger.segments import KIND, TABLES, Ledger, batched
+from resources.refs import noted, unnote
+
+LEFT_OUT = frozenset({"group", "rollout_plan", "report", KIND})
+"""Kinds that no question needs: parts of rollouts, and pages."""
+SIBLINGS = {"checkpoint": "trainer_state"}
+"""Kind -> kind of the artifact of the same key, which is no parent of it."""
+ATTEMPTS = 20
+"""Attempts to append while other writers do."""
+
+
+def update(store: Store, progress: Callable[[int], None] = lambda done: None) -> int:
+    """Index the artifacts noted since the last update, with their parents. Returns their number.
+
+    Builds the whole ledger if there is none. Safe to kill at any point and to run concurrently. progress: receives the
+    number of artifacts that a rebuild has read.
+    """
+    ledger = Ledger(store)
+    for _ in range(ATTEMPTS):
+        pending = noted(store)
+        with ledger.opened() as (db, segments):
+            if not segments:
+                break
+            fresh = list(_unknown(store, db, pending))
+        if fresh and not ledger.append(segments, _together(fresh)):
+            continue
+        for ref in pending:
+            unnote(store, ref)
+        return len(fresh)
+    return rebuild(store, progress)
+
+
+def rebuild(store: Store, progress: Callable[[int], None] = lambda done: None) -> int:
+    """Index every artifact of the store anew. Returns their number."""
+    done, pending = 0, noted(store)
+
+    def write(folder: Path) -> None:
+        nonlocal done
+        with batched(folder) as add:
+            for artifact in _all(store):
+                add(rows_of(artifact))
+                done += 1
+                progress(done)
+
+    Ledger(store).replace(write)
+    for ref in pending:  # noted before, so the listing had them
+        unnote(store, ref)
+    return done
+
+
+def _all(store: Store) -> Iterator[Artifact]:
+    kinds = sorted({key.split("/")[1] for key in store.list("artifacts/")} - LEFT_OUT)
+    for kind in kinds:
+        yield from list_artifacts(store, kind)
+
+
+def _unknown(store: Store, db: duckdb.DuckDBPyConnection, refs: Iterable[ArtifactRef]) -> Iterator[Artifact]:
+    """Artifacts that the ledger lacks: these and all that they were made from."""
+    wanted = list(refs)
+    seen: set[str] = set()
+    while wanted:
+        level = {ref.uri: ref for ref in wanted if ref.uri not in seen and ref.kind not in LEFT_OUT}
+        seen |= level.keys()
+        known = db.sql(
+            "SELECT uri FROM artifacts WHERE list_contains($uris, uri)", params={"uris": [*level]}
+        ).fetchall()
+        wanted = []
+        for uri in level.keys() - {row[0] for row in known}:
+            artifact = find_artifact(store, level[uri].kind, level[uri].key)
+            if artifact is None:  # deleted
+                continue
+            yield artifact
+            wanted += artifact.manifest.parents.values()
+            sibling = SIBLINGS.get(artifact.ref.kind)
+            if sibling:
+                wanted.append(artifact.ref.model_copy(update={"kind": sibling}))
+
+
+def _together(artifacts: Iterable[Artifact]) -> dict[str, pa.Table]:
+    parts = [rows_of(artifact) for artifact in sorted(artifacts, key=lambda each: each.ref.uri)]
+    return {name: pa.concat_tables(part[name] for part in parts) for name in TABLES}

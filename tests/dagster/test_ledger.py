@@ -1,0 +1,403 @@
+"""The ledger answers as a walk over all manifests does, however its updates fell, merged and were killed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from dagster_world import World
+
+import ops.ledger.index
+import ops.ledger.segments
+from contracts.artifacts import Artifact, ArtifactWriter, list_artifacts
+from contracts.digests import digest_of
+from contracts.episodes import EPISODES, TELEMETRY
+from contracts.errors import ArtifactCorrupt, ArtifactMissing
+from contracts.store import Store, open_store
+from curation.dataset import MEMBERS
+from curation.rewards import REWARDS
+from ops.ledger.index import rebuild, update
+from ops.ledger.recall import recall
+from ops.ledger.segments import KIND, TABLES, Ledger, Segment, segments_of, widest
+from resources.refs import experiments_in, noted, write_ref
+from resources.registry import Registry
+
+TOOLS = ("edit", "exec", "read_file")
+
+
+def commit(
+    store: Store, kind: str, parents: dict[str, Artifact], config: dict[str, Any], **tables: pa.Table
+) -> Artifact:
+    refs = {role: each.ref for role, each in parents.items()}
+    key = digest_of([kind, config, {role: ref.digest for role, ref in refs.items()}])
+    with ArtifactWriter(store, kind, key, parents=refs, config=config, code_version=str(config.get("rule", 1))) as out:
+        for name, table in tables.items():
+            out.add_table(f"{name}.parquet", table, telemetry=name == "telemetry")
+        out.add_json("facts.json", config)
+        return out.commit()
+
+
+def table_of(schema: pa.Schema, rows: list[dict[str, Any]]) -> pa.Table:
+    return pa.Table.from_pylist([{name: row.get(name) for name in schema.names} for row in rows], schema=schema)
+
+
+@dataclass
+class History:
+    """A random store of several experiments, and what a walk over all its artifacts answers."""
+
+    store: Store
+    draw: random.Random
+    checkpoints: dict[str, list[Artifact]] = field(default_factory=dict)
+    datasets: list[Artifact] = field(default_factory=list)
+
+    def iteration(self, experiment: str, number: int) -> None:
+        draw, iteration = self.draw, f"{number:04d}"
+        own = self.checkpoints.setdefault(experiment, [self._checkpoint(experiment, {}, "base_policy", None)])
+        start = draw.choice(own[-2:])
+        inputs = self._asset(
+            experiment,
+            "iteration_inputs",
+            iteration,
+            {"policy": start},
+            {"experiment": experiment, "iteration": iteration},
+        )
+        episodes = [
+            {
+                "episode_id": digest_of([experiment, iteration, each])[:32],
+                "group_id": f"g{each // 3}",
+                "task_id": f"t{draw.randrange(5)}",
+                "image_digest": digest_of(["image", draw.randrange(3)]),
+                "outcome": "completed",
+                "policy_version": start.ref.digest,
+                "tool_calls": [{"turn": 0, "name": draw.choice(TOOLS)} for _ in range(draw.randrange(3))],
+                "policy_tokens": draw.randrange(50),
+            }
+            for each in range(draw.randrange(1, 7))
+        ]
+        telemetry = [{"episode_id": row["episode_id"], "engine_tokens": 3, "tool_seconds": 0.5} for row in episodes]
+        costs = {"telemetry": table_of(TELEMETRY, telemetry)} if draw.random() < 0.8 else {}
+        rollouts = self._asset(
+            experiment,
+            "rollouts",
+            iteration,
+            {"iteration_inputs": inputs, "policy": start},
+            {},
+            episodes=table_of(EPISODES, episodes),
+            **costs,
+        )
+        for rule in range(draw.choice((1, 1, 2))):  # graded again, and a dataset of each
+            rewards = self._asset(
+                experiment,
+                "rewards",
+                iteration,
+                {"rollouts": rollouts},
+                {"rule": rule},
+                rewards=table_of(
+                    REWARDS,
+                    [{"episode_id": row["episode_id"], "reward": draw.random(), "solved": False} for row in episodes],
+                ),
+            )
+            members = [
+                {"episode_id": row["episode_id"], "kept": kept, "reason": None if kept else "zero_variance"}
+                for row in episodes
+                for kept in (draw.random() < 0.5,)
+            ]
+            dataset = self._asset(
+                experiment,
+                "dataset",
+                iteration,
+                {"rollouts": rollouts, "rewards": rewards},
+                {},
+                members=table_of(MEMBERS, members),
+            )
+            self.datasets.append(dataset)
+            made = self._checkpoint(experiment, {"dataset": dataset, "checkpoint": start}, "checkpoint", iteration)
+            own.append(made)
+        if draw.random() < 0.5:
+            registry = Registry(self.store, experiment)
+            live = registry.live()
+            parent = live.policy.digest if live else own[0].ref.digest
+            registry.promote(own[-1].ref, own[-1].ref, parent=parent, iteration=iteration)
+
+    def _asset(
+        self,
+        experiment: str,
+        kind: str,
+        iteration: str | None,
+        parents: dict[str, Artifact],
+        config: dict[str, Any],
+        asset: str = "",
+        **tables: pa.Table,
+    ) -> Artifact:
+        made = commit(self.store, kind, parents, config, **tables)
+        write_ref(self.store, experiment, asset or kind, iteration, made.ref)
+        if self.draw.random() < 0.2:
+            update(self.store)
+        return made
+
+    def _checkpoint(self, experiment: str, parents: dict[str, Artifact], asset: str, iteration: str | None) -> Artifact:
+        config = {"seed": self.draw.random()}
+        made = commit(self.store, "checkpoint", parents, config)
+        with ArtifactWriter(
+            self.store, "trainer_state", made.ref.key, parents=made.manifest.parents, config=config, code_version="1"
+        ) as out:
+            out.add_json("facts.json", config)
+            out.commit()
+        write_ref(self.store, experiment, asset, iteration, made.ref)
+        return made
+
+
+def brute_force(store: Store, match: Callable[[dict[str, Any], set[str]], bool]) -> dict[str, Any]:
+    """The answer by reading every manifest and table."""
+    all_ = {artifact.ref.uri: artifact for artifact in list_artifacts(store)}
+    rules: dict[str, set[str]] = {}
+    for artifact in all_.values():
+        if artifact.ref.kind == "rewards":
+            rule = f"{artifact.manifest.code_version}-{digest_of(artifact.manifest.config)[:12]}"
+            for row in artifact.table("rewards.parquet").to_pylist():
+                rules.setdefault(row["episode_id"], set()).add(rule)
+    found = {
+        row["episode_id"]: uri
+        for uri, artifact in all_.items()
+        if artifact.ref.kind == "rollouts"
+        for row in artifact.table("episodes.parquet").to_pylist()
+        if match(row, rules.get(row["episode_id"], set()))
+    }
+    used = {}
+    for uri, artifact in all_.items():
+        if artifact.ref.kind == "dataset":
+            rows = [r for r in artifact.table("members.parquet").to_pylist() if r["episode_id"] in found]
+            if rows:
+                used[uri] = sum(row["kept"] for row in rows)
+    level = {
+        uri
+        for uri, artifact in all_.items()
+        if artifact.ref.kind == "checkpoint"
+        and any(used.get(parent.uri) for parent in artifact.manifest.parents.values())
+    }
+    distances: dict[str, int] = {}
+    distance = 0
+    while level:
+        distances |= dict.fromkeys(level - distances.keys(), distance)
+        distance += 1
+        level = {
+            uri
+            for uri, artifact in all_.items()
+            if artifact.ref.kind == "checkpoint"
+            and uri not in distances
+            and any(parent.uri in level for parent in artifact.manifest.parents.values())
+        }
+    return {
+        "episodes": len(found),
+        "seen": sorted((all_[uri].ref.digest, list(found.values()).count(uri)) for uri in set(found.values())),
+        "used": sorted((all_[uri].ref.digest, kept) for uri, kept in used.items()),
+        "trained": sorted((all_[uri].ref.digest, distance) for uri, distance in distances.items()),
+        "live": [
+            experiment
+            for experiment in experiments_in(store)
+            if (live := Registry(store, experiment).live()) and live.policy.uri in distances
+        ],
+    }
+
+
+def answered(store: Store, what: Any, value: str) -> dict[str, Any]:
+    try:
+        found = recall(store, what, value)
+    except ArtifactMissing:
+        return {"episodes": 0, "seen": [], "used": [], "trained": [], "live": []}
+    return {
+        "episodes": found.episodes,
+        "seen": sorted((row["digest"], row["episodes"]) for row in found.seen),
+        "used": sorted((row["digest"], row["kept"]) for row in found.used),
+        "trained": sorted((row["digest"], row["distance"]) for row in found.trained),
+        "live": [row["experiment"] for row in found.live],
+    }
+
+
+def indexed(store: Store) -> dict[str, list[str]]:
+    """Every row of the ledger, sorted."""
+    with Ledger(store).opened() as (db, _):
+        return {name: sorted(map(repr, db.sql(f"FROM {name}").fetchall())) for name in TABLES}
+
+
+def made_by(seed: int, folder: Path) -> History:
+    history = History(open_store(str(folder)), random.Random(seed))
+    for number in range(history.draw.randrange(1, 5)):
+        for experiment in ("one", "two")[: history.draw.choice((1, 2))]:
+            history.iteration(experiment, number)
+    return history
+
+
+def check_answers(seed: int, folder: Path) -> None:
+    history = made_by(seed, folder)
+    store, draw = history.store, history.draw
+    questions: list[tuple[str, str, Callable[[dict[str, Any], set[str]], bool]]] = [
+        *(("task", f"t{number}", lambda row, _, number=number: row["task_id"] == f"t{number}") for number in range(6)),
+        *(
+            ("tool", tool, lambda row, _, tool=tool: tool in [call["name"] for call in row["tool_calls"]])
+            for tool in TOOLS
+        ),
+        *(
+            ("rule", rule, lambda row, rules, rule=rule: any(each.startswith(rule) for each in rules))
+            for rule in ("0-", "1-")
+        ),
+        ("image", (image := digest_of(["image", 1]))[:20], lambda row, _: row["image_digest"] == image),
+    ]
+    some = draw.choice(history.datasets).table("members.parquet").to_pylist()[0]["episode_id"]
+    questions += [("episode", some, lambda row, _: row["episode_id"] == some)]
+    questions += [("episode", some[:1], lambda row, _: row["episode_id"].startswith(some[0]))]
+    questions += [("episode", some[:7], lambda row, _: row["episode_id"].startswith(some[:7]))]
+    for what, value, match in questions:
+        assert answered(store, what, value) == brute_force(store, match), (what, value)
+    before = indexed(store)
+    rebuild(store)
+    assert indexed(store) == before
+    assert not noted(store)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_recall_equals_a_walk_over_all_manifests(seed: int, tmp_path: Path) -> None:
+    check_answers(seed, tmp_path)
+
+
+@pytest.mark.slow
+def test_recall_equals_a_walk_over_all_manifests_of_200_stores(tmp_path: Path) -> None:
+    for seed in range(100, 300):
+        check_answers(seed, tmp_path / str(seed))
+
+
+def rows(number: int) -> dict[str, pa.Table]:
+    found = {name: schema.empty_table() for name, schema in TABLES.items()}
+    found["edges"] = pa.table({"child": [f"c{number}"], "parent": ["p"], "role": ["r"]}, schema=TABLES["edges"])
+    return found
+
+
+def appended(store: Store, count: int) -> None:
+    ledger = Ledger(store)
+    for number in range(count):
+        with ledger.opened() as (_, segments):
+            assert ledger.append(segments, rows(number))
+
+
+@pytest.fixture
+def no_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Covered segments are removed at once."""
+    monkeypatch.setattr(ops.ledger.segments, "READERS_S", -60.0)
+
+
+@pytest.mark.usefixtures("no_readers")
+def test_segments_merge_in_powers_of_sixteen_and_keep_rows_in_order(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    appended(store, 275)
+    spans = [(each.first, each.last) for each in segments_of(store)]
+    assert spans == [(0, 255), (256, 271), (272, 272), (273, 273), (274, 274)]
+    with Ledger(store).opened() as (db, _):
+        assert [row[0] for row in db.sql("SELECT child FROM edges").fetchall()] == [f"c{each}" for each in range(275)]
+
+
+@pytest.mark.usefixtures("no_readers")
+def test_a_merge_that_was_killed_is_made_up_for_by_the_next_larger_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "_merge", lambda self, generation, number: True)
+        appended(store, 40)
+    with monkeypatch.context() as patch:  # merged, but the narrow ones were not removed
+        patch.setattr(Ledger, "_sweep", lambda self: None)
+        Ledger(store)._merge(1, 15)
+    assert widest(segments_of(store))[0] == Segment(1, 0, 15)
+    ledger = Ledger(store)
+    for number in range(40, 256):
+        with ledger.opened() as (_, segments):
+            assert ledger.append(segments, rows(number))
+    assert [(each.first, each.last) for each in segments_of(store)] == [(0, 255)]
+    with ledger.opened() as (db, _):
+        assert db.sql("SELECT count(*), count(DISTINCT child) FROM edges").fetchall() == [(256, 256)]
+
+
+@pytest.mark.usefixtures("no_readers")
+def test_a_missing_update_is_an_error_that_names_the_fix(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    appended(store, 3)
+    store.discard(f"artifacts/{KIND}/{Segment(1, 1, 1).key}/")
+    with pytest.raises(ArtifactCorrupt, match="lacks its update 1: run `triplane store reindex`"):
+        recall(store, "task", "t0")
+    assert rebuild(store) == 0
+    assert [each.generation for each in segments_of(store)] == [2]
+
+
+class KilledError(BaseException):
+    """Stands for kill -9 between two calls."""
+
+
+def kill(*_: object) -> None:
+    raise KilledError
+
+
+@pytest.mark.parametrize("place", ["unnote", "append", "rows_of"])
+def test_an_update_killed_at_any_point_loses_and_repeats_nothing(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = made_by(1, tmp_path).store
+    update(store)
+    History(store, random.Random(2)).iteration("three", 0)
+    with monkeypatch.context() as patch, pytest.raises(KilledError):
+        patch.setattr(*((Ledger, place) if place == "append" else (ops.ledger.index, place)), kill)
+        commit_and_note(store)
+        update(store)
+    update(store)
+    after = indexed(store)
+    rebuild(store)
+    assert indexed(store) == after
+    assert not noted(store)
+
+
+def commit_and_note(store: Store) -> None:
+    made = commit(store, "prompts", {}, {"late": True})
+    write_ref(store, "one", "prompts", "0009", made.ref)
+
+
+def test_a_killed_rebuild_leaves_the_earlier_ledger_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = made_by(3, tmp_path).store
+    update(store)
+    before = indexed(store)
+    with monkeypatch.context() as patch, pytest.raises(KilledError):
+        patch.setattr(ops.ledger.index, "rows_of", kill)
+        rebuild(store)
+    assert indexed(store) == before
+    with monkeypatch.context() as patch, pytest.raises(KilledError):
+        patch.setattr(Ledger, "_sweep", kill)  # two generations stand beside each other
+        rebuild(store)
+    assert indexed(store) == before
+
+
+def test_concurrent_updates_index_each_artifact_once(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    commit_and_note(store)
+    update(store)
+    made = [commit(store, "prompts", {}, {"number": number}) for number in range(24)]
+
+    def work(number: int) -> None:
+        write_ref(store, "one", "prompts", f"{number:04d}", made[number].ref)
+        update(store)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(24)))
+    update(store)
+    with Ledger(store).opened() as (db, _):
+        assert db.sql("SELECT count(*), count(DISTINCT uri) FROM artifacts").fetchall() == [(25, 25)]
+
+
+def test_an_iteration_leaves_its_ledger_current(ran: World) -> None:
+    assert not noted(ran.store)
+    with Ledger(ran.store).opened() as (db, segments):
+        assert segments
+        kinds = dict(db.sql("SELECT kind, count(*) FROM artifacts GROUP BY kind").fetchall())
+    assert kinds["rollouts"] == kinds["dataset"] == kinds["sampler"] == 2

@@ -1,0 +1,95 @@
+"""`triplane recall`: find what saw an episode, a task, an image, a tool or a reward rule, and what learned from it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from contracts.errors import ConfigError
+from contracts.store import open_store
+from triplane_dagster.cli.options import AsJson
+from triplane_dagster.cli.output import console, print_json, print_rows
+
+if TYPE_CHECKING:
+    from ops.ledger.recall import Recall
+
+SHORT = 12
+"""Digits of a digest in a table."""
+
+
+def recall(
+    episode: Annotated[str | None, typer.Option(help="Episode id, or its first digits.")] = None,
+    task: Annotated[str | None, typer.Option(help="Task id.")] = None,
+    image: Annotated[
+        str | None, typer.Option(help="Digest of the files a task starts from, or its first digits.")
+    ] = None,
+    tool: Annotated[str | None, typer.Option(help="Name of a tool that the policy called, e.g. exec.")] = None,
+    reward_rule: Annotated[
+        str | None,
+        typer.Option(help="Code version and settings of a grading, or the beginning, as `recall` lists them."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show which rollouts, datasets and checkpoints an episode, task, image, tool or reward rule reached, and whether a
+    live policy was trained on it.
+
+    Reads the ledger, an index of the store that is brought up to date first.
+
+    Examples:
+
+        triplane recall --task calc-0007
+
+        triplane recall --episode 3f9c2a71 --json
+
+        triplane recall --tool exec
+    """
+    from ops.ledger.recall import recall as ask
+
+    asked = {"episode": episode, "task": task, "image": image, "tool": tool, "rule": reward_rule}
+    given = [(what, value) for what, value in asked.items() if value]
+    if len(given) != 1:
+        raise ConfigError("recall answers one question: give one of --episode, --task, --image, --tool, --reward-rule")
+    what, value = given[0]
+    store = open_store()
+    found = ask(store, what, value)  # type: ignore[arg-type]
+    if as_json:
+        print_json({"store": store.url, "asked": {what: value}, **asdict(found)})
+    else:
+        _print(found, what, value)
+
+
+def _print(found: Recall, what: str, value: str) -> None:
+    out = console()
+    out.print(f"{found.episodes} episode{'s' * (found.episodes != 1)} with the {what} {value}")
+    print_rows([_seen(row) for row in found.seen], as_json=False, title="sampled by")
+    print_rows(
+        [_placed(row) | {"trains": row["kept"], "left out": row["left_out"] or None} for row in found.used],
+        as_json=False,
+        title="considered by datasets",
+        empty="no dataset considered them",
+    )
+    print_rows(
+        [_placed(row) | {"trained": "on them" if not row["distance"] else _descended(row)} for row in found.trained],
+        as_json=False,
+        title="checkpoints",
+        empty="no checkpoint was trained on them",
+    )
+    for row in found.live:
+        out.print(f"live in {row['experiment']}: {row['digest'][:SHORT]}, change {row['change']} of the registry")
+    if found.trained and not found.live:
+        out.print("none of these checkpoints is live")
+
+
+def _placed(row: dict[str, Any]) -> dict[str, Any]:
+    return {"experiment": row["experiment"], "iteration": row["iteration"], "digest": row["digest"][:SHORT]}
+
+
+def _seen(row: dict[str, Any]) -> dict[str, Any]:
+    counts = {name: row[name] for name in ("episodes", "solved", "reward", "policy_tokens")}
+    return {"kind": row["kind"], **_placed(row), "policy": row["policy"][:SHORT], **counts}
+
+
+def _descended(row: dict[str, Any]) -> str:
+    return f"{row['distance']} iteration{'s' * (row['distance'] != 1)} after one that was"
