@@ -41,9 +41,9 @@ def plan_sharded(
     hold_data(tape, batch)
     tape.enter("backward")
     with tape.brief("communication buffers", bucket if stage < 3 else 0):
-        # FSDP2 gathers the next layer ahead, but copies nothing for a single rank before the layer computes
-        ahead = 1 if deepspeed or ranks > 1 else 0
-        _backward(tape, shapes, batch, stage=stage, ahead=ahead, recompute=recompute, cuda=cuda)
+        # of a single rank ZeRO 3 uses the parts in place, and FSDP2 copies a layer only when it computes
+        gathered = min(2, shapes.model.layers) if ranks > 1 else int(not deepspeed)
+        _backward(tape, shapes, batch, gathered=gathered if stage == 3 else 0, recompute=recompute, cuda=cuda)
     tape.enter("step")
     if deepspeed and stage < 3:
         tape.hold("gradients", share if stage > 1 else F32 * shapes.parameters)
@@ -52,29 +52,26 @@ def plan_sharded(
     if deepspeed and stage < 3:
         tape.drop("gradients")
     tape.enter("publish")
-    # each rank gathers its share of the whole tensors: masters and moments, and before that one tensor's codes
-    tape.touch("gathered to be written", share * (1 + moments) + F32 * shapes.largest)
+    # each rank gathers its share of the whole tensors: masters and moments; with DeepSpeed the measured peak is up to
+    # one tensor larger
+    tape.touch("gathered to be written", share * (1 + moments) + (F32 * shapes.largest if deepspeed else 0))
     return tape
 
 
-def _backward(
-    tape: Tape, shapes: Shapes, batch: Batch, *, stage: int, ahead: int, recompute: bool, cuda: bool
-) -> None:
-    """ahead: layers that are gathered before they compute."""
+def _backward(tape: Tape, shapes: Shapes, batch: Batch, *, gathered: int, recompute: bool, cuda: bool) -> None:
+    """gathered: layers of which whole weights exist at a time, beside the embeddings."""
     model, layer = shapes.model, F32 * shapes.layer
     head, _, head_back = head_bytes(model, batch, cuda=cuda)
     one = layer_bytes(model, batch)
     saved = F32 * batch.tokens * model.hidden * model.layers + one if recompute else saved_bytes(model, batch)
-    divided = stage == 3
     stack = (model.experts or 1) * model.hidden * model.width
 
     @contextmanager
     def one_layer() -> Iterator[None]:
-        gathered = (1 + ahead) * layer if divided else 0
-        with tape.brief("gathered weights", gathered), tape.brief("leaves of a layer", layer):
+        with tape.brief("gathered weights", gathered * layer), tape.brief("leaves of a layer", layer):
             yield
 
-    with tape.brief("gathered weights", F32 * shapes.outside if divided else 0):
+    with tape.brief("gathered weights", F32 * shapes.outside if gathered else 0):
         with one_layer():
             tape.touch("quantization", max(QUANTIZING + 1, DEQUANTIZING) * stack)
         with tape.brief("activations", saved):
