@@ -16,6 +16,7 @@ import dagster as dg
 
 from assets.naming import key_of
 from contracts.store import open_store
+from ops.iteration_keys import require_key
 from resources.errors import CheckFailed, StepFailed
 from resources.experiment import Experiment
 from resources.launcher import require_launchable
@@ -69,10 +70,11 @@ class Runner:
         self._run(self._base, None)
 
     def iteration(self, partition: str, start_from: str = "live") -> None:
-        """Materialize one iteration. Raises the error of the failing step.
+        """Materialize one iteration. Raises IterationRefused for a wrong key, else the error of the failing step.
 
         start_from: live, base, or the beginning of a checkpoint's digest; ignored if the iteration has begun.
         """
+        require_key(open_store(), self.experiment.name, partition)
         self._instance.add_dynamic_partitions(self.experiment.name, [partition])
         step = key_of(self.experiment, "iteration_inputs").to_python_identifier()
         self._run(self._iteration, partition, {"ops": {step: {"config": {"policy": start_from}}}})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contracts.artifacts import Frozen
 from contracts.pointers import Pointer
 from contracts.store import Store
-from ops.inputs import iteration_key
+from ops.iteration_keys import iteration_key
 from resources.experiment import Experiment
 from triplane_dagster.iterations import is_finished, next_partition
 
