@@ -27,8 +27,10 @@ from triplane_dagster import iterations
 from triplane_dagster.assembly import definitions_for
 from triplane_dagster.dead_runs import PROCESS_TAG, cancel_dead_runs, process_name
 from triplane_dagster.jobs import base_job_name, iteration_job_name
+from triplane_dagster.pools import limit_pools
 from triplane_dagster.private_dagster import DagsterAssetCheckFailedError
 from triplane_dagster.targets import begin_target, end_target
+from triplane_dagster.unfinished import require_idle
 
 next_partition = iterations.next_partition
 
@@ -85,6 +87,7 @@ class Runner:
         self._sandboxes.close()
 
     def _run(self, job: dg.JobDefinition, partition: str | None, config: Mapping[str, Any] | None = None) -> None:
+        require_idle(self._instance, self.experiment.name)
         name, run_id = process_name(os.getpid()), str(uuid.uuid4())
         try:
             done = job.execute_in_process(
@@ -135,6 +138,7 @@ def open_runner(
     First marks unfinished runs of killed processes as canceled.
     """
     cancel_dead_runs(instance)
+    limit_pools(instance, [experiment.name])
     runner = Runner(experiment, instance, progress)
     try:
         yield runner
