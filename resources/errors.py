@@ -21,6 +21,10 @@ class ExperimentBusy(TriplaneError):
     """Another run of the experiment has not ended."""
 
 
+class TargetRefused(TriplaneError):
+    """Iterations can't be asked for, since others are under way or have begun from another policy."""
+
+
 class LaunchFailed(TriplaneError):
     """A launched process ended without a result."""
 

@@ -23,6 +23,7 @@ from triplane_dagster.broken_files import BrokenFile, broken_assets
 from triplane_dagster.jobs import base_job, iteration_job, rollback_job
 from triplane_dagster.schedules import nightly
 from triplane_dagster.sensors import continue_sequence
+from triplane_dagster.training_job import train_job
 
 FOLDER_VARIABLE = "TRIPLANE_EXPERIMENTS"
 
@@ -94,19 +95,22 @@ def definitions_for(
     broken: Sequence[BrokenFile] = (),
 ) -> dg.Definitions:
     """Definitions of these experiments. resources: replacements for the default ones, by name."""
-    iterations = [(experiment, iteration_job(experiment)) for experiment in experiments]
+    bases = [base_job(experiment) for experiment in experiments]
+    iterations = [iteration_job(experiment) for experiment in experiments]
+    trainings = [train_job(experiment) for experiment in experiments]
     return dg.Definitions(
         assets=[
             *(asset for experiment in experiments for asset in experiment_assets(experiment)),
             *broken_assets(broken, [experiment.name for experiment in experiments]),
         ],
         jobs=[
-            *(base_job(experiment) for experiment in experiments),
-            *(job for _, job in iterations),
+            *bases,
+            *iterations,
+            *trainings,
             *(rollback_job(experiment) for experiment in experiments),
         ],
-        schedules=[nightly(experiment, job) for experiment, job in iterations],
-        sensors=[continue_sequence(experiment, job) for experiment, job in iterations],
+        schedules=[nightly(experiment, job) for experiment, job in zip(experiments, trainings, strict=True)],
+        sensors=[continue_sequence(*each) for each in zip(experiments, bases, iterations, strict=True)],
         resources={**resources_with(sink), **(resources or {})},
         executor=dg.in_process_executor,
     )

@@ -7,22 +7,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import boto3
 import dagster as dg
 import pytest
 from moto.server import ThreadedMotoServer
-from pinning import commit, decide, make_base, pin
+from pinning import commit, counting_store, decide, make_base, pin
 
 from contracts.artifacts import ArtifactWriter, find_artifact
 from contracts.digests import digest_of
-from contracts.store import LocalStore, Store, open_store
+from contracts.store import Store, open_store
 from contracts.upkeep import check_store
 from inference.rollouts.groups import GROUP, group_key
 from inference.rollouts.plan import GroupPlan, RolloutPlan
 from ops.inputs import find_inputs
-from ops.iteration_keys import iteration_key, next_iteration
+from ops.iteration_keys import next_iteration
 from ops.unpin import unpin
 from resources.errors import IterationRefused
 from resources.experiment import Experiment
@@ -143,24 +142,8 @@ def test_an_unpin_that_is_killed_is_finished_by_the_next(
     assert inputs is not None and read_ref(store, tiny.name, "iteration_inputs", "0001") is not None
 
 
-class CountingStore(LocalStore):
-    """A local store that counts what a remote one would be asked."""
-
-    requests = 0
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("exists", "get", "list", "entries", "local_path"):
-            object.__setattr__(self, "requests", object.__getattribute__(self, "requests") + 1)
-        return super().__getattribute__(name)
-
-
 def test_the_next_of_10000_iterations_takes_few_requests(tiny: Experiment, tmp_path: Path) -> None:
-    store = CountingStore(tmp_path)
-    for number in range(10_000):
-        place = tmp_path / f"pointers/assets/{tiny.name}/sampler/{iteration_key(number)}"
-        place.mkdir(parents=True)
-        (place / "00000001.json").write_text("{}")
-    store.requests = 0
+    store = counting_store(tmp_path, tiny, 10_000)
     assert next_iteration(store, tiny.name) == 10_000
     assert store.requests < 20
     store.requests = 0
