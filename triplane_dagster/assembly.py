@@ -19,7 +19,10 @@ from resources.ref_io import RefIOManager
 from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
 from resources.store import StoreResource
+from triplane_dagster.alerts import alert_on_failure
 from triplane_dagster.broken_files import BrokenFile, broken_assets
+from triplane_dagster.executors import step_executor
+from triplane_dagster.freshness import with_freshness
 from triplane_dagster.jobs import base_job, iteration_job, rollback_job
 from triplane_dagster.schedules import nightly
 from triplane_dagster.sensors import continue_sequence
@@ -100,7 +103,7 @@ def definitions_for(
     trainings = [train_job(experiment) for experiment in experiments]
     return dg.Definitions(
         assets=[
-            *(asset for experiment in experiments for asset in experiment_assets(experiment)),
+            *(with_freshness(each, asset) for each in experiments for asset in experiment_assets(each)),
             *broken_assets(broken, [experiment.name for experiment in experiments]),
         ],
         jobs=[
@@ -110,7 +113,10 @@ def definitions_for(
             *(rollback_job(experiment) for experiment in experiments),
         ],
         schedules=[nightly(experiment, job) for experiment, job in zip(experiments, trainings, strict=True)],
-        sensors=[continue_sequence(*each) for each in zip(experiments, bases, iterations, strict=True)],
+        sensors=[
+            *(continue_sequence(*each) for each in zip(experiments, bases, iterations, strict=True)),
+            alert_on_failure,
+        ],
         resources={**resources_with(sink), **(resources or {})},
-        executor=dg.in_process_executor,
+        executor=step_executor(),
     )
