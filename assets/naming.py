@@ -64,6 +64,7 @@ def define(
         ins=inputs_of(experiment, spec),
         check_specs=checks,
         dagster_type=REF,
+        pool=experiment.name,
     )
 
 

@@ -19,7 +19,7 @@ from contracts.errors import TriplaneError
 from contracts.failpoints import FAIL_VARIABLE
 from contracts.pointers import Pointer
 from envd.sandbox.proctree import descendants
-from ops.inputs import iteration_key
+from ops.iteration_keys import iteration_key
 from resources.refs import read_ref
 from triplane_dagster.targets import Target
 

@@ -28,7 +28,7 @@ from benchmarks.s3requests import Traffic, traffic_of
 from benchmarks.s3server import S3Server, s3_server
 from contracts.artifacts import list_artifacts
 from contracts.store import Store, open_store
-from ops.inputs import iteration_key
+from ops.iteration_keys import iteration_key
 from resources.experiment import Experiment, load_experiment, read_values
 from resources.overrides import apply_overrides
 from resources.progress import Progress, ProgressSink

@@ -270,7 +270,12 @@ def open_artifact(store: Store, ref: ArtifactRef) -> Artifact:
 
 
 def discard_artifact(store: Store, ref: ArtifactRef) -> None:
-    """Remove an unreferenced artifact, e.g. a snapshot of a finished training."""
+    """Remove an unreferenced artifact, e.g. a snapshot of a finished training.
+
+    Its manifest goes first: after an interruption there is no artifact, and `store gc` removes the files.
+    """
+    store.delete(f"{ref.uri}/{MANIFEST}")
+    failpoint("manifest-removed")
     store.discard(f"{ref.uri}/")
 
 

@@ -29,6 +29,8 @@ POINTS: Mapping[str, str] = {
     "before-manifest": "an artifact's files are in the store, its manifest is not",
     "after-manifest": "an artifact exists, leftovers of losing attempts are not removed yet",
     "multipart-under-way": "some parts of a large file are being uploaded to S3",
+    "references-removed": "references to an iteration's pinned inputs are removed, the inputs are not",
+    "manifest-removed": "an artifact's manifest is removed, its files are not",
     "group-claimed": "a worker has claimed a group",
     "group-sampled": "a group's episodes have ended with their diffs, nothing is committed",
     "group-committed": "a group is committed",

@@ -35,6 +35,15 @@ class Pointer:
         keys = sorted(self._store.list(self._prefix))
         return self._read(keys[-1]) if keys else None
 
+    def is_set(self) -> bool:
+        """Whether the pointer was ever set; one request."""
+        return self._store.exists(self._key(1))
+
+    def remove(self) -> None:
+        """Remove all values, the newest first: after an interruption, the pointer still has an older value."""
+        for key in sorted(self._store.list(self._prefix), reverse=True):
+            self._store.delete(key)
+
     def current_of_few(self) -> PointerEntry | None:
         """Like `current`, for pointers that rarely have a second value: reads the first two numbers, since listing S3
         is slow.

@@ -9,6 +9,7 @@ from contracts.store import Store
 from contracts.tasks import Split
 from inference.rollouts.plan import GroupPlan, draw_prompts
 from ops.graph import ITERATION_INPUTS
+from ops.iteration_keys import iteration_key, require_key
 from ops.loading import load_tasks, split_tasks
 from ops.state import IterationInputs, IterationState, Start
 from ops.step import Step
@@ -25,11 +26,6 @@ class PromptsDrawn(Frozen):
     groups: list[GroupPlan]
     reserve: list[GroupPlan]
     cursor_after: int
-
-
-def iteration_key(number: int) -> str:
-    """Partition key of the iteration with this number, from 0."""
-    return f"{number:04d}"
 
 
 def trainer_state_of(store: Store, checkpoint: ArtifactRef) -> ArtifactRef:
@@ -51,8 +47,9 @@ def find_inputs(store: Store, experiment: Experiment, iteration: str) -> Iterati
 
 def pin_inputs(step: Step, policy: str) -> Artifact:
     """Inputs of this iteration; pins them if it has not begun. policy: "live", "base" or a digest prefix of a
-    checkpoint.
+    checkpoint. Raises IterationRefused, and writes nothing, for a key that is not an iteration's or ahead of the next.
     """
+    require_key(step.store, step.experiment.name, step.iteration)
     found = step.work.find()
     if found is not None:
         return found

@@ -121,7 +121,10 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
     prefix = f"{experiment.name}_{ROLLOUTS.name}"
 
     @dg.op(
-        name=f"{prefix}_plan", out=dg.DynamicOut(dict[str, Any]), description="Commit the plan and hand out its shards."
+        name=f"{prefix}_plan",
+        out=dg.DynamicOut(dict[str, Any]),
+        description="Commit the plan and hand out its shards.",
+        pool=experiment.name,
     )
     def plan(
         context: dg.OpExecutionContext,
@@ -140,6 +143,7 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
     @dg.op(
         name=f"{prefix}_shard",
         description="Sample and commit the groups of one shard.",
+        pool=experiment.name,
     )
     def shard(
         context: dg.OpExecutionContext,
@@ -168,6 +172,7 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
         name=f"{prefix}_merge",
         description="Merge all groups; fails unless every expected one is committed.",
         out={"result": dg.Out(REF), "check": dg.Out(dg.Nothing)},
+        pool=experiment.name,
     )
     def merge(
         context: dg.OpExecutionContext,

@@ -13,6 +13,18 @@ class NotMaterialized(TriplaneError):
     """A step needs an asset that does not exist in this store."""
 
 
+class IterationRefused(TriplaneError):
+    """A partition key names no iteration that may run, or an iteration can't be taken back."""
+
+
+class ExperimentBusy(TriplaneError):
+    """Another run of the experiment has not ended."""
+
+
+class TargetRefused(TriplaneError):
+    """Iterations can't be asked for, since others are under way or have begun from another policy."""
+
+
 class LaunchFailed(TriplaneError):
     """A launched process ended without a result."""
 

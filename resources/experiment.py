@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import yaml
 from pydantic import (
@@ -31,6 +32,7 @@ from envd.backends import BackendName
 from envd.types import Limits
 from inference.engines.config import BuiltinConfig, EngineConfig
 from inference.rollouts.config import RolloutConfig
+from resources.cron import cron_fault
 from resources.errors import ExperimentError
 from resources.overrides import apply_overrides, explain, merge
 from trainer.config import BackendConfig, Device, RlConfig, SftConfig
@@ -272,6 +274,36 @@ class DeploymentConfig(Section):
         return self
 
 
+class ScheduleConfig(Section):
+    """When `NAME_nightly` asks for iterations, once it is started in the UI."""
+
+    cron: str = "0 2 * * *"
+    """Five fields: minute, hour, day of month, month, day of week."""
+    timezone: str = "UTC"
+    """Time zone of `cron`, such as Europe/Berlin."""
+    iterations: int = Field(default=1, ge=1, le=9999)
+    """Iterations per night."""
+    max_hours: float | None = Field(default=None, gt=0)
+    """Begin no further iteration of a night after this time, in hours; null: no limit."""
+
+    @field_validator("cron")
+    @classmethod
+    def _is_cron(cls, value: str) -> str:
+        fault = cron_fault(value)
+        if fault:
+            raise ValueError(f"{value!r} is not a cron expression ({fault}): write five fields such as '0 2 * * *'")
+        return value
+
+    @field_validator("timezone")
+    @classmethod
+    def _is_a_time_zone(cls, value: str) -> str:
+        try:
+            ZoneInfo(value)
+        except (ZoneInfoNotFoundError, ValueError, OSError):
+            raise ValueError(f"{value!r} is no time zone: write UTC or a name such as Europe/Berlin") from None
+        return value
+
+
 def _kind_of_suite(value: Any) -> str:
     imported = isinstance(value, ImportedSuiteConfig) or (isinstance(value, dict) and value.get("kind") == "import")
     return "import" if imported else "generated"
@@ -315,6 +347,8 @@ class Experiment(Section):
     """When a candidate goes live."""
     deployment: DeploymentConfig = DeploymentConfig()
     """Servers of the live policy. Not part of any key."""
+    schedule: ScheduleConfig | None = None
+    """Nightly iterations; null: the defaults, without a freshness policy. Not part of any key."""
 
     @field_validator("base", "engine", mode="before")
     @classmethod

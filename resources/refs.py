@@ -40,6 +40,16 @@ def read_ref(store: Store, experiment: str, asset: str, partition: str | None = 
     return ArtifactRef.model_validate(entry.value) if entry else None
 
 
+def has_ref(store: Store, experiment: str, asset: str, partition: str | None = None) -> bool:
+    """Whether an asset has an artifact; one request."""
+    return _pointer(store, experiment, asset, partition).is_set()
+
+
+def remove_ref(store: Store, experiment: str, asset: str, partition: str) -> None:
+    """Remove the references to an asset's artifacts in one partition. The artifacts stay."""
+    _pointer(store, experiment, asset, partition).remove()
+
+
 def require_ref(store: Store, experiment: str, asset: str, partition: str | None = None) -> ArtifactRef:
     """Like `read_ref`. Raises NotMaterialized."""
     ref = read_ref(store, experiment, asset, partition)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,14 @@ from resources.ref_io import RefIOManager
 from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
 from resources.store import StoreResource
+from triplane_dagster.alerts import alert_on_failure
+from triplane_dagster.broken_files import BrokenFile, broken_assets
+from triplane_dagster.executors import step_executor
+from triplane_dagster.freshness import with_freshness
 from triplane_dagster.jobs import base_job, iteration_job, rollback_job
 from triplane_dagster.schedules import nightly
 from triplane_dagster.sensors import continue_sequence
+from triplane_dagster.training_job import train_job
 
 FOLDER_VARIABLE = "TRIPLANE_EXPERIMENTS"
 
@@ -34,17 +40,42 @@ def experiments_folder() -> Path:
     return here if here.is_dir() else Path(__file__).resolve().parents[1] / "experiments"
 
 
-def load_all(folder: Path) -> list[Experiment]:
-    """Load every experiment of a folder. Raises ExperimentError for a malformed file or a duplicate name."""
-    found: dict[str, Path] = {}
-    experiments = []
+@dataclass(frozen=True)
+class Loaded:
+    """The experiment files of a folder."""
+
+    files: dict[Path, Experiment]
+    """Experiments by file; their names differ."""
+    broken: tuple[BrokenFile, ...]
+    """Malformed files, and files with the name of an earlier one."""
+
+    @property
+    def experiments(self) -> list[Experiment]:
+        """The experiments that can be used."""
+        return list(self.files.values())
+
+
+def load_folder(folder: Path) -> Loaded:
+    """Load every experiment of a folder. A file that can't be used does not affect the others."""
+    files: dict[str, Path] = {}
+    experiments: dict[Path, Experiment] = {}
+    broken = []
     for path in find_experiments(folder):
-        experiment = load_experiment(path)
-        if experiment.name in found:
-            raise ExperimentError(f"{found[experiment.name]} and {path} are both called {experiment.name}: rename one")
-        found[experiment.name] = path
-        experiments.append(experiment)
-    return experiments
+        try:
+            experiment = load_experiment(path)
+            first = files.setdefault(experiment.name, path)
+            if first != path:
+                raise ExperimentError(f"{first} and {path} are both called {experiment.name}: rename one")
+            experiments[path] = experiment
+        except ExperimentError as error:
+            broken.append(BrokenFile(path, error))
+    return Loaded(experiments, tuple(broken))
+
+
+def load_definitions() -> dg.Definitions:
+    """Definitions of the experiments folder, broken files included."""
+    loaded = load_folder(experiments_folder())
+    return definitions_for(loaded.experiments, broken=loaded.broken)
 
 
 def resources_with(sink: ProgressSink) -> dict[str, Any]:
@@ -61,19 +92,31 @@ def resources_with(sink: ProgressSink) -> dict[str, Any]:
 
 
 def definitions_for(
-    experiments: Sequence[Experiment], sink: ProgressSink = no_progress, resources: Mapping[str, Any] | None = None
+    experiments: Sequence[Experiment],
+    sink: ProgressSink = no_progress,
+    resources: Mapping[str, Any] | None = None,
+    broken: Sequence[BrokenFile] = (),
 ) -> dg.Definitions:
     """Definitions of these experiments. resources: replacements for the default ones, by name."""
-    iterations = [(experiment, iteration_job(experiment)) for experiment in experiments]
+    bases = [base_job(experiment) for experiment in experiments]
+    iterations = [iteration_job(experiment) for experiment in experiments]
+    trainings = [train_job(experiment) for experiment in experiments]
     return dg.Definitions(
-        assets=[asset for experiment in experiments for asset in experiment_assets(experiment)],
+        assets=[
+            *(with_freshness(each, asset) for each in experiments for asset in experiment_assets(each)),
+            *broken_assets(broken, [experiment.name for experiment in experiments]),
+        ],
         jobs=[
-            *(base_job(experiment) for experiment in experiments),
-            *(job for _, job in iterations),
+            *bases,
+            *iterations,
+            *trainings,
             *(rollback_job(experiment) for experiment in experiments),
         ],
-        schedules=[nightly(experiment, job) for experiment, job in iterations],
-        sensors=[continue_sequence(experiment, job) for experiment, job in iterations],
+        schedules=[nightly(experiment, job) for experiment, job in zip(experiments, trainings, strict=True)],
+        sensors=[
+            *(continue_sequence(*each) for each in zip(experiments, bases, iterations, strict=True)),
+            alert_on_failure,
+        ],
         resources={**resources_with(sink), **(resources or {})},
-        executor=dg.in_process_executor,
+        executor=step_executor(),
     )

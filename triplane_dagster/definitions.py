@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from triplane_dagster.assembly import definitions_for, experiments_folder, load_all
+from triplane_dagster.assembly import load_definitions
 
-defs = definitions_for(load_all(experiments_folder()))
+defs = load_definitions()

@@ -5,29 +5,24 @@ from __future__ import annotations
 from contracts.artifacts import open_artifact
 from contracts.store import Store
 from ops.deploy_decision import Decision, read_decision
-from ops.inputs import iteration_key
+from ops.iteration_keys import iteration_key, next_iteration
 from resources.experiment import Experiment
-from resources.refs import read_ref
+from resources.refs import has_ref, read_ref
 
 
 def is_finished(store: Store, experiment: Experiment, iteration: str) -> bool:
     """Whether the iteration has a decision."""
-    return read_ref(store, experiment.name, "sampler", iteration) is not None
+    return has_ref(store, experiment.name, "sampler", iteration)
 
 
 def is_complete(store: Store, experiment: Experiment, iteration: str) -> bool:
     """Whether the iteration has a decision and a report."""
-    return (
-        is_finished(store, experiment, iteration) and read_ref(store, experiment.name, "report", iteration) is not None
-    )
+    return is_finished(store, experiment, iteration) and has_ref(store, experiment.name, "report", iteration)
 
 
 def next_partition(store: Store, experiment: Experiment) -> str:
     """First iteration without a decision: an interrupted one is finished before the next begins."""
-    number = 0
-    while is_finished(store, experiment, iteration_key(number)):
-        number += 1
-    return iteration_key(number)
+    return iteration_key(next_iteration(store, experiment.name))
 
 
 def decision_of(store: Store, experiment: Experiment, iteration: str) -> Decision | None:

@@ -15,8 +15,8 @@ from triplane_dagster.private_dagster import UnresolvedAssetJobDefinition
 EXPERIMENT_TAG = "triplane/experiment"
 MAX_RETRIES_TAG = "dagster/max_retries"
 """Maximum relaunches of a run whose worker died, if `run_retries` is enabled in the Dagster instance."""
-REMAINING_TAG = "triplane/remaining"
-"""Number of iterations that follow the tagged run; see `sensors`."""
+TARGET_TAG = "triplane/target"
+"""Id of the run that asked for the iterations to which the tagged run belongs; see `sensors`."""
 
 
 def base_job_name(experiment: Experiment) -> str:

@@ -32,6 +32,9 @@ from dagster._grpc.types import CanCancelExecutionRequest, CanCancelExecutionRes
 # Signature of a run launcher that dagster.yaml names.
 from dagster._serdes.config_class import ConfigurableClassData
 
+# Pauses between the ticks of a cron expression; schedules have no public iterator.
+from dagster._utils.schedules import schedule_execution_time_iterator
+
 DAEMON_MODULE = "dagster._daemon"
 """Run by `python -m`, since the script `dagster-daemon` may not be on PATH."""
 
@@ -48,4 +51,5 @@ __all__ = [
     "WorkspaceFileTarget",
     "WorkspaceProcessContext",
     "compute_logs",
+    "schedule_execution_time_iterator",
 ]

@@ -16,6 +16,7 @@ import dagster as dg
 
 from assets.naming import key_of
 from contracts.store import open_store
+from ops.iteration_keys import require_key
 from resources.errors import CheckFailed, StepFailed
 from resources.experiment import Experiment
 from resources.launcher import require_launchable
@@ -26,8 +27,10 @@ from triplane_dagster import iterations
 from triplane_dagster.assembly import definitions_for
 from triplane_dagster.dead_runs import PROCESS_TAG, cancel_dead_runs, process_name
 from triplane_dagster.jobs import base_job_name, iteration_job_name
+from triplane_dagster.pools import limit_pools
 from triplane_dagster.private_dagster import DagsterAssetCheckFailedError
 from triplane_dagster.targets import begin_target, end_target
+from triplane_dagster.unfinished import require_idle
 
 next_partition = iterations.next_partition
 
@@ -69,10 +72,11 @@ class Runner:
         self._run(self._base, None)
 
     def iteration(self, partition: str, start_from: str = "live") -> None:
-        """Materialize one iteration. Raises the error of the failing step.
+        """Materialize one iteration. Raises IterationRefused for a wrong key, else the error of the failing step.
 
         start_from: live, base, or the beginning of a checkpoint's digest; ignored if the iteration has begun.
         """
+        require_key(open_store(), self.experiment.name, partition)
         self._instance.add_dynamic_partitions(self.experiment.name, [partition])
         step = key_of(self.experiment, "iteration_inputs").to_python_identifier()
         self._run(self._iteration, partition, {"ops": {step: {"config": {"policy": start_from}}}})
@@ -83,6 +87,7 @@ class Runner:
         self._sandboxes.close()
 
     def _run(self, job: dg.JobDefinition, partition: str | None, config: Mapping[str, Any] | None = None) -> None:
+        require_idle(self._instance, self.experiment.name)
         name, run_id = process_name(os.getpid()), str(uuid.uuid4())
         try:
             done = job.execute_in_process(
@@ -133,6 +138,7 @@ def open_runner(
     First marks unfinished runs of killed processes as canceled.
     """
     cancel_dead_runs(instance)
+    limit_pools(instance, [experiment.name])
     runner = Runner(experiment, instance, progress)
     try:
         yield runner

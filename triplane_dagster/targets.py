@@ -1,12 +1,22 @@
-"""Targets of `triplane iterate`, stored so that repeating the command after a kill adds no iterations."""
+"""Targets: which iterations of an experiment were asked for, by `triplane iterate` or by the job `NAME_train`.
+
+pointers/targets/<experiment>/<number>.json     a Target; the highest number counts
+
+Kept in the store, so that a repeated command, a restarted daemon or an edited run adds and loses no iteration.
+"""
 
 from __future__ import annotations
+
+from typing import Literal
 
 from contracts.artifacts import Frozen
 from contracts.pointers import Pointer
 from contracts.store import Store
-from ops.inputs import iteration_key
+from ops.inputs import find_inputs, resolve_start
+from ops.iteration_keys import iteration_key, next_iteration
+from resources.errors import TargetRefused
 from resources.experiment import Experiment
+from resources.refs import read_ref
 from triplane_dagster.iterations import is_finished, next_partition
 
 
@@ -18,46 +28,142 @@ class Target(Frozen):
     count: int
     """Number of requested iterations."""
     done: bool = False
-    """Whether the target ended: all iterations were made, or one was refused and promotion.on_refusal is stop."""
+    """Whether the target ended; `ended` says why."""
+    by: Literal["command", "dagster"] = "command"
+    """command: a process runs the iterations. dagster: the sensor `NAME_sequence` requests their runs."""
+    from_policy: str = "live"
+    """Policy that the first iteration starts from: live, base or a digest prefix."""
+    reason: str = ""
+    """Reason that the operator gave."""
+    deadline_unix: float | None = None
+    """Time after which no further iteration starts, in seconds since 1970."""
+    night: str | None = None
+    """Date of the night whose schedule requested it."""
+    request: str | None = None
+    """Id of the Dagster run that set it."""
+    ended: str = ""
+    """Why the target ended."""
+
+    @property
+    def last(self) -> int:
+        """Number of the last iteration."""
+        return self.first + self.count - 1
 
     def iterations(self) -> list[str]:
         """Partition keys of the target, in order."""
         return [iteration_key(number) for number in range(self.first, self.first + self.count)]
+
+    def __str__(self) -> str:
+        """Iterations as text, e.g. 0003 to 0005."""
+        first, last = iteration_key(self.first), iteration_key(self.last)
+        return first if first == last else f"{first} to {last}"
 
 
 def _pointer(store: Store, experiment: Experiment) -> Pointer:
     return Pointer(store, f"targets/{experiment.name}")
 
 
+def last_target(store: Store, experiment: Experiment) -> Target | None:
+    """The latest target, ended or not."""
+    entry = _pointer(store, experiment).current()
+    return Target.model_validate(entry.value) if entry else None
+
+
+def unfinished_target(store: Store, experiment: Experiment) -> Target | None:
+    """The target that has not ended."""
+    last = last_target(store, experiment)
+    return None if last is None or last.done else last
+
+
+def how_to_end(experiment: Experiment, target: Target) -> str:
+    """Description of an unfinished target and of what ends it."""
+    asked = f"a command asked for iterations {target}, and has not finished them"
+    finish = f"run `triplane iterate -e {experiment.name} -n {target.count}` to finish them, or "
+    if target.by == "dagster":
+        asked, finish = f"iterations {target} are under way ({target.reason})", "wait for them, or "
+    return f"{asked}: {finish}launch {experiment.name}_train with iterations: 0 to end that request"
+
+
 def begin_target(store: Store, experiment: Experiment, count: int) -> Target:
-    """The unfinished target of this size, or a new one that starts at the next iteration.
+    """The command's unfinished target of this size, or a new one that starts at the next iteration.
 
     An unfinished target whose iterations all have a decision belongs to a command killed before `end_target`; the
-    repeated command adds no iterations.
+    repeated command adds no iterations. A target of `NAME_train` is replaced.
     """
     pointer = _pointer(store, experiment)
     entry = pointer.current()
     if entry is not None:
         last = Target.model_validate(entry.value)
-        if not last.done and last.count == count:
+        if not last.done and last.count == count and last.by == "command":
             return last
     target = Target(first=int(next_partition(store, experiment)), count=count)
     pointer.advance(target.model_dump(), entry.number if entry else 0)
     return target
 
 
+def request_target(
+    store: Store,
+    experiment: Experiment,
+    count: int,
+    *,
+    request: str,
+    from_policy: str = "live",
+    reason: str = "",
+    deadline_unix: float | None = None,
+    night: str | None = None,
+) -> Target:
+    """Ask for further iterations, which the sensor then requests one by one; repeating a request changes nothing.
+
+    Raises TargetRefused while another target is unfinished or if the next iteration has begun from another policy,
+    RegistryError for an unknown policy.
+    """
+    pointer = _pointer(store, experiment)
+    entry = pointer.current()
+    last = Target.model_validate(entry.value) if entry else None
+    if last is not None and last.request == request:
+        return last
+    if last is not None and not last.done:
+        raise TargetRefused(f"{experiment.name}: {how_to_end(experiment, last)}")
+    first = next_iteration(store, experiment.name)
+    _require_policy(store, experiment, iteration_key(first), from_policy)
+    target = Target(
+        first=first,
+        count=count,
+        by="dagster",
+        from_policy=from_policy,
+        reason=reason,
+        deadline_unix=deadline_unix,
+        night=night,
+        request=request,
+    )
+    if not pointer.advance(target.model_dump(), entry.number if entry else 0):
+        raise TargetRefused(f"{experiment.name}: somebody else asked for iterations at the same time: retry")
+    return target
+
+
+def _require_policy(store: Store, experiment: Experiment, first: str, policy: str) -> None:
+    """Raise unless the first iteration can start from this policy."""
+    if policy != "live" and find_inputs(store, experiment, first) is not None:
+        raise TargetRefused(
+            f"iteration {first} of {experiment.name} has begun, its inputs are pinned: give from_policy live to finish"
+            f" it, or take them back by `triplane unpin {experiment.name}/{first}`"
+        )
+    base = read_ref(store, experiment.name, "base_policy")
+    if base is not None and policy not in ("live", "base"):
+        resolve_start(store, experiment.name, base, policy)
+
+
 def decided_target(store: Store, experiment: Experiment) -> Target | None:
     """Target of a command that was killed between its last decision and `end_target`."""
-    entry = _pointer(store, experiment).current()
-    target = Target.model_validate(entry.value) if entry else None
-    if target is None or target.done:
+    target = unfinished_target(store, experiment)
+    if target is None or target.by != "command":
         return None
     return target if all(is_finished(store, experiment, iteration) for iteration in target.iterations()) else None
 
 
-def end_target(store: Store, experiment: Experiment, target: Target) -> None:
+def end_target(store: Store, experiment: Experiment, target: Target, why: str = "") -> None:
     """Record that the target ended, unless a newer one was set in the meantime."""
     pointer = _pointer(store, experiment)
     entry = pointer.current()
     if entry is not None and Target.model_validate(entry.value) == target:
-        pointer.advance(target.model_copy(update={"done": True}).model_dump(), entry.number)
+        pointer.advance(target.model_copy(update={"done": True, "ended": why}).model_dump(), entry.number)

@@ -73,9 +73,12 @@ def main(
     port: Annotated[int, typer.Option("--port", "-p", help="Port to listen on.")] = 3000,
 ) -> None:
     """Serve the Dagster UI and reports. The instance is $DAGSTER_HOME, else that of ./dagster.yaml."""
+    from triplane_dagster.assembly import experiments_folder, load_folder
+    from triplane_dagster.pools import limit_pools
     from triplane_dagster.run import open_instance
 
     with open_instance() as instance:
+        limit_pools(instance, [each.name for each in load_folder(experiments_folder()).experiments])
         serve(instance, workspace, host, port)
 
 

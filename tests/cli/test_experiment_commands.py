@@ -49,6 +49,18 @@ def test_an_experiment_may_be_named_by_its_file(here: Run, tmp_path: Path) -> No
     )
 
 
+def test_a_broken_file_is_refused_by_name_and_hides_no_other(here: Run, tmp_path: Path) -> None:
+    (tmp_path / "yaml" / "broken.yaml").write_text("name: [\n")
+    (tmp_path / "yaml" / "other.yaml").write_text("name: renamed\n")
+    listed = here("experiments", "list", "--json")
+    assert [row["name"] for row in json.loads(listed.stdout)] == ["renamed", "small"]
+    assert "broken.yaml is not YAML" in listed.stderr
+    assert here("experiments", "show", "-e", "renamed").returncode == 0
+    refused = here("experiments", "show", "-e", "broken")
+    assert refused.returncode == 1 and "broken.yaml is not YAML" in refused.stderr
+    assert "(broken.yaml can't be used)" in here("experiments", "show", "-e", "absent").stderr
+
+
 def test_a_dry_run_lists_every_step_and_makes_nothing(here: Run, tmp_path: Path) -> None:
     printed = here("--store", str(tmp_path / "fresh"), "iterate", "-e", "small", "--dry-run", "--json").stdout
     steps = [row["step"] for row in json.loads(printed)]

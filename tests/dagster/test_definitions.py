@@ -1,22 +1,14 @@
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from pathlib import Path
 
 import dagster as dg
 import pytest
 
-from contracts.artifacts import ArtifactRef
-from contracts.store import open_store
 from ops.graph import ONCE, PER_ITERATION
 from resources.errors import ExperimentError
-from resources.experiment import Experiment
-from resources.refs import write_ref
-from triplane_dagster.assembly import definitions_for, load_all
+from triplane_dagster.assembly import load_definitions
 from triplane_dagster.definitions import defs
-from triplane_dagster.jobs import EXPERIMENT_TAG, REMAINING_TAG, iteration_job, iteration_job_name
-from triplane_dagster.schedules import nightly
-from triplane_dagster.sensors import next_request
 
 SHIPPED = ("quickstart", "qwen3_30b_a3b", "qwen3_30b_a3b_deepspeed", "qwen3_30b_a3b_te", "qwen3_4b")
 
@@ -57,55 +49,21 @@ def test_nothing_runs_by_the_clock_until_it_is_started() -> None:
     assert {schedule.default_status for schedule in schedules} == {dg.DefaultScheduleStatus.STOPPED}
 
 
-def test_two_files_with_one_name_are_refused(tmp_path: Path) -> None:
-    for file in ("a.yaml", "b.yaml"):
-        (tmp_path / file).write_text("name: same\n")
-    with pytest.raises(ExperimentError, match="both called same"):
-        load_all(tmp_path)
-
-
-def decide(store_folder: Path, experiment: Experiment, iteration: str) -> None:
-    """Make an iteration look finished."""
-    decision = ArtifactRef(kind="sampler", key="2" * 64, digest="3" * 64)
-    write_ref(open_store(str(store_folder)), experiment.name, "sampler", iteration, decision)
-
-
-def test_the_schedule_asks_for_the_first_undecided_iteration(
-    tiny: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_broken_file_is_an_asset_that_says_why_and_the_others_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRIPLANE_STORE", str(tmp_path))
-    decide(tmp_path, tiny, "0000")
-    repository = definitions_for([tiny]).get_repository_def()
-    with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
-        context = dg.build_schedule_context(
-            instance=instance, repository_def=repository, scheduled_execution_time=datetime(2030, 1, 2, 2, tzinfo=UTC)
-        )
-        request = nightly(tiny, iteration_job(tiny))(context)
-        assert isinstance(request, dg.RunRequest) and request.partition_key == "0001"
-        assert instance.get_dynamic_partitions(tiny.name) == ["0001"]
-
-
-@pytest.mark.parametrize("remaining", ["0", "2", "nonsense"])
-def test_a_run_with_some_remaining_is_followed_by_the_next(
-    remaining: str, tiny: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRIPLANE_STORE", str(tmp_path))
-    with dg.DagsterInstance.ephemeral() as instance:
-        run = dg.DagsterRun(
-            job_name=iteration_job_name(tiny),
-            run_id="1" * 8,
-            status=dg.DagsterRunStatus.SUCCESS,
-            tags={REMAINING_TAG: remaining, EXPERIMENT_TAG: tiny.name, "dagster/partition": "0000"},
-        )
-        context = dg.build_run_status_sensor_context("tiny_sequence", event_of(run), instance, run)
-        asked = next_request(context, tiny)
-        if remaining != "2":
-            assert isinstance(asked, dg.SkipReason)
-            return
-        assert isinstance(asked, dg.RunRequest)
-        assert asked.tags[REMAINING_TAG] == "1"
-        assert instance.has_dynamic_partition(tiny.name, str(asked.partition_key))
-
-
-def event_of(run: dg.DagsterRun) -> dg.DagsterEvent:
-    return dg.DagsterEvent(event_type_value="PIPELINE_SUCCESS", job_name=run.job_name)
+    texts = {"a": "name: same", "b": "name: same", "bad-one": "name: [", "bad_one": "nme: x", "same": "name: Bad"}
+    for file, text in texts.items():
+        (tmp_path / f"{file}.yaml").write_text(f"{text}\n")
+    monkeypatch.setenv("TRIPLANE_EXPERIMENTS", str(tmp_path))
+    loaded = load_definitions()
+    dg.Definitions.validate_loadable(loaded)
+    graph = loaded.resolve_asset_graph()
+    broken = {key.path[0]: graph.get(key) for key in graph.get_all_asset_keys() if key.path[1] == "experiment_file"}
+    said = {"b": "both called same", "bad_one": "not YAML", "bad_one_2": "nme", "same_2": "Bad"}
+    assert set(broken) == set(said)
+    for group, text in said.items():
+        assert text in (broken[group].description or "") and broken[group].group_name == group
+        with pytest.raises(ExperimentError, match=text):
+            dg.materialize([loaded.resolve_assets_def([group, "experiment_file"])])
+    assert {key.path[1] for key in graph.get_all_asset_keys() if key.path[0] == "same"} == {*ONCE, *PER_ITERATION}

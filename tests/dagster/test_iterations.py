@@ -147,9 +147,9 @@ def test_zero_further_iterations_make_none(ran: World) -> None:
 def test_an_iteration_may_start_from_a_named_policy_and_does_not_replace_live(ran: World) -> None:
     live = Registry(ran.store, ran.experiment.name).live()
     with open_runner(ran.experiment, ran.instance) as runner:
-        runner.iteration("0007", start_from="base")
-    inputs = find_inputs(ran.store, ran.experiment, "0007")
+        runner.iteration("0002", start_from="base")
+    inputs = find_inputs(ran.store, ran.experiment, "0002")
     assert inputs is not None and inputs.policy == inputs.base
-    decision = decision_of(ran.store, ran.experiment, "0007")
+    decision = decision_of(ran.store, ran.experiment, "0002")
     assert decision is not None and decision.decision == "stale"
     assert Registry(ran.store, ran.experiment.name).live() == live

@@ -57,6 +57,11 @@ def test_run_monitoring_asks_a_launcher_by_the_methods_that_ours_has() -> None:
     assert dg.deserialize_value(dg.serialize_value(answer), private.CanCancelExecutionResult).can_cancel
 
 
+def test_ticks_of_a_cron_expression_are_iterated_in_its_time_zone() -> None:
+    ticks = private.schedule_execution_time_iterator(0.0, "0 2 * * *", "Europe/Berlin")
+    assert [next(ticks).isoformat() for _ in range(2)] == ["1970-01-01T02:00:00+01:00", "1970-01-02T02:00:00+01:00"]
+
+
 def test_the_ui_starts_servers_by_arguments_that_dagster_takes() -> None:
     servers = inspect.signature(private.ProxyServerManager)
     servers.bind(None, private.WorkspaceFileTarget(["workspace.yaml"]), code_server_log_level="WARNING")

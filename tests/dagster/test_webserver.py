@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pinning import make_base
 
 from contracts.store import open_store
 from resources.experiment import Experiment
 from resources.registry import Registry
 from tests.webserver import ADD, LAUNCH, ask, wait_until_up
+from triplane_dagster.jobs import EXPERIMENT_TAG
 
 pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[2]
 PATIENCE_S = 240.0
 
-RUNS = "{ runsOrError { ... on Runs { results { runId jobName status tags { key value } } } } }"
+RUNS = "{ runsOrError { ... on Runs { results { runId jobName status startTime endTime tags { key value } } } } }"
 
 
 class Server:
@@ -37,14 +39,18 @@ class Server:
     def ask(self, query: str, **variables: Any) -> dict[str, Any]:
         return ask(self.url, query, **variables)
 
-    def launch(self, job: str, **tags: str) -> None:
+    def launch(self, job: str, assets: list[str] | None = None, config: Any = None, **tags: str) -> str:
+        """Launch a job or, as an asset's page does, these assets of tiny. Returns the run's id."""
+        chosen = {"assetSelection": [{"path": ["tiny", each]} for each in assets or ()], "assetCheckSelection": []}
         params = {
-            "selector": {**self.where, "jobName": job},
-            "runConfigData": {},
+            "selector": {**self.where, "jobName": job, **(chosen if assets else {})},
+            "runConfigData": config or {},
             "executionMetadata": {"tags": [{"key": key, "value": value} for key, value in tags.items()]},
         }
         launched = self.ask(LAUNCH, params=params)["launchRun"]
         assert launched["__typename"] == "LaunchRunSuccess", launched
+        run_id: str = launched["run"]["runId"]
+        return run_id
 
     def wait_for(self, successes: int) -> list[dict[str, Any]]:
         deadline = time.monotonic() + PATIENCE_S
@@ -58,20 +64,27 @@ class Server:
         raise AssertionError(f"{successes} successful runs did not come in {PATIENCE_S:g} s: {runs}")
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    shutil.copy(REPOSITORY / "dagster.yaml", tmp_path)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {
+def environment(folder: Path) -> dict[str, str]:
+    """Store, Dagster instance and experiments of the test."""
+    return {
         **os.environ,
         "TRIPLANE_EXPERIMENTS": str(Path(__file__).parent),
-        "TRIPLANE_STORE": str(tmp_path / "store"),
-        "DAGSTER_HOME": str(tmp_path),
+        "TRIPLANE_STORE": str(folder / "store"),
+        "DAGSTER_HOME": str(folder),
         "PYTHONPATH": str(REPOSITORY),
         "OMP_NUM_THREADS": "1",
     }
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    shipped = (REPOSITORY / "dagster.yaml").read_text()
+    assert "max_concurrent_runs: 1" in shipped
+    # with room for more, what keeps runs of one experiment apart is their pool
+    (tmp_path / "dagster.yaml").write_text(shipped.replace("max_concurrent_runs: 1", "max_concurrent_runs: 3"))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     command = [
         Path(sys.executable).with_name("dagster"),
         "dev",
@@ -83,7 +96,9 @@ def server(tmp_path: Path) -> Iterator[Server]:
         str(port),
     ]
     with (tmp_path / "log").open("wb") as log:
-        child = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log, start_new_session=True)
+        child = subprocess.Popen(
+            command, cwd=tmp_path, env=environment(tmp_path), stdout=log, stderr=log, start_new_session=True
+        )
         try:
             wait_until_up(f"http://127.0.0.1:{port}", child, tmp_path / "log", PATIENCE_S)
             yield Server(f"http://127.0.0.1:{port}")
@@ -103,12 +118,27 @@ def stop(child: subprocess.Popen[bytes]) -> None:
 
 @pytest.mark.timeout(900)
 def test_iterations_launched_over_graphql_succeed_in_sequence(server: Server, tiny: Experiment, tmp_path: Path) -> None:
-    server.launch(f"{tiny.name}_base")
-    server.wait_for(1)
-    server.ask(ADD, name=tiny.name, key="0000", where=server.where)
-    server.launch(f"{tiny.name}_iteration", **{"dagster/partition": "0000", "triplane/remaining": "1"})
-    runs = server.wait_for(3)
+    server.launch(f"{tiny.name}_train")  # as its launchpad is filled in: two iterations
+    runs = server.wait_for(4)
+    assert [run["jobName"] for run in reversed(runs)] == [
+        f"{tiny.name}_{job}" for job in ("train", "base", "iteration", "iteration")
+    ]
     partitions = {tag["value"] for run in runs for tag in run["tags"] if tag["key"] == "dagster/partition"}
     assert partitions == {"0000", "0001"}
     history = Registry(open_store(str(tmp_path / "store")), tiny.name).history()
     assert [entry.iteration for entry in history] == ["0000", "0001"]
+
+
+@pytest.mark.timeout(900)
+def test_runs_from_asset_pages_never_run_at_once(
+    server: Server, tiny: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIPLANE_STORE", str(tmp_path / "store"))
+    make_base(open_store(), tiny)
+    server.ask(ADD, name=tiny.name, key="0000", where=server.where)
+    place = {"dagster/partition": "0000"}
+    asked = [server.launch("__ASSET_JOB", ["iteration_inputs"], **place) for _ in range(4)]
+    runs = [run for run in server.wait_for(4) if run["runId"] in asked]
+    assert all(EXPERIMENT_TAG not in {tag["key"] for tag in run["tags"]} for run in runs), "what keeps them apart"
+    times = sorted((run["startTime"], run["endTime"]) for run in runs)
+    assert len(times) == 4 and all(end <= begin for (_, end), (begin, _) in pairwise(times)), times

@@ -18,6 +18,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from contracts.store import Store, open_store
+from ops.iteration_keys import iteration_key, next_iteration
 from resources.registry import Registry
 from tests.acceptance.laboratory import processes_of
 from tests.deploy.local_stack import LocalStack, descendants
@@ -74,6 +75,11 @@ def first_iteration(stack: LocalStack) -> str:
     return run_id
 
 
+def next_key(store: Store) -> str:
+    """Key of the iteration that may run next."""
+    return iteration_key(next_iteration(store, "tiny"))
+
+
 def test_an_iteration_runs_through_the_queue(
     stack: LocalStack, store: Store, postgres: Postgres, first_iteration: str
 ) -> None:
@@ -121,15 +127,16 @@ def test_buckets_that_exist_are_no_error(stack: LocalStack) -> None:
     assert "bucket triplane" in stack.run("buckets")
 
 
-def test_two_runs_of_an_experiment_wait_for_one_another(stack: LocalStack, first_iteration: str) -> None:
-    both = [stack.launch("tiny_iteration", "0001") for _ in range(2)]
+def test_two_runs_of_an_experiment_wait_for_one_another(stack: LocalStack, store: Store, first_iteration: str) -> None:
+    key = next_key(store)
+    both = [stack.launch("tiny_iteration", key) for _ in range(2)]
     earlier, later = sorted((stack.wait_for(each, "SUCCESS") for each in both), key=lambda run: run["startTime"])
     assert later["startTime"] >= earlier["endTime"]
 
 
-def test_a_queued_run_survives_the_daemon(stack: LocalStack, first_iteration: str) -> None:
+def test_a_queued_run_survives_the_daemon(stack: LocalStack, store: Store, first_iteration: str) -> None:
     stack.kill("daemon")
-    run_id = stack.launch("tiny_iteration", "0002")
+    run_id = stack.launch("tiny_iteration", next_key(store))
     time.sleep(5)
     assert stack.run_of(run_id)["status"] == "QUEUED"
     stack.start("daemon")
@@ -139,20 +146,22 @@ def test_a_queued_run_survives_the_daemon(stack: LocalStack, first_iteration: st
 def test_a_killed_run_is_marked_as_failed_and_launched_again(
     stack: LocalStack, store: Store, first_iteration: str
 ) -> None:
-    run_id = stack.launch("tiny_iteration", "0003")
+    key = next_key(store)
+    run_id = stack.launch("tiny_iteration", key)
     stack.wait_for(run_id, "STARTED")
     workers = [pid for pid, line in descendants(stack.pid("code-location")).items() if "spawn_main" in line]
     assert len(workers) == 1
     os.kill(workers[0], signal.SIGKILL)
     stack.wait_for(run_id, "FAILURE")
     stack.wait_for(stack.retry_of(run_id), "SUCCESS")
-    assert Registry(store, "tiny").history()[-1].iteration == "0003"
+    assert Registry(store, "tiny").history()[-1].iteration == key
 
 
 def test_a_run_lost_with_its_code_location_is_marked_as_failed_and_launched_again(
     stack: LocalStack, store: Store, first_iteration: str
 ) -> None:
-    run_id = stack.launch("tiny_iteration", "0004")
+    key = next_key(store)
+    run_id = stack.launch("tiny_iteration", key)
     stack.wait_for(run_id, "STARTED")
     stack.kill("code-location")
     stack.start("code-location")
@@ -160,7 +169,7 @@ def test_a_run_lost_with_its_code_location_is_marked_as_failed_and_launched_agai
     messages = [event["message"] for event in failed["eventConnection"]["events"] if event]
     assert any("executes no such run: it was restarted" in message for message in messages), messages
     stack.wait_for(stack.retry_of(run_id), "SUCCESS")
-    assert Registry(store, "tiny").history()[-1].iteration == "0004"
+    assert Registry(store, "tiny").history()[-1].iteration == key
 
 
 def test_the_sampler_serves_what_is_live(stack: LocalStack, store: Store, first_iteration: str) -> None:

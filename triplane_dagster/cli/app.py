@@ -23,6 +23,7 @@ from triplane_dagster.cli import (
     tasks,
     train,
     ui,
+    unpin,
 )
 from triplane_dagster.cli.guard import GuardedGroup
 
@@ -83,6 +84,7 @@ app.command()(ui.ui)
 app.command()(doctor.doctor)
 app.command()(serve.serve)
 app.command()(rollback.rollback)
+app.command()(unpin.unpin)
 app.command()(train.train)
 app.add_typer(tasks.app, name="tasks")
 app.add_typer(store.app, name="store")

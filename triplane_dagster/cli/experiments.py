@@ -26,8 +26,7 @@ def find_experiment(name: str, overrides: list[str] | None = None) -> Experiment
 
 def _file_of(name: str) -> Path:
     """File of an experiment, given its path, its file name or the `name` inside it."""
-    from resources.experiment import find_experiments, load_experiment
-    from triplane_dagster.assembly import experiments_folder
+    from triplane_dagster.assembly import experiments_folder, load_folder
 
     if name.endswith((".yaml", ".yml")):
         return Path(name)
@@ -35,26 +34,27 @@ def _file_of(name: str) -> Path:
     path = folder / f"{name}.yaml"
     if path.is_file():
         return path
-    there = find_experiments(folder)
-    found = [each for each in there if load_experiment(each).name == name]
-    if found:
-        return found[0]
-    known = ", ".join(each.stem for each in there)
-    raise ConfigError(f"no experiment {name!r} in {folder}: choose one of {known or '(none)'}")
+    loaded = load_folder(folder)
+    for each, experiment in loaded.files.items():
+        if experiment.name == name:
+            return each
+    known = ", ".join(each.stem for each in loaded.files)
+    unread = f" ({', '.join(each.path.name for each in loaded.broken)} can't be used)" if loaded.broken else ""
+    raise ConfigError(f"no experiment {name!r} in {folder}{unread}: choose one of {known or '(none)'}")
 
 
 @app.command("list")
 def list_experiments(as_json: AsJson = False) -> None:
     """List the experiments."""
-    from resources.experiment import find_experiments, load_experiment
-    from triplane_dagster.assembly import experiments_folder
+    from triplane_dagster.assembly import experiments_folder, load_folder
 
-    rows = []
-    for path in find_experiments(experiments_folder()):
-        each = load_experiment(path)
-        rows.append(
-            {"experiment": path.stem, "name": each.name, "iterations": each.iterations, "description": each.description}
-        )
+    loaded = load_folder(experiments_folder())
+    rows = [
+        {"experiment": path.stem, "name": each.name, "iterations": each.iterations, "description": each.description}
+        for path, each in loaded.files.items()
+    ]
+    for broken in loaded.broken:
+        typer.echo(f"warning: {broken.error}", err=True)
     print_rows(rows, as_json=as_json, empty=f"{experiments_folder()} holds no *.yaml")
 
 

@@ -86,13 +86,26 @@ def _run(experiment: Experiment, count: int) -> list[str]:
     """Run `count` iterations with progress bars. Returns the partition keys with a decision."""
     if not count:
         return []
-    open_store()  # report an unusable store before seconds of imports
+    _warn_of_other_request(experiment)  # also reports an unusable store before seconds of imports
     with stoppable() as interruption:
         from triplane_dagster.cli.bars import Bars
         from triplane_dagster.run import open_instance, run_iterations
 
         with Bars() as bars, quiet_dagster(), open_instance() as instance:
             return run_iterations(experiment, count, instance, bars, interruption.check)
+
+
+def _warn_of_other_request(experiment: Experiment) -> None:
+    """Warn on stderr that the command replaces a request of `NAME_train`."""
+    from triplane_dagster.targets import unfinished_target
+
+    target = unfinished_target(open_store(), experiment)
+    if target is not None and target.by == "dagster":
+        typer.echo(
+            f"warning: this command replaces the request of {experiment.name}_train for iterations {target}"
+            f" ({target.reason})",
+            err=True,
+        )
 
 
 def _report(experiment: Experiment, only: list[str] | None, *, as_json: bool) -> None:

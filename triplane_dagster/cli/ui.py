@@ -45,12 +45,15 @@ def ui(
     os.environ.setdefault("DAGSTER_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TRIPLANE_STORE", str(Path(".triplane/store").absolute()))
     os.chdir(root)
+    from triplane_dagster.assembly import experiments_folder, load_folder
     from triplane_dagster.dead_runs import cancel_dead_runs
+    from triplane_dagster.pools import limit_pools
     from triplane_dagster.run import open_instance
     from triplane_dagster.webserver import serve
 
     with open_instance() as instance, alone(Path(instance.root_directory).resolve()):
         cancel_dead_runs(instance)  # a killed in-process run would occupy the queue's only slot
+        limit_pools(instance, [each.name for each in load_folder(experiments_folder()).experiments])
         with code_servers(instance) as workspace, daemon(instance, workspace):
             serve(instance, workspace, host, port)
 

@@ -1,0 +1,118 @@
+"""Failed runs are posted to a webhook, and scheduled experiments have a freshness policy."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from assets.naming import key_of
+from contracts.errors import ConfigError
+from resources.experiment import Experiment, ScheduleConfig
+from triplane_dagster.alerts import VARIABLE, alert_on_failure
+from triplane_dagster.assembly import definitions_for
+from triplane_dagster.executors import step_executor
+from triplane_dagster.jobs import EXPERIMENT_TAG
+
+
+class Hook:
+    """A web server that keeps what is posted to it and answers with `status`."""
+
+    def __init__(self) -> None:
+        self.posted: list[dict[str, Any]] = []
+        self.status = 200
+        hook = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                hook.posted.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                self.send_response(hook.status)
+                self.end_headers()
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/secret"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def hook() -> Iterator[Hook]:
+    made = Hook()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+@pytest.fixture
+def failed(tmp_path: Path) -> Iterator[dg.RunFailureSensorContext]:
+    """What the sensor gets of a run that failed."""
+
+    @dg.op
+    def burst() -> None:
+        raise ValueError("no sandboxes\nleft")
+
+    @dg.job(name="tiny_iteration")
+    def job() -> None:
+        burst()
+
+    tags = {EXPERIMENT_TAG: "tiny", "dagster/partition": "0006"}
+    with dg.DagsterInstance.ephemeral(str(tmp_path)) as instance:
+        done = job.execute_in_process(instance=instance, raise_on_error=False, tags=tags)
+        yield dg.build_run_status_sensor_context(
+            alert_on_failure.name, done.get_run_failure_event(), instance, done.dagster_run
+        ).for_run_failure()
+
+
+def test_a_failed_run_is_posted_with_its_error(
+    hook: Hook, failed: dg.RunFailureSensorContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(alert_on_failure(failed), dg.SkipReason) and hook.posted == []
+    monkeypatch.setenv(VARIABLE, hook.url)
+    alert_on_failure(failed)
+    (posted,) = hook.posted
+    assert posted["text"] == "tiny_iteration 0006 failed: ValueError: no sandboxes left"
+    assert (posted["experiment"], posted["partition"]) == ("tiny", "0006")
+    assert posted["run_id"] == failed.dagster_run.run_id
+
+
+@pytest.mark.parametrize("receiver", ["refuses", "is gone", "is no URL"])
+def test_an_error_of_the_receiver_is_not_raised(
+    receiver: str, hook: Hook, failed: dg.RunFailureSensorContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook.status = 500
+    urls = {"refuses": hook.url, "is gone": "http://127.0.0.1:9/secret", "is no URL": "http://[secret"}
+    monkeypatch.setenv(VARIABLE, urls[receiver])
+    assert alert_on_failure(failed) is None
+    assert len(hook.posted) == (receiver == "refuses"), "one attempt"
+
+
+def test_the_sampler_of_a_scheduled_experiment_becomes_overdue(tiny: Experiment) -> None:
+    def policies(experiment: Experiment) -> dict[str, Any]:
+        assets = definitions_for([experiment]).resolve_all_asset_specs()
+        return {each.key.path[1]: each.freshness_policy for each in assets if each.freshness_policy}
+
+    assert policies(tiny) == {}
+    plan = ScheduleConfig(cron="0 2 * * mon-fri", max_hours=6)
+    (found,) = policies(tiny.model_copy(update={"schedule": plan})).items()
+    assert found[0] == key_of(tiny, "sampler").path[1]
+    assert found[1] == dg.FreshnessPolicy.time_window(fail_window=timedelta(days=3, hours=6))
+
+
+def test_the_executor_is_named_by_one_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for name in ("", "in_process", "multiprocess", "k8s"):
+        monkeypatch.setenv("TRIPLANE_EXECUTOR", name)
+        found.append(step_executor().name)
+    assert found == ["in_process", "in_process", "multiprocess", "k8s"]
+    monkeypatch.setenv("TRIPLANE_EXECUTOR", "dask")
+    with pytest.raises(ConfigError, match="TRIPLANE_EXECUTOR=dask: no such executor; use in_process, multiprocess or"):
+        step_executor()

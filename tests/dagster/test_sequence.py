@@ -1,0 +1,368 @@
+"""What the training job asks for is run one iteration after another: by the sensor, by night, and by nothing else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from pinning import commit, counting_store, decide, make_base, pin
+
+from assets.naming import key_of
+from contracts.digests import digest_of
+from contracts.store import Store, open_store
+from resources.errors import ExperimentBusy, ExperimentError, RegistryError, TargetRefused
+from resources.experiment import Experiment, ScheduleConfig, load_experiment
+from resources.refs import remove_ref
+from triplane_dagster.assembly import definitions_for
+from triplane_dagster.jobs import EXPERIMENT_TAG, base_job_name, iteration_job_name
+from triplane_dagster.pools import limit_pools
+from triplane_dagster.run import run_iterations
+from triplane_dagster.schedules import night_request, nightly
+from triplane_dagster.sensors import next_request
+from triplane_dagster.targets import begin_target, last_target, unfinished_target
+from triplane_dagster.training_job import NIGHT_TAG, Training, train_config, train_job, train_job_name
+from triplane_dagster.unfinished import require_idle
+
+TINY = Path(__file__).parent / "tiny.yaml"
+NIGHT = datetime(2030, 1, 2, 2, tzinfo=UTC)
+
+
+class Desk:
+    """One experiment whose iterations take no time: what is requested succeeds, fails or is refused as told."""
+
+    def __init__(self, experiment: Experiment, store: Store, instance: dg.DagsterInstance) -> None:
+        self.experiment, self.store, self.instance = experiment, store, instance
+        self.definitions = definitions_for([experiment])
+
+    def train(self, **training: Any) -> str:
+        """Run `NAME_train`; raises what its op raises. Returns the run's id."""
+        job = self.definitions.resolve_job_def(train_job_name(self.experiment))
+        config = train_config(self.experiment, Training(**training))
+        return job.execute_in_process(instance=self.instance, run_config=config).run_id
+
+    def tick(self) -> dg.RunRequest | str:
+        """The one run that the sensor requests, or why it requests none."""
+        answer = next_request(self.instance, self.store, self.experiment)
+        if isinstance(answer, dg.SkipReason):
+            return answer.skip_message or ""
+        (request,) = answer.run_requests or ()
+        added = [key for each in answer.dynamic_partitions_requests or () for key in each.partition_keys]
+        assert added == ([request.partition_key] if request.partition_key else [])
+        return request
+
+    def launch(self, request: dg.RunRequest, status: dg.DagsterRunStatus) -> dg.DagsterRun:
+        """A run of the request in this state, as the daemon creates it."""
+        tags = {**request.tags, **({"dagster/partition": request.partition_key} if request.partition_key else {})}
+        job = self.definitions.resolve_job_def(request.job_name or "")
+        return self.instance.create_run_for_job(job, status=status, tags=tags, run_config=request.run_config)
+
+    def serve(self, decision: Any = "live") -> str | None:
+        """Let the requested iteration succeed with this decision. Returns its key, or None if none was requested."""
+        request = self.tick()
+        if isinstance(request, str):
+            return None
+        self.launch(request, dg.DagsterRunStatus.SUCCESS)
+        decide(self.store, self.experiment, str(request.partition_key), decision)
+        return request.partition_key
+
+    def with_(self, **sections: Any) -> Desk:
+        """The same desk, with other settings."""
+        return Desk(self.experiment.model_copy(update=sections), self.store, self.instance)
+
+    def stopping(self) -> Desk:
+        """The same desk, with promotion.on_refusal stop."""
+        return self.with_(promotion=self.experiment.promotion.model_copy(update={"on_refusal": "stop"}))
+
+
+@pytest.fixture
+def desk(tiny: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    monkeypatch.setenv("TRIPLANE_STORE", str(tmp_path / "store"))
+    store = open_store()
+    make_base(store, tiny)
+    with dg.DagsterInstance.ephemeral(str(tmp_path)) as instance:
+        yield Desk(tiny, store, instance)
+
+
+def test_requested_iterations_run_one_after_another_and_no_more(desk: Desk) -> None:
+    assert "no iterations are asked for, launch tiny_train" in str(desk.tick())
+    desk.train(iterations=3, reason="a test")
+    assert [desk.serve() for _ in range(4)] == ["0000", "0001", "0002", None]
+    assert "the last one (0000 to 0002) ended: all of them were made" in str(desk.tick())
+    desk.train(iterations=1)
+    assert [desk.serve(), desk.serve()] == ["0003", None]
+
+
+def test_a_request_is_the_same_at_every_tick_until_its_run_exists(desk: Desk) -> None:
+    asked = desk.train(iterations=2)
+    first, again = desk.tick(), desk.tick()
+    assert isinstance(first, dg.RunRequest) and isinstance(again, dg.RunRequest)
+    assert first.run_key == again.run_key == f"{asked}/0000"
+    assert desk.serve() == "0000"
+    second = desk.tick()
+    assert isinstance(second, dg.RunRequest) and second.run_key == f"{asked}/0001"
+
+
+@pytest.mark.parametrize("status", [dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED])
+def test_nothing_is_requested_while_a_run_of_the_experiment_is_unfinished(
+    desk: Desk, status: dg.DagsterRunStatus
+) -> None:
+    desk.train(iterations=2)
+    assert desk.serve() == "0000"
+    other = desk.instance.create_run_for_job(
+        desk.definitions.resolve_job_def(base_job_name(desk.experiment)), status=status, tags={}
+    )
+    assert other.run_id in str(desk.tick())
+    desk.instance.delete_run(other.run_id)
+    assert desk.serve() == "0001"
+
+
+def test_an_iteration_made_by_hand_in_between_counts_and_loses_none(desk: Desk) -> None:
+    desk.train(iterations=3)
+    assert desk.serve() == "0000"
+    decide(desk.store, desk.experiment, "0001")
+    assert [desk.serve(), desk.serve()] == ["0002", None]
+
+
+@pytest.mark.parametrize("status", [dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED])
+def test_a_failed_run_stops_the_sequence_until_its_iteration_is_made(desk: Desk, status: dg.DagsterRunStatus) -> None:
+    desk.train(iterations=3)
+    assert desk.serve() == "0000"
+    request = desk.tick()
+    assert isinstance(request, dg.RunRequest)
+    failed = desk.launch(request, status)
+    for _ in range(2):
+        said = str(desk.tick())
+        assert failed.run_id in said and "once 0001 has a decision the sequence continues" in said
+    decide(desk.store, desk.experiment, "0001")
+    assert [desk.serve(), desk.serve()] == ["0002", None]
+
+
+def test_a_refusal_ends_the_sequence_if_the_experiment_says_stop(desk: Desk) -> None:
+    stopping = desk.stopping()
+    stopping.train(iterations=3)
+    assert stopping.serve("refused") == "0000"
+    assert "iteration 0000 is refused and promotion.on_refusal is stop" in str(stopping.tick())
+    assert unfinished_target(desk.store, desk.experiment) is None
+    stopping.train(iterations=2)
+    assert [stopping.serve(), stopping.serve(), stopping.serve()] == ["0001", "0002", None]
+    desk.train(iterations=2)
+    assert [desk.serve("refused"), desk.serve(), desk.serve()] == ["0003", "0004", None]
+
+
+def test_no_iteration_begins_after_the_deadline(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk.train(iterations=3, max_hours=2)
+    assert desk.serve() == "0000"
+    began = time.time()
+    monkeypatch.setattr("triplane_dagster.sensors.time.time", lambda: began + 2 * 3600 + 60)
+    assert "its time is over, 0001 and later ones were not begun" in str(desk.tick())
+    assert unfinished_target(desk.store, desk.experiment) is None
+
+
+def test_an_iteration_whose_report_is_missing_is_finished_first(desk: Desk) -> None:
+    desk.train(iterations=2)
+    request = desk.tick()
+    assert isinstance(request, dg.RunRequest)
+    decide(desk.store, desk.experiment, "0000")
+    remove_ref(desk.store, desk.experiment.name, "report", "0000")
+    again = desk.tick()
+    assert isinstance(again, dg.RunRequest) and again.partition_key == "0000"
+
+
+def test_a_missing_base_is_made_first(tiny: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIPLANE_STORE", str(tmp_path / "store"))
+    with dg.DagsterInstance.ephemeral(str(tmp_path)) as instance:
+        desk = Desk(tiny, open_store(), instance)
+        desk.train(iterations=1)
+        request = desk.tick()
+        assert isinstance(request, dg.RunRequest) and request.job_name == base_job_name(tiny)
+        failed = desk.launch(request, dg.DagsterRunStatus.FAILURE)
+        assert failed.run_id in str(desk.tick())
+        make_base(desk.store, tiny)
+        assert desk.serve() == "0000"
+
+
+def test_only_the_first_iteration_starts_from_the_named_policy(desk: Desk) -> None:
+    desk.train(iterations=2, from_policy="base")
+    first = desk.tick()
+    assert isinstance(first, dg.RunRequest) and first.job_name == iteration_job_name(desk.experiment)
+    assert first.run_config == {"ops": {"tiny__iteration_inputs": {"config": {"policy": "base"}}}}
+    assert desk.serve() == "0000"
+    second = desk.tick()
+    assert isinstance(second, dg.RunRequest) and second.run_config == {}
+
+
+def test_a_second_request_is_refused_and_zero_iterations_end_the_first(desk: Desk) -> None:
+    desk.train(iterations=3, reason="the first")
+    with pytest.raises(TargetRefused, match=r"0000 to 0002 are under way \(the first\).*tiny_train with iterations: 0"):
+        desk.train(iterations=1)
+    desk.train(iterations=0, reason="enough")
+    assert "ended: ended by hand (enough)" in str(desk.tick())
+    desk.train(iterations=1)
+    assert [desk.serve(), desk.serve()] == ["0000", None]
+
+
+def test_the_command_line_and_the_job_know_of_one_another(desk: Desk) -> None:
+    mine = begin_target(desk.store, desk.experiment, 2)
+    assert "`triplane iterate` was asked for iterations 0000 to 0001" in str(desk.tick())
+    with pytest.raises(TargetRefused, match="run `triplane iterate -e tiny -n 2` to finish them"):
+        desk.train(iterations=1)
+    desk.train(iterations=0)
+    desk.train(iterations=2)
+    replaced = begin_target(desk.store, desk.experiment, 2)
+    assert replaced == mine and last_target(desk.store, desk.experiment) == mine
+
+
+def test_an_unknown_policy_or_a_begun_iteration_is_refused(desk: Desk) -> None:
+    with pytest.raises(RegistryError, match="policy 'ffff' matches no checkpoint"):
+        desk.train(iterations=1, from_policy="ffff")
+    pin(desk.experiment, desk.instance, "0000")
+    with pytest.raises(TargetRefused, match="take them back by `triplane unpin tiny/0000`"):
+        desk.train(iterations=1, from_policy="base")
+    desk.train(iterations=1)
+
+
+def test_the_launchpad_is_filled_in_and_rejects_other_values(desk: Desk) -> None:
+    job = desk.definitions.resolve_job_def(train_job_name(desk.experiment))
+    (filled,) = (dict(job.run_config or {})["ops"]["tiny_request"]["config"],)
+    assert filled == {"iterations": 2, "from_policy": "live", "reason": "by hand"}
+    with pytest.raises(dg.DagsterInvalidConfigError):
+        job.execute_in_process(run_config={"ops": {"tiny_request": {"config": {"iteration": 3}}}})
+
+
+def test_a_tick_after_10000_iterations_takes_few_requests(tiny: Experiment, tmp_path: Path) -> None:
+    store = counting_store(tmp_path / "store", tiny, 10_000)
+    make_base(store, tiny)
+    begin_target(store, tiny, 1)
+    with dg.DagsterInstance.ephemeral(str(tmp_path)) as instance:
+        desk = Desk(tiny, store, instance)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRIPLANE_STORE", str(tmp_path / "store"))
+            desk.train(iterations=0)
+            desk.train(iterations=1)
+        assert isinstance(desk.tick(), dg.RunRequest)
+        store.requests = 0
+        request = desk.tick()
+        assert isinstance(request, dg.RunRequest) and request.partition_key == "10000"
+        assert store.requests < 15
+
+
+def test_runs_of_the_command_line_occupy_the_pool_of_their_experiment(desk: Desk) -> None:
+    pin(desk.experiment, desk.instance, "0000")
+    (run,) = desk.instance.get_runs()
+    assert run.run_op_concurrency is not None and run.run_op_concurrency.all_pools == {"tiny"}
+    for asset in desk.definitions.resolve_assets_def(key_of(desk.experiment, "rollouts")).node_def.iterate_op_defs():
+        assert asset.pool == "tiny"
+
+
+def test_a_command_is_refused_while_a_run_of_its_experiment_is_unfinished(desk: Desk) -> None:
+    job = desk.definitions.resolve_job_def(iteration_job_name(desk.experiment))
+    tags = {"dagster/partition": "0000"}
+    running = desk.instance.create_run_for_job(job, status=dg.DagsterRunStatus.STARTED, tags=tags)
+    with pytest.raises(ExperimentBusy, match=rf"run {running.run_id} of 0000 of tiny has not ended \(started\)"):
+        run_iterations(desk.experiment, 1, desk.instance)
+    assert desk.instance.get_runs_count() == 1
+    require_idle(desk.instance, "another")
+
+
+def test_the_pool_of_an_experiment_has_one_place_unless_an_operator_sets_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dagster.yaml").write_text((Path(__file__).parents[2] / "dagster.yaml").read_text())
+    monkeypatch.chdir(tmp_path)  # its paths are relative
+    with dg.DagsterInstance.from_config(str(tmp_path)) as instance:
+        limit_pools(instance, ["one", "two"])
+        limits = lambda: {pool.name: pool.limit for pool in instance.event_log_storage.get_pool_limits()}  # noqa: E731
+        assert limits() == {"one": 1, "two": 1}
+        instance.event_log_storage.set_concurrency_slots("two", 3)
+        limit_pools(instance, ["one", "two"])
+        assert limits() == {"one": 1, "two": 3}
+
+
+def test_pools_that_limit_steps_are_left_alone(desk: Desk) -> None:
+    limit_pools(desk.instance, ["tiny"])
+    assert not desk.instance.event_log_storage.get_pool_limits()
+
+
+def test_a_night_asks_for_what_the_experiment_says(desk: Desk) -> None:
+    plan = ScheduleConfig(cron="30 1 * * mon-fri", timezone="Europe/Berlin", iterations=4, max_hours=5)
+    planned = desk.with_(schedule=plan)
+    schedule = nightly(planned.experiment, train_job(planned.experiment))
+    assert (schedule.cron_schedule, schedule.execution_timezone) == ("30 1 * * mon-fri", "Europe/Berlin")
+    request = night_request(planned.instance, planned.store, planned.experiment, NIGHT)
+    assert isinstance(request, dg.RunRequest) and request.tags == {NIGHT_TAG: "2030-01-02"}
+    asked = request.run_config["ops"]["tiny_request"]["config"]
+    assert asked == {"iterations": 4, "from_policy": "live", "reason": "night of 2030-01-02", "max_hours": 5}
+    job = planned.definitions.resolve_job_def(train_job_name(planned.experiment))
+    before = time.time()
+    assert job.execute_in_process(
+        instance=desk.instance, run_config=dict(request.run_config), tags=dict(request.tags)
+    ).success
+    target = unfinished_target(desk.store, desk.experiment)
+    assert target is not None and (target.count, target.night) == (4, "2030-01-02")
+    assert target.deadline_unix is not None and 5 * 3600 <= target.deadline_unix - before < 5 * 3600 + 600
+
+
+def test_a_night_is_skipped_while_anything_is_under_way_and_after_a_refusal(desk: Desk) -> None:
+    def tonight(at: Desk) -> str:
+        answer = night_request(at.instance, at.store, at.experiment, NIGHT)
+        return (answer.skip_message or "") if isinstance(answer, dg.SkipReason) else "asks"
+
+    assert tonight(desk) == "asks"
+    stopping = desk.stopping()
+    stopping.train(iterations=1, reason="by day")
+    assert "iterations 0000 are under way (by day)" in tonight(desk)
+    assert stopping.serve("refused") == "0000" and stopping.serve() is None
+    assert "0000 is refused and promotion.on_refusal is stop: launch tiny_train by hand" in tonight(stopping)
+    assert tonight(desk) == "asks"
+    stopping.train(iterations=1)
+    assert stopping.serve() == "0001" and stopping.serve() is None
+    assert tonight(stopping) == "asks"
+    tags = {EXPERIMENT_TAG: desk.experiment.name}
+    job = desk.definitions.resolve_job_def(iteration_job_name(desk.experiment))
+    running = desk.instance.create_run_for_job(job, status=dg.DagsterRunStatus.STARTED, tags=tags)
+    assert running.run_id in tonight(stopping)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("schedule={cron: '0 2 * *'}", "schedule.cron = '0 2 * *': '0 2 * *' is not a cron expression (4 fields)"),
+        ("schedule={cron: '0 25 * * *'}", "hour '25' is not within 0 to 23"),
+        ("schedule={cron: '0 2 30 2 *'}", "no month has this day"),
+        ("schedule={cron: '*/0 2 * * *'}", "minute '*/0'"),
+        ("schedule={cron: '0 2 * * x'}", "day of week 'x'"),
+        ("schedule={timezone: Europe/Berlim}", "'Europe/Berlim' is no time zone"),
+        ("schedule={iterations: 0}", "schedule.iterations = 0"),
+    ],
+)
+def test_a_bad_schedule_is_refused_when_the_file_is_read(override: str, said: str) -> None:
+    with pytest.raises(ExperimentError) as caught:
+        load_experiment(TINY, [override])
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "cron", ["0 2 * * *", "*/15 1-5/2 * * 1,3,5", "0 0 29 2 *", "5 4 1 jan-mar sun", "0 2 31 * *", "0 2 * * 0-7"]
+)
+def test_dagster_accepts_the_cron_expressions_that_are_accepted(cron: str, tiny: Experiment) -> None:
+    planned = tiny.model_copy(update={"schedule": ScheduleConfig(cron=cron)})
+    ticks = nightly(planned, train_job(planned))
+    assert ticks.execution_timezone == "UTC" and ticks.cron_schedule == cron
+
+
+def test_two_stores_of_one_instance_do_not_share_run_keys(desk: Desk, tmp_path: Path) -> None:
+    asked = desk.train(iterations=1)
+    other = Desk(desk.experiment, open_store(str(tmp_path / "other")), desk.instance)
+    make_base(other.store, desk.experiment)
+    commit(other.store, "trainer_state", digest_of("unused"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRIPLANE_STORE", other.store.url)
+        assert other.train(iterations=1) != asked
+    first, second = desk.tick(), other.tick()
+    assert isinstance(first, dg.RunRequest) and isinstance(second, dg.RunRequest)
+    assert first.run_key != second.run_key

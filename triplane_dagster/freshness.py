@@ -1,0 +1,33 @@
+"""Freshness of a scheduled experiment: its sampler is overdue if a night has brought no decision."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from itertools import islice, pairwise
+
+import dagster as dg
+
+from assets.naming import key_of
+from resources.experiment import Experiment, ScheduleConfig
+from triplane_dagster.private_dagster import schedule_execution_time_iterator
+
+_TICKS = 400
+"""Ticks among which the longest pause is looked for: a year of nights."""
+_DURATION_H = 24.0
+"""Time for the first iteration of a night, if the schedule has no limit of its own, in hours."""
+
+
+def with_freshness(experiment: Experiment, asset: dg.AssetsDefinition) -> dg.AssetsDefinition:
+    """The asset, with a freshness policy if it is the sampler of an experiment with a `schedule`."""
+    plan = experiment.schedule
+    if plan is None or asset.keys != {key_of(experiment, "sampler")}:
+        return asset
+    window = longest_pause(plan) + timedelta(hours=plan.max_hours or _DURATION_H)
+    policy = dg.FreshnessPolicy.time_window(fail_window=window)
+    return asset.map_asset_specs(lambda spec: dg.apply_freshness_policy(spec, policy))
+
+
+def longest_pause(plan: ScheduleConfig) -> timedelta:
+    """Longest time between two nights."""
+    ticks = islice(schedule_execution_time_iterator(0.0, plan.cron, plan.timezone), _TICKS)
+    return max(later - earlier for earlier, later in pairwise(ticks))

@@ -1,0 +1,86 @@
+"""Job `NAME_train`: ask for iterations, which the sensor `NAME_sequence` then runs one by one."""
+
+import time
+
+import dagster as dg
+from pydantic import Field
+
+from resources.experiment import Experiment
+from resources.launcher import require_launchable
+from resources.store import StoreResource
+from triplane_dagster.jobs import EXPERIMENT_TAG, MAX_RETRIES_TAG
+from triplane_dagster.targets import end_target, request_target, unfinished_target
+
+NIGHT_TAG = "triplane/night"
+"""Date of the night whose schedule launched the run."""
+
+
+class Training(dg.Config):
+    """Run configuration of `NAME_train`."""
+
+    iterations: int = Field(
+        default=1, ge=0, le=9999, description="Number of further iterations. 0 ends the request that is under way."
+    )
+    from_policy: str = Field(
+        default="live",
+        description=(
+            "Policy that the first iteration starts from: live, base, or the beginning of a checkpoint's digest. Later"
+            " ones start from the live policy."
+        ),
+    )
+    reason: str = Field(default="by hand", description="Reason, in a few words. Recorded in the store.")
+    max_hours: float | None = Field(
+        default=None, gt=0, description="Begin no further iteration after this time, in hours; none: no limit."
+    )
+
+
+def train_job_name(experiment: Experiment) -> str:
+    """Name of the training job, e.g. quickstart_train."""
+    return f"{experiment.name}_train"
+
+
+def train_op_name(experiment: Experiment) -> str:
+    """Name of the only op of the training job."""
+    return f"{experiment.name}_request"
+
+
+def train_config(experiment: Experiment, training: Training) -> dg.RunConfig:
+    """Run configuration of the training job."""
+    return dg.RunConfig(ops={train_op_name(experiment): training})
+
+
+def train_job(experiment: Experiment) -> dg.JobDefinition:
+    """Job that asks for iterations."""
+
+    @dg.op(name=train_op_name(experiment), out=dg.Out(dg.Nothing))
+    def request_op(context: dg.OpExecutionContext, config: Training, store: StoreResource) -> None:
+        opened = store.open()
+        if config.iterations == 0:
+            unfinished = unfinished_target(opened, experiment)
+            if unfinished is not None:
+                end_target(opened, experiment, unfinished, f"ended by hand ({config.reason})")
+            context.log.info(f"ended: iterations {unfinished}" if unfinished else "nothing was under way")
+            return
+        require_launchable(experiment)
+        target = request_target(
+            opened,
+            experiment,
+            config.iterations,
+            request=context.run.get_root_run_id() or context.run_id,
+            from_policy=config.from_policy,
+            reason=config.reason,
+            deadline_unix=None if config.max_hours is None else time.time() + 3600 * config.max_hours,
+            night=context.run.tags.get(NIGHT_TAG),
+        )
+        context.log.info(f"{experiment.name}_sequence runs iterations {target}, one at a time")
+
+    @dg.job(
+        name=train_job_name(experiment),
+        description=f"{experiment.name}: ask for further iterations; {experiment.name}_sequence runs them.",
+        tags={EXPERIMENT_TAG: experiment.name, MAX_RETRIES_TAG: "0"},
+        config=train_config(experiment, Training(iterations=experiment.iterations)),
+    )
+    def job() -> None:
+        request_op()
+
+    return job
