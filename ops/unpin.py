@@ -1,6 +1,6 @@
 """Take back the pinned inputs of an iteration that has made nothing yet.
 
-references (prompts, iteration_inputs) -> empty rollout plans -> manifest of the inputs -> its files
+references (prompts, iteration_inputs) -> ledger -> empty rollout plans -> manifest of the inputs -> its files
 
 Killed in between, the iteration is either still pinned, and the same call continues, or no longer pinned.
 """
@@ -16,6 +16,7 @@ from inference.rollouts.groups import GROUP, group_key
 from inference.rollouts.plan import RolloutPlan
 from ops.graph import ITERATION_INPUTS, PER_ITERATION, PLAN, PROMPTS, ROLLOUTS
 from ops.iteration_keys import iteration_key, next_iteration
+from ops.ledger.index import discard
 from ops.state import IterationState
 from resources.errors import IterationRefused
 from resources.experiment import Experiment
@@ -47,6 +48,7 @@ def unpin(store: Store, experiment: Experiment, iteration: str) -> ArtifactRef:
     for asset in _REMOVED:
         remove_ref(store, experiment.name, asset, iteration)
     failpoint("references-removed")
+    discard(store)
     for each in (*plans, pinned):
         discard_artifact(store, each.ref)
     return pinned.ref
@@ -67,4 +69,4 @@ def _work_of(store: Store, artifact: Artifact) -> Iterator[str]:
         yield ROLLOUTS.name
     groups = sum(artifact_exists(store, GROUP, group_key(plan, group)) for group in (*plan.groups, *plan.reserve))
     if groups:
-        yield f"{groups} groups"
+        yield f"{groups} group{'s' * (groups > 1)}"

@@ -61,6 +61,11 @@ def rebuild(store: Store, progress: Callable[[int], None] = lambda done: None) -
     return done
 
 
+def discard(store: Store) -> None:
+    """Remove the ledger, after an artifact was removed; the next update builds it anew."""
+    store.discard(f"artifacts/{KIND}/")
+
+
 def _all(store: Store) -> Iterator[Artifact]:
     kinds = sorted({key.split("/")[1] for key in store.list("artifacts/")} - LEFT_OUT)
     for kind in kinds:

@@ -22,6 +22,8 @@ from inference.rollouts.groups import GROUP, group_key
 from inference.rollouts.plan import GroupPlan, RolloutPlan
 from ops.inputs import find_inputs
 from ops.iteration_keys import next_iteration
+from ops.ledger.index import update
+from ops.ledger.segments import segments_of
 from ops.unpin import unpin
 from resources.errors import IterationRefused
 from resources.experiment import Experiment
@@ -89,7 +91,9 @@ def test_unpinned_inputs_are_gone_and_the_iteration_can_begin_again(
     write_ref(store, tiny.name, "prompts", "0001", commit(store, "prompts", digest_of("prompts")).ref)
     empty = plan_on(store, tiny)
     pinned = read_ref(store, tiny.name, "iteration_inputs", "0001")
+    update(store)
     assert pinned is not None and unpin(store, tiny, "0001") == pinned
+    assert not segments_of(store), "the ledger would keep rows of the old inputs"
     assert find_inputs(store, tiny, "0001") is None and find_artifact(store, "rollout_plan", empty.key) is None
     assert store.list(f"{pinned.uri}/") == [] and not check_store(store).faults
     assert read_ref(store, tiny.name, "iteration_inputs", "0001") is read_ref(store, tiny.name, "prompts", "0001")
@@ -114,7 +118,7 @@ def test_an_iteration_with_committed_work_is_not_unpinned(
     else:
         write_ref(store, tiny.name, "dataset", "0001", commit(store, "dataset", digest_of("dataset")).ref)
     before = store.list("")
-    said = {"group": "1 groups", "rollouts": "rollouts", "reference": "dataset"}[work]
+    said = {"group": "1 group", "rollouts": "rollouts", "reference": "dataset"}[work]
     with pytest.raises(IterationRefused, match=rf"lineage of its committed work would be lost \({said}\)"):
         unpin(store, tiny, "0001")
     assert store.list("") == before
