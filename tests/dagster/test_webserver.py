@@ -24,7 +24,7 @@ from triplane_dagster.jobs import EXPERIMENT_TAG
 
 pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[2]
-PATIENCE_S = 240.0
+PATIENCE_S = 540.0
 
 RUNS = "{ runsOrError { ... on Runs { results { runId jobName status startTime endTime tags { key value } } } } }"
 
