@@ -52,9 +52,10 @@ def plan_sharded(
     if deepspeed and stage < 3:
         tape.drop("gradients")
     tape.enter("publish")
-    # each rank gathers its share of the whole tensors: masters and moments; with DeepSpeed the measured peak is up to
-    # one tensor larger
-    tape.touch("gathered to be written", share * (1 + moments) + (F32 * shapes.largest if deepspeed else 0))
+    # each rank gathers its share of the whole tensors: masters and moments; with DeepSpeed and tied embeddings the
+    # measured peak is one of these larger
+    tied = F32 * shapes.model.vocabulary * shapes.model.hidden if deepspeed and shapes.model.tied else 0
+    tape.touch("gathered to be written", share * (1 + moments) + tied)
     return tape
 
 
