@@ -13,6 +13,8 @@ from resources.experiment import Experiment
 from resources.ref_io import REF
 
 OWNERS = ["team:triplane"]
+SETTINGS_DIGITS = 12
+"""Digits of the settings' digest in a code version."""
 
 
 def key_of(experiment: Experiment, asset: str) -> dg.AssetKey:
@@ -40,6 +42,11 @@ def declared(experiment: Experiment, name: str) -> StepSpec:
     return next(spec for spec in graph_of(experiment) if spec.name == name)
 
 
+def code_version(experiment: Experiment, spec: StepSpec) -> str:
+    """Version of a step's code and settings: Dagster shows the assets as stale whose action keys would change."""
+    return f"{spec.version}-{spec.settings_digest(experiment)[:SETTINGS_DIGITS]}"
+
+
 def define(
     experiment: Experiment,
     spec: StepSpec,
@@ -59,7 +66,7 @@ def define(
         kinds=kinds,
         tags=tags_of(spec),
         description=description,
-        code_version=spec.version,
+        code_version=code_version(experiment, spec),
         partitions_def=None if spec.once else partitions_of(experiment),
         ins=inputs_of(experiment, spec),
         check_specs=checks,

@@ -4,7 +4,7 @@ from typing import Any
 
 import dagster as dg
 
-from assets.naming import OWNERS, check, inputs_of, key_of, partitions_of, tags_of
+from assets.naming import OWNERS, check, code_version, inputs_of, key_of, partitions_of, tags_of
 from ops.graph import ROLLOUTS
 from ops.rollouts import CHECK, rollout_ops
 from resources.experiment import Experiment
@@ -24,7 +24,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         partitions_def=partitions_of(experiment),
         ins=inputs_of(experiment, ROLLOUTS),
         description="Episodes of the acting policy in sandboxes: episodes, sequences with logprobs, and their costs.",
-        code_version=ROLLOUTS.version,
+        code_version=code_version(experiment, ROLLOUTS),
         check_specs=[check(experiment, ROLLOUTS, CHECK, "All groups that the plan requires exist.", blocking=True)],
     )
     def rollouts(iteration_inputs: Any, prompts: Any) -> dict[str, Any]:

@@ -86,11 +86,14 @@ def _taught_by(state: IterationState) -> Refs | None:
     return {"tokenizer": tokenizer.ref, "demonstrations": shown.ref} if shown else None
 
 
+def _demonstration_config(experiment: Experiment) -> Slice:
+    return {"demonstrations": demonstrations_slice(_sft(experiment).demonstrations, experiment.demonstrated.seed)}
+
+
 def _demonstration_slices(state: IterationState, made: Artifact) -> Iterator[tuple[Any, Any]]:
-    shown = made.manifest.parents.get("demonstrations")
-    if shown is not None:
-        wanted = demonstrations_slice(_sft(state.experiment).demonstrations, state.experiment.demonstrated.seed)
-        yield open_artifact(state.store, shown).manifest.config, wanted
+    for kind, wanted in _demonstration_config(state.experiment).items():
+        if kind in made.manifest.parents:
+            yield open_artifact(state.store, made.manifest.parents[kind]).manifest.config, wanted
 
 
 BASE_POLICY = StepSpec(
@@ -103,6 +106,7 @@ BASE_POLICY = StepSpec(
     once=True,
     key_inputs=_taught_by,
     part_versions={"tokenizer": TOKENIZER_VERSION, "demonstrations": DEMONSTRATIONS_VERSION},
+    part_configs=_demonstration_config,
     part_slices=_demonstration_slices,
 )
 
@@ -127,6 +131,7 @@ IMPORTED_BASE = replace(
     key_of=_imported_key,
     recorded_by=None,
     part_versions={},
+    part_configs=None,
     part_slices=None,
 )
 
