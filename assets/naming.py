@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,9 @@ from ops.graph import graph_of
 from ops.spec import StepSpec
 from resources.experiment import Experiment
 from resources.ref_io import REF
+
+# Each partitioned check would print one whenever definitions are loaded.
+warnings.filterwarnings("ignore", "Specifying a partitions_def on an AssetCheckSpec", dg.PreviewWarning)
 
 OWNERS = ["team:triplane"]
 SETTINGS_DIGITS = 12
@@ -75,5 +79,14 @@ def define(
 
 
 def check(experiment: Experiment, spec: StepSpec, name: str, description: str, *, blocking: bool) -> dg.AssetCheckSpec:
-    """Decorate a check of an asset. blocking: fails the run, so use it for corrupt data only."""
-    return dg.AssetCheckSpec(name, asset=key_of(experiment, spec.name), description=description, blocking=blocking)
+    """Declaration of a check of an asset, with the asset's partitions.
+
+    blocking: fails the run, so use it for corrupt data only.
+    """
+    return dg.AssetCheckSpec(
+        name,
+        asset=key_of(experiment, spec.name),
+        description=description,
+        blocking=blocking,
+        partitions_def=None if spec.once else partitions_of(experiment),
+    )
