@@ -8,11 +8,12 @@ from typing import Any
 
 import dagster as dg
 
-from assets.naming import define
+from assets.naming import check, define
 from contracts.artifacts import ArtifactRef
 from ops.deploy import bring_servers, server_metadata
 from ops.deploy_decision import decide_deployment, read_decision, read_smoke
 from ops.graph import SAMPLER
+from ops.health import WENT_LIVE, went_live
 from ops.results import Materialized, link, result
 from ops.smoke import Smoke, play_smoke
 from ops.step import begin
@@ -35,6 +36,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         SAMPLER,
         kinds={"json"},
         description=("Whether the candidate went live, and why: gate, smoke episode, and a parent that is still live."),
+        checks=[check(experiment, SAMPLER, WENT_LIVE, "The candidate went live and still counts.", blocking=False)],
     )
     def sampler(
         context: dg.AssetExecutionContext,
@@ -65,7 +67,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
             **server_metadata(servers),
             "evaluation": link(experiment.name, "evaluation"),
         }
-        return result(decided, metadata)
+        return result(decided, metadata, [went_live(decision, undone)])
 
     return sampler
 
