@@ -15,6 +15,7 @@ from ops.deploy_decision import decide_deployment, read_decision, read_smoke
 from ops.graph import SAMPLER
 from ops.health import WENT_LIVE, went_live
 from ops.results import Materialized, link, result
+from ops.samples import fenced
 from ops.smoke import Smoke, play_smoke
 from ops.step import begin
 from resources.experiment import Experiment
@@ -78,5 +79,5 @@ def _smoke_metadata(smoke: Smoke) -> dict[str, Any]:
     return {
         "smoke episode": f"{said} ({smoke.task_id})",
         "smoke seconds": smoke.seconds,
-        "smoke transcript": dg.MetadataValue.text(smoke.transcript[:TRANSCRIPT]),
+        "smoke transcript": dg.MetadataValue.md(fenced(smoke.transcript[:TRANSCRIPT])),
     }

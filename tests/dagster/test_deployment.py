@@ -11,11 +11,13 @@ from pathlib import Path
 from threading import Barrier, Thread
 from typing import Any
 
+import dagster as dg
 import httpx
 import pytest
 from dagster_world import World
 from deployment_world import Stage, good_smoke, no_smoke, serving, spoilt, stage_of
 
+from assets.sampler import _smoke_metadata
 from contracts.artifacts import Artifact, ArtifactRef, open_artifact
 from contracts.store import Store
 from inference.engines.base import Completion, SamplingParams
@@ -54,6 +56,13 @@ def test_a_good_candidate_plays_a_smoke_episode_and_goes_live(ran: World) -> Non
     assert smoke.tokens > 0 and smoke.turns > 0 and "<|im_start|>assistant" in smoke.transcript
     outside = {entry.path for entry in artifact.manifest.files if entry.digest is None}
     assert outside == {"smoke.json"}, "what a smoke episode took must not reach the decision's digest"
+
+
+def test_a_smoke_transcript_is_shown_as_it_is_and_can_not_leave_its_block() -> None:
+    said = "line\n```\n<img src=x onerror=alert(1)>\n````"
+    shown = _smoke_metadata(Smoke(fault=None, task_id="t", outcome="completed", transcript=said))["smoke transcript"]
+    assert isinstance(shown, dg.MarkdownMetadataValue)
+    assert shown.value == f"`````text\n{said}\n`````"
 
 
 def test_iterations_play_a_smoke_episode_with_their_candidates(ran: World) -> None:
