@@ -15,6 +15,7 @@ from contracts.artifacts import Artifact
 from contracts.episodes import Outcome, lacks_variance
 from contracts.errors import SchemaError
 from curation.statistics import NonInferiority
+from ops.after_swap import is_automatic
 from ops.deploy_decision import Decision
 from ops.fp8_health import CodeFacts, code_facts
 from resources.registry import LivePolicy
@@ -136,6 +137,7 @@ def went_live(decision: Decision, undone: LivePolicy | None) -> dg.AssetCheckRes
     """Whether the candidate went live and still counts. undone: the rollback that undid it."""
     why = f"{decision.decision}: {'; '.join(decision.reasons)}"
     if undone is not None:
-        return _checked(WENT_LIVE, False, f"rolled back since: {undone.came_by}; it was {why}", _ERROR)
+        how = "rolled back automatically" if is_automatic(undone) else "rolled back"
+        return _checked(WENT_LIVE, False, f"{how}: {undone.came_by}; it was {why}", _ERROR)
     severity = _WARN if decision.decision == "stale" else _ERROR
     return _checked(WENT_LIVE, decision.decision == "live", why, severity)

@@ -173,9 +173,11 @@ def saturated_codes(weights: Tensors) -> None:
 
 
 @contextmanager
-def serving(policy: Artifact, application: type[Application] = Application) -> Iterator[str]:
+def serving(
+    policy: Artifact, application: type[Application] = Application, engine_class: type[BuiltinEngine] = BuiltinEngine
+) -> Iterator[str]:
     """Base URL of a real server of `policy`, in a thread."""
-    engine = BuiltinEngine(policy.directory(), policy.ref.digest, threads=1)
+    engine = engine_class(policy.directory(), policy.ref.digest, threads=1)
     app = application(engine, None, "policy")
     server = uvicorn.Server(uvicorn.Config(app.starlette(), host="127.0.0.1", port=0, log_level="warning"))
     started = threading.Event()
