@@ -6,7 +6,8 @@
               |
           prompts[i] -> rollouts[i] -> rewards[i] -> dataset[i] -> checkpoint[i] -> evaluation[i] -> sampler[i] -> live
           pointer
-                                                                                                                |
+                                                |                                                               |
+                                           reward_flips[i]                                                      |
                                                                                                             report[i]
 
 In: an Experiment. Out: asset definitions under the key prefix of its name. References pass between them

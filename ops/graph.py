@@ -2,15 +2,16 @@
 
 task_suite, base_policy                                                                  once
 iteration_inputs -> prompts -> rollouts -> rewards -> dataset -> checkpoint -> evaluation -> sampler -> report
+                                              \\-> reward_flips
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from contracts.artifacts import Artifact, Manifest, find_artifact, open_artifact
+from contracts.artifacts import Artifact, ArtifactRef, Manifest, find_artifact, open_artifact
 from contracts.digests import digest_of
 from curation.dataset import DATASET_VERSION
 from curation.rewards import REWARDS_VERSION
@@ -26,7 +27,7 @@ from ops.readings import EVALUATION_RUN, EVALUATION_RUN_VERSION, WHO, readings_o
 from ops.spec import Refs, Slice, StepSpec
 from ops.state import IterationState
 from resources.experiment import Experiment, ImportedBase, SftBase
-from resources.refs import read_ref
+from resources.refs import earlier_refs, read_ref
 from trainer.config import IMPORT_VERSION, RL_VERSION, SFT_VERSION
 from trainer.precision import DEFAULT
 
@@ -184,6 +185,40 @@ REWARDS = StepSpec(
     needs=("sandboxes",),
 )
 
+
+def _compared_gradings(state: IterationState) -> Refs | None:
+    """These rewards, the previous ones of the same rollouts, and the datasets and checkpoints made of those."""
+    rewards = state.find(REWARDS.name)
+    made = find_artifact(state.store, REWARDS.name, rewards.key) if rewards else None
+    if rewards is None or made is None:
+        return {"rewards": rewards} if rewards else None
+    name, partition = state.experiment.name, state.iteration
+
+    def made_of(asset: str, role: str, parents: Iterable[ArtifactRef]) -> dict[str, ArtifactRef]:
+        now, allowed = read_ref(state.store, name, asset, partition), set(parents)
+        refs = [now, *earlier_refs(state.store, name, asset, partition, now)] if now else []
+        found = (find_artifact(state.store, ref.kind, ref.key) for ref in refs)
+        of_them = (each.ref for each in found if each and each.manifest.parents.get(role) in allowed)
+        return {f"{asset} {ref.short}": ref for ref in of_them}
+
+    for ref in earlier_refs(state.store, name, REWARDS.name, partition, rewards):
+        other = find_artifact(state.store, ref.kind, ref.key)
+        if other is not None and other.manifest.parents["rollouts"] == made.manifest.parents["rollouts"]:
+            datasets = made_of(DATASET.name, "rewards", [ref])
+            checkpoints = made_of(CHECKPOINT.name, "dataset", datasets.values())
+            return {"rewards": rewards, "previous": ref, **datasets, **checkpoints}
+    return {"rewards": rewards}
+
+
+REWARD_FLIPS = StepSpec(
+    name="reward_flips",
+    version="1",
+    slice=lambda state: {},
+    inputs={"rewards": "rewards"},
+    plane="curation",
+    key_inputs=_compared_gradings,
+)
+
 DATASET = StepSpec(
     name="dataset",
     version=DATASET_VERSION,
@@ -296,7 +331,7 @@ REPORT = StepSpec(
     recorded_by=None,
 )
 
-GRAPH = (TASK_SUITE, BASE_POLICY, *REPORTED, REPORT)
+GRAPH = (TASK_SUITE, BASE_POLICY, *REPORTED, REWARD_FLIPS, REPORT)
 """The steps in order, with a generated suite and a trained base policy; see `graph_of`."""
 ONCE = tuple(spec.name for spec in GRAPH if spec.once)
 """Unpartitioned assets."""

@@ -34,6 +34,17 @@ def read_ref(store: Store, experiment: str, asset: str, partition: str | None = 
     return ArtifactRef.model_validate(entry.value) if entry else None
 
 
+def earlier_refs(
+    store: Store, experiment: str, asset: str, partition: str | None, now: ArtifactRef
+) -> list[ArtifactRef]:
+    """References that an asset had before `now`, latest first; without `now` itself."""
+    entries = _pointer(store, experiment, asset, partition).history()
+    refs = [ArtifactRef.model_validate(entry.value) for entry in entries]
+    if now in refs:
+        refs = refs[: len(refs) - refs[::-1].index(now)]
+    return [ref for ref in dict.fromkeys(reversed(refs)) if ref != now]
+
+
 def require_ref(store: Store, experiment: str, asset: str, partition: str | None = None) -> ArtifactRef:
     """Like `read_ref`. Raises NotMaterialized."""
     ref = read_ref(store, experiment, asset, partition)
