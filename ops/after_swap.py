@@ -42,6 +42,8 @@ def swap_or_roll_back(
     Happens once for a candidate of an iteration: an operator who rolls forward to it again is not overruled.
     """
     servers = bring_servers(store, experiment, base)
+    if not servers:
+        return Swapped(servers)
     request, registry = f"{AUTOMATIC}{iteration}/{candidate.digest}", Registry(store, experiment.name)
     live = registry.live()
     if live is None or live.policy.digest != candidate.digest or registry.rollback_of(request) is not None:

@@ -188,11 +188,11 @@ REWARDS = StepSpec(
 
 def _compared_gradings(state: IterationState) -> Refs | None:
     """These rewards, the previous ones of the same rollouts, and the datasets and checkpoints made of those."""
-    rewards = state.find(REWARDS.name)
-    made = find_artifact(state.store, REWARDS.name, rewards.key) if rewards else None
+    rewards, name, partition = state.find(REWARDS.name), state.experiment.name, state.iteration
+    earlier = earlier_refs(state.store, name, REWARDS.name, partition, rewards) if rewards else []
+    made = find_artifact(state.store, REWARDS.name, rewards.key) if rewards and earlier else None
     if rewards is None or made is None:
         return {"rewards": rewards} if rewards else None
-    name, partition = state.experiment.name, state.iteration
 
     def made_of(asset: str, role: str, parents: Iterable[ArtifactRef]) -> dict[str, ArtifactRef]:
         now, allowed = read_ref(state.store, name, asset, partition), set(parents)
@@ -201,7 +201,7 @@ def _compared_gradings(state: IterationState) -> Refs | None:
         of_them = (each.ref for each in found if each and each.manifest.parents.get(role) in allowed)
         return {f"{asset} {ref.short}": ref for ref in of_them}
 
-    for ref in earlier_refs(state.store, name, REWARDS.name, partition, rewards):
+    for ref in earlier:
         other = find_artifact(state.store, ref.kind, ref.key)
         if other is not None and other.manifest.parents["rollouts"] == made.manifest.parents["rollouts"]:
             datasets = made_of(DATASET.name, "rewards", [ref])

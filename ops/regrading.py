@@ -39,17 +39,18 @@ def compare_gradings(step: Step) -> Artifact:
     found = step.work.find()
     if found is not None:
         return found
-    parents = {role: open_artifact(step.store, ref) for role, ref in step.work.parents.items()}
-    rewards, previous = parents["rewards"], parents.get("previous")
-    rows = _flip_rows(previous, rewards, parents) if previous else []
+    refs = step.work.parents
+    previous = refs.get("previous")
+    rows = _flip_rows({role: open_artifact(step.store, ref) for role, ref in refs.items()}) if previous else []
     with step.work.writer() as out:
         out.add_table("flips.parquet", pa.Table.from_pylist(rows, schema=REWARD_FLIPS))
         trained = {digest for row in rows for digest in row["checkpoints"]}
-        meta = {"flips": len(rows), "checkpoints": len(trained), "previous": previous.ref.digest if previous else None}
+        meta = {"flips": len(rows), "checkpoints": len(trained), "previous": previous.digest if previous else None}
         return out.commit(meta=meta)
 
 
-def _flip_rows(old: Artifact, new: Artifact, parents: Mapping[str, Artifact]) -> list[dict[str, Any]]:
+def _flip_rows(parents: Mapping[str, Artifact]) -> list[dict[str, Any]]:
+    old, new = parents["previous"], parents["rewards"]
     trained = _trained_on(parents)
     versions = {"from_version": grading_version(old), "to_version": grading_version(new)}
     return [

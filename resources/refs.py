@@ -38,7 +38,9 @@ def earlier_refs(
     store: Store, experiment: str, asset: str, partition: str | None, now: ArtifactRef
 ) -> list[ArtifactRef]:
     """References that an asset had before `now`, latest first; without `now` itself."""
-    entries = _pointer(store, experiment, asset, partition).history()
+    pointer = _pointer(store, experiment, asset, partition)
+    current = pointer.current_of_few()
+    entries = pointer.history() if current and current.number > 1 else []
     refs = [ArtifactRef.model_validate(entry.value) for entry in entries]
     if now in refs:
         refs = refs[: len(refs) - refs[::-1].index(now)]
