@@ -3,13 +3,14 @@
 import dagster as dg
 
 from assets.naming import check, define
-from contracts.artifacts import ArtifactRef
+from contracts.artifacts import Artifact, ArtifactRef, open_artifact
+from ops import health
 from ops.checkpoint_check import CHECK, layout_check
 from ops.graph import CHECKPOINT
 from ops.inputs import trainer_state_of
 from ops.results import Materialized, link, result
-from ops.step import begin
-from ops.training import train_iteration, training_numbers
+from ops.step import Step, begin
+from ops.training import train_iteration, training_numbers, training_records
 from resources.experiment import Experiment
 from resources.launcher import LocalLauncher
 from resources.progress import ProgressSink
@@ -32,7 +33,22 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
                 CHECK,
                 "The checkpoint has exactly the tensors that its config.json implies.",
                 blocking=True,
-            )
+            ),
+            check(
+                experiment,
+                CHECKPOINT,
+                health.AGREE,
+                "Sampler and trainer give the sampled tokens the same probabilities.",
+                blocking=False,
+            ),
+            check(
+                experiment,
+                CHECKPOINT,
+                health.FP8,
+                "Few FP8 codes saturate, no tensor is zero, and scales are near those of the parent.",
+                blocking=False,
+            ),
+            check(experiment, CHECKPOINT, health.FINITE_LOSS, "Every optimizer step is finite.", blocking=False),
         ],
     )
     def checkpoint(
@@ -51,6 +67,18 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
             "trainer_state": trainer_state_of(step.store, candidate.ref).uri,
             "dataset": link(experiment.name, "dataset"),
         }
-        return result(candidate, metadata, [layout_check(candidate)])
+        checks = [layout_check(candidate), *_health_checks(step, candidate)]
+        return result(candidate, metadata, checks)
 
     return checkpoint
+
+
+def _health_checks(step: Step, candidate: Artifact) -> list[dg.AssetCheckResult]:
+    """What the trainer recorded, and the codes that it exported."""
+    records = training_records(candidate)
+    parent = open_artifact(step.store, step.parent("checkpoint"))
+    return [
+        health.sampler_and_trainer_agree(records),
+        health.finite_loss(records),
+        health.fp8_codes_are_sound(candidate, parent),
+    ]

@@ -9,6 +9,7 @@ from assets.naming import check, define
 from contracts.artifacts import ArtifactRef
 from ops.dataset import make_dataset
 from ops.graph import DATASET
+from ops.health import REWARD_VARIES, reward_varies
 from ops.results import Materialized, label, link, numbers, result, table_facts
 from ops.step import begin
 from resources.experiment import Experiment
@@ -43,7 +44,10 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         DATASET,
         kinds={"parquet", "duckdb"},
         description="Rows that train, and the reason for each episode left out.",
-        checks=[check(experiment, DATASET, CHECK, "At least one sequence was kept.", blocking=False)],
+        checks=[
+            check(experiment, DATASET, CHECK, "At least one sequence was kept.", blocking=False),
+            check(experiment, DATASET, REWARD_VARIES, "Rewards differ within enough groups.", blocking=False),
+        ],
     )
     def dataset(
         context: dg.AssetExecutionContext,
@@ -58,6 +62,8 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
             **numbers({f"left out: {reason}": count for reason, count in made.meta["reasons"].items()}),
             "rewards": link(experiment.name, "rewards"),
         }
-        return result(made, metadata, [something_to_learn_from(made.meta)])
+        return result(
+            made, metadata, [something_to_learn_from(made.meta), reward_varies(made.table("members.parquet"))]
+        )
 
     return dataset

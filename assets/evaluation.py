@@ -5,13 +5,15 @@ from typing import Any
 
 import dagster as dg
 
-from assets.naming import define
+from assets.naming import check, define
 from contracts.artifacts import ArtifactRef
 from contracts.tasks import Split
 from curation.measures import MEASURES, measure_names
 from curation.statistics import CONFIDENCE
+from ops.deploy_decision import NOT_WORSE_THAN_BEST, NOT_WORSE_THAN_PARENT, gate_comparisons
 from ops.evaluation import evaluate
 from ops.graph import EVALUATION
+from ops.health import gate_checks
 from ops.results import Materialized, label, link, markdown_table, numbers, result
 from ops.step import begin
 from resources.experiment import Experiment
@@ -83,6 +85,16 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         EVALUATION,
         kinds={"json"},
         description="Pass rates of candidate and parent and their paired difference, each with its interval.",
+        checks=[
+            check(
+                experiment,
+                EVALUATION,
+                name,
+                f"On the gate, the candidate is non-inferior to {other}. `sampler` reads the same comparison.",
+                blocking=False,
+            )
+            for name, other in ((NOT_WORSE_THAN_PARENT, "its parent"), (NOT_WORSE_THAN_BEST, "the best policy so far"))
+        ],
     )
     def evaluation(
         context: dg.AssetExecutionContext,
@@ -118,6 +130,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
             **numbers(plots),
             "checkpoint": link(experiment.name, "checkpoint"),
         }
-        return result(evaluated, metadata)
+        found = gate_comparisons(evaluated, step.parent("parent"), experiment.promotion.margin)
+        return result(evaluated, metadata, gate_checks(found))
 
     return evaluation

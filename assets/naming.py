@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,12 @@ from ops.spec import StepSpec
 from resources.experiment import Experiment
 from resources.ref_io import REF
 
+# Each partitioned check would print one whenever definitions are loaded.
+warnings.filterwarnings("ignore", "Specifying a partitions_def on an AssetCheckSpec", dg.PreviewWarning)
+
 OWNERS = ["team:triplane"]
+SETTINGS_DIGITS = 12
+"""Digits of the settings' digest in a code version."""
 
 
 def key_of(experiment: Experiment, asset: str) -> dg.AssetKey:
@@ -40,6 +46,11 @@ def declared(experiment: Experiment, name: str) -> StepSpec:
     return next(spec for spec in graph_of(experiment) if spec.name == name)
 
 
+def code_version(experiment: Experiment, spec: StepSpec) -> str:
+    """Version of a step's code and settings: Dagster shows the assets as stale whose action keys would change."""
+    return f"{spec.version}-{spec.settings_digest(experiment)[:SETTINGS_DIGITS]}"
+
+
 def define(
     experiment: Experiment,
     spec: StepSpec,
@@ -59,7 +70,7 @@ def define(
         kinds=kinds,
         tags=tags_of(spec),
         description=description,
-        code_version=spec.version,
+        code_version=code_version(experiment, spec),
         partitions_def=None if spec.once else partitions_of(experiment),
         ins=inputs_of(experiment, spec),
         check_specs=checks,
@@ -69,5 +80,14 @@ def define(
 
 
 def check(experiment: Experiment, spec: StepSpec, name: str, description: str, *, blocking: bool) -> dg.AssetCheckSpec:
-    """Decorate a check of an asset. blocking: fails the run, so use it for corrupt data only."""
-    return dg.AssetCheckSpec(name, asset=key_of(experiment, spec.name), description=description, blocking=blocking)
+    """Declaration of a check of an asset, with the asset's partitions.
+
+    blocking: fails the run, so use it for corrupt data only.
+    """
+    return dg.AssetCheckSpec(
+        name,
+        asset=key_of(experiment, spec.name),
+        description=description,
+        blocking=blocking,
+        partitions_def=None if spec.once else partitions_of(experiment),
+    )

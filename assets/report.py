@@ -12,7 +12,7 @@ from ops.graph import REPORT
 from ops.ledger.index import update
 from ops.report import ROUTE
 from ops.report.build import commit_report
-from ops.report.chart import pass_rate_picture
+from ops.report.chart import loss_picture, pass_rate_picture, reward_picture
 from ops.report.history import Row, earlier_rows
 from ops.report.sources import open_sources
 from ops.report.timings import earlier_seconds, iteration_seconds
@@ -85,14 +85,23 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         except TriplaneError as error:  # an index: nothing depends on it, and a question updates it too
             context.log.warning(f"the ledger was not updated: {error}")
         summary = made.json("summary.json")
-        picture = pass_rate_picture(summary["rows"])
+        # Dagster plots partitions in the order in which they were materialized; these are in the order of iterations
+        pictures = {
+            f"{what} over iterations": picture(summary["rows"])
+            for what, picture in (
+                ("pass rates", pass_rate_picture),
+                ("reward mean", reward_picture),
+                ("loss", loss_picture),
+            )
+        }
         name = f"{experiment.name} {step.iteration}"
         metadata = {
             "page": dg.MetadataValue.md(f"[Open the report of {name}]({ROUTE}/{made.ref.key})"),
             "iterations": iterations_table(summary["rows"]),
-            "pass rates over iterations": dg.MetadataValue.md(
-                f"![pass rates over iterations]({picture})" if picture else "none yet"
-            ),
+            **{
+                name: dg.MetadataValue.md(f"![{name}]({picture})" if picture else "none yet")
+                for name, picture in pictures.items()
+            },
             **numbers(summary["headline"]),
             "in a terminal": f"triplane report -e {experiment.name} -i {step.iteration} --open",
             "file": dg.MetadataValue.path(made.path("report.html")),

@@ -5,6 +5,7 @@ import dagster as dg
 from assets.naming import check, define
 from contracts.artifacts import ArtifactRef, open_artifact
 from ops.graph import REWARDS
+from ops.health import TAMPERING_IS_RARE, tampering_is_rare
 from ops.loading import load_tasks, load_tokenizer
 from ops.regrading import flip_metadata
 from ops.results import Materialized, link, numbers, result, table_facts
@@ -30,7 +31,8 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         kinds={"parquet", "pytest"},
         description="Reward and its components for every episode; null where infrastructure failed, never 0.",
         checks=[
-            check(experiment, REWARDS, CHECK, f"At least {GRADED:.0%} of the episodes have a reward.", blocking=False)
+            check(experiment, REWARDS, CHECK, f"At least {GRADED:.0%} of the episodes have a reward.", blocking=False),
+            check(experiment, REWARDS, TAMPERING_IS_RARE, "Few episodes tampered with their verdict.", blocking=False),
         ],
     )
     def rewards(
@@ -58,7 +60,10 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         return result(
             graded,
             metadata,
-            [dg.AssetCheckResult(check_name=CHECK, passed=share >= GRADED, metadata={"graded": share})],
+            [
+                dg.AssetCheckResult(check_name=CHECK, passed=share >= GRADED, metadata={"graded": share}),
+                tampering_is_rare(graded.meta, table.num_rows),
+            ],
         )
 
     return rewards

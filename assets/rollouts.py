@@ -4,8 +4,9 @@ from typing import Any
 
 import dagster as dg
 
-from assets.naming import OWNERS, check, inputs_of, key_of, partitions_of, tags_of
+from assets.naming import OWNERS, check, code_version, inputs_of, key_of, partitions_of, tags_of
 from ops.graph import ROLLOUTS
+from ops.health import INFRASTRUCTURE_HELD
 from ops.rollouts import CHECK, rollout_ops
 from resources.experiment import Experiment
 
@@ -13,7 +14,7 @@ from resources.experiment import Experiment
 def build(experiment: Experiment) -> dg.AssetsDefinition:
     """The asset of one experiment."""
     plan, shard, merge = rollout_ops(experiment)
-    check_output = f"{key_of(experiment, ROLLOUTS.name).to_python_identifier()}_{CHECK}"
+    prefix = key_of(experiment, ROLLOUTS.name).to_python_identifier()
 
     @dg.graph_asset(
         key=key_of(experiment, ROLLOUTS.name),
@@ -24,11 +25,20 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         partitions_def=partitions_of(experiment),
         ins=inputs_of(experiment, ROLLOUTS),
         description="Episodes of the acting policy in sandboxes: episodes, sequences with logprobs, and their costs.",
-        code_version=ROLLOUTS.version,
-        check_specs=[check(experiment, ROLLOUTS, CHECK, "All groups that the plan requires exist.", blocking=True)],
+        code_version=code_version(experiment, ROLLOUTS),
+        check_specs=[
+            check(experiment, ROLLOUTS, CHECK, "All groups that the plan requires exist.", blocking=True),
+            check(
+                experiment,
+                ROLLOUTS,
+                INFRASTRUCTURE_HELD,
+                "Infrastructure faults ended few episodes.",
+                blocking=False,
+            ),
+        ],
     )
     def rollouts(iteration_inputs: Any, prompts: Any) -> dict[str, Any]:
-        merged, checked = merge(plan(iteration_inputs, prompts).map(shard).collect())
-        return {"result": merged, check_output: checked}
+        merged, complete, held = merge(plan(iteration_inputs, prompts).map(shard).collect())
+        return {"result": merged, f"{prefix}_{CHECK}": complete, f"{prefix}_{INFRASTRUCTURE_HELD}": held}
 
     return rollouts

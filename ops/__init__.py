@@ -14,6 +14,9 @@ another.
     evaluation       candidate and parent compared
     readings         how an evaluation plays a policy
     deploy_decision  promotion of a candidate by compare-and-swap
+    after_swap       servers updated; automatic rollback of a policy that none can serve
+    regrading        differences between gradings of the same rollouts
+    health           checks of the assets, with their thresholds
 
 In: a `Step` (declaration, state of its iteration, progress). Out: committed artifacts, and metadata about them
 (`results`, `samples`). `graph`, `spec`, `state`, `readings` and `where` do not import Dagster, so `triplane status` is

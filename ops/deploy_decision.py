@@ -20,6 +20,7 @@ from resources.registry import Registry
 
 Verdict = Literal["live", "refused", "stale"]
 SMOKE_FILE = "smoke.json"
+NOT_WORSE_THAN_PARENT, NOT_WORSE_THAN_BEST = "not_worse_than_parent", "not_worse_than_best"
 
 
 class Decision(Frozen):
@@ -69,6 +70,15 @@ def decide_deployment(step: Step, smoke: Callable[[], Smoke]) -> Artifact:
 def check_gate(evaluation: Artifact, parent: ArtifactRef, margin: float) -> NonInferiority:
     """Whether the gate accepts a candidate: not inferior to its parent nor to the best policy so far.
 
+    Raises the errors of `gate_comparisons`.
+    """
+    found = gate_comparisons(evaluation, parent, margin).values()
+    return NonInferiority(all(each.holds for each in found), "; ".join(each.sentence for each in found))
+
+
+def gate_comparisons(evaluation: Artifact, parent: ArtifactRef, margin: float) -> dict[str, NonInferiority]:
+    """Comparisons of a candidate on the gate, by name of the check that shows them.
+
     Raises NotMaterialized for an evaluation of an earlier version, which compares with the parent alone.
     """
     result = evaluation.json("evaluation.json")[Split.GATE.value]
@@ -78,13 +88,13 @@ def check_gate(evaluation: Artifact, parent: ArtifactRef, margin: float) -> NonI
             f"{evaluation.ref.uri} has no comparison with the best policy so far (made by version"
             f" {evaluation.manifest.code_version}): materialize evaluation again, then sampler"
         )
-    found = [non_inferior(PairedDifference(**result["difference"]), margin)]
+    with_parent = non_inferior(PairedDifference(**result["difference"]), margin)
     if floor["policy"] == parent.digest:
-        return replace(found[0], sentence=f"{found[0].sentence}; its parent is the best policy so far on the gate")
-    found.append(
-        non_inferior(PairedDifference(**floor["difference"]), margin, f"the best policy so far, {floor['policy'][:12]}")
-    )
-    return NonInferiority(all(each.holds for each in found), "; ".join(each.sentence for each in found))
+        with_best = replace(with_parent, sentence="its parent is the best policy so far on the gate")
+    else:
+        best = f"the best policy so far, {floor['policy'][:12]}"
+        with_best = non_inferior(PairedDifference(**floor["difference"]), margin, best)
+    return {NOT_WORSE_THAN_PARENT: with_parent, NOT_WORSE_THAN_BEST: with_best}
 
 
 def _decide(

@@ -2,15 +2,16 @@
 
 task_suite, base_policy                                                                  once
 iteration_inputs -> prompts -> rollouts -> rewards -> dataset -> checkpoint -> evaluation -> sampler -> report
+                                              \\-> reward_flips
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from contracts.artifacts import Artifact, Manifest, find_artifact, open_artifact
+from contracts.artifacts import Artifact, ArtifactRef, Manifest, find_artifact, open_artifact
 from contracts.digests import digest_of
 from curation.dataset import DATASET_VERSION
 from curation.rewards import REWARDS_VERSION
@@ -26,7 +27,7 @@ from ops.readings import EVALUATION_RUN, EVALUATION_RUN_VERSION, WHO, readings_o
 from ops.spec import Refs, Slice, StepSpec
 from ops.state import IterationState
 from resources.experiment import Experiment, ImportedBase, SftBase
-from resources.refs import read_ref
+from resources.refs import earlier_refs, read_ref
 from trainer.config import IMPORT_VERSION, RL_VERSION, SFT_VERSION
 from trainer.precision import DEFAULT
 
@@ -86,11 +87,14 @@ def _taught_by(state: IterationState) -> Refs | None:
     return {"tokenizer": tokenizer.ref, "demonstrations": shown.ref} if shown else None
 
 
+def _demonstration_config(experiment: Experiment) -> Slice:
+    return {"demonstrations": demonstrations_slice(_sft(experiment).demonstrations, experiment.demonstrated.seed)}
+
+
 def _demonstration_slices(state: IterationState, made: Artifact) -> Iterator[tuple[Any, Any]]:
-    shown = made.manifest.parents.get("demonstrations")
-    if shown is not None:
-        wanted = demonstrations_slice(_sft(state.experiment).demonstrations, state.experiment.demonstrated.seed)
-        yield open_artifact(state.store, shown).manifest.config, wanted
+    for kind, wanted in _demonstration_config(state.experiment).items():
+        if kind in made.manifest.parents:
+            yield open_artifact(state.store, made.manifest.parents[kind]).manifest.config, wanted
 
 
 BASE_POLICY = StepSpec(
@@ -103,6 +107,7 @@ BASE_POLICY = StepSpec(
     once=True,
     key_inputs=_taught_by,
     part_versions={"tokenizer": TOKENIZER_VERSION, "demonstrations": DEMONSTRATIONS_VERSION},
+    part_configs=_demonstration_config,
     part_slices=_demonstration_slices,
 )
 
@@ -127,6 +132,7 @@ IMPORTED_BASE = replace(
     key_of=_imported_key,
     recorded_by=None,
     part_versions={},
+    part_configs=None,
     part_slices=None,
 )
 
@@ -177,6 +183,40 @@ REWARDS = StepSpec(
     inputs={"rollouts": "rollouts", "task_suite": "iteration_inputs.task_suite"},
     plane="curation",
     needs=("sandboxes",),
+)
+
+
+def _compared_gradings(state: IterationState) -> Refs | None:
+    """These rewards, the previous ones of the same rollouts, and the datasets and checkpoints made of those."""
+    rewards, name, partition = state.find(REWARDS.name), state.experiment.name, state.iteration
+    earlier = earlier_refs(state.store, name, REWARDS.name, partition, rewards) if rewards else []
+    made = find_artifact(state.store, REWARDS.name, rewards.key) if rewards and earlier else None
+    if rewards is None or made is None:
+        return {"rewards": rewards} if rewards else None
+
+    def made_of(asset: str, role: str, parents: Iterable[ArtifactRef]) -> dict[str, ArtifactRef]:
+        now, allowed = read_ref(state.store, name, asset, partition), set(parents)
+        refs = [now, *earlier_refs(state.store, name, asset, partition, now)] if now else []
+        found = (find_artifact(state.store, ref.kind, ref.key) for ref in refs)
+        of_them = (each.ref for each in found if each and each.manifest.parents.get(role) in allowed)
+        return {f"{asset} {ref.short}": ref for ref in of_them}
+
+    for ref in earlier:
+        other = find_artifact(state.store, ref.kind, ref.key)
+        if other is not None and other.manifest.parents["rollouts"] == made.manifest.parents["rollouts"]:
+            datasets = made_of(DATASET.name, "rewards", [ref])
+            checkpoints = made_of(CHECKPOINT.name, "dataset", datasets.values())
+            return {"rewards": rewards, "previous": ref, **datasets, **checkpoints}
+    return {"rewards": rewards}
+
+
+REWARD_FLIPS = StepSpec(
+    name="reward_flips",
+    version="1",
+    slice=lambda state: {},
+    inputs={"rewards": "rewards"},
+    plane="curation",
+    key_inputs=_compared_gradings,
 )
 
 DATASET = StepSpec(
@@ -291,7 +331,7 @@ REPORT = StepSpec(
     recorded_by=None,
 )
 
-GRAPH = (TASK_SUITE, BASE_POLICY, *REPORTED, REPORT)
+GRAPH = (TASK_SUITE, BASE_POLICY, *REPORTED, REWARD_FLIPS, REPORT)
 """The steps in order, with a generated suite and a trained base policy; see `graph_of`."""
 ONCE = tuple(spec.name for spec in GRAPH if spec.once)
 """Unpartitioned assets."""

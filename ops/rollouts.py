@@ -22,6 +22,7 @@ from inference.rollouts.plan import GroupPlan, RolloutPlan
 from inference.rollouts.progress import ShardProgress
 from inference.rollouts.worker import run_shard
 from ops.graph import PLAN, ROLLOUTS
+from ops.health import infrastructure_held
 from ops.inputs import PromptsDrawn
 from ops.loading import load_tasks, load_tokenizer
 from ops.results import output, table_facts
@@ -171,7 +172,7 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
     @dg.op(
         name=f"{prefix}_merge",
         description="Merge all groups; fails unless every expected one is committed.",
-        out={"result": dg.Out(REF), "check": dg.Out(dg.Nothing)},
+        out={"result": dg.Out(REF), "check": dg.Out(dg.Nothing), "infrastructure": dg.Out(dg.Nothing)},
         pool=experiment.name,
     )
     def merge(
@@ -181,17 +182,19 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
         progress: dg.ResourceParam[ProgressSink],
     ) -> Iterator[dg.Output[ArtifactRef] | dg.AssetCheckResult]:
         step = begin(context, experiment, ROLLOUTS, store.open(), progress)
+        asset = dg.AssetKey([experiment.name, ROLLOUTS.name])
         planned = read_plan(open_artifact(step.store, ArtifactRef.model_validate(parts[0]["plan"])))
         gathered = gather_groups(planned, step.store)
         lacking = groups_lacking(planned, gathered, step.store)
         yield dg.AssetCheckResult(
             passed=not lacking,
-            asset_key=dg.AssetKey([experiment.name, ROLLOUTS.name]),
+            asset_key=asset,
             check_name=CHECK,
             metadata={"expected": len(gathered.expected), "lacking": [group.task_id for group in lacking[:20]]},
         )
         merged = merge_groups(planned, step.store, gathered)  # raises when any is lacking, and names them
         sampled = sampled_numbers([part["sampled"] for part in parts if "sampled" in part])
+        yield infrastructure_held(merged.table("episodes.parquet", columns=["outcome"]), asset)
         yield output(merged, {**rollout_metadata(step, merged, planned), **speed_before(step), **sampled})
 
     return plan, shard, merge

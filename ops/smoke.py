@@ -32,7 +32,7 @@ from inference.rollouts.oversampling import Group
 from inference.rollouts.runner import Uncommitted, play_groups
 from ops.loading import load_tasks, load_tokenizer, split_tasks
 from ops.step import Step
-from ops.weights_fault import weights_fault
+from ops.weights_fault import fault_behind
 from resources.deployment import fault_of, open_canary
 from resources.errors import DeploymentFailed
 from resources.loops import run_async
@@ -144,14 +144,9 @@ def _is_in_process(step: Step) -> bool:
 
 
 def _fault_behind(error: TriplaneError, step: Step, candidate: Artifact) -> str | None:
-    """Defect of the candidate that explains `error` of an engine or of the connection to it; None if none can be
-    shown.
-    """
-    if isinstance(error, (SchemaError, WeightsDiffer)):
-        return str(error)
-    if isinstance(error, (EngineUnreachable, InfraFault, StaleVersion)):
-        return None
-    return str(error) if _is_in_process(step) else weights_fault(candidate.directory())
+    """See fault_behind. Other errors of an engine in this process are the candidate's fault."""
+    elsewhere = isinstance(error, (EngineUnreachable, InfraFault, StaleVersion))
+    return str(error) if _is_in_process(step) and not elsewhere else fault_behind(error, candidate)
 
 
 def _engine(step: Step, sampler: SamplerResource, candidate: Artifact) -> AbstractAsyncContextManager[Engine]:

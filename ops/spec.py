@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, find_artifact
-from contracts.digests import action_key
+from contracts.digests import action_key, digest_of
 from contracts.store import Store
 from ops.state import IterationState
 from ops.where import WHERE
@@ -25,6 +25,8 @@ Slice = dict[str, Any]
 """JSON-like part of an experiment that affects a step's result."""
 Refs = Mapping[str, ArtifactRef]
 """Artifacts by role."""
+FIRST = "0000"
+"""Key of the first iteration. Settings affect every iteration alike, so this one stands for all."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ class StepSpec:
     """Kind of the artifact of the same key whose manifest records the config; empty: `writes`; None: no artifact."""
     part_versions: Mapping[str, str] = field(default_factory=dict)
     """Code versions, by kind, of the parents that the step makes itself."""
+    part_configs: Callable[[Experiment], Slice] | None = None
+    """Settings, by kind, of the parents that the step makes itself, if the slice does not contain them."""
     part_slices: Callable[[IterationState, Artifact], Iterable[tuple[Any, Any]]] | None = None
     """(recorded slice, current slice) of the parents that the step makes itself, from the step's artifact."""
 
@@ -102,6 +106,13 @@ class StepSpec:
     def own_config(self, state: IterationState) -> Slice:
         """The slice in the step's own key and manifest."""
         return (self.config or self.slice)(state)
+
+    def settings_digest(self, experiment: Experiment) -> str:
+        """Digest of all settings and part versions that affect the step's key, for equal inputs. Reads no store."""
+        no_store = cast(Store, None)  # a slice that reads the store fails here, when definitions are loaded
+        state = IterationState(experiment, no_store, None if self.once else FIRST)
+        parts = self.part_configs(experiment) if self.part_configs else {}
+        return digest_of([self.slice(state), self.own_config(state), parts, dict(self.part_versions)])
 
     def parents(self, state: IterationState) -> Refs | None:
         """The declared inputs by role, or None while one is missing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -58,13 +59,18 @@ def train_iteration(step: Step, launcher: Launcher) -> Artifact:
     return _train(step, launcher, job, trainer.optimizer_steps, taken)
 
 
+def training_records(checkpoint: Artifact) -> list[dict[str, Any]]:
+    """The trainer's records, in order; none for an imported checkpoint."""
+    if "metrics.jsonl" not in checkpoint.names():
+        return []
+    return [json.loads(line) for line in checkpoint.path("metrics.jsonl").read_text().splitlines()]
+
+
 def training_numbers(checkpoint: Artifact) -> dict[str, Any]:
     """The last optimizer step's metrics, and totals of the training that made the checkpoint, for plots."""
-    import json
-
-    if "metrics.jsonl" not in checkpoint.names():
+    rows = training_records(checkpoint)
+    if not rows:
         return {}
-    rows = [json.loads(line) for line in checkpoint.path("metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "loss" in row]
     last: dict[str, Any] = {}
     for row in rows:

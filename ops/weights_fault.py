@@ -5,10 +5,22 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from contracts.artifacts import Artifact
 from contracts.checkpoints import WEIGHTS, check_checkpoint
-from contracts.errors import SchemaError
+from contracts.errors import InfraFault, SchemaError, TriplaneError
 from contracts.precision import FORWARD
 from contracts.tensor_files import TensorFiles, is_finite
+from inference.errors import EngineUnreachable, StaleVersion, WeightsDiffer
+from resources.errors import ImpossibleCompletion
+
+
+def fault_behind(error: TriplaneError, policy: Artifact) -> str | None:
+    """Defect of a policy that explains `error` of an engine or of the connection to it; None if none can be shown."""
+    if isinstance(error, (SchemaError, WeightsDiffer, ImpossibleCompletion)):
+        return str(error)
+    if isinstance(error, (EngineUnreachable, InfraFault, StaleVersion)):
+        return None
+    return weights_fault(policy.directory())
 
 
 def weights_fault(directory: Path) -> str | None:

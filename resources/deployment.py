@@ -22,7 +22,8 @@ from contracts.errors import TriplaneError
 from contracts.retries import backoff_s
 from inference.engines.base import Completion, Engine, SamplingParams
 from inference.engines.openai import OpenAIEngine
-from inference.errors import EngineError
+from inference.errors import EngineError, EngineUnreachable
+from resources.errors import ImpossibleCompletion
 from resources.experiment import DeploymentConfig
 
 PAUSE_S = 0.5
@@ -43,6 +44,8 @@ class ServerState:
     """Digest of the live policy that it serves, or None."""
     fault: str | None
     """Why the server does not serve that policy, and whether it was withdrawn; None if it serves it."""
+    error: TriplaneError | None = None
+    """Error of the last attempt; None if there was none, or the live policy changed meanwhile."""
 
 
 async def swap_servers(config: DeploymentConfig, live: Live) -> list[ServerState]:
@@ -84,37 +87,50 @@ def fault_of(completion: Completion, version: str) -> str | None:
 
 
 async def _swap(url: str, config: DeploymentConfig, live: Live) -> ServerState:
-    fault = ""
+    fault, last = "", None
     for attempt in range(config.attempts):
         policy = await asyncio.to_thread(live)
         try:
             await _serve(url, config, policy, reload=attempt > 0)
         except TriplaneError as error:
-            fault = str(error)
+            fault, last = str(error), error
         else:
             if (await asyncio.to_thread(live)).ref == policy.ref:
                 return ServerState(url, policy.ref.digest, None)
-            fault = f"the live policy changed during each of {config.attempts} attempts"
+            fault, last = f"the live policy changed during each of {config.attempts} attempts", None
             continue
         if attempt + 1 < config.attempts:
             await asyncio.sleep(backoff_s(attempt + 1, PAUSE_S))
     said = await _withdraw(url, f"it could not be swapped to policy {policy.ref.short}")
     _log.warning("%s does not serve the live policy %s: %s; %s", url, policy.ref.short, fault, said)
-    return ServerState(url, None, f"{fault}; {said}")
+    return ServerState(url, None, f"{fault}; {said}", last)
 
 
 async def _serve(url: str, config: DeploymentConfig, policy: Artifact, *, reload: bool) -> None:
     """Make a server serve `policy` and test it. Raises EngineError."""
     engine = _connect(url, config, policy)
     try:
-        if reload or await engine.version() != policy.ref.digest:
+        loaded = reload or await engine.version() != policy.ref.digest
+        if loaded:
             await engine.load_weights(policy.directory(), policy.ref.digest)
         prompt = ChatTokenizer.from_directory(policy.directory()).prompt([("user", "ready?")])
-        fault = fault_of(await engine.generate(prompt, PROBE), policy.ref.digest)
+        try:
+            completion = await engine.generate(prompt, PROBE)
+        except EngineUnreachable:
+            raise
+        except EngineError:
+            if loaded:
+                raise
+            # a withdrawn server still has its policy, and serves again once it is given one
+            await engine.load_weights(policy.directory(), policy.ref.digest)
+            completion = await engine.generate(prompt, PROBE)
     finally:
         await engine.close()
+    fault = fault_of(completion, policy.ref.digest)
     if fault is not None:
-        raise EngineError(f"{url} failed its test after the swap: {fault}")
+        foreign = any(version != policy.ref.digest for version, _, _ in completion.spans)
+        kind = EngineError if foreign or completion.finish_reason == "abort" else ImpossibleCompletion
+        raise kind(f"{url} failed its test after the swap: {fault}")
 
 
 def _connect(url: str, config: DeploymentConfig, policy: Artifact) -> OpenAIEngine:

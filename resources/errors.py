@@ -45,6 +45,10 @@ class DeploymentFailed(TriplaneError):
     """A candidate could not be tried, for a reason outside the candidate."""
 
 
+class ImpossibleCompletion(TriplaneError):
+    """A server of a policy gave a completion that no healthy engine of it can give."""
+
+
 class CheckFailed(TriplaneError):
     """A blocking check found that an asset can't be used by later steps."""
 

@@ -1,16 +1,12 @@
 """References to the latest artifact of each asset. Avoids importing Dagster, which takes longer than most queries.
 
 pointers/assets/<experiment>/<asset>/<partition>/<number>.json     an ArtifactRef; the highest number counts
-pending/<kind>/<key>.json                                           one that the ledger has not indexed yet
+pending/<kind>/<key>/<digest>.json                                  one that the ledger has not indexed yet
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 from contracts.artifacts import Artifact, ArtifactRef, find_artifact
-from contracts.digests import canonical_json
-from contracts.errors import ArtifactMissing
 from contracts.pointers import Pointer, pointer_folders
 from contracts.store import Store
 from resources.errors import NotMaterialized
@@ -50,6 +46,19 @@ def remove_ref(store: Store, experiment: str, asset: str, partition: str) -> Non
     _pointer(store, experiment, asset, partition).remove()
 
 
+def earlier_refs(
+    store: Store, experiment: str, asset: str, partition: str | None, now: ArtifactRef
+) -> list[ArtifactRef]:
+    """References that an asset had before `now`, latest first; without `now` itself."""
+    pointer = _pointer(store, experiment, asset, partition)
+    current = pointer.current_of_few()
+    entries = pointer.history() if current and current.number > 1 else []
+    refs = [ArtifactRef.model_validate(entry.value) for entry in entries]
+    if now in refs:
+        refs = refs[: len(refs) - refs[::-1].index(now)]
+    return [ref for ref in dict.fromkeys(reversed(refs)) if ref != now]
+
+
 def require_ref(store: Store, experiment: str, asset: str, partition: str | None = None) -> ArtifactRef:
     """Like `read_ref`. Raises NotMaterialized."""
     ref = read_ref(store, experiment, asset, partition)
@@ -80,18 +89,19 @@ def read_artifact(store: Store, experiment: str, asset: str, partition: str | No
 
 def note(store: Store, ref: ArtifactRef) -> None:
     """Note an artifact for the next update of the ledger. Noted before it is referenced, so that none is missed."""
-    store.create(f"{_PENDING}{ref.kind}/{ref.key}.json", canonical_json(ref.model_dump(mode="json")))
+    store.create(_note(ref), b"{}")
 
 
 def noted(store: Store) -> list[ArtifactRef]:
     """Noted artifacts, in order of kind and key."""
-    found = []
-    for key in store.list(_PENDING):
-        with suppress(ArtifactMissing):  # a concurrent update indexed it
-            found.append(ArtifactRef.model_validate_json(store.get(key)))
-    return found
+    named = (key.removeprefix(_PENDING).removesuffix(".json").split("/") for key in store.list(_PENDING))
+    return [ArtifactRef(kind=kind, key=key, digest=digest) for kind, key, digest in named]
 
 
 def unnote(store: Store, ref: ArtifactRef) -> None:
     """Forget a noted artifact, which the ledger has now."""
-    store.delete(f"{_PENDING}{ref.kind}/{ref.key}.json")
+    store.delete(_note(ref))
+
+
+def _note(ref: ArtifactRef) -> str:
+    return f"{_PENDING}{ref.kind}/{ref.key}/{ref.digest}.json"

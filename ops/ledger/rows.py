@@ -5,7 +5,7 @@ from __future__ import annotations
 import duckdb
 import pyarrow as pa
 
-from contracts.artifacts import Artifact
+from contracts.artifacts import Artifact, Manifest
 from contracts.digests import digest_of
 from ops.ledger.segments import TABLES, Rows
 
@@ -43,7 +43,7 @@ def rows_of(artifact: Artifact) -> Rows:
         "digest": manifest.content_digest,
         "experiment": _text(config.get("experiment")),
         "iteration": _text(config.get("iteration")),
-        "rule": f"{manifest.code_version}-{digest_of(config)[:12]}" if manifest.kind == "rewards" else None,
+        "rule": rule_of(manifest) if manifest.kind == "rewards" else None,
         "created_unix": manifest.created_unix,
     }
     edges = [{"child": uri, "parent": ref.uri, "role": role} for role, ref in sorted(manifest.parents.items())]
@@ -62,6 +62,11 @@ def rows_of(artifact: Artifact) -> Rows:
                 db.read_parquet(str(artifact.path(f"{name}.parquet")), file_row_number=True).create_view(name)
                 found[table] = db.sql(query, params={"home": uri}).to_arrow_table().cast(TABLES[table])
     return found
+
+
+def rule_of(rewards: Manifest) -> str:
+    """Version of the grading code and digest of its settings."""
+    return f"{rewards.code_version}-{digest_of(rewards.config)[:12]}"
 
 
 def _text(value: object) -> str | None:

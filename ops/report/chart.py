@@ -1,4 +1,4 @@
-"""Draw the pass-rate curve as a small picture for the asset page, which shows only Markdown."""
+"""Draw curves over iterations as small pictures for the asset page, which shows only Markdown."""
 
 from __future__ import annotations
 
@@ -12,21 +12,57 @@ WIDTH, HEIGHT, EDGE = 520, 170, 34
 SHOWN = 60
 """Number of iterations in the chart: the latest ones."""
 SPLITS = ((Split.HELD_OUT, "#2268c9", "held-out"), (Split.GATE, "#c65a11", "gate"))
+Curve = tuple[str, str, Sequence[float | None]]
+"""Name, color, and a value for each iteration."""
 INK, LINE = "#7d8899", "#b6bec9"
 """Colors for light and dark pages."""
 
 
 def pass_rate_picture(rows: Sequence[Row]) -> str:
     """Candidate pass rates by iteration as a data URI of a few KB; "" if nothing was evaluated."""
-    shown = [row for row in rows if any(row[split.value] for split, _, _ in SPLITS)][-SHOWN:]
+    shown = [row for row in rows if any(row[split.value] for split, _, _ in SPLITS)]
+    curves = [
+        (name, color, [row[split.value]["candidate"]["rate"] if row[split.value] else None for row in shown])
+        for split, color, name in SPLITS
+    ]
+    return _picture(shown, curves, (0.0, 1.0), "{:.0%}")
+
+
+def reward_picture(rows: Sequence[Row]) -> str:
+    """Mean training reward by iteration; "" if nothing was graded."""
+    shown = [row for row in rows if row["train"] and row["train"]["reward"] is not None]
+    return _ranged(shown, "reward mean", [row["train"]["reward"] for row in shown])
+
+
+def loss_picture(rows: Sequence[Row]) -> str:
+    """Mean loss of the optimizer steps by iteration; "" if there was none."""
+    shown = [row for row in rows if row["training"] and "loss" in row["training"]]
+    return _ranged(shown, "loss", [row["training"]["loss"] for row in shown])
+
+
+def _ranged(rows: Sequence[Row], name: str, values: Sequence[float]) -> str:
+    """Picture of one curve between its extremes."""
+    if not values:
+        return ""
+    low, high = min(values[-SHOWN:]), max(values[-SHOWN:])
+    return _picture(rows, [(name, SPLITS[0][1], values)], (low, high if high > low else low + 1.0), "{:.3g}")
+
+
+def _picture(rows: Sequence[Row], curves: Sequence[Curve], span: tuple[float, float], form: str) -> str:
+    """Curves over the latest iterations, in their order. span: lowest and highest value. form: format of a value."""
+    shown = rows[-SHOWN:]
     if not shown:
         return ""
-    parts = [label(EDGE - 6, _y(mark) + 4, f"{mark:.0%}", "end") + _rule(_y(mark)) for mark in (0.0, 0.5, 1.0)]
-    for number, (split, color, name) in enumerate(SPLITS):
+    low, high = span
+    parts = [
+        label(EDGE - 6, _y(part) + 4, form.format(low + part * (high - low)), "end") + _rule(_y(part))
+        for part in (0.0, 0.5, 1.0)
+    ]
+    for number, (name, color, values) in enumerate(curves):
         places = [
-            (_x(index, len(shown)), _y(row[split.value]["candidate"]["rate"]))
-            for index, row in enumerate(shown)
-            if row[split.value] and row[split.value]["candidate"]["rate"] is not None
+            (_x(index, len(shown)), _y((value - low) / (high - low)))
+            for index, value in enumerate(values[-SHOWN:])
+            if value is not None
         ]
         parts.append(polyline(places, color))
         parts.append(label(EDGE + 10 + 80 * number, 14, name, "start", color))

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import dagster as dg
+import torch
 import uvicorn
 from dagster_world import World
 from safetensors.torch import load_file, save_file
@@ -31,6 +32,8 @@ from resources.refs import require_ref, write_ref
 from resources.registry import Registry
 from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
+
+Tensors = dict[str, torch.Tensor]
 
 
 class NoProgress(StepProgress):
@@ -138,10 +141,43 @@ def spoilt(world: World, candidate: ArtifactRef, tensor: str, value: float | Non
         return out.commit().ref
 
 
+def planted_checkpoint(world: World, source: ArtifactRef, change: Callable[[Tensors], None]) -> Artifact:
+    """A copy of a checkpoint whose tensors `change` edits."""
+    original, key = open_artifact(world.store, source), digest_of([source.key, change.__name__])
+    with ArtifactWriter(world.store, source.kind, key, parents={}, config={}, code_version="1") as out:
+        for file in original.names():
+            shutil.copyfile(original.path(file), out.directory / file)
+        weights = load_file(out.directory / WEIGHTS)
+        change(weights)
+        save_file(weights, out.directory / WEIGHTS)
+        for file in original.names():
+            out.add_file(file)
+        return out.commit(meta=original.meta)
+
+
+def an_expert_of_zeros(weights: Tensors) -> None:
+    name = next(name for name in weights if "experts.0.down_proj.weight" in name and "scale" not in name)
+    weights[name] = torch.zeros_like(weights[name].float()).to(weights[name].dtype)
+
+
+def doubled_scales(weights: Tensors) -> None:
+    for name in weights:
+        if name.endswith("_scale_inv"):
+            weights[name] = weights[name] * 2
+
+
+def saturated_codes(weights: Tensors) -> None:
+    for name, tensor in weights.items():
+        if f"{name}_scale_inv" in weights:
+            weights[name] = (tensor.float() * 4).clamp(-448, 448).to(tensor.dtype)
+
+
 @contextmanager
-def serving(policy: Artifact, application: type[Application] = Application) -> Iterator[str]:
+def serving(
+    policy: Artifact, application: type[Application] = Application, engine_class: type[BuiltinEngine] = BuiltinEngine
+) -> Iterator[str]:
     """Base URL of a real server of `policy`, in a thread."""
-    engine = BuiltinEngine(policy.directory(), policy.ref.digest, threads=1)
+    engine = engine_class(policy.directory(), policy.ref.digest, threads=1)
     app = application(engine, None, "policy")
     server = uvicorn.Server(uvicorn.Config(app.starlette(), host="127.0.0.1", port=0, log_level="warning"))
     started = threading.Event()

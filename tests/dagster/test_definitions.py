@@ -27,6 +27,13 @@ def test_every_asset_reads_well_in_the_ui() -> None:
         assert node.group_name == key.path[0]
 
 
+def test_every_asset_links_to_its_source() -> None:
+    graph = defs.resolve_asset_graph()
+    for key in graph.get_all_asset_keys():
+        references = graph.get(key).metadata["dagster/code_references"].code_references
+        assert [Path(each.file_path).name for each in references] == [f"{key.path[1]}.py"]
+
+
 def test_partitions_never_mix_experiments() -> None:
     graph = defs.resolve_asset_graph()
     for key in graph.get_all_asset_keys():

@@ -5,25 +5,31 @@ from __future__ import annotations
 import asyncio
 import http.server
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Barrier, Thread
-from typing import Any
+from typing import Any, ClassVar
 
+import dagster as dg
 import httpx
 import pytest
 from dagster_world import World
 from deployment_world import Stage, good_smoke, no_smoke, serving, spoilt, stage_of
 
+from assets.sampler import _smoke_metadata
 from contracts.artifacts import Artifact, ArtifactRef, open_artifact
 from contracts.store import Store
 from inference.engines.base import Completion, SamplingParams
+from inference.engines.builtin import BuiltinEngine
 from inference.engines.openai import OpenAIEngine
 from inference.server.app import Application
+from ops.after_swap import AUTOMATIC, Swapped, is_automatic, swap_or_roll_back
 from ops.deploy import bring_servers, server_metadata
 from ops.deploy_decision import Decision, read_smoke
-from ops.rollback import plan_rollback, roll_back
+from ops.health import went_live
+from ops.inputs import trainer_state_of
+from ops.rollback import change_live, plan_rollback, roll_back
 from ops.smoke import Smoke
 from resources.deployment import fault_of, swap_servers
 from resources.errors import DeploymentFailed, RegistryError
@@ -54,6 +60,13 @@ def test_a_good_candidate_plays_a_smoke_episode_and_goes_live(ran: World) -> Non
     assert smoke.tokens > 0 and smoke.turns > 0 and "<|im_start|>assistant" in smoke.transcript
     outside = {entry.path for entry in artifact.manifest.files if entry.digest is None}
     assert outside == {"smoke.json"}, "what a smoke episode took must not reach the decision's digest"
+
+
+def test_a_smoke_transcript_is_shown_as_it_is_and_can_not_leave_its_block() -> None:
+    said = "line\n```\n<img src=x onerror=alert(1)>\n````"
+    shown = _smoke_metadata(Smoke(fault=None, task_id="t", outcome="completed", transcript=said))["smoke transcript"]
+    assert isinstance(shown, dg.MarkdownMetadataValue)
+    assert shown.value == f"`````text\n{said}\n`````"
 
 
 def test_iterations_play_a_smoke_episode_with_their_candidates(ran: World) -> None:
@@ -225,6 +238,87 @@ def test_a_server_that_refuses_the_live_policy_is_withdrawn_until_it_takes_one(r
     assert httpx.post(f"{server}/completions", json={"prompt": [5]}).json()["error"]["code"] == "withdrawn"
     roll_back(ran.store, stage.experiment, plan_rollback(ran.store, "refusing", "base"), "can't be served")
     assert httpx.get(server.replace("/v1", "/health")).status_code == 200
+
+
+def promoted_but_broken(stage: Stage) -> ArtifactRef:
+    """A live policy that lacks a tensor: it went live before any server had to load it."""
+    bad = spoilt(stage.world, stage.first, "model.norm.weight", None)
+    state = trainer_state_of(stage.world.store, stage.first)
+    assert stage.registry.promote(bad, state, parent=stage.base.digest, iteration="0000") is not None
+    return bad
+
+
+def test_a_policy_that_no_server_can_serve_is_rolled_back_once(ran: World, server: str) -> None:
+    stage = stage_of(ran, "automatic", deployment=DeploymentConfig(servers=(server,), attempts=1))
+    bad = promoted_but_broken(stage)
+
+    def swap() -> Swapped:
+        return swap_or_roll_back(ran.store, stage.experiment, stage.base, bad, "0000")
+
+    done = swap()
+    live = stage.registry.live()
+    assert live is not None and live.policy == stage.base and is_automatic(live) and done.rolled_back is not None
+    assert live.rollback is not None and "model.norm.weight" in live.rollback.reason
+    assert [(each.policy, each.fault) for each in done.servers] == [(stage.base.digest, None)]
+    assert httpx.get(server.replace("/v1", "/health")).status_code == 200
+    shown = went_live(
+        Decision(decision="live", reasons=["good"], candidate=bad, parent=stage.base, pointer_number=1),
+        stage.registry.rolled_back()[bad.digest],
+    )
+    assert not shown.passed and str(shown.description).startswith("rolled back automatically: change 2")
+    assert swap().rolled_back is None and len(stage.registry.history()) == 2
+    roll_back(ran.store, stage.experiment, plan_rollback(ran.store, "automatic", "1"), "the operator insists")
+    assert swap().rolled_back is None and stage.registry.history()[-1].policy == bad
+
+
+def test_a_run_killed_after_its_automatic_rollback_only_updates_the_servers(ran: World, server: str) -> None:
+    stage = stage_of(ran, "killed_after", deployment=DeploymentConfig(servers=(server,), attempts=1))
+    bad = promoted_but_broken(stage)
+    bring_servers(ran.store, stage.experiment, stage.base)  # withdrawn, then the registry changes, then the kill
+    request = f"{AUTOMATIC}0000/{bad.digest}"
+    change_live(ran.store, "killed_after", plan_rollback(ran.store, "killed_after", None), "unservable", request)
+    again = swap_or_roll_back(ran.store, stage.experiment, stage.base, bad, "0000")
+    assert [each.policy for each in again.servers] == [stage.base.digest] and again.rolled_back is None
+    assert len(stage.registry.history()) == 2
+
+
+def test_an_unreachable_server_causes_no_rollback(ran: World, server: str) -> None:
+    nobody = url_of_nobody()
+    for name, servers in (("nobody", (nobody,)), ("one_of_two", (server, nobody))):
+        stage = stage_of(ran, name, deployment=DeploymentConfig(servers=servers, attempts=1, timeout_s=20.0))
+        bad = promoted_but_broken(stage)
+        done = swap_or_roll_back(ran.store, stage.experiment, stage.base, bad, "0000")
+        assert done.rolled_back is None and all(each.fault for each in done.servers)
+        assert [entry.policy for entry in stage.registry.history()] == [bad]
+
+
+def test_a_server_that_serves_the_new_policy_prevents_a_rollback(ran: World, server: str) -> None:
+    stage = stage_of(ran, "serves", deployment=DeploymentConfig(servers=(server,)))
+    stage.promote(stage.first, stage.base, "0000")
+    done = swap_or_roll_back(ran.store, stage.experiment, stage.base, stage.first, "0000")
+    assert done.rolled_back is None and [each.policy for each in done.servers] == [stage.first.digest]
+
+
+def test_impossible_tokens_after_the_swap_are_the_policys_fault_but_aborted_ones_are_not(ran: World) -> None:
+    for name, completion, rolls in (
+        ("impossible", {"logprobs": [0.5] * 3}, True),
+        ("aborting", {"finish_reason": "abort"}, False),
+    ):
+        stage = stage_of(ran, name)
+        base = open_artifact(ran.store, stage.base)
+
+        class Odd(BuiltinEngine):
+            changed: ClassVar[dict[str, Any]] = completion
+
+            async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+                found = await super().generate(prompt_ids, replace(params, max_tokens=3))
+                return replace(found, **self.changed) if len(found.token_ids) == 3 else found
+
+        with serving(base, engine_class=Odd) as url:
+            stage = stage_of(ran, name, deployment=DeploymentConfig(servers=(url,), attempts=1))
+            stage.promote(stage.first, stage.base, "0000")
+            done = swap_or_roll_back(ran.store, stage.experiment, stage.base, stage.first, "0000")
+        assert (done.rolled_back is not None) == rolls, done.servers
 
 
 def test_swapped_server_ends_on_the_live_policy(ran: World, server: str) -> None:

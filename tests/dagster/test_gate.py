@@ -11,9 +11,9 @@ import dagster as dg
 import pyarrow as pa
 import pytest
 from dagster_world import World
-from deployment_world import NoProgress, Stage, spoilt, stage_of
+from deployment_world import NoProgress, Stage, doubled_scales, planted_checkpoint, spoilt, stage_of
 
-from contracts.artifacts import ArtifactRef, ArtifactWriter, list_artifacts, open_artifact
+from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, list_artifacts, open_artifact
 from contracts.chat import ChatTokenizer
 from contracts.digests import digest_of
 from contracts.store import LocalStore, Store
@@ -22,9 +22,10 @@ from curation.tasks.bugs import Bug, draw_bugs
 from curation.tasks.demonstrations import DEMONSTRATIONS, DEMONSTRATIONS_VERSION
 from curation.tasks.expert import expert_tokens, open_workbench
 from curation.tasks.suite import TaskSuiteConfig
-from ops.deploy_decision import Decision, decide_deployment, read_decision
+from ops.deploy_decision import Decision, decide_deployment, gate_comparisons, read_decision
 from ops.evaluation import evaluate
 from ops.graph import EVALUATION, SAMPLER
+from ops.health import gate_checks
 from ops.smoke import play_smoke
 from ops.spec import StepSpec
 from ops.state import IterationState
@@ -124,6 +125,11 @@ def judge(
     return read_decision(decide_deployment(decided, lambda: smoke))
 
 
+def evaluation_of(stage: Stage, candidate: ArtifactRef) -> Artifact:
+    found = list_artifacts(stage.world.store, EVALUATION.name)
+    return next(each for each in found if each.manifest.parents["candidate"].digest == candidate.digest)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_candidate_that_solves_goes_live_and_its_broken_copy_is_refused(
@@ -136,7 +142,11 @@ def test_candidate_that_solves_goes_live_and_its_broken_copy_is_refused(
     broken = spoilt(stage.world, expert, BROKEN, 0.0)
     bad = judge(stage, handles, broken, expert, "0001")
     assert bad.decision == "refused"
+    shown = gate_checks(gate_comparisons(evaluation_of(stage, broken), expert, stage.experiment.promotion.margin))
+    assert [each.passed for each in shown] == [False, False] and shown[0].description in bad.reasons[0]
     assert "candidate is not shown to be non-inferior to its parent: -" in bad.reasons[0]
+    doubled = judge(stage, handles, planted_checkpoint(stage.world, expert, doubled_scales).ref, expert, "0002")
+    assert doubled.decision == "refused", doubled.reasons
     live = stage.registry.live()
     assert live is not None and live.policy.digest == expert.digest
 

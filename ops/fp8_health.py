@@ -1,0 +1,53 @@
+"""Read codes and scales of a quantized checkpoint, to see whether its export is sound."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from contracts.checkpoints import WEIGHTS
+from contracts.tensor_files import TensorFiles, byte_size
+
+MAX_BYTES = 1 << 30
+"""Codes to read. Of larger checkpoints an evenly spaced part of the tensors is read, always the same."""
+SCALE = "_scale_inv"
+LARGEST_CODE = 0x7E
+"""Bits of 448, the largest number of float8_e4m3fn, without the sign."""
+
+
+@dataclass(frozen=True)
+class CodeFacts:
+    """What the codes and scales of a checkpoint look like."""
+
+    tensors: int
+    """Quantized tensors that were read."""
+    of: int
+    """Quantized tensors of the checkpoint."""
+    saturated: float
+    """Share of the codes that have the largest magnitude."""
+    zero: tuple[str, ...]
+    """Tensors whose codes are all zero."""
+    scale_ratios: dict[str, float]
+    """Median ratio of a tensor's scales to those of the parent, by tensor."""
+
+
+def code_facts(directory: Path, parent: Path | None = None) -> CodeFacts | None:
+    """Facts about a checkpoint, compared with its parent's; None if nothing in it is quantized."""
+    import torch  # not needed by processes that only list the steps
+
+    files, before = TensorFiles(directory, WEIGHTS), TensorFiles(parent, WEIGHTS) if parent else None
+    names = sorted(name for name in files.forms if f"{name}{SCALE}" in files.forms)
+    if not names:
+        return None
+    size = sum(byte_size(files.forms[name]) for name in names)
+    read = names[:: -(-size // MAX_BYTES)]
+    saturated, codes, zero, ratios = 0, 0, [], {}
+    for name in read:
+        bits = files.tensor(name).view(-1).view(torch.uint8) & 0x7F
+        saturated, codes = saturated + int((bits == LARGEST_CODE).sum()), codes + bits.numel()
+        if not bool(bits.any()):
+            zero.append(name)
+        if before is not None and before.forms.get(f"{name}{SCALE}") == files.forms[f"{name}{SCALE}"]:
+            now, then = (each.tensor(f"{name}{SCALE}") for each in (files, before))
+            ratios[name] = float((now / then).median())
+    return CodeFacts(len(read), len(names), saturated / max(1, codes), tuple(zero), ratios)
