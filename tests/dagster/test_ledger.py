@@ -396,7 +396,7 @@ def test_concurrent_updates_index_each_artifact_once(tmp_path: Path) -> None:
 
 
 def test_an_iteration_leaves_its_ledger_current(ran: World) -> None:
-    assert not noted(ran.store)
+    assert {ref.kind for ref in noted(ran.store)} <= {"report"}, "pages are noted after the update, and not indexed"
     with Ledger(ran.store).opened() as (db, segments):
         assert segments
         kinds = dict(db.sql("SELECT kind, count(*) FROM artifacts GROUP BY kind").fetchall())
