@@ -9,18 +9,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pinning import make_base
 
 from contracts.store import open_store
 from resources.experiment import Experiment
 from resources.registry import Registry
-from tests.webserver import ADD, LAUNCH, ask, wait_until_up
-from triplane_dagster.jobs import EXPERIMENT_TAG
+from tests.webserver import LAUNCH, ask, wait_until_up
 
 pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[2]
@@ -127,18 +124,3 @@ def test_iterations_launched_over_graphql_succeed_in_sequence(server: Server, ti
     assert partitions == {"0000", "0001"}
     history = Registry(open_store(str(tmp_path / "store")), tiny.name).history()
     assert [entry.iteration for entry in history] == ["0000", "0001"]
-
-
-@pytest.mark.timeout(900)
-def test_runs_from_asset_pages_never_run_at_once(
-    server: Server, tiny: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRIPLANE_STORE", str(tmp_path / "store"))
-    make_base(open_store(), tiny)
-    server.ask(ADD, name=tiny.name, key="0000", where=server.where)
-    place = {"dagster/partition": "0000"}
-    asked = [server.launch("__ASSET_JOB", ["iteration_inputs"], **place) for _ in range(4)]
-    runs = [run for run in server.wait_for(4) if run["runId"] in asked]
-    assert all(EXPERIMENT_TAG not in {tag["key"] for tag in run["tags"]} for run in runs), "what keeps them apart"
-    times = sorted((run["startTime"], run["endTime"]) for run in runs)
-    assert len(times) == 4 and all(end <= begin for (_, end), (begin, _) in pairwise(times)), times
