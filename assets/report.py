@@ -6,10 +6,9 @@ import dagster as dg
 
 from assets.naming import define
 from contracts.artifacts import ArtifactRef
-from contracts.errors import TriplaneError
 from contracts.tasks import Split
 from ops.graph import REPORT
-from ops.ledger.index import update
+from ops.ledger.index import update_fault
 from ops.report import ROUTE
 from ops.report.build import commit_report
 from ops.report.chart import loss_picture, pass_rate_picture, reward_picture
@@ -80,10 +79,8 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         seconds = earlier_seconds(step.store, experiment.name, step.iteration)
         seconds[step.iteration] = iteration_seconds(context.instance, experiment.name, step.iteration)
         made = commit_report(sources, earlier_rows(step.store, experiment.name, step.iteration), seconds)
-        try:
-            update(step.store)
-        except TriplaneError as error:  # an index: nothing depends on it, and a question updates it too
-            context.log.warning(f"the ledger was not updated: {error}")
+        if fault := update_fault(step.store):
+            context.log.warning(fault)
         summary = made.json("summary.json")
         # Dagster plots partitions in the order in which they were materialized; these are in the order of iterations
         pictures = {

@@ -9,6 +9,7 @@ import duckdb
 import pyarrow as pa
 
 from contracts.artifacts import Artifact, ArtifactRef, find_artifact, list_artifacts
+from contracts.errors import TriplaneError
 from contracts.store import Store
 from ops.ledger.rows import rows_of
 from ops.ledger.segments import KIND, TABLES, Ledger, batched
@@ -41,6 +42,15 @@ def update(store: Store, progress: Callable[[int], None] = lambda done: None) ->
             unnote(store, ref)
         return len(fresh)
     return rebuild(store, progress)
+
+
+def update_fault(store: Store) -> str:
+    """Update, for a step that must not fail with the index; returns what went wrong, or nothing."""
+    try:
+        update(store)
+    except (TriplaneError, duckdb.Error, pa.ArrowException, OSError) as error:
+        return f"the ledger was not updated ({error}); `triplane recall` updates it, too"
+    return ""
 
 
 def rebuild(store: Store, progress: Callable[[int], None] = lambda done: None) -> int:

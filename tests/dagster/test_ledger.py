@@ -22,7 +22,7 @@ from contracts.errors import ArtifactCorrupt, ArtifactMissing
 from contracts.store import Store, open_store
 from curation.dataset import MEMBERS
 from curation.rewards import REWARDS
-from ops.ledger.index import rebuild, update
+from ops.ledger.index import rebuild, update, update_fault
 from ops.ledger.recall import recall
 from ops.ledger.segments import KIND, TABLES, Ledger, Segment, segments_of, widest
 from resources.refs import experiments_in, noted, write_ref
@@ -376,6 +376,19 @@ def test_a_killed_rebuild_leaves_the_earlier_ledger_in_use(tmp_path: Path, monke
         patch.setattr(Ledger, "_sweep", kill)  # two generations stand beside each other
         rebuild(store)
     assert indexed(store) == before
+
+
+def test_a_damaged_manifest_is_named_by_recall_and_does_not_fail_the_report(tmp_path: Path) -> None:
+    store = made_by(4, tmp_path).store
+    update(store)
+    made = commit(store, "prompts", {}, {"damaged": True})
+    write_ref(store, "one", "prompts", "0009", made.ref)
+    manifest = tmp_path / made.ref.uri / "manifest.json"
+    manifest.chmod(0o644)
+    manifest.write_text("{")
+    assert f"{made.ref.uri}/manifest.json is damaged" in update_fault(store)
+    with pytest.raises(ArtifactCorrupt, match=r"manifest\.json is damaged"):
+        recall(store, "task", "t0")
 
 
 def test_concurrent_updates_index_each_artifact_once(tmp_path: Path) -> None:
