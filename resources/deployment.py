@@ -47,6 +47,10 @@ class ServerState:
     error: TriplaneError | None = None
     """Error of the last attempt; None if there was none, or the live policy changed meanwhile."""
 
+    def row(self) -> dict[str, str | None]:
+        """What users see, for JSON."""
+        return {"url": self.url, "policy": self.policy, "fault": self.fault}
+
 
 async def swap_servers(config: DeploymentConfig, live: Live) -> list[ServerState]:
     """Update all servers to the live policy concurrently. Requests in flight continue."""

@@ -18,7 +18,7 @@ SUITES = ("test", "slow", "escape", "redteam", "browser")
 
 @dataclass(frozen=True)
 class Need:
-    """A program. One of `places`, each a name on the PATH or a pattern of paths, must exist."""
+    """A program. One of `places`, each a name on the PATH or a pattern of paths, must exist; none means to be root."""
 
     places: tuple[str, ...]
     used_by: str
@@ -26,6 +26,8 @@ class Need:
     suites: tuple[str, ...]
 
     def present(self) -> bool:
+        if not self.places:
+            return os.geteuid() == 0
         path = os.pathsep.join((os.environ.get("PATH", os.defpath), str(Path.home() / ".local/bin")))
         named = [each for each in self.places if not each.startswith("/")]
         found = (Path("/").glob(each[1:]) for each in self.places if each.startswith("/"))
@@ -53,6 +55,8 @@ NEEDS = {
     "initdb": Need(
         ("initdb", "/usr/lib/postgresql/*/bin/initdb"), "PostgreSQL", _debian("postgresql"), ("test", "slow")
     ),
+    # its guest changes users as that of a machine does, whose first process is root
+    "root": Need((), "the stand-in for Firecracker", "run the tests as root", ("test", "slow")),
     "chromium": Need(("chromium",), "pages in a browser", _debian("chromium"), ("browser",)),
 }
 

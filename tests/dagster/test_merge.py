@@ -34,7 +34,7 @@ def test_missing_groups_fail_the_check(ran: World) -> None:
         check_specs=[check(experiment, ROLLOUTS, CHECK, "", blocking=True)],
     )
     def rollouts() -> dict[str, Any]:
-        merged, checked = merge(shards())
+        merged, checked, _ = merge(shards())
         return {"result": merged, f"{key_of(experiment, ROLLOUTS.name).to_python_identifier()}_{CHECK}": checked}
 
     store = StoreResource()

@@ -18,6 +18,7 @@ from contracts.store import open_store
 from resources.experiment import Experiment
 from resources.registry import Registry
 from tests.webserver import LAUNCH, ask, wait_until_up
+from triplane_dagster.jobs import EXPERIMENT_TAG
 
 pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[2]
@@ -38,7 +39,7 @@ class Server:
 
     def launch(self, job: str, assets: list[str] | None = None, config: Any = None, **tags: str) -> str:
         """Launch a job or, as an asset's page does, these assets of tiny. Returns the run's id."""
-        chosen = {"assetSelection": [{"path": ["tiny", each]} for each in assets or ()], "assetCheckSelection": []}
+        chosen = {"assetSelection": [{"path": ["tiny", each]} for each in assets or ()]}
         params = {
             "selector": {**self.where, "jobName": job, **(chosen if assets else {})},
             "runConfigData": config or {},
@@ -124,3 +125,15 @@ def test_iterations_launched_over_graphql_succeed_in_sequence(server: Server, ti
     assert partitions == {"0000", "0001"}
     history = Registry(open_store(str(tmp_path / "store")), tiny.name).history()
     assert [entry.iteration for entry in history] == ["0000", "0001"]
+
+
+@pytest.mark.timeout(900)
+def test_runs_from_asset_pages_of_one_experiment_never_run_at_once(server: Server) -> None:
+    """The first one trains the base policy, which takes long enough for the other to start beside it."""
+    asked = [server.launch("__ASSET_JOB", ["base_policy"]) for _ in range(2)]
+    runs = {run["runId"]: run for run in server.wait_for(2)}
+    assert all(EXPERIMENT_TAG not in {tag["key"] for tag in run["tags"]} for run in runs.values()), (
+        "what separates them"
+    )
+    (_, first_end), (second_start, _) = sorted((runs[each]["startTime"], runs[each]["endTime"]) for each in asked)
+    assert first_end <= second_start

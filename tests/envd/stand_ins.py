@@ -27,7 +27,7 @@ from tests.envd.kubernetes_server import Cluster, serving
 from tests.needs import require
 
 SERVER = Path(firecracker_server.__file__)
-FIRECRACKER_NEEDS = ("mksquashfs", "unsquashfs", "setpriv", "unshare")
+FIRECRACKER_NEEDS = ("mksquashfs", "unsquashfs", "setpriv", "unshare", "root")
 """Programs that the stand-in for Firecracker runs."""
 
 

@@ -92,7 +92,7 @@ def _bring_again(store: Store, experiment: Experiment, said: str, as_json: bool)
     with stoppable(f"interrupted: {_how_to_bring(experiment, live)}"):
         servers = bring_live(store, experiment)
     if as_json:
-        print_json({"live": live.model_dump(mode="json"), "servers": [vars(each) for each in servers]})
+        print_json({"live": live.model_dump(mode="json"), "servers": [each.row() for each in servers]})
     else:
         console().print(Text(f"{said}; {servers_line(servers)}"), soft_wrap=True)
     _warn(servers, [])
@@ -179,5 +179,5 @@ def _json_of(done: RolledBack) -> dict[str, Any]:
         "live": done.entry.model_dump(mode="json"),
         "undone": list(plan.undone),
         "redone": list(plan.redone),
-        "servers": [vars(each) for each in done.servers],
+        "servers": [each.row() for each in done.servers],
     }
