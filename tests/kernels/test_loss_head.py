@@ -154,7 +154,9 @@ def test_one_allowed_token_is_certain_and_has_no_gradient(way: Way) -> None:
     allowed = torch.zeros(6, 150, dtype=torch.bool, device=way.device).scatter_(1, targets[:, None], True)
     logprobs, entropy = loss_head(hidden.requires_grad_(), weight.requires_grad_(), targets, allowed=allowed)
     (logprobs + entropy).sum().backward()
-    assert not logprobs.any() and not entropy.any() and not hidden.grad.any() and not weight.grad.any()
+    assert not logprobs.any() and not entropy.any()
+    for gradient in (hidden.grad, weight.grad):  # backward computes the logits again, which may round otherwise
+        torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-6)
 
 
 def test_a_target_that_is_not_allowed_is_impossible_and_gradients_stay_finite(way: Way) -> None:
