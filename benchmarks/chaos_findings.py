@@ -19,6 +19,7 @@ from contracts.store import Store
 from envd.sandbox.cgroups import OWNED, abandoned_groups
 from envd.sandbox.proctree import descendants
 from inference.rollouts.ledger import Sampled, read_ledger
+from ops.ledger.segments import KIND
 from ops.readings import EVALUATION_RUN
 from resources.registry import Registry
 from trainer.config import SNAPSHOT
@@ -49,8 +50,8 @@ class Content:
 
 
 def read_content(store: Store) -> Content:
-    """Current content of a store."""
-    found = {(each.ref.kind, each.ref.key): each.ref.digest for each in list_artifacts(store)}
+    """Current content of a store. Its index may be cut otherwise into segments: `ops.ledger`."""
+    found = {(each.ref.kind, each.ref.key): each.ref.digest for each in list_artifacts(store) if each.ref.kind != KIND}
     history = [
         (each.number, each.policy.digest, each.parent, each.iteration) for each in Registry(store, NAME).history()
     ]

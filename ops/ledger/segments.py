@@ -206,7 +206,7 @@ class Ledger:
         with ArtifactWriter(self.store, KIND, segment.key, parents={}, config={}, code_version=VERSION) as out:
             write(out.directory)
             for name in TABLES:
-                out.add_file(f"{name}.parquet")
+                out.add_file(f"{name}.parquet", telemetry=True)  # rows have costs and times
             return bool(out.commit(meta={"writer": writer}).meta["writer"] == writer)
 
     def _sweep(self) -> None:
