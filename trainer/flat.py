@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -47,8 +48,9 @@ class _Rows(Sequence[Tensor]):
         """sizes: int64 [rows], elements of each row."""
         self._sizes = sizes
 
+    @abstractmethod
     def _row(self, row: int) -> Tensor:
-        raise NotImplementedError
+        """Tensor of one row."""
 
     def __len__(self) -> int:
         return len(self._sizes)
