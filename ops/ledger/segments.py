@@ -22,7 +22,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from contracts.artifacts import MANIFEST, Artifact, ArtifactWriter, find_artifact
+from contracts.artifacts import MANIFEST, Artifact, ArtifactRef, ArtifactWriter, discard_artifact, find_artifact
 from contracts.errors import ArtifactCorrupt, ArtifactMissing
 from contracts.store import Store
 
@@ -171,7 +171,10 @@ class Ledger:
             for name in TABLES:
                 pq.write_table(rows[name], folder / f"{name}.parquet", compression="zstd")
 
-        return self._commit(Segment(generation, number, number), write) and self._merge(generation, number)
+        if not self._commit(Segment(generation, number, number), write):
+            return False
+        self._merge(generation, number)
+        return True
 
     def replace(self, write: Callable[[Path], None]) -> None:
         """Begin a generation with the files that `write` puts into a folder. It replaces the older ones."""
@@ -179,8 +182,8 @@ class Ledger:
         self._commit(Segment(generation, 0, 0), write)
         self._sweep()
 
-    def _merge(self, generation: int, number: int) -> bool:
-        """Merge the segments that end at update `number`, if they complete a power of MERGED. Returns True."""
+    def _merge(self, generation: int, number: int) -> None:
+        """Merge the segments that end at update `number`, if they complete a power of MERGED."""
         width = MERGED
         while (number + 1) % width == 0:
             span = Segment(generation, number + 1 - width, number)
@@ -199,7 +202,6 @@ class Ledger:
             width *= MERGED
         if width > MERGED:
             self._sweep()
-        return True
 
     def _commit(self, segment: Segment, write: Callable[[Path], None]) -> bool:
         writer = uuid.uuid4().hex
@@ -216,8 +218,7 @@ class Ledger:
             folder, name = entry.key.rsplit("/", 1)
             key = folder.rsplit("/", 1)[-1]
             if name == MANIFEST and key not in needed and entry.modified_unix < time.time() - READERS_S:
-                self.store.delete(entry.key)  # first: without its manifest a half removed segment does not exist
-                self.store.discard(f"{folder}/")
+                discard_artifact(self.store, ArtifactRef(kind=KIND, key=key, digest=""))
 
 
 @contextmanager
