@@ -132,11 +132,10 @@ class History:
         iteration: str | None,
         parents: dict[str, Artifact],
         config: dict[str, Any],
-        asset: str = "",
         **tables: pa.Table,
     ) -> Artifact:
         made = commit(self.store, kind, parents, config, **tables)
-        write_ref(self.store, experiment, asset or kind, iteration, made.ref)
+        write_ref(self.store, experiment, kind, iteration, made.ref)
         if self.draw.random() < 0.2:
             update(self.store)
         return made
