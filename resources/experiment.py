@@ -208,6 +208,17 @@ class TrainerConfig(RlConfig):
         )
 
 
+class OffPolicyConfig(Section):
+    """How far the policy that sampled may be from the weights that training starts from. Not part of any key: what is
+    refused makes nothing.
+    """
+
+    max_staleness: int = Field(default=1, ge=0, le=100)
+    """Trainings between the two, at most; 0 only trains on what the starting weights sampled."""
+    min_effective_sample_size: float = Field(default=0.2, ge=0, lt=1)
+    """Share of the sampled tokens, at least, that the importance weights leave, before the first optimizer step."""
+
+
 class EvaluationConfig(Section):
     """How the candidate and its parent are compared."""
 
@@ -341,6 +352,8 @@ class Experiment(Section):
     """Rules that leave episodes out of training."""
     trainer: TrainerConfig = TrainerConfig()
     """Training of one iteration."""
+    off_policy: OffPolicyConfig = OffPolicyConfig()
+    """What may be trained on that another policy than the starting weights has sampled."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Comparison of the candidate with its parent."""
     promotion: PromotionConfig = PromotionConfig()
