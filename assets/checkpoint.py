@@ -7,7 +7,8 @@ from contracts.artifacts import Artifact, ArtifactRef, open_artifact
 from ops import health
 from ops.checkpoint_check import CHECK, layout_check
 from ops.graph import CHECKPOINT
-from ops.inputs import trainer_state_of
+from ops.inputs import trainer_state_of, with_start
+from ops.off_policy import staleness
 from ops.results import Materialized, link, result
 from ops.step import Step, begin
 from ops.training import train_iteration, training_numbers, training_records
@@ -59,26 +60,28 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         progress: dg.ResourceParam[ProgressSink],
         **given: ArtifactRef,
     ) -> Materialized:
-        step = begin(context, experiment, CHECKPOINT, store.open(), progress, given)
+        step = with_start(begin(context, experiment, CHECKPOINT, store.open(), progress, given))
         sampler.give_back(experiment.engine)
         candidate = train_iteration(step, launcher)
+        age = staleness(step.store, step.inputs.policy, step.parent("checkpoint"))
         metadata = {
             **training_numbers(candidate),
+            "staleness": age,
             "trainer_state": trainer_state_of(step.store, candidate.ref).uri,
             "dataset": link(experiment.name, "dataset"),
         }
-        checks = [layout_check(candidate), *_health_checks(step, candidate)]
+        checks = [layout_check(candidate), *_health_checks(step, candidate, age)]
         return result(candidate, metadata, checks)
 
     return checkpoint
 
 
-def _health_checks(step: Step, candidate: Artifact) -> list[dg.AssetCheckResult]:
-    """What the trainer recorded, and the codes that it exported."""
+def _health_checks(step: Step, candidate: Artifact, age: int) -> list[dg.AssetCheckResult]:
+    """What the trainer recorded, and the codes that it exported. age: trainings since the sampler's weights."""
     records = training_records(candidate)
     parent = open_artifact(step.store, step.parent("checkpoint"))
     return [
-        health.sampler_and_trainer_agree(records),
+        health.sampler_and_trainer_agree(records, age),
         health.finite_loss(records),
         health.fp8_codes_are_sound(candidate, parent),
     ]

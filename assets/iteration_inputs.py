@@ -60,6 +60,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
             "acts with": "base policy" if inputs.policy == inputs.base else "a trained policy",
             **_restored(pinned.meta),
             "still live": live.policy == inputs.policy if live else inputs.policy == inputs.base,
+            "training starts from": "the acting policy" if inputs.start else "what is live then (sampled ahead)",
             "prompt cursor": inputs.cursor,
             "base": link(experiment.name, "base_policy"),
         }

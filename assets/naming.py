@@ -8,7 +8,7 @@ from typing import Any
 
 import dagster as dg
 
-from ops.graph import graph_of
+from ops.graph import graph_of, pool_of
 from ops.spec import StepSpec
 from resources.experiment import Experiment
 from resources.ref_io import REF
@@ -75,7 +75,7 @@ def define(
         ins=inputs_of(experiment, spec),
         check_specs=checks,
         dagster_type=REF,
-        pool=experiment.name,
+        pool=pool_of(experiment, spec.name),
     )
 
 

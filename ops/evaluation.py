@@ -59,7 +59,7 @@ def evaluate(step: Step, sampler: SamplerResource, sandboxes: SandboxesResource)
 
     The base policy is played too where it has no run with these settings, so that the best so far is never unknown.
     """
-    suite, base, parent = step.inputs.task_suite, step.inputs.base, step.inputs.start.checkpoint
+    suite, base, parent = step.inputs.task_suite, step.inputs.base, step.inputs.started.checkpoint
     runs: dict[str, Artifact] = {}
     for role, policy in (("base", base), ("parent", parent), ("candidate", step.state.made["checkpoint"])):
         for name, run in play_splits(step, sampler, sandboxes, policy, suite).items():

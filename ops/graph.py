@@ -255,7 +255,7 @@ CHECKPOINT = StepSpec(
 def _compared_runs(state: IterationState) -> Refs | None:
     """The runs of candidate and parent, and of the best policy so far on the gate, by role."""
     candidate, pinned = state.find("checkpoint"), state.pinned
-    if candidate is None or pinned is None:
+    if candidate is None or pinned is None or pinned.start is None:
         return None
     found: dict[str, Artifact | None] = {
         f"{who}_{each.name}": each.work(state.store, state.experiment, policy, pinned.task_suite).find()
@@ -337,6 +337,15 @@ ONCE = tuple(spec.name for spec in GRAPH if spec.once)
 """Unpartitioned assets."""
 PER_ITERATION = tuple(spec.name for spec in GRAPH if not spec.once)
 """Assets with one partition an iteration."""
+SAMPLED = (ITERATION_INPUTS.name, PROMPTS.name, ROLLOUTS.name, REWARDS.name, REWARD_FLIPS.name, DATASET.name)
+"""Those that come before the training. With overlap, another iteration trains meanwhile."""
+LEARNED = tuple(name for name in PER_ITERATION if name not in SAMPLED)
+"""The training and what comes after it."""
+
+
+def pool_of(experiment: Experiment, asset: str) -> str:
+    """Pool of Dagster that an asset's runs occupy: the experiment's; with overlap, sampling has its own."""
+    return f"{experiment.name}/sample" if experiment.off_policy.overlap and asset in SAMPLED else experiment.name
 
 
 def graph_of(experiment: Experiment) -> tuple[StepSpec, ...]:

@@ -80,11 +80,16 @@ def tampering_is_rare(meta: Mapping[str, Any], episodes: int) -> dg.AssetCheckRe
     return _share(TAMPERING_IS_RARE, "episodes tampered with their verdict", meta["tampered"], episodes, MAX_TAMPERED)
 
 
-def sampler_and_trainer_agree(records: Iterable[Mapping[str, Any]]) -> dg.AssetCheckResult:
-    """Whether the trainer gave the sampled tokens the probabilities that the sampler recorded. records: of training."""
+def sampler_and_trainer_agree(records: Iterable[Mapping[str, Any]], age: int = 0) -> dg.AssetCheckResult:
+    """Whether the trainer gave the sampled tokens the probabilities that the sampler recorded. records: of training.
+    age: trainings between the weights of both, whose difference then says nothing about the sampler.
+    """
     found = next((record["mismatch_k3"] for record in records if "mismatch_k3" in record), None)
     if found is None:
         return _checked(AGREE, True, "No token was trained on.", _WARN)
+    if age:
+        why = f"KL from sampler to trainer is {found:.3g} nats a token; their weights are {age} training(s) apart"
+        return _checked(AGREE, found == found, why, _WARN, mismatch_k3=found if found == found else None)
     passed = found <= MAX_MISMATCH  # false for NaN
     relation = "at most" if passed else "not at most"
     why = f"KL from sampler to trainer is {found:.3g} nats a token, {relation} {MAX_MISMATCH:g}"

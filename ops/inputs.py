@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from contracts.artifacts import Artifact, ArtifactRef, Frozen, find_artifact, list_artifacts
+from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, Frozen, find_artifact, list_artifacts
 from contracts.store import Store
 from contracts.tasks import Split
 from inference.rollouts.plan import GroupPlan, draw_prompts
 from ops.graph import ITERATION_INPUTS
-from ops.iteration_keys import iteration_key, require_key
+from ops.iteration_keys import iteration_key, next_iteration, require_key
 from ops.loading import load_tasks, split_tasks
-from ops.state import IterationInputs, IterationState, Start
+from ops.off_policy import require_recent
+from ops.state import TRAINING_START, IterationInputs, IterationState, Start, read_inputs, training_start_key
 from ops.step import Step
-from resources.errors import NotMaterialized, RegistryError
+from resources.errors import IterationRefused, NotMaterialized, RegistryError
 from resources.experiment import Experiment
 from resources.launcher import require_launchable
 from resources.refs import read_artifact
@@ -42,32 +44,64 @@ def find_inputs(store: Store, experiment: Experiment, iteration: str) -> Iterati
     """Pinned inputs of an iteration, or None if it has not begun."""
     work = ITERATION_INPUTS.work_on(IterationState(experiment, store, iteration), {})
     artifact = work.find()
-    return IterationInputs.model_validate(artifact.json("inputs.json")) if artifact else None
+    return read_inputs(store, artifact.ref) if artifact else None
 
 
 def pin_inputs(step: Step, policy: str) -> Artifact:
     """Inputs of this iteration; pins them if it has not begun. policy: "live", "base" or a digest prefix of a
-    checkpoint. Raises IterationRefused, and writes nothing, for a key that is not an iteration's or ahead of the next.
+    checkpoint.
+
+    Without a decision of the previous iteration, this one is sampled ahead: the start of its training stays open.
+    Raises IterationRefused, and writes nothing, for a key that is not an iteration's or too far ahead.
     """
-    require_key(step.store, step.experiment.name, step.iteration)
+    require_key(step.store, step.experiment, step.iteration)
     found = step.work.find()
     if found is not None:
         return found
     require_launchable(step.experiment)  # fail now, not after hours of rollouts
     start = resolve_start(step.store, step.experiment.name, step.parent("base"), policy)
+    ahead = next_iteration(step.store, step.experiment.name) < int(step.iteration)
     inputs = IterationInputs(
         experiment=step.experiment.name,
         iteration=step.iteration,
         policy=start.checkpoint,
-        start=start,
+        start=None if ahead else start,
         task_suite=step.parent("task_suite"),
         base=step.parent("base"),
         cursor=cursor_before(step.store, step.experiment, step.iteration),
     )
-    with step.work.writer({"policy": inputs.policy, "trainer_state": start.trainer_state}) as out:
+    further = {"policy": inputs.policy, **({} if ahead else {"trainer_state": start.trainer_state})}
+    with step.work.writer(further) as out:
         out.add_json("inputs.json", inputs.model_dump(mode="json"))
         restored = restoring_rollback(step.store, step.experiment.name, inputs.policy)
         return out.commit(meta={**step.work.config, "policy": inputs.policy.digest, "asked_for": policy, **restored})
+
+
+def with_start(step: Step) -> Step:
+    """The step with the start of its training, which is pinned now if its iteration was sampled ahead: the live policy.
+
+    Raises IterationRefused before the previous iteration is decided, or if the acting policy is too old by now.
+    """
+    if step.inputs.start is not None:
+        return step
+    before = iteration_key(next_iteration(step.store, step.experiment.name))
+    if before != step.iteration:
+        raise IterationRefused(
+            f"{step.experiment.name}/{step.iteration} was sampled ahead, and {before} has no decision yet, after which"
+            f" its training starts: materialize {before} first"
+        )
+    start = resolve_start(step.store, step.experiment.name, step.inputs.base, "live")
+    limit = step.experiment.off_policy.max_staleness
+    require_recent(step.store, f"{step.experiment.name}/{step.iteration}", step.inputs.policy, start.checkpoint, limit)
+    pinned = step.state.made["iteration_inputs"]
+    parents = {"iteration_inputs": pinned, "checkpoint": start.checkpoint, "trainer_state": start.trainer_state}
+    config = {"experiment": step.experiment.name, "iteration": step.iteration}
+    with ArtifactWriter(
+        step.store, TRAINING_START, training_start_key(pinned), parents=parents, config=config, code_version="1"
+    ) as out:
+        out.add_json("start.json", start.model_dump(mode="json"))
+        out.commit()
+    return replace(step, state=replace(step.state, pinned=read_inputs(step.store, pinned)))
 
 
 def restoring_rollback(store: Store, experiment: str, policy: ArtifactRef) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import re
 
 from contracts.store import Store
 from resources.errors import IterationRefused
+from resources.experiment import Experiment
 from resources.refs import has_ref, partitions
 
 _KEY = re.compile(r"[0-9]{4,}", re.ASCII)
@@ -48,16 +49,24 @@ def next_iteration(store: Store, experiment: str) -> int:
     return number
 
 
-def require_key(store: Store, experiment: str, key: str) -> None:
-    """Raise IterationRefused unless `key` names an iteration with a decision or the next one."""
-    number, following = iteration_number(key), next_iteration(store, experiment)
+def may_sample_ahead(store: Store, experiment: Experiment, undecided: int) -> bool:
+    """Whether the iteration after the first undecided one may begin: with overlap, once the latter has its dataset."""
+    return experiment.off_policy.overlap and has_ref(store, experiment.name, "dataset", iteration_key(undecided))
+
+
+def require_key(store: Store, experiment: Experiment, key: str) -> None:
+    """Raise IterationRefused unless `key` names an iteration with a decision, the next one, or one that may be sampled
+    ahead.
+    """
+    name, number, following = experiment.name, iteration_number(key), next_iteration(store, experiment.name)
     if number is not None and number <= following:
+        return
+    if number == following + 1 and may_sample_ahead(store, experiment, following):
         return
     fault = "is not the key of an iteration" if number is None else "is ahead of the next iteration"
     raise IterationRefused(
-        f"partition {key!r} of {experiment} {fault}: nothing was made; materialize {iteration_key(following)} instead,"
-        f" and remove {key!r} in the UI (page of {experiment}/iteration_inputs, the menu beside Materialize, Delete"
-        f" partitions)"
+        f"partition {key!r} of {name} {fault}: nothing was made; materialize {iteration_key(following)} instead, and"
+        f" remove {key!r} in the UI (page of {name}/iteration_inputs, the menu beside Materialize, Delete partitions)"
     )
 
 

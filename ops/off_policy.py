@@ -8,6 +8,9 @@ from contracts.artifacts import ArtifactRef, open_artifact
 from contracts.store import Store
 from resources.errors import IterationRefused
 
+FARTHEST = 100
+"""Trainings up to which a common ancestor is looked for."""
+
 
 def ancestors(store: Store, checkpoint: ArtifactRef) -> Iterator[ArtifactRef]:
     """The checkpoint, the one that it was trained from, and so on. Raises ArtifactMissing for a deleted one."""
@@ -39,6 +42,12 @@ def require_recent(store: Store, experiment: str, policy: ArtifactRef, start: Ar
             f" with a newer policy"
         )
     return found
+
+
+def staleness(store: Store, policy: ArtifactRef, start: ArtifactRef) -> int:
+    """Trainings between the policy that sampled and the start of the training; -1: it has another base."""
+    found = 0 if policy.digest == start.digest else trainings_between(store, policy, start, FARTHEST)
+    return -1 if found is None else found
 
 
 def _first(refs: Iterator[ArtifactRef], count: int) -> Iterator[str]:

@@ -21,7 +21,7 @@ from inference.rollouts.merge import Gathered, gather_groups, merge_groups
 from inference.rollouts.plan import GroupPlan, RolloutPlan
 from inference.rollouts.progress import ShardProgress
 from inference.rollouts.worker import run_shard
-from ops.graph import PLAN, ROLLOUTS
+from ops.graph import PLAN, ROLLOUTS, pool_of
 from ops.health import infrastructure_held
 from ops.inputs import PromptsDrawn
 from ops.loading import load_tasks, load_tokenizer
@@ -125,7 +125,7 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
         name=f"{prefix}_plan",
         out=dg.DynamicOut(dict[str, Any]),
         description="Commit the plan and hand out its shards.",
-        pool=experiment.name,
+        pool=pool_of(experiment, ROLLOUTS.name),
     )
     def plan(
         context: dg.OpExecutionContext,
@@ -144,7 +144,7 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
     @dg.op(
         name=f"{prefix}_shard",
         description="Sample and commit the groups of one shard.",
-        pool=experiment.name,
+        pool=pool_of(experiment, ROLLOUTS.name),
     )
     def shard(
         context: dg.OpExecutionContext,
@@ -173,7 +173,7 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
         name=f"{prefix}_merge",
         description="Merge all groups; fails unless every expected one is committed.",
         out={"result": dg.Out(REF), "check": dg.Out(dg.Nothing), "infrastructure": dg.Out(dg.Nothing)},
-        pool=experiment.name,
+        pool=pool_of(experiment, ROLLOUTS.name),
     )
     def merge(
         context: dg.OpExecutionContext,

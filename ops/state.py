@@ -8,9 +8,13 @@ from operator import attrgetter
 
 from pydantic import Field
 
-from contracts.artifacts import ArtifactRef, Frozen, open_artifact
+from contracts.artifacts import ArtifactRef, Frozen, find_artifact, open_artifact
+from contracts.digests import action_key
 from contracts.store import Store
 from resources.experiment import Experiment
+
+TRAINING_START = "training_start"
+"""Kind of the artifact with the start of an iteration that was sampled ahead."""
 
 
 class Start(Frozen):
@@ -27,7 +31,8 @@ class IterationInputs(Frozen):
     iteration: str
     policy: ArtifactRef
     """The acting checkpoint."""
-    start: Start
+    start: Start | None
+    """Start of the training; None until the training of an iteration that was sampled ahead begins."""
     task_suite: ArtifactRef
     base: ArtifactRef
     """The base policy's checkpoint."""
@@ -35,6 +40,12 @@ class IterationInputs(Frozen):
     """Prompts drawn by earlier iterations."""
     carried_over: list[str] = Field(default_factory=list)
     """Ids of unfinished episodes carried over from an earlier iteration."""
+
+    @property
+    def started(self) -> Start:
+        """Start of a training that has begun."""
+        assert self.start is not None, "the training has not begun"
+        return self.start
 
 
 @dataclass(frozen=True)
@@ -70,10 +81,22 @@ class IterationState:
         asset, _, field_path = source.partition(".")
         if not field_path:
             return self.made.get(asset)
-        found: ArtifactRef | None = attrgetter(field_path)(self.pinned) if self.pinned else None
+        if self.pinned is None or (field_path.startswith("start.") and self.pinned.start is None):
+            return None
+        found: ArtifactRef = attrgetter(field_path)(self.pinned)
         return found
 
 
 def read_inputs(store: Store, ref: ArtifactRef) -> IterationInputs:
-    """Content of an `iteration_inputs` artifact."""
-    return IterationInputs.model_validate(open_artifact(store, ref).json("inputs.json"))
+    """Content of an `iteration_inputs` artifact, with the start of training if that was pinned later."""
+    inputs = IterationInputs.model_validate(open_artifact(store, ref).json("inputs.json"))
+    if inputs.start is None:
+        started = find_artifact(store, TRAINING_START, training_start_key(ref))
+        if started is not None:
+            inputs = inputs.model_copy(update={"start": Start.model_validate(started.json("start.json"))})
+    return inputs
+
+
+def training_start_key(inputs: ArtifactRef) -> str:
+    """Key of the start of training of an iteration with these inputs; written once."""
+    return action_key(TRAINING_START, {"iteration_inputs": inputs.digest}, {}, "1")

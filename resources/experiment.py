@@ -213,10 +213,20 @@ class OffPolicyConfig(Section):
     refused makes nothing.
     """
 
+    overlap: bool = False
+    """Sample iteration i+1 with the policy that is live while iteration i trains: engines and trainers never wait for
+    each other, and episodes are one training old. Needs room for both at once.
+    """
     max_staleness: int = Field(default=1, ge=0, le=100)
     """Trainings between the two, at most; 0 only trains on what the starting weights sampled."""
     min_effective_sample_size: float = Field(default=0.2, ge=0, lt=1)
     """Share of the sampled tokens, at least, that the importance weights leave, before the first optimizer step."""
+
+    @model_validator(mode="after")
+    def _overlap_is_stale(self) -> Self:
+        if self.overlap and self.max_staleness < 1:
+            raise ValueError("overlap trains on episodes one training old, max_staleness is 0: set it to 1")
+        return self
 
 
 class EvaluationConfig(Section):

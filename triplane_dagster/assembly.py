@@ -23,7 +23,7 @@ from triplane_dagster.alerts import alert_on_failure
 from triplane_dagster.broken_files import BrokenFile, broken_assets
 from triplane_dagster.executors import step_executor
 from triplane_dagster.freshness import with_freshness
-from triplane_dagster.jobs import base_job, iteration_job, rollback_job
+from triplane_dagster.jobs import base_job, half_jobs, iteration_job, rollback_job
 from triplane_dagster.schedules import nightly
 from triplane_dagster.sensors import continue_sequence
 from triplane_dagster.training_job import train_job
@@ -100,6 +100,7 @@ def definitions_for(
     """Definitions of these experiments. resources: replacements for the default ones, by name."""
     bases = [base_job(experiment) for experiment in experiments]
     iterations = [iteration_job(experiment) for experiment in experiments]
+    halves = [half_jobs(experiment) if experiment.off_policy.overlap else [] for experiment in experiments]
     trainings = [train_job(experiment) for experiment in experiments]
     return dg.Definitions(
         assets=[
@@ -109,12 +110,16 @@ def definitions_for(
         jobs=[
             *bases,
             *iterations,
+            *(job for jobs in halves for job in jobs),
             *trainings,
             *(rollback_job(experiment) for experiment in experiments),
         ],
         schedules=[nightly(experiment, job) for experiment, job in zip(experiments, trainings, strict=True)],
         sensors=[
-            *(continue_sequence(*each) for each in zip(experiments, bases, iterations, strict=True)),
+            *(
+                continue_sequence(experiment, [base, iteration, *half])
+                for experiment, base, iteration, half in zip(experiments, bases, iterations, halves, strict=True)
+            ),
             alert_on_failure,
         ],
         resources={**resources_with(sink), **(resources or {})},

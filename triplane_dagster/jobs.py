@@ -1,11 +1,13 @@
 """Jobs of an experiment: its base, one iteration, and a rollback."""
 
+from typing import Literal
+
 import dagster as dg
 from pydantic import Field
 
 from assets.naming import key_of
 from ops.deploy import servers_line
-from ops.graph import ONCE, PER_ITERATION
+from ops.graph import LEARNED, ONCE, PER_ITERATION, SAMPLED
 from ops.rollback import bring_live, observation, roll_back_once
 from resources.errors import AlreadyLive
 from resources.experiment import Experiment
@@ -18,6 +20,10 @@ MAX_RETRIES_TAG = "dagster/max_retries"
 TARGET_TAG = "triplane/target"
 """Id of the run that asked for the iterations to which the tagged run belongs; see `sensors`."""
 
+HALF_TAG = "triplane/half"
+"""Half of an iteration that a run makes, for an experiment with overlap."""
+Half = Literal["sample", "learn"]
+
 
 def base_job_name(experiment: Experiment) -> str:
     """Name of the base job, e.g. quickstart_base."""
@@ -27,6 +33,11 @@ def base_job_name(experiment: Experiment) -> str:
 def iteration_job_name(experiment: Experiment) -> str:
     """Name of the iteration job, e.g. quickstart_iteration."""
     return f"{experiment.name}_iteration"
+
+
+def half_job_name(experiment: Experiment, half: Half) -> str:
+    """Name of a job of an experiment with overlap, e.g. quickstart_sample."""
+    return f"{experiment.name}_{half}"
 
 
 def rollback_job_name(experiment: Experiment) -> str:
@@ -57,6 +68,23 @@ def iteration_job(experiment: Experiment) -> UnresolvedAssetJobDefinition:
         description=f"{experiment.name}: one iteration, from pinned inputs to the decision.",
         tags=_tags(experiment),
     )
+
+
+def half_jobs(experiment: Experiment) -> list[UnresolvedAssetJobDefinition]:
+    """Jobs that make the two halves of an iteration, so that one iteration samples while another trains."""
+    halves: dict[Half, tuple[tuple[str, ...], str]] = {
+        "sample": (SAMPLED, "the first half of an iteration, from pinned inputs to the dataset"),
+        "learn": (LEARNED, "the second half of an iteration, from training to the report"),
+    }
+    return [
+        dg.define_asset_job(
+            half_job_name(experiment, half),
+            selection=dg.AssetSelection.assets(*(key_of(experiment, asset) for asset in assets)),
+            description=f"{experiment.name}: {text}.",
+            tags={**_tags(experiment), HALF_TAG: half},
+        )
+        for half, (assets, text) in halves.items()
+    ]
 
 
 class RollBackTo(dg.Config):

@@ -1,6 +1,9 @@
-"""Run the asset graph in this process for the command line, through the Dagster instance that the UI shows.
+r"""Run the asset graph in this process for the command line, through the Dagster instance that the UI shows.
 
 run_base -> run_iteration(0000) -> run_iteration(0001) -> ...      one envd server and one engine for all of them
+
+With overlap, another process samples (`ahead`): sample 0000 -> sample 0001 -> sample 0002 -> ...
+                                                          \-> learn 0000 -> learn 0001 -> ...
 """
 
 from __future__ import annotations
@@ -24,9 +27,10 @@ from resources.progress import ProgressSink, no_progress
 from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
 from triplane_dagster import iterations
+from triplane_dagster.ahead import Ahead, sampling_ahead
 from triplane_dagster.assembly import definitions_for
 from triplane_dagster.dead_runs import PROCESS_TAG, cancel_dead_runs, process_name
-from triplane_dagster.jobs import base_job_name, iteration_job_name
+from triplane_dagster.jobs import Half, base_job_name, half_job_name, iteration_job_name
 from triplane_dagster.pools import limit_pools
 from triplane_dagster.private_dagster import DagsterAssetCheckFailedError
 from triplane_dagster.targets import begin_target, end_target
@@ -60,34 +64,38 @@ class Runner:
             "sandboxes": dg.ResourceDefinition.hardcoded_resource(self._sandboxes),
             "sampler": dg.ResourceDefinition.hardcoded_resource(self._sampler),
         }
-        definitions = definitions_for([experiment], progress, shared)
-        self._base = definitions.resolve_job_def(base_job_name(experiment))
-        self._iteration = definitions.resolve_job_def(iteration_job_name(experiment))
+        self._definitions = definitions_for([experiment], progress, shared)
 
     def base(self) -> None:
         """Materialize task suite and base policy.
 
         Committed artifacts are reused. Raises the error of the failing step.
         """
-        self._run(self._base, None)
+        self._run(base_job_name(self.experiment), None)
 
-    def iteration(self, partition: str, start_from: str = "live") -> None:
+    def iteration(self, partition: str, start_from: str = "live", half: Half | None = None) -> None:
         """Materialize one iteration. Raises IterationRefused for a wrong key, else the error of the failing step.
 
-        start_from: live, base, or the beginning of a checkpoint's digest; ignored if the iteration has begun.
+        start_from: live, base, or the beginning of a checkpoint's digest; ignored if the iteration has begun. half:
+        only this half, for an experiment with overlap.
         """
-        require_key(open_store(), self.experiment.name, partition)
+        require_key(open_store(), self.experiment, partition)
         self._instance.add_dynamic_partitions(self.experiment.name, [partition])
         step = key_of(self.experiment, "iteration_inputs").to_python_identifier()
-        self._run(self._iteration, partition, {"ops": {step: {"config": {"policy": start_from}}}})
+        config = {} if half == "learn" else {"ops": {step: {"config": {"policy": start_from}}}}
+        job = half_job_name(self.experiment, half) if half else iteration_job_name(self.experiment)
+        self._run(job, partition, config, half)
 
     def close(self) -> None:
         """Stop servers and engines started by this runner."""
         self._sampler.close()
         self._sandboxes.close()
 
-    def _run(self, job: dg.JobDefinition, partition: str | None, config: Mapping[str, Any] | None = None) -> None:
-        require_idle(self._instance, self.experiment.name)
+    def _run(
+        self, name_of_job: str, partition: str | None, config: Mapping[str, Any] | None = None, half: Half | None = None
+    ) -> None:
+        require_idle(self._instance, self.experiment, half)
+        job = self._definitions.resolve_job_def(name_of_job)
         name, run_id = process_name(os.getpid()), str(uuid.uuid4())
         try:
             done = job.execute_in_process(
@@ -138,7 +146,7 @@ def open_runner(
     First marks unfinished runs of killed processes as canceled.
     """
     cancel_dead_runs(instance)
-    limit_pools(instance, [experiment.name])
+    limit_pools(instance, [experiment])
     runner = Runner(experiment, instance, progress)
     try:
         yield runner
@@ -167,12 +175,22 @@ def run_iterations(
             return []
         target = begin_target(store, experiment, count)
         made = []
-        for partition in target.iterations():
-            if not iterations.is_complete(store, experiment, partition):
-                runner.iteration(partition)
-                between()
-            made.append(partition)
-            if not iterations.may_continue(store, experiment, partition):
-                break
+        wanted = [each for each in target.iterations() if not iterations.is_complete(store, experiment, each)]
+        with sampling_ahead(experiment, wanted, instance, progress) as ahead:
+            for partition in target.iterations():
+                if partition in wanted:
+                    _iterate(runner, ahead, partition)
+                    between()
+                made.append(partition)
+                if not iterations.may_continue(store, experiment, partition):
+                    break
         end_target(store, experiment, target)
     return made
+
+
+def _iterate(runner: Runner, ahead: Ahead | None, partition: str) -> None:
+    if ahead is None:
+        runner.iteration(partition)
+        return
+    ahead.wait_for(partition)
+    runner.iteration(partition, half="learn")

@@ -41,7 +41,7 @@ def night_request(
     target = unfinished_target(store, experiment)
     if target is not None:
         return dg.SkipReason(how_to_end(experiment, target))
-    busy = unfinished_run(instance, experiment.name)
+    busy = unfinished_run(instance, experiment)
     if busy is not None:
         return dg.SkipReason(f"run {busy.run_id} has not ended ({busy.status.value.lower()})")
     last = next_iteration(store, experiment.name) - 1

@@ -1,4 +1,5 @@
-"""Request the iterations of a target one by one: target + registry + status of runs -> the next run, or why none.
+"""Request the iterations of a target one by one: target + registry + status of runs -> the next run, or why none. With
+overlap: the next run that learns, and the next that samples.
 
 Nothing is kept between ticks, so an edited tag, a lost tick or a restart loses no iteration and repeats none.
 """
@@ -6,17 +7,25 @@ Nothing is kept between ticks, so an edited tag, a lost tick or a restart loses 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 
 import dagster as dg
 
 from assets.naming import key_of, partitions_of
 from contracts.store import Store, open_store
-from ops.graph import ONCE
+from ops.graph import DATASET, ONCE
 from ops.iteration_keys import iteration_key, next_iteration
 from resources.experiment import Experiment
 from resources.refs import has_ref
 from triplane_dagster.iterations import decision_of, is_complete, may_continue
-from triplane_dagster.jobs import EXPERIMENT_TAG, TARGET_TAG, base_job_name, iteration_job_name
+from triplane_dagster.jobs import (
+    EXPERIMENT_TAG,
+    TARGET_TAG,
+    Half,
+    base_job_name,
+    half_job_name,
+    iteration_job_name,
+)
 from triplane_dagster.pools import limit_pools
 from triplane_dagster.private_dagster import UnresolvedAssetJobDefinition
 from triplane_dagster.targets import Target, end_target, last_target
@@ -25,20 +34,18 @@ from triplane_dagster.unfinished import unfinished_run
 _PARTITION_TAG = "dagster/partition"
 
 
-def continue_sequence(
-    experiment: Experiment, base: UnresolvedAssetJobDefinition, job: UnresolvedAssetJobDefinition
-) -> dg.SensorDefinition:
-    """Sensor that requests the next run of the target that `NAME_train` set."""
+def continue_sequence(experiment: Experiment, jobs: Sequence[UnresolvedAssetJobDefinition]) -> dg.SensorDefinition:
+    """Sensor that requests the next run of the target that `NAME_train` set. jobs: all that it may request."""
 
     @dg.sensor(
         name=f"{experiment.name}_sequence",
-        jobs=[base, job],
+        jobs=jobs,
         default_status=dg.DefaultSensorStatus.RUNNING,
         minimum_interval_seconds=10,
         description=f"{experiment.name}: runs the iterations that {experiment.name}_train asked for, one at a time.",
     )
     def sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult | dg.SkipReason:
-        limit_pools(context.instance, [experiment.name])
+        limit_pools(context.instance, [experiment])
         return next_request(context.instance, open_store(), experiment)
 
     return sensor
@@ -55,17 +62,52 @@ def next_request(instance: dg.DagsterInstance, store: Store, experiment: Experim
         return dg.SkipReason(f"no iterations are asked for, launch {experiment.name}_train{ended}")
     if target.by == "command":
         return dg.SkipReason(f"`triplane iterate` was asked for iterations {target} and runs them itself")
-    busy = unfinished_run(instance, experiment.name)
-    if busy is not None:
-        return dg.SkipReason(f"run {busy.run_id} has not ended ({busy.status.value.lower()})")
+    if not experiment.off_policy.overlap:
+        busy = unfinished_run(instance, experiment)
+        if busy is not None:
+            return dg.SkipReason(_not_ended(busy))
     number = _undone(store, experiment, target)
     why = _ending(store, experiment, target, number)
     if why:
         end_target(store, experiment, target, why)
         return dg.SkipReason(f"iterations {target} ended: {why}")
     if not all(has_ref(store, experiment.name, asset) for asset in ONCE):
-        return _request(instance, experiment, target, None)
-    return _request(instance, experiment, target, number)
+        asked = [_request(instance, experiment, target, None, base_job_name(experiment))]
+    elif experiment.off_policy.overlap:
+        asked = list(_halves(instance, store, experiment, target, number))
+    else:
+        asked = [_request(instance, experiment, target, number, iteration_job_name(experiment))]
+    requests = [each for each in asked if isinstance(each, dg.RunRequest)]
+    if not requests:
+        return dg.SkipReason("; ".join(each for each in asked if isinstance(each, str)))
+    keys = [key for key in dict.fromkeys(each.partition_key for each in requests) if key]
+    added = [partitions_of(experiment).build_add_request(keys)] if keys else []
+    return dg.SensorResult(run_requests=requests, dynamic_partitions_requests=added)
+
+
+def _halves(
+    instance: dg.DagsterInstance, store: Store, experiment: Experiment, target: Target, number: int
+) -> Iterator[dg.RunRequest | str]:
+    """The run that learns and the one that samples, or why there is none. number: the first unfinished iteration."""
+    sampled = has_ref(store, experiment.name, DATASET.name, iteration_key(number))
+    ahead = number + 1 if sampled else number
+    if sampled:
+        yield _half(instance, experiment, target, number, "learn")
+    if ahead <= target.last and not has_ref(store, experiment.name, DATASET.name, iteration_key(ahead)):
+        yield _half(instance, experiment, target, ahead, "sample")
+
+
+def _half(
+    instance: dg.DagsterInstance, experiment: Experiment, target: Target, number: int, half: Half
+) -> dg.RunRequest | str:
+    busy = unfinished_run(instance, experiment, half)
+    if busy is not None:
+        return _not_ended(busy)
+    return _request(instance, experiment, target, number, half_job_name(experiment, half))
+
+
+def _not_ended(run: dg.DagsterRun) -> str:
+    return f"run {run.run_id} has not ended ({run.status.value.lower()})"
 
 
 def _undone(store: Store, experiment: Experiment, target: Target) -> int:
@@ -89,24 +131,26 @@ def _ending(store: Store, experiment: Experiment, target: Target, number: int) -
 
 
 def _request(
-    instance: dg.DagsterInstance, experiment: Experiment, target: Target, number: int | None
-) -> dg.SensorResult | dg.SkipReason:
-    """Request for the run of an iteration, or of the base if number is None, unless it ran in vain."""
-    job = base_job_name(experiment) if number is None else iteration_job_name(experiment)
+    instance: dg.DagsterInstance, experiment: Experiment, target: Target, number: int | None, job: str
+) -> dg.RunRequest | str:
+    """Request for the run of a job for an iteration, or for the base if number is None, unless it ran in vain."""
     key = None if number is None else iteration_key(number)
     tags = {TARGET_TAG: target.request or "", EXPERIMENT_TAG: experiment.name}
     place = {} if key is None else {_PARTITION_TAG: key}
     for run in instance.get_runs(dg.RunsFilter(job_name=job, tags={**tags, **place}), limit=1):
-        return dg.SkipReason(
+        return (
             f"run {run.run_id} of {key or 'the base'} ended as {run.status.value.lower()}: correct the cause and"
             f" re-execute it; {'the sequence' if key is None else f'once {key} has a decision the sequence'} continues"
         )
     config = {}
-    if number == target.first:
+    if number == target.first and job != half_job_name(experiment, "learn"):
         step = key_of(experiment, "iteration_inputs").to_python_identifier()
         config = {"ops": {step: {"config": {"policy": target.from_policy}}}}
-    request = dg.RunRequest(
-        run_key=f"{target.request}/{key or 'base'}", job_name=job, partition_key=key, run_config=config, tags=tags
+    half = job.removeprefix(f"{experiment.name}_") if experiment.off_policy.overlap else ""
+    return dg.RunRequest(
+        run_key="/".join(filter(None, [target.request, key or "base", half])),
+        job_name=job,
+        partition_key=key,
+        run_config=config,
+        tags=tags,
     )
-    added = [partitions_of(experiment).build_add_request([key])] if key else []
-    return dg.SensorResult(run_requests=[request], dynamic_partitions_requests=added)

@@ -78,7 +78,7 @@ def main(
     from triplane_dagster.run import open_instance
 
     with open_instance() as instance:
-        limit_pools(instance, [each.name for each in load_folder(experiments_folder()).experiments])
+        limit_pools(instance, load_folder(experiments_folder()).experiments)
         serve(instance, workspace, host, port)
 
 

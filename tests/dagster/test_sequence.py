@@ -266,25 +266,26 @@ def test_a_command_is_refused_while_a_run_of_its_experiment_is_unfinished(desk: 
     with pytest.raises(ExperimentBusy, match=rf"run {running.run_id} of 0000 of tiny has not ended \(started\)"):
         run_iterations(desk.experiment, 1, desk.instance)
     assert desk.instance.get_runs_count() == 1
-    require_idle(desk.instance, "another")
+    require_idle(desk.instance, desk.experiment.model_copy(update={"name": "another"}))
 
 
 def test_the_pool_of_an_experiment_has_one_place_unless_an_operator_sets_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "dagster.yaml").write_text((Path(__file__).parents[2] / "dagster.yaml").read_text())
     monkeypatch.chdir(tmp_path)  # its paths are relative
     with dg.DagsterInstance.from_config(str(tmp_path)) as instance:
-        limit_pools(instance, ["one", "two"])
+        two = [tiny.model_copy(update={"name": name}) for name in ("one", "two")]
+        limit_pools(instance, two)
         limits = lambda: {pool.name: pool.limit for pool in instance.event_log_storage.get_pool_limits()}  # noqa: E731
         assert limits() == {"one": 1, "two": 1}
         instance.event_log_storage.set_concurrency_slots("two", 3)
-        limit_pools(instance, ["one", "two"])
+        limit_pools(instance, two)
         assert limits() == {"one": 1, "two": 3}
 
 
 def test_pools_that_limit_steps_are_left_alone(desk: Desk) -> None:
-    limit_pools(desk.instance, ["tiny"])
+    limit_pools(desk.instance, [desk.experiment])
     assert not desk.instance.event_log_storage.get_pool_limits()
 
 

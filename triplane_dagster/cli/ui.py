@@ -53,7 +53,7 @@ def ui(
 
     with open_instance() as instance, alone(Path(instance.root_directory).resolve()):
         cancel_dead_runs(instance)  # a killed in-process run would occupy the queue's only slot
-        limit_pools(instance, [each.name for each in load_folder(experiments_folder()).experiments])
+        limit_pools(instance, load_folder(experiments_folder()).experiments)
         with code_servers(instance) as workspace, daemon(instance, workspace):
             serve(instance, workspace, host, port)
 

@@ -32,7 +32,7 @@ def unpin(
     from triplane_dagster.unfinished import require_idle
 
     with quiet_dagster(), open_instance() as instance:
-        require_idle(instance, experiment.name)
+        require_idle(instance, experiment)
         removed = take_back(store, experiment, key)
         instance.delete_dynamic_partition(experiment.name, key)
     typer.echo(

@@ -1,0 +1,129 @@
+"""With overlap, an iteration is sampled by the policy that is live while the one before it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import dagster as dg
+import pytest
+from dagster_world import World, run_world
+from pinning import commit, make_base, pin
+
+from assets.naming import key_of
+from contracts.store import open_store
+from ops.inputs import find_inputs
+from ops.off_policy import staleness, trainings_between
+from ops.rollback import plan_rollback, roll_back
+from resources.errors import ExperimentError, IterationRefused
+from resources.experiment import Experiment, load_experiment
+from resources.refs import read_artifact, write_ref
+from resources.registry import Registry
+from triplane_dagster.jobs import HALF_TAG
+from triplane_dagster.run import open_runner, run_iterations
+
+TINY = Path(__file__).parent / "tiny.yaml"
+
+
+@pytest.fixture(scope="module")
+def overlapped() -> Experiment:
+    return load_experiment(TINY, ["off_policy.overlap=true"])
+
+
+@pytest.fixture(scope="module")
+def ran_ahead(overlapped: Experiment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    yield from run_world(overlapped, 3, tmp_path_factory.mktemp("ahead"))
+
+
+def test_each_iteration_but_the_first_is_sampled_one_training_before_its_start(ran_ahead: World) -> None:
+    assert ran_ahead.made == ["0000", "0001", "0002"]
+    history = Registry(ran_ahead.store, ran_ahead.experiment.name).history()
+    assert [each.iteration for each in history] == ran_ahead.made
+    policies = [history[0].parent, *(each.policy.digest for each in history)]
+    inputs = [find_inputs(ran_ahead.store, ran_ahead.experiment, each) for each in ran_ahead.made]
+    acting = [each.policy.digest for each in inputs if each]
+    started = [each.start.checkpoint.digest for each in inputs if each and each.start]
+    assert started == policies[:3]  # what was trained is a line, as without overlap
+    assert acting == [policies[0], policies[0], policies[1]]
+    ages = [staleness(ran_ahead.store, each.policy, each.start.checkpoint) for each in inputs if each and each.start]
+    assert ages == [0, 1, 1]
+
+
+def test_the_policy_that_sampled_is_in_the_tokens_in_the_lineage_and_on_the_page(ran_ahead: World) -> None:
+    for iteration, age in zip(ran_ahead.made, (0, 1, 1), strict=True):
+        rollouts = read_artifact(ran_ahead.store, "tiny", "rollouts", iteration)
+        checkpoint = read_artifact(ran_ahead.store, "tiny", "checkpoint", iteration)
+        assert rollouts is not None and checkpoint is not None
+        acting = rollouts.manifest.parents["policy"].digest
+        spans = rollouts.table("sequences.parquet", ["policy_spans"])["policy_spans"].to_pylist()
+        assert {span["version"] for row in spans for span in row} == {acting}
+        assert (checkpoint.manifest.parents["checkpoint"].digest == acting) == (age == 0)
+        (event,) = ran_ahead.instance.fetch_materializations(
+            dg.AssetRecordsFilter(asset_key=key_of(ran_ahead.experiment, "checkpoint"), asset_partitions=[iteration]),
+            limit=1,
+        ).records
+        made = event.asset_materialization
+        assert made is not None and made.metadata["staleness"].value == age
+
+
+def test_halves_ran_side_by_side(ran_ahead: World) -> None:
+    runs = {
+        (run.dagster_run.tags[HALF_TAG], run.dagster_run.tags["dagster/partition"]): run
+        for run in ran_ahead.instance.get_run_records()
+        if HALF_TAG in run.dagster_run.tags
+    }
+    assert len(runs) == 6
+    for before, after in (("0000", "0001"), ("0001", "0002")):
+        trained, sampled = runs["learn", before], runs["sample", after]
+        assert trained.start_time and trained.end_time and sampled.start_time and sampled.end_time
+        assert sampled.start_time < trained.end_time and trained.start_time < sampled.end_time
+
+
+def test_a_repeated_command_makes_nothing_again(ran_ahead: World) -> None:
+    before = len(list(ran_ahead.store.list("artifacts/")))
+    with open_runner(ran_ahead.experiment, ran_ahead.instance) as runner:
+        for half in ("sample", "learn"):
+            runner.iteration("0002", half=half)
+    kinds = {key.split("/")[1] for key in ran_ahead.store.list("artifacts/")}
+    assert "training_start" in kinds
+    assert len([key for key in ran_ahead.store.list("artifacts/") if "/ledger/" not in key]) <= before
+    assert run_iterations(ran_ahead.experiment, 0, ran_ahead.instance) == []
+
+
+def test_an_iteration_is_not_trained_before_the_one_that_it_builds_on(overlapped: Experiment, ran_ahead: World) -> None:
+    with open_runner(overlapped, ran_ahead.instance) as runner:
+        runner.iteration("0003", half="sample")
+        with pytest.raises(IterationRefused, match="'0005' of tiny is ahead of the next iteration"):
+            runner.iteration("0005", half="sample")
+        runner.iteration("0004", half="sample")
+        with pytest.raises(IterationRefused, match=r"0004 was sampled ahead, and 0003 has no decision yet"):
+            runner.iteration("0004", half="learn")
+        inputs = find_inputs(ran_ahead.store, overlapped, "0004")
+        assert inputs is not None and inputs.start is None
+        runner.iteration("0003", half="learn")
+        roll_back(ran_ahead.store, overlapped, plan_rollback(ran_ahead.store, "tiny", "1"), "a test")
+        before = set(ran_ahead.store.list("artifacts/checkpoint/"))
+        with pytest.raises(IterationRefused, match=r"more than 1 training away \(off_policy.max_staleness\)"):
+            runner.iteration("0004", half="learn")
+        assert set(ran_ahead.store.list("artifacts/checkpoint/")) == before
+    more = load_experiment(TINY, ["off_policy.overlap=true", "off_policy.max_staleness=2"])
+    with open_runner(more, ran_ahead.instance) as runner:
+        runner.iteration("0004", half="learn")
+    inputs, first = find_inputs(ran_ahead.store, more, "0004"), Registry(ran_ahead.store, "tiny").history()[0]
+    assert inputs is not None and inputs.started.checkpoint == first.policy
+    assert trainings_between(ran_ahead.store, inputs.policy, first.policy, 9) == 2
+
+
+def test_without_overlap_nothing_is_sampled_ahead(
+    tiny: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIPLANE_STORE", str(tmp_path / "store"))
+    store = open_store()
+    make_base(store, tiny)
+    with dg.DagsterInstance.ephemeral(str(tmp_path)) as instance:
+        pin(tiny, instance, "0000")
+        write_ref(store, "tiny", "dataset", "0000", commit(store, "dataset", "a" * 64).ref)
+        with pytest.raises(IterationRefused, match="'0001' of tiny is ahead of the next iteration"):
+            pin(tiny, instance, "0001")
+    with pytest.raises(ExperimentError, match="max_staleness is 0"):
+        load_experiment(TINY, ["off_policy.overlap=true", "off_policy.max_staleness=0"])

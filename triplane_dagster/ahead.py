@@ -1,0 +1,158 @@
+"""Sample iterations in a process of their own while this one trains; for experiments with overlap.
+
+this process    wait_for(0000)            learn 0000, wait_for(0001)            learn 0001, wait_for(0002)
+the other       sample 0000 | sample 0001 as soon as 0000 is taken | sample 0002 as soon as 0001 is taken
+
+Dagster redirects a process's output while a step runs, so two runs at once need two processes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from types import FrameType
+from typing import Any, NoReturn
+
+import dagster as dg
+
+from resources.errors import StepFailed
+from resources.experiment import Experiment
+from resources.progress import Progress, ProgressSink
+
+GRACE_S = 5.0
+"""Time for the sampling process to cancel its run, in seconds."""
+
+
+class Ahead:
+    """The process that samples, at most one iteration ahead of what is asked for."""
+
+    def __init__(
+        self, experiment: Experiment, partitions: Sequence[str], instance: dg.DagsterInstance, sink: ProgressSink
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._ours, theirs = context.Pipe()
+        arguments = (experiment, instance.get_ref(), theirs)
+        self._process = context.Process(target=_sample, args=arguments, name="sampling")
+        self._process.start()
+        theirs.close()
+        self._sink, self._left = sink, list(partitions)
+        self._sampled: dict[str, Exception | None] = {}
+        self._changed = threading.Condition()
+        self._ended = False
+        threading.Thread(target=self._listen, name="sampling-messages", daemon=True).start()
+        self._begin_next()
+
+    def wait_for(self, partition: str) -> None:
+        """Return once an iteration is sampled; the next one is begun then. Raises the error of its run."""
+        with self._changed:
+            while partition not in self._sampled and not self._ended:
+                self._changed.wait(1.0)  # with a limit, so that signals are handled
+        if partition not in self._sampled:
+            raise StepFailed(
+                f"the process that samples {partition} died (exit status {self._process.exitcode}): the kernel's log"
+                f" may say why; run the same command again"
+            )
+        error = self._sampled[partition]
+        if error is not None:
+            raise error
+        self._begin_next()
+
+    def close(self) -> None:
+        """Stop the process; its run is canceled."""
+        self._process.terminate()
+        self._process.join(GRACE_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._ours.close()
+
+    def _begin_next(self) -> None:
+        if self._left:
+            self._ours.send(self._left.pop(0))
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                message = self._ours.recv()
+                if isinstance(message, Progress):
+                    self._sink(message)
+                    continue
+                with self._changed:
+                    self._sampled.update(message)
+                    self._changed.notify_all()
+        except (EOFError, OSError):
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+
+@contextmanager
+def sampling_ahead(
+    experiment: Experiment, partitions: Sequence[str], instance: dg.DagsterInstance, sink: ProgressSink
+) -> Iterator[Ahead | None]:
+    """The process that samples these iterations, in order; None without overlap."""
+    if not experiment.off_policy.overlap or not partitions:
+        yield None
+        return
+    ahead = Ahead(experiment, partitions, instance, sink)
+    try:
+        yield ahead
+    finally:
+        ahead.close()
+
+
+def _sample(experiment: Experiment, ref: Any, theirs: Connection) -> None:
+    """Body of the process: sample what is asked for until it is stopped or its parent dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent, in the same terminal, decides
+    signal.signal(signal.SIGTERM, _stop)
+    threading.Thread(target=_end_with_parent, name="sampling-lifetime", daemon=True).start()
+    from triplane_dagster.cli.quiet import quiet_dagster
+    from triplane_dagster.run import Runner
+
+    lock = threading.Lock()
+
+    def send(update: Progress | dict[str, Exception | None]) -> None:
+        with lock:
+            theirs.send(update)
+
+    with quiet_dagster(), dg.DagsterInstance.from_ref(ref) as instance:
+        runner = Runner(experiment, instance, send)
+        try:
+            while True:
+                partition = theirs.recv()
+                try:
+                    runner.iteration(partition, half="sample")
+                    send({partition: None})
+                except Exception as error:  # noqa: BLE001 (raised again by the parent)
+                    send({partition: _portable(error)})
+        except EOFError:
+            pass
+        finally:
+            runner.close()
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, if it can be sent to another process; else one with its text."""
+    try:
+        copy: Exception = pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 (whatever the error's class raises)
+        return StepFailed(f"{type(error).__name__}: {error}")
+    return copy
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "this process was started by another"
+    wait([parent.sentinel])
+    os._exit(1)
