@@ -16,8 +16,8 @@ from assets.naming import key_of
 from contracts.digests import digest_of
 from contracts.store import Store, open_store
 from resources.errors import ExperimentBusy, ExperimentError, RegistryError, TargetRefused
-from resources.experiment import Experiment, ScheduleConfig, load_experiment
-from resources.refs import remove_ref
+from resources.experiment import Experiment, OffPolicyConfig, ScheduleConfig, load_experiment
+from resources.refs import remove_ref, write_ref
 from triplane_dagster.assembly import definitions_for
 from triplane_dagster.jobs import EXPERIMENT_TAG, base_job_name, iteration_job_name
 from triplane_dagster.pools import limit_pools
@@ -95,6 +95,39 @@ def test_requested_iterations_run_one_after_another_and_no_more(desk: Desk) -> N
     assert "the last one (0000 to 0002) ended: all of them were made" in str(desk.tick())
     desk.train(iterations=1)
     assert [desk.serve(), desk.serve()] == ["0003", None]
+
+
+def test_with_overlap_an_iteration_is_requested_while_the_one_before_it_trains(desk: Desk) -> None:
+    both = desk.with_(off_policy=OffPolicyConfig(overlap=True))
+    both.train(iterations=2)
+    running: list[dg.DagsterRun] = []
+
+    def asked() -> list[tuple[str, str]]:
+        answer = next_request(both.instance, both.store, both.experiment)
+        requests = [] if isinstance(answer, dg.SkipReason) else list(answer.run_requests or ())
+        running.extend(both.launch(each, dg.DagsterRunStatus.STARTED) for each in requests)
+        return [(str(each.job_name), str(each.partition_key)) for each in requests]
+
+    def end_runs() -> None:
+        while running:
+            both.instance.delete_run(running.pop().run_id)
+
+    def sampled(iteration: str) -> None:
+        write_ref(both.store, "tiny", "dataset", iteration, commit(both.store, "dataset", digest_of(iteration)).ref)
+
+    assert asked() == [("tiny_sample", "0000")] and asked() == []
+    end_runs()
+    sampled("0000")
+    assert asked() == [("tiny_learn", "0000"), ("tiny_sample", "0001")] and asked() == []
+    both.instance.delete_run(running.pop().run_id)
+    sampled("0001")
+    assert asked() == []  # 0000 trains
+    end_runs()
+    decide(both.store, both.experiment, "0000")
+    assert asked() == [("tiny_learn", "0001")]
+    end_runs()
+    decide(both.store, both.experiment, "0001")
+    assert asked() == [] and unfinished_target(both.store, both.experiment) is None
 
 
 def test_a_request_is_the_same_at_every_tick_until_its_run_exists(desk: Desk) -> None:
