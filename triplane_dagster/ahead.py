@@ -3,18 +3,20 @@
 this process    wait_for(0000)            learn 0000, wait_for(0001)            learn 0001, wait_for(0002)
 the other       sample 0000 | sample 0001 as soon as 0000 is taken | sample 0002 as soon as 0001 is taken
 
+0000 is not trained before the inputs of 0001 are pinned, so that a killed and repeated command has the same result.
 Dagster redirects a process's output while a step runs, so two runs at once need two processes.
 """
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import pickle
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from types import FrameType
@@ -22,12 +24,16 @@ from typing import Any, NoReturn
 
 import dagster as dg
 
+from contracts.store import open_store
+from ops.graph import ITERATION_INPUTS
 from resources.errors import StepFailed
 from resources.experiment import Experiment
 from resources.progress import Progress, ProgressSink
+from resources.refs import has_ref
 
 GRACE_S = 5.0
 """Time for the sampling process to cancel its run, in seconds."""
+POLL_S = 0.2
 
 
 class Ahead:
@@ -42,7 +48,7 @@ class Ahead:
         self._process = context.Process(target=_sample, args=arguments, name="sampling")
         self._process.start()
         theirs.close()
-        self._sink, self._left = sink, list(partitions)
+        self._experiment, self._sink, self._left = experiment, sink, list(partitions)
         self._sampled: dict[str, Exception | None] = {}
         self._changed = threading.Condition()
         self._ended = False
@@ -50,19 +56,25 @@ class Ahead:
         self._begin_next()
 
     def wait_for(self, partition: str) -> None:
-        """Return once an iteration is sampled; the next one is begun then. Raises the error of its run."""
-        with self._changed:
-            while partition not in self._sampled and not self._ended:
-                self._changed.wait(1.0)  # with a limit, so that signals are handled
-        if partition not in self._sampled:
-            raise StepFailed(
-                f"the process that samples {partition} died (exit status {self._process.exitcode}): the kernel's log"
-                f" may say why; run the same command again"
-            )
+        """Return once an iteration is sampled and the next one has begun. Raises the error of its run."""
+        self._wait_until(lambda: partition in self._sampled, partition)
         error = self._sampled[partition]
         if error is not None:
             raise error
-        self._begin_next()
+        following = self._begin_next()
+        if following is not None:
+            pinned = functools.partial(has_ref, open_store(), self._experiment.name, ITERATION_INPUTS.name, following)
+            self._wait_until(lambda: following in self._sampled or pinned(), following)
+
+    def _wait_until(self, reached: Callable[[], bool], partition: str) -> None:
+        with self._changed:
+            while not reached():
+                if self._ended:
+                    raise StepFailed(
+                        f"the process that samples {partition} died (exit status {self._process.exitcode}): the"
+                        f" kernel's log may say why; run the same command again"
+                    )
+                self._changed.wait(POLL_S)  # with a limit, so that signals are handled
 
     def close(self) -> None:
         """Stop the process; its run is canceled."""
@@ -73,9 +85,11 @@ class Ahead:
             self._process.join()
         self._ours.close()
 
-    def _begin_next(self) -> None:
-        if self._left:
-            self._ours.send(self._left.pop(0))
+    def _begin_next(self) -> str | None:
+        if not self._left:
+            return None
+        self._ours.send(self._left[0])
+        return self._left.pop(0)
 
     def _listen(self) -> None:
         try:
