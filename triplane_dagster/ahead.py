@@ -127,6 +127,7 @@ def _sample(experiment: Experiment, ref: Any, theirs: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent, in the same terminal, decides
     signal.signal(signal.SIGTERM, _stop)
     threading.Thread(target=_end_with_parent, name="sampling-lifetime", daemon=True).start()
+    from triplane_dagster.cli.interrupts import is_interrupt
     from triplane_dagster.cli.quiet import quiet_dagster
     from triplane_dagster.run import Runner
 
@@ -146,8 +147,9 @@ def _sample(experiment: Experiment, ref: Any, theirs: Connection) -> None:
                     send({partition: None})
                 except Exception as error:  # noqa: BLE001 (raised again by the parent)
                     send({partition: _portable(error)})
-        except EOFError:
-            pass
+        except BaseException as error:
+            if not (isinstance(error, (EOFError, SystemExit)) or is_interrupt(error)):
+                raise
         finally:
             runner.close()
 
