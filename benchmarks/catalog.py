@@ -16,6 +16,7 @@ CATALOG: Mapping[str, str] = {
     "trainer": "tokens per second of a GRPO iteration, in turn with TRL's GRPOTrainer, and where the time goes",
     "intervals": "coverage of the printed intervals and errors of the promotion gate, by simulation",
     "overhead": "share of an iteration outside sampling, tools, grading and optimizing",
+    "overlap": "wall clock of an iteration when the next one is sampled while it trains, with simulated GPUs",
     "engine": "tokens per second of the built-in engine, compared with HF generate on the same checkpoint",
     "chaos": "iterations killed at named points and random times: same content, nothing sampled twice or left over",
     "envd": "sandboxes over gRPC, compared with bubblewrap, runc, runsc and SWE-ReX: latency, rate, idle memory",
