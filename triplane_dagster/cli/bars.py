@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Mapping
 from math import inf
@@ -22,9 +23,13 @@ SHOWN = ("tokens_per_second", "loss", "reward_mean", "expected_solve", "groups")
 
 
 class Bars:
-    """Progress sink with one bar for each phase of a step. Enter it before the work begins."""
+    """Progress sink with one bar for each phase of a step. Enter it before the work begins.
 
-    def __init__(self) -> None:
+    side_by_side: two iterations report at once, from two threads.
+    """
+
+    def __init__(self, *, side_by_side: bool = False) -> None:
+        self._side_by_side, self._lock = side_by_side, threading.Lock()
         # a copy of stderr: Dagster points descriptor 2 at a log file while a step runs
         self._stream = os.fdopen(os.dup(2), "w")
         self._console = Console(file=self._stream, highlight=False)
@@ -53,10 +58,11 @@ class Bars:
 
     def __call__(self, update: Update) -> None:
         """Show one update."""
-        if self._console.is_terminal:
-            self._draw(update)
-        else:
-            self._say(update)
+        with self._lock:
+            if self._console.is_terminal:
+                self._draw(update)
+            else:
+                self._say(update)
 
     def _draw(self, update: Update) -> None:
         place = (update.partition, update.asset, update.phase)
@@ -76,6 +82,8 @@ class Bars:
     def _finish_others(self, place: tuple[str | None, str, str]) -> None:
         """Stop the bars of earlier steps and remove those of earlier iterations, which the final table shows."""
         for (partition, asset, phase), task in list(self._tasks.items()):
+            if partition != place[0] and self._side_by_side and _are_neighbours(partition, place[0]):
+                continue
             if partition != place[0]:
                 self._bars.remove_task(task)
                 del self._tasks[(partition, asset, phase)]
@@ -101,6 +109,10 @@ def count_text(done: float, total: float | None) -> str:
 def numbers_text(numbers: Mapping[str, float]) -> str:
     """Selected measurements as text, in a fixed order."""
     return "  ".join(f"{name.replace('_', ' ')} {numbers[name]:.4g}" for name in SHOWN if name in numbers)
+
+
+def _are_neighbours(one: str | None, other: str | None) -> bool:
+    return bool(one and other and one.isdigit() and other.isdigit() and abs(int(one) - int(other)) == 1)
 
 
 def _name(update: Update) -> str:

@@ -91,7 +91,7 @@ def _run(experiment: Experiment, count: int) -> list[str]:
         from triplane_dagster.cli.bars import Bars
         from triplane_dagster.run import open_instance, run_iterations
 
-        with Bars() as bars, quiet_dagster(), open_instance() as instance:
+        with Bars(side_by_side=experiment.off_policy.overlap) as bars, quiet_dagster(), open_instance() as instance:
             return run_iterations(experiment, count, instance, bars, interruption.check)
 
 
