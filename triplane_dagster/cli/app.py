@@ -11,6 +11,7 @@ from triplane_dagster.cli import (
     doctor,
     episodes,
     experiments,
+    fork,
     iterate,
     lineage,
     plan,
@@ -85,6 +86,7 @@ app.command()(doctor.doctor)
 app.command()(serve.serve)
 app.command()(rollback.rollback)
 app.command()(unpin.unpin)
+app.command()(fork.fork)
 app.command()(train.train)
 app.add_typer(tasks.app, name="tasks")
 app.add_typer(store.app, name="store")
