@@ -98,8 +98,8 @@ def _require_same_sampling(state: IterationState, fork: ForkConfig) -> None:
             root, _, rest = field.partition(".")
             field = _FIELDS.get(root, root) + (f".{rest}" if rest else "")
             raise IterationRefused(
-                f"{field} is {now!r} in {state.experiment.name}, but {sampled!r} sampled {fork}, whose episodes a fork"
-                f" keeps: set {field} to {sampled!r}, or start an experiment of its own"
+                f"{field} is {now!r} in {state.experiment.name}, but {fork} was sampled with {sampled!r}: a fork keeps"
+                f" the episodes; set {field} to {sampled!r}, or start an experiment of its own"
             )
 
 

@@ -68,9 +68,9 @@ def plan_fork(store: Store, source: Path, iteration: str, name: str, overrides: 
                 f"override {field}: a fork's {field} follows from SOURCE/ITERATION and --as; leave it"
             )
     fork = {"experiment": original.name, "iteration": iteration, "replay": replay}
-    path = source.with_name(f"{name}.yaml")
+    path = source.parent / f"{name}.yaml"
     values = {"name": name, "description": f"Fork of {original.name}/{iteration}.", "fork": fork, **changes}
-    forked = parse_experiment(merge(read_values(source), values), f"{path} (not written)")
+    forked = parse_experiment(merge(read_values(source), values), f"{name!r} (not written)")
     _require_free(store, forked.name, path)
     _require_by_reference(original, forked)
     for number in range(replay):
