@@ -38,6 +38,8 @@ from resources.overrides import apply_overrides, explain, merge
 from trainer.config import BackendConfig, Device, RlConfig, SftConfig
 from trainer.model_config import ModelConfig
 
+_NAME = r"^[a-z][a-z0-9_]{0,62}$"
+
 
 class Section(BaseModel):
     """Base class of an experiment's sections: immutable; unknown keys are errors."""
@@ -320,7 +322,7 @@ class ForkConfig(Section):
     are taken from it by reference; `triplane fork` writes this section.
     """
 
-    experiment: str
+    experiment: str = Field(pattern=_NAME)
     """Name of the source."""
     iteration: str = Field(pattern=r"^[0-9]{4,}$")
     """Key of the source's iteration that 0000 repeats, such as "0003". The base policy is what its training started
@@ -341,7 +343,7 @@ def _kind_of_suite(value: Any) -> str:
 class Experiment(Section):
     """All settings of an experiment's assets."""
 
-    name: str = Field(pattern=r"^[a-z][a-z0-9_]{0,62}$")
+    name: str = Field(pattern=_NAME)
     """Prefix of the assets and name of the partitions: lower case letters, digits and underscores."""
     description: str = ""
     """One-line description for the UI."""
