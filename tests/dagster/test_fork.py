@@ -95,7 +95,8 @@ def test_fork_without_overrides_is_its_source_and_makes_nothing_twice(source: Wo
 def test_fork_with_another_loss_and_reward_trains_on_the_same_episodes(source: World) -> None:
     before = count(source, *SAMPLED)
     fork("tiny/0001", "--as", "exp2", "--set", "trainer.algorithm.kind=dapo")
-    fork("tiny/0001", "--as", "exp3", "--set", "rewards.valid=0.5")
+    longer = "[{kind: length, name: length, weight: -1.0, budget: 48, cushion: 48}]"
+    fork("tiny/0001", "--as", "exp3", "--set", f"rewards.components={longer}")
     for name in ("exp2", "exp3"):
         run(source, name)
     same, other = (
