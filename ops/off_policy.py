@@ -8,6 +8,9 @@ from contracts.artifacts import ArtifactRef, open_artifact
 from contracts.store import Store
 from resources.errors import IterationRefused
 
+FAR = 100
+"""Trainings to look back for a common ancestor."""
+
 
 def ancestors(store: Store, checkpoint: ArtifactRef) -> Iterator[ArtifactRef]:
     """The checkpoint, the one that it was trained from, and so on. Raises ArtifactMissing for a deleted one."""
@@ -33,10 +36,11 @@ def require_recent(store: Store, experiment: str, policy: ArtifactRef, start: Ar
     """
     found = 0 if policy.digest == start.digest else trainings_between(store, policy, start, at_most)
     if found is None:
+        far = trainings_between(store, policy, start, FAR)
         raise IterationRefused(
-            f"{experiment}: policy {policy.short} sampled, training would start from {start.short}, more than"
-            f" {at_most} training{'s' * (at_most != 1)} away (off_policy.max_staleness): raise that limit, or sample"
-            f" with a newer policy"
+            f"{experiment}: policy {policy.short} sampled, training would start from {start.short},"
+            f" {far or f'more than {FAR}'} trainings away, at most {at_most} (off_policy.max_staleness): raise that"
+            f" limit, or sample with a newer policy"
         )
     return found
 

@@ -17,7 +17,7 @@ from contracts.pointers import pointer_folders
 from contracts.store import Store
 from ops.fork import source_inputs, source_key
 from ops.iteration_keys import iteration_key
-from ops.off_policy import trainings_between
+from ops.off_policy import FAR, trainings_between
 from ops.replay import differences, preview
 from resources.errors import ExperimentError, IterationRefused
 from resources.experiment import Experiment, ForkConfig, load_experiment, parse_experiment, read_values
@@ -25,8 +25,6 @@ from resources.overrides import apply_overrides, merge
 from triplane_dagster.assembly import load_folder
 
 _OWN = ("name", "fork", "extends")
-_FAR = 100
-"""Trainings to look back for a common ancestor."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ def _require_recent(store: Store, forked: Experiment, number: int) -> None:
     """Raise IterationRefused if a repeated iteration is too stale once the fork's candidates go live one by one."""
     fork, most = _fork_of(forked), forked.off_policy.max_staleness
     start, policy = source_inputs(store, fork).start.checkpoint, source_inputs(store, fork, number).policy
-    apart = trainings_between(store, policy, start, _FAR)
+    apart = trainings_between(store, policy, start, FAR)
     if apart is not None and apart + number <= most:
         return
     what = f"{fork.experiment}/{source_key(fork, number)}, which {forked.name}/{iteration_key(number)} would repeat,"
