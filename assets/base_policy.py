@@ -44,6 +44,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         progress: dg.ResourceParam[ProgressSink],
     ) -> Materialized:
         policy = make_base(begin(context, experiment, spec, store.open(), progress), launcher)
-        return result(policy, training_numbers(policy), [layout_check(policy)])
+        source = {"forked from": str(experiment.fork)} if experiment.fork else {}
+        return result(policy, {**training_numbers(policy), **source}, [layout_check(policy)])
 
     return base_policy

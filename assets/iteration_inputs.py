@@ -62,11 +62,17 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
             "still live": live.policy == inputs.policy if live else inputs.policy == inputs.base,
             "training starts from": "the acting policy" if inputs.start else "what is live then (sampled ahead)",
             "prompt cursor": inputs.cursor,
+            **_forked(pinned.meta),
             "base": link(experiment.name, "base_policy"),
         }
         return result(pinned, metadata)
 
     return iteration_inputs
+
+
+def _forked(meta: Mapping[str, Any]) -> dict[str, str]:
+    """Source of an iteration of a fork that repeats one."""
+    return {name.replace("_", " "): meta[name] for name in ("forked_from", "sampled_by") if name in meta}
 
 
 def _restored(meta: Mapping[str, Any]) -> dict[str, str]:

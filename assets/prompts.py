@@ -31,12 +31,14 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         progress: dg.ResourceParam[ProgressSink],
         **given: ArtifactRef,
     ) -> Materialized:
-        drawn = draw_and_commit(begin(context, experiment, PROMPTS, store.open(), progress, given))
+        step = begin(context, experiment, PROMPTS, store.open(), progress, given)
+        drawn = draw_and_commit(step)
         groups = drawn.json("prompts.json")["groups"]
         first = [
             {"number": each["index"], "task": each["task_id"], "group": each["group_id"][:12]}
             for each in groups[:SHOWN]
         ]
-        return result(drawn, {**numbers(drawn.meta), "first groups": markdown_table(first)})
+        metadata = {**numbers(drawn.meta), "first groups": markdown_table(first)}
+        return result(drawn, metadata | ({"drawn by": str(step.inputs.replayed)} if step.inputs.replayed else {}))
 
     return prompts

@@ -45,6 +45,7 @@ POINTS: Mapping[str, str] = {
     "snapshot-committed": "a snapshot is committed, earlier ones are not dropped yet",
     "policy-promoted": "a policy went live, the decision about it is not recorded",
     "artifact-described": "an artifact is committed, Dagster has no record of it",
+    "fork-staged": "the file of a fork is written under a temporary name",
     "reference-written": "an asset's reference is in the store, Dagster has no event",
 }
 """Points with the state of the work there."""

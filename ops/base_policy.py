@@ -4,9 +4,10 @@ imported checkpoint.
 
 from __future__ import annotations
 
-from contracts.artifacts import Artifact
+from contracts.artifacts import Artifact, open_artifact
 from curation.tasks.demonstrations import build_demonstrations
 from curation.tokenizer import build_tokenizer
+from ops.fork import source_inputs
 from ops.step import Step
 from ops.training import warm_start
 from resources.experiment import ImportedBase
@@ -14,7 +15,9 @@ from resources.launcher import Launcher
 
 
 def make_base(step: Step, launcher: Launcher) -> Artifact:
-    """Checkpoint of the base policy."""
+    """Checkpoint of the base policy. That of a fork is what its source's training started from."""
+    if step.experiment.fork is not None:
+        return open_artifact(step.store, source_inputs(step.store, step.experiment.fork).started.checkpoint)
     base = step.experiment.base
     if isinstance(base, ImportedBase):
         from trainer.import_hf import import_checkpoint  # needs torch, which loading the definitions does not

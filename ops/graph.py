@@ -7,7 +7,7 @@ iteration_inputs -> prompts -> rollouts -> rewards -> dataset -> checkpoint -> e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,10 +23,11 @@ from curation.tokenizer import TOKENIZER_VERSION, tokenizer_key
 from inference.rollouts import ROLLOUTS_VERSION
 from ops import where
 from ops.floor import find_floor
+from ops.fork import source_inputs
 from ops.readings import EVALUATION_RUN, EVALUATION_RUN_VERSION, WHO, readings_of, sampling_slice
 from ops.spec import Refs, Slice, StepSpec
-from ops.state import IterationState
-from resources.experiment import Experiment, ImportedBase, SftBase
+from ops.state import IterationInputs, IterationState
+from resources.experiment import Experiment, ForkConfig, ImportedBase, SftBase
 from resources.refs import earlier_refs, read_ref
 from trainer.config import IMPORT_VERSION, RL_VERSION, SFT_VERSION
 from trainer.precision import DEFAULT
@@ -136,6 +137,31 @@ IMPORTED_BASE = replace(
     part_slices=None,
 )
 
+
+def _fork_of(experiment: Experiment) -> ForkConfig:
+    assert experiment.fork is not None, "only a fork takes its suite and base policy from a source"
+    return experiment.fork
+
+
+def _of_source(spec: StepSpec, taken: Callable[[IterationInputs], ArtifactRef]) -> StepSpec:
+    """Declaration of a step whose artifact a fork takes from its source."""
+    return replace(
+        spec,
+        version="1",
+        slice=lambda state: _fork_of(state.experiment).model_dump(mode="json", exclude={"replay"}),
+        where=lambda experiment: f"taken from {_fork_of(experiment)}",
+        key_inputs=None,
+        key_of=lambda state: taken(source_inputs(state.store, _fork_of(state.experiment))).key,
+        recorded_by=None,
+        part_versions={},
+        part_configs=None,
+        part_slices=None,
+    )
+
+
+FORKED_SUITE = _of_source(TASK_SUITE, lambda source: source.task_suite)
+FORKED_BASE = _of_source(BASE_POLICY, lambda source: source.started.checkpoint)
+
 ITERATION_INPUTS = StepSpec(
     name="iteration_inputs",
     version="1",
@@ -150,7 +176,7 @@ PROMPTS = StepSpec(
     version="1",
     slice=lambda state: {
         **state.experiment.prompts.model_dump(mode="json", exclude={"workers"}),
-        "iteration": state.iteration,
+        "iteration": state.sampled_as["iteration"],
         "cursor": state.pinned.cursor if state.pinned else 0,
         "seed": state.experiment.seed,
     },
@@ -162,7 +188,7 @@ ROLLOUTS = StepSpec(
     version=ROLLOUTS_VERSION,
     slice=lambda state: {
         **sampling_slice(state.experiment),
-        **_place(state),
+        **state.sampled_as,
         "workers": state.experiment.prompts.workers,
         "rollouts": state.experiment.rollouts.model_dump(mode="json"),
     },
@@ -230,8 +256,8 @@ DATASET = StepSpec(
 
 
 def _training_seed(state: IterationState) -> int:
-    """Separate 31-bit training seed for each iteration."""
-    return int(digest_of([state.experiment.seed, f"training/{state.iteration}"])[:8], 16) >> 1
+    """Separate 31-bit training seed for each iteration; a repeated one has that of its source."""
+    return int(digest_of([state.experiment.seed, f"training/{state.sampled_as['iteration']}"])[:8], 16) >> 1
 
 
 CHECKPOINT = StepSpec(
@@ -349,16 +375,20 @@ def pool_of(experiment: Experiment, asset: str) -> str:
 
 
 def graph_of(experiment: Experiment) -> tuple[StepSpec, ...]:
-    """The steps of an experiment in order, with its suite and its base policy made or imported."""
+    """The steps of an experiment in order, with its suite and its base policy made, imported or taken from a source."""
     suite = TASK_SUITE if isinstance(experiment.tasks, TaskSuiteConfig) else IMPORTED_SUITE
     base = BASE_POLICY if isinstance(experiment.base, SftBase) else IMPORTED_BASE
+    if experiment.fork is not None:
+        suite, base = FORKED_SUITE, FORKED_BASE
     return tuple({TASK_SUITE.name: suite, BASE_POLICY.name: base}.get(spec.name, spec) for spec in GRAPH)
 
 
 def spec_behind(spec: StepSpec, made: Manifest) -> StepSpec:
-    """Declaration that made this artifact of a step: suite and base policy may have been imported."""
+    """Declaration that made this artifact of a step: suite and base policy may have been imported or, in a fork, the
+    base policy may be any checkpoint.
+    """
     if spec is TASK_SUITE and made.config.get("kind") == "import":
         return IMPORTED_SUITE
     if spec is BASE_POLICY and "demonstrations" not in made.parents:
-        return IMPORTED_BASE
+        return CHECKPOINT if "dataset" in made.parents else IMPORTED_BASE
     return spec

@@ -5,14 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, Frozen, find_artifact, list_artifacts
+from contracts.artifacts import (
+    Artifact,
+    ArtifactRef,
+    ArtifactWriter,
+    Frozen,
+    find_artifact,
+    list_artifacts,
+    open_artifact,
+)
 from contracts.store import Store
 from contracts.tasks import Split
 from inference.rollouts.plan import GroupPlan, draw_prompts
-from ops.graph import ITERATION_INPUTS
+from ops.graph import ITERATION_INPUTS, PROMPTS
 from ops.iteration_keys import iteration_key, next_iteration, require_key
 from ops.loading import load_tasks, split_tasks
 from ops.off_policy import require_recent
+from ops.replay import lineage_of, replay
 from ops.state import TRAINING_START, IterationInputs, IterationState, Start, read_inputs, training_start_key
 from ops.step import Step
 from resources.errors import IterationRefused, NotMaterialized, RegistryError
@@ -70,11 +79,15 @@ def pin_inputs(step: Step, policy: str) -> Artifact:
         base=step.parent("base"),
         cursor=cursor_before(step.store, step.experiment, step.iteration),
     )
-    further = {"policy": inputs.policy, **({} if ahead else {"trainer_state": start.trainer_state})}
-    with step.work.writer(further) as out:
+    inputs = replay(step.store, step.experiment, inputs)
+    source, forked = lineage_of(step.store, step.experiment, inputs)
+    begun = {} if ahead else {"trainer_state": start.trainer_state}
+    with step.work.writer({"policy": inputs.policy, **begun, **source}) as out:
         out.add_json("inputs.json", inputs.model_dump(mode="json"))
         restored = restoring_rollback(step.store, step.experiment.name, inputs.policy)
-        return out.commit(meta={**step.work.config, "policy": inputs.policy.digest, "asked_for": policy, **restored})
+        return out.commit(
+            meta={**step.work.config, "policy": inputs.policy.digest, "asked_for": policy, **restored, **forked}
+        )
 
 
 def with_start(step: Step) -> Step:
@@ -163,8 +176,9 @@ def draw(store: Store, experiment: Experiment, inputs: IterationInputs) -> Promp
 
 
 def draw_and_commit(step: Step) -> Artifact:
-    """Make the `prompts` artifact of this iteration."""
-    found = step.work.find()
+    """Make the `prompts` artifact of this iteration, or open that of a fork's source."""
+    replayed = step.state.replayed(PROMPTS.name)
+    found = open_artifact(step.store, replayed) if replayed else step.work.find()
     if found is not None:
         return found
     drawn = draw(step.store, step.experiment, step.inputs)

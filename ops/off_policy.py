@@ -8,8 +8,8 @@ from contracts.artifacts import ArtifactRef, open_artifact
 from contracts.store import Store
 from resources.errors import IterationRefused
 
-FARTHEST = 100
-"""Trainings up to which a common ancestor is looked for."""
+FAR = 100
+"""Trainings to look back for a common ancestor."""
 
 
 def ancestors(store: Store, checkpoint: ArtifactRef) -> Iterator[ArtifactRef]:
@@ -36,17 +36,18 @@ def require_recent(store: Store, experiment: str, policy: ArtifactRef, start: Ar
     """
     found = 0 if policy.digest == start.digest else trainings_between(store, policy, start, at_most)
     if found is None:
+        far = trainings_between(store, policy, start, FAR)
         raise IterationRefused(
-            f"{experiment}: policy {policy.short} sampled, training would start from {start.short}, more than"
-            f" {at_most} training{'s' * (at_most != 1)} away (off_policy.max_staleness): raise that limit, or sample"
-            f" with a newer policy"
+            f"{experiment}: policy {policy.short} sampled, training would start from {start.short},"
+            f" {far or f'more than {FAR}'} trainings away, at most {at_most} (off_policy.max_staleness): raise that"
+            f" limit, or sample with a newer policy"
         )
     return found
 
 
 def staleness(store: Store, policy: ArtifactRef, start: ArtifactRef) -> int:
     """Trainings between the policy that sampled and the start of the training; -1: it has another base."""
-    found = 0 if policy.digest == start.digest else trainings_between(store, policy, start, FARTHEST)
+    found = 0 if policy.digest == start.digest else trainings_between(store, policy, start, FAR)
     return -1 if found is None else found
 
 

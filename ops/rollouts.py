@@ -41,7 +41,13 @@ CHECK = "every_group_committed"
 
 
 def make_plan(step: Step) -> Artifact:
-    """Make the `rollout_plan` artifact, which holds everything that a worker needs and has the key of the rollouts."""
+    """Make the `rollout_plan` artifact, which holds everything that a worker needs and has the key of the rollouts.
+
+    In an iteration of a fork that repeats one of its source, the source's rollouts, which hold their plan.
+    """
+    replayed = step.state.replayed(ROLLOUTS.name)
+    if replayed:
+        return open_artifact(step.store, replayed)
     pinned = {"iteration_inputs": step.state.made["iteration_inputs"]}
     work = replace(step.work, kind=PLAN)
     found = work.find()
@@ -216,7 +222,9 @@ def rollout_metadata(step: Step, merged: Artifact, plan: RolloutPlan) -> dict[st
     policy = open_artifact(step.store, plan.policy)
     tokenizer = load_tokenizer(step.experiment, policy)
     tasks = load_tasks(step.store, plan.inputs["task_suite"])
+    by = f"{plan.experiment}/{plan.iteration}"
     return {
+        **({"sampled by": by} if by != f"{step.experiment.name}/{step.iteration}" else {}),
         **table_facts(merged.table("episodes.parquet")),
         "samples": sample_episodes(merged, tokenizer, tasks),
         **rollout_numbers(merged),

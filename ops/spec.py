@@ -11,7 +11,7 @@ The declarations are in `ops.graph`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, find_artifact
@@ -123,7 +123,10 @@ class StepSpec:
     def work(self, state: IterationState) -> Work | None:
         """Work of the step in this state, or None while a part of its key is missing."""
         keyed = (self.key_inputs or self.parents)(state)
-        return None if keyed is None else self.work_on(state, keyed)
+        if keyed is None:
+            return None
+        work, replayed = self.work_on(state, keyed), state.replayed(self.name)
+        return replace(work, key=replayed.key) if replayed else work
 
     def work_on(self, state: IterationState, keyed: Refs) -> Work:
         """Work with the inputs `keyed`, by role, in the key. The declared inputs are parents, but not in the key."""

@@ -24,6 +24,19 @@ class Start(Frozen):
     trainer_state: ArtifactRef
 
 
+class Replayed(Frozen):
+    """What an iteration of a fork takes from its source instead of sampling."""
+
+    experiment: str
+    iteration: str
+    """Experiment and iteration that sampled it: those of the source, or of the source's own source."""
+    prompts: ArtifactRef
+    rollouts: ArtifactRef
+
+    def __str__(self) -> str:
+        return f"{self.experiment}/{self.iteration}"
+
+
 class IterationInputs(Frozen):
     """References to everything that one iteration starts from."""
 
@@ -40,6 +53,8 @@ class IterationInputs(Frozen):
     """Prompts drawn by earlier iterations."""
     carried_over: list[str] = Field(default_factory=list)
     """Ids of unfinished episodes carried over from an earlier iteration."""
+    replayed: Replayed | None = None
+    """Set for an iteration of a fork that repeats one of its source."""
 
     @property
     def started(self) -> Start:
@@ -72,6 +87,18 @@ class IterationState:
         """The pinned inputs of an iteration that has begun."""
         assert self.pinned is not None, "the step is not given iteration_inputs"
         return self.pinned
+
+    @property
+    def sampled_as(self) -> dict[str, str]:
+        """Experiment and iteration that sample the episodes: those of the source in an iteration that repeats one."""
+        found = self.pinned.replayed if self.pinned else None
+        where = (found.experiment, found.iteration) if found else (self.experiment.name, self.iteration)
+        return dict(zip(("experiment", "iteration"), where, strict=True))
+
+    def replayed(self, asset: str) -> ArtifactRef | None:
+        """Artifact of an asset that this iteration takes from its source, or None."""
+        found = self.pinned.replayed if self.pinned else None
+        return {"prompts": found.prompts, "rollouts": found.rollouts}.get(asset) if found else None
 
     def find(self, source: str) -> ArtifactRef | None:
         """Artifact of an asset or, for a source such as `iteration_inputs.policy`, of a field of the pinned inputs.

@@ -54,6 +54,7 @@ def train_iteration(step: Step, launcher: Launcher) -> Artifact:
         checkpoint=start,
         trainer_state=step.parent("trainer_state"),
         config=trainer.rl,
+        min_effective_sample_size=step.experiment.off_policy.min_effective_sample_size,
     )
     taken = int(open_artifact(step.store, start).meta.get("step") or 0)
     return _train(step, launcher, job, trainer.optimizer_steps, taken)

@@ -38,6 +38,8 @@ from resources.overrides import apply_overrides, explain, merge
 from trainer.config import BackendConfig, Device, RlConfig, SftConfig
 from trainer.model_config import ModelConfig
 
+_NAME = r"^[a-z][a-z0-9_]{0,62}$"
+
 
 class Section(BaseModel):
     """Base class of an experiment's sections: immutable; unknown keys are errors."""
@@ -325,6 +327,24 @@ class ScheduleConfig(Section):
         return value
 
 
+class ForkConfig(Section):
+    """The iteration of another experiment whose episodes are trained on again. Suite, base policy, prompts and rollouts
+    are taken from it by reference; `triplane fork` writes this section.
+    """
+
+    experiment: str = Field(pattern=_NAME)
+    """Name of the source."""
+    iteration: str = Field(pattern=r"^[0-9]{4,}$")
+    """Key of the source's iteration that 0000 repeats, such as "0003". The base policy is what its training started
+    from.
+    """
+    replay: int = Field(default=1, ge=1, le=9999)
+    """Iterations that repeat the source's from there on; later ones sample."""
+
+    def __str__(self) -> str:
+        return f"{self.experiment}/{self.iteration}"
+
+
 def _kind_of_suite(value: Any) -> str:
     imported = isinstance(value, ImportedSuiteConfig) or (isinstance(value, dict) and value.get("kind") == "import")
     return "import" if imported else "generated"
@@ -333,7 +353,7 @@ def _kind_of_suite(value: Any) -> str:
 class Experiment(Section):
     """All settings of an experiment's assets."""
 
-    name: str = Field(pattern=r"^[a-z][a-z0-9_]{0,62}$")
+    name: str = Field(pattern=_NAME)
     """Prefix of the assets and name of the partitions: lower case letters, digits and underscores."""
     description: str = ""
     """One-line description for the UI."""
@@ -341,6 +361,8 @@ class Experiment(Section):
     """Seed of sampling, prompts and training. Tasks and demonstrations have their own seeds."""
     iterations: int = Field(default=8, ge=1, le=9999)
     """Iterations that `demo` runs, and `iterate` if no number is given."""
+    fork: ForkConfig | None = None
+    """Iterations of another experiment that the first ones repeat; null: every iteration samples."""
     tasks: Annotated[
         Annotated[TaskSuiteConfig, Tag("generated")] | Annotated[ImportedSuiteConfig, Tag("import")],
         Discriminator(_kind_of_suite),

@@ -381,6 +381,10 @@ class RlJob(_Job):
     checkpoint: ArtifactRef
     trainer_state: ArtifactRef
     config: RlConfig = RlConfig()
+    min_effective_sample_size: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the sampled tokens, at least, that the importance weights leave; else nothing is trained. Not part of
+    the key.
+    """
 
 
 Job = Annotated[SftJob | RlJob, Field(discriminator="kind")]

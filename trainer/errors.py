@@ -32,6 +32,10 @@ class TrainingDiverged(TrainingError):
     """The loss or the gradient is no longer finite."""
 
 
+class OffPolicyRefused(TrainingError):
+    """The episodes are too far from the starting weights to train on."""
+
+
 class TrainingMemoryError(TrainingError):
     """The job needs more memory than this machine or its limits allow."""
 

@@ -34,7 +34,7 @@ from trainer.backends.choose import continue_backend
 from trainer.config import RL_VERSION, RlConfig, RlJob
 from trainer.critic import Critic
 from trainer.data import Parts, ScoredSequence, cut_by_lengths, lengths_of, scored_of, shuffled
-from trainer.errors import TrainingConfigError, TrainingDiverged
+from trainer.errors import OffPolicyRefused, TrainingConfigError, TrainingDiverged
 from trainer.experience import Experience, read_experience
 from trainer.export import publish_checkpoint
 from trainer.flat import Ragged, Repeated
@@ -180,14 +180,27 @@ def _start(job: RlJob, learner: Learner, experience: Experience, progress: Progr
         _add_advantages(start, experience, job.config)
         return start
     start = score_start(learner.backend, experience, job.config, learner.critic)
+    mismatch = mismatch_metrics(start.logprobs, experience.sampler_logprobs)
+    _require_overlap(job, mismatch["effective_sample_size"])
     metrics.add(
         progress.step,
-        **mismatch_metrics(start.logprobs, experience.sampler_logprobs),
+        **mismatch,
         reward_mean=experience.reward_mean,
         rows=len(start.logprobs),
         members=experience.members,
     )
     return start
+
+
+def _require_overlap(job: RlJob, found: float) -> None:
+    """Raise OffPolicyRefused if the effective sample size, in 0 to 1, is below the job's bound or not a number."""
+    least = job.min_effective_sample_size
+    if not found >= least:
+        raise OffPolicyRefused(
+            f"the effective sample size of the episodes under checkpoint {job.checkpoint.short} is {found:.3f} of their"
+            f" tokens, at least {least:g} is required (off_policy.min_effective_sample_size): nothing was trained;"
+            " lower that bound, or train on episodes of a newer policy"
+        )
 
 
 def _train(

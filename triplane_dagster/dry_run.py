@@ -10,6 +10,7 @@ from contracts.digests import digest_of
 from contracts.store import Store, open_store
 from ops.graph import graph_of
 from ops.inputs import find_inputs
+from ops.replay import preview
 from ops.state import IterationState
 from resources.experiment import Experiment
 from triplane_dagster.iterations import next_partition
@@ -41,7 +42,8 @@ def plan_of(experiment: Experiment, store: Store | None = None) -> list[PlannedS
 
 def _planned(experiment: Experiment, store: Store) -> Iterator[PlannedStep]:
     partition = next_partition(store, experiment)
-    state = IterationState(experiment, store, partition, pinned=find_inputs(store, experiment, partition))
+    pinned = find_inputs(store, experiment, partition) or (preview(store, experiment) if not int(partition) else None)
+    state = IterationState(experiment, store, partition, pinned=pinned)
     for spec in graph_of(experiment):
         key = spec.key(state)
         found = find_artifact(store, spec.writes, key) if key else None

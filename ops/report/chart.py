@@ -25,7 +25,7 @@ def pass_rate_picture(rows: Sequence[Row]) -> str:
         (name, color, [row[split.value]["candidate"]["rate"] if row[split.value] else None for row in shown])
         for split, color, name in SPLITS
     ]
-    return _picture(shown, curves, (0.0, 1.0), "{:.0%}")
+    return picture(shown, curves, (0.0, 1.0), "{:.0%}")
 
 
 def reward_picture(rows: Sequence[Row]) -> str:
@@ -45,10 +45,10 @@ def _ranged(rows: Sequence[Row], name: str, values: Sequence[float]) -> str:
     if not values:
         return ""
     low, high = min(values[-SHOWN:]), max(values[-SHOWN:])
-    return _picture(rows, [(name, SPLITS[0][1], values)], (low, high if high > low else low + 1.0), "{:.3g}")
+    return picture(rows, [(name, SPLITS[0][1], values)], (low, high if high > low else low + 1.0), "{:.3g}")
 
 
-def _picture(rows: Sequence[Row], curves: Sequence[Curve], span: tuple[float, float], form: str) -> str:
+def picture(rows: Sequence[Row], curves: Sequence[Curve], span: tuple[float, float], form: str) -> str:
     """Curves over the latest iterations, in their order. span: lowest and highest value. form: format of a value."""
     shown = rows[-SHOWN:]
     if not shown:

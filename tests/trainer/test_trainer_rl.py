@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from trainer_world import QUICKSTART, World, episodes
 
-from contracts.artifacts import Artifact, open_artifact
+from contracts.artifacts import Artifact, artifact_exists, list_artifacts, open_artifact
 from trainer.algorithms.base import Tokens
 from trainer.algorithms.corrections import Corrections
+from trainer.config import SNAPSHOT
 from trainer.data import make_batch, read_sequences
-from trainer.errors import TrainingDataError
+from trainer.errors import OffPolicyRefused, TrainingDataError
 from trainer.experience import member_advantages, member_rewards
 from trainer.export import load_checkpoint
 from trainer.losses import PolicyLoss, policy_loss
@@ -158,6 +159,22 @@ def test_an_episode_without_a_reward_is_refused_by_name(world: World) -> None:
     members = [row for row in whole.table("members.parquet").to_pylist() if row["episode_id"] != "e1-1"]
     with pytest.raises(TrainingDataError, match="e1-1"):
         run_job(world.rl_job("lost", world.dataset(rows, members), start.checkpoint, start.trainer_state))
+
+
+def test_a_small_effective_sample_size_is_refused_before_anything_is_made(world: World) -> None:
+    start = base(world)
+    whole = own_dataset(world, start)
+    rows, members = (whole.table(f"{name}.parquet").to_pylist() for name in ("train", "members"))
+    for row in rows[::2]:
+        row["logprobs"] = [None if value is None else value - 2.0 for value in row["logprobs"]]
+    job = world.rl_job("far", world.dataset(rows, members), start.checkpoint, start.trainer_state)
+    with pytest.raises(OffPolicyRefused, match=r"is 0\.\d{3} of their tokens, at least 0\.9 is required"):
+        run_job(job.model_copy(update={"min_effective_sample_size": 0.9}))
+    for kind in ("checkpoint", "trainer_state"):
+        assert not artifact_exists(world.store, kind, job.key)
+    assert not list(list_artifacts(world.store, SNAPSHOT))
+    result = run_job(job.model_copy(update={"min_effective_sample_size": 0.2}))
+    assert 0.2 < result.metrics["effective_sample_size"] < 0.9
 
 
 def test_metrics_tell_each_optimizer_step(world: World) -> None:

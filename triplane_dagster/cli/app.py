@@ -8,9 +8,11 @@ from typing import Annotated
 import typer
 
 from triplane_dagster.cli import (
+    compare,
     doctor,
     episodes,
     experiments,
+    fork,
     iterate,
     lineage,
     plan,
@@ -46,6 +48,10 @@ app = typer.Typer(
 
         triplane report --open          # an iteration as one page: curves, and every episode to read
 
+        triplane fork NAME/0003 --as B  # the same episodes with another loss, filter or reward
+
+        triplane compare NAME B         # both experiments, paired by task
+
         triplane episodes list          # what the policy did
 
         triplane lineage <digest>       # what made it, what was made from it
@@ -80,11 +86,13 @@ app.add_typer(episodes.app, name="episodes")
 app.command()(lineage.lineage)
 app.command()(recall.recall)
 app.command()(report.report)
+app.command()(compare.compare)
 app.command()(ui.ui)
 app.command()(doctor.doctor)
 app.command()(serve.serve)
 app.command()(rollback.rollback)
 app.command()(unpin.unpin)
+app.command()(fork.fork)
 app.command()(train.train)
 app.add_typer(tasks.app, name="tasks")
 app.add_typer(store.app, name="store")

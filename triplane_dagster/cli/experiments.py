@@ -21,10 +21,10 @@ def find_experiment(name: str, overrides: list[str] | None = None) -> Experiment
     """Experiment of this name or file, with overrides applied. Raises ConfigError that lists the known names."""
     from resources.experiment import load_experiment
 
-    return load_experiment(_file_of(name), overrides)
+    return load_experiment(file_of(name), overrides)
 
 
-def _file_of(name: str) -> Path:
+def file_of(name: str) -> Path:
     """File of an experiment, given its path, its file name or the `name` inside it."""
     from triplane_dagster.assembly import experiments_folder, load_folder
 

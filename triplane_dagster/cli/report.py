@@ -39,18 +39,19 @@ def report(
         typer.echo(line, err=True)
     page = _materialized(store, experiment, wanted)
     if page is None:
-        page = _write(output or Path(f"{experiment}-{wanted}.html"), _drawn(store, experiment, wanted))
+        page = write_page(output or Path(f"{experiment}-{wanted}.html"), _drawn(store, experiment, wanted))
         typer.echo(
             f"{experiment} {wanted} has no report yet: this page shows existing artifacts, without durations", err=True
         )
     elif output is not None:
-        page = _write(output, page.read_bytes())
+        page = write_page(output, page.read_bytes())
     typer.echo(page.absolute())
     if show and not webbrowser.open(page.absolute().as_uri()):
         typer.echo("no web browser found: open the file above in one", err=True)
 
 
-def _write(target: Path, page: bytes) -> Path:
+def write_page(target: Path, page: bytes) -> Path:
+    """Write a page and return its path. Raises ConfigError."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(page)
