@@ -88,6 +88,14 @@ def test_fork_without_overrides_is_its_source_and_makes_nothing_twice(source: Wo
     assert inputs is not None and made(source, "same", "base_policy", None).ref == inputs.start.checkpoint
     after = count(source, *SAMPLED, "task_suite", "prompts", "rewards", "dataset", "checkpoint", "evaluation_run")
     assert after == before
+    for asset, label in (
+        ("iteration_inputs", "forked from"),
+        ("base_policy", "forked from"),
+        ("rollouts", "sampled by"),
+    ):
+        event = source.instance.get_latest_materialization_event(dg.AssetKey(["same", asset]))
+        assert event is not None and event.asset_materialization is not None
+        assert event.asset_materialization.metadata[label].value == f"tiny/{iteration}"
     forked = load_experiment("experiments/same.yaml")
     assert changed_steps(source.store, forked, ["0000"]) == [] and stale_steps(source.store, "same") == []
 
