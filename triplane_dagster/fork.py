@@ -67,7 +67,10 @@ def plan_fork(store: Store, source: Path, iteration: str, name: str, overrides: 
             )
     fork = {"experiment": original.name, "iteration": iteration, "replay": replay}
     path = source.parent / f"{name}.yaml"
-    values = {"name": name, "description": f"Fork of {original.name}/{iteration}.", "fork": fork, **changes}
+    own: dict[str, Any] = {"name": name, "description": f"Fork of {original.name}/{iteration}.", "fork": fork}
+    if original.deployment.servers:
+        own["deployment"] = {"servers": []}  # the source's servers keep serving the source's policy
+    values = merge(own, changes)
     forked = parse_experiment(merge(read_values(source), values), f"{name!r} (not written)")
     _require_free(store, forked.name, path)
     _require_by_reference(original, forked)

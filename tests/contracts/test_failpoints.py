@@ -16,7 +16,7 @@ from contracts.errors import ConfigError
 from contracts.failpoints import FAIL_VARIABLE, KILL_VARIABLE, POINTS, failpoint, parse_order
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("contracts", "envd", "inference", "trainer", "curation", "resources", "ops", "assets")
+PACKAGES = ("contracts", "envd", "inference", "trainer", "curation", "resources", "ops", "assets", "triplane_dagster")
 LOOP = (
     "from contracts.failpoints import failpoint\nfor n in range(5): print(n, flush=True); failpoint('group-committed')"
 )

@@ -88,6 +88,14 @@ def test_fork_without_overrides_is_its_source_and_makes_nothing_twice(source: Wo
     assert inputs is not None and made(source, "same", "base_policy", None).ref == inputs.start.checkpoint
     after = count(source, *SAMPLED, "task_suite", "prompts", "rewards", "dataset", "checkpoint", "evaluation_run")
     assert after == before
+    for asset, label in (
+        ("iteration_inputs", "forked from"),
+        ("base_policy", "forked from"),
+        ("rollouts", "sampled by"),
+    ):
+        event = source.instance.get_latest_materialization_event(dg.AssetKey(["same", asset]))
+        assert event is not None and event.asset_materialization is not None
+        assert event.asset_materialization.metadata[label].value == f"tiny/{iteration}"
     forked = load_experiment("experiments/same.yaml")
     assert changed_steps(source.store, forked, ["0000"]) == [] and stale_steps(source.store, "same") == []
 
@@ -195,9 +203,11 @@ def test_unknown_sources_and_taken_or_odd_names_are_refused(source: World) -> No
 
 def test_settings_that_sampled_count_and_not_those_that_the_file_has_now(source: World) -> None:
     path = Path("experiments/tiny.yaml")
-    path.write_text(path.read_text().replace("group_size: 4", "group_size: 8"))
+    changed = path.read_text().replace("group_size: 4", "group_size: 8")
+    path.write_text(changed + "deployment: {servers: ['http://127.0.0.1:9/v1']}\n")
     assert "set rollouts.group_size to 4" in refused("tiny/0000", "--as", "e")
     fork("tiny/0000", "--as", "e", "--set", "rollouts.group_size=4")
+    assert load_experiment("experiments/e.yaml").deployment.servers == ()  # they keep serving the source's policy
     assert run(source, "e") == ["0000"]
 
 
