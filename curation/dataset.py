@@ -52,6 +52,9 @@ zero_variance: `contracts.episodes.lacks_variance` of its group. too_long: a seq
 DatasetConfig.
 """
 
+COUNTED = ("tampered", "empty", "too_long", "truncated")
+"""Reasons of episodes that do not train but whose reward counts in the mean of a group that may."""
+
 TRAIN = pa.schema(
     [
         ("episode_id", pa.string()),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -81,12 +81,23 @@ class Runner:
         step = key_of(self.experiment, "iteration_inputs").to_python_identifier()
         self._run(self._iteration, partition, {"ops": {step: {"config": {"policy": start_from}}}})
 
+    def assets(self, partition: str, names: Sequence[str]) -> None:
+        """Materialize some assets of an iteration again, in graph order. Raises the error of the failing step."""
+        self._instance.add_dynamic_partitions(self.experiment.name, [partition])
+        self._run(self._iteration, partition, selection=[key_of(self.experiment, name) for name in names])
+
     def close(self) -> None:
         """Stop servers and engines started by this runner."""
         self._sampler.close()
         self._sandboxes.close()
 
-    def _run(self, job: dg.JobDefinition, partition: str | None, config: Mapping[str, Any] | None = None) -> None:
+    def _run(
+        self,
+        job: dg.JobDefinition,
+        partition: str | None,
+        config: Mapping[str, Any] | None = None,
+        selection: Sequence[dg.AssetKey] | None = None,
+    ) -> None:
         require_idle(self._instance, self.experiment.name)
         name, run_id = process_name(os.getpid()), str(uuid.uuid4())
         try:
@@ -95,6 +106,7 @@ class Runner:
                 partition_key=partition,
                 run_config={**_QUIET, **(config or {})},
                 run_id=run_id,
+                asset_selection=selection,
                 tags={PROCESS_TAG: name} if name else None,
             )
         except DagsterAssetCheckFailedError:

@@ -114,7 +114,9 @@ def recall(store: Store, what: What, value: str) -> Recall:
         used = rows(db, _USED.format(graded=_GRADED if what == "rule" else ""))
         datasets = [row.pop("uri") for row in used]
         trained = trained_on(db, [uri for uri, row in zip(datasets, used, strict=True) if row["kept"]])
-        return Recall(count, rows(db, _SEEN), used, trained, live_among(store, {row.pop("uri"): row for row in trained}))
+        return Recall(
+            count, rows(db, _SEEN), used, trained, live_among(store, {row.pop("uri"): row for row in trained})
+        )
 
 
 @contextmanager

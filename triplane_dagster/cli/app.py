@@ -14,6 +14,7 @@ from triplane_dagster.cli import (
     iterate,
     lineage,
     plan,
+    quarantine,
     recall,
     report,
     rollback,
@@ -52,6 +53,8 @@ app = typer.Typer(
 
         triplane recall --task <id>     # which policies were trained on it, and whether one is live
 
+        triplane quarantine --task <id> # keep it out of training, and retrain
+
     Digests and ids may be shortened to any unambiguous beginning.
     """,
 )
@@ -79,6 +82,7 @@ app.command()(status.status)
 app.add_typer(episodes.app, name="episodes")
 app.command()(lineage.lineage)
 app.command()(recall.recall)
+app.command()(quarantine.quarantine)
 app.command()(report.report)
 app.command()(ui.ui)
 app.command()(doctor.doctor)
