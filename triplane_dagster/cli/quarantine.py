@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from contracts.errors import StoreError
+from contracts.errors import ConfigError, StoreError
 from contracts.failpoints import failpoint
 from contracts.store import Store, open_store
 from triplane_dagster.cli.experiments import find_experiment
@@ -84,6 +84,8 @@ def quarantine(
     """
     store = open_store()
     load = _loader(experiment)
+    if (list_marks or lift is not None) and any((episode, task, image, tool, reward_rule)):
+        raise ConfigError("--list and --lift ask no question: leave the other options out")
     if list_marks:
         print_rows(_history(store), as_json=as_json, empty="nothing is quarantined")
     elif lift is not None:
