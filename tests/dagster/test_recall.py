@@ -104,9 +104,9 @@ class History:
                 ),
             )
             members = [
-                {"episode_id": row["episode_id"], "kept": kept, "reason": None if kept else "zero_variance"}
+                {"episode_id": row["episode_id"], "kept": reason is None, "reason": reason}
                 for row in episodes
-                for kept in (draw.random() < 0.5,)
+                for reason in (draw.choice((None, None, None, "zero_variance", "too_long")),)
             ]
             dataset = self._asset(
                 experiment,
