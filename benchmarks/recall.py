@@ -64,7 +64,10 @@ OPTIONS = RecallOptions
 
 
 def run(options: RecallOptions) -> Result:
-    """Build the ledger and ask each question, of `recall` and of `quarantine --dry-run`. Raises TriplaneError for a question that fails."""
+    """Build the ledger and ask each question, of `recall` and of `quarantine --dry-run`.
+
+    Raises TriplaneError for a question that fails.
+    """
     with tempfile.TemporaryDirectory(prefix="bench-recall-") as scratch:
         started = time.perf_counter()
         _build(scratch, options.iterations)
@@ -165,7 +168,10 @@ def _ask(folder: str, what: str, value: str, repeats: int, command: str = "recal
 
 def _apart(folder: str, what: str, value: str, command: str) -> dict[str, float]:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.recall", folder, what, value, command], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "benchmarks.recall", folder, what, value, command],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         raise TriplaneError(f"{command} of {what} {value} failed: {(done.stderr.splitlines() or ['no message'])[-1]}")

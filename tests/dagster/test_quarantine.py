@@ -197,15 +197,17 @@ def triplane(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def killed_at(place: Place, point: str, *arguments: str) -> None:
     program = "from triplane_dagster.cli import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        env={**os.environ, **place.env, "TRIPLANE_KILL_AT": point},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == -9, done.stderr
+    said = place.folder / "said"
+    with said.open("w") as log:  # no pipe: children that capture Dagster's logs outlive their parent
+        done = subprocess.run(
+            [sys.executable, "-c", program, *arguments],
+            env={**os.environ, **place.env, "TRIPLANE_KILL_AT": point},
+            stdout=log,
+            stderr=log,
+            timeout=240,
+            check=False,
+        )
+    assert done.returncode == -9, said.read_text()
 
 
 def test_a_quarantined_task_leaves_its_dataset_and_a_lift_brings_back_the_same_artifact(place: Place) -> None:
