@@ -24,6 +24,7 @@ from resources.errors import ExperimentBusy
 from resources.experiment import Experiment
 from resources.progress import ProgressSink, no_progress
 from resources.refs import read_artifact
+from triplane_dagster.dead_runs import cancel_dead_runs
 from triplane_dagster.run import open_runner
 from triplane_dagster.unfinished import require_idle
 
@@ -94,7 +95,7 @@ def _rebuild(
                 found.faults.append(str(error))
                 continue
             after = read_artifact(store, experiment.name, DATASET.name, iteration)
-            if before is not None and after is not None:
+            if before is not None and after is not None and before.ref != after.ref:
                 found.done.append(_rebuilt(experiment.name, iteration, before, after))
 
 
@@ -107,6 +108,7 @@ def retrain(
     progress: ProgressSink = no_progress,
 ) -> RolledBack | None:
     """Carry out a plan. Returns the rollback, if there was one. Continues after a kill with a new plan."""
+    cancel_dead_runs(instance)
     require_idle(instance, experiment.name)
     done = None
     if plan.rollback is not None:
@@ -126,7 +128,7 @@ def _is_behind(store: Store, experiment: Experiment, iteration: str, instance: d
     wanted = dg.AssetRecordsFilter(key_of(experiment, DATASET.name), asset_partitions=[iteration])
     records = instance.fetch_materializations(wanted, limit=1).records
     shown = records[0].asset_materialization if records else None
-    return made is not None and shown is not None and shown.metadata["digest"].value != made.ref.digest
+    return made is not None and (shown is None or shown.metadata["digest"].value != made.ref.digest)
 
 
 def _rebuilt(experiment: str, iteration: str, before: Artifact, after: Artifact) -> Rebuilt:

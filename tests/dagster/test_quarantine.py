@@ -207,7 +207,7 @@ def killed_at(place: Place, point: str, *arguments: str) -> None:
             timeout=240,
             check=False,
         )
-    assert done.returncode == -9, said.read_text()
+    assert done.returncode != 0 and "killed by TRIPLANE_KILL_AT" in said.read_text()
 
 
 def test_a_quarantined_task_leaves_its_dataset_and_a_lift_brings_back_the_same_artifact(place: Place) -> None:

@@ -11,6 +11,7 @@ from triplane_dagster.cli import (
     doctor,
     episodes,
     experiments,
+    gc,
     iterate,
     lineage,
     plan,
@@ -91,5 +92,6 @@ app.command()(rollback.rollback)
 app.command()(unpin.unpin)
 app.command()(train.train)
 app.add_typer(tasks.app, name="tasks")
+app.command()(gc.gc)
 app.add_typer(store.app, name="store")
 app.add_typer(experiments.app, name="experiments")
