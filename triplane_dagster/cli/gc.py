@@ -66,7 +66,7 @@ def gc(
         return
     print_rows(rows, as_json=False, empty=f"nothing to remove in {store.url}")
     if rows:
-        size = sum(each.size or 0 for each in (*found, *leftovers)) / 1e6
+        size = (sum(each.size for each in found) + sum(each.size or 0 for each in leftovers)) / 1e6
         typer.echo(f"{size:.1f} MB removed" if yes else f"{size:.1f} MB would be removed: add --yes")
 
 
