@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 from contracts.artifacts import ArtifactRef, ArtifactWriter, Frozen, open_artifact
 from contracts.digests import digest_of, table_digest
 from contracts.errors import ConfigError
+from contracts.failpoints import failpoint
 from contracts.pointers import Pointer
 from contracts.store import Store
 
@@ -139,7 +140,9 @@ class Quarantine:
         return open_artifact(self._store, mark.marked).path(_FILE)
 
     def _append(self, change: Mark | Lift) -> bool:
-        return self._pointer.advance(change.model_dump(mode="json", exclude={"number"}), change.number - 1)
+        done = self._pointer.advance(change.model_dump(mode="json", exclude={"number"}), change.number - 1)
+        failpoint("episodes-marked")
+        return done
 
 
 def _now(reason: str) -> dict[str, Any]:

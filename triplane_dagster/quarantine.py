@@ -15,7 +15,6 @@ import dagster as dg
 from assets.naming import key_of
 from contracts.artifacts import Artifact
 from contracts.errors import ConfigError, TriplaneError
-from contracts.failpoints import failpoint
 from contracts.store import Store
 from ops.graph import DATASET
 from ops.quarantine.retrain import MADE_AGAIN, Retraining, needs_rebuild
@@ -113,7 +112,6 @@ def retrain(
     done = None
     if plan.rollback is not None:
         entry = change_live(store, experiment.name, plan.rollback, reason)
-        failpoint("rolled-back")
         done = RolledBack(plan.rollback, entry, bring_live(store, experiment))
     with open_runner(experiment, instance, progress) as runner:
         runner.assets(plan.iteration, MADE_AGAIN)

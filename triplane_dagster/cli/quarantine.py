@@ -12,7 +12,6 @@ import typer
 from rich.text import Text
 
 from contracts.errors import ConfigError, StoreError
-from contracts.failpoints import failpoint
 from contracts.store import Store, open_store
 from triplane_dagster.cli.experiments import find_experiment
 from triplane_dagster.cli.interrupts import stoppable
@@ -127,7 +126,6 @@ def _quarantine(
         from resources.quarantine import Quarantine
 
         mark, new = Quarantine(store).mark(what, value, marked, reason)
-        failpoint("episodes-marked")
         if not as_json:
             console().print(Text(f"{'quarantined by' if new else 'quarantined already by'} {mark}"), soft_wrap=True)
         rebuilt, retrained = _carry_out(store, mark, reach, load, retrain=retrain)
@@ -200,7 +198,6 @@ def _lift(store: Store, number: int, reason: str, load: Callable[[str], Experime
 
     with stoppable():
         mark, new = Quarantine(store).lift(number, reason)
-        failpoint("episodes-marked")
         with Bars() as bars, quiet_dagster(), open_instance() as instance:
             rebuilt = rebuild(store, reach_of_marks(store, [mark]).iterations, load, instance, bars)
     if as_json:
