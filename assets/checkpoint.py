@@ -6,6 +6,7 @@ from assets.naming import check, define
 from contracts.artifacts import Artifact, ArtifactRef, open_artifact
 from ops import health
 from ops.checkpoint_check import CHECK, layout_check
+from ops.costs import training_costs
 from ops.graph import CHECKPOINT
 from ops.inputs import trainer_state_of, with_start
 from ops.off_policy import staleness
@@ -67,6 +68,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         metadata = {
             **training_numbers(candidate),
             "staleness": age,
+            **training_costs(candidate, experiment.trainer.launcher.gpus),
             "trainer_state": trainer_state_of(step.store, candidate.ref).uri,
             "dataset": link(experiment.name, "dataset"),
         }

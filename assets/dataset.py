@@ -6,7 +6,8 @@ from typing import Any
 import dagster as dg
 
 from assets.naming import check, define
-from contracts.artifacts import ArtifactRef
+from contracts.artifacts import ArtifactRef, open_artifact
+from ops.costs import tokens_lost
 from ops.dataset import make_dataset
 from ops.graph import DATASET
 from ops.health import REWARD_VARIES, reward_varies
@@ -55,11 +56,15 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         progress: dg.ResourceParam[ProgressSink],
         **given: ArtifactRef,
     ) -> Materialized:
-        made = make_dataset(begin(context, experiment, DATASET, store.open(), progress, given))
+        step = begin(context, experiment, DATASET, store.open(), progress, given)
+        made = make_dataset(step)
+        lost = tokens_lost(open_artifact(step.store, step.parent("rollouts")), made)
         metadata = {
             **table_facts(made.table("train.parquet")),
             **numbers(made.meta),
             **numbers({f"left out: {reason}": count for reason, count in made.meta["reasons"].items()}),
+            **numbers({f"engine tokens lost: {reason}": tokens for reason, tokens in lost.items()}),
+            "engine tokens lost": sum(lost.values()),
             "rewards": link(experiment.name, "rewards"),
         }
         return result(

@@ -27,7 +27,7 @@ CATALOG: Mapping[str, str] = {
     "memory": "peak memory of the trainer's output head at a large vocabulary, in tiles and plain: bytes and errors",
     "training-memory": "peak memory of training jobs of ten shapes, compared with the forecast of `triplane plan`",
     "precision": "a Qwen3-MoE of real width trained in bf16 and in FP8 on a GPU: tokens/s, MFU, memory, loss parity",
-    "recall": "seconds and memory of `triplane recall` over five million episodes",
+    "recall": "seconds and memory of `triplane recall` and `quarantine --dry-run` over five million episodes",
     "s3": "an experiment on a local S3 server and in a directory: equal digests, and the cost of S3 per iteration",
 }
 

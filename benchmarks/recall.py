@@ -64,7 +64,10 @@ OPTIONS = RecallOptions
 
 
 def run(options: RecallOptions) -> Result:
-    """Build the ledger and ask each question. Raises TriplaneError for a question that fails."""
+    """Build the ledger and ask each question, of `recall` and of `quarantine --dry-run`.
+
+    Raises TriplaneError for a question that fails.
+    """
     with tempfile.TemporaryDirectory(prefix="bench-recall-") as scratch:
         started = time.perf_counter()
         _build(scratch, options.iterations)
@@ -73,11 +76,13 @@ def run(options: RecallOptions) -> Result:
         size = sum(entry.size for entry in store.entries("artifacts/ledger/"))
         values = _values(scratch, options.iterations // 2)
         rows = [_ask(scratch, what, values[what], options.repeats) for what in QUESTIONS]
+        marks = [_ask(scratch, what, values[what], options.repeats, "quarantine") for what in QUESTIONS]
     one = [row for row in rows if row["question"] not in ("tool", "rule")]
     metrics = {
         "seconds": max(row["seconds"] for row in one),
+        "quarantine_seconds": max(row["seconds"] for row in marks if row["question"] not in ("tool", "rule")),
         "seconds_of_all_episodes": max(row["seconds"] for row in rows),
-        "peak_gib": max(row["peak GiB"] for row in rows),
+        "peak_gib": max(row["peak GiB"] for row in rows + marks),
         "ledger_gib": size / 2**30,
     }
     episodes = options.iterations * EPISODES
@@ -85,7 +90,7 @@ def run(options: RecallOptions) -> Result:
         f"{episodes:,} episodes of {options.iterations:,} iterations, {size / 2**20:.0f} MiB, made in {built:.0f} s",
         "seconds: a whole question in a process that has its modules; tool and rule match every episode",
     ]
-    return Result(metrics, rows, notes)
+    return Result(metrics, rows + marks, notes)
 
 
 def _build(folder: str, iterations: int) -> None:
@@ -148,9 +153,10 @@ def _values(folder: str, middle: int) -> dict[str, str]:
     return {**QUESTIONS, "episode": found[0].lower(), "image": found[1]}
 
 
-def _ask(folder: str, what: str, value: str, repeats: int) -> dict[str, Any]:
-    found = [_apart(folder, what, value) for _ in range(repeats)]
+def _ask(folder: str, what: str, value: str, repeats: int, command: str = "recall") -> dict[str, Any]:
+    found = [_apart(folder, what, value, command) for _ in range(repeats)]
     return {
+        "command": command,
         "question": what,
         "episodes": found[0]["episodes"],
         "checkpoints": found[0]["checkpoints"],
@@ -160,23 +166,31 @@ def _ask(folder: str, what: str, value: str, repeats: int) -> dict[str, Any]:
     }
 
 
-def _apart(folder: str, what: str, value: str) -> dict[str, float]:
+def _apart(folder: str, what: str, value: str, command: str) -> dict[str, float]:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.recall", folder, what, value], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "benchmarks.recall", folder, what, value, command],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
-        raise TriplaneError(f"recall of {what} {value} failed: {(done.stderr.splitlines() or ['no message'])[-1]}")
+        raise TriplaneError(f"{command} of {what} {value} failed: {(done.stderr.splitlines() or ['no message'])[-1]}")
     answer: dict[str, float] = json.loads(done.stdout)
     return answer
 
 
-def _main(folder: str, what: str, value: str) -> None:
+def _main(folder: str, what: str, value: str, command: str) -> None:
     from ops.ledger.recall import recall
+    from ops.quarantine.question import reach_of
 
-    started = time.perf_counter()
-    found = recall(open_store(folder), what, value)  # type: ignore[arg-type]
-    seconds = time.perf_counter() - started
-    answer = {"seconds": seconds, "episodes": found.episodes, "checkpoints": len(found.trained)}
+    store, started = open_store(folder), time.perf_counter()
+    if command == "recall":
+        found = recall(store, what, value)  # type: ignore[arg-type]
+        episodes, checkpoints = found.episodes, len(found.trained)
+    else:
+        reach, _ = reach_of(store, what, value, only_count=True)  # type: ignore[arg-type]
+        episodes, checkpoints = reach.episodes, len(reach.checkpoints)
+    answer = {"seconds": time.perf_counter() - started, "episodes": episodes, "checkpoints": checkpoints}
     print(json.dumps({**answer, "peak": resident("VmHWM")}))
 
 

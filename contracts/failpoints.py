@@ -44,6 +44,8 @@ POINTS: Mapping[str, str] = {
     "checkpoint-staged": "a checkpoint's weights are written to their stage",
     "snapshot-committed": "a snapshot is committed, earlier ones are not dropped yet",
     "policy-promoted": "a policy went live, the decision about it is not recorded",
+    "episodes-marked": "a mark of quarantined episodes is made or lifted, no dataset is rebuilt",
+    "rolled-back": "an earlier policy is live again, no server knows",
     "artifact-described": "an artifact is committed, Dagster has no record of it",
     "fork-staged": "the file of a fork is written under a temporary name",
     "reference-written": "an asset's reference is in the store, Dagster has no event",

@@ -9,11 +9,14 @@ members has exactly one row per episode and train one row per kept sequence.
 Holds rewards and groups, never advantages: the trainer computes those, from all graded members of a group, so a member
 that is left out for its length still counts in its group's mean. An iteration may have nothing to learn from: then
 train.parquet is empty, the report shows it, and the trainer takes no step.
+
+A quarantined episode counts as not graded: nobody believes its reward any more, so it shapes no mean and no deviation.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
@@ -30,6 +33,7 @@ DATASET_VERSION = "3"
 """Code version of the `dataset` step."""
 
 REASONS = (
+    "quarantined",
     "infra_error",
     "aborted",
     "dropped",
@@ -42,10 +46,14 @@ REASONS = (
 )
 """Reasons to leave an episode out; if several apply, the first in this order is recorded.
 
-infra_error: the sandbox or engine failed. aborted, dropped: over-sampled and not kept. not_graded: no reward (verifier
-fault). tampered: it tampered with its verdict. empty: no token sampled. zero_variance:
-`contracts.episodes.lacks_variance` of its group. too_long: a sequence exceeds max_tokens. truncated: see DatasetConfig.
+quarantined: an operator marked it. infra_error: the sandbox or engine failed. aborted, dropped: over-sampled and not
+kept. not_graded: no reward (verifier fault). tampered: it tampered with its verdict. empty: no token sampled.
+zero_variance: `contracts.episodes.lacks_variance` of its group. too_long: a sequence exceeds max_tokens. truncated: see
+DatasetConfig.
 """
+
+COUNTED = ("tampered", "empty", "too_long", "truncated")
+"""Reasons of episodes that do not train but whose reward counts in the mean of a group that may."""
 
 TRAIN = pa.schema(
     [
@@ -79,8 +87,8 @@ MEMBERS = pa.schema(
     ]
 )
 """One row per episode, in rollouts order; (group_id, sample) is unique. `group_reward_mean`: the baseline of the
-advantages, over all graded members of the group, kept or not (null: none is graded). length: tokens of the longest
-sequence.
+advantages, over all graded members of the group, kept or not (null: none is graded). reward: null if the episode is not
+graded or quarantined. length: tokens of the longest sequence.
 """
 
 
@@ -124,22 +132,35 @@ class DatasetReport(Frozen):
         return self.sequences == 0
 
 
-def build_dataset(rollouts: Artifact, rewards: Artifact, config: DatasetConfig, out: ArtifactWriter) -> DatasetReport:
-    """Stage train.parquet and members.parquet in `out`; the caller commits them.
+def build_dataset(
+    rollouts: Artifact,
+    rewards: Artifact,
+    config: DatasetConfig,
+    out: ArtifactWriter,
+    quarantined: Collection[str] = (),
+) -> DatasetReport:
+    """Stage train.parquet and members.parquet in `out`; the caller commits them. quarantined: ids of episodes.
 
     Raises RewardsMismatch if rewards and rollouts don't belong together, DuplicateRows if an episode or a sequence
     occurs twice.
     """
     train, members = select_rows(
-        rollouts.path("episodes.parquet"), rollouts.path("sequences.parquet"), rewards.path("rewards.parquet"), config
+        rollouts.path("episodes.parquet"),
+        rollouts.path("sequences.parquet"),
+        rewards.path("rewards.parquet"),
+        config,
+        quarantined,
     )
     out.add_table("train.parquet", train)
     out.add_table("members.parquet", members)
     return report(train, members)
 
 
-def select_rows(episodes: Path, sequences: Path, rewards: Path, config: DatasetConfig) -> tuple[pa.Table, pa.Table]:
-    """(TRAIN rows, MEMBERS rows) from three Parquet files of EPISODES, SEQUENCES and REWARDS.
+def select_rows(
+    episodes: Path, sequences: Path, rewards: Path, config: DatasetConfig, quarantined: Collection[str] = ()
+) -> tuple[pa.Table, pa.Table]:
+    """(TRAIN rows, MEMBERS rows) from three Parquet files of EPISODES, SEQUENCES and REWARDS. quarantined: ids of
+    episodes.
 
     Deterministic, row order included.
 
@@ -147,8 +168,10 @@ def select_rows(episodes: Path, sequences: Path, rewards: Path, config: DatasetC
     """
     with duckdb.connect() as db:
         db.execute("SET threads = 1")  # floating-point sums must not depend on the machine
-        for name, path in (("episodes", episodes), ("sequences", sequences), ("rewards", rewards)):
+        for name, path in (("episodes", episodes), ("sequences", sequences), ("graded", rewards)):
             db.read_parquet(str(path), file_row_number=True).create_view(name)
+        db.register("quarantined", pa.table({"episode_id": pa.array(sorted(quarantined), pa.string())}))
+        db.execute(_REWARDS)
         _check_unique(db)
         _check_belong(db)
         db.register("lacking", _groups_without_variance(db, config))
@@ -186,6 +209,12 @@ def report(train: pa.Table, members: pa.Table) -> DatasetReport:
     )
 
 
+_REWARDS = """
+CREATE VIEW rewards AS
+SELECT * REPLACE (if(quarantined, NULL, reward) AS reward, if(quarantined, NULL, solved) AS solved)
+FROM (SELECT *, episode_id IN (FROM quarantined) AS quarantined FROM graded)
+"""
+
 _MEMBERS = """
 CREATE TABLE members AS
 WITH lengths AS (
@@ -209,6 +238,7 @@ reasons AS (
         g.group_reward_mean,
         coalesce(l.length, 0) AS length,
         CASE
+            WHEN r.quarantined THEN 'quarantined'
             WHEN e.outcome IN ('infra_error', 'aborted', 'dropped') THEN e.outcome
             WHEN r.reward IS NULL THEN 'not_graded'
             WHEN r.verdict = 'tampered' THEN 'tampered'

@@ -24,10 +24,12 @@ from inference.rollouts import ROLLOUTS_VERSION
 from ops import where
 from ops.floor import find_floor
 from ops.fork import source_inputs
+from ops.quarantine.members import quarantined_ref
 from ops.readings import EVALUATION_RUN, EVALUATION_RUN_VERSION, WHO, readings_of, sampling_slice
 from ops.spec import Refs, Slice, StepSpec
 from ops.state import IterationInputs, IterationState
 from resources.experiment import Experiment, ForkConfig, ImportedBase, SftBase
+from resources.quarantine import Quarantine
 from resources.refs import earlier_refs, read_ref
 from trainer.config import IMPORT_VERSION, RL_VERSION, SFT_VERSION
 from trainer.precision import DEFAULT
@@ -245,6 +247,13 @@ REWARD_FLIPS = StepSpec(
     key_inputs=_compared_gradings,
 )
 
+
+def _trusted_inputs(state: IterationState) -> Refs | None:
+    """Rollouts, rewards and, if there are any, the quarantined episodes among them."""
+    given = DATASET.parents(state)
+    return given and {**given, **quarantined_ref(Quarantine(state.store).episodes(given["rollouts"], given["rewards"]))}
+
+
 DATASET = StepSpec(
     name="dataset",
     version=DATASET_VERSION,
@@ -252,6 +261,7 @@ DATASET = StepSpec(
     inputs={"rollouts": "rollouts", "rewards": "rewards"},
     plane="curation",
     where=lambda experiment: "this process (DuckDB)",
+    key_inputs=_trusted_inputs,
 )
 
 

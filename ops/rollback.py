@@ -13,6 +13,7 @@ import dagster as dg
 
 from contracts.artifacts import open_artifact
 from contracts.errors import ConfigError
+from contracts.failpoints import failpoint
 from contracts.store import Store
 from ops.deploy import bring_servers, server_metadata
 from ops.inputs import trainer_state_of
@@ -102,7 +103,10 @@ def change_live(
     """
     if not reason.strip():
         raise ConfigError("the reason of the rollback is empty: give a few words, which the registry records")
-    return Registry(store, experiment).rollback(plan.target, reason.strip(), expected=plan.live.number, request=request)
+    registry = Registry(store, experiment)
+    entry = registry.rollback(plan.target, reason.strip(), expected=plan.live.number, request=request)
+    failpoint("rolled-back")
+    return entry
 
 
 def bring_live(store: Store, experiment: Experiment) -> list[ServerState]:

@@ -10,6 +10,7 @@ import dagster as dg
 import pyarrow.compute as pc
 
 from contracts.artifacts import Artifact
+from ops.costs import sampling_costs
 from ops.results import label, numbers
 from ops.step import Step
 
@@ -26,6 +27,7 @@ def rollout_numbers(rollouts: Artifact) -> dict[str, Any]:
         found[f"{column} per episode"] = pc.mean(episodes[column]).as_py()
     for column in ("seconds", "sampling_seconds", "tool_seconds"):
         found[f"{column} per episode"] = pc.mean(telemetry[column]).as_py()
+    found |= sampling_costs(rollouts)
     for outcome, count in sorted(Counter(episodes["outcome"].to_pylist()).items()):
         found[f"share {outcome}"] = count / total
     return numbers(found)

@@ -33,6 +33,10 @@ class EvaluationIncomplete(TriplaneError):
     """An evaluation lost too many episodes to infrastructure faults to judge a policy."""
 
 
+class NothingLeft(TriplaneError):
+    """Every episode of a dataset is quarantined."""
+
+
 class RegistryError(TriplaneError):
     """The registry has no such policy, or several that match."""
 

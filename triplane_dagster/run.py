@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -86,13 +86,25 @@ class Runner:
         job = half_job_name(self.experiment, half) if half else iteration_job_name(self.experiment)
         self._run(job, partition, config, half)
 
+    def assets(self, partition: str, names: Sequence[str]) -> None:
+        """Materialize some assets of an iteration again, in graph order. Raises the error of the failing step."""
+        self._instance.add_dynamic_partitions(self.experiment.name, [partition])
+        self._run(
+            iteration_job_name(self.experiment), partition, selection=[key_of(self.experiment, name) for name in names]
+        )
+
     def close(self) -> None:
         """Stop servers and engines started by this runner."""
         self._sampler.close()
         self._sandboxes.close()
 
     def _run(
-        self, name_of_job: str, partition: str | None, config: Mapping[str, Any] | None = None, half: Half | None = None
+        self,
+        name_of_job: str,
+        partition: str | None,
+        config: Mapping[str, Any] | None = None,
+        half: Half | None = None,
+        selection: Sequence[dg.AssetKey] | None = None,
     ) -> None:
         require_idle(self._instance, self.experiment, half)
         job = self._definitions.resolve_job_def(name_of_job)
@@ -103,6 +115,7 @@ class Runner:
                 partition_key=partition,
                 run_config={**_QUIET, **(config or {})},
                 run_id=run_id,
+                asset_selection=selection,
                 tags={PROCESS_TAG: name} if name else None,
             )
         except DagsterAssetCheckFailedError:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,18 +32,13 @@ _MATCH: Mapping[str, str] = {
     "task": "task_id = $value",
     "image": "starts_with(image_digest, $value)",
     "tool": "list_contains(tools, $value)",
-    "rule": "false",
+    "rule": "episode_id IN (SELECT episode_id FROM grades WHERE home IN (FROM graders))",
 }
-"""Condition on `episodes`. A rule matches by grades."""
+"""Condition on `episodes`."""
 
 _FOUND = "CREATE TEMP TABLE found AS SELECT * FROM episodes WHERE {match}"
-_FOUND_BY_RULE = """
-CREATE TEMP TABLE found AS
-SELECT * FROM episodes WHERE episode_id IN (
-    SELECT episode_id FROM grades JOIN artifacts ON home = uri WHERE starts_with(rule, $value)
-)
-"""
-_PLACES = """
+_GRADERS = "CREATE TEMP TABLE graders AS SELECT uri FROM artifacts WHERE starts_with(rule, $value)"
+PLACES = """
 CREATE TEMP TABLE places AS
 WITH pinned AS (SELECT uri, experiment, iteration FROM artifacts WHERE kind = 'iteration_inputs'),
 sampled AS (
@@ -76,9 +72,11 @@ SELECT m.home AS uri, any_value(a.digest) AS digest, any_value(p.experiment) AS 
     any_value(p.iteration) AS iteration, count(*) FILTER (WHERE kept) AS kept,
     histogram(reason) FILTER (WHERE NOT kept) AS left_out
 FROM members m JOIN artifacts a ON m.home = a.uri LEFT JOIN places p ON p.uri = m.home
-WHERE episode_id IN (SELECT episode_id FROM found)
+WHERE episode_id IN (SELECT episode_id FROM found) {graded}
 GROUP BY m.home ORDER BY experiment, iteration, digest
 """
+_GRADED = "AND m.home IN (SELECT child FROM edges WHERE parent IN (FROM graders))"
+"""Condition on datasets for a rule: another grading of the same episodes did not use it."""
 _DESCENT = """
 SELECT parent, child FROM edges WHERE child LIKE 'artifacts/checkpoint/%'
     AND (list_contains($datasets, parent) OR parent LIKE 'artifacts/checkpoint/%')
@@ -112,24 +110,42 @@ def recall(store: Store, what: What, value: str) -> Recall:
 
     Updates the ledger first. Raises ArtifactMissing if nothing matches.
     """
+    with asked(store, what, value) as (db, count):
+        used = rows(db, _USED.format(graded=_GRADED if what == "rule" else ""))
+        datasets = [row.pop("uri") for row in used]
+        trained = trained_on(db, [uri for uri, row in zip(datasets, used, strict=True) if row["kept"]])
+        return Recall(
+            count, rows(db, _SEEN), used, trained, live_among(store, {row.pop("uri"): row for row in trained})
+        )
+
+
+@contextmanager
+def asked(store: Store, what: What, value: str) -> Iterator[tuple[duckdb.DuckDBPyConnection, int]]:
+    """The ledger with the tables `found` (rows of `episodes` that match), `graders` (URIs of the rewards made by a
+    rule) and `places`; and the number of episodes. Raises as `recall` does.
+    """
     if what == "episode" and not re.fullmatch("[0-9a-f]{1,32}", value):
         raise ArtifactMissing(f"{value!r} is no episode id: give up to 32 of its digits, 0-9 and a-f")
     update(store)
     with Ledger(store).opened() as (db, _):
-        condition = _FOUND_BY_RULE if what == "rule" else _FOUND.format(match=_MATCH[what])
-        db.execute(condition, {"value": value})
+        if what == "rule":
+            db.execute(_GRADERS, {"value": value})
+        db.execute(_FOUND.format(match=_MATCH[what]), {} if what == "rule" else {"value": value})
         count = db.sql("SELECT count(DISTINCT episode_id) FROM found").fetchall()[0][0]
         if not count:
             raise ArtifactMissing(_nothing(db, what, value, store.url))
-        db.execute(_PLACES)
-        used = _rows(db, _USED)
-        datasets = [row.pop("uri") for row in used]
-        kept = [uri for uri, row in zip(datasets, used, strict=True) if row["kept"]]
-        edges = db.sql(_DESCENT, params={"datasets": kept}).fetchall()
-        distances = _distances(kept, edges)
-        db.register("tainted", pa.table({"uri": [*distances], "distance": [*distances.values()]}, schema=_TAINTED))
-        trained = _rows(db, _CHECKPOINTS)
-        return Recall(count, _rows(db, _SEEN), used, trained, _live(store, {row.pop("uri"): row for row in trained}))
+        db.execute(PLACES)
+        yield db, count
+
+
+def trained_on(db: duckdb.DuckDBPyConnection, datasets: Sequence[str]) -> list[dict[str, Any]]:
+    """Checkpoints trained on these datasets (URIs) and those trained further from them, the former first. Reads
+    `places`.
+    """
+    edges = db.sql(_DESCENT, params={"datasets": [*datasets]}).fetchall()
+    distances = _distances(datasets, edges)
+    db.register("tainted", pa.table({"uri": [*distances], "distance": [*distances.values()]}, schema=_TAINTED))
+    return rows(db, _CHECKPOINTS)
 
 
 def _distances(datasets: Iterable[str], edges: Iterable[tuple[str, str]]) -> dict[str, int]:
@@ -147,7 +163,8 @@ def _distances(datasets: Iterable[str], edges: Iterable[tuple[str, str]]) -> dic
     return found
 
 
-def _live(store: Store, tainted: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+def live_among(store: Store, tainted: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Experiments whose live policy is among these rows of `trained_on`, by URI."""
     found = []
     for experiment in experiments_in(store):
         live = Registry(store, experiment).live()
@@ -164,10 +181,11 @@ def _live(store: Store, tainted: Mapping[str, Mapping[str, Any]]) -> list[dict[s
     return found
 
 
-def _rows(db: duckdb.DuckDBPyConnection, query: str, values: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+def rows(db: duckdb.DuckDBPyConnection, query: str, values: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+    """Rows of a query."""
     found = db.sql(query, params=dict(values)) if values else db.sql(query)
-    rows: list[dict[str, Any]] = found.to_arrow_table().to_pylist(maps_as_pydicts="strict")
-    return rows
+    answer: list[dict[str, Any]] = found.to_arrow_table().to_pylist(maps_as_pydicts="strict")
+    return answer
 
 
 _KNOWN = {

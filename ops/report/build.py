@@ -10,13 +10,14 @@ from contracts.artifacts import Artifact
 from contracts.digests import digest_of
 from contracts.tasks import Split
 from curation.measures import MEASURES, measure_names
+from ops.costs import Costs, iteration_costs
 from ops.graph import REPORT
 from ops.report import facts
 from ops.report.episodes import viewer
 from ops.report.history import Row, row_of
 from ops.report.page import render
 from ops.report.sources import Sources
-from ops.report.timings import Seconds
+from ops.report.timings import Seconds, earlier_costs
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Report:
 
     summary: dict[str, Any]
     """Deterministic: rows of all iterations so far, distributions, families, decision, inputs."""
+    spent: dict[str, Costs]
+    """Costs of this and earlier iterations, as far as they are known."""
     page: bytes
     """report.html: the summary, timings, costs and the episodes."""
 
@@ -34,8 +37,10 @@ def report_config(sources: Sources, earlier: list[Row]) -> dict[str, Any]:
     return {"experiment": sources.experiment, "iteration": sources.iteration, "history": digest_of(earlier)}
 
 
-def compose(sources: Sources, earlier: list[Row], seconds: Seconds) -> Report:
-    """Build the report of an iteration. seconds: durations of this and earlier iterations' assets, if known."""
+def compose(sources: Sources, earlier: list[Row], seconds: Seconds, gpus: int | None = None) -> Report:
+    """Build the report of an iteration. seconds: durations of this and earlier iterations' assets, if known. gpus: that
+    the trainer uses.
+    """
     tasks = sources.tasks()
     rows = [*earlier, row_of(sources)]
     summary = {
@@ -49,28 +54,32 @@ def compose(sources: Sources, earlier: list[Row], seconds: Seconds) -> Report:
         **facts.restored(sources),
         "inputs": facts.inputs(sources),
     }
+    own = iteration_costs(sources.get("rollouts"), sources.get("dataset"), sources.get("checkpoint"), gpus=gpus)
+    spent = earlier_costs(sources.store, sources.experiment, sources.iteration) | {sources.iteration: own}
     shown = summary | {
+        "spent": spent,
         "rows": [_timed(row, seconds.get(row["iteration"], {})) for row in rows],
         "costs": facts.costs(sources),
         "version": REPORT.version,
         "viewer": viewer(sources, tasks),
     }
-    return Report(summary, render(shown))
+    return Report(summary, spent, render(shown))
 
 
-def commit_report(sources: Sources, earlier: list[Row], seconds: Seconds) -> Artifact:
-    """Commit the `report` artifact of these sources unless it exists."""
+def commit_report(sources: Sources, earlier: list[Row], seconds: Seconds, gpus: int | None = None) -> Artifact:
+    """Commit the `report` artifact of these sources unless it exists. gpus: that the trainer uses."""
     inputs = {asset: artifact.ref for asset, artifact in sources.artifacts.items()}
     work = REPORT.work_with(sources.store, inputs, report_config(sources, earlier))
     found = work.find()
     if found is not None:
         return found
-    report = compose(sources, earlier, seconds)
+    report = compose(sources, earlier, seconds, gpus)
     with work.writer() as out:
         out.add_json("summary.json", report.summary)
         # both contain durations, so they are not part of the content digest
         out.add_bytes("report.html", report.page, telemetry=True)
         out.add_json("timings.json", seconds, telemetry=True)
+        out.add_json("costs.json", report.spent, telemetry=True)
         return out.commit(
             meta={
                 "iteration": sources.iteration,

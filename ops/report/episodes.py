@@ -22,6 +22,7 @@ from ops.report.history import finite
 from ops.report.sources import Sources
 from ops.report.tokens import Vocabulary
 from ops.report.verdicts import read_verdicts
+from resources.quarantine import Quarantine
 
 MAX_LISTED = 5_000
 """Maximum number of listed episodes."""
@@ -56,19 +57,32 @@ def viewer(sources: Sources, tasks: Mapping[str, Task]) -> dict[str, Any]:
             ("rollouts", "telemetry.parquet"),
         )
     )
+    marks = _marks(sources)
     episodes = []
     for row in rows:
         name = row["episode_id"]
         facts = _facts(row, graded.get(name), members.get(name), telemetry.get(name), tasks.get(row["task_id"]))
         tests = {"tests": verdicts[name]} if name in verdicts else {}
         why = {"evidence": evidence[name]} if name in evidence else {}
-        episodes.append(facts | details.get(name, {}) | tests | why)
+        marked = {"quarantine": marks[name]} if name in marks else {}
+        episodes.append(facts | details.get(name, {}) | tests | why | marked)
     played = {row["task_id"] for row in rows}
     return {
         "episodes": episodes,
         "tasks": {name: _task(tasks[name]) for name in sorted(played) if name in tasks},
         "vocabulary": {str(token): text for token, text in sorted(vocabulary.texts.items())},
         "total": table.num_rows,
+    }
+
+
+def _marks(sources: Sources) -> dict[str, str]:
+    """Marks of the quarantined episodes, as text, by episode."""
+    rollouts, rewards = sources.get("rollouts"), sources.get("rewards")
+    if rollouts is None or rewards is None:
+        return {}
+    found = Quarantine(sources.store).episodes(rollouts.ref, rewards.ref)
+    return {
+        episode: "; ".join(f"mark {mark.number}: {mark.reason}" for mark in marks) for episode, marks in found.items()
     }
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dagster as dg
 
+from contracts.artifacts import Artifact
 from contracts.store import Store
+from ops.costs import Costs
 from resources.refs import partitions, read_artifact
 
 Seconds = dict[str, dict[str, float]]
@@ -25,9 +27,20 @@ def iteration_seconds(instance: dg.DagsterInstance, experiment: str, iteration: 
     return found
 
 
+def earlier_costs(store: Store, experiment: str, iteration: str) -> dict[str, Costs]:
+    """Costs of the iterations before this one, from their latest report."""
+    report = _earlier_report(store, experiment, iteration)
+    found: dict[str, Costs] = report.json("costs.json") if report and "costs.json" in report.names() else {}
+    return found
+
+
 def earlier_seconds(store: Store, experiment: str, iteration: str) -> Seconds:
     """Seconds of the iterations before this one, from their latest report."""
-    reports = [each for each in partitions(store, experiment, "report") if each < iteration]
-    report = read_artifact(store, experiment, "report", reports[-1]) if reports else None
+    report = _earlier_report(store, experiment, iteration)
     found: Seconds = report.json("timings.json") if report else {}
     return found
+
+
+def _earlier_report(store: Store, experiment: str, iteration: str) -> Artifact | None:
+    reports = [each for each in partitions(store, experiment, "report") if each < iteration]
+    return read_artifact(store, experiment, "report", reports[-1]) if reports else None

@@ -86,12 +86,15 @@ def record_of(episode: str, index: int) -> bytes:
     return f"{episode}/{index}".encode()
 
 
-def reason_of(episode: dict[str, Any], rows: dict[str, list[dict[str, Any]]], config: DatasetConfig) -> str | None:
-    reward = {row["episode_id"]: row["reward"] for row in rows["rewards"]}
+def reason_of(
+    episode: dict[str, Any], rows: dict[str, list[dict[str, Any]]], config: DatasetConfig, marked: set[str]
+) -> str | None:
+    reward = {row["episode_id"]: None if row["episode_id"] in marked else row["reward"] for row in rows["rewards"]}
     group = [reward[other["episode_id"]] for other in rows["episodes"] if other["group_id"] == episode["group_id"]]
     graded = [value if config.variance_of == "reward" else value > 1 for value in group if value is not None]
     mine = [row for row in rows["sequences"] if row["episode_id"] == episode["episode_id"]]
     holds = {
+        "quarantined": episode["episode_id"] in marked,
         **{outcome: episode["outcome"] == outcome for outcome in UNSCORED},
         "not_graded": reward[episode["episode_id"]] is None,
         "tampered": any(
@@ -106,16 +109,18 @@ def reason_of(episode: dict[str, Any], rows: dict[str, list[dict[str, Any]]], co
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(rows=rollouts(), config=configs, routed=st.booleans())
+@given(rows=rollouts(), config=configs, routed=st.booleans(), data=st.data())
 def test_kept_rows_reasons_and_group_statistics_equal_a_naive_reference(
-    rows: dict[str, list[dict[str, Any]]], config: DatasetConfig, routed: bool, tmp_path: Path
+    rows: dict[str, list[dict[str, Any]]], config: DatasetConfig, routed: bool, tmp_path: Path, data: st.DataObject
 ) -> None:
-    train, members = select_rows(*tables(rows, tmp_path, routed=routed), config)
+    names = [row["episode_id"] for row in rows["episodes"]]
+    marked = data.draw(st.sets(st.sampled_from(names), max_size=3)) if names else set()
+    train, members = select_rows(*tables(rows, tmp_path, routed=routed), config, marked)
     assert train.schema == (TRAIN.append(ROUTED_EXPERTS) if routed else TRAIN) and members.schema == MEMBERS
     for row in train.to_pylist() if routed else []:
         assert row[ROUTED_EXPERTS.name] == record_of(row["episode_id"], row["sequence"])
-    reward = {row["episode_id"]: row["reward"] for row in rows["rewards"]}
-    expected = {row["episode_id"]: reason_of(row, rows, config) for row in rows["episodes"]}
+    reward = {row["episode_id"]: None if row["episode_id"] in marked else row["reward"] for row in rows["rewards"]}
+    expected = {row["episode_id"]: reason_of(row, rows, config, marked) for row in rows["episodes"]}
     assert [(row["episode_id"], row["reason"]) for row in members.to_pylist()] == list(expected.items())
     kept_groups: list[str] = []
     for row in rows["episodes"]:

@@ -103,7 +103,7 @@ def test_an_iteration_is_not_trained_before_the_one_that_it_builds_on(overlapped
         runner.iteration("0003", half="learn")
         roll_back(ran_ahead.store, overlapped, plan_rollback(ran_ahead.store, "tiny", "1"), "a test")
         before = set(ran_ahead.store.list("artifacts/checkpoint/"))
-        with pytest.raises(IterationRefused, match=r"more than 1 training away \(off_policy.max_staleness\)"):
+        with pytest.raises(IterationRefused, match=r"2 trainings away, at most 1 \(off_policy.max_staleness\)"):
             runner.iteration("0004", half="learn")
         assert set(ran_ahead.store.list("artifacts/checkpoint/")) == before
     more = load_experiment(TINY, ["off_policy.overlap=true", "off_policy.max_staleness=2"])

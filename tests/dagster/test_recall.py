@@ -104,9 +104,9 @@ class History:
                 ),
             )
             members = [
-                {"episode_id": row["episode_id"], "kept": kept, "reason": None if kept else "zero_variance"}
+                {"episode_id": row["episode_id"], "kept": reason is None, "reason": reason}
                 for row in episodes
-                for kept in (draw.random() < 0.5,)
+                for reason in (draw.choice((None, None, None, "zero_variance", "too_long")),)
             ]
             dataset = self._asset(
                 experiment,
@@ -152,15 +152,20 @@ class History:
         return made
 
 
-def brute_force(store: Store, match: Callable[[dict[str, Any], set[str]], bool]) -> dict[str, Any]:
-    """The answer by reading every manifest and table."""
+def rule_of(rewards: Artifact) -> str:
+    return f"{rewards.manifest.code_version}-{digest_of(rewards.manifest.config)[:12]}"
+
+
+def brute_force(
+    store: Store, match: Callable[[dict[str, Any], set[str]], bool], rule: str | None = None
+) -> dict[str, Any]:
+    """The answer by reading every manifest and table. rule: only datasets of rewards that this rule made."""
     all_ = {artifact.ref.uri: artifact for artifact in list_artifacts(store)}
     rules: dict[str, set[str]] = {}
     for artifact in all_.values():
         if artifact.ref.kind == "rewards":
-            rule = f"{artifact.manifest.code_version}-{digest_of(artifact.manifest.config)[:12]}"
             for row in artifact.table("rewards.parquet").to_pylist():
-                rules.setdefault(row["episode_id"], set()).add(rule)
+                rules.setdefault(row["episode_id"], set()).add(rule_of(artifact))
     found = {
         row["episode_id"]: uri
         for uri, artifact in all_.items()
@@ -171,6 +176,8 @@ def brute_force(store: Store, match: Callable[[dict[str, Any], set[str]], bool])
     used = {}
     for uri, artifact in all_.items():
         if artifact.ref.kind == "dataset":
+            if rule and not rule_of(all_[artifact.manifest.parents["rewards"].uri]).startswith(rule):
+                continue
             rows = [r for r in artifact.table("members.parquet").to_pylist() if r["episode_id"] in found]
             if rows:
                 used[uri] = sum(row["kept"] for row in rows)
@@ -253,7 +260,8 @@ def check_answers(seed: int, folder: Path) -> None:
     questions += [("episode", some[:1], lambda row, _: row["episode_id"].startswith(some[0]))]
     questions += [("episode", some[:7], lambda row, _: row["episode_id"].startswith(some[:7]))]
     for what, value, match in questions:
-        assert answered(store, what, value) == brute_force(store, match), (what, value)
+        rule = value if what == "rule" else None
+        assert answered(store, what, value) == brute_force(store, match, rule), (what, value)
     before = indexed(store)
     rebuild(store)
     assert indexed(store) == before

@@ -16,7 +16,7 @@ from contracts.chat import ChatTokenizer
 from contracts.episodes import TokenRole
 from contracts.store import open_store
 from inference.rollouts.straggler_bias import SolveRates
-from ops.report.build import commit_report
+from ops.report.build import commit_report, compose
 from ops.report.facts import histogram
 from ops.report.history import earlier_rows, row_of
 from ops.report.page import read_data
@@ -68,6 +68,19 @@ def test_costs_are_sums_of_telemetry(first: dict[str, Any]) -> None:
         "rollouts",
         *(f"{who} {split}" for who in ("parent", "candidate") for split in ("gate", "held_out")),
     }
+
+
+def test_costs_by_iteration_name_the_tokens_lost_by_reason(world: World) -> None:
+    store = world.store
+    sources = find_sources(store, EXPERIMENT, "0000")
+    spent = compose(sources, [], {}, gpus=2).spent["0000"]
+    rollouts, dataset = sources.artifacts["rollouts"], sources.artifacts["dataset"]
+    tokens = {row["episode_id"]: row["engine_tokens"] or 0 for row in rollouts.table("telemetry.parquet").to_pylist()}
+    left_out = [row for row in dataset.table("members.parquet").to_pylist() if not row["kept"]]
+    assert left_out and sum(spent["tokens_lost"].values()) == sum(tokens[row["episode_id"]] for row in left_out)
+    assert set(spent["tokens_lost"]) == {row["reason"] for row in left_out}
+    assert spent["engine_tokens"] == sum(tokens.values())
+    assert spent["gpu_seconds"] == 2 * spent["training_seconds"]
 
 
 def test_inputs_are_named_by_digest(world: World, first: dict[str, Any]) -> None:

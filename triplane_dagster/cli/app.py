@@ -13,9 +13,11 @@ from triplane_dagster.cli import (
     episodes,
     experiments,
     fork,
+    gc,
     iterate,
     lineage,
     plan,
+    quarantine,
     recall,
     report,
     rollback,
@@ -58,6 +60,8 @@ app = typer.Typer(
 
         triplane recall --task <id>     # which policies were trained on it, and whether one is live
 
+        triplane quarantine --task <id> # keep it out of training, and retrain
+
     Digests and ids may be shortened to any unambiguous beginning.
     """,
 )
@@ -85,6 +89,7 @@ app.command()(status.status)
 app.add_typer(episodes.app, name="episodes")
 app.command()(lineage.lineage)
 app.command()(recall.recall)
+app.command()(quarantine.quarantine)
 app.command()(report.report)
 app.command()(compare.compare)
 app.command()(ui.ui)
@@ -95,5 +100,6 @@ app.command()(unpin.unpin)
 app.command()(fork.fork)
 app.command()(train.train)
 app.add_typer(tasks.app, name="tasks")
+app.command()(gc.gc)
 app.add_typer(store.app, name="store")
 app.add_typer(experiments.app, name="experiments")

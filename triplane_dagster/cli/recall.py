@@ -13,23 +13,27 @@ from triplane_dagster.cli.options import AsJson
 from triplane_dagster.cli.output import console, print_json, print_rows
 
 if TYPE_CHECKING:
-    from ops.ledger.recall import Recall
+    from ops.ledger.recall import Recall, What
 
 SHORT = 12
 """Digits of a digest in a table."""
 
 
+Episode = Annotated[str | None, typer.Option(help="Episode id, or its first digits.")]
+Task = Annotated[str | None, typer.Option(help="Task id.")]
+Image = Annotated[str | None, typer.Option(help="Digest of the files a task starts from, or its first digits.")]
+Tool = Annotated[str | None, typer.Option(help="Name of a tool that the policy called, e.g. exec.")]
+RewardRule = Annotated[
+    str | None, typer.Option(help="Code version and settings of a grading, or the beginning, as `recall` lists them.")
+]
+
+
 def recall(
-    episode: Annotated[str | None, typer.Option(help="Episode id, or its first digits.")] = None,
-    task: Annotated[str | None, typer.Option(help="Task id.")] = None,
-    image: Annotated[
-        str | None, typer.Option(help="Digest of the files a task starts from, or its first digits.")
-    ] = None,
-    tool: Annotated[str | None, typer.Option(help="Name of a tool that the policy called, e.g. exec.")] = None,
-    reward_rule: Annotated[
-        str | None,
-        typer.Option(help="Code version and settings of a grading, or the beginning, as `recall` lists them."),
-    ] = None,
+    episode: Episode = None,
+    task: Task = None,
+    image: Image = None,
+    tool: Tool = None,
+    reward_rule: RewardRule = None,
     as_json: AsJson = False,
 ) -> None:
     """Show which rollouts, datasets and checkpoints an episode, task, image, tool or reward rule reached, and whether a
@@ -47,17 +51,22 @@ def recall(
     """
     from ops.ledger.recall import recall as ask
 
-    asked = {"episode": episode, "task": task, "image": image, "tool": tool, "rule": reward_rule}
-    given = [(what, value) for what, value in asked.items() if value]
-    if len(given) != 1:
-        raise ConfigError("recall answers one question: give one of --episode, --task, --image, --tool, --reward-rule")
-    what, value = given[0]
+    what, value = one_question("recall answers", episode, task, image, tool, reward_rule)
     store = open_store()
-    found = ask(store, what, value)  # type: ignore[arg-type]
+    found = ask(store, what, value)
     if as_json:
         print_json({"store": store.url, "asked": {what: value}, **asdict(found)})
     else:
         _print(found, what, value)
+
+
+def one_question(who: str, *values: str | None) -> tuple[What, str]:
+    """The only question given. values: of the options in the order of `recall`. Raises ConfigError."""
+    options: tuple[What, ...] = ("episode", "task", "image", "tool", "rule")
+    given = [(what, value) for what, value in zip(options, values, strict=True) if value]
+    if len(given) != 1:
+        raise ConfigError(f"{who} one question: give one of --episode, --task, --image, --tool, --reward-rule")
+    return given[0]
 
 
 def _print(found: Recall, what: str, value: str) -> None:
@@ -65,13 +74,13 @@ def _print(found: Recall, what: str, value: str) -> None:
     out.print(f"{found.episodes} episode{'s' * (found.episodes != 1)} with the {what} {value}")
     print_rows([_seen(row) for row in found.seen], as_json=False, title="sampled by")
     print_rows(
-        [_placed(row) | {"trains": row["kept"], "left out": row["left_out"] or None} for row in found.used],
+        [placed(row) | {"trains": row["kept"], "left out": row["left_out"] or None} for row in found.used],
         as_json=False,
         title="considered by datasets",
         empty="no dataset considered them",
     )
     print_rows(
-        [_placed(row) | {"trained": "on them" if not row["distance"] else _descended(row)} for row in found.trained],
+        [placed(row) | {"trained": "on them" if not row["distance"] else descended(row)} for row in found.trained],
         as_json=False,
         title="checkpoints",
         empty="no checkpoint was trained on them",
@@ -82,14 +91,16 @@ def _print(found: Recall, what: str, value: str) -> None:
         out.print("none of these checkpoints is live")
 
 
-def _placed(row: dict[str, Any]) -> dict[str, Any]:
+def placed(row: dict[str, Any]) -> dict[str, Any]:
+    """Columns that say which artifact a row is about."""
     return {"experiment": row["experiment"], "iteration": row["iteration"], "digest": row["digest"][:SHORT]}
 
 
 def _seen(row: dict[str, Any]) -> dict[str, Any]:
     counts = {name: row[name] for name in ("episodes", "solved", "reward", "policy_tokens")}
-    return {"kind": row["kind"], **_placed(row), "policy": row["policy"][:SHORT], **counts}
+    return {"kind": row["kind"], **placed(row), "policy": row["policy"][:SHORT], **counts}
 
 
-def _descended(row: dict[str, Any]) -> str:
+def descended(row: dict[str, Any]) -> str:
+    """How a checkpoint descends from one that was trained on the episodes."""
     return f"{row['distance']} iteration{'s' * (row['distance'] != 1)} after one that was"

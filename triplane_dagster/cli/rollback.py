@@ -67,18 +67,18 @@ def rollback(
         _bring_again(store, wanted, str(error), as_json)
         return
     if not as_json:
-        _show(wanted, plan)
+        show_plan(wanted, plan)
     if not yes:
-        _confirm()
+        confirm("a rollback", "roll back?")
     entry = change_live(store, wanted.name, plan, reason)
     with stoppable(f"interrupted: rolled back, {_how_to_bring(wanted, entry)}"):
         if not as_json:
             console().print(Text(f"live: {entry.policy.short}, {entry.made_by} ({entry.came_by})"))
         done = RolledBack(plan, entry, bring_live(store, wanted))
-        told = _tell_dagster(wanted, done)
+        told = tell_dagster(wanted, done)
     if as_json:
         print_json(_json_of(done))
-    _warn(done.servers, told)
+    warn(done.servers, told)
 
 
 def _bring_again(store: Store, experiment: Experiment, said: str, as_json: bool) -> None:
@@ -95,7 +95,7 @@ def _bring_again(store: Store, experiment: Experiment, said: str, as_json: bool)
         print_json({"live": live.model_dump(mode="json"), "servers": [each.row() for each in servers]})
     else:
         console().print(Text(f"{said}; {servers_line(servers)}"), soft_wrap=True)
-    _warn(servers, [])
+    warn(servers, [])
 
 
 def _how_to_bring(experiment: Experiment, live: LivePolicy) -> str:
@@ -104,12 +104,14 @@ def _how_to_bring(experiment: Experiment, live: LivePolicy) -> str:
     return f"{live.policy.short} is live; not all servers were updated, `{command}` updates them"
 
 
-def _warn(servers: Sequence[ServerState], told: Sequence[str]) -> None:
+def warn(servers: Sequence[ServerState], told: Sequence[str]) -> None:
+    """Print servers that are behind, and further warnings, on stderr."""
     for warning in (*(f"{each.url}: {each.fault}" for each in servers if each.fault), *told):
         typer.echo(f"warning: {warning}", err=True)
 
 
-def _show(experiment: Experiment, plan: RollbackPlan) -> None:
+def show_plan(experiment: Experiment, plan: RollbackPlan) -> None:
+    """Print what a rollback changes."""
     out, live, target = console(), plan.live, plan.target
     origin = (
         "the base policy" if target.number == 0 else f"made by iteration {target.iteration}, change {target.number}"
@@ -125,14 +127,15 @@ def _show(experiment: Experiment, plan: RollbackPlan) -> None:
         out.print(f"servers to be swapped: {', '.join(experiment.deployment.servers)}")
 
 
-def _confirm() -> None:
+def confirm(what: str, question: str) -> None:
+    """Ask the operator; exits 1 for a no."""
     if not sys.stdin.isatty():
-        raise ConfigError("a rollback needs confirmation and stdin is not a terminal: add --yes")
-    if not typer.confirm("roll back?"):
+        raise ConfigError(f"{what} needs confirmation and stdin is not a terminal: add --yes")
+    if not typer.confirm(question):
         raise typer.Exit(1)
 
 
-def _tell_dagster(experiment: Experiment, done: RolledBack) -> list[str]:
+def tell_dagster(experiment: Experiment, done: RolledBack) -> list[str]:
     """Report the rollback on the sampler's page. Returns the error if that fails; the rollback stays."""
     from dagster import DagsterError
 

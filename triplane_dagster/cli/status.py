@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +14,9 @@ from contracts.tasks import Split
 from triplane_dagster.cli.options import AsJson
 from triplane_dagster.cli.output import console, print_json, print_rows
 from triplane_dagster.cli.stale import print_stale
+
+FEW = 10
+"""Iterations that fit on the disk, below which `status` warns."""
 
 
 def status(
@@ -52,6 +57,7 @@ def _status(store: Store, experiment: str) -> dict[str, Any]:
     base = read_ref(store, experiment, "base_policy")
     return {
         "experiment": experiment,
+        "disk": _disk(store, experiment),
         "live": live.model_dump(mode="json") if live else None,
         "live_because": f"{live.made_by} ({live.came_by})" if live else "nothing was promoted yet",
         "base_policy": base.digest if base else None,
@@ -62,6 +68,17 @@ def _status(store: Store, experiment: str) -> dict[str, Any]:
         "iterations": [json_of(each) for each in history],
         "stale": [{**vars(each), "iterations": list(each.iterations)} for each in stale_steps(store, experiment)],
     }
+
+
+def _disk(store: Store, experiment: str) -> dict[str, float] | None:
+    """Bytes that an iteration adds, free bytes, and iterations that fit; None if the store is remote or has none."""
+    from ops.retention import iteration_bytes
+
+    size = iteration_bytes(store, experiment) if Path(store.url).is_dir() else None
+    if not size:
+        return None
+    free = shutil.disk_usage(store.url).free
+    return {"bytes_per_iteration": size, "free_bytes": free, "iterations_left": int(free // size)}
 
 
 def _print(store: Store, found: dict[str, Any]) -> None:
@@ -79,3 +96,10 @@ def _print(store: Store, found: dict[str, Any]) -> None:
     rows = [base_row(history), *map(row_of, history)] if history else []
     print_rows(rows, as_json=False, empty="no iteration yet")
     print_stale(store, name)
+    disk = found["disk"]
+    if disk and disk["iterations_left"] < FEW:
+        typer.echo(
+            f"warning: the disk of {store.url} has room for {disk['iterations_left']} more iterations of {name}"
+            f" ({disk['bytes_per_iteration'] / 1e6:.0f} MB each): `triplane gc --keep-last 3` shows what may go",
+            err=True,
+        )

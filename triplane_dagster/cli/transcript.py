@@ -16,6 +16,7 @@ from contracts.episodes import Episode, TokenRole
 from contracts.errors import ArtifactMissing
 from contracts.store import Store
 from contracts.visible import visible
+from resources.quarantine import Quarantine
 from triplane_dagster.cli.output import cell
 from triplane_dagster.episode_index import EpisodeHome, Membership, memberships, rewards_of
 
@@ -55,6 +56,9 @@ def episode_json(store: Store, home: EpisodeHome) -> dict[str, Any]:
         "diff": episode.final_diff.decode(errors="replace"),
         "reward": rewards_of(store, home.artifact).get(episode.episode_id),
         "datasets": [_membership(each) for each in memberships(store, episode.episode_id)],
+        "quarantine": [
+            {"mark": mark.number, "reason": mark.reason} for mark in Quarantine(store).of_episode(episode.episode_id)
+        ],
         "telemetry": home.telemetry(),
     }
 
@@ -93,6 +97,8 @@ def print_episode(out: Console, found: dict[str, Any]) -> None:
     else:
         out.print(Text("final diff: empty", "dim"))
     _print_reward(out, found["reward"])
+    for each in found["quarantine"]:
+        out.print(Text(visible(f"quarantined by mark {each['mark']}: {each['reason']}"), "red"))
     for each in found["datasets"]:
         said = "kept it" if each["kept"] else f"left it out: {each['reason']}"
         out.print(Text(f"dataset {each['dataset'][:12]} {said}"))

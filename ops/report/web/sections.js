@@ -96,6 +96,11 @@ function table(head, rows, numeric = []) {
 function origin(data) {
   byId("costs").append(el("p", { class: "quiet" }, "Summed over episodes, which run many at once. A policy plays a split once: a run of the parent was mostly paid for by an earlier iteration."), table(["what", "episodes", "engine tokens", "sampling, summed", "tools, summed", "episodes, summed", "retries"],
     data.costs.map((each) => [each.what, count(each.episodes), count(each.engine_tokens), seconds(each.sampling_seconds), seconds(each.tool_seconds), seconds(each.seconds), count(each.retries)]), [1, 2, 3, 4, 5, 6]));
+  const spent = Object.entries(data.spent), lost = [...new Set(spent.flatMap(([, own]) => Object.keys(own.tokens_lost || {})))].sort();
+  const sum = (own, name, format) => (missing(own[name]) ? "–" : format(own[name]));
+  byId("costs").append(el("p", { class: "quiet" }, "By iteration. Tokens lost: of episodes that do not train, by reason. GPU seconds: of the trainer."),
+    table(["iteration", "engine tokens", "engine, summed", "sandboxes, summed", "trained tokens", "training", "GPU seconds", ...lost.map((reason) => `lost: ${reason.replaceAll("_", " ")}`)],
+      spent.map(([iteration, own]) => [iteration, sum(own, "engine_tokens", count), sum(own, "engine_seconds", seconds), sum(own, "sandbox_seconds", seconds), sum(own, "trained_tokens", count), sum(own, "training_seconds", seconds), sum(own, "gpu_seconds", seconds), ...lost.map((reason) => count((own.tokens_lost || {})[reason] || 0))]), [1, 2, 3, 4, 5, 6, ...lost.map((_, index) => index + 7)]));
   const last = data.rows[data.rows.length - 1].seconds || {};
   byId("inputs").append(table(["asset", "kind", "content digest", "action key", "code", "seconds", "trace"],
     data.inputs.map((each) => [each.asset, each.kind, copyable(each.digest, each.digest.slice(0, 16)), copyable(each.action_key, each.action_key.slice(0, 12)), each.code_version, missing(last[each.asset]) ? "–" : last[each.asset].toFixed(1), copyable(`triplane lineage ${each.digest}`, `triplane lineage ${each.digest.slice(0, 12)}`)]), [5]));

@@ -77,7 +77,7 @@ function detail(episode, data, select) {
   const mates = data.viewer.episodes.filter((each) => each.group_id === episode.group_id);
   const whole = el("p", { class: "quiet" }, "Tokens, calls and diff are not in this page, to keep it small: ", copyable(`triplane episodes show ${episode.episode_id}`));
   return [
-    el("div", { class: "head" }, badge(episode.outcome), el("b", null, episode.task_id), !missing(episode.kept) && badge(episode.kept ? "kept" : `left out: ${episode.reason}`)),
+    el("div", { class: "head" }, badge(episode.outcome), el("b", null, episode.task_id), !missing(episode.kept) && badge(episode.kept ? "kept" : `left out: ${episode.reason}`), episode.quarantine && el("span", null, `quarantined by ${episode.quarantine}`)),
     task.instruction && el("p", null, task.instruction),
     el("div", { class: "facts" }, fact("reward", missing(episode.reward) ? "–" : short(episode.reward)), components && el("span", null, `(${components})`), fact("group mean", short(episode.group_mean)), fact("family", episode.family), fact("ended", episode.ended.replaceAll("_", " ")), fact("turns", episode.turns), fact("tokens", `${count(episode.policy_tokens)} of ${count(episode.length)}`), episode.format_errors ? fact("format errors", episode.format_errors) : null, fact("took", seconds(episode.seconds))),
     el("div", { class: "facts" }, el("span", null, "group "), mates.map((mate) => el("button", { type: "button", "aria-pressed": String(mate === episode), onclick: () => select(mate) }, `#${mate.sample}: ${missing(mate.reward) ? "–" : mate.reward.toFixed(1)}`))),

@@ -1,0 +1,104 @@
+"""What a store may lose without changing an answer: trainer states that nothing starts from, and merged groups.
+
+Manifests of everything else stay, with all checkpoints and episodes, so that lineage, recall and reports answer as
+before. An iteration whose trainer state is gone can't be trained again, and its policy can't be rolled back to.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from contracts.artifacts import Artifact, ArtifactRef, artifact_exists, discard_artifact, find_artifact, list_artifacts
+from contracts.store import Store
+from inference.rollouts.groups import GROUP
+from ops.graph import CHECKPOINT, EVALUATION, ITERATION_INPUTS, PER_ITERATION, ROLLOUTS, SAMPLER
+from ops.readings import EVALUATION_RUN
+from ops.state import read_inputs
+from resources.refs import earlier_refs, experiments_in, partitions, read_artifact, read_ref
+from resources.registry import Registry
+
+TRAINER_STATE = "trainer_state"
+SHOWN_ITERATIONS = 3
+"""Iterations whose mean size foretells the next ones'."""
+
+
+@dataclass(frozen=True)
+class Removable:
+    """An artifact that may be removed."""
+
+    ref: ArtifactRef
+    size: int
+    """Bytes of its files."""
+    why: str
+
+
+def removable(store: Store, keep_last: int, older_than_s: float) -> list[Removable]:
+    """Artifacts that no policy, no pinned iteration and no question needs.
+
+    keep_last: iterations, and promotions that the live policy builds on, whose trainer states stay; at least 1.
+    older_than_s: minimum age, since a run may have made what nothing names yet.
+    """
+    old = time.time() - older_than_s
+    needed = {key for experiment in experiments_in(store) for key in _needed_by(store, experiment, keep_last)}
+    found = [
+        *(each for each in list_artifacts(store, TRAINER_STATE) if each.ref.key not in needed),
+        *(each for each in list_artifacts(store, GROUP) if _is_merged(store, each)),
+    ]
+    why = {TRAINER_STATE: "nothing starts from it", GROUP: "merged into its rollouts"}
+    return [Removable(each.ref, _size(each), why[each.ref.kind]) for each in found if each.manifest.created_unix < old]
+
+
+def remove(store: Store, each: Removable) -> None:
+    """Remove an artifact, its manifest first: `store gc` removes what an interruption leaves."""
+    discard_artifact(store, each.ref)
+
+
+def _is_merged(store: Store, group: Artifact) -> bool:
+    return artifact_exists(store, ROLLOUTS.writes, group.manifest.config["rollouts"])
+
+
+def _needed_by(store: Store, experiment: str, keep_last: int) -> Iterator[str]:
+    """Keys of trainer states that an experiment keeps. A trainer state has the key of its checkpoint."""
+    base = read_ref(store, experiment, "base_policy")
+    if base is not None:
+        yield from (each.key for each in (base, *earlier_refs(store, experiment, "base_policy", None, base)))
+    registry = Registry(store, experiment)
+    history = registry.history()
+    live = [history[-1]] if history else []
+    for entry in (*live, *(history[number - 1] for number in registry.standing()[-keep_last:])):
+        yield entry.trainer_state.key
+    for iteration in partitions(store, experiment, ITERATION_INPUTS.name)[-keep_last:]:
+        pinned = read_ref(store, experiment, ITERATION_INPUTS.name, iteration)
+        start = read_inputs(store, pinned).start if pinned else None
+        if start is not None:
+            yield start.trainer_state.key
+        made = read_ref(store, experiment, CHECKPOINT.name, iteration)
+        if made is not None:
+            yield from (each.key for each in (made, *earlier_refs(store, experiment, CHECKPOINT.name, iteration, made)))
+
+
+def iteration_bytes(store: Store, experiment: str) -> float | None:
+    """Mean bytes that an experiment's last iterations with a decision added; None if there is none."""
+    sizes = [
+        _iteration_size(store, experiment, each)
+        for each in partitions(store, experiment, SAMPLER.name)[-SHOWN_ITERATIONS:]
+    ]
+    return sum(sizes) / len(sizes) if sizes else None
+
+
+def _iteration_size(store: Store, experiment: str, iteration: str) -> int:
+    made = {name: read_artifact(store, experiment, name, iteration) for name in PER_ITERATION}
+    evaluation, candidate, rollouts = (made[spec.name] for spec in (EVALUATION, CHECKPOINT, ROLLOUTS))
+    parts = [each for each in made.values() if each]
+    runs = evaluation.manifest.parents.items() if evaluation else ()
+    refs = [ref for role, ref in runs if ref.kind == EVALUATION_RUN and role.startswith("candidate_")]
+    refs += [candidate.ref.model_copy(update={"kind": TRAINER_STATE})] if candidate else []
+    parts += [part for ref in refs if (part := find_artifact(store, ref.kind, ref.key))]
+    parts += [rollouts] if rollouts else []  # its groups hold the same rows
+    return sum(map(_size, parts))
+
+
+def _size(artifact: Artifact) -> int:
+    return sum(entry.size for entry in artifact.manifest.files)

@@ -1,0 +1,110 @@
+"""What `triplane gc` removes is needed by no iteration, no policy and no question."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import dagster as dg
+import pytest
+from dagster_world import World
+from typer.testing import CliRunner
+
+from contracts.artifacts import ArtifactRef, find_artifact, list_artifacts, open_artifact
+from contracts.store import Store, open_store
+from contracts.upkeep import find_garbage
+from ops.inputs import trainer_state_of
+from ops.ledger.index import rebuild
+from ops.ledger.recall import Recall, recall
+from ops.retention import iteration_bytes, removable, remove
+from ops.rollback import plan_rollback
+from resources.refs import require_ref
+from resources.registry import Registry
+from triplane_dagster.cli.app import app
+from triplane_dagster.iterations import decision_of, next_partition
+from triplane_dagster.run import open_runner
+
+ANY_AGE = -60.0
+
+
+@pytest.fixture
+def mine(ran: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """A copy of the store after two iterations, and an instance that knows nothing of them."""
+    shutil.copytree(ran.store.url, tmp_path / "store")
+    (tmp_path / "dagster").mkdir()
+    monkeypatch.setenv("TRIPLANE_STORE", str(tmp_path / "store"))
+    with dg.DagsterInstance.local_temp(str(tmp_path / "dagster")) as instance:
+        yield World(ran.experiment, open_store(), instance, ran.made)
+
+
+def refs(store: Store) -> set[ArtifactRef]:
+    return {each.ref for each in list_artifacts(store) if each.ref.kind != "ledger"}
+
+
+def answer(store: Store) -> Recall:
+    rollouts = open_artifact(store, require_ref(store, "tiny", "rollouts", "0000"))
+    return recall(store, "task", rollouts.table("episodes.parquet", ["task_id"])["task_id"][0].as_py())
+
+
+def test_an_iteration_and_every_question_go_on_after_gc(mine: World) -> None:
+    store, live = mine.store, Registry(mine.store, "tiny").live()
+    before, asked = refs(store), answer(store)
+    found = removable(store, 1, ANY_AGE)
+    assert refs(store) == before and "group" in {each.ref.kind for each in found} <= {"group", "trainer_state"}
+    for each in found:
+        remove(store, each)
+    assert refs(store) == before - {each.ref for each in found} and not removable(store, 1, ANY_AGE)
+    assert live is not None and find_artifact(store, "trainer_state", live.policy.key)
+    assert trainer_state_of(store, require_ref(store, "tiny", "base_policy"))
+    assert plan_rollback(store, "tiny", "base").target.iteration == "base"
+    assert answer(store) == asked
+    rebuild(store)
+    assert answer(store) == asked
+    rollouts, dataset = (require_ref(store, "tiny", asset, "0001") for asset in ("rollouts", "dataset"))
+    with open_runner(mine.experiment, mine.instance) as runner:
+        following = next_partition(store, mine.experiment)
+        runner.iteration(following)
+        assert decision_of(store, mine.experiment, following) is not None
+        runner.assets("0001", ["rollouts", "rewards", "dataset"])
+    assert require_ref(store, "tiny", "rollouts", "0001") == rollouts, "nothing is sampled again"
+    assert require_ref(store, "tiny", "dataset", "0001") == dataset
+
+
+def test_what_is_young_or_among_the_last_iterations_stays(mine: World) -> None:
+    assert removable(mine.store, 1, 3600.0) == []
+    kept = {each.ref for each in removable(mine.store, 99, ANY_AGE)}
+    assert kept == {each.ref for each in list_artifacts(mine.store, "group")}, "all groups are merged"
+
+
+def test_files_that_a_killed_gc_leaves_are_found_by_the_next_one(mine: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    class KilledError(BaseException):
+        """Stands for kill -9 between two calls."""
+
+    def kill(prefix: str) -> None:
+        raise KilledError
+
+    found = removable(mine.store, 1, ANY_AGE)
+    with monkeypatch.context() as patch, pytest.raises(KilledError):
+        patch.setattr(mine.store, "discard", kill)  # the manifest is gone, the files are not
+        remove(mine.store, found[0])
+    assert removable(mine.store, 1, ANY_AGE) == found[1:]
+    assert any(found[0].ref.key in each.place for each in find_garbage(mine.store, ANY_AGE))
+
+
+def test_the_command_changes_nothing_without_yes(mine: World) -> None:
+    before = refs(mine.store)
+    done = CliRunner().invoke(app, ["gc", "--keep-last", "1", "--json"])
+    assert done.exit_code == 0 and not json.loads(done.stdout)["removed"] and refs(mine.store) == before
+    assert CliRunner().invoke(app, ["gc", "--keep-last", "0"]).exit_code != 0
+
+
+def test_status_foretells_a_full_disk(mine: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = iteration_bytes(mine.store, "tiny")
+    assert size is not None and size > 1e6
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4.5 * size))
+    done = CliRunner().invoke(app, ["status", "-e", "tiny"], env={"COLUMNS": "200"})
+    assert done.exit_code == 0 and "has room for 4 more iterations of tiny" in done.stderr
+    assert json.loads(CliRunner().invoke(app, ["status", "--json"]).stdout)[0]["disk"]["iterations_left"] == 4
