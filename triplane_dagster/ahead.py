@@ -30,6 +30,9 @@ from resources.errors import StepFailed
 from resources.experiment import Experiment
 from resources.progress import Progress, ProgressSink
 from resources.refs import has_ref
+from triplane_dagster.cli.interrupts import is_interrupt
+from triplane_dagster.cli.quiet import quiet_dagster
+from triplane_dagster.run import Runner
 
 GRACE_S = 5.0
 """Time for the sampling process to cancel its run, in seconds."""
@@ -127,10 +130,6 @@ def _sample(experiment: Experiment, ref: Any, theirs: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent, in the same terminal, decides
     signal.signal(signal.SIGTERM, _stop)
     threading.Thread(target=_end_with_parent, name="sampling-lifetime", daemon=True).start()
-    from triplane_dagster.cli.interrupts import is_interrupt
-    from triplane_dagster.cli.quiet import quiet_dagster
-    from triplane_dagster.run import Runner
-
     lock = threading.Lock()
 
     def send(update: Progress | dict[str, Exception | None]) -> None:

@@ -1,16 +1,10 @@
-r"""Run the asset graph in this process for the command line, through the Dagster instance that the UI shows.
-
-run_base -> run_iteration(0000) -> run_iteration(0001) -> ...      one envd server and one engine for all of them
-
-With overlap, another process samples (`ahead`): sample 0000 -> sample 0001 -> sample 0002 -> ...
-                                                          \-> learn 0000 -> learn 0001 -> ...
-"""
+"""Run jobs of the asset graph in this process for the command line, through the Dagster instance that the UI shows."""
 
 from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,21 +16,15 @@ from contracts.store import open_store
 from ops.iteration_keys import require_key
 from resources.errors import CheckFailed, StepFailed
 from resources.experiment import Experiment
-from resources.launcher import require_launchable
 from resources.progress import ProgressSink, no_progress
 from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
-from triplane_dagster import iterations
-from triplane_dagster.ahead import Ahead, sampling_ahead
 from triplane_dagster.assembly import definitions_for
 from triplane_dagster.dead_runs import PROCESS_TAG, cancel_dead_runs, process_name
 from triplane_dagster.jobs import Half, base_job_name, half_job_name, iteration_job_name
 from triplane_dagster.pools import limit_pools
 from triplane_dagster.private_dagster import DagsterAssetCheckFailedError
-from triplane_dagster.targets import begin_target, end_target
 from triplane_dagster.unfinished import require_idle
-
-next_partition = iterations.next_partition
 
 _QUIET = {"loggers": {"console": {"config": {"log_level": "WARNING"}}}}
 """Dagster's log goes to the instance only; the terminal shows progress."""
@@ -165,45 +153,3 @@ def open_runner(
         yield runner
     finally:
         runner.close()
-
-
-def run_iterations(
-    experiment: Experiment,
-    count: int,
-    instance: dg.DagsterInstance,
-    progress: ProgressSink = no_progress,
-    between: Callable[[], None] = lambda: None,
-) -> list[str]:
-    """Make the base assets, then `count` further iterations in sequence. Returns the partition keys with a decision.
-
-    After a kill, the same call finishes the remaining iterations and adds none. Stops after a refusal if
-    promotion.on_refusal is stop. Raises the error of a failing step. between: called after each run; may raise to stop.
-    """
-    require_launchable(experiment)
-    store = open_store()
-    with open_runner(experiment, instance, progress) as runner:
-        runner.base()
-        between()
-        if count == 0:
-            return []
-        target = begin_target(store, experiment, count)
-        made = []
-        wanted = [each for each in target.iterations() if not iterations.is_complete(store, experiment, each)]
-        with sampling_ahead(experiment, wanted, instance, progress) as ahead:
-            for partition in target.iterations():
-                if partition in wanted:
-                    _iterate(runner, ahead, partition)
-                    between()
-                made.append(partition)
-                if not iterations.may_continue(store, experiment, partition):
-                    break
-        end_target(store, experiment, target)
-    return made
-
-
-def _iterate(runner: Runner, ahead: Ahead | None, partition: str) -> None:
-    if ahead is None:
-        runner.iteration(partition)
-        return
-    ahead.wait_for(partition)
-    runner.iteration(partition, half="learn")

@@ -11,7 +11,7 @@ import pytest
 
 from contracts.store import Store, open_store
 from resources.experiment import Experiment
-from triplane_dagster.run import run_iterations
+from triplane_dagster.sequence import run_iterations
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from resources.registry import Registry
 from triplane_dagster.assembly import load_definitions
 from triplane_dagster.cli.app import app
 from triplane_dagster.lineage import trace
-from triplane_dagster.run import run_iterations
+from triplane_dagster.sequence import run_iterations
 from triplane_dagster.settings import changed_steps
 from triplane_dagster.staleness import stale_steps
 

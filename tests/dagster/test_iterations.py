@@ -18,7 +18,8 @@ from resources.refs import require_ref
 from resources.registry import Registry
 from triplane_dagster.dry_run import plan_of
 from triplane_dagster.iterations import decision_of, next_partition
-from triplane_dagster.run import open_runner, run_iterations
+from triplane_dagster.run import open_runner
+from triplane_dagster.sequence import run_iterations
 
 
 def latest(world: World, asset: str, partition: str | None) -> dg.EventLogEntry:

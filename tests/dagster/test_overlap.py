@@ -20,7 +20,8 @@ from resources.experiment import Experiment, load_experiment
 from resources.refs import read_artifact, write_ref
 from resources.registry import Registry
 from triplane_dagster.jobs import HALF_TAG
-from triplane_dagster.run import open_runner, run_iterations
+from triplane_dagster.run import open_runner
+from triplane_dagster.sequence import run_iterations
 
 TINY = Path(__file__).parent / "tiny.yaml"
 

@@ -21,9 +21,9 @@ from resources.refs import remove_ref, write_ref
 from triplane_dagster.assembly import definitions_for
 from triplane_dagster.jobs import EXPERIMENT_TAG, base_job_name, iteration_job_name
 from triplane_dagster.pools import limit_pools
-from triplane_dagster.run import run_iterations
 from triplane_dagster.schedules import night_request, nightly
 from triplane_dagster.sensors import next_request
+from triplane_dagster.sequence import run_iterations
 from triplane_dagster.targets import begin_target, last_target, unfinished_target
 from triplane_dagster.training_job import NIGHT_TAG, Training, train_config, train_job, train_job_name
 from triplane_dagster.unfinished import require_idle

@@ -89,7 +89,8 @@ def _run(experiment: Experiment, count: int) -> list[str]:
     _warn_of_other_request(experiment)  # also reports an unusable store before seconds of imports
     with stoppable() as interruption:
         from triplane_dagster.cli.bars import Bars
-        from triplane_dagster.run import open_instance, run_iterations
+        from triplane_dagster.run import open_instance
+        from triplane_dagster.sequence import run_iterations
 
         with Bars(side_by_side=experiment.off_policy.overlap) as bars, quiet_dagster(), open_instance() as instance:
             return run_iterations(experiment, count, instance, bars, interruption.check)
