@@ -20,13 +20,16 @@ from contracts.artifacts import Artifact, ArtifactRef, discard_artifact, list_ar
 from contracts.errors import ArtifactMissing
 from contracts.store import open_store
 from ops.inputs import find_inputs
+from ops.quarantine.question import reach_of
 from resources.errors import IterationRefused, LaunchFailed
 from resources.experiment import load_experiment
+from resources.quarantine import Quarantine
 from resources.refs import read_ref, require_ref
 from resources.registry import Registry
 from triplane_dagster.assembly import load_definitions
 from triplane_dagster.cli.app import app
 from triplane_dagster.lineage import trace
+from triplane_dagster.quarantine import rebuild
 from triplane_dagster.sequence import run_iterations
 from triplane_dagster.settings import changed_steps
 from triplane_dagster.staleness import stale_steps
@@ -237,6 +240,22 @@ def test_fork_of_a_fork_keeps_the_first_sources_episodes(source: World) -> None:
     assert [each["iteration"] for each in row["experiments"].values()] == ["0001", "0000", "0000"]
     assert row["differences"]["exp3"]["n"] == 4
     assert Path("page.html").read_text().count("<img") == 4
+
+
+def test_quarantined_episodes_leave_the_datasets_of_forks_too(source: World) -> None:
+    fork("tiny/0000", "--as", "other", "--set", "trainer.learning_rate=0.001")
+    run(source, "other")
+    rollouts = made(source, "tiny", "rollouts")
+    task = rollouts.table("episodes.parquet")["task_id"][0].as_py()
+    found, marked = reach_of(source.store, "task", task)
+    assert {("tiny", "0000"), ("other", "0000")} <= set(found.iterations)
+    Quarantine(source.store).mark("task", task, marked, "a test")
+    names = {name: load_experiment(f"experiments/{name}.yaml") for name in ("tiny", "other")}
+    done = rebuild(source.store, found.iterations, names.__getitem__, source.instance)
+    assert done.faults == [] and {each.experiment for each in done.done} == {"tiny", "other"}
+    for name in names:
+        members = made(source, name, "dataset").table("members.parquet", ["episode_id", "reason"]).to_pylist()
+        assert {row["reason"] == "quarantined" for row in members} == {True, False}
 
 
 def test_a_killed_fork_leaves_no_experiment_and_deleting_one_leaves_its_source(source: World) -> None:
