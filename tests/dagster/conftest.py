@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,4 +22,13 @@ def tiny() -> Experiment:
 @pytest.fixture(scope="session")
 def ran(tiny: Experiment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """The tiny experiment after two iterations."""
-    yield from run_world(tiny, 2, tmp_path_factory.mktemp("ran"))
+    folder = tmp_path_factory.mktemp("ran")
+    for world in run_world(tiny, 2, folder):
+        shutil.copytree(folder / "store", folder / "untouched")
+        yield world
+
+
+@pytest.fixture(scope="session")
+def untouched(ran: World) -> Path:
+    """A copy of the store of `ran`, to copy again, without what tests have added to it."""
+    return Path(ran.store.url).parent / "untouched"

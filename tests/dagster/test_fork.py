@@ -40,9 +40,9 @@ SAMPLED = ("rollout_plan", "group", "rollouts")
 
 
 @pytest.fixture
-def source(ran: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def source(ran: World, untouched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """A copy of the store with two iterations of the tiny experiment, its file, and an instance of its own."""
-    shutil.copytree(ran.store.url, tmp_path / "store")
+    shutil.copytree(untouched, tmp_path / "store")
     for folder in ("dagster", "experiments"):
         (tmp_path / folder).mkdir()
     shutil.copy(TINY, tmp_path / "experiments")

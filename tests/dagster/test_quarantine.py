@@ -168,8 +168,8 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def place(ran: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    shutil.copytree(ran.store.url, tmp_path / "store")
+def place(ran: World, untouched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    shutil.copytree(untouched, tmp_path / "store")
     (tmp_path / "experiments").mkdir()
     shutil.copy(TINY, tmp_path / "experiments" / "tiny.yaml")
     (tmp_path / "home").mkdir()

@@ -31,9 +31,9 @@ ANY_AGE = -60.0
 
 
 @pytest.fixture
-def mine(ran: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def mine(ran: World, untouched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """A copy of the store after two iterations, and an instance that knows nothing of them."""
-    shutil.copytree(ran.store.url, tmp_path / "store")
+    shutil.copytree(untouched, tmp_path / "store")
     (tmp_path / "dagster").mkdir()
     monkeypatch.setenv("TRIPLANE_STORE", str(tmp_path / "store"))
     with dg.DagsterInstance.local_temp(str(tmp_path / "dagster")) as instance:
