@@ -25,6 +25,8 @@ def trainings_between(store: Store, one: ArtifactRef, other: ArtifactRef, at_mos
 
     Returns None if it exceeds `at_most`, or if they have no common ancestor.
     """
+    if one.digest == other.digest:
+        return 0
     lines = [list(_first(ancestors(store, each), at_most + 1)) for each in (one, other)]
     found = [up + lines[1].index(digest) for up, digest in enumerate(lines[0]) if digest in lines[1]]
     return min(found) if found and min(found) <= at_most else None
@@ -34,7 +36,7 @@ def require_recent(store: Store, experiment: str, policy: ArtifactRef, start: Ar
     """Staleness of what `policy` sampled for a training that starts from `start`. Raises IterationRefused if it exceeds
     `at_most`, before anything is computed.
     """
-    found = 0 if policy.digest == start.digest else trainings_between(store, policy, start, at_most)
+    found = trainings_between(store, policy, start, at_most)
     if found is None:
         far = trainings_between(store, policy, start, FAR)
         raise IterationRefused(
@@ -47,7 +49,7 @@ def require_recent(store: Store, experiment: str, policy: ArtifactRef, start: Ar
 
 def staleness(store: Store, policy: ArtifactRef, start: ArtifactRef) -> int:
     """Trainings between the policy that sampled and the start of the training; -1: it has another base."""
-    found = 0 if policy.digest == start.digest else trainings_between(store, policy, start, FAR)
+    found = trainings_between(store, policy, start, FAR)
     return -1 if found is None else found
 
 
