@@ -25,9 +25,9 @@ from triplane_dagster.cli.recall import (
     RewardRule,
     Task,
     Tool,
-    descended,
     one_question,
     placed,
+    show_trained,
 )
 from triplane_dagster.cli.rollback import confirm, show_plan, tell_dagster, warn
 
@@ -230,19 +230,7 @@ def _show(reach: Reach, what: str, value: str) -> None:
         title="datasets that use them",
         empty="no dataset uses them",
     )
-    print_rows(
-        [
-            placed(row) | {"trained": "on them" if not row["distance"] else descended(row)}
-            for row in reach.checkpoints.values()
-        ],
-        as_json=False,
-        title="tainted checkpoints",
-        empty="no checkpoint was trained on them",
-    )
-    for row in reach.live:
-        out.print(f"live in {row['experiment']}: {row['digest'][:SHORT]}, change {row['change']} of the registry")
-    if reach.checkpoints and not reach.live:
-        out.print("none of these checkpoints is live")
+    show_trained(reach.checkpoints.values(), reach.live, "tainted checkpoints")
 
 
 def _show_plan(experiment: Experiment, plan: Retraining) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -79,16 +80,21 @@ def _print(found: Recall, what: str, value: str) -> None:
         title="considered by datasets",
         empty="no dataset considered them",
     )
+    show_trained(found.trained, found.live, "checkpoints")
+
+
+def show_trained(trained: Collection[dict[str, Any]], live: Sequence[dict[str, Any]], title: str) -> None:
+    """Print checkpoints trained on episodes, or further from such ones, and which of them are live."""
     print_rows(
-        [placed(row) | {"trained": "on them" if not row["distance"] else descended(row)} for row in found.trained],
+        [placed(row) | {"trained": "on them" if not row["distance"] else descended(row)} for row in trained],
         as_json=False,
-        title="checkpoints",
+        title=title,
         empty="no checkpoint was trained on them",
     )
-    for row in found.live:
-        out.print(f"live in {row['experiment']}: {row['digest'][:SHORT]}, change {row['change']} of the registry")
-    if found.trained and not found.live:
-        out.print("none of these checkpoints is live")
+    for row in live:
+        console().print(f"live in {row['experiment']}: {row['digest'][:SHORT]}, change {row['change']} of the registry")
+    if trained and not live:
+        console().print("none of these checkpoints is live")
 
 
 def placed(row: dict[str, Any]) -> dict[str, Any]:
