@@ -1,9 +1,13 @@
-"""Tell somebody about failed runs: one JSON message to $TRIPLANE_ALERT_WEBHOOK each."""
+"""Tell somebody about failed runs: one JSON message to a web hook and one e-mail each, as the environment says."""
 
 from __future__ import annotations
 
 import os
+import smtplib
+import ssl
+from email.message import EmailMessage
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import dagster as dg
 import httpx
@@ -11,8 +15,14 @@ import httpx
 from triplane_dagster.jobs import EXPERIMENT_TAG
 
 VARIABLE = "TRIPLANE_ALERT_WEBHOOK"
+EMAIL_VARIABLE, SMTP_VARIABLE = "TRIPLANE_ALERT_EMAIL", "TRIPLANE_ALERT_SMTP"
+"""Recipients, separated by commas; and the mail server as smtp://[user:password@]host[:port], or smtps:// for TLS from
+the start. smtp:// uses STARTTLS where the server offers it, and refuses to send a password without it.
+"""
 TIMEOUT_S = 10.0
 """Time for the only attempt, in seconds: a sensor's tick must end within a minute."""
+RETRIED_TAG = "dagster/will_retry"
+"""Set by Dagster on a failed run that `run_retries` launches again."""
 _MAX_TEXT = 2000
 
 
@@ -20,25 +30,67 @@ _MAX_TEXT = 2000
     name="alert_on_failure",
     default_status=dg.DefaultSensorStatus.RUNNING,
     monitor_all_code_locations=False,
-    description=f"Posts each failed run as JSON to the URL in ${VARIABLE}.",
+    description=f"Tells of each failed run: JSON to the URL in ${VARIABLE}, an e-mail to ${EMAIL_VARIABLE}.",
 )
 def alert_on_failure(context: dg.RunFailureSensorContext) -> dg.SkipReason | None:
-    """Post a failed run. An error of the receiver is logged, without the URL, which may hold a secret."""
-    url = os.environ.get(VARIABLE)
-    if not url:
-        return dg.SkipReason(f"{VARIABLE} is not set")
-    try:
-        httpx.post(url, json=message(context), timeout=TIMEOUT_S).raise_for_status()
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else type(error).__name__
-        context.log.warning(
-            f"run {context.dagster_run.run_id} failed, and ${VARIABLE} did not take the message: {status}"
-        )
+    """Post and mail a failed run, unless Dagster launches it again. An error of a receiver is logged, without its URL,
+    which may hold a secret.
+    """
+    url, recipients = os.environ.get(VARIABLE), os.environ.get(EMAIL_VARIABLE)
+    if not url and not recipients:
+        return dg.SkipReason(f"neither {VARIABLE} nor {EMAIL_VARIABLE} is set")
+    run = context.dagster_run
+    if run.tags.get(RETRIED_TAG) == "true":
+        return dg.SkipReason(f"the process of run {run.run_id} died; Dagster launches it again")
+    told = message(context)
+    if url:
+        try:
+            httpx.post(url, json=told, timeout=TIMEOUT_S).raise_for_status()
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else type(error).__name__
+            context.log.warning(f"run {run.run_id} failed, and ${VARIABLE} did not take the message: {status}")
+    if recipients:
+        try:
+            send_email(recipients, told)
+        except (OSError, smtplib.SMTPException, ValueError) as error:
+            reason = f"{type(error).__name__} {getattr(error, 'smtp_code', '')}".strip()
+            context.log.warning(f"run {run.run_id} failed, and ${SMTP_VARIABLE} did not take the e-mail: {reason}")
     return None
 
 
+def send_email(recipients: str, told: dict[str, Any]) -> None:
+    """Send a message of `message` through ${SMTP_VARIABLE}, else the mail server of this machine.
+
+    Raises OSError, SMTPException or ValueError.
+    """
+    server = urlsplit(os.environ.get(SMTP_VARIABLE) or "smtp://localhost:25")
+    if server.scheme not in ("smtp", "smtps") or not server.hostname:
+        raise ValueError(f"{SMTP_VARIABLE} is not smtp://host:port or smtps://host:port")
+    mail = EmailMessage()
+    mail["Subject"] = told["text"][:150]
+    mail["To"] = recipients
+    user = unquote(server.username or "")
+    mail["From"] = user if "@" in user else recipients.split(",")[0]
+    mail.set_content("\n".join(f"{name}: {value}" for name, value in told.items() if name != "text"))
+    safe = ssl.create_default_context()
+    at = (server.hostname, server.port or (465 if server.scheme == "smtps" else 25))
+    with (
+        smtplib.SMTP_SSL(*at, timeout=TIMEOUT_S, context=safe)
+        if server.scheme == "smtps"
+        else smtplib.SMTP(*at, timeout=TIMEOUT_S)
+    ) as connection:
+        connection.ehlo()
+        if server.scheme == "smtp" and connection.has_extn("starttls"):
+            connection.starttls(context=safe)
+        if user:
+            if not isinstance(connection.sock, ssl.SSLSocket):
+                raise ValueError("the mail server offers no TLS: a password is not sent without it")
+            connection.login(user, unquote(server.password or ""))
+        connection.send_message(mail)
+
+
 def message(context: dg.RunFailureSensorContext) -> dict[str, Any]:
-    """The posted JSON object; `text` is what chat services show."""
+    """What is told, as a JSON object; `text` is what chat services show."""
     run = context.dagster_run
     errors = [event.step_failure_data.error for event in context.get_step_failure_events()]
     causes = [(error.cause or error).message for error in errors if error is not None]

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from email.message import EmailMessage
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import dagster as dg
 import pytest
+from aiosmtpd.controller import Controller
+from aiosmtpd.handlers import Message
 
 from assets.naming import key_of
 from contracts.errors import ConfigError
 from resources.experiment import Experiment, ScheduleConfig
-from triplane_dagster.alerts import VARIABLE, alert_on_failure
+from triplane_dagster.alerts import EMAIL_VARIABLE, RETRIED_TAG, SMTP_VARIABLE, VARIABLE, alert_on_failure, send_email
 from triplane_dagster.assembly import definitions_for
 from triplane_dagster.executors import step_executor
 from triplane_dagster.jobs import EXPERIMENT_TAG
@@ -82,6 +87,71 @@ def test_a_failed_run_is_posted_with_its_error(
     assert posted["text"] == "tiny_iteration 0006 failed: ValueError: no sandboxes left"
     assert (posted["experiment"], posted["partition"]) == ("tiny", "0006")
     assert posted["run_id"] == failed.dagster_run.run_id
+
+
+def test_a_run_that_is_launched_again_alerts_nobody(
+    hook: Hook, failed: dg.RunFailureSensorContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, hook.url)
+    tags = cast("dict[str, str]", failed.dagster_run.tags)
+    tags[RETRIED_TAG] = "true"
+    assert isinstance(alert_on_failure(failed), dg.SkipReason) and hook.posted == []
+    tags[RETRIED_TAG] = "false"
+    assert alert_on_failure(failed) is None and len(hook.posted) == 1
+
+
+class Mails(Message):
+    """What a mail server was given."""
+
+    def __init__(self) -> None:
+        super().__init__(EmailMessage)
+        self.received: list[Any] = []
+
+    def handle_message(self, message: Any) -> None:
+        self.received.append(message)
+
+
+@pytest.fixture
+def mails(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mails]:
+    """A mail server without TLS, to which failed runs are told."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    mails = Mails()
+    server = Controller(mails, hostname="127.0.0.1", port=port)
+    server.start()
+    monkeypatch.setenv(SMTP_VARIABLE, f"smtp://127.0.0.1:{port}")
+    monkeypatch.setenv(EMAIL_VARIABLE, "night@example.com, boss@example.com")
+    yield mails
+    server.stop()
+
+
+def test_a_failed_run_is_mailed_with_its_error(mails: Mails, failed: dg.RunFailureSensorContext) -> None:
+    assert alert_on_failure(failed) is None
+    (mail,) = mails.received
+    assert mail["Subject"] == "tiny_iteration 0006 failed: ValueError: no sandboxes left"
+    assert mail["To"] == mail["X-RcptTo"] == "night@example.com, boss@example.com"
+    assert mail["From"] == "night@example.com"
+    assert f"run_id: {failed.dagster_run.run_id}" in mail.get_payload()
+
+
+def test_a_password_is_not_sent_without_tls(
+    mails: Mails, failed: dg.RunFailureSensorContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = os.environ[SMTP_VARIABLE]
+    monkeypatch.setenv(SMTP_VARIABLE, server.replace("//", "//me:secret@"))
+    with pytest.raises(ValueError, match="offers no TLS"):
+        send_email("night@example.com", {"text": "hello"})
+    assert alert_on_failure(failed) is None
+    assert mails.received == []
+
+
+@pytest.mark.parametrize("url", ["smtp://127.0.0.1:9", "mailto:me", "smtp://127.0.0.1:port"])
+def test_an_error_of_the_mail_server_is_not_raised(
+    url: str, mails: Mails, failed: dg.RunFailureSensorContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SMTP_VARIABLE, url)
+    assert alert_on_failure(failed) is None
+    assert mails.received == []
 
 
 @pytest.mark.parametrize("receiver", ["refuses", "is gone", "is no URL"])
