@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from contracts.errors import ConfigError
-from triplane_dagster.cli.ui import alone, require_free
+from contracts.processes import start_of
+from triplane_dagster.cli.ui import alone, keep_running, require_free
 
 
 def test_a_taken_port_is_named_before_anything_is_loaded() -> None:
@@ -22,6 +27,31 @@ def test_a_taken_port_is_named_before_anything_is_loaded() -> None:
 def test_an_unknown_host_is_named() -> None:
     with pytest.raises(ConfigError, match=r"no-such-host\.invalid:3000 \(Name or service not known\)"):
         require_free("no-such-host.invalid", 3000)
+
+
+def test_a_daemon_that_ends_is_started_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It lists its processes in a file, and is killed once."""
+    pids, over = tmp_path / "pids", threading.Event()
+    command = ["sh", "-c", f"echo $$ >>{pids}; exec sleep 600"]
+    keeper = threading.Thread(target=keep_running, args=(command, over))
+    keeper.start()
+    try:
+        os.kill(await_lines(pids, 1)[0], signal.SIGKILL)
+        second = await_lines(pids, 2)[1]
+        assert "daemon ended with code -9; starting it again" in capsys.readouterr().err
+    finally:
+        over.set()
+        keeper.join()
+    assert start_of(second) is None, "it ends with the UI"
+
+
+def await_lines(path: Path, count: int) -> list[int]:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if path.exists() and len(lines := path.read_text().split()) >= count:
+            return [int(line) for line in lines]
+        time.sleep(0.05)
+    raise AssertionError(f"{path} has no {count} lines")
 
 
 def test_one_instance_has_one_ui(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,12 +22,17 @@ import typer
 import yaml
 
 from contracts.errors import ConfigError
+from contracts.retries import backoff_s
+from trainer.lifetime import PARENT_VARIABLE
 
 if TYPE_CHECKING:
     from dagster import DagsterInstance
 
 GRACE_S = 20.0
 """Seconds for the daemon to exit, since it may be launching a run."""
+POLL_S = 0.5
+STEADY_S = 60.0
+"""Seconds after which a daemon counts as one that ran well."""
 
 
 def ui(
@@ -46,13 +53,13 @@ def ui(
     os.environ.setdefault("TRIPLANE_STORE", str(Path(".triplane/store").absolute()))
     os.chdir(root)
     from triplane_dagster.assembly import experiments_folder, load_folder
-    from triplane_dagster.dead_runs import cancel_dead_runs
+    from triplane_dagster.dead_runs import end_dead_runs
     from triplane_dagster.pools import limit_pools
     from triplane_dagster.run import open_instance
     from triplane_dagster.webserver import serve
 
     with open_instance() as instance, alone(Path(instance.root_directory).resolve()):
-        cancel_dead_runs(instance)  # a killed in-process run would occupy the queue's only slot
+        end_dead_runs(instance)  # they would occupy the queue's only slot
         limit_pools(instance, load_folder(experiments_folder()).experiments)
         with code_servers(instance) as workspace, daemon(instance, workspace):
             serve(instance, workspace, host, port)
@@ -91,22 +98,44 @@ def code_servers(instance: DagsterInstance) -> Iterator[Path]:
 
 @contextmanager
 def daemon(instance: DagsterInstance, workspace: Path) -> Iterator[None]:
-    """Run the daemon for queue, schedules and sensors until the block ends."""
+    """Keep the daemon for queue, schedules and sensors running until the block ends."""
     from dagster import serialize_value
 
-    from triplane_dagster.private_dagster import DAEMON_MODULE
-
-    command = [sys.executable, "-m", DAEMON_MODULE, "run", "--log-level", "warning", "--workspace", str(workspace)]
-    child = subprocess.Popen([*command, "--instance-ref", serialize_value(instance.get_ref())])
+    module = [sys.executable, "-m", "triplane_dagster.daemon", "run", "--log-level", "warning"]
+    command = [*module, "--workspace", str(workspace), "--instance-ref", serialize_value(instance.get_ref())]
+    over = threading.Event()
+    keeper = threading.Thread(target=keep_running, args=(command, over), name="daemon-keeper")
+    keeper.start()
     try:
         yield
     finally:
-        child.terminate()
-        try:
-            child.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+        over.set()
+        keeper.join()
+
+
+def keep_running(command: Sequence[str], over: threading.Event) -> None:
+    """Run a command until `over` is set; one that ends before is started again. It may end with its parent, which this
+    thread is for the kernel.
+    """
+    failures = 0
+    while True:
+        child = subprocess.Popen(command, env={**os.environ, PARENT_VARIABLE: str(os.getpid())})
+        started = time.monotonic()
+        while child.poll() is None and not over.wait(POLL_S):
+            pass
+        if over.is_set():
+            break
+        failures = 1 if time.monotonic() - started > STEADY_S else failures + 1
+        pause = backoff_s(failures, 1.0, 60.0)
+        typer.echo(f"Dagster's daemon ended with code {child.returncode}; starting it again in {pause:.0f} s", err=True)
+        if over.wait(pause):
+            return
+    child.terminate()
+    try:
+        child.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
 
 
 def require_free(host: str, port: int) -> None:
