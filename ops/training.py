@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from contracts.artifacts import Artifact, ArtifactRef, discard_artifact, find_artifact, list_artifacts, open_artifact
+from contracts.retries import backoff_s
 from contracts.store import Store
 from ops.results import numbers
 from ops.step import Step
-from resources.errors import LaunchFailed
+from resources.errors import LaunchFailed, LaunchKilled
 from resources.experiment import SftBase
 from resources.launcher import Launcher
 from trainer.config import SNAPSHOT, SNAPSHOT_JOB, RlJob, SftJob
 
 METRIC_NAMES = {"lr": "learning_rate", "old_kl": "KL to the acting policy", "tis_mean": "importance_weight_mean"}
 """Names on the asset page of the trainer's metrics, if they differ."""
+LAUNCHES = 3
+"""Launches of a training that somebody kills, such as the system for lack of memory."""
 OF_ONE_STEP = ("rows", "tokens", "seconds")
 """Metrics that are meaningful for a single optimizer step only."""
 
@@ -107,9 +111,22 @@ def _train(step: Step, launcher: Launcher, job: SftJob | RlJob, steps: int, take
             step.progress.update("training", metrics["step"] - taken, steps, **numbers(metrics))
 
     command = [sys.executable, "-m", "trainer", "--job", job.model_dump_json()]
-    launcher.run(
-        step.context, command, nodes=where.nodes, gpus=where.gpus, timeout_s=where.timeout_s, on_message=on_message
-    )
+    for launch in range(1, LAUNCHES + 1):
+        try:
+            launcher.run(
+                step.context,
+                command,
+                nodes=where.nodes,
+                gpus=where.gpus,
+                timeout_s=where.timeout_s,
+                on_message=on_message,
+            )
+            break
+        except LaunchKilled as error:
+            if launch == LAUNCHES:
+                raise
+            step.context.log.warning(f"{error}; launching it again: it continues from its last snapshot")
+            time.sleep(backoff_s(launch, 1.0))
     found = find_artifact(step.store, "checkpoint", job.key)
     if found is None or find_artifact(step.store, "trainer_state", job.key) is None:
         raise LaunchFailed(

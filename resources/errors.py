@@ -29,6 +29,10 @@ class LaunchFailed(TriplaneError):
     """A launched process ended without a result."""
 
 
+class LaunchKilled(LaunchFailed):
+    """A launched process was killed by a signal that its launcher did not send."""
+
+
 class EvaluationIncomplete(TriplaneError):
     """An evaluation lost too many episodes to infrastructure faults to judge a policy."""
 

@@ -15,7 +15,7 @@ import dagster as dg
 from pydantic import Field
 
 from resources.channel import PIPES_BUCKET
-from resources.errors import LaunchFailed
+from resources.errors import LaunchFailed, LaunchKilled
 from resources.experiment import Experiment
 from resources.gpus import VISIBLE, local_gpus
 from resources.pipes import open_channel
@@ -41,7 +41,10 @@ class Launcher(Protocol):
         timeout_s: float,
         on_message: OnMessage,
     ) -> list[Mapping[str, Any]]:
-        """Run a command; call `on_message` for each message on arrival. Returns all messages. Raises LaunchFailed."""
+        """Run a command; call `on_message` for each message on arrival. Returns all messages.
+
+        Raises LaunchFailed; LaunchKilled if somebody else killed it.
+        """
 
 
 class LocalLauncher(dg.ConfigurableResource[Any]):
@@ -104,6 +107,9 @@ class LocalLauncher(dg.ConfigurableResource[Any]):
                 _stop(child, self.grace_s)
                 channel.ended()
             tail = _tail(log)
+        if child.returncode < 0:
+            name = signal.Signals(-child.returncode).name
+            raise LaunchKilled(f"`{_shown(command)}` was killed ({name}): {tail}")
         if child.returncode != 0:
             raise LaunchFailed(f"`{_shown(command)}` ended with code {child.returncode}: {tail}")
         messages = session.get_custom_messages()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from contracts.store import open_store
-from resources.errors import LaunchFailed
+from resources.errors import LaunchFailed, LaunchKilled
 from resources.experiment import parse_experiment
 from resources.launcher import LocalLauncher
 from tests.dagster.launching import Arrived, launch_in_an_op
@@ -39,6 +39,11 @@ def test_messages_arrive_while_the_process_runs() -> None:
 def test_a_failing_process_is_quoted() -> None:
     with pytest.raises(LaunchFailed, match=r"ended with code 3: .*no room on the disk"):
         launch("import sys; print('no room on the disk', file=sys.stderr); sys.exit(3)")
+
+
+def test_a_killed_process_is_told_from_one_that_failed() -> None:
+    with pytest.raises(LaunchKilled, match=r"was killed \(SIGKILL\): half way"):
+        launch("import os; print('half way', flush=True); os.kill(os.getpid(), 9)")
 
 
 def test_a_process_that_takes_too_long_is_stopped() -> None:
