@@ -10,7 +10,9 @@ import dagster as dg
 from contracts.processes import boot_id, start_of
 
 PROCESS_TAG = "triplane/process"
-"""Tag with the process that executes an in-process run: host, boot, pid, start."""
+"""Tag with the process that executes a run, and the run: host, boot, pid, start, run id. Dagster copies the tags of a
+run to its repetition, which another process executes.
+"""
 
 _UNFINISHED = [
     dg.DagsterRunStatus.NOT_STARTED,
@@ -26,17 +28,29 @@ def process_name(pid: int) -> str | None:
     return None if boot is None or started is None else f"{socket.gethostname()}/{boot}/{pid}/{started}"
 
 
-def cancel_dead_runs(instance: dg.DagsterInstance) -> list[str]:
-    """Mark unfinished runs as canceled if their process died on this machine. Returns their ids."""
+def process_tag(run_id: str) -> dict[str, str]:
+    """Tag of a run that this process executes."""
+    name = process_name(os.getpid())
+    return {} if name is None else {PROCESS_TAG: f"{name}/{run_id}"}
+
+
+def end_dead_runs(instance: dg.DagsterInstance) -> list[str]:
+    """End unfinished runs whose process died on this machine. Returns their ids.
+
+    A run of the UI is marked as failed, so that `run_retries` launches it again. A run of the command line is marked as
+    canceled, since whoever gave the command repeats it, and so is one that somebody was terminating.
+    """
     here = process_name(os.getpid())
-    canceled = []
+    ended = []
     for run in instance.get_runs(dg.RunsFilter(statuses=_UNFINISHED)):
-        name = run.tags.get(PROCESS_TAG)
-        if here is None or name is None or name.split("/")[0] != here.split("/")[0]:
+        name, _, executed = run.tags.get(PROCESS_TAG, "").rpartition("/")
+        if here is None or executed != run.run_id or name.split("/")[0] != here.split("/")[0]:
             continue
         if process_name(int(name.split("/")[2])) != name:
-            instance.report_run_canceled(
-                run, "The process died. Committed work is kept; the next run continues from it."
-            )
-            canceled.append(run.run_id)
-    return canceled
+            why = "The process died. Committed work is kept; the next run continues from it."
+            if run.remote_job_origin is None or run.status is dg.DagsterRunStatus.CANCELING:
+                instance.report_run_canceled(run, why)
+            else:
+                instance.report_run_failed(run, why)
+            ended.append(run.run_id)
+    return ended

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import dagster as dg
 
 from contracts.errors import ConfigError
+from triplane_dagster.dead_runs import process_tag
+from triplane_dagster.jobs import REPEATED_WHOLE
 
 VARIABLE = "TRIPLANE_EXECUTOR"
 """in_process: steps follow one another in the run's process. multiprocess: a process for each step, shards of rollouts
@@ -18,13 +22,48 @@ def step_executor() -> dg.ExecutorDefinition:
     """Executor that $TRIPLANE_EXECUTOR names. Raises ConfigError."""
     name = os.environ.get(VARIABLE) or "in_process"
     if name == "in_process":
-        return dg.in_process_executor
+        return _tagging(dg.in_process_executor)
     if name == "multiprocess":
-        return dg.multiprocess_executor
+        return _tagging(dg.multiprocess_executor)
     if name != "k8s":
         raise ConfigError(f"{VARIABLE}={name}: no such executor; use in_process, multiprocess or k8s")
     try:
         from dagster_k8s import k8s_job_executor
     except ImportError:
         raise ConfigError(f"{VARIABLE}=k8s needs dagster-k8s: run pip install 'triplane[k8s]'") from None
-    return k8s_job_executor
+    return _tagging(k8s_job_executor)
+
+
+class _Tagging(dg.Executor):
+    """Executor that first records which process executes the run, and that a repetition repeats all of its steps: runs
+    from an asset's page have no tags of ours.
+    """
+
+    def __init__(self, inner: dg.Executor) -> None:
+        self._inner = inner
+
+    @property
+    def retries(self) -> Any:
+        """See Executor.retries."""
+        return self._inner.retries
+
+    @property
+    def step_dependency_config(self) -> Any:
+        """See Executor.step_dependency_config."""
+        return self._inner.step_dependency_config
+
+    def execute(self, plan_context: Any, execution_plan: Any) -> Iterator[dg.DagsterEvent]:
+        """See Executor.execute."""
+        run_id = plan_context.run_id
+        plan_context.instance.add_run_tags(run_id, {**process_tag(run_id), **REPEATED_WHOLE})
+        yield from self._inner.execute(plan_context, execution_plan)
+
+
+def _tagging(inner: dg.ExecutorDefinition) -> dg.ExecutorDefinition:
+    def create(context: dg.InitExecutorContext) -> dg.Executor:
+        made = inner.executor_creation_fn
+        assert made is not None, "every executor of Dagster has one"
+        return _Tagging(made(context))
+
+    schema: Any = inner.config_schema
+    return dg.ExecutorDefinition(inner.name, schema, inner.get_requirements, create, inner.description)

@@ -19,7 +19,8 @@ MAX_RETRIES_TAG = "dagster/max_retries"
 """Maximum relaunches of a run whose worker died, if `run_retries` is enabled in the Dagster instance."""
 TARGET_TAG = "triplane/target"
 """Id of the run that asked for the iterations to which the tagged run belongs; see `sensors`."""
-
+REPEATED_WHOLE = {"dagster/retry_strategy": "ALL_STEPS"}
+"""Tag: re-execution from the failed step can succeed with mapped steps missing; committed work is skipped anyway."""
 HALF_TAG = "triplane/half"
 """Half of an iteration that a run makes, for an experiment with overlap."""
 Half = Literal["sample", "learn"]
@@ -46,8 +47,7 @@ def rollback_job_name(experiment: Experiment) -> str:
 
 
 def _tags(experiment: Experiment) -> dict[str, str]:
-    # re-execution from the failed step can succeed with mapped steps missing; committed work is skipped anyway
-    return {"dagster/retry_strategy": "ALL_STEPS", EXPERIMENT_TAG: experiment.name}
+    return {**REPEATED_WHOLE, EXPERIMENT_TAG: experiment.name}
 
 
 def base_job(experiment: Experiment) -> UnresolvedAssetJobDefinition:

@@ -23,7 +23,7 @@ from resources.errors import ExperimentBusy
 from resources.experiment import Experiment
 from resources.progress import ProgressSink, no_progress
 from resources.refs import read_artifact
-from triplane_dagster.dead_runs import cancel_dead_runs
+from triplane_dagster.dead_runs import end_dead_runs
 from triplane_dagster.run import open_runner
 from triplane_dagster.unfinished import require_idle
 
@@ -107,7 +107,7 @@ def retrain(
     progress: ProgressSink = no_progress,
 ) -> RolledBack | None:
     """Carry out a plan. Returns the rollback, if there was one. Continues after a kill with a new plan."""
-    cancel_dead_runs(instance)
+    end_dead_runs(instance)
     require_idle(instance, experiment)
     done = None
     if plan.rollback is not None:

@@ -20,7 +20,7 @@ from resources.progress import ProgressSink, no_progress
 from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
 from triplane_dagster.assembly import definitions_for
-from triplane_dagster.dead_runs import PROCESS_TAG, cancel_dead_runs, process_name
+from triplane_dagster.dead_runs import end_dead_runs, process_tag
 from triplane_dagster.jobs import Half, base_job_name, half_job_name, iteration_job_name
 from triplane_dagster.pools import limit_pools
 from triplane_dagster.private_dagster import DagsterAssetCheckFailedError
@@ -96,7 +96,7 @@ class Runner:
     ) -> None:
         require_idle(self._instance, self.experiment, half)
         job = self._definitions.resolve_job_def(name_of_job)
-        name, run_id = process_name(os.getpid()), str(uuid.uuid4())
+        run_id = str(uuid.uuid4())
         try:
             done = job.execute_in_process(
                 instance=self._instance,
@@ -104,7 +104,7 @@ class Runner:
                 run_config={**_QUIET, **(config or {})},
                 run_id=run_id,
                 asset_selection=selection,
-                tags={PROCESS_TAG: name} if name else None,
+                tags=process_tag(run_id),
             )
         except DagsterAssetCheckFailedError:
             raise CheckFailed(failed_checks(self._instance, run_id)) from None
@@ -144,9 +144,9 @@ def open_runner(
 ) -> Iterator[Runner]:
     """Context of a runner that is closed at the end of the block.
 
-    First marks unfinished runs of killed processes as canceled.
+    First ends the runs of killed processes.
     """
-    cancel_dead_runs(instance)
+    end_dead_runs(instance)
     limit_pools(instance, [experiment])
     runner = Runner(experiment, instance, progress)
     try:

@@ -17,6 +17,7 @@ from ops.graph import DATASET, ONCE
 from ops.iteration_keys import iteration_key, next_iteration
 from resources.experiment import Experiment
 from resources.refs import has_ref
+from triplane_dagster.dead_runs import end_dead_runs
 from triplane_dagster.iterations import decision_of, is_complete, may_continue
 from triplane_dagster.jobs import (
     EXPERIMENT_TAG,
@@ -46,6 +47,7 @@ def continue_sequence(experiment: Experiment, jobs: Sequence[UnresolvedAssetJobD
     )
     def sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult | dg.SkipReason:
         limit_pools(context.instance, [experiment])
+        end_dead_runs(context.instance)
         return next_request(context.instance, open_store(), experiment)
 
     return sensor

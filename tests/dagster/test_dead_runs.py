@@ -1,19 +1,21 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import dagster as dg
 
 from contracts.processes import start_of
-from triplane_dagster.dead_runs import PROCESS_TAG, cancel_dead_runs, process_name
+from triplane_dagster.dead_runs import PROCESS_TAG, end_dead_runs, process_name
 
 SLEEPER = """
 import os, sys, time, dagster as dg
-from triplane_dagster.dead_runs import PROCESS_TAG, process_name
+from triplane_dagster.dead_runs import process_tag
 
 @dg.op
 def sleep():
@@ -24,30 +26,51 @@ def sleep():
 def nap():
     sleep()
 
+run_id, executed = sys.argv[2:]
 with dg.DagsterInstance.local_temp(sys.argv[1]) as instance:
-    nap.execute_in_process(instance=instance, tags={PROCESS_TAG: process_name(os.getpid())})
+    nap.execute_in_process(instance=instance, run_id=run_id, tags=process_tag(executed))
 """
 
 
-def test_a_killed_run_is_canceled_and_a_living_one_is_not(tmp_path: Path) -> None:
+@contextmanager
+def sleeping(folder: Path, run_id: str, executed: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process in whose run an op sleeps. executed: run in the tag."""
     child = subprocess.Popen(
-        [sys.executable, "-c", SLEEPER, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [sys.executable, "-c", SLEEPER, str(folder), run_id, executed],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     )
     assert child.stdout is not None
     try:
         assert child.stdout.readline() == b"asleep\n"
-        with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
-            assert cancel_dead_runs(instance) == []
-            os.kill(child.pid, signal.SIGKILL)
-            child.wait()
-            (run,) = instance.get_runs()
-            assert run.tags[PROCESS_TAG].split("/")[2] == str(child.pid)
-            assert cancel_dead_runs(instance) == [run.run_id]
-            assert instance.get_runs()[0].status is dg.DagsterRunStatus.CANCELED
+        yield child
     finally:
         child.kill()
         child.wait()
         child.stdout.close()
+
+
+def test_a_killed_run_is_canceled_and_a_living_one_is_not(tmp_path: Path) -> None:
+    run_id = str(uuid.uuid4())
+    with sleeping(tmp_path, run_id, run_id) as child, dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
+        assert end_dead_runs(instance) == []
+        child.kill()
+        child.wait()
+        (run,) = instance.get_runs()
+        assert run.tags[PROCESS_TAG].split("/")[2] == str(child.pid)
+        assert end_dead_runs(instance) == [run.run_id]
+        assert instance.get_runs()[0].status is dg.DagsterRunStatus.CANCELED
+
+
+def test_a_repetition_is_not_taken_for_the_run_whose_tags_it_has(tmp_path: Path) -> None:
+    """Dagster copies tags to repetitions; they wait or run in another process."""
+    with (
+        sleeping(tmp_path, str(uuid.uuid4()), executed=str(uuid.uuid4())) as child,
+        dg.DagsterInstance.local_temp(str(tmp_path)) as instance,
+    ):
+        child.kill()
+        child.wait()
+        assert end_dead_runs(instance) == []
 
 
 def test_process_identity_contains_pid_and_start_time() -> None:
