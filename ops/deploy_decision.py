@@ -14,6 +14,7 @@ from contracts.tasks import Split
 from curation.statistics import NonInferiority, PairedDifference, non_inferior
 from ops.inputs import trainer_state_of
 from ops.smoke import Smoke
+from ops.soundness import fault_of_candidate
 from ops.step import Step
 from resources.errors import NotMaterialized
 from resources.registry import Registry
@@ -138,6 +139,10 @@ def _try_to_promote(
         return gate.sentence, None
     if not registry.may_promote(candidate, parent.digest):
         return None, None
+    evaluation = open_artifact(step.store, step.parent("evaluation"))
+    fault = fault_of_candidate(step.store, candidate, parent, evaluation)
+    if fault is not None:
+        return f"{gate.sentence}; but {fault}", None
     played = smoke()
     if played.fault is not None:
         return f"{gate.sentence}; but its smoke episode failed: {played.fault}", played

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,12 @@ from contracts.tensor_files import TensorFiles, byte_size
 MAX_BYTES = 1 << 30
 """Codes to read. Of larger checkpoints an evenly spaced part of the tensors is read, always the same."""
 SCALE = "_scale_inv"
+MAX_SATURATED = 0.02
+"""Share of codes at the largest magnitude. A block's scale puts its largest weight there, about one code in 16384; a
+scale that is too small cuts off many.
+"""
+MAX_SCALE_RATIO = 1.5
+"""Median ratio of scales to those of the parent. An iteration changes weights by a few percent at most."""
 LARGEST_CODE = 0x7E
 """Bits of 448, the largest number of float8_e4m3fn, without the sign."""
 
@@ -51,3 +58,15 @@ def code_facts(directory: Path, parent: Path | None = None) -> CodeFacts | None:
             now, then = (each.tensor(f"{name}{SCALE}") for each in (files, before))
             ratios[name] = float((now / then).median())
     return CodeFacts(len(read), len(names), saturated / max(1, codes), tuple(zero), ratios)
+
+
+def code_faults(facts: CodeFacts) -> Iterator[str]:
+    """What is unsound in codes and scales of a policy that was trained from its parent."""
+    if facts.saturated > MAX_SATURATED:
+        yield f"{facts.saturated:.1%} of the codes are saturated, more than {MAX_SATURATED:.0%}"
+    if facts.zero:
+        yield f"{len(facts.zero)} tensor(s) are all zeros, first {facts.zero[0]}"
+    moved = [name for name, ratio in facts.scale_ratios.items() if not 1 / MAX_SCALE_RATIO <= ratio <= MAX_SCALE_RATIO]
+    if moved:
+        ratio = facts.scale_ratios[moved[0]]
+        yield f"the scales of {len(moved)} tensor(s) changed, first {moved[0]}: {ratio:.3g} times those of its parent"

@@ -341,7 +341,7 @@ def _gate_note(state: IterationState) -> str:
 
 SAMPLER = StepSpec(
     name="sampler",
-    version="2",
+    version="3",  # unsound weights and tampering on the gate refuse a candidate
     slice=lambda state: {
         **state.experiment.promotion.model_dump(mode="json", exclude={"on_refusal"}),
         **_place(state),

@@ -1,11 +1,11 @@
 """Checks that show on the asset pages whether an iteration is healthy. None of them stops a run: `sampler` decides.
 
-Thresholds are here, each with its reason. A failed check says in its metadata "why".
+Thresholds stand here or where they also decide, each with its reason. A failed check says in its metadata "why".
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import dagster as dg
@@ -17,7 +17,8 @@ from contracts.errors import SchemaError
 from curation.statistics import NonInferiority
 from ops.after_swap import is_automatic
 from ops.deploy_decision import Decision
-from ops.fp8_health import CodeFacts, code_facts
+from ops.fp8_health import code_facts, code_faults
+from ops.soundness import MAX_TAMPERED
 from resources.registry import LivePolicy
 
 INFRASTRUCTURE_HELD, REWARD_VARIES, TAMPERING_IS_RARE = "infrastructure_held", "reward_varies", "tampering_is_rare"
@@ -28,18 +29,10 @@ MAX_INFRASTRUCTURE = 0.02
 """Share of episodes. Every fault was retried; more of them bias which tasks train (long ones fail first)."""
 MAX_WITHOUT_VARIANCE = 0.75
 """Share of groups. Groups of equal rewards have no advantage; above it, most of the sampling was in vain."""
-MAX_TAMPERED = 0.02
-"""Share of episodes. Single attempts occur by chance; above it, the policy is learning to tamper."""
 MAX_MISMATCH = 0.01
 """KL(sampler || trainer), estimate k3, in nats a token. The built-in engine stays below 1e-9 and healthy FP8 servers
 near 1e-3; training on tokens of another distribution starts to diverge around 1e-2.
 """
-MAX_SATURATED = 0.02
-"""Share of codes at the largest magnitude. A block's scale puts its largest weight there, about one code in 16384; a
-scale that is too small cuts off many.
-"""
-MAX_SCALE_RATIO = 1.5
-"""Median ratio of scales to those of the parent. An iteration changes weights by a few percent at most."""
 _WARN, _ERROR = dg.AssetCheckSeverity.WARN, dg.AssetCheckSeverity.ERROR
 
 
@@ -117,20 +110,9 @@ def fp8_codes_are_sound(candidate: Artifact, parent: Artifact) -> dg.AssetCheckR
         return _checked(FP8, False, str(error), _ERROR)
     if facts is None:
         return _checked(FP8, True, "The checkpoint is not quantized.", _ERROR)
-    faults = list(_code_faults(facts))
+    faults = list(code_faults(facts))
     sound = f"{facts.tensors} of {facts.of} quantized tensors were read; {facts.saturated:.2%} of their codes saturate"
     return _checked(FP8, not faults, "; ".join(faults) or sound, _ERROR, saturated=facts.saturated)
-
-
-def _code_faults(facts: CodeFacts) -> Iterator[str]:
-    if facts.saturated > MAX_SATURATED:
-        yield f"{facts.saturated:.1%} of the codes are saturated, more than {MAX_SATURATED:.0%}"
-    if facts.zero:
-        yield f"{len(facts.zero)} tensor(s) are all zeros, first {facts.zero[0]}"
-    moved = [name for name, ratio in facts.scale_ratios.items() if not 1 / MAX_SCALE_RATIO <= ratio <= MAX_SCALE_RATIO]
-    if moved:
-        ratio = facts.scale_ratios[moved[0]]
-        yield f"the scales of {len(moved)} tensor(s) changed, first {moved[0]}: {ratio:.3g} times those of its parent"
 
 
 def gate_checks(found: Mapping[str, NonInferiority]) -> list[dg.AssetCheckResult]:

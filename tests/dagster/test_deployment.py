@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import http.server
+import shutil
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Barrier, Thread
@@ -13,12 +14,26 @@ from typing import Any, ClassVar
 
 import dagster as dg
 import httpx
+import pyarrow as pa
 import pytest
 from dagster_world import World
-from deployment_world import Stage, good_smoke, no_smoke, serving, spoilt, stage_of
+from deployment_world import (
+    Stage,
+    Tensors,
+    an_expert_of_zeros,
+    doubled_scales,
+    good_smoke,
+    no_smoke,
+    planted_checkpoint,
+    saturated_codes,
+    serving,
+    spoilt,
+    stage_of,
+)
 
 from assets.sampler import _smoke_metadata
-from contracts.artifacts import Artifact, ArtifactRef, open_artifact
+from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, open_artifact
+from contracts.digests import digest_of
 from contracts.store import Store
 from inference.engines.base import Completion, SamplingParams
 from inference.engines.builtin import BuiltinEngine
@@ -26,7 +41,7 @@ from inference.engines.openai import OpenAIEngine
 from inference.server.app import Application
 from ops.after_swap import AUTOMATIC, Swapped, is_automatic, swap_or_roll_back
 from ops.deploy import bring_servers, server_metadata
-from ops.deploy_decision import Decision, read_smoke
+from ops.deploy_decision import Decision, decide_deployment, read_decision, read_smoke
 from ops.health import went_live
 from ops.inputs import trainer_state_of
 from ops.rollback import change_live, plan_rollback, roll_back
@@ -86,6 +101,55 @@ def test_candidate_that_can_not_be_served_is_refused(ran: World, value: float | 
     assert decision.decision == "refused" and stage.registry.live() is None
     assert "smoke episode failed" in decision.reasons[0] and named in decision.reasons[0]
     assert stage.decide(bad, stage.base, "0000", no_smoke) == decision
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (an_expert_of_zeros, "1 tensor(s) are all zeros, first model.layers.0.mlp.experts.0.down_proj.weight"),
+        (doubled_scales, "2 times those of its parent"),
+        (saturated_codes, "of the codes are saturated"),
+    ],
+)
+def test_candidate_with_unsound_weights_is_refused_though_it_passed_the_gate(
+    ran: World, change: Callable[[Tensors], None], reason: str
+) -> None:
+    stage = stage_of(ran, change.__name__)
+    bad = planted_checkpoint(ran, stage.first, change).ref
+    decision = stage.decide(bad, stage.base, "0000", no_smoke)
+    assert decision.decision == "refused" and stage.registry.live() is None
+    assert "candidate is non-inferior to its parent" in decision.reasons[0] and reason in decision.reasons[0]
+
+
+def test_candidate_that_tampered_on_the_gate_is_refused(ran: World) -> None:
+    stage = stage_of(ran, "tampers")
+    step = stage.step(stage.first, stage.base, "0000")
+    evaluation = open_artifact(ran.store, step.parent("evaluation"))
+    played = open_artifact(ran.store, evaluation.manifest.parents["candidate_gate"])
+    rewards = played.table("rewards.parquet")
+    verdicts = pa.array(["tampered"] * rewards.num_rows, pa.string())
+    changed = rewards.set_column(rewards.schema.get_field_index("verdict"), "verdict", verdicts)
+    caught = copied(ran.store, played, played.manifest.parents, {"rewards.parquet": changed})
+    parents = {**evaluation.manifest.parents, "candidate_gate": caught.ref}
+    step.state.made["evaluation"] = copied(ran.store, evaluation, parents, {}).ref
+    decision = read_decision(decide_deployment(step, no_smoke))
+    assert decision.decision == "refused" and stage.registry.live() is None
+    assert f"tampered with its verdict in {rewards.num_rows} of {rewards.num_rows} gate episodes" in decision.reasons[0]
+
+
+def copied(
+    store: Store, source: Artifact, parents: Mapping[str, ArtifactRef], tables: Mapping[str, pa.Table]
+) -> Artifact:
+    """A copy of an artifact under another key, with other parents and some other tables."""
+    key = digest_of([source.key, sorted(tables), {role: ref.digest for role, ref in parents.items()}])
+    with ArtifactWriter(store, source.kind, key, parents=parents, config={}, code_version="1") as out:
+        for name in source.names():
+            if name in tables:
+                out.add_table(name, tables[name])
+            else:
+                shutil.copyfile(source.path(name), out.directory / name)
+                out.add_file(name)
+        return out.commit(meta=source.meta)
 
 
 def test_infrastructure_fault_decides_nothing(ran: World) -> None:
