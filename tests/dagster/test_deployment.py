@@ -107,7 +107,7 @@ def test_candidate_that_can_not_be_served_is_refused(ran: World, value: float | 
     ("change", "reason"),
     [
         (an_expert_of_zeros, "1 tensor(s) are all zeros, first model.layers.0.mlp.experts.0.down_proj.weight"),
-        (doubled_scales, "2 times those of its parent"),
+        (doubled_scales, "times those of its parent"),
         (saturated_codes, "of the codes are saturated"),
     ],
 )
@@ -131,8 +131,9 @@ def test_candidate_that_tampered_on_the_gate_is_refused(ran: World) -> None:
     changed = rewards.set_column(rewards.schema.get_field_index("verdict"), "verdict", verdicts)
     caught = copied(ran.store, played, played.manifest.parents, {"rewards.parquet": changed})
     parents = {**evaluation.manifest.parents, "candidate_gate": caught.ref}
-    step.state.made["evaluation"] = copied(ran.store, evaluation, parents, {}).ref
-    decision = read_decision(decide_deployment(step, no_smoke))
+    made = {**step.state.made, "evaluation": copied(ran.store, evaluation, parents, {}).ref}
+    caught_step = replace(step, state=replace(step.state, made=made))
+    decision = read_decision(decide_deployment(caught_step, no_smoke))
     assert decision.decision == "refused" and stage.registry.live() is None
     assert f"tampered with its verdict in {rewards.num_rows} of {rewards.num_rows} gate episodes" in decision.reasons[0]
 
@@ -141,8 +142,8 @@ def copied(
     store: Store, source: Artifact, parents: Mapping[str, ArtifactRef], tables: Mapping[str, pa.Table]
 ) -> Artifact:
     """A copy of an artifact under another key, with other parents and some other tables."""
-    key = digest_of([source.key, sorted(tables), {role: ref.digest for role, ref in parents.items()}])
-    with ArtifactWriter(store, source.kind, key, parents=parents, config={}, code_version="1") as out:
+    key = digest_of([source.ref.key, sorted(tables), {role: ref.digest for role, ref in parents.items()}])
+    with ArtifactWriter(store, source.ref.kind, key, parents=parents, config={}, code_version="1") as out:
         for name in source.names():
             if name in tables:
                 out.add_table(name, tables[name])
