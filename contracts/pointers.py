@@ -76,5 +76,4 @@ class Pointer:
 
 def pointer_folders(store: Store, folder: str) -> list[str]:
     """Sorted names directly below `folder`, e.g. the partitions of an asset."""
-    prefix = f"pointers/{folder}/"
-    return sorted({key.removeprefix(prefix).split("/")[0] for key in store.list(prefix)})
+    return [*store.folders(f"pointers/{folder}/")]
