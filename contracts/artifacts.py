@@ -38,6 +38,8 @@ MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
 _AGAIN = "delete the artifact's folder and run its step again"
 _READERS, _READ_AHEAD = 8, 32
+_IN_TURN = 4
+"""Manifests that one reader reads in turn: handing over each one takes longer than reading it from a disk."""
 
 
 class Frozen(BaseModel):
@@ -231,26 +233,38 @@ def _read_manifest(data: bytes, kind: str, key: str) -> Manifest:
 
     Raises ArtifactCorrupt if it was damaged, changed or moved, SchemaError if it has another version.
     """
-    import json
-
     where = f"artifacts/{kind}/{key}/{MANIFEST}"
     try:
-        values = json.loads(data)
-        version = values.get("schema_version") if isinstance(values, dict) else None
-        if isinstance(version, int) and version != SCHEMA_VERSION:
-            raise SchemaError(
-                f"{where} has schema version {version}, this Triplane reads {SCHEMA_VERSION}: use the Triplane that"
-                " wrote the store, or point TRIPLANE_STORE elsewhere"
-            )
-        manifest = Manifest.model_validate(values)
-    except ValidationError as error:
-        raise ArtifactCorrupt(f"{where} is damaged ({error.error_count()} errors): {_AGAIN}") from None
-    except ValueError as error:
-        raise ArtifactCorrupt(f"{where} is damaged ({error}): {_AGAIN}") from None
+        manifest = Manifest.model_validate_json(data)
+    except ValidationError:
+        manifest = _explained(data, where)
+    _require_version(manifest.schema_version, where)
     named = content_digest(kind, SCHEMA_VERSION, manifest.files)
     if (manifest.kind, manifest.action_key, manifest.content_digest) != (kind, key, named):
         raise ArtifactCorrupt(f"{where} was changed: its digest does not match its content; {_AGAIN}")
     return manifest
+
+
+def _explained(data: bytes, where: str) -> Manifest:
+    """Manifest that the quick parser refuses: raises the reason, unless Python's parser accepts it."""
+    import json
+
+    try:
+        values = json.loads(data)
+        _require_version(values.get("schema_version") if isinstance(values, dict) else None, where)
+        return Manifest.model_validate(values)
+    except ValidationError as error:
+        raise ArtifactCorrupt(f"{where} is damaged ({error.error_count()} errors): {_AGAIN}") from None
+    except ValueError as error:
+        raise ArtifactCorrupt(f"{where} is damaged ({error}): {_AGAIN}") from None
+
+
+def _require_version(version: object, where: str) -> None:
+    if isinstance(version, int) and version != SCHEMA_VERSION:
+        raise SchemaError(
+            f"{where} has schema version {version}, this Triplane reads {SCHEMA_VERSION}: use the Triplane that"
+            " wrote the store, or point TRIPLANE_STORE elsewhere"
+        )
 
 
 def open_artifact(store: Store, ref: ArtifactRef) -> Artifact:
@@ -281,15 +295,25 @@ def discard_artifact(store: Store, ref: ArtifactRef) -> None:
 
 def list_artifacts(store: Store, kind: str | None = None) -> Iterator[Artifact]:
     """Every committed artifact, in order of kind and key."""
-    prefix = f"artifacts/{kind}/" if kind else "artifacts/"
-    paths = [key.split("/") for key in store.list(prefix)]
-    names = [(parts[1], parts[2]) for parts in paths if len(parts) == 4 and parts[3] == MANIFEST]
-    # a remote store replies in tens of milliseconds: request several at once, but not all, since the caller may stop
-    # early
-    with ThreadPoolExecutor(_READERS) as pool:
-        for start in range(0, len(names), _READ_AHEAD):
-            found = pool.map(lambda name: find_artifact(store, *name), names[start : start + _READ_AHEAD])
-            yield from (artifact for artifact in found if artifact is not None)
+    for each in [kind] if kind else artifact_kinds(store):
+        keys = store.folders(f"artifacts/{each}/")
+        # a remote store replies in tens of milliseconds: request several at once, but not all, since the caller may
+        # stop early
+        with ThreadPoolExecutor(_READERS) as pool:
+            for start in range(0, len(keys), _READ_AHEAD):
+                some = keys[start : start + _READ_AHEAD]
+                parts = [some[first : first + _IN_TURN] for first in range(0, len(some), _IN_TURN)]
+                for found in pool.map(functools.partial(_find_each, store, each), parts):
+                    yield from found
+
+
+def artifact_kinds(store: Store) -> Sequence[str]:
+    """Kinds of the artifacts of a store, sorted."""
+    return store.folders("artifacts/")
+
+
+def _find_each(store: Store, kind: str, keys: Sequence[str]) -> list[Artifact]:
+    return [artifact for key in keys if (artifact := find_artifact(store, kind, key)) is not None]
 
 
 class ArtifactWriter:
