@@ -29,7 +29,7 @@ from contracts.attempts import note_attempt, seal_attempt
 from contracts.digests import canonical_json, digest_of, file_sha256, has_sha256, sha256, table_digest
 from contracts.errors import ArtifactCorrupt, ArtifactMissing, SchemaError, StoreError
 from contracts.failpoints import failpoint
-from contracts.store import Store, scratch_directory, staging_errors
+from contracts.store import LocalStore, Store, scratch_directory, staging_errors
 from contracts.store_entries import check_key
 from contracts.tensor_files import INDEX
 from contracts.upgrades import absent_columns, meta_of, with_absent
@@ -38,8 +38,6 @@ MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
 _AGAIN = "delete the artifact's folder and run its step again"
 _READERS, _READ_AHEAD = 8, 32
-_IN_TURN = 4
-"""Manifests that one reader reads in turn: handing over each one takes longer than reading it from a disk."""
 
 
 class Frozen(BaseModel):
@@ -123,6 +121,11 @@ class Artifact:
     def ref(self) -> ArtifactRef:
         """Reference to this artifact."""
         return ArtifactRef(kind=self.manifest.kind, key=self.manifest.action_key, digest=self.manifest.content_digest)
+
+    @property
+    def uri(self) -> str:
+        """See ArtifactRef.uri."""
+        return f"artifacts/{self.manifest.kind}/{self.manifest.action_key}"
 
     @property
     def meta(self) -> dict[str, Any]:
@@ -296,24 +299,28 @@ def discard_artifact(store: Store, ref: ArtifactRef) -> None:
 def list_artifacts(store: Store, kind: str | None = None) -> Iterator[Artifact]:
     """Every committed artifact, in order of kind and key."""
     for each in [kind] if kind else artifact_kinds(store):
-        keys = store.folders(f"artifacts/{each}/")
-        # a remote store replies in tens of milliseconds: request several at once, but not all, since the caller may
-        # stop early
-        with ThreadPoolExecutor(_READERS) as pool:
-            for start in range(0, len(keys), _READ_AHEAD):
-                some = keys[start : start + _READ_AHEAD]
-                parts = [some[first : first + _IN_TURN] for first in range(0, len(some), _IN_TURN)]
-                for found in pool.map(functools.partial(_find_each, store, each), parts):
-                    yield from found
+        # on a disk, threads take longer to hand over an artifact than to read it
+        found = _read_in_turn(store, each) if isinstance(store, LocalStore) else _read_ahead(store, each)
+        yield from (artifact for artifact in found if artifact is not None)
+
+
+def _read_in_turn(store: Store, kind: str) -> Iterator[Artifact | None]:
+    return (find_artifact(store, kind, key) for key in store.folders(f"artifacts/{kind}/"))
+
+
+def _read_ahead(store: Store, kind: str) -> Iterator[Artifact | None]:
+    """Artifacts of a remote store, which replies in tens of milliseconds: several are requested at once, but not all,
+    since the caller may stop early.
+    """
+    keys = store.folders(f"artifacts/{kind}/")
+    with ThreadPoolExecutor(_READERS) as pool:
+        for start in range(0, len(keys), _READ_AHEAD):
+            yield from pool.map(lambda key: find_artifact(store, kind, key), keys[start : start + _READ_AHEAD])
 
 
 def artifact_kinds(store: Store) -> Sequence[str]:
     """Kinds of the artifacts of a store, sorted."""
     return store.folders("artifacts/")
-
-
-def _find_each(store: Store, kind: str, keys: Sequence[str]) -> list[Artifact]:
-    return [artifact for key in keys if (artifact := find_artifact(store, kind, key)) is not None]
 
 
 class ArtifactWriter:

@@ -275,10 +275,9 @@ def _has_file(folder: str) -> bool:
     """Whether a folder holds a file at any depth: a writer may have made the folder, but not the file."""
     try:
         with os.scandir(folder) as found:
-            entries = list(found)
+            return any(not each.is_dir() or _has_file(each.path) for each in found)
     except FileNotFoundError:
         return False
-    return any(not each.is_dir() for each in entries) or any(_has_file(each.path) for each in entries)
 
 
 @contextmanager

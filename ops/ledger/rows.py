@@ -31,22 +31,19 @@ _NO_TELEMETRY = """
 CREATE VIEW telemetry AS SELECT NULL::VARCHAR AS home, NULL::VARCHAR AS episode_id, NULL::BIGINT AS engine_tokens,
     NULL::DOUBLE AS seconds, NULL::DOUBLE AS sampling_seconds, NULL::DOUBLE AS tool_seconds WHERE false
 """
+_EMPTY = {name: schema.empty_table() for name, schema in TABLES.items()}
 _HOMES = pa.schema([("file", pa.string()), ("home", pa.string()), ("number", pa.int64())])
 
 
 def rows_of(artifacts: Sequence[Artifact]) -> Rows:
     """Rows of artifacts of any kinds, in order. Raises ArtifactCorrupt for a damaged file."""
-    found = {name: schema.empty_table() for name, schema in TABLES.items()}
+    found = dict(_EMPTY)
     found["artifacts"] = _table("artifacts", [_artifact(each) for each in artifacts])
-    found["edges"] = _table(
-        "edges",
-        [
-            (each.ref.uri, ref.uri, role)
-            for each in artifacts
-            for role, ref in sorted(each.manifest.parents.items(), key=lambda item: item[0])
-        ],
-    )
-    held = {name: [each for each in artifacts if _holds(each, name)] for name in (*_FILES, "telemetry")}
+    found["edges"] = _table("edges", [edge for each in artifacts for edge in _edges(each)])
+    held: dict[str, list[Artifact]] = {"telemetry": [], **{name: [] for name in _FILES}}
+    for each in artifacts:
+        for name in _tables(each):
+            held[name].append(each)
     if any(held[name] for name in _FILES):
         with duckdb.connect() as db:
             if not held["telemetry"]:
@@ -64,7 +61,7 @@ def _artifact(artifact: Artifact) -> tuple[object, ...]:
     manifest = artifact.manifest
     config = manifest.config
     return (
-        artifact.ref.uri,
+        artifact.uri,
         manifest.kind,
         manifest.content_digest,
         _text(config.get("experiment")),
@@ -74,20 +71,27 @@ def _artifact(artifact: Artifact) -> tuple[object, ...]:
     )
 
 
+def _edges(artifact: Artifact) -> list[tuple[object, ...]]:
+    child, parents = artifact.uri, artifact.manifest.parents
+    return [(child, parents[role].uri, role) for role in sorted(parents)]
+
+
 def _table(name: str, rows: Sequence[tuple[object, ...]]) -> pa.Table:
     schema = TABLES[name]
     columns = zip(*rows, strict=True) if rows else [()] * len(schema)
     return pa.table([pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)], schema)
 
 
-def _holds(artifact: Artifact, name: str) -> bool:
-    return any(entry.path == f"{name}.parquet" for entry in artifact.manifest.files)
+def _tables(artifact: Artifact) -> list[str]:
+    """Names of its tables that the ledger reads."""
+    stems = {entry.path.removesuffix(".parquet") for entry in artifact.manifest.files if ".parquet" in entry.path}
+    return [name for name in ("telemetry", *_FILES) if name in stems]
 
 
 def _view(db: duckdb.DuckDBPyConnection, name: str, artifacts: Sequence[Artifact]) -> None:
     """View of one file of each artifact, with `home`, `number` (of the artifact) and `row`."""
     files = [str(each.path(f"{name}.parquet")) for each in artifacts]
-    homes = [each.ref.uri for each in artifacts]
+    homes = [each.uri for each in artifacts]
     db.register(f"homes_of_{name}", pa.table([files, homes, range(len(files))], schema=_HOMES))
     # by name: older files lack columns that were added later
     db.read_parquet(files, file_row_number=True, filename=True, union_by_name=True).create_view(f"files_of_{name}")
