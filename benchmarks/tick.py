@@ -67,13 +67,14 @@ def run(options: TickOptions) -> Result:
             server.taken()
             remote = _measure(instance, experiment, f"s3://{BUCKET}/store", options)
             requests = len(server.taken())
+    ticks = {"local": local, "s3": remote}
     rows = [
-        {"store": name, "first ms": seconds[0], "median ms": median(seconds[1:]), "slowest ms": max(seconds[1:])}
-        for name, seconds in (("local", local), ("s3", remote))
+        {"store": name, "first ms": each[0], "median ms": median(each[1:]), "slowest ms": max(each[1:])}
+        for name, each in ticks.items()
     ]
-    metrics = {"local_ms": rows[0]["median ms"], "s3_ms": rows[1]["median ms"]}
+    metrics = {f"{name}_ms": median(each[1:]) for name, each in ticks.items()}
     note = f"{options.iterations:,} iterations and runs; {requests:,} requests to the S3 server, filling it included"
-    return Result({name: float(value) for name, value in metrics.items()}, rows, [note])
+    return Result(metrics, rows, [note])
 
 
 def _measure(instance: dg.DagsterInstance, experiment: Experiment, url: str, options: TickOptions) -> list[float]:

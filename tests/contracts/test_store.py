@@ -85,6 +85,7 @@ def test_pointer_is_compare_and_swap_with_history(store: Store) -> None:
     assert pointer.current() is None
     for number, policy in enumerate("acde"):
         assert pointer.current_of_few() == pointer.current()
+        assert all(pointer.current_since(seen) == pointer.current() for seen in range(number + 2))
         assert pointer.advance({"policy": policy}, number)
         assert not pointer.advance({"policy": "b"}, number)
     assert pointer.current_of_few() == pointer.current() == PointerEntry(4, {"policy": "e"})
