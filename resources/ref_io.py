@@ -32,7 +32,7 @@ class RefIOManager(dg.ConfigurableIOManager):
     @contextmanager
     def yield_for_execution(self, context: dg.InitResourceContext) -> Iterator[Self]:
         """Provide the resource for one run (one step where steps are processes), whose event log is kept open."""
-        with event_log_kept_open(context.instance, context.run_id):
+        with event_log_kept_open(context.instance, context.run.run_id if context.run else None):
             yield self
 
     def handle_output(self, context: dg.OutputContext, obj: Any) -> None:
