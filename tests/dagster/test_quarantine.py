@@ -87,7 +87,7 @@ def check_marks(seed: int, folder: Path) -> None:
     store, draw, quarantine, walk = history.store, history.draw, Quarantine(history.store), Walk(history.store)
     ids = sorted({row["episode_id"] for uri in walk.of("rollouts") for row in walk.rows(uri, "episodes")})
     made: list[tuple[Mark, tuple[str, str]]] = []
-    for what, value in [*draw.sample(QUESTIONS, 4), ("episode", draw.choice(ids))]:
+    for what, value in [*draw.sample(QUESTIONS, 2), ("episode", draw.choice(ids))]:
         try:
             found, marked = reach_of(store, what, value)  # type: ignore[arg-type]
         except ArtifactMissing:

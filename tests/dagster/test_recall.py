@@ -323,7 +323,7 @@ def check_answers(seed: int, folder: Path) -> None:
             for length in (1, 3, 20, 31, 32)
         ),
     ]
-    for what, value, match in questions:
+    for what, value, match in draw.sample(questions, 7):
         rule = value if what == "rule" else None
         assert answered(store, what, value) == brute_force(walk, match, rule), (what, value)
     before = indexed(store)
